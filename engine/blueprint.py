@@ -1,0 +1,140 @@
+"""What a configuration asks for: its tensors' names, shapes and ties, its KV geometry, its limits.
+
+Registration's second step. Builds the module tree on the meta device (no memory, no weights) and
+refuses families whose KV cannot be kept in pages of K and V per head. The parity probe has the last
+word on whether a family comes out right; here are the cases it could not see or would see too late.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine.errors import RegistrationRefused
+from engine.pack import KvGroup
+from engine.parity import config_geometries
+
+REST = "rest"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model without weights.
+
+    tensors     every parameter and persistent buffer by name, on meta, in the module tree's order
+    tied        name -> name of the tensor it shares, both in `tensors`
+    skeleton    the module tree on meta, for the library's own weight conversions
+    """
+
+    config: Any
+    skeleton: nn.Module
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    kv_groups: tuple[KvGroup, ...]
+    vocab_size: int
+    max_context: int
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""
+        wanted = self.tensors[name].dtype
+        if not wanted.is_floating_point:
+            return wanted
+        strict = getattr(self.skeleton, "_keep_in_fp32_modules_strict", None) or ()
+        if any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for pattern in strict):
+            return torch.float32
+        return dtype
+
+
+def layer_of(name: str) -> str:
+    """The segment a tensor belongs to: "layer.N", or REST."""
+    match = _LAYER.search(name)
+    return f"layer.{int(match.group(1))}" if match else REST
+
+
+def blueprint(config: Any) -> Blueprint:
+    """Raises RegistrationRefused for what cannot be hosted."""
+    _check_family(config)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # modelling code of 189 families: no contract on its error types
+        raise RegistrationRefused(
+            "bad_config",
+            f"transformers cannot build a {config.model_type!r} from this configuration: "
+            f"{type(error).__name__}: {error}",
+        ) from error
+    assert isinstance(skeleton, nn.Module)
+    tensors = dict(skeleton.state_dict())
+    tied = {
+        target: source
+        for target, source in (getattr(skeleton, "all_tied_weights_keys", None) or {}).items()
+        if target in tensors and source in tensors
+    }
+    groups = kv_groups(config)
+    _check_projections(skeleton, groups)
+    return Blueprint(
+        config=config,
+        skeleton=skeleton,
+        tensors=tensors,
+        tied=tied,
+        kv_groups=groups,
+        vocab_size=int(config.vocab_size),
+        max_context=int(config.max_position_embeddings),
+    )
+
+
+def kv_groups(config: Any) -> tuple[KvGroup, ...]:
+    """Layers grouped by KV geometry, in the order of their first layer."""
+    members: dict[tuple[int, int, int, int], list[int]] = {}
+    for number, layer in enumerate(config_geometries(config)):
+        key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
+        members.setdefault(key, []).append(number)
+    return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+
+
+def _check_family(config: Any) -> None:
+    family = config.model_type
+
+    def refuse(why: str) -> RegistrationRefused:
+        return RegistrationRefused("unknown_family", f"family {family!r} cannot be hosted: {why}")
+
+    if not getattr(config, "num_attention_heads", None):
+        raise refuse("it has no attention heads")
+    if getattr(config, "kv_lora_rank", None):
+        raise refuse("its attention caches a latent, which is not supported yet")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise refuse("its layers share their KV, which is not supported yet")
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
+    if strange:
+        raise refuse(f"layers of type {', '.join(strange)} are not supported")
+    for name, meaning in (("max_position_embeddings", "context length"), ("vocab_size", "size")):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise RegistrationRefused("bad_config", f"the configuration has no {meaning} ({name})")
+
+
+def _check_projections(skeleton: nn.Module, groups: tuple[KvGroup, ...]) -> None:
+    """Where K and V have projections of their own, their widths must be the cache's."""
+    geometry = {layer: group for group in groups for layer in group.layers}
+    for name, module in skeleton.named_modules():
+        match = _LAYER.search(name)
+        if match is None or not isinstance(module, nn.Linear):
+            continue
+        group = geometry.get(int(match.group(1)))
+        kind = name.rpartition(".")[2]
+        if kind not in ("k_proj", "v_proj"):
+            continue
+        width = 0
+        if group is not None:
+            width = group.num_kv_heads * (group.k_dim if kind == "k_proj" else group.v_dim)
+        if module.out_features != width:
+            raise RegistrationRefused(
+                "unknown_family",
+                f"{name} puts out {module.out_features} values a position where the configuration "
+                f"says {width}; this attention is not supported",
+            )

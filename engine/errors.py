@@ -1,0 +1,51 @@
+"""The engine's error tree.
+
+EngineError
++-- OutOfPages          the arena has no pages for this; make room and try again
++-- IntegrityError      an invariant of the pool, cache or residency is broken (a bug)
++-- IllegalTransition   an object was asked to leave its state table (a bug)
++-- RequestRefused      a request the worker will not take; carries a stable `code`
++-- PackError           a checkpoint pack that must not be served
+|   +-- ChecksumMismatch
++-- RegistrationRefused a model folder that cannot be hosted, with the reason for the operator
+"""
+
+
+class EngineError(Exception):
+    """Base of everything the engine raises on purpose."""
+
+
+class OutOfPages(EngineError):
+    """The pool cannot give the pages asked for."""
+
+
+class IntegrityError(EngineError):
+    """An invariant does not hold. Never caught: the worker dies and is restarted."""
+
+
+class IllegalTransition(EngineError):
+    """A state change outside the table; nothing was changed."""
+
+
+class RequestRefused(EngineError):
+    """The worker does not take this request. `code` is one of `protocol.RefusalCode`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PackError(EngineError):
+    """The pack is missing, of another version, or damaged."""
+
+
+class ChecksumMismatch(PackError):
+    """A chunk's bytes are not those that were written at registration."""
+
+
+class RegistrationRefused(EngineError):
+    """The source cannot become a hosted model. `code` is stable, the message is for people."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,233 @@
+"""The warm tier: whole packs in shared memory, in files that outlive the worker.
+
+    <shm_dir>/<prefix>-<revision>.pack               complete and verified
+    <shm_dir>/<prefix>-<revision>.pack.tmp-<pid>     being written
+
+A file gets its final name only when every byte of it was verified, so a name that is there can be
+trusted: shared memory does not survive the machine, only the process. Capacity is in bytes, the
+least recently used pack goes first, and never one that is being read.
+
+Mappings are kept for as long as the tier holds a pack: through a fresh mapping a copy runs at a
+third of memcpy's speed, and preadv of shared memory at half (docs/log.md).
+
+Only the step thread calls the tier; loader threads touch nothing but a slab's `view` and a fill's
+descriptor.
+"""
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import IntegrityError
+
+# Linux 5.14; missing from Python's mmap module.
+_MADV_POPULATE_READ = 22
+_REVISION = "[0-9a-f]+"
+
+
+@dataclass(slots=True, eq=False)
+class Slab:
+    """One pack in the tier. `view` has its bytes, in the blob's layout."""
+
+    revision: str
+    path: Path
+    num_bytes: int
+    last_used: int
+    num_readers: int = 0
+    map: mmap.mmap | None = None
+
+    @property
+    def view(self) -> memoryview:
+        """Read-only bytes of the pack; slices of it must not outlive the reader's release."""
+        if self.map is None:
+            raise IntegrityError(f"{self.path} is read without having been acquired")
+        return memoryview(self.map)
+
+
+@dataclass(slots=True, eq=False)
+class Fill:
+    """A pack on its way into the tier. Loader threads write it through `descriptor`."""
+
+    revision: str
+    path: Path
+    num_bytes: int
+    descriptor: int
+    map: mmap.mmap | None = None
+
+    def populate(self) -> None:
+        """Map what was written, pages and all. The last thing a loader thread does."""
+        filled = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
+        with contextlib.suppress(OSError):  # older kernels: the first load takes the faults
+            filled.madvise(_MADV_POPULATE_READ)
+        self.map = filled
+
+
+class HostTier:
+    """Bounded by `capacity_bytes`; 0 means that there is no tier."""
+
+    def __init__(self, directory: Path, prefix: str, capacity_bytes: int) -> None:
+        self._directory = directory
+        self._prefix = prefix
+        self._capacity = capacity_bytes
+        self._slabs: dict[str, Slab] = {}
+        self._fills: dict[str, Fill] = {}
+        self._clock = 0
+        self._adopt()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of packs held or being filled."""
+        held = sum(slab.num_bytes for slab in self._slabs.values())
+        return held + sum(fill.num_bytes for fill in self._fills.values())
+
+    def has(self, revision: str) -> bool:
+        """Whether a load of `revision` would find it here."""
+        return revision in self._slabs
+
+    def is_filling(self, revision: str) -> bool:
+        """Whether `revision` is on its way in."""
+        return revision in self._fills
+
+    def acquire(self, revision: str, num_bytes: int) -> Slab | None:
+        """A slab to read from, or None if it is not here; give it back with `release`."""
+        slab = self._slabs.get(revision)
+        if slab is None:
+            return None
+        if slab.map is None:
+            try:
+                slab.map = _map(slab.path, num_bytes)
+            except (OSError, ValueError):  # removed by hand, or of another size
+                self._drop(slab)
+                return None
+        slab.num_readers += 1
+        slab.last_used = self._tick()
+        return slab
+
+    def release(self, slab: Slab) -> None:
+        """The reader is done."""
+        slab.num_readers -= 1
+        with contextlib.suppress(OSError):
+            os.utime(slab.path)  # the order of use for the next process
+
+    def begin_fill(self, revision: str, num_bytes: int) -> Fill | None:
+        """Room for one more pack, or None where it does not fit beside those being read."""
+        if revision in self._slabs or revision in self._fills or num_bytes < 1:
+            return None
+        if not self._make_room(num_bytes):
+            return None
+        path = self._directory / f"{self._prefix}-{revision}.pack.tmp-{os.getpid()}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        except OSError:
+            return None
+        fill = Fill(revision, path, num_bytes, descriptor)
+        self._fills[revision] = fill
+        return fill
+
+    def commit(self, fill: Fill) -> None:
+        """Every byte is written and verified. Raises OSError where the file has gone."""
+        del self._fills[fill.revision]
+        os.close(fill.descriptor)
+        final = self._directory / f"{self._prefix}-{fill.revision}.pack"
+        fill.path.rename(final)
+        self._slabs[fill.revision] = Slab(
+            fill.revision, final, fill.num_bytes, self._tick(), map=fill.map
+        )
+
+    def abandon(self, fill: Fill) -> None:
+        """Forget a fill that failed or was cancelled."""
+        del self._fills[fill.revision]
+        os.close(fill.descriptor)
+        fill.path.unlink(missing_ok=True)
+
+    def keep_only(self, revisions: Collection[str]) -> None:
+        """Drop packs no hosted model has (those being read go later)."""
+        for slab in list(self._slabs.values()):
+            if slab.revision not in revisions and not slab.num_readers:
+                self._drop(slab)
+
+    def close(self, keep: bool) -> None:
+        """End of the worker; with `keep`, its successor finds the packs."""
+        for fill in list(self._fills.values()):
+            self.abandon(fill)
+        for slab in list(self._slabs.values()):
+            if keep:
+                slab.map = None
+            else:
+                self._drop(slab)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where the books are wrong."""
+        if self.used_bytes > self._capacity:
+            raise IntegrityError(f"host tier holds {self.used_bytes} of {self._capacity} bytes")
+        for slab in self._slabs.values():
+            if slab.num_readers < 0:
+                raise IntegrityError(f"host tier: {slab.revision} was released too often")
+
+    def _adopt(self) -> None:
+        """Take over what an earlier worker left, and remove what it left half-written."""
+        name = re.compile(rf"{re.escape(self._prefix)}-({_REVISION})\.pack(?:\.tmp-(\d+))?")
+        found: list[tuple[float, str, Path, int]] = []
+        if not self._directory.is_dir():
+            return
+        for path in self._directory.iterdir():
+            match = name.fullmatch(path.name)
+            if match is None:
+                continue
+            try:
+                if match.group(2) is None:
+                    status = path.stat()
+                    found.append((status.st_mtime, match.group(1), path, status.st_size))
+                elif not _is_alive(int(match.group(2))):
+                    path.unlink()
+            except FileNotFoundError:
+                continue  # another worker of this prefix was quicker
+        for _, revision, path, size in sorted(found):
+            self._slabs[revision] = Slab(revision, path, size, self._tick())
+        self._make_room(0)
+
+    def _make_room(self, num_bytes: int) -> bool:
+        idle = sorted(
+            (slab for slab in self._slabs.values() if not slab.num_readers),
+            key=lambda slab: slab.last_used,
+        )
+        room = self._capacity - self.used_bytes + sum(slab.num_bytes for slab in idle)
+        if num_bytes > room:
+            return False
+        for slab in idle:
+            if self.used_bytes + num_bytes <= self._capacity:
+                break
+            self._drop(slab)
+        return True
+
+    def _drop(self, slab: Slab) -> None:
+        del self._slabs[slab.revision]
+        slab.map = None
+        slab.path.unlink(missing_ok=True)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _map(path: Path, num_bytes: int) -> mmap.mmap:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size != num_bytes:
+            raise ValueError(f"{path} is not of {num_bytes} bytes")
+        return mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
+
+
+def _is_alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # an earlier process had our number
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,85 @@
+"""Runs one resident model over step batches: token ids and tables in, logits out.
+
+Owns the model's skeleton, its current weight views and its KvCache. Does not schedule and does not
+sample.
+"""
+
+from pathlib import Path
+
+import torch
+
+from engine.batch import StepBatch
+from engine.kv_cache import KvCache, plan_kv
+from engine.pack import PackIndex
+from engine.page_pool import Owner, PagePool
+from engine.transformers_backend import (
+    StepContext,
+    bind_weights,
+    build_skeleton,
+    step_context,
+    unbind_weights,
+)
+from kernels.paged_attention import LayerGeometry
+
+
+def layer_geometries(index: PackIndex) -> list[LayerGeometry]:
+    """One geometry per layer, from the pack's layer groups."""
+    layers: dict[int, LayerGeometry] = {}
+    for group in index.kv_groups:
+        for layer in group.layers:
+            layers[layer] = LayerGeometry(
+                group.num_kv_heads, group.k_dim, group.v_dim, group.window
+            )
+    return [layers[i] for i in range(len(layers))]
+
+
+class ModelRunner:
+    """One model. `bind` when it has become resident, `unbind` before its pages are given back."""
+
+    def __init__(
+        self,
+        model_id: str,
+        pack_dir: Path,
+        index: PackIndex,
+        arena: torch.Tensor,
+        pool: PagePool,
+        block_tokens: int,
+    ) -> None:
+        self.model_id = model_id
+        self.index = index
+        self._arena = arena
+        plan = plan_kv(
+            layer_geometries(index),
+            getattr(torch, index.kv_dtype),
+            block_tokens,
+            pool.page_bytes,
+            pool.num_pages,
+        )
+        self.cache = KvCache(Owner(model_id, "kv"), plan, pool, arena.device)
+        self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
+        self._generation: int | None = None
+
+    def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
+        """Use these weight views; cheap when the generation is the one already bound."""
+        if generation != self._generation:
+            bind_weights(self._model, tensors)
+            self._generation = generation
+
+    def unbind(self) -> None:
+        """Forget the weights and give all KV pages back."""
+        unbind_weights(self._model)
+        self._generation = None
+        self.cache.drop_all()
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        """Logits float32 [num sampling rows, vocab]; K and V of all T tokens are written."""
+        with step_context(StepContext(self._arena, self.cache, batch.paged)):
+            output = self._model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=False,
+                logits_to_keep=batch.logit_index if batch.sampling_rows else 1,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits[: len(batch.sampling_rows)].float()

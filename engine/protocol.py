@@ -1,0 +1,247 @@
+"""The worker protocol: every message between a gateway (or dispatcher) and a worker.
+
+The only module of the engine that the gateway imports, so it imports neither torch nor
+transformers. Messages are msgspec structs, tagged, encoded with msgpack, one message a ZeroMQ
+frame. A worker binds a ROUTER socket; every gateway process connects a DEALER. Token ids only:
+text never crosses this line.
+
+    gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage, LoadModel, UnloadModel
+    worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
+
+Fencing: a request is named by (request_id, attempt). A worker process is named by its `epoch`,
+drawn anew at each start; a gateway that sees a new epoch knows that all it had running is lost.
+
+Usage: a `Finish` is kept by the worker until `AckUsage` names it, and is sent again to whoever
+says `Hello`, so that a gateway that reconnects still learns what was used.
+"""
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+RefusalCode: TypeAlias = Literal[
+    "unknown_model", "not_resident", "context_length_exceeded", "overloaded", "draining"
+]
+ResidencyState: TypeAlias = Literal["cold", "warm", "loading", "resident", "draining", "failed"]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base: tagged arrays on the wire (smaller and quicker than maps)."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How a row's next token is chosen. temperature 0 is greedy; seed is always explicit."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction."""
+
+    model_id: str
+    pack_dir: str
+    pinned: bool = False
+    weight: float = 1.0
+
+
+class Hello(_Message, frozen=True):
+    """First message of a peer; answered by Welcome and by every unacknowledged Finish."""
+
+    protocol_version: int
+    gateway_id: str
+
+
+class SetCatalog(_Message, frozen=True):
+    """The whole list of models this worker may serve; models not named are unloaded."""
+
+    models: list[ModelSpec]
+
+
+class Submit(_Message, frozen=True):
+    """Run one request. The model must be resident (the dispatcher holds a lease for it).
+
+    `stop_token_ids` end the request and are counted as generated but are the last token sent.
+    """
+
+    request_id: str
+    attempt: int
+    tenant_id: str
+    model_id: str
+    prompt_token_ids: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: list[int]
+
+
+class Abort(_Message, frozen=True):
+    """End a request within one step; answered by a Finish with reason `abort`."""
+
+    request_id: str
+    attempt: int
+
+
+class AckUsage(_Message, frozen=True):
+    """These finishes are durably recorded; the worker forgets them."""
+
+    requests: list[tuple[str, int]]
+
+
+class LoadModel(_Message, frozen=True):
+    """Make the model resident, evicting by the worker's policy. Idempotent."""
+
+    model_id: str
+
+
+class UnloadModel(_Message, frozen=True):
+    """Drain the model and give its pages back. Idempotent."""
+
+    model_id: str
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """What a request consumed, as far as it got. service_s: device seconds charged to it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    service_s: float
+
+
+class Finish(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a request. `error` is for operators and is set only with reason `error`."""
+
+    reason: FinishReason
+    usage: Usage
+    error: str = ""
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What one step produced for one request: zero to k tokens, perhaps the end."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    finish: Finish | None = None
+
+
+class StepOutput(_Message, frozen=True):
+    """All deltas of one step that belong to the receiving gateway."""
+
+    epoch: str
+    deltas: list[TokenDelta]
+
+
+class Refused(_Message, frozen=True):
+    """A Submit that was not taken; nothing ran. `retryable`: another moment may do."""
+
+    epoch: str
+    request_id: str
+    attempt: int
+    code: RefusalCode
+    message: str
+    retryable: bool
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """A standing offer for one resident model.
+
+    num_requests and kv_tokens (prompt plus output) are what may still be submitted for it. Offers
+    of several models share one memory: all grants together must also stay within the
+    `WorkerStatus.free_*` figures.
+    """
+
+    model_id: str
+    num_requests: int
+    kv_tokens: int
+    kv_bytes_per_token: int
+
+
+class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
+    """Residency of one hosted model. Durations in seconds; -1 where not yet known."""
+
+    model_id: str
+    state: ResidencyState
+    weight_bytes: int
+    kv_bytes_used: int
+    num_running: int
+    num_waiting: int
+    load_s_estimate: float
+    reason: str = ""
+
+
+class SwapRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One finished load or eviction, for metrics and the operator's pages."""
+
+    model_id: str
+    kind: Literal["load", "evict"]
+    tier: Literal["disk", "host", "none"]
+    size_bytes: int
+    duration_s: float
+    reason: str = ""
+
+
+class WorkerStatus(_Message, frozen=True):
+    """Heartbeat, and at once when leases or residency change.
+
+    `num_received` is how many Submits of the receiving gateway this worker has taken in since that
+    gateway's last Hello, so that a dispatcher can subtract grants still under way. `pages` maps
+    "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished since the
+    previous status.
+    """
+
+    epoch: str
+    worker_id: str
+    num_received: int
+    free_requests: int
+    free_kv_bytes: int
+    lease_ttl_s: float
+    page_bytes: int
+    num_pages: int
+    pages: dict[str, int]
+    models: list[ModelStatus]
+    leases: list[Lease]
+    swaps: list[SwapRecord]
+    counters: dict[str, float]
+
+
+class Welcome(_Message, frozen=True):
+    """Answer to Hello. A protocol_version other than one's own ends the connection."""
+
+    protocol_version: int
+    worker_id: str
+    epoch: str
+    device: str
+
+
+ToWorker: TypeAlias = Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | UnloadModel
+FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """One message as one ZeroMQ frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes | memoryview) -> ToWorker:
+    """Raises msgspec.DecodeError / ValidationError on anything but a message for a worker."""
+    try:
+        return _to_worker.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through
+        raise msgspec.DecodeError(str(error)) from error
+
+
+def decode_from_worker(frame: bytes | memoryview) -> FromWorker:
+    """Raises msgspec.DecodeError / ValidationError on anything but a message of a worker."""
+    try:
+        return _from_worker.decode(frame)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from error

@@ -1,0 +1,146 @@
+"""The residency of one hosted model: its states, what may follow what, and what it holds.
+
+    cold      only on disk                      holds nothing
+    warm      in the host tier too              holds nothing on the device
+    loading   queued, or its bytes are coming   holds its weight pages once it got them
+    resident  can run                           holds weight pages, and KV as it runs
+    draining  finishes what it runs, then goes  as before
+    failed    not served; `reason` says why     holds nothing
+
+Only `residency.py` moves a model between them.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import IllegalTransition, PackError
+from engine.kv_cache import plan_kv
+from engine.loader import DiskLoad, HostLoad
+from engine.pack import BLOB_NAME, PackIndex, read_index
+from engine.page_pool import PagePool, PageRun
+from engine.policy.eviction import Demand
+from engine.protocol import ModelSpec, ResidencyState
+from engine.weights import WeightViews, check_pack
+from kernels.paged_attention import LayerGeometry
+
+TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
+    # A fill that ends, or a pack the tier drops, moves a model between cold and warm.
+    "cold": frozenset({"warm", "loading", "failed"}),
+    "warm": frozenset({"cold", "loading", "failed"}),
+    # Back to cold or warm: a queued load was called off. Draining: one that had begun.
+    "loading": frozenset({"resident", "failed", "draining", "cold", "warm"}),
+    "resident": frozenset({"draining"}),
+    "draining": frozenset({"cold", "warm"}),
+    # A new pack under the model's name, or another try where the pack was not to blame.
+    "failed": frozenset({"cold", "warm"}),
+}
+
+EventKind = Literal["loaded", "evicted", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyEvent:
+    """Something the engine has to act on. `reason`: why it failed or had to go."""
+
+    kind: EventKind
+    model_id: str
+    reason: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    """One model of the catalog as this worker has it.
+
+    index               None where the pack cannot be read (state failed)
+    blob_stamp          identity of the blob file when the pack was last looked at
+    next_spec           the catalog's newer entry, taken over once the old pack's pages are back
+    removed             no longer in the catalog: forgotten once its pages are back
+    wanted_again        a load was asked for while it drained
+    retryable           a failed model whose pack is not to blame
+    num_first_kv_pages  KV pages without which loading it would be of no use
+    """
+
+    spec: ModelSpec
+    index: PackIndex | None = None
+    blob_stamp: tuple[int, ...] = ()
+    state: ResidencyState = "cold"
+    reason: str = ""
+    next_spec: ModelSpec | None = None
+    removed: bool = False
+    wanted_again: bool = False
+    retryable: bool = False
+    runs: list[PageRun] = field(default_factory=list)
+    job: DiskLoad | HostLoad | None = None
+    views: WeightViews | None = None
+    demand: Demand = field(default_factory=Demand)
+    used: bool = False
+    queued_at_s: float = 0.0
+    resident_since_s: float = 0.0
+    last_used_s: float = 0.0
+    drain_since_s: float = 0.0
+    num_first_kv_pages: int = 0
+
+    @property
+    def model_id(self) -> str:
+        """The name it is hosted under."""
+        return self.spec.model_id
+
+    @property
+    def pack_dir(self) -> Path:
+        """Where its pack lies."""
+        return Path(self.spec.pack_dir)
+
+    @property
+    def holds_pages(self) -> bool:
+        """Whether its weights own pages."""
+        return bool(self.runs)
+
+    def move(self, state: ResidencyState, reason: str = "") -> None:
+        """Change state. Raises IllegalTransition, changing nothing."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"{self.model_id}: {self.state} -> {state}")
+        self.state = state
+        self.reason = reason
+
+
+def blob_stamp(pack_dir: Path) -> tuple[int, ...]:
+    """What changes when a pack is registered anew; () where there is none."""
+    try:
+        status = (pack_dir / BLOB_NAME).stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def learn(model: Hosted, config: EngineConfig, pool: PagePool) -> Hosted:
+    """Read the model's pack anew: cold if this worker can use it, else failed with the reason."""
+    if model.state == "failed":
+        model.move("cold")
+    model.index = None
+    model.retryable = False
+    model.blob_stamp = blob_stamp(model.pack_dir)
+    try:
+        index = read_index(model.pack_dir)
+        check_pack(model.pack_dir, index)
+        model.num_first_kv_pages = _first_kv_pages(index, config, pool)
+        model.index = index
+    except (PackError, ValueError) as error:
+        model.move("failed", str(error))
+    return model
+
+
+def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> int:
+    """Pages for `load_kv_tokens` positions. Raises ValueError where a block exceeds a page."""
+    layers = [
+        LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
+        for group in index.kv_groups
+        for _ in group.layers
+    ]
+    dtype = getattr(torch, index.kv_dtype)
+    plan = plan_kv(layers, dtype, config.block_tokens, pool.page_bytes, pool.num_pages)
+    tokens = min(config.load_kv_tokens, index.max_context)
+    return -(-tokens // plan.tokens_per_extent) * plan.pages_per_extent

@@ -1,0 +1,135 @@
+"""Where a model's bytes come from: the host tier if it has them, else the disk; and how fast.
+
+Starts loads, closes them, fills the host tier behind them and measures each tier, so that the
+residency table above deals in states only. Only the step thread calls it.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+from engine.backend.base import Backend
+from engine.errors import PackError
+from engine.host_tier import HostTier
+from engine.loader import DiskLoad, HostFill, HostLoad, PackLoader
+from engine.pack import PackIndex
+
+logger = logging.getLogger(__name__)
+
+Tier = Literal["disk", "host"]
+
+# Bytes/s until a load has been measured, and how much of the old figure each new one keeps.
+FIRST_RATES: dict[Tier, float] = {"disk": 1e9, "host": 5e9}
+RATE_MEMORY = 0.7
+
+
+class Tiers:
+    """The disk and the host tier below one device."""
+
+    def __init__(
+        self, backend: Backend, host: HostTier, num_threads: int, verify: bool = True
+    ) -> None:
+        self._backend = backend
+        self._host = host
+        self._verify = verify
+        self._loader = PackLoader(num_threads)
+        self._loads: list[DiskLoad | HostLoad] = []
+        self._fills: list[HostFill] = []
+        self._rates = dict(FIRST_RATES)
+
+    def is_warm(self, index: PackIndex) -> bool:
+        """Whether a load would come from the host tier."""
+        return self._host.has(index.revision)
+
+    def estimate_s(self, index: PackIndex) -> float:
+        """Seconds a load would take now, from the tier it would come from."""
+        return index.total_bytes / self._rates["host" if self.is_warm(index) else "disk"]
+
+    def start(
+        self, index: PackIndex, pack_dir: Path, segment_offsets: Sequence[int]
+    ) -> DiskLoad | HostLoad:
+        """Begin to fill the arena. Raises PackError where the blob cannot be opened."""
+        job: DiskLoad | HostLoad
+        slab = self._host.acquire(index.revision, index.total_bytes)
+        if slab is not None:
+            job = HostLoad(index, slab, self._backend, segment_offsets)
+        else:
+            job = DiskLoad(index, pack_dir, self._backend, segment_offsets, self._verify)
+        self._loads.append(job)
+        self._loader.start(job)
+        return job
+
+    def finish(self, job: DiskLoad | HostLoad, pack_dir: Path) -> Tier:
+        """Close a job that is done. Raises PackError or OSError where it failed.
+
+        A load from the disk that came to its end is followed by a fill of the host tier.
+        """
+        self._loads.remove(job)
+        job.close()
+        tier: Tier = "disk"
+        if isinstance(job, HostLoad):
+            self._host.release(job.slab)
+            tier = "host"
+        job.result()
+        if not job.cancelled:
+            if job.duration_s > 0 and job.index.total_bytes:
+                rate = job.index.total_bytes / job.duration_s
+                self._rates[tier] = RATE_MEMORY * self._rates[tier] + (1 - RATE_MEMORY) * rate
+            if tier == "disk":
+                self._start_fill(job.index, pack_dir)
+        return tier
+
+    def poll(self) -> None:
+        """Commit the fills that have ended."""
+        for job in [job for job in self._fills if job.done]:
+            self._fills.remove(job)
+            job.close()
+            try:
+                job.result()
+                if job.cancelled:
+                    self._host.abandon(job.fill)
+                else:
+                    self._host.commit(job.fill)
+            except (OSError, PackError) as error:
+                # The model itself is served all the same: it was verified when it was loaded.
+                logger.warning("host tier: no copy of pack %s: %s", job.index.revision, error)
+                self._host.abandon(job.fill)
+
+    def keep_only(self, revisions: Collection[str]) -> None:
+        """Forget packs that no hosted model has."""
+        for job in self._fills:
+            if job.index.revision not in revisions:
+                job.cancel()
+        self._host.keep_only(revisions)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where the host tier's books are wrong."""
+        self._host.check_integrity()
+
+    def close(self, keep_host_tier: bool) -> None:
+        """Cancel everything and wait until no thread touches memory any more."""
+        jobs = [*self._loads, *self._fills]
+        for job in jobs:
+            job.cancel()
+        self._loader.close()
+        for job in jobs:
+            job.close()
+            if isinstance(job, HostLoad):
+                self._host.release(job.slab)
+        self._loads.clear()
+        self._fills.clear()
+        self._host.close(keep_host_tier)
+
+    def _start_fill(self, index: PackIndex, pack_dir: Path) -> None:
+        fill = self._host.begin_fill(index.revision, index.total_bytes)
+        if fill is None:
+            return
+        try:
+            job = HostFill(index, pack_dir, fill, self._verify)
+        except PackError as error:
+            logger.warning("host tier: no copy of pack %s: %s", index.revision, error)
+            self._host.abandon(fill)
+            return
+        self._fills.append(job)
+        self._loader.start_slowly(job)

@@ -1,0 +1,142 @@
+"""How a transformers causal LM becomes ours: skeletons without weights, attention over pages.
+
+One function is registered with transformers' attention interface and no mask function, so that the
+library builds no mask. During a step, what the function needs (arena, tables) is in a context
+variable and not in forward's arguments, which some families drop.
+
+A skeleton is the module tree with parameters on `meta` and computed buffers (rotary frequencies)
+real. It is built once per model and kept for ever; a swap only points parameters at new views.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from engine.kv_cache import KvCache
+from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
+
+ATTENTION_NAME = "polyhost_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What attention needs to know of the step that is running."""
+
+    arena: torch.Tensor
+    cache: KvCache
+    batch: PagedBatch
+
+
+_STEP: ContextVar[StepContext] = ContextVar("polyhost_step")
+
+
+@contextlib.contextmanager
+def step_context(context: StepContext) -> Iterator[None]:
+    """Forward passes inside attend over `context`."""
+    token = _STEP.set(context)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
+
+    Sliding windows come from the pack's geometry, not from `kwargs`: it was read from the same
+    configuration and also decides what is kept.
+    """
+    step = _STEP.get()
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    geometry = step.cache.plan.blocks[layer]
+    table = step.cache.chunk_table[layer]
+    write_kv_ref(
+        step.arena, geometry, table, step.batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = paged_attention_ref(
+        step.arena, geometry, table, step.batch, query[0], scale, softcap or 0.0, s_aux
+    )
+    return out[None], None
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get meta parameters and real buffers.
+
+    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons.
+    """
+    original = nn.Module.register_parameter
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            meta = nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = meta
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def build_skeleton(source: Path | Any, dtype: torch.dtype) -> nn.Module:
+    """The module tree of a pack folder (or of a ready configuration object), without weights."""
+    register_attention()
+    config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=ATTENTION_NAME, dtype=dtype
+        )
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def bind_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Point every parameter and persistent buffer at its view. Raises KeyError for a missing one.
+
+    Tied names are in `tensors` under each of their names.
+    """
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                view = tensors[dot + name]
+                module._parameters[name] = nn.Parameter(view, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = tensors[dot + name]
+
+
+def unbind_weights(model: nn.Module) -> None:
+    """Back to meta, so that nothing can read memory that has been given back."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)

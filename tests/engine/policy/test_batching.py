@@ -1,0 +1,42 @@
+"""The pure decisions of continuous batching."""
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.policy.batching import ModelWork, choose_model, lift, split_budget, split_time
+
+
+def test_smallest_tag_runs_next_but_not_before_the_minimum_run() -> None:
+    work = [ModelWork("a", 5.0), ModelWork("b", 1.0)]
+    assert choose_model(work, "a", 2, 4) == "a"
+    assert choose_model(work, "a", 4, 4) == "b"
+    assert choose_model(work[1:], "a", 2, 4) == "b"
+    assert choose_model([], "a", 2, 4) is None
+
+
+def test_idle_models_earn_no_credit() -> None:
+    assert lift(1.0, [4.0, 9.0]) == 4.0
+    assert lift(6.0, [4.0]) == 6.0
+    assert lift(1.0, []) == 1.0
+
+
+@given(st.lists(st.integers(1, 600), max_size=40), st.integers(1, 512))
+def test_budget_is_kept_and_decodes_come_first(uncomputed: list[int], budget: int) -> None:
+    granted = split_budget(uncomputed, budget)
+    assert sum(granted) == min(budget, sum(uncomputed))
+    assert all(0 <= g <= u for g, u in zip(granted, uncomputed, strict=True))
+    decodes = sum(1 for u in uncomputed if u == 1)
+    served = sum(g for g, u in zip(granted, uncomputed, strict=True) if u == 1)
+    assert served == min(decodes, budget)
+
+
+@given(
+    st.floats(1e-6, 10.0),
+    st.lists(st.tuples(st.integers(1, 512), st.integers(1, 8192)), min_size=1, max_size=64),
+)
+def test_charges_add_up_to_the_step(step_s: float, rows: list[tuple[int, int]]) -> None:
+    shares = split_time(step_s, rows)
+    assert math.isclose(sum(shares), step_s, rel_tol=1e-9)
+    assert all(share > 0 for share in shares)

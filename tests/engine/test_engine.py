@@ -1,0 +1,307 @@
+"""The whole engine without its process: token for token what transformers says, whatever happens.
+
+Fences lag and freed pages are overwritten with NaN, so that a step that read memory it no longer
+owns would show in its tokens.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.backend.cpu import CpuBackend
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.errors import RequestRefused
+from engine.pack import read_index
+from engine.page_pool import PagePool
+from engine.protocol import Finish, SamplingParams, Submit
+from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel
+
+PAGE = 8192
+Models = dict[str, TinyModel]
+
+
+class Driver:
+    """Feeds an engine, collects its tokens, checks its integrity after every step."""
+
+    def __init__(
+        self,
+        models: Models,
+        num_pages: int,
+        fence_lag: int = 0,
+        max_batch_tokens: int = 48,
+        max_num_seqs: int = 8,
+    ) -> None:
+        config = EngineConfig(
+            arena_bytes=num_pages * PAGE,
+            page_bytes=PAGE,
+            shm_prefix="test",
+            block_tokens=4,
+            max_batch_tokens=max_batch_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+        self.backend = CpuBackend(config.arena_bytes, fence_lag)
+        self.backend.poison(0, config.arena_bytes)
+        self.engine = Engine(config, self.backend)
+        _poison_what_is_freed(self.engine.pool, self.backend)
+        self.now_s = 0.0
+        self.tokens: dict[str, list[int]] = {}
+        self.finishes: dict[str, Finish] = {}
+        self.engine.set_catalog([model.spec for model in models.values()], 0.0)
+
+    def step(self) -> None:
+        self.now_s += 0.01
+        for delta in self.engine.step(self.now_s):
+            assert delta.request_id not in self.finishes, "a token after the end"
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.finish is not None:
+                self.finishes[delta.request_id] = delta.finish
+        self.engine.check_integrity()
+
+    def run(self, until: Callable[[], bool], steps: int = 200_000) -> None:
+        for _ in range(steps):
+            if until():
+                return
+            self.step()
+        raise AssertionError(f"not reached in {steps} steps")
+
+    def state(self, model_id: str) -> str:
+        rows = {row.model_id: row for row in self.engine.status(self.now_s).models}
+        return rows[model_id].state
+
+    def make_resident(self, model_id: str) -> None:
+        self.engine.load(model_id, self.now_s)
+        self.run(lambda: self.state(model_id) == "resident")
+
+    def submit(self, request_id: str, model_id: str, prompt: list[int], new: int) -> None:
+        submit = Submit(request_id, 1, "t", model_id, prompt, new, SamplingParams(0.0), [])
+        self.engine.submit(submit, self.now_s)
+
+    def empty(self) -> None:
+        """Unload everything and see every page come back."""
+        for row in self.engine.status(self.now_s).models:
+            self.engine.unload(row.model_id, self.now_s)
+        self.run(lambda: self.engine.pool.num_free == self.engine.pool.num_pages)
+        self.engine.check_integrity()
+        self.engine.close()
+
+
+def _poison_what_is_freed(pool: PagePool, backend: CpuBackend) -> None:
+    retire = pool.retire
+
+    def retire_and_poison(step: int) -> list[int]:
+        pages = retire(step)
+        for page in pages:
+            backend.poison(page * PAGE, PAGE)
+        return pages
+
+    pool.retire = retire_and_poison  # type: ignore[method-assign]
+
+
+def weight_pages(model: TinyModel) -> int:
+    return sum(-(-segment.num_bytes // PAGE) for segment in read_index(model.pack_dir).segments)
+
+
+def random_prompt(rng: random.Random, longest: int = 40) -> list[int]:
+    return [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))]
+
+
+@pytest.mark.parametrize("fence_lag", [0, 2])
+def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
+    tiny_models: Models, fence_lag: int
+) -> None:
+    rng = random.Random(fence_lag)
+    pages = sum(weight_pages(model) for model in tiny_models.values())
+    # The weights of two of the three fit, with little room for KV beside them.
+    driver = Driver(tiny_models, num_pages=pages - 4, fence_lag=fence_lag)
+    names = list(tiny_models)
+    prompts: dict[str, tuple[str, list[int], int]] = {}
+    todo = []
+    for i in range(60):
+        item = (str(i), rng.choice(names), random_prompt(rng), rng.randint(1, 30))
+        prompts[item[0]] = (item[1], item[2], item[3])
+        todo.append(item)
+    swaps = 0
+    while len(driver.finishes) < len(prompts):
+        for item in list(todo[:12]):
+            if driver.state(item[1]) == "resident":
+                driver.submit(*item)
+                todo.remove(item)
+            else:
+                driver.engine.load(item[1], driver.now_s)
+        driver.step()
+        swaps += len(driver.engine.take_swaps())
+    for name, (model, prompt, new) in prompts.items():
+        assert driver.tokens[name] == tiny_models[model].generate(prompt, new), name
+        assert driver.finishes[name].reason == "length"
+        assert driver.finishes[name].usage.generated_tokens == new
+        assert driver.finishes[name].usage.prompt_tokens == len(prompt)
+    assert swaps >= 6
+    driver.empty()
+
+
+def test_preemption_under_memory_pressure_changes_no_token(tiny_models: Models) -> None:
+    model = tiny_models["llama"]
+    driver = Driver({"llama": model}, num_pages=weight_pages(model) + 40, max_num_seqs=8)
+    driver.make_resident("llama")
+    rng = random.Random(4)
+    prompts = {str(i): random_prompt(rng, 20) for i in range(8)}
+    for name, prompt in prompts.items():
+        driver.submit(name, "llama", prompt, 60)
+    driver.run(lambda: len(driver.finishes) == 8)
+    assert driver.engine.status(driver.now_s).counters["preemptions"] > 0
+    for name, prompt in prompts.items():
+        assert driver.tokens[name] == model.generate(prompt, 60)
+    driver.empty()
+
+
+def test_seeded_sampling_repeats_alone_and_in_a_crowd(tiny_models: Models) -> None:
+    rng = random.Random(8)
+    driver = Driver(tiny_models, num_pages=400)
+    driver.make_resident("qwen3")
+    prompts = {str(i): random_prompt(rng) for i in range(6)}
+
+    def submit(name: str, key: str) -> None:
+        sampling = SamplingParams(1.0, 0.9, seed=int(name))
+        driver.engine.submit(
+            Submit(key, 1, "t", "qwen3", prompts[name], 20, sampling, []), driver.now_s
+        )
+
+    for name in prompts:
+        submit(name, name)
+    driver.run(lambda: len(driver.finishes) == 6)
+    for name in prompts:
+        submit(name, f"alone-{name}")
+        driver.run(lambda name=name: f"alone-{name}" in driver.finishes)  # type: ignore[misc]
+        assert driver.tokens[f"alone-{name}"] == driver.tokens[name]
+    assert len({tuple(tokens) for tokens in driver.tokens.values()}) > 3
+    driver.empty()
+
+
+def test_stop_token_ends_a_request_and_is_the_last_token(tiny_models: Models) -> None:
+    driver = Driver(tiny_models, num_pages=400)
+    driver.make_resident("gemma")
+    prompt = [5, 6, 7]
+    expected = tiny_models["gemma"].generate(prompt, 20)
+    stop = expected[4]
+    cut = expected.index(stop) + 1
+    sampling = SamplingParams(0.0)
+    driver.engine.submit(Submit("s", 1, "t", "gemma", prompt, 20, sampling, [stop]), 0.0)
+    driver.run(lambda: "s" in driver.finishes)
+    assert driver.tokens["s"] == expected[:cut]
+    assert driver.finishes["s"].reason == "stop"
+    assert driver.finishes["s"].usage.generated_tokens == cut
+    driver.empty()
+
+
+def test_abort_ends_within_one_step_in_any_state(tiny_models: Models) -> None:
+    driver = Driver(tiny_models, num_pages=400, max_num_seqs=1)
+    driver.make_resident("llama")
+    driver.submit("running", "llama", [2, 3], 50)
+    driver.submit("waiting", "llama", [2, 3], 50)
+    for _ in range(5):
+        driver.step()
+    for name in ("running", "waiting"):
+        driver.engine.abort(name, 1)
+    driver.engine.abort("never-seen", 1)
+    driver.step()
+    assert driver.finishes["running"].reason == "abort"
+    assert driver.finishes["running"].usage.generated_tokens == len(driver.tokens["running"]) == 5
+    assert driver.finishes["waiting"].usage.generated_tokens == 0
+    driver.empty()
+
+
+def test_charges_of_all_requests_add_up_to_the_busy_time(tiny_models: Models) -> None:
+    driver = Driver(tiny_models, num_pages=400)
+    driver.make_resident("llama")
+    for i in range(5):
+        driver.submit(str(i), "llama", [2 + i] * (3 * i + 1), 10)
+    driver.run(lambda: len(driver.finishes) == 5)
+    charged = sum(finish.usage.service_s for finish in driver.finishes.values())
+    busy = driver.engine.status(driver.now_s).counters["busy_seconds"]
+    assert charged == pytest.approx(busy, rel=1e-9)
+    driver.empty()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "model", "code"),
+    [
+        ([2], 5, "nobody", "unknown_model"),
+        ([2], 5, "qwen3", "not_resident"),
+        ([2] * 100, MAX_CONTEXT - 99, "llama", "context_length_exceeded"),
+        ([], 5, "llama", "context_length_exceeded"),
+        ([2], 0, "llama", "context_length_exceeded"),
+        ([VOCAB], 5, "llama", "context_length_exceeded"),
+        ([-1], 5, "llama", "context_length_exceeded"),
+    ],
+)
+def test_what_cannot_run_is_refused_and_changes_nothing(
+    tiny_models: Models, prompt: list[int], new: int, model: str, code: str
+) -> None:
+    driver = Driver(tiny_models, num_pages=400)
+    driver.make_resident("llama")
+    with pytest.raises(RequestRefused) as refused:
+        driver.submit("x", model, prompt, new)
+    assert refused.value.code == code
+    assert not driver.engine.has_work()
+    driver.empty()
+
+
+def test_broken_weights_end_their_requests_and_nobody_elses(tiny_models: Models) -> None:
+    driver = Driver(tiny_models, num_pages=400)
+    driver.make_resident("llama")
+    driver.make_resident("qwen3")
+    views = driver.engine._residency.weights("llama").tensors
+    views["model.norm.weight"].fill_(float("nan"))
+    driver.submit("bad", "llama", [2, 3, 4], 10)
+    driver.submit("good", "qwen3", [2, 3, 4], 10)
+    driver.run(lambda: len(driver.finishes) == 2)
+    assert driver.finishes["bad"].reason == "error"
+    assert "not finite" in driver.finishes["bad"].error
+    assert driver.tokens["good"] == tiny_models["qwen3"].generate([2, 3, 4], 10)
+    driver.empty()
+
+
+def test_leases_are_never_more_than_the_pool_can_hold(tiny_models: Models) -> None:
+    pages = weight_pages(tiny_models["llama"])
+    driver = Driver(tiny_models, num_pages=pages + 60, max_num_seqs=32)
+    driver.make_resident("llama")
+    names: list[str] = []
+    while True:
+        status = driver.engine.status(driver.now_s)
+        lease = next(lease for lease in status.leases if lease.model_id == "llama")
+        if lease.kv_tokens < 60 or not lease.num_requests:
+            break
+        names.append(f"r{len(names)}")
+        driver.submit(names[-1], "llama", [2 + len(names)] * 20, 40)
+    assert len(names) > 2
+    driver.run(lambda: len(driver.finishes) == len(names))
+    assert driver.engine.status(driver.now_s).counters["preemptions"] == 0
+    driver.empty()
+
+
+def test_a_damaged_pack_fails_with_its_reason_and_gives_its_pages_back(
+    tiny_models: Models, tmp_path: Path
+) -> None:
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    for file in tiny_models["llama"].pack_dir.iterdir():
+        (pack / file.name).write_bytes(file.read_bytes())
+    blob = bytearray((pack / "weights.bin").read_bytes())
+    blob[len(blob) // 2] ^= 1
+    (pack / "weights.bin").write_bytes(blob)
+    damaged = TinyModel("damaged", pack, pack, None)
+    driver = Driver({**tiny_models, "damaged": damaged}, num_pages=400)
+    driver.engine.load("damaged", 0.0)
+    driver.run(lambda: driver.state("damaged") == "failed")
+    with pytest.raises(RequestRefused):
+        driver.submit("x", "damaged", [2], 5)
+    driver.make_resident("llama")
+    driver.empty()
+
+
+def test_torch_runs_one_thread_here() -> None:
+    assert torch.get_num_threads() == 1
