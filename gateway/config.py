@@ -1,0 +1,317 @@
+"""The one typed settings object, and the only file that reads the environment.
+
+Sources, later ones win: the defaults below <- `polyhost.toml` <- `POLYHOST_<FIELD>` <- the command
+line's overrides. A value that cannot be what its field says ends the start with one sentence that
+names the field and where the value came from. Keys in the file that no field has are refused;
+unknown environment variables are not (other tools use the prefix too).
+
+Every field carries its description and unit; `settings_reference()` lists them, and docs/ is tested
+against it. Sizes are bytes and times seconds, as the names say.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+ENV_PREFIX = "POLYHOST_"
+DEFAULT_CONFIG_FILE = Path("polyhost.toml")
+_MIB = 1 << 20
+
+_Count = msgspec.Meta(ge=1)
+_CountOrZero = msgspec.Meta(ge=0)
+_Seconds = msgspec.Meta(gt=0.0)
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class SettingsError(ValueError):
+    """A setting cannot be used; the message is one sentence for the operator."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How this server runs. Read once at start."""
+
+    # The server.
+    host: Annotated[str, _doc("Address to listen on; the default answers this machine only.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=65535),
+        _doc("TCP port; 0 lets the system choose one, which the start block prints."),
+    ] = 8000
+    data_dir: Annotated[
+        str, _doc("Folder of the database, the packs, the sockets and the lock file.")
+    ] = "data"
+    demo: Annotated[
+        bool, _doc("Register the three demo models and the tenant `demo` with a key.")
+    ] = False
+    demo_api_key: Annotated[
+        str, _doc("The demo tenant's key; empty: one is generated once and printed.")
+    ] = ""
+    shutdown_timeout_s: Annotated[
+        float, _Seconds, _doc("How long running requests may go on after SIGTERM.")
+    ] = 20.0
+    shutdown_notice_s: Annotated[
+        float,
+        _CountOrZero,
+        _doc("How long /health/ready says 503 before the server takes no more connections."),
+    ] = 0.5
+    max_body_bytes: Annotated[int, _Count, _doc("Largest request body; beyond it 413.")] = 8 * _MIB
+    default_max_tokens: Annotated[
+        int, _Count, _doc("Tokens generated at most where a request names no bound.")
+    ] = 256
+    max_stream_buffer_tokens: Annotated[
+        int,
+        _Count,
+        _doc("Tokens waiting for a client that does not read; beyond it the request is aborted."),
+    ] = 2048
+    stream_write_timeout_s: Annotated[
+        float,
+        _Seconds,
+        _doc("How long one event may take to send; beyond it the client is cut off."),
+    ] = 30.0
+    prepare_threads: Annotated[
+        int, _Count, _doc("Threads that render chat templates and tokenize.")
+    ] = 2
+    max_prepare_pending: Annotated[
+        int, _Count, _doc("Requests being prepared or waiting for it; beyond it 429 queue_full.")
+    ] = 256
+    max_tokenizers: Annotated[
+        int, _Count, _doc("Models whose tokenizer and template are kept in memory.")
+    ] = 32
+    cache_max_bytes: Annotated[
+        int, _CountOrZero, _doc("Answers kept for keys and requests that turn the cache on.")
+    ] = 64 * _MIB
+    cache_ttl_s: Annotated[
+        float, _Seconds, _doc("How long an answer is kept, however often it is asked for again.")
+    ] = 3600.0
+    key_cache_poll_s: Annotated[
+        float,
+        _Seconds,
+        _doc("How often changes of keys, models, limits and prices are read."),
+    ] = 0.5
+
+    # The queue.
+    max_queue_per_tenant: Annotated[
+        int, _Count, _doc("Requests of one tenant waiting for a worker; beyond it 429 queue_full.")
+    ] = 256
+    max_queue_total: Annotated[
+        int, _Count, _doc("Requests of all tenants waiting for a worker; beyond it 429 queue_full.")
+    ] = 1024
+    queue_timeout_s: Annotated[
+        float, _Seconds, _doc("How long a request may wait for a worker; beyond it 503.")
+    ] = 60.0
+    fair_share_max_lead_s: Annotated[
+        float,
+        _Seconds,
+        _doc("Service that a tenant may be ahead of the others when it comes back, at most."),
+    ] = 30.0
+    max_load_share: Annotated[
+        float,
+        msgspec.Meta(gt=0.0, le=1.0),
+        _doc("Share of time that loads which push out a busy model may take, per worker."),
+    ] = 0.2
+
+    # The worker.
+    device_budget_bytes: Annotated[
+        int,
+        _CountOrZero,
+        _doc(
+            "Arena for the weights and the KV of all models; 0: a quarter of the memory free at "
+            "start; with `demo` and no other models, just enough for two of the three."
+        ),
+    ] = 0
+    page_bytes: Annotated[
+        int, _CountOrZero, _doc("Unit of ownership in the arena, a power of two; 0: chosen.")
+    ] = 0
+    host_tier_bytes: Annotated[
+        int,
+        msgspec.Meta(ge=-1),
+        _doc(
+            "Shared memory that keeps packs warm; 0: none; -1: an eighth of the free memory, and "
+            "at most half of what /dev/shm has."
+        ),
+    ] = -1
+    num_threads: Annotated[
+        int, _CountOrZero, _doc("Threads of one operator on the CPU; 0: chosen by the worker.")
+    ] = 0
+    load_threads: Annotated[int, _Count, _doc("Threads that read one pack.")] = 2
+    max_num_seqs: Annotated[int, _Count, _doc("Rows of one engine step at most.")] = 64
+    max_batch_tokens: Annotated[
+        int, _Count, _doc("Token budget of one engine step, prefill and decode together.")
+    ] = 1024
+    verify_packs: Annotated[
+        bool, _doc("Check every chunk's checksum whenever a model is loaded.")
+    ] = True
+    status_interval_s: Annotated[
+        float, _Seconds, _doc("Heartbeat of a worker; its leases live twenty times as long.")
+    ] = 0.1
+    worker_heartbeat_timeout_s: Annotated[
+        float, _Seconds, _doc("Silence after which a worker counts as lost.")
+    ] = 15.0
+    worker_restart_backoff_s: Annotated[
+        float, _Seconds, _doc("First pause before a dead worker is restarted; doubles up to 30 s.")
+    ] = 0.2
+
+    # The ledger.
+    ledger_flush_interval_s: Annotated[
+        float, _CountOrZero, _doc("How long a record waits for company before it is written.")
+    ] = 0.003
+    ledger_max_batch: Annotated[int, _Count, _doc("Records of one database commit at most.")] = 256
+    ledger_max_pending: Annotated[
+        int, _Count, _doc("Records not yet durable; beyond it new requests are refused with 503.")
+    ] = 10_000
+    ledger_open_timeout_s: Annotated[
+        float, _Seconds, _doc("How long a request may wait for its open record; beyond it 503.")
+    ] = 10.0
+    ledger_recovery_wait_s: Annotated[
+        float,
+        _CountOrZero,
+        _doc("How long a start waits for workers to tell what an earlier server's requests used."),
+    ] = 3.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where fields contradict one another."""
+        page = self.page_bytes
+        if page and (page < 4096 or page & (page - 1)):
+            raise ValueError("page_bytes must be 0 or a power of two of at least 4096")
+        if self.max_queue_per_tenant > self.max_queue_total:
+            raise ValueError("max_queue_per_tenant must not be above max_queue_total")
+        if self.worker_heartbeat_timeout_s <= self.lease_ttl_s:
+            raise ValueError("worker_heartbeat_timeout_s must be above 20 x status_interval_s")
+
+    @property
+    def data_path(self) -> Path:
+        """The data folder, absolute."""
+        return Path(self.data_dir).expanduser().resolve()
+
+    @property
+    def database_url(self) -> str:
+        """SQLAlchemy's URL of the registry."""
+        return f"sqlite:///{self.data_path / 'polyhost.db'}"
+
+    @property
+    def lease_ttl_s(self) -> float:
+        """How long a worker's offer of capacity holds without news from it."""
+        return 20 * self.status_interval_s
+
+
+class SettingRow(NamedTuple):
+    """One line of the settings' reference."""
+
+    name: str
+    env: str
+    type: str
+    default: object
+    description: str
+
+
+def settings_reference() -> list[SettingRow]:
+    """Every field with its variable, type, default and description, in the order above."""
+    return list(_reference())
+
+
+def _reference() -> Iterator[SettingRow]:
+    annotations = Settings.__annotations__
+    for field in msgspec.structs.fields(Settings):
+        annotation = annotations[field.name]
+        description = next(
+            meta.description for meta in annotation.__metadata__ if meta.description is not None
+        )
+        env = ENV_PREFIX + field.name.upper()
+        yield SettingRow(
+            field.name, env, annotation.__origin__.__name__, field.default, description
+        )
+
+
+def load_settings(
+    config_path: Path | str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Settings:
+    """Read all sources. Overrides that are None count as not given.
+
+    Without `config_path`, `polyhost.toml` of the working directory is read if there is one.
+    Raises SettingsError.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    path = _config_file(config_path)
+    if path is not None:
+        for name, value in _read_toml(path).items():
+            values[name], origin[name] = value, str(path)
+    names = set(Settings.__struct_fields__)
+    for variable, text in (os.environ if environ is None else environ).items():
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if variable.startswith(ENV_PREFIX) and name in names:
+            values[name], origin[name] = _parse_env(name, text), variable
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            values[name], origin[name] = value, "the command line"
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise SettingsError(f"unknown setting {unknown[0]!r} in {origin[unknown[0]]}")
+    checked = {name: _check(name, value, origin[name]) for name, value in values.items()}
+    try:
+        return Settings(**checked)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """The environment of a worker process: this one's, with OpenMP told to yield when it waits.
+
+    On two cores shared with a busy gateway, threads that spin at OpenMP's barrier cost a scheduler
+    slice (~8 ms) per small product; waiting passively costs microseconds. Whatever the operator has
+    set already wins. `num_threads` 0 leaves the count to the worker.
+    """
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    environment.setdefault("GOMP_SPINCOUNT", "1000")
+    environment.setdefault("KMP_BLOCKTIME", "1")
+    if num_threads:
+        environment["OMP_NUM_THREADS"] = str(num_threads)
+    return environment
+
+
+def _config_file(config_path: Path | str | None) -> Path | None:
+    if config_path is not None:
+        return Path(config_path)
+    return DEFAULT_CONFIG_FILE if DEFAULT_CONFIG_FILE.is_file() else None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not valid TOML: {error}") from error
+
+
+def _parse_env(name: str, text: str) -> Any:
+    """Text of a variable as the field's type where it parses; `_check` complains where not."""
+    kind = Settings.__annotations__[name].__origin__
+    if kind is bool:
+        return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
+    if kind is str:
+        return text
+    try:
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        return text
+
+
+def _check(name: str, value: Any, origin: str) -> Any:
+    """The value as its field's type (an int where a float is wanted becomes one)."""
+    try:
+        return msgspec.convert(value, Settings.__annotations__[name], strict=True)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{name} = {value!r} from {origin}: {error}") from error

@@ -1,0 +1,67 @@
+"""The gateway's error tree and the one table from errors to HTTP.
+
+    ApiError                 ends in OpenAI's error object with a stable `code`
+    WorkerLost               the worker died after tokens had been sent: an error event, no bill
+
+Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
+"""
+
+from dataclasses import dataclass
+
+
+class WorkerLost(Exception):
+    """The worker that was running this request is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """A row of the table: HTTP status, OpenAI `type`, stable `code`."""
+
+    status: int
+    type: str
+    code: str
+
+
+INVALID_REQUEST = ErrorKind(400, "invalid_request_error", "invalid_request")
+CONTEXT_LENGTH = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
+UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
+INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
+FORBIDDEN = ErrorKind(403, "invalid_request_error", "permission_denied")
+MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
+NOT_FOUND = ErrorKind(404, "invalid_request_error", "not_found")
+METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
+TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
+UNSUPPORTED_MEDIA = ErrorKind(415, "invalid_request_error", "unsupported_media_type")
+RATE_LIMITED = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
+QUEUE_FULL = ErrorKind(429, "rate_limit_error", "queue_full")
+SERVER_ERROR = ErrorKind(500, "server_error", "server_error")
+UNAVAILABLE = ErrorKind(503, "server_error", "service_unavailable")
+MODEL_FAILED = ErrorKind(503, "server_error", "model_failed")
+
+
+class ApiError(Exception):
+    """An answer other than 2xx. Raised anywhere before the first byte of the answer is sent."""
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind.type,
+                "param": self.param,
+                "code": self.kind.code,
+            }
+        }

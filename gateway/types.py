@@ -1,0 +1,103 @@
+"""The gateway's nouns: what the ten stages hand to one another. No behaviour, no I/O.
+
+Times named `now_s` are monotonic seconds; wall-clock instants are `*_at` in UTC epoch seconds.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from engine.protocol import Finish, SamplingParams
+
+CacheMode: TypeAlias = Literal["off", "exact"]
+Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of one key. 0 means unlimited."""
+
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_concurrency: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """What an API key resolves to."""
+
+    tenant_id: str
+    key_id: str
+    scopes: frozenset[str]
+    limits: Limits
+    weight: float = 1.0
+    cache_mode: CacheMode = "off"
+    allowed_models: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostedModel:
+    """A `ready` entry of the catalog, as the request path needs it."""
+
+    name: str
+    revision: str
+    pack_dir: str
+    max_context: int
+    vocab_size: int
+    created_at: int
+    pinned: bool = False
+    weight: float = 1.0
+    price_prompt_nanos: int = 0
+    price_cached_nanos: int = 0
+    price_completion_nanos: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A validated request in token ids. Nothing has been reserved for it yet."""
+
+    request_id: str
+    kind: Literal["chat", "completion"]
+    model: HostedModel
+    prompt_token_ids: list[int]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: list[int]
+    stop_strings: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    cache_mode: CacheMode = "off"
+    created_at: int = 0
+    echo_prompt: str = ""
+    user_fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """Tokens as they come from the worker; the last event carries `finish`."""
+
+    token_ids: list[int]
+    finish: Finish | None = None
+
+
+class RunningRequest(Protocol):
+    """A request in the dispatcher's hands: queued, running or ended."""
+
+    @property
+    def attempt(self) -> int:
+        """Which try the events belong to (1, or 2 after a worker died before the first token)."""
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds it has waited in the fair queue, up to now or to its (latest) grant."""
+
+    @property
+    def overflowed(self) -> bool:
+        """Tokens were dropped because nobody read them; the request is being aborted."""
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        """Events until one carries `finish`. Raises errors.ApiError if it is refused before any
+        token, and errors.WorkerLost if the worker dies after some."""
+
+    def abort(self) -> None:
+        """Stop within one step; the last event follows (at once if it was still queued)."""

@@ -1,0 +1,318 @@
+"""API keys: made, verified, rotated, revoked. Only salted digests are stored.
+
+    sk-ph-<public id, 16 of [a-z2-7]>-<secret, 43 of [A-Za-z0-9_-]>
+
+The public id finds the row, the secret proves the caller. The secret is 256 random bits, so a
+single SHA-256 over (salt, secret) is enough: slow hashes (argon2, bcrypt) buy time against
+guessing *people's* passwords, and nobody enumerates 2^256; a slow hash would only cost every
+request milliseconds and hand out a way to exhaust the CPU.
+
+A key may also be given as any other text (POLYHOST_DEMO_API_KEY). It has no public id of its own,
+so one is derived by hashing the text (`public_id_of`), and the whole text is its secret. Such a
+key is only as strong as the text: whoever sees its public id can test guesses.
+
+A rotated key keeps its row, id and public id. The old secret works until its grace has ended.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sqlalchemy import JSON, CheckConstraint, ColumnElement, ForeignKey, LargeBinary, String, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from registry import audit, quotas
+from registry.base import (
+    Base,
+    Id,
+    Instant,
+    JsonObject,
+    Name,
+    OptionalInstant,
+    base32,
+    new_id,
+    random_token,
+)
+from registry.errors import AlreadyExists, InvalidValue, NotFound
+from registry.quotas import KeyLimits, Quota
+from registry.tenants import Tenant, check_display_name
+
+KEY_PREFIX = "sk-ph-"
+INFERENCE = "inference"
+SCOPES = frozenset({INFERENCE})
+CACHE_MODES = ("off", "exact")
+MAX_PLAINTEXT_LEN = 512
+
+_OUR_FORMAT = re.compile(r"sk-ph-([a-z2-7]{16})-([A-Za-z0-9_-]{43})")
+_PUBLIC_ID_BYTES = 10
+_SECRET_BYTES = 32
+_SALT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key as the gateway caches it, with what it needs of its tenant. Instants in epoch seconds.
+
+    `previous_*` is the secret before the last rotation, good until `previous_until_at`.
+    `allowed_models` None: all models.
+    """
+
+    id: str
+    public_id: str
+    tenant_id: str
+    tenant_name: str
+    tenant_weight: float
+    tenant_disabled: bool
+    name: str
+    scopes: frozenset[str]
+    limits: KeyLimits
+    cache_mode: str
+    allowed_models: frozenset[str] | None
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+    salt: bytes
+    digest: bytes
+    previous_salt: bytes | None = None
+    previous_digest: bytes | None = None
+    previous_until_at: float | None = None
+
+    def usable(self, now_at: float) -> bool:
+        """Neither revoked nor expired, and the tenant is let in."""
+        expired = self.expires_at is not None and now_at >= self.expires_at
+        return self.revoked_at is None and not expired and not self.tenant_disabled
+
+
+class ApiKey(Base):
+    """See KeyRecord."""
+
+    __tablename__ = "api_keys"
+    __table_args__ = (CheckConstraint("cache_mode IN ('off', 'exact')", name="cache_mode"),)
+
+    id: Mapped[Id] = mapped_column(primary_key=True)
+    public_id: Mapped[str] = mapped_column(String(16), unique=True)
+    tenant_id: Mapped[Id] = mapped_column(ForeignKey("tenants.id"), index=True)
+    name: Mapped[Name]
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    cache_mode: Mapped[str] = mapped_column(String(16))
+    allowed_models: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    created_at: Mapped[Instant]
+    expires_at: Mapped[OptionalInstant]
+    revoked_at: Mapped[OptionalInstant]
+    salt: Mapped[bytes] = mapped_column(LargeBinary)
+    digest: Mapped[bytes] = mapped_column(LargeBinary)
+    previous_salt: Mapped[bytes | None] = mapped_column(LargeBinary)
+    previous_digest: Mapped[bytes | None] = mapped_column(LargeBinary)
+    previous_until_at: Mapped[OptionalInstant]
+
+
+def generate_plaintext(public_id: str | None = None) -> str:
+    """A fresh key in our format; `public_id` is given when a key is rotated."""
+    return (
+        f"{KEY_PREFIX}{public_id or random_token(_PUBLIC_ID_BYTES)}"
+        f"-{secrets.token_urlsafe(_SECRET_BYTES)}"
+    )
+
+
+def public_id_of(plaintext: str) -> str:
+    """The public id a key has or, for a text not in our format, the one derived from it."""
+    match = _OUR_FORMAT.fullmatch(plaintext)
+    if match is not None:
+        return match.group(1)
+    material = b"polyhost public id\0" + plaintext.encode("utf-8", "surrogateescape")
+    return base32(hashlib.sha256(material).digest()[:_PUBLIC_ID_BYTES])
+
+
+def verify(record: KeyRecord, plaintext: str, now_at: float) -> bool:
+    """Is this the key's secret, and may it be used now? Compares in constant time."""
+    given = _secret_of(plaintext)
+    right = hmac.compare_digest(_digest(record.salt, given), record.digest)
+    if record.previous_salt is not None and record.previous_digest is not None:
+        was_right = hmac.compare_digest(
+            _digest(record.previous_salt, given), record.previous_digest
+        )
+        right |= was_right and now_at < (record.previous_until_at or 0.0)
+    return right and record.usable(now_at)
+
+
+def create_key(
+    session: Session,
+    tenant_id: str,
+    name: str,
+    *,
+    now_at: float,
+    limits: KeyLimits | None = None,
+    cache_mode: str = "off",
+    allowed_models: Sequence[str] | None = None,
+    expires_at: float | None = None,
+    plaintext: str | None = None,
+) -> tuple[KeyRecord, str]:
+    """A new key and its plaintext, which is nowhere to be had afterwards.
+
+    `plaintext` makes a key of a given text. Raises NotFound, AlreadyExists or InvalidValue.
+    """
+    check_display_name("key", name)
+    limits = limits or KeyLimits()
+    quotas.check(limits)
+    if cache_mode not in CACHE_MODES:
+        raise InvalidValue(f"cache mode must be one of {', '.join(CACHE_MODES)}")
+    if expires_at is not None and expires_at <= now_at:
+        raise InvalidValue("a key must expire in the future")
+    if session.get(Tenant, tenant_id) is None:
+        raise NotFound(f"no tenant {tenant_id!r}: see `polyhost tenants list`")
+    plaintext = generate_plaintext() if plaintext is None else _checked_plaintext(plaintext)
+    public_id = public_id_of(plaintext)
+    if session.scalar(select(ApiKey.id).where(ApiKey.public_id == public_id)) is not None:
+        raise AlreadyExists("a key with this public id exists already: choose another text")
+    salt = secrets.token_bytes(_SALT_BYTES)
+    row = ApiKey(
+        id=new_id("key"),
+        public_id=public_id,
+        tenant_id=tenant_id,
+        name=name,
+        scopes=sorted(SCOPES),
+        cache_mode=cache_mode,
+        allowed_models=None if allowed_models is None else sorted(set(allowed_models)),
+        created_at=now_at,
+        expires_at=expires_at,
+        salt=salt,
+        digest=_digest(salt, _secret_of(plaintext)),
+    )
+    session.add(row)
+    session.flush()
+    quotas.put(session, row.id, limits)
+    audit.record(session, now_at, "key.create", row.id, None, _public(row))
+    return get_key(session, row.id), plaintext
+
+
+def get_key(session: Session, id_or_public_id: str) -> KeyRecord:
+    """By id or public id. Raises NotFound."""
+    return _records(session, ApiKey.id == _row(session, id_or_public_id).id)[0]
+
+
+def list_keys(session: Session, tenant_id: str | None = None) -> list[KeyRecord]:
+    """All keys, revoked ones included, oldest first."""
+    return _records(session, *([] if tenant_id is None else [ApiKey.tenant_id == tenant_id]))
+
+
+def active_keys(session: Session) -> list[KeyRecord]:
+    """Keys that are not revoked and whose tenant is let in, for the gateway's cache (which checks
+    expiry at each request)."""
+    return _records(session, ApiKey.revoked_at.is_(None), Tenant.disabled.is_(False))
+
+
+def revoke(session: Session, id_or_public_id: str, *, now_at: float) -> KeyRecord:
+    """Refuse the key from now on. Revoking twice changes nothing. Raises NotFound."""
+    row = _row(session, id_or_public_id)
+    if row.revoked_at is None:
+        before = _public(row)
+        row.revoked_at = now_at
+        session.flush()
+        audit.record(session, now_at, "key.revoke", row.id, before, _public(row))
+    return get_key(session, row.id)
+
+
+def rotate(
+    session: Session, id_or_public_id: str, grace_s: float = 0.0, *, now_at: float
+) -> tuple[KeyRecord, str]:
+    """A new secret for the key; the one it replaces works for `grace_s` more seconds.
+
+    A secret that was still in an earlier grace stops working. Raises NotFound or InvalidValue.
+    """
+    row = _row(session, id_or_public_id)
+    if row.revoked_at is not None:
+        raise InvalidValue(f"key {row.id} is revoked: create a new one")
+    if not 0 <= grace_s < float("inf"):
+        raise InvalidValue("the grace must be 0 seconds or more")
+    plaintext = generate_plaintext(row.public_id)
+    row.previous_salt, row.previous_digest = row.salt, row.digest
+    row.previous_until_at = now_at + grace_s
+    row.salt = secrets.token_bytes(_SALT_BYTES)
+    row.digest = _digest(row.salt, _secret_of(plaintext))
+    session.flush()
+    after = {**_public(row), "previous_until_at": row.previous_until_at}
+    audit.record(session, now_at, "key.rotate", row.id, _public(row), after)
+    return get_key(session, row.id), plaintext
+
+
+def _secret_of(plaintext: str) -> bytes:
+    match = _OUR_FORMAT.fullmatch(plaintext)
+    return (plaintext if match is None else match.group(2)).encode("utf-8", "surrogateescape")
+
+
+def _digest(salt: bytes, secret: bytes) -> bytes:
+    return hashlib.sha256(salt + secret).digest()
+
+
+def _checked_plaintext(plaintext: str) -> str:
+    graphic = plaintext.isascii() and plaintext.isprintable() and " " not in plaintext
+    if not plaintext or not graphic or len(plaintext) > MAX_PLAINTEXT_LEN:
+        raise InvalidValue(
+            f"a given key must be 1 to {MAX_PLAINTEXT_LEN} visible ASCII characters without "
+            "spaces, so that it fits an HTTP header"
+        )
+    return plaintext
+
+
+def _row(session: Session, id_or_public_id: str) -> ApiKey:
+    row = session.scalar(
+        select(ApiKey).where((ApiKey.id == id_or_public_id) | (ApiKey.public_id == id_or_public_id))
+    )
+    if row is None:
+        raise NotFound(f"no key {id_or_public_id!r}: see `polyhost keys list`")
+    return row
+
+
+def _records(session: Session, *where: ColumnElement[bool]) -> list[KeyRecord]:
+    query = (
+        select(ApiKey, Tenant, Quota)
+        .join(Tenant, Tenant.id == ApiKey.tenant_id)
+        .outerjoin(Quota, Quota.key_id == ApiKey.id)
+        .where(*where)
+        .order_by(ApiKey.created_at, ApiKey.id)
+    )
+    return [_record(key, tenant, quota) for key, tenant, quota in session.execute(query)]
+
+
+def _record(key: ApiKey, tenant: Tenant, quota: Quota | None) -> KeyRecord:
+    record = KeyRecord(
+        id=key.id,
+        public_id=key.public_id,
+        tenant_id=tenant.id,
+        tenant_name=tenant.name,
+        tenant_weight=tenant.weight,
+        tenant_disabled=tenant.disabled,
+        name=key.name,
+        scopes=frozenset(key.scopes),
+        limits=KeyLimits() if quota is None else quotas.limits_of(quota),
+        cache_mode=key.cache_mode,
+        allowed_models=None if key.allowed_models is None else frozenset(key.allowed_models),
+        created_at=key.created_at,
+        expires_at=key.expires_at,
+        revoked_at=key.revoked_at,
+        salt=key.salt,
+        digest=key.digest,
+    )
+    return replace(
+        record,
+        previous_salt=key.previous_salt,
+        previous_digest=key.previous_digest,
+        previous_until_at=key.previous_until_at,
+    )
+
+
+def _public(row: ApiKey) -> JsonObject:
+    """What the audit log may hold of a key: no salt, no digest."""
+    return {
+        "name": row.name,
+        "tenant_id": row.tenant_id,
+        "public_id": row.public_id,
+        "scopes": row.scopes,
+        "cache_mode": row.cache_mode,
+        "allowed_models": row.allowed_models,
+        "expires_at": row.expires_at,
+        "revoked_at": row.revoked_at,
+    }

@@ -1,0 +1,348 @@
+"""The catalog: hosted models by public name, from registration to removal.
+
+    registering -> ready | failed | removed        failed  -> registering | removed
+    ready       -> removed                         removed -> registering
+
+A registration is run by some process (gateway/registrar.py) that writes its progress and a
+heartbeat here under a `registration` token; a row taken over by another registration, or removed,
+no longer answers to the old token. A registering row whose process died becomes failed
+("interrupted") by the hand of whoever lists next. A removed row stays as a tombstone: its name can
+be added again, and nothing that was posted for it is touched.
+
+Not here: folders on disk (gateway/service.py), prices (registry/prices.py).
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+from sqlalchemy import CheckConstraint, Double, String, Text, select, update
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from registry import audit
+from registry.base import (
+    Base,
+    Count,
+    Id,
+    Instant,
+    JsonObject,
+    Name,
+    OptionalInstant,
+    new_id,
+    random_token,
+)
+from registry.errors import AlreadyExists, IllegalTransition, InvalidValue, NotFound
+
+ModelState: TypeAlias = Literal["registering", "ready", "failed", "removed"]
+
+TRANSITIONS: dict[str, frozenset[str]] = {
+    "registering": frozenset({"ready", "failed", "removed"}),
+    "ready": frozenset({"removed"}),
+    "failed": frozenset({"registering", "removed"}),
+    "removed": frozenset({"registering"}),
+}
+INTERRUPTED = "interrupted"
+# A registrar beats every second; a row that is silent for this long has lost its process.
+HEARTBEAT_TIMEOUT_S = 30.0
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """A catalog entry. Instants in epoch seconds, sizes in bytes.
+
+    `pack` is the pack folder's name inside `<data_dir>/packs` (its path is not stored, so that a
+    data folder can be moved); `gateway.service.hosted_models` joins the two and adds prices.
+    `reason_code` and `reason` say why a model failed.
+    """
+
+    id: str
+    name: str
+    source: str
+    requested_dtype: str
+    state: ModelState
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    reason_code: str
+    reason: str
+    registrar_host: str
+    registrar_pid: int
+    heartbeat_at: float | None
+    registration: str
+    revision: str
+    pack: str
+    family: str
+    dtype: str
+    weight_bytes: int
+    max_context: int
+    vocab_size: int
+    pinned: bool
+    weight: float
+    created_at: float
+    ready_at: float | None
+    removed_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PackFacts:
+    """What a finished registration knows about its model."""
+
+    revision: str
+    pack: str
+    family: str
+    dtype: str
+    weight_bytes: int
+    max_context: int
+    vocab_size: int
+
+
+class Model(Base):
+    """See ModelRecord."""
+
+    __tablename__ = "models"
+    __table_args__ = (
+        CheckConstraint("state IN ('registering', 'ready', 'failed', 'removed')", name="state"),
+    )
+
+    id: Mapped[Id] = mapped_column(primary_key=True)
+    name: Mapped[Name] = mapped_column(unique=True)
+    source: Mapped[str] = mapped_column(Text)
+    requested_dtype: Mapped[str] = mapped_column(String(32))
+    state: Mapped[str] = mapped_column(String(16), index=True)
+    phase: Mapped[str] = mapped_column(String(32), default="")
+    done_bytes: Mapped[Count] = mapped_column(default=0)
+    total_bytes: Mapped[Count] = mapped_column(default=0)
+    reason_code: Mapped[str] = mapped_column(String(64), default="")
+    reason: Mapped[str] = mapped_column(Text, default="")
+    registrar_host: Mapped[str] = mapped_column(String(255), default="")
+    registrar_pid: Mapped[Count] = mapped_column(default=0)
+    heartbeat_at: Mapped[OptionalInstant]
+    registration: Mapped[str] = mapped_column(String(32))
+    revision: Mapped[Name] = mapped_column(default="")
+    pack: Mapped[str] = mapped_column(String(255), default="")
+    family: Mapped[Name] = mapped_column(default="")
+    dtype: Mapped[str] = mapped_column(String(32), default="")
+    weight_bytes: Mapped[Count] = mapped_column(default=0)
+    max_context: Mapped[Count] = mapped_column(default=0)
+    vocab_size: Mapped[Count] = mapped_column(default=0)
+    pinned: Mapped[bool]
+    weight: Mapped[float] = mapped_column(Double)
+    created_at: Mapped[Instant]
+    ready_at: Mapped[OptionalInstant]
+    removed_at: Mapped[OptionalInstant]
+
+
+def add_model(
+    session: Session,
+    name: str,
+    source: str,
+    *,
+    now_at: float,
+    dtype: str = "auto",
+    pinned: bool = False,
+    weight: float = 1.0,
+    registrar_host: str = "",
+    registrar_pid: int = 0,
+) -> ModelRecord:
+    """Begin a registration. A failed or removed name starts anew; another raises AlreadyExists."""
+    if not _NAME.fullmatch(name):
+        raise InvalidValue(
+            "a model's name must begin with a letter or digit and have at most 128 of "
+            f"A-Z a-z 0-9 . _ : / -, got {name!r}"
+        )
+    if not math.isfinite(weight) or weight <= 0:
+        raise InvalidValue(f"weight must be above 0, got {weight}")
+    row = session.scalar(select(Model).where(Model.name == name))
+    before = None if row is None else _public(row)
+    if row is None:
+        row = Model(id=new_id("mdl"), name=name)
+        session.add(row)
+    elif "registering" not in TRANSITIONS[row.state]:
+        raise AlreadyExists(
+            f"model {name!r} is already there ({row.state}): choose another name, or "
+            f"`polyhost models rm {name}` first"
+        )
+    row.source, row.requested_dtype = source, dtype
+    row.pinned, row.weight = pinned, weight
+    row.state, row.registration = "registering", random_token(15)
+    row.phase, row.done_bytes, row.total_bytes = "start", 0, 0
+    row.reason_code, row.reason, row.revision, row.pack = "", "", "", ""
+    row.registrar_host, row.registrar_pid = registrar_host, registrar_pid
+    row.heartbeat_at, row.created_at = now_at, now_at
+    row.ready_at, row.removed_at = None, None
+    session.flush()
+    audit.record(session, now_at, "model.add", name, before, _public(row))
+    return _record(row)
+
+
+def progress(
+    session: Session,
+    registration: str,
+    phase: str,
+    done_bytes: int,
+    total_bytes: int,
+    *,
+    now_at: float,
+) -> bool:
+    """Progress and heartbeat of a registration. False if the row is no longer this one's.
+
+    Neither audited nor a change of the registry's version: no gateway caches it.
+    """
+    changed = session.scalars(
+        update(Model)
+        .where(Model.registration == registration, Model.state == "registering")
+        .values(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, heartbeat_at=now_at)
+        .returning(Model.id)
+        .execution_options(synchronize_session=False)
+    )
+    return changed.first() is not None
+
+
+def adopt(session: Session, registration: str, host: str, pid: int, *, now_at: float) -> bool:
+    """Another process takes the registration over (`--no-wait`). False if it is gone."""
+    changed = session.scalars(
+        update(Model)
+        .where(Model.registration == registration, Model.state == "registering")
+        .values(registrar_host=host, registrar_pid=pid, heartbeat_at=now_at)
+        .returning(Model.id)
+        .execution_options(synchronize_session=False)
+    )
+    return changed.first() is not None
+
+
+def finish(session: Session, registration: str, facts: PackFacts, *, now_at: float) -> bool:
+    """The registration is done: the model is ready. False if the row is no longer this one's."""
+    row = _registering(session, registration)
+    if row is None:
+        return False
+    before = _public(row)
+    for field in fields(PackFacts):
+        setattr(row, field.name, getattr(facts, field.name))
+    row.state, row.phase, row.ready_at = "ready", "done", now_at
+    session.flush()
+    audit.record(session, now_at, "model.ready", row.name, before, _public(row))
+    return True
+
+
+def fail(session: Session, registration: str, code: str, reason: str, *, now_at: float) -> bool:
+    """The registration ended badly. False if the row is no longer this one's."""
+    row = _registering(session, registration)
+    if row is None:
+        return False
+    before = _public(row)
+    row.state, row.reason_code, row.reason = "failed", code[:64], reason
+    session.flush()
+    audit.record(session, now_at, "model.failed", row.name, before, _public(row))
+    return True
+
+
+def fail_interrupted(
+    session: Session, is_alive: Callable[[str, int], bool], *, now_at: float
+) -> list[str]:
+    """Fail registrations whose process is gone; `is_alive(host, pid)` is the caller's to know.
+
+    Returns their names. Call it within a writing session before listing.
+    """
+    rows = session.scalars(select(Model).where(Model.state == "registering")).all()
+    lost = [
+        row
+        for row in rows
+        if now_at - (row.heartbeat_at or 0.0) > HEARTBEAT_TIMEOUT_S
+        or not is_alive(row.registrar_host, row.registrar_pid)
+    ]
+    for row in lost:
+        fail(
+            session,
+            row.registration,
+            INTERRUPTED,
+            "the registering process ended before it was done: add the model again",
+            now_at=now_at,
+        )
+    return [row.name for row in lost]
+
+
+def list_models(session: Session, *, with_removed: bool = False) -> list[ModelRecord]:
+    """Catalog entries by name."""
+    query = select(Model).order_by(Model.name)
+    if not with_removed:
+        query = query.where(Model.state != "removed")
+    return [_record(row) for row in session.scalars(query)]
+
+
+def ready_models(session: Session) -> list[ModelRecord]:
+    """What gateways may serve, by name."""
+    query = select(Model).where(Model.state == "ready").order_by(Model.name)
+    return [_record(row) for row in session.scalars(query)]
+
+
+def find_model(session: Session, name: str) -> ModelRecord | None:
+    """The entry of that name, a removed one too."""
+    row = session.scalar(select(Model).where(Model.name == name))
+    return None if row is None else _record(row)
+
+
+def get_model(session: Session, name: str) -> ModelRecord:
+    """Raises NotFound, also for a removed model."""
+    return _record(_row(session, name))
+
+
+def remove(session: Session, name: str, *, now_at: float) -> ModelRecord:
+    """Take the model out of service. Its postings and prices stay. Raises NotFound."""
+    row = _row(session, name)
+    if "removed" not in TRANSITIONS[row.state]:
+        raise IllegalTransition(f"model {name!r} is {row.state} and cannot be removed")
+    before = _public(row)
+    row.state, row.removed_at = "removed", now_at
+    session.flush()
+    audit.record(session, now_at, "model.remove", name, before, None)
+    return _record(row)
+
+
+def set_pinned(session: Session, name: str, pinned: bool, *, now_at: float) -> ModelRecord:
+    """A pinned model is never evicted. Raises NotFound."""
+    row = _row(session, name)
+    before = _public(row)
+    row.pinned = pinned
+    session.flush()
+    audit.record(
+        session, now_at, "model.pin" if pinned else "model.unpin", name, before, _public(row)
+    )
+    return _record(row)
+
+
+def packs_in_use(session: Session) -> set[str]:
+    """Pack folders that some ready model is served from."""
+    return set(session.scalars(select(Model.pack).where(Model.state == "ready")))
+
+
+def _registering(session: Session, registration: str) -> Model | None:
+    return session.scalar(
+        select(Model).where(Model.registration == registration, Model.state == "registering")
+    )
+
+
+def _row(session: Session, name: str) -> Model:
+    row = session.scalar(select(Model).where(Model.name == name, Model.state != "removed"))
+    if row is None:
+        raise NotFound(f"no model {name!r}: see `polyhost models list`")
+    return row
+
+
+def _record(row: Model) -> ModelRecord:
+    return ModelRecord(**{field.name: getattr(row, field.name) for field in fields(ModelRecord)})
+
+
+def _public(row: Model) -> JsonObject:
+    return {
+        "state": row.state,
+        "source": row.source,
+        "revision": row.revision,
+        "dtype": row.dtype or row.requested_dtype,
+        "pinned": row.pinned,
+        "weight": row.weight,
+        "reason": row.reason,
+    }

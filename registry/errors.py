@@ -1,0 +1,33 @@
+"""The registry's error tree. Messages are one line and say what to do; callers may show them as is.
+
+RegistryError
++-- NotFound           no such tenant, key, model or price
++-- AlreadyExists      the name (or key) is taken
++-- InvalidValue       a value outside what the column means
++-- IllegalTransition  a state change outside the model's state table; nothing was changed
++-- SchemaError        the database is missing, older or newer than this build
+"""
+
+
+class RegistryError(Exception):
+    """Base of everything the registry raises on purpose."""
+
+
+class NotFound(RegistryError):
+    """The thing named does not exist."""
+
+
+class AlreadyExists(RegistryError):
+    """The name is taken."""
+
+
+class InvalidValue(RegistryError):
+    """The value cannot be stored."""
+
+
+class IllegalTransition(RegistryError):
+    """A state change outside the table; nothing was changed."""
+
+
+class SchemaError(RegistryError):
+    """The database does not have the schema this build needs."""

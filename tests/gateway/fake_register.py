@@ -1,0 +1,58 @@
+"""Speaks `engine.register`'s protocol without torch: what a folder holds says how it ends.
+
+refuse   refused with the file's text         crash   dies with the file's text on stderr
+slow     works until it is told to stop       (else)  ready, with a pack folder written
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def event(name: str, source: str, **fields: object) -> None:
+    print(json.dumps({"event": name, "source": source, **fields}), flush=True)
+
+
+def register(source: str, dest: Path, dtype: str) -> None:
+    folder = Path(source)
+    print("a library prints this", flush=True)
+    event("progress", source, phase="check", done_bytes=0, total_bytes=0)
+    if (folder / "refuse").exists():
+        event("refused", source, code="pickle_weights", message=(folder / "refuse").read_text())
+        return
+    if (folder / "crash").exists():
+        sys.exit((folder / "crash").read_text())
+    while (folder / "slow").exists():
+        event("progress", source, phase="convert", done_bytes=1, total_bytes=100)
+        time.sleep(0.05)
+    content = (folder / "config.json").read_text()
+    revision = f"rev-{content.strip()}-{dtype}"
+    pack = dest / revision
+    pack.mkdir(exist_ok=True)
+    (pack / "weights.bin").write_bytes(b"w" * 100)
+    event("progress", source, phase="convert", done_bytes=100, total_bytes=100)
+    event(
+        "ready",
+        source,
+        pack_dir=str(pack),
+        revision=revision,
+        family="llama",
+        dtype="float32",
+        max_context=256,
+        vocab_size=1000,
+        weight_bytes=100,
+        parity_error=0.0,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    pairs = list(zip(arguments[::2], arguments[1::2], strict=True))
+    options = dict(pairs)
+    for name, value in pairs:
+        if name == "--source":
+            register(value, Path(options["--dest"]), options["--dtype"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,157 @@
+"""The demo's bootstrap: adds what is missing, keeps what is there, respects what was taken away."""
+
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gateway import bootstrap, service
+from gateway.bootstrap import DEMO_KEY_FILE, DemoAccess, ensure_demo
+from gateway.config import Settings
+from gateway.service import Control, open_control
+from registry import api_keys
+from registry.errors import RegistryError
+from registry.session import upgrade
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_register.py")))
+NAMES = ("alpha", "beta")
+
+
+class Demo:
+    """A data folder and demo folders, started as often as a test likes."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.settings = Settings(data_dir=str(tmp_path / "data"), demo=True)
+        self.folders = tmp_path / "demo_models"
+        for name in NAMES:
+            (self.folders / name).mkdir(parents=True)
+            (self.folders / name / "config.json").write_text(name)
+        (self.folders / "notes").mkdir()
+        self.said: list[str] = []
+        upgrade(self.settings.database_url)
+
+    def start(self, given_key: str = "") -> DemoAccess:
+        self.said.clear()
+        values = {name: getattr(self.settings, name) for name in Settings.__struct_fields__}
+        settings = Settings(**{**values, "demo_api_key": given_key})
+        return ensure_demo(settings, self.said.append, self.folders, FAKE)
+
+    def control(self) -> "Iterator[Control]":
+        with open_control(self.settings, "test") as control:
+            yield control
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    return Demo(tmp_path)
+
+
+@pytest.fixture
+def control(demo: Demo) -> Iterator[Control]:
+    yield from demo.control()
+
+
+def works(control: Control, plaintext: str) -> bool:
+    with control.reading() as session:
+        for record in api_keys.active_keys(session):
+            if record.public_id == api_keys.public_id_of(plaintext):
+                assert record.tenant_name == "demo"
+                return api_keys.verify(record, plaintext, control.clock())
+    return False
+
+
+def test_the_first_start_makes_everything(demo: Demo, control: Control) -> None:
+    access = demo.start()
+    assert access.models == NAMES
+    assert access.failed == ()
+    assert works(control, access.api_key)
+    assert [tenant.name for tenant in service.list_tenants(control)] == ["demo"]
+    assert any("alpha, beta" in line for line in demo.said)
+    path = control.data_dir / DEMO_KEY_FILE
+    assert path.read_text().strip() == access.api_key
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_later_starts_change_nothing(demo: Demo, control: Control) -> None:
+    first = demo.start()
+    keys, models = service.list_keys(control), service.list_models(control)
+    assert demo.start() == first
+    assert demo.said == []
+    assert service.list_keys(control) == keys
+    assert service.list_models(control) == models
+
+
+def test_a_given_key_is_used_and_not_written_down(demo: Demo, control: Control) -> None:
+    access = demo.start("my-own-key")
+    assert access.api_key == "my-own-key"
+    assert works(control, "my-own-key")
+    assert not (control.data_dir / DEMO_KEY_FILE).exists()
+    assert demo.start("my-own-key") == access
+    other = demo.start("another-key")
+    assert works(control, other.api_key)
+    assert works(control, "my-own-key")
+
+
+def test_a_revoked_demo_key_is_replaced_a_given_one_is_refused(
+    demo: Demo, control: Control
+) -> None:
+    first = demo.start().api_key
+    service.revoke_key(control, api_keys.public_id_of(first))
+    second = demo.start().api_key
+    assert second != first
+    assert works(control, second)
+    assert not works(control, first)
+    demo.start("given-key")
+    service.revoke_key(control, api_keys.public_id_of("given-key"))
+    with pytest.raises(RegistryError, match="revoked"):
+        demo.start("given-key")
+
+
+def test_a_key_file_without_its_row_gets_the_row(demo: Demo, control: Control) -> None:
+    control.data_dir.mkdir(exist_ok=True)
+    plaintext = api_keys.generate_plaintext()
+    (control.data_dir / DEMO_KEY_FILE).write_text(plaintext)
+    assert demo.start().api_key == plaintext
+    assert works(control, plaintext)
+
+
+def test_a_removed_demo_model_stays_away(demo: Demo, control: Control) -> None:
+    demo.start()
+    service.remove_model(control, "alpha")
+    access = demo.start()
+    assert (access.models, access.failed) == (("beta",), ())
+
+
+def test_a_failed_demo_model_is_tried_again(demo: Demo, control: Control) -> None:
+    (demo.folders / "beta" / "refuse").write_text("broken")
+    access = demo.start()
+    assert (access.models, access.failed) == (("alpha",), ("beta: broken",))
+    (demo.folders / "beta" / "refuse").unlink()
+    assert demo.start().models == NAMES
+
+
+def test_the_shipped_demo_models_are_found() -> None:
+    folders = {path.name for path in bootstrap.DEMO_MODELS_DIR.iterdir() if path.is_dir()}
+    assert {"shakespeare", "sherlock", "python"} <= folders
+
+
+def test_hosted_models_are_what_the_request_path_needs(demo: Demo, control: Control) -> None:
+    demo.start()
+    service.set_price(control, "alpha", 10, 5, 20)
+    with control.reading() as session:
+        alpha, beta = service.hosted_models(session, control.data_dir, control.clock())
+    assert Path(alpha.pack_dir).is_dir()
+    assert (alpha.price_prompt_nanos, alpha.price_completion_nanos) == (10, 20)
+    assert beta == replace(
+        alpha,
+        name="beta",
+        revision="rev-beta-auto",
+        pack_dir=beta.pack_dir,
+        created_at=beta.created_at,
+        price_prompt_nanos=0,
+        price_cached_nanos=0,
+        price_completion_nanos=0,
+    )

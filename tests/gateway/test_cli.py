@@ -1,0 +1,294 @@
+"""`polyhost` from its arguments to its exit status, over a real data folder."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import registrar
+from gateway.bootstrap import DEMO_MODELS_DIR
+from gateway.cli import GROUPS, main
+from gateway.cli_common import parse_duration, parse_instant, parse_size, per_million, size, units
+from registry import api_keys, audit, locks
+from registry.session import make_engine, reading, upgrade
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_register.py")))
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An absent data folder, in a working directory without a polyhost.toml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("POLYHOST_DATA_DIR", raising=False)
+    monkeypatch.setattr(registrar, "REGISTER_COMMAND", FAKE)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def run(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command that must end with `status`; returns what it printed."""
+
+    def run(*arguments: str, status: int = 0) -> str:
+        assert main([*arguments, "--data-dir", str(data_dir)]) == status
+        out, err = capsys.readouterr()
+        if status:
+            assert err.count("\n") == 1, err
+            return err
+        return out
+
+    return run
+
+
+def as_json(text: str) -> Any:
+    return json.loads(text)
+
+
+def model_folder(tmp_path: Path, name: str, **files: str) -> str:
+    path = tmp_path / name
+    path.mkdir()
+    for file, text in {"config.json": name, **files}.items():
+        (path / file).write_text(text)
+    return str(path)
+
+
+def test_a_tenant_gets_a_key_with_limits(run: Run, data_dir: Path) -> None:
+    tenant = run("tenants", "add", "acme", "--weight", "2").strip()
+    plaintext = run("keys", "create", "--tenant", "acme", "--name", "ci", "--rpm", "60").strip()
+    assert plaintext.startswith("sk-ph-")
+    (key,) = as_json(run("keys", "list", "--json"))
+    assert (key["tenant"], key["tenant_id"], key["name"]) == ("acme", tenant, "ci")
+    assert key["public_id"] == api_keys.public_id_of(plaintext)
+    assert not any("digest" in name or "salt" in name or name == "key" for name in key)
+    run("limits", "set", key["id"], "--tpm", "1000", "--concurrency", "4")
+    shown = as_json(run("limits", "show", key["public_id"], "--json"))
+    assert shown["requests_per_minute"] == 60
+    assert shown["tokens_per_minute"] == 1000
+    assert shown["max_concurrency"] == 4
+    assert "unlimited" not in run("limits", "show", key["id"])
+    assert plaintext not in run("keys", "list")
+    assert "acme" in run("tenants", "list")
+
+
+def test_a_key_is_rotated_and_revoked(run: Run) -> None:
+    run("tenants", "add", "acme")
+    made = as_json(
+        run(
+            *("keys", "create", "--tenant", "acme", "--name", "ci", "--json"),
+            *("--expires-in", "30d", "--models", "a, b", "--cache", "exact"),
+        )
+    )
+    assert made["allowed_models"] == ["a", "b"]
+    assert made["cache_mode"] == "exact"
+    assert made["expires_at"] - made["created_at"] == 30 * 86400
+    rotated = as_json(run("keys", "rotate", made["id"], "--grace", "1h", "--json"))
+    assert rotated["key"] != made["key"]
+    assert rotated["public_id"] == made["public_id"]
+    assert "revoked" in run("keys", "revoke", made["id"])
+    assert "revoked" in run("keys", "list", "--tenant", "acme")
+    assert "revoked" in run("keys", "rotate", made["id"], status=2)
+
+
+def test_a_disabled_tenant(run: Run) -> None:
+    run("tenants", "add", "acme")
+    run("keys", "create", "--tenant", "acme", "--name", "ci")
+    run("tenants", "set", "acme", "--disable", "--weight", "3")
+    (tenant,) = as_json(run("tenants", "list", "--json"))
+    assert (tenant["disabled"], tenant["weight"]) == (True, 3.0)
+    assert "tenant disabled" in run("keys", "list")
+    assert "active" in run("tenants", "set", "acme", "--enable")
+
+
+def test_the_audit_log_names_the_os_user(run: Run, data_dir: Path) -> None:
+    run("tenants", "add", "acme")
+    engine = make_engine(f"sqlite:///{data_dir / 'polyhost.db'}")
+    with reading(engine) as session:
+        (entry,) = audit.latest(session)
+    engine.dispose()
+    assert entry.actor.startswith("cli:")
+    assert len(entry.actor) > len("cli:")
+
+
+def test_a_model_from_folder_to_removal(run: Run, data_dir: Path, tmp_path: Path) -> None:
+    source = model_folder(tmp_path, "good")
+    assert "tiny is ready" in run("models", "add", "tiny", "--source", source, "--pin")
+    (model,) = as_json(run("models", "list", "--json"))
+    assert (model["name"], model["state"], model["pinned"]) == ("tiny", "ready", True)
+    assert "not pinned" in run("models", "unpin", "tiny")
+    assert "is pinned" in run("models", "pin", "tiny")
+    assert "256" in run("models", "list")
+    assert "rev-good-auto" in run("models", "show", "tiny")
+    run("prices", "set", "tiny", "--prompt", "0.15", "--completion", "0.6")
+    (price,) = as_json(run("prices", "show", "tiny", "--json"))
+    assert (price["prompt_nanos"], price["cached_nanos"], price["completion_nanos"]) == (
+        150,
+        150,
+        600,
+    )
+    assert "no server is running" in run("models", "load", "tiny", status=1)
+    with locks.hold(data_dir / locks.SERVER_LOCK):
+        assert "asked the server" in run("models", "load", "tiny")
+        assert "asked the server" in run("models", "unload", "tiny")
+    assert "removed" in run("models", "rm", "tiny")
+    assert as_json(run("models", "list", "--json")) == []
+    assert as_json(run("models", "list", "--all", "--json"))[0]["state"] == "removed"
+    assert "0.15" in run("prices", "show")
+    assert "no model" in run("models", "rm", "tiny", status=1)
+
+
+def test_a_model_that_cannot_be_hosted(
+    run: Run, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = model_folder(tmp_path, "bad", refuse="the weights are a pickle: convert them")
+    assert main(["models", "add", "m", "--source", source, "--data-dir", str(data_dir)]) == 1
+    assert "m is failed: the weights are a pickle: convert them" in capsys.readouterr().err
+    assert "pickle_weights" in run("models", "list")
+    assert "hub" in run("models", "add", "m", "--source", "Qwen/Qwen3-0.6B", status=2)
+    assert "not a folder" in run("models", "add", "m", "--source", "/none", status=2)
+
+
+def test_a_real_registration(
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = (sys.executable, "-m", "engine.register")
+    monkeypatch.setattr(registrar, "REGISTER_COMMAND", command)
+    source = str(DEMO_MODELS_DIR / "shakespeare")
+    arguments = ["--data-dir", str(data_dir), "models", "add", "bard", "--source", source]
+    assert main(arguments) == 0, capsys.readouterr()
+    out, err = capsys.readouterr()
+    assert "bard is ready" in out
+    assert "bard: probe" in err
+    assert main(["models", "show", "bard", "--json", "--data-dir", str(data_dir)]) == 0
+    model = json.loads(capsys.readouterr().out)
+    pack = data_dir / "packs" / model["pack"]
+    assert (pack / "index.msgpack").exists()
+    assert model["weight_bytes"] == (pack / "weights.bin").stat().st_size
+
+
+def test_mistakes_are_one_line_with_a_remedy(run: Run, data_dir: Path) -> None:
+    assert "polyhost serve" in run("keys", "list", status=1)
+    assert not data_dir.exists()
+    run("db", "upgrade")
+    assert "polyhost tenants list" in run(
+        "keys", "create", "--tenant", "none", "--name", "x", status=1
+    )
+    assert "polyhost keys list" in run("keys", "revoke", "key_none", status=1)
+    assert "--rpm" in run("limits", "set", "key_none", status=2)
+    assert "weight" in run("tenants", "add", "x", "--weight", "-1", status=2)
+    run("tenants", "add", "x")
+    assert "exists already" in run("tenants", "add", "x", status=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["models"],
+        ["models", "add", "x"],
+        ["tenants", "add", "x", "--weight", "heavy"],
+        ["keys", "create", "--tenant", "t", "--name", "n", "--cache", "semantic"],
+        ["prices", "set", "m", "--prompt", "0.0001", "--completion", "1"],
+        ["prices", "set", "m", "--prompt", "nan", "--completion", "1"],
+        ["usage", "export", "--from", "yesterday"],
+    ],
+)
+def test_command_lines_that_make_no_sense_are_status_2(
+    data_dir: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert "usage: polyhost" in capsys.readouterr().err
+    assert not data_dir.exists()
+
+
+def test_a_database_of_another_build(run: Run, data_dir: Path) -> None:
+    data_dir.mkdir()
+    (data_dir / "polyhost.db").write_bytes(b"")
+    assert "db upgrade" in run("tenants", "list", status=1)
+    assert "schema 0001" in run("db", "upgrade")
+    (data_dir / "polyhost.db").write_bytes(b"this is no database at all" * 100)
+    assert "database" in run("tenants", "list", status=1)
+
+
+def test_the_data_folder_comes_from_the_environment_or_a_file(
+    data_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("one", "two"):
+        upgrade(f"sqlite:///{tmp_path / name / 'polyhost.db'}")
+    monkeypatch.setenv("POLYHOST_DATA_DIR", str(tmp_path / "one"))
+    assert main(["tenants", "add", "in-one"]) == 0
+    (tmp_path / "my.toml").write_text('data_dir = "two"')
+    monkeypatch.delenv("POLYHOST_DATA_DIR")
+    assert main(["tenants", "add", "in-two", "--config", "my.toml"]) == 0
+    capsys.readouterr()
+    assert main(["tenants", "list", "--data-dir", str(tmp_path / "one")]) == 0
+    assert "in-one" in capsys.readouterr().out
+    assert main(["--data-dir", "two", "tenants", "list"]) == 0
+    assert "in-two" in capsys.readouterr().out
+    (tmp_path / "my.toml").write_text("colour = 1")
+    assert main(["tenants", "list", "--config", "my.toml"]) == 2
+    assert "colour" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", [name for name in GROUPS if name != "serve"])
+def test_every_group_explains_itself(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group, "--help"]) == 0
+    assert f"usage: polyhost {group}" in capsys.readouterr().out
+
+
+def test_help_names_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(group in out for group in GROUPS)
+
+
+def test_registry_commands_do_without_the_server(data_dir: Path) -> None:
+    """Neither torch nor the HTTP stack: `polyhost keys list` has to be quick."""
+    program = (
+        "import sys\n"
+        "from gateway.cli import main\n"
+        f"main(['tenants', 'add', 'x', '--data-dir', {str(data_dir)!r}])\n"
+        "heavy = {'torch', 'transformers', 'starlette', 'uvicorn', 'tokenizers', 'numpy', 'zmq'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+def test_a_closed_pipe_is_no_traceback(run: Run, data_dir: Path) -> None:
+    run("tenants", "add", "x")
+    command = f"{sys.executable} -m gateway tenants list --data-dir {data_dir} | true"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
+def test_units() -> None:
+    assert [parse_duration(text) for text in ("90", "90s", "1.5m", "12h", "30d", "2w")] == [
+        90,
+        90,
+        90,
+        43200,
+        2592000,
+        1209600,
+    ]
+    assert [parse_size(text) for text in ("512", "1K", "512MiB", "1.5g")] == [
+        512,
+        1024,
+        512 << 20,
+        3 << 29,
+    ]
+    assert size(1536) == "1.5 KiB"
+    assert size(5 << 40) == "5.0 TiB"
+    assert units(1_500_000_001) == "1.500000001"
+    assert units(-1) == "-0.000000001"
+    assert per_million(150) == "0.15"
+    assert parse_instant("2026-01-01") == parse_instant("2026-01-01T01:00:00+01:00")

@@ -1,0 +1,141 @@
+"""`polyhost usage export`: every posting once, exact sums, safe in a spreadsheet."""
+
+import csv
+import io
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import main
+from gateway.cli_usage import COLUMNS
+from registry import api_keys, ledger, tenants
+from registry.ledger import Posting
+from registry.session import make_engine, upgrade, writing
+
+DAY = 86400.0
+START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+NUM_POSTINGS = 2100  # more than two pages
+
+Export = Callable[..., str]
+
+
+@pytest.fixture
+def postings(tmp_path: Path) -> list[Posting]:
+    """A posting every two minutes from 2026-01-01 on, costing 1, 2, 3 ... nanos and a unit."""
+    url = f"sqlite:///{tmp_path / 'data' / 'polyhost.db'}"
+    upgrade(url)
+    engine = make_engine(url)
+    with writing(engine, "test") as session:
+        tenant = tenants.create_tenant(session, '=HYPERLINK("http://x")', now_at=START)
+        key, _ = api_keys.create_key(session, tenant.id, "@sum, with comma", now_at=START)
+        first = Posting(
+            request_id="chatcmpl-00000",
+            tenant_id=tenant.id,
+            key_id=key.id,
+            model="tiny",
+            revision="rev1",
+            kind="chat",
+            outcome="finished",
+            prompt_tokens=10,
+            cached_tokens=0,
+            completion_tokens=5,
+            cost_nanos=1_000_000_000,
+            service_s=0.1,
+            queue_s=0.0,
+            ttft_s=0.05,
+            duration_s=0.2,
+            posted_at=START,
+        )
+        made = [
+            replace(
+                first,
+                request_id=f"chatcmpl-{number:05}",
+                cost_nanos=first.cost_nanos + number,
+                posted_at=START + 120.0 * number,
+            )
+            for number in range(NUM_POSTINGS)
+        ]
+        ledger.post_many(session, made)
+    engine.dispose()
+    return made
+
+
+@pytest.fixture
+def export(postings: list[Posting], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
+    def export(*arguments: str) -> str:
+        command = ["usage", "export", "--data-dir", str(tmp_path / "data"), *arguments]
+        assert main(command) == 0
+        return capsys.readouterr().out
+
+    return export
+
+
+def test_csv_holds_every_posting_once_and_sums_up(export: Export, postings: list[Posting]) -> None:
+    rows = list(csv.DictReader(io.StringIO(export())))
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["request_id"] for row in rows] == [posting.request_id for posting in postings]
+    total = sum(posting.cost_nanos for posting in postings)
+    assert sum(int(row["cost_nanos"]) for row in rows) == total
+    assert sum(Decimal(row["cost"]) for row in rows) == Decimal(total) / 10**9
+    assert rows[1]["posted_time"] == "2026-01-01T00:02:00.000+00:00"
+
+
+def test_jsonl_holds_the_same(export: Export, postings: list[Posting]) -> None:
+    rows = [json.loads(line) for line in export("--format", "jsonl").splitlines()]
+    assert len(rows) == NUM_POSTINGS
+    assert rows[7]["cost_nanos"] == 1_000_000_007
+    assert rows[7]["cost"] == "1.000000007"
+    assert rows[7]["tenant_name"] == '=HYPERLINK("http://x")'
+    assert tuple(rows[0]) == COLUMNS
+
+
+def test_names_are_no_formulas_in_csv(export: Export) -> None:
+    row = next(csv.DictReader(io.StringIO(export())))
+    assert row["tenant_name"] == '\'=HYPERLINK("http://x")'
+    assert row["key_name"] == "'@sum, with comma"
+
+
+def test_consecutive_days_hold_everything_once(export: Export, postings: list[Posting]) -> None:
+    days = ["2026-01-01", "2026-01-02", "2026-01-03", "2026-01-04"]
+    found: list[str] = []
+    for day, next_day in itertools.pairwise(days):
+        rows = csv.DictReader(io.StringIO(export("--from", day, "--to", next_day)))
+        found += [row["request_id"] for row in rows]
+    assert found == [posting.request_id for posting in postings]
+    second = list(csv.DictReader(io.StringIO(export("--from", days[1], "--to", days[2]))))
+    assert second[0]["posted_at"] == str(START + DAY)
+    assert len(second) == 720
+
+
+def test_a_file_appears_whole_or_not_at_all(
+    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out" / "usage.csv"
+    target.parent.mkdir()
+    export("--output", str(target))
+    assert target.read_text() == export()
+    target.write_text("before")
+
+    def broken(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ledger, "usage_page", broken)
+    command = ["usage", "export", "--data-dir", str(tmp_path / "data"), "--output", str(target)]
+    assert main(command) == 1
+    assert target.read_text() == "before"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_an_empty_span_is_a_mistake_no_postings_are_not(
+    export: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export("--from", "2030-01-01").splitlines() == [",".join(COLUMNS)]
+    data = ["--data-dir", str(tmp_path / "data")]
+    assert main(["usage", "export", "--from", "2026-01-02", "--to", "2026-01-02", *data]) == 2
+    assert "--from must be before --to" in capsys.readouterr().err

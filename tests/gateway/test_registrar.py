@@ -1,0 +1,204 @@
+"""Registration as the catalog sees it, with a subprocess that speaks the engine's protocol."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway import registrar, service
+from gateway.config import Settings
+from gateway.registrar import Progress
+from gateway.service import Control, open_control
+from registry import catalog, locks
+from registry.errors import AlreadyExists, InvalidValue
+from registry.session import upgrade
+
+FAKE = (sys.executable, str(Path(__file__).with_name("fake_register.py")))
+
+
+@pytest.fixture
+def control(tmp_path: Path) -> Iterator[Control]:
+    settings = Settings(data_dir=str(tmp_path / "data"))
+    upgrade(settings.database_url)
+    with open_control(settings, "test") as control:
+        yield control
+
+
+def folder(tmp_path: Path, name: str, **files: str) -> str:
+    path = tmp_path / name
+    path.mkdir()
+    for file, text in {"config.json": name, **files}.items():
+        (path / file.replace("_", ".")).write_text(text)
+    return str(path)
+
+
+def test_ready_refused_and_several_in_one_process(control: Control, tmp_path: Path) -> None:
+    good, bad = folder(tmp_path, "good"), folder(tmp_path, "bad", refuse="weights.bin is a pickle")
+    begun = [
+        registrar.begin(control, name, source)
+        for name, source in (("a", good), ("b", bad), ("alias", good))
+    ]
+    seen: list[Progress] = []
+    a, b, alias = registrar.run(control, begun, seen.append, FAKE)
+    assert (a.state, a.revision, a.pack, a.max_context) == (
+        "ready",
+        "rev-good-auto",
+        "rev-good-auto",
+        256,
+    )
+    assert (b.state, b.reason_code, b.reason) == (
+        "failed",
+        "pickle_weights",
+        "weights.bin is a pickle",
+    )
+    assert alias.pack == a.pack
+    assert Progress("a", "convert", 100, 100) in seen
+    assert {progress.model for progress in seen} == {"a", "b", "alias"}
+    assert (control.packs_dir / a.pack / "weights.bin").exists()
+
+
+def test_a_crash_is_a_failure_with_its_last_words(control: Control, tmp_path: Path) -> None:
+    source = folder(tmp_path, "bad", crash="Killed: out of memory")
+    (model,) = registrar.run(control, [registrar.begin(control, "m", source)], command=FAKE)
+    assert (model.state, model.reason_code) == ("failed", "crashed")
+    assert model.reason == "Killed: out of memory"
+
+
+def test_a_failed_name_can_be_added_again_a_ready_one_not(control: Control, tmp_path: Path) -> None:
+    bad, good = folder(tmp_path, "bad", refuse="no"), folder(tmp_path, "good")
+    registrar.run(control, [registrar.begin(control, "m", bad)], command=FAKE)
+    (model,) = registrar.run(control, [registrar.begin(control, "m", good)], command=FAKE)
+    assert model.state == "ready"
+    with pytest.raises(AlreadyExists, match="rm m"):
+        registrar.begin(control, "m", good)
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype", "message"),
+    [
+        ("Qwen/Qwen3-0.6B", "auto", "hub"),
+        ("/no/such/folder", "auto", "not a folder"),
+        ("./also/none", "auto", "not a folder"),
+        (".", "int8", "dtype"),
+    ],
+)
+def test_requests_that_make_no_sense(
+    control: Control, source: str, dtype: str, message: str
+) -> None:
+    with pytest.raises(InvalidValue, match=message):
+        registrar.begin(control, "m", source, dtype)
+    assert service.list_models(control, with_removed=True) == []
+
+
+def test_dtypes_go_to_processes_of_their_own(control: Control, tmp_path: Path) -> None:
+    source = folder(tmp_path, "good")
+    begun = [registrar.begin(control, dtype, source, dtype) for dtype in ("float32", "bfloat16")]
+    ended = registrar.run(control, begun, command=FAKE)
+    assert {model.revision for model in ended} == {"rev-good-float32", "rev-good-bfloat16"}
+
+
+def test_removing_a_model_stops_its_registration(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrar, "HEARTBEAT_S", 0.05)
+    source = folder(tmp_path, "good", slow="")
+    begun = registrar.begin(control, "m", source)
+    phases = threading.Event()
+
+    def remove() -> None:
+        phases.wait(20)
+        service.remove_model(control, "m")
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    (model,) = registrar.run(control, [begun], lambda progress: phases.set(), FAKE)
+    remover.join()
+    assert model.state == "removed"
+    assert not locks.is_held(control.data_dir / locks.PACKS_LOCK)
+
+
+def test_packs_are_not_swept_while_a_registration_writes(control: Control, tmp_path: Path) -> None:
+    source = folder(tmp_path, "good", slow="")
+    begun = registrar.begin(control, "m", source)
+    swept: list[list[str]] = []
+
+    def look(progress: Progress) -> None:
+        if progress.phase == "convert" and not swept:
+            (control.packs_dir / "half-written").mkdir()
+            swept.append(service.sweep_packs(control.data_dir, control.engine))
+            (tmp_path / "good" / "slow").unlink()
+
+    (model,) = registrar.run(control, [begun], look, FAKE)
+    assert model.state == "ready"
+    assert swept == [[]]
+    assert service.sweep_packs(control.data_dir) == ["half-written"]
+    assert [path.name for path in control.packs_dir.iterdir()] == [model.pack]
+
+
+def test_an_interrupt_stops_the_process_and_fails_the_row(control: Control, tmp_path: Path) -> None:
+    begun = registrar.begin(control, "m", folder(tmp_path, "good", slow=""))
+
+    def interrupt(progress: Progress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        registrar.run(control, [begun], interrupt, FAKE)
+    model = service.show_model(control, "m")
+    assert (model.state, model.reason_code) == ("failed", "interrupted")
+    assert not locks.is_held(control.data_dir / locks.PACKS_LOCK)
+
+
+def test_the_next_look_finds_a_killed_registration(control: Control, tmp_path: Path) -> None:
+    source = folder(tmp_path, "good", slow="")
+    program = (
+        "import os\n"
+        "from gateway import registrar\n"
+        "from gateway.config import Settings\n"
+        "from gateway.service import open_control\n"
+        f"with open_control(Settings(data_dir={str(control.data_dir)!r}), 'x') as control:\n"
+        f"    begun = registrar.begin(control, 'm', {source!r})\n"
+        f"    registrar.run(control, [begun], print, {FAKE!r})\n"
+    )
+    with subprocess.Popen([sys.executable, "-u", "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        assert service.show_model(control, "m").state == "registering"
+        assert service.show_model(control, "m").registrar_pid == process.pid
+        process.kill()
+    model = service.show_model(control, "m")
+    assert (model.state, model.reason_code) == ("failed", "interrupted")
+    assert registrar.begin(control, "m", source).state == "registering"
+
+
+def test_in_the_background(control: Control, tmp_path: Path) -> None:
+    """The real thing: launcher, fork, `engine.register` refusing an empty folder."""
+    (tmp_path / "empty").mkdir()
+    begun = registrar.begin(control, "org/m", str(tmp_path / "empty"))
+    registrar.run_detached(control, begun)
+    with control.reading() as session:
+        adopted = catalog.get_model(session, "org/m")
+    assert adopted.registrar_pid != os.getpid()
+    assert adopted.registrar_host == socket.gethostname()
+    deadline = time.monotonic() + 120
+    while service.show_model(control, "org/m").state == "registering":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    model = service.show_model(control, "org/m")
+    assert model.state == "failed"
+    assert model.reason_code not in ("interrupted", "crashed"), model.reason
+    assert (control.data_dir / "logs" / "register-org--m.log").exists()
+
+
+def test_a_dead_process_is_known_to_be_dead() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert service.process_is_alive(socket.gethostname(), process.pid)
+        process.send_signal(signal.SIGKILL)
+    assert not service.process_is_alive(socket.gethostname(), process.pid)
+    assert service.process_is_alive("another-machine", process.pid)

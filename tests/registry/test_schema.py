@@ -1,0 +1,126 @@
+"""Migrations are the only way the schema is made, and they make what the tables say."""
+
+import io
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, inspect, text
+from sqlalchemy.exc import DatabaseError
+
+from registry import schema
+from registry.errors import SchemaError
+from registry.session import (
+    alembic_config,
+    database_exists,
+    downgrade,
+    make_engine,
+    reading,
+    upgrade,
+    writing,
+)
+from registry.version import current
+
+
+def drift(engine: Engine) -> list[object]:
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return list(compare_metadata(context, schema.metadata))
+
+
+def test_the_migrated_schema_is_the_tables(engine: Engine) -> None:
+    assert drift(engine) == []
+
+
+def test_drift_would_be_seen(engine: Engine) -> None:
+    with writing(engine, "test") as session:
+        session.execute(text("ALTER TABLE tenants ADD COLUMN surplus TEXT"))
+    assert drift(engine)
+
+
+def test_down_and_up_again(url: str, engine: Engine) -> None:
+    downgrade(url, "base")
+    assert set(inspect(engine).get_table_names()) <= {"alembic_version"}
+    upgrade(url)
+    assert drift(engine) == []
+    with reading(engine) as session:
+        assert current(session) == 0
+
+
+def test_head_is_the_newest_migration() -> None:
+    assert ScriptDirectory.from_config(alembic_config()).get_current_head() == schema.HEAD
+
+
+def test_upgrade_twice_changes_nothing(url: str, engine: Engine) -> None:
+    upgrade(url)
+    with engine.connect() as connection:
+        schema.require(connection)
+
+
+def test_an_empty_database_and_another_schema_are_refused(url: str, tmp_path: Path) -> None:
+    assert not database_exists(url)
+    engine = make_engine(url)
+    with engine.connect() as connection, pytest.raises(SchemaError, match="db upgrade"):
+        schema.require(connection)
+    upgrade(url)
+    with writing(engine, "test") as session:
+        session.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    with engine.connect() as connection, pytest.raises(SchemaError, match="9999"):
+        schema.require(connection)
+    with pytest.raises(SchemaError, match="9999"):
+        upgrade(url)
+    engine.dispose()
+
+
+def test_two_processes_starting_at_once(url: str) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    starts = [spawn.Process(target=upgrade, args=(url,)) for _ in range(3)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join()
+    assert [start.exitcode for start in starts] == [0, 0, 0]
+    engine = make_engine(url)
+    assert drift(engine) == []
+    engine.dispose()
+
+
+def test_sqlite_is_set_up_for_money(engine: Engine) -> None:
+    with engine.connect() as connection:
+        pragmas = {
+            name: connection.exec_driver_sql(f"PRAGMA {name}").scalar()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    assert pragmas == {
+        "journal_mode": "wal",
+        "synchronous": 2,
+        "foreign_keys": 1,
+        "busy_timeout": 5000,
+    }
+
+
+@pytest.mark.parametrize(
+    "statement", ["UPDATE postings SET cost_nanos = 0", "DELETE FROM postings"]
+)
+def test_postings_are_append_only(engine: Engine, statement: str) -> None:
+    values = "'r', 't', 't', 'k', 'k', 'm', 'v', 'chat', 'finished', 1, 0, 1, 7, 0, 0, 0, 0, 0"
+    with writing(engine, "test") as session:
+        session.execute(text(f"INSERT INTO postings VALUES ({values})"))
+    with pytest.raises(DatabaseError, match="append-only"), writing(engine, "test") as session:
+        session.execute(text(statement))
+
+
+def test_the_migrations_are_also_postgresql() -> None:
+    config = alembic_config()
+    config.attributes["dialect"] = "postgresql"
+    config.output_buffer = out = io.StringIO()
+    command.upgrade(config, "head", sql=True)
+    statements = out.getvalue()
+    assert statements.count("CREATE TABLE") == len(schema.metadata.tables) + 1
+    assert "id BIGSERIAL" in statements
+    assert "%" not in statements  # drivers and scripts disagree on how often to double it
+    assert statements.count("EXECUTE FUNCTION polyhost_append_only()") == 4
