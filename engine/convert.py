@@ -159,7 +159,7 @@ def _write_folder(
     plan = candidate.blueprint
     segments, entries = lay_out(checkpoint, dtype)
     total = sum(segment.num_bytes for segment in segments)
-    _write_blob(folder / BLOB_NAME, checkpoint, segments, entries, total, progress)
+    _write_blob(folder / BLOB_NAME, checkpoint, segments, entries, progress)
     files: dict[str, int] = {}
     for name in COPIED_FILES:
         if (candidate.folder / name).is_file():
@@ -194,13 +194,14 @@ def _write_blob(
     checkpoint: Checkpoint,
     segments: tuple[Segment, ...],
     entries: tuple[TensorEntry, ...],
-    total: int,
     progress: Progress,
 ) -> None:
     places = {entry.name: entry for entry in entries}
+    total = sum(entry.num_bytes for entry in entries)
     done = 0
     with path.open("wb", buffering=0) as file:
-        file.truncate(total)  # the gaps between tensors read as zeros
+        # The gaps between tensors read as zeros.
+        file.truncate(segments[-1].offset + segments[-1].num_bytes)
         for name, tensor in checkpoint.tensors():
             entry = places[name]
             cast = tensor.to(getattr(torch, entry.dtype)).contiguous().reshape(-1)

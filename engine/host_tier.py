@@ -67,7 +67,7 @@ class Fill:
 
 
 class HostTier:
-    """Bounded by `capacity_bytes`; 0 means that there is no tier."""
+    """Bounded by `capacity_bytes`; 0: no tier. `num_changes` counts packs that came or went."""
 
     def __init__(self, directory: Path, prefix: str, capacity_bytes: int) -> None:
         self._directory = directory
@@ -76,6 +76,7 @@ class HostTier:
         self._slabs: dict[str, Slab] = {}
         self._fills: dict[str, Fill] = {}
         self._clock = 0
+        self.num_changes = 0
         self._adopt()
 
     @property
@@ -134,6 +135,7 @@ class HostTier:
         os.close(fill.descriptor)
         final = self._directory / f"{self._prefix}-{fill.revision}.pack"
         fill.path.rename(final)
+        self.num_changes += 1
         self._slabs[fill.revision] = Slab(
             fill.revision, final, fill.num_bytes, self._tick(), map=fill.map
         )
@@ -205,6 +207,7 @@ class HostTier:
         return True
 
     def _drop(self, slab: Slab) -> None:
+        self.num_changes += 1
         del self._slabs[slab.revision]
         slab.map = None
         slab.path.unlink(missing_ok=True)

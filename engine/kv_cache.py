@@ -17,7 +17,7 @@ from engine.errors import IntegrityError
 from engine.page_pool import Owner, PagePool
 from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
 
-# Long chunks keep many blocks of one layer together, which GPUs want; but KV grows by whole extents,
+# Long chunks keep many blocks of one layer together, which GPUs want; but KV grows by extents,
 # so an extent should be a small share of the pool. Where no extent is that small (small devices),
 # what is lost by rounding is weighed against what a half-used extent holds back.
 EXTENT_SHARE = 1 / 1000

@@ -120,6 +120,7 @@ class _FileJob(Job):
             self._blob = os.open(pack_dir / BLOB_NAME, os.O_RDONLY)
         except OSError as error:
             raise PackError(f"{pack_dir} cannot be read ({error})") from error
+        # Doubles the kernel's readahead: 1.4 x on a cold pack (docs/log.md).
         os.posix_fadvise(self._blob, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         self._staging = threading.local()
 

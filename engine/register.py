@@ -29,18 +29,21 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Events of one source; progress at most every PROGRESS_INTERVAL_S, ends of phases always."""
+    """Events of one source; progress at most every PROGRESS_INTERVAL_S, phases' ends always."""
 
     def __init__(self, source: str, out: TextIO) -> None:
         self._source = source
         self._out = out
         self._last_s = 0.0
+        self._phase = ""
 
     def progress(self, phase: str, done_bytes: int, total_bytes: int) -> None:
         """How far a phase is."""
         now_s = time.monotonic()
-        if now_s - self._last_s >= PROGRESS_INTERVAL_S or done_bytes >= total_bytes:
+        due = now_s - self._last_s >= PROGRESS_INTERVAL_S or phase != self._phase
+        if due or done_bytes >= total_bytes:
             self._last_s = now_s
+            self._phase = phase
             self.event("progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
 
     def event(self, event: str, **fields: Any) -> None:

@@ -50,6 +50,7 @@ class Residency:
         self._queue: deque[Hosted] = deque()
         self._swaps: list[SwapRecord] = []
         self._generation = 0
+        self._num_tier_changes = -1
 
     def set_catalog(self, specs: Sequence[ModelSpec]) -> list[str]:
         """Take over the whole list. A pack that cannot be used leaves its model `failed`.
@@ -76,7 +77,8 @@ class Residency:
             elif self._update(known, spec):
                 leaving.append(model_id)
         self._tiers.keep_only({m.index.revision for m in self._hosted.values() if m.index})
-        self._refresh_warm()
+        for model in self._hosted.values():
+            self._refresh(model)
         return leaving
 
     def knows(self, model_id: str) -> bool:
@@ -108,7 +110,6 @@ class Residency:
             model.wanted_again = not model.removed
         if model.state == "failed" and model.retryable:
             model.move("cold")
-            self._refresh_warm()
         if model.state in ("cold", "warm"):
             model.move("loading", "waits for memory")
             model.queued_at_s = now_s
@@ -136,7 +137,7 @@ class Residency:
         """
         events: list[ResidencyEvent] = []
         self._tiers.poll()
-        for model in list(self._hosted.values()):
+        for model in self._on_device():
             if model.job is not None and model.job.done:
                 self._finish_load(model, now_s, events)
             if model.removed or model.next_spec is not None:
@@ -146,7 +147,10 @@ class Residency:
                 if model.views is None or overdue or not busy(model.model_id):
                     self._evict(model, now_s, drop_kv, events)
         self._serve_queue(now_s, busy, drop_kv, events)
-        self._refresh_warm()
+        if self._num_tier_changes != self._tiers.num_changes:
+            self._num_tier_changes = self._tiers.num_changes
+            for model in self._hosted.values():
+                self._refresh(model)
         return events
 
     def pending_pages(self) -> int:
@@ -244,6 +248,7 @@ class Residency:
         if model in self._queue:
             self._queue.remove(model)
             model.move("cold")
+            self._refresh(model)
 
     def _drain(self, model: Hosted, now_s: float, reason: str) -> None:
         if model.state not in ("resident", "loading"):
@@ -261,6 +266,7 @@ class Residency:
         reason = model.reason
         self._release(model)
         model.move("cold")
+        self._refresh(model)
         assert model.index is not None
         self._swaps.append(
             SwapRecord(
@@ -295,6 +301,7 @@ class Residency:
             self._release(model)
         model.move("failed", reason)
         model.retryable = retryable
+        model.blob_stamp = blob_stamp(model.pack_dir)
         events.append(ResidencyEvent("failed", model.model_id, reason))
 
     def _finish_load(self, model: Hosted, now_s: float, events: list[ResidencyEvent]) -> None:
@@ -367,12 +374,17 @@ class Residency:
         for model_id in victims.evict:
             self._evict(self._hosted[model_id], now_s, drop_kv, events)
 
-    def _refresh_warm(self) -> None:
-        for model in self._hosted.values():
-            if model.state in ("cold", "warm") and model.index is not None:
-                state: ResidencyState = "warm" if self._tiers.is_warm(model.index) else "cold"
-                if state != model.state:
-                    model.move(state)
+    def _on_device(self) -> list[Hosted]:
+        """Models whose weights own pages: all that a poll has to look at."""
+        owners = self._pool.pages_by_owner()
+        return [self._hosted[owner.model_id] for owner in owners if owner.kind == "weights"]
+
+    def _refresh(self, model: Hosted) -> None:
+        """Cold or warm, as the host tier has it."""
+        if model.state in ("cold", "warm") and model.index is not None:
+            state: ResidencyState = "warm" if self._tiers.is_warm(model.index) else "cold"
+            if state != model.state:
+                model.move(state)
 
     def _offsets(self, model: Hosted) -> list[int]:
         return [run.first * self._pool.page_bytes for run in model.runs]

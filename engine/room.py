@@ -4,10 +4,10 @@ Puts pool, tiers and the eviction policy together for `residency.py`, which acts
 Changes nothing but the pool, and that only in `take`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.errors import OutOfPages
-from engine.page_pool import Owner, PagePool
+from engine.page_pool import Owner, PagePool, PageRun
 from engine.policy.eviction import Candidate, EvictionParams, Newcomer, Victims, choose_victims
 from engine.residency_state import Hosted
 from engine.tiers import Tiers
@@ -31,20 +31,32 @@ class Room:
         return sum(self._segment_pages(model)) + model.num_first_kv_pages
 
     def why_never(self, model: Hosted, hosted: Iterable[Hosted]) -> str:
-        """Why no eviction can make room as things are pinned; "" if one can."""
-        pinned = sum(
-            self._pool.owned(weights_of(other))
+        """Why it would not fit though all but the pinned models went; "" if it would."""
+        pinned = [
+            run
             for other in hosted
             if other.spec.pinned and other is not model and other.state != "draining"
-        )
+            for run in other.runs
+        ]
+        num_pinned = sum(run.num_pages for run in pinned)
         needed = self.num_pages_needed(model)
-        if needed + pinned <= self._pool.num_pages:
-            return ""
         page = self._pool.page_bytes
-        return (
-            f"needs {needed * page} bytes with its smallest KV, but the device budget is "
-            f"{self._pool.num_pages * page} bytes, of which pinned models hold {pinned * page}"
-        )
+        if needed + num_pinned > self._pool.num_pages:
+            return (
+                f"needs {needed * page} bytes with its smallest KV, but the device budget is "
+                f"{self._pool.num_pages * page} bytes, of which pinned models hold "
+                f"{num_pinned * page}"
+            )
+        gaps = _gaps(pinned, self._pool.num_pages)
+        for length in self._segment_pages(model):  # first fit, as the pool does it
+            place = next((i for i, gap in enumerate(gaps) if gap >= length), None)
+            if place is None:
+                return (
+                    f"needs {length * page} bytes in one piece, and pinned models leave no such "
+                    "hole: unload them, load this one first, or unpin one"
+                )
+            gaps[place] -= length
+        return ""
 
     def take(self, model: Hosted) -> bool:
         """A run for each segment, if they and the first KV are free now."""
@@ -105,3 +117,12 @@ class Room:
     def _segment_pages(self, model: Hosted) -> list[int]:
         assert model.index is not None
         return [self._pool.pages_needed(segment.num_bytes) for segment in model.index.segments]
+
+
+def _gaps(runs: Sequence[PageRun], num_pages: int) -> list[int]:
+    """Lengths of what lies between runs, in the order of addresses."""
+    gaps, end = [], 0
+    for run in sorted(runs, key=lambda run: run.first):
+        gaps.append(run.first - end)
+        end = run.first + run.num_pages
+    return [*gaps, num_pages - end]

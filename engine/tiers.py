@@ -38,6 +38,11 @@ class Tiers:
         self._fills: list[HostFill] = []
         self._rates = dict(FIRST_RATES)
 
+    @property
+    def num_changes(self) -> int:
+        """Rises whenever `is_warm` may answer otherwise than before."""
+        return self._host.num_changes
+
     def is_warm(self, index: PackIndex) -> bool:
         """Whether a load would come from the host tier."""
         return self._host.has(index.revision)

@@ -73,6 +73,7 @@ def serve(config: WorkerConfig) -> int:
         config.engine.num_pages,
         config.engine.resolved_page_bytes,
     )
+    backend.commit()
     worker.run()
     engine.close()
     context.term()

@@ -115,7 +115,7 @@ def choose_victims(
 ) -> Victims:
     """The cheapest models whose pages make up `num_pages_short`; none if they cannot.
 
-    Models that drain already count as room to come. Idle models are taken before busy ones,
+    Models that drain already count as room to come. Of those that may leave idle ones go first,
     whatever their scores; nobody is taken that is not needed.
     """
     short = num_pages_short - sum(c.num_pages for c in candidates if c.draining)

@@ -1,0 +1,177 @@
+"""The pure choice of who leaves the device."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.policy.eviction import (
+    Candidate,
+    Demand,
+    EvictionParams,
+    Newcomer,
+    Victims,
+    candidate_score,
+    choose_victims,
+    newcomer_score,
+)
+
+PARAMS = EvictionParams(
+    starvation_s=2.0, margin=1.5, min_residence_loads=4.0, first_use_grace_s=1.0, half_life_s=10.0
+)
+NOW = 1000.0
+NEW = Newcomer("new", 1000, Demand(), reload_s=0.1, weight=1.0, queued_at_s=NOW - 1.0)
+
+
+def resident(name: str, **change: object) -> Candidate:
+    base = Candidate(
+        model_id=name,
+        num_pages=10,
+        num_bytes=1000,
+        demand=Demand(),
+        reload_s=0.1,
+        weight=1.0,
+        pinned=False,
+        busy=False,
+        draining=False,
+        used=True,
+        resident_since_s=NOW - 100.0,
+        last_used_s=NOW - 50.0,
+    )
+    return dataclasses.replace(base, **change)  # type: ignore[arg-type]
+
+
+def choose(short: int, *candidates: Candidate, new: Newcomer = NEW) -> Victims:
+    return choose_victims(new, short, candidates, NOW, PARAMS)
+
+
+def test_demand_decays_by_half_and_measures_the_share_of_the_device() -> None:
+    demand = Demand(8.0, NOW)
+    assert demand.decayed(NOW + 10, 10.0) == pytest.approx(4.0)
+    assert demand.added(1.0, NOW + 20, 10.0).service_s == pytest.approx(3.0)
+    steady = Demand()
+    for tick in range(2000):  # a quarter of the device, for long
+        steady = steady.added(0.025, NOW + tick * 0.1, 10.0)
+    assert steady.rate(NOW + 199.9, 10.0) == pytest.approx(0.25, rel=0.02)
+
+
+def test_lowest_score_goes_first() -> None:
+    hot, warm, cold = (
+        resident(n, demand=Demand(s, NOW)) for n, s in (("h", 5), ("w", 2), ("c", 1))
+    )
+    assert choose(5, hot, cold, warm).evict == ("c",)
+    assert choose(15, hot, cold, warm).evict == ("c", "w")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"reload_s": 1.0, "resident_since_s": 0.0}, {"weight": 10.0}, {"num_bytes": 100}],
+    ids=str,
+)
+def test_dear_to_reload_heavy_or_small_models_are_kept(change: dict[str, object]) -> None:
+    dear = resident("dear", demand=Demand(1, NOW), **change)
+    plain = resident("plain", demand=Demand(2, NOW))
+    assert choose(5, dear, plain).evict == ("plain",)
+
+
+def test_without_demand_it_is_lru() -> None:
+    old, new = resident("z", last_used_s=1.0), resident("a", last_used_s=2.0)
+    assert choose(5, new, old).evict == ("z",)
+
+
+def test_pinned_and_busy() -> None:
+    pinned = resident("pinned", pinned=True)
+    busy = resident("busy", busy=True)
+    idle = resident("idle", demand=Demand(2, NOW))
+    assert choose(5, pinned, busy, idle) == Victims(evict=("idle",))
+    assert choose(15, pinned, busy, idle) == Victims(evict=("idle",), drain=("busy",))
+    assert choose(25, pinned, busy, idle) == Victims()  # it would not help
+    assert choose(5, pinned) == Victims()
+
+
+def test_what_drains_already_counts() -> None:
+    draining = resident("d", draining=True)
+    assert choose(10, draining, resident("a")) == Victims()
+    assert choose(11, draining, resident("a")) == Victims(evict=("a",))
+
+
+def test_nobody_goes_in_vain() -> None:
+    small = resident("small", num_pages=1)
+    large = resident("large", num_pages=10, demand=Demand(1, NOW))
+    assert choose(10, small, large).evict == ("large",)
+    assert choose(11, small, large).evict == ("small", "large")
+
+
+def test_margin_and_how_waiting_wins_over_it() -> None:
+    half = resident("half", demand=Demand(5.0, NOW))  # about a third of the device
+    waits = [dataclasses.replace(NEW, queued_at_s=NOW - wait) for wait in (0.0, 0.5, 1.5, 2.0)]
+    assert [bool(choose(5, half, new=new).evict) for new in waits] == [False, False, True, True]
+    whole = resident("whole", demand=Demand(50.0, NOW))
+    assert [bool(choose(5, whole, new=new).evict) for new in waits] == [False, False, False, True]
+
+
+def test_minimum_residence_and_the_first_use() -> None:
+    fresh = resident("fresh", resident_since_s=NOW - 0.3, demand=Demand(0.01, NOW))
+    starved = dataclasses.replace(NEW, queued_at_s=NOW - 5)
+    assert choose(5, fresh) == Victims()
+    assert choose(5, fresh, new=starved).evict == ("fresh",)
+    unused = dataclasses.replace(fresh, used=False)
+    assert choose(5, unused, new=starved) == Victims()
+    waited = dataclasses.replace(unused, resident_since_s=NOW - 1.1)
+    assert choose(5, waited, new=starved).evict == ("fresh",)
+
+
+def test_a_newcomer_with_a_past_needs_less_patience() -> None:
+    known = dataclasses.replace(NEW, demand=Demand(10.0, NOW), queued_at_s=NOW)
+    assert newcomer_score(known, NOW, PARAMS) > newcomer_score(NEW, NOW, PARAMS)
+    assert choose(5, resident("a", demand=Demand(5, NOW)), new=known).evict == ("a",)
+
+
+candidates = st.lists(
+    st.builds(
+        resident,
+        st.uuids().map(str),
+        num_pages=st.integers(1, 50),
+        num_bytes=st.integers(1, 10**6),
+        demand=st.builds(Demand, st.floats(0, 20), st.floats(NOW - 50, NOW)),
+        reload_s=st.floats(0.001, 5),
+        weight=st.floats(0.1, 10),
+        pinned=st.booleans(),
+        busy=st.booleans(),
+        draining=st.booleans(),
+        used=st.booleans(),
+        resident_since_s=st.floats(NOW - 20, NOW),
+        last_used_s=st.floats(NOW - 20, NOW),
+    ),
+    max_size=8,
+)
+
+
+@given(candidates, st.integers(1, 200), st.floats(0, 4))
+def test_choices_are_allowed_sufficient_and_minimal(
+    held: list[Candidate], short: int, waited_s: float
+) -> None:
+    new = dataclasses.replace(NEW, queued_at_s=NOW - waited_s)
+    victims = choose_victims(new, short, held, NOW, PARAMS)
+    by_name = {c.model_id: c for c in held}
+    chosen = [by_name[name] for name in (*victims.evict, *victims.drain)]
+    assert not any(c.pinned or c.draining for c in chosen)
+    assert not any(by_name[name].busy for name in victims.evict)
+    assert all(by_name[name].busy for name in victims.drain)
+    coming = sum(c.num_pages for c in held if c.draining)
+    freed = sum(c.num_pages for c in chosen)
+    if chosen:
+        assert freed + coming >= short
+        assert all(freed + coming - c.num_pages < short for c in chosen)
+    else:
+        allowed = [c for c in held if not c.pinned and not c.draining]
+        patient = waited_s >= PARAMS.starvation_s
+        settled = all(c.used or NOW - c.resident_since_s >= 1.0 for c in allowed)
+        enough = coming + sum(c.num_pages for c in allowed) >= short
+        assert coming >= short or not (patient and settled and enough)
+    if victims.drain:
+        idle = [c for c in held if not (c.busy or c.pinned or c.draining)]
+        left = [c for c in idle if c not in chosen and candidate_score(c, NOW, PARAMS) == 0.0]
+        reserve = [c for c in left if c.used and NOW - c.resident_since_s >= 4 * c.reload_s]
+        assert sum(c.num_pages for c in reserve) < short

@@ -1,0 +1,162 @@
+"""Long random lives of a residency: whatever is asked in whatever order, the books agree.
+
+Loader threads are real, freed pages are poisoned, fences lag; every resident model must read back
+the bytes of its pack at all times, and in the end every page must be free.
+"""
+
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from engine.errors import OutOfPages
+from engine.pack import BLOB_NAME
+from engine.page_pool import Owner
+from engine.protocol import ModelSpec
+from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
+
+NUM_PAGES = 40
+NUM_STEPS = 400
+
+
+class Life:
+    """One random life."""
+
+    def __init__(self, tmp_path: Path, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.rig = Rig(
+            tmp_path,
+            NUM_PAGES,
+            fence_lag=self.random.choice([0, 1, 4]),
+            host_tier_bytes=self.random.choice([0, 20 * PAGE, 1 << 30]),
+            load_threads=self.random.choice([1, 3]),
+            drain_timeout_s=2.0,
+            starvation_s=self.random.choice([0.0, 0.5, 5.0]),
+        )
+        self.packs: dict[str, Path] = {}
+        for number in range(7):
+            sizes = [
+                self.random.choice([4096, PAGE, 2 * PAGE, 5 * PAGE])
+                for _ in range(self.random.randint(1, 6))
+            ]
+            if number == 6:
+                sizes = [PAGE * (NUM_PAGES + 1)]  # never fits
+            name = f"m{number}"
+            self.packs[name] = random_pack(tmp_path / name, sizes, seed * 10 + number)
+        flip_byte(self.packs["m5"] / BLOB_NAME, 1234)  # never served
+        self.content = {
+            name: np.fromfile(pack / BLOB_NAME, dtype=np.float32)
+            for name, pack in self.packs.items()
+        }
+        self.set_catalog()
+
+    def set_catalog(self) -> None:
+        names = [name for name in self.packs if self.random.random() < 0.85]
+        specs = [
+            ModelSpec(
+                name,
+                str(self.packs[name]),
+                pinned=self.random.random() < 0.1,
+                weight=self.random.choice([0.5, 1.0, 2.0]),
+            )
+            for name in names
+        ]
+        for model_id in self.rig.residency.set_catalog(specs):
+            if self.random.random() < 0.5:
+                self.rig.residency.begin_drain(model_id, self.rig.now_s, "removed")
+
+    def known(self) -> list[str]:
+        return [name for name in self.packs if self.rig.residency.knows(name)]
+
+    def act(self) -> None:
+        residency, now_s = self.rig.residency, self.rig.now_s
+        name = self.random.choice(self.known() or [""])
+        choice = self.random.random()
+        if not name or choice < 0.03:
+            self.set_catalog()
+        elif choice < 0.35:
+            residency.request_load(name, now_s)
+        elif choice < 0.42:
+            residency.begin_drain(name, now_s, "asked for")
+        elif choice < 0.55:
+            residency.touch(name, self.random.random(), now_s)
+        elif choice < 0.75 and residency.state(name) == "resident":
+            if name in self.rig.busy:
+                self.rig.busy.discard(name)
+            else:
+                self.rig.busy.add(name)
+        elif choice < 0.9 and residency.state(name) == "resident":
+            self.change_kv(name)
+
+    def change_kv(self, name: str) -> None:
+        pool, owner = self.rig.pool, Owner(name, "kv")
+        held = [page for page, who in enumerate(pool._owner) if who == owner]
+        if held and self.random.random() < 0.5:
+            pool.release(owner, held[: self.random.randint(1, len(held))])
+            return
+        try:
+            pages = pool.alloc_pages(owner, self.random.randint(1, 4))
+        except OutOfPages:
+            return
+        for page in pages:  # the engine writes KV: it must hit nobody's weights
+            self.rig.backend.poison(page * PAGE, PAGE)
+
+    def check(self) -> None:
+        for name in self.known():
+            if self.rig.residency.state(name) == "resident":
+                assert name not in ("m5", "m6")
+                tensors = self.rig.residency.weights(name).tensors
+                parts = [tensors[f"t{i}"] for i in range(len(tensors) - 1)]
+                assert np.array_equal(torch.cat(parts).numpy(), self.content[name])
+
+    def end(self) -> None:
+        """Unload everything."""
+        self.rig.busy.clear()
+        end = time.monotonic() + 30
+        while self.known():
+            assert time.monotonic() < end
+            self.rig.residency.set_catalog([])
+            self.rig.poll(0.1)
+            time.sleep(0.0002)
+        for _ in range(6):
+            self.rig.poll()
+        assert self.rig.pool.num_free == NUM_PAGES
+        self.rig.residency.set_catalog([])
+        self.rig.residency.close(keep_host_tier=False)
+        assert list(Path(self.rig.config.shm_dir).iterdir()) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_lives(tmp_path: Path, seed: int) -> None:
+    life = Life(tmp_path, seed)
+    seen: dict[str, int] = {}
+    for _ in range(NUM_STEPS):
+        life.act()
+        if life.random.random() < 0.7:
+            for event in life.rig.poll(life.random.choice([0.0, 0.01, 0.3])):
+                seen[event.kind] = seen.get(event.kind, 0) + 1
+            life.check()
+        if life.random.random() < 0.3:
+            time.sleep(0.0005)
+    life.end()
+    assert seen.get("loaded", 0) > 5
+    assert seen.get("evicted", 0) > 5
+
+
+def test_closing_amid_loads_stops_the_threads(tmp_path: Path) -> None:
+    for _ in range(5):
+        rig = Rig(tmp_path, NUM_PAGES, host_tier_bytes=1 << 30)
+        pack = tmp_path / "m"
+        if not pack.exists():
+            random_pack(pack, [PAGE * 5] * 4)
+        rig.catalog(pack)
+        rig.residency.request_load("m", rig.now_s)
+        rig.poll()
+        rig.residency.close(keep_host_tier=False)
+        rig.backend.arena.fill_(0x55)
+        time.sleep(0.002)
+        assert bool((rig.backend.arena == 0x55).all())
+    assert list(Path(rig.config.shm_dir).iterdir()) == []
