@@ -1,0 +1,117 @@
+"""Servers as child processes: started on a free port, waited for, always stopped.
+
+Lives here: one process's life and its log. Does not: which server, which arguments (`servers.py`).
+A server runs in a session of its own, so that an interrupt of the benchmark reaches the benchmark,
+which then stops the servers it started, by their process ids.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+LOG_TAIL_CHARS = 4000
+
+
+class ServerFailed(Exception):
+    """A server did not start, or ended on its own; the message carries the end of its log."""
+
+
+class ServerProcess:
+    """One server. Use as a context manager: leaving it stops the process."""
+
+    def __init__(
+        self, name: str, argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._log_path = log_path
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """Process id, for looking at its memory and CPU time."""
+        return self._process.pid
+
+    def wait_ready(self, url: str, timeout_s: float) -> float:
+        """Poll `url` until it answers 200; returns the seconds since the call.
+
+        Raises ServerFailed if the process ends or the time is up.
+        """
+        start = time.monotonic()
+        while time.monotonic() - start < timeout_s:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"{self.name} ended with {self._process.returncode}\n{self.log}")
+            if _answers(url):
+                return time.monotonic() - start
+            time.sleep(0.2)
+        raise ServerFailed(f"{self.name} not ready after {timeout_s:.0f} s\n{self.log}")
+
+    def stop(self, grace_s: float = 30.0) -> None:
+        """SIGTERM, then SIGKILL to what is left of the session it leads. Safe to call twice."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+
+    @property
+    def log(self) -> str:
+        """The end of what the server printed."""
+        return self.read_log()[-LOG_TAIL_CHARS:]
+
+    def read_log(self) -> str:
+        """Everything the server printed."""
+        return self._log_path.read_text(encoding="utf-8", errors="replace")
+
+
+def free_port() -> int:
+    """A TCP port that was free on the loopback address a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def exit_on_sigterm() -> None:
+    """Make SIGTERM raise SystemExit, so that `with` blocks stop the servers then, too."""
+
+    def leave(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

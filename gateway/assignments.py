@@ -1,0 +1,257 @@
+"""Tickets in the workers' hands: granting them, and what workers say about them (stage 5 -> 6).
+
+    granted --tokens--> streaming        put into the request's stream
+    granted --Refused(retryable)--> waiting, at its old place
+    granted --worker lost--> waiting as attempt 2, once; then ended with UNAVAILABLE
+    streaming --worker lost--> ended with WorkerLost
+    granted, streaming --finish--> ended
+
+Messages are matched by (request_id, attempt) and the worker's epoch; what matches nothing is late
+and dropped, a late finish is acknowledged so that the worker forgets it. Service is charged when a
+ticket is granted (predicted) and put right when it leaves; what a lost worker did is not charged.
+
+`on_left` is called for every ticket that leaves a worker, in its new state, waiting or ended.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.protocol import Abort, Finish, Refused, Submit, TokenDelta, Usage
+from gateway.capacity import WorkerCapacity
+from gateway.errors import (
+    CONTEXT_LENGTH,
+    MODEL_NOT_FOUND,
+    SERVER_ERROR,
+    UNAVAILABLE,
+    ApiError,
+    WorkerLost,
+)
+from gateway.fleet import Fleet
+from gateway.policy.fair_share import FairShare
+from gateway.policy.quarantine import Quarantine
+from gateway.policy.service_estimate import ServiceEstimator
+from gateway.running import StreamEnd
+from gateway.tickets import IntegrityError, Ticket
+from gateway.unacked import UnackedFinishes
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+RESTART_WAIT_S = 5.0
+"""What a client is told to wait where a worker has to come back first."""
+ABORTED_UNUSED = Finish("abort", Usage(0, 0, 0, 0.0))
+"""The end of a request that was aborted before it used anything."""
+
+
+@dataclass(slots=True)
+class AssignmentCounts:
+    """Running totals for metrics."""
+
+    retries: int = 0
+    late: int = 0
+    too_slow: int = 0
+
+
+class Assignments:
+    """Granted and streaming tickets by (request_id, attempt)."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        share: FairShare,
+        estimator: ServiceEstimator,
+        quarantine: Quarantine,
+        unacked: UnackedFinishes,
+        on_left: Callable[[Ticket], None],
+        claim_orphan: Callable[[str, Finish], bool],
+    ) -> None:
+        self.counts = AssignmentCounts()
+        self.service_s: dict[str, float] = {}
+        self._fleet = fleet
+        self._share = share
+        self._estimator = estimator
+        self._quarantine = quarantine
+        self._unacked = unacked
+        self._on_left = on_left
+        self._claim_orphan = claim_orphan
+        self._tickets: dict[tuple[str, int], Ticket] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        """Send the request. False: the worker cannot be reached, nothing was changed."""
+        request = ticket.request
+        submit = Submit(
+            request_id=request.request_id,
+            attempt=ticket.attempt,
+            tenant_id=ticket.tenant_id,
+            model_id=ticket.model_name,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            stop_token_ids=request.stop_token_ids,
+        )
+        if not self._fleet.send(worker.worker_id, submit):
+            return False
+        ticket.move("granted")
+        ticket.granted_s = now_s
+        ticket.worker_id, ticket.epoch = worker.worker_id, worker.epoch
+        ticket.prediction = self._estimator.predict(
+            ticket.tenant_id,
+            ticket.model_name,
+            len(request.prompt_token_ids),
+            request.max_tokens,
+        )
+        self._share.charge(ticket.tenant_id, ticket.prediction.service_s)
+        worker.grant(ticket)
+        self._tickets[ticket.key] = ticket
+        return True
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ask the worker to stop it; its finish follows."""
+        if not ticket.aborted:
+            ticket.aborted = True
+            self._fleet.send(ticket.worker_id, Abort(*ticket.key))
+
+    def deltas(
+        self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta], now_s: float
+    ) -> None:
+        """One step's output."""
+        for delta in deltas:
+            ticket = self._tickets.get((delta.request_id, delta.attempt))
+            if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, epoch):
+                self._late(worker_id, epoch, delta)
+                continue
+            if delta.token_ids:
+                self._tokens(ticket, delta.token_ids)
+            if delta.finish is not None:
+                self._finish(ticket, delta.finish, now_s)
+
+    def refused(self, worker_id: str, refused: Refused, now_s: float) -> None:
+        """A Submit was not taken; nothing ran."""
+        ticket = self._tickets.get((refused.request_id, refused.attempt))
+        if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, refused.epoch):
+            self.counts.late += 1
+            return
+        worker = self._fleet.get(worker_id, refused.epoch)
+        if worker is not None:
+            worker.refuse(ticket.key, ticket.model_name)
+        self._take_back(ticket, 0.0, now_s)
+        if ticket.aborted:
+            self._end(ticket, ABORTED_UNUSED)
+        elif refused.retryable:
+            logger.info("refused request=%s code=%s: requeued", refused.request_id, refused.code)
+            self._requeue(ticket)
+        else:
+            self._end(ticket, _refusal(ticket, refused))
+
+    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
+        """A worker process is gone. Returns the (model, revision) pairs it was running."""
+        mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
+        for ticket in sorted(mine, key=lambda t: t.seq):
+            self._take_back(ticket, 0.0, now_s)
+            if ticket.state == "streaming":
+                self._end(ticket, WorkerLost(reason))
+            elif ticket.aborted:
+                self._end(ticket, ABORTED_UNUSED)
+            elif ticket.attempt < MAX_ATTEMPTS:
+                ticket.attempt += 1
+                ticket.deadline_s = now_s + (ticket.deadline_s - ticket.arrival_s)
+                ticket.stream.retry(ticket.attempt)
+                self.counts.retries += 1
+                self._requeue(ticket)
+            else:
+                message = (
+                    f"{MAX_ATTEMPTS} workers ended while they had the request: try again later"
+                )
+                self._end(ticket, ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S))
+        return {(t.model_name, t.request.model.revision) for t in mine}
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless keys, states and workers' counts agree."""
+        running: dict[tuple[str, str], int] = {}
+        for key, ticket in self._tickets.items():
+            if ticket.key != key or ticket.state not in ("granted", "streaming"):
+                raise IntegrityError(f"{key} is booked as running but is {ticket.state}")
+            if ticket.state == "granted" and ticket.num_tokens:
+                raise IntegrityError(f"{key} has tokens but is not streaming")
+            place = (ticket.worker_id, ticket.epoch)
+            running[place] = running.get(place, 0) + 1
+        counted = {(w.worker_id, w.epoch): w.num_running() for w in self._fleet}
+        if running != {place: count for place, count in counted.items() if count}:
+            raise IntegrityError(f"running {running}, workers count {counted}")
+
+    def _tokens(self, ticket: Ticket, token_ids: list[int]) -> None:
+        if ticket.state == "granted":
+            ticket.move("streaming")
+        ticket.num_tokens += len(token_ids)
+        if not ticket.stream.put(token_ids) and not ticket.aborted:
+            self.counts.too_slow += 1
+            logger.info("client too slow request=%s: aborted", ticket.request.request_id)
+            self.abort(ticket)
+
+    def _finish(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
+        usage = finish.usage
+        self._take_back(ticket, usage.service_s, now_s)
+        tenant_id, model = ticket.tenant_id, ticket.request.model
+        self.service_s[tenant_id] = self.service_s.get(tenant_id, 0.0) + usage.service_s
+        if finish.reason in ("stop", "length"):
+            self._quarantine.served(model.name, model.revision)
+            uncached = usage.prompt_tokens - usage.cached_tokens
+            self._estimator.observe(
+                tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
+            )
+        request_id = ticket.request.request_id
+        if ticket.num_tokens:
+            self._unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
+            self._end(ticket, finish)
+        else:
+            self._unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
+            self._end(ticket, _failure(ticket) if finish.reason == "error" else finish)
+        if finish.reason == "error":
+            logger.error("worker failed request=%s: %s", request_id, finish.error)
+
+    def _late(self, worker_id: str, epoch: str, delta: TokenDelta) -> None:
+        """An earlier attempt, an earlier epoch, or a finish told again after a Hello."""
+        self.counts.late += 1
+        if delta.finish is None or self._unacked.expects(delta.request_id, delta.attempt):
+            return
+        if self._claim_orphan(delta.request_id, delta.finish):
+            self._unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
+        else:
+            self._unacked.ack_now(delta.request_id, delta.attempt, worker_id)
+
+    def _take_back(self, ticket: Ticket, service_s: float, now_s: float) -> None:
+        """It is on no worker any more; `service_s` is what it really used."""
+        del self._tickets[ticket.key]
+        self._share.charge(ticket.tenant_id, service_s - ticket.prediction.service_s)
+        worker = self._fleet.get(ticket.worker_id, ticket.epoch)
+        if worker is not None:
+            worker.release(ticket.model_name, now_s)
+
+    def _requeue(self, ticket: Ticket) -> None:
+        ticket.move("waiting")
+        ticket.num_tokens = 0
+        self._on_left(ticket)
+
+    def _end(self, ticket: Ticket, end: StreamEnd) -> None:
+        ticket.move("ended")
+        ticket.stream.finish(end)
+        self._on_left(ticket)
+
+
+def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
+    if refused.code == "context_length_exceeded":
+        return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
+    if refused.code == "unknown_model":
+        return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is not hosted any more")
+    return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")
+
+
+def _failure(ticket: Ticket) -> ApiError:
+    return ApiError(SERVER_ERROR, f"the model {ticket.model_name!r} failed on this request")

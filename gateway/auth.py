@@ -1,0 +1,85 @@
+"""Stage 1: who is calling, and which models they may see.
+
+Comes in: the request's headers. Goes out: a `Principal`, or 401 `invalid_api_key`. Keys and models
+are looked up in the directory, which the registry's poll keeps fresh, so nothing here waits and a
+revoked key is refused within one poll. Making and checking secrets is registry/api_keys.py's.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from gateway.directory import Directory
+from gateway.errors import FORBIDDEN, INVALID_API_KEY, MODEL_NOT_FOUND, ApiError
+from gateway.types import CacheMode, HostedModel, Limits, Principal
+from registry import api_keys
+from registry.api_keys import KeyRecord
+
+_BEARER = "bearer "
+_KEY_HEADERS = ("x-api-key", "api-key")
+
+
+def authenticate(headers: Mapping[str, str], directory: Directory, now_at: float) -> Principal:
+    """Resolve the key in `Authorization: Bearer`, `x-api-key` or `api-key`.
+
+    Raises ApiError INVALID_API_KEY where it is missing, unknown, wrong, revoked or expired, and
+    FORBIDDEN where it is good for other things only.
+    """
+    plaintext = _key_of(headers)
+    if not plaintext:
+        raise ApiError(
+            INVALID_API_KEY,
+            "no API key was sent: put it in an Authorization header, as in "
+            "'Authorization: Bearer YOUR_KEY'",
+        )
+    record = directory.find_key(api_keys.public_id_of(plaintext))
+    if record is None or not api_keys.verify(record, plaintext, now_at):
+        raise ApiError(INVALID_API_KEY, "the API key is not valid, or no longer: check it")
+    if api_keys.INFERENCE not in record.scopes:
+        raise ApiError(FORBIDDEN, "this API key may not be used for inference: use another one")
+    return _principal(record)
+
+
+def visible_models(principal: Principal, directory: Directory) -> list[HostedModel]:
+    """The models this caller may use, in the catalog's order."""
+    return [model for model in directory.models() if _may_use(principal, model.name)]
+
+
+def find_model(principal: Principal, directory: Directory, name: str) -> HostedModel:
+    """Raises ApiError MODEL_NOT_FOUND, in the same words for no such model and none for you."""
+    model = directory.find_model(name) if _may_use(principal, name) else None
+    if model is None:
+        raise ApiError(
+            MODEL_NOT_FOUND,
+            f"the model {name!r} does not exist or you do not have access to it: "
+            "GET /v1/models lists those you may use",
+            "model",
+        )
+    return model
+
+
+def _may_use(principal: Principal, name: str) -> bool:
+    return principal.allowed_models is None or name in principal.allowed_models
+
+
+def _key_of(headers: Mapping[str, str]) -> str:
+    authorization = headers.get("authorization", "")
+    if authorization[: len(_BEARER)].lower() == _BEARER:
+        return authorization[len(_BEARER) :].strip()
+    return next((headers[name].strip() for name in _KEY_HEADERS if headers.get(name)), "")
+
+
+def _principal(record: KeyRecord) -> Principal:
+    limits = record.limits
+    return Principal(
+        tenant_id=record.tenant_id,
+        key_id=record.id,
+        scopes=record.scopes,
+        limits=Limits(
+            requests_per_minute=limits.requests_per_minute,
+            tokens_per_minute=limits.tokens_per_minute,
+            max_concurrency=limits.max_concurrency,
+        ),
+        weight=record.tenant_weight,
+        cache_mode=cast(CacheMode, record.cache_mode),
+        allowed_models=record.allowed_models,
+    )

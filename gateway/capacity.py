@@ -1,0 +1,167 @@
+"""What one worker can still take, as of now: its last status less the grants still under way.
+
+A status speaks of the Submits the worker had received (`num_received`); those sent later are not
+in its figures and are subtracted here, from the model's lease and from what all leases share. A
+status too old (`lease_ttl_s`) offers nothing. A model the worker refused offers nothing until the
+next status, so that a refusal is not asked for again at once.
+
+One rule goes beyond the lease: a model that has nothing on the worker may always send one request,
+whatever the KV figures say. Otherwise a request larger than what is free beside other models would
+wait for ever. Where KV memory was short, `view` says so, and placement has idle models make room.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.protocol import Lease, ModelStatus, WorkerStatus
+from gateway.policy.placement import ModelView, WorkerView
+from gateway.tickets import IntegrityError, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    number: int
+    key: tuple[str, int]
+    model_id: str
+    kv_tokens: int
+    kv_bytes: int
+
+
+class WorkerCapacity:
+    """One connection to one worker process (one epoch). A new epoch gets a new object."""
+
+    def __init__(self, worker_id: str, epoch: str, now_s: float) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.status: WorkerStatus | None = None
+        self._connected_s = now_s
+        self._received_s = now_s
+        self._leases: dict[str, Lease] = {}
+        self._models: dict[str, ModelStatus] = {}
+        self._in_flight: deque[_Grant] = deque()
+        self._num_sent = 0
+        self._num_received_before = 0
+        self._num_running: dict[str, int] = {}
+        self._idle_since_s: dict[str, float] = {}
+        self._kv_short = False
+
+    def update(self, status: WorkerStatus, now_s: float) -> None:
+        """Take in a heartbeat."""
+        if self.status is None:
+            # The worker may count on from an earlier connection of this gateway.
+            self._num_received_before = status.num_received
+        self.status = status
+        self._received_s = now_s
+        self._leases = {lease.model_id: lease for lease in status.leases}
+        self._models = {model.model_id: model for model in status.models}
+        self._kv_short = False
+        for model in status.models:
+            busy = model.num_running or model.num_waiting or model.state != "resident"
+            if busy or model.model_id in self._num_running:
+                self._idle_since_s[model.model_id] = now_s
+        num_received = status.num_received - self._num_received_before
+        while self._in_flight and self._in_flight[0].number <= num_received:
+            self._in_flight.popleft()
+
+    def leased(self, model_id: str, now_s: float) -> bool:
+        """Whether the worker offers the model at all, full or not."""
+        return model_id in self._leases and self._fresh(now_s)
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether anything at all could be granted."""
+        return self._fresh(now_s) and self._free_requests() > 0 and bool(self._leases)
+
+    def fits(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether the ticket may be granted now."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None or not self._fresh(now_s) or self._free_requests() < 1:
+            return False
+        under_way = [grant for grant in self._in_flight if grant.model_id == lease.model_id]
+        if lease.num_requests - len(under_way) < 1:
+            return False
+        kv_bytes = ticket.kv_tokens * lease.kv_bytes_per_token
+        kv_fits = (
+            ticket.kv_tokens <= lease.kv_tokens - sum(grant.kv_tokens for grant in under_way)
+            and kv_bytes <= self.free_kv_bytes()
+        )
+        self._kv_short |= not kv_fits
+        return kv_fits or lease.model_id not in self._num_running
+
+    def grant(self, ticket: Ticket) -> None:
+        """Book a Submit that is being sent."""
+        lease = self._leases[ticket.model_name]
+        self._num_sent += 1
+        kv_bytes = ticket.kv_tokens * lease.kv_bytes_per_token
+        self._in_flight.append(
+            _Grant(self._num_sent, ticket.key, lease.model_id, ticket.kv_tokens, kv_bytes)
+        )
+        self._num_running[lease.model_id] = self._num_running.get(lease.model_id, 0) + 1
+
+    def release(self, model_id: str, now_s: float) -> None:
+        """A granted request ended or came back."""
+        self._idle_since_s[model_id] = now_s
+        self._num_running[model_id] -= 1
+        if not self._num_running[model_id]:
+            del self._num_running[model_id]
+
+    def refuse(self, key: tuple[str, int], model_id: str) -> None:
+        """The worker did not take this Submit: nothing more for the model until it says so."""
+        self._leases.pop(model_id, None)
+        self._in_flight = deque(grant for grant in self._in_flight if grant.key != key)
+
+    def free_kv_bytes(self) -> int:
+        """KV memory that no grant has been promised."""
+        if self.status is None:
+            return 0
+        return self.status.free_kv_bytes - sum(grant.kv_bytes for grant in self._in_flight)
+
+    def num_running(self) -> int:
+        """Requests granted to the worker that have not ended."""
+        return sum(self._num_running.values())
+
+    def model(self, model_id: str) -> ModelStatus | None:
+        """The model's residency there, as of the last status."""
+        return self._models.get(model_id)
+
+    def view(
+        self, waiting: Mapping[str, int], pinned: frozenset[str], now_s: float
+    ) -> WorkerView | None:
+        """The worker as placement sees it; None before its first status."""
+        if self.status is None:
+            return None
+        models = {
+            model.model_id: ModelView(
+                state=model.state,
+                weight_bytes=model.weight_bytes,
+                load_s=model.load_s_estimate,
+                idle=not (
+                    model.num_running
+                    or model.num_waiting
+                    or waiting.get(model.model_id)
+                    or self._num_running.get(model.model_id)
+                    or model.model_id in pinned
+                ),
+                idle_s=now_s - self._idle_since_s.get(model.model_id, self._connected_s),
+            )
+            for model in self.status.models
+        }
+        arena_bytes = self.status.num_pages * self.status.page_bytes
+        free_bytes = max(0, self.free_kv_bytes())
+        return WorkerView(self.worker_id, free_bytes, arena_bytes, models, self._kv_short)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the grants under way are numbered, counted and running."""
+        numbers = [grant.number for grant in self._in_flight]
+        if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > self._num_sent):
+            raise IntegrityError(f"worker {self.worker_id}: grants {numbers} of {self._num_sent}")
+        if any(count < 1 for count in self._num_running.values()):
+            raise IntegrityError(f"worker {self.worker_id}: running {self._num_running}")
+
+    def _fresh(self, now_s: float) -> bool:
+        return self.status is not None and now_s - self._received_s <= self.status.lease_ttl_s
+
+    def _free_requests(self) -> int:
+        if self.status is None:
+            return 0
+        return self.status.free_requests - len(self._in_flight)

@@ -1,0 +1,62 @@
+"""What the HTTP edge owns: built once from `Services` by `app.create_app`, used by the routes.
+
+No HTTP in here, so that everything behind the routes can be built and tested without a server.
+"""
+
+import time
+from dataclasses import dataclass
+
+from gateway.exchange import Clocks
+from gateway.limits import Limiter
+from gateway.metrics import Metrics, StateCollector
+from gateway.pipeline import Pipeline
+from gateway.prepare import PrepareBounds, Preparer
+from gateway.semantic_cache import SemanticCache
+from gateway.services import Services
+from gateway.store.memory import MemoryStore
+
+REAL_CLOCKS = Clocks(now_s=time.monotonic, now_at=time.time)
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The pipeline with its surroundings."""
+
+    services: Services
+    pipeline: Pipeline
+    preparer: Preparer
+    store: MemoryStore
+    metrics: Metrics
+    clocks: Clocks
+
+    async def close(self, timeout_s: float) -> None:
+        """At shutdown, when no more requests come: let what has ended be posted."""
+        await self.pipeline.drain(timeout_s)
+        self.preparer.close()
+
+
+def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
+    """Build stages 1 to 4, 9 and 10, and register their metrics."""
+    settings = services.settings
+    metrics = Metrics(services.metrics_registry)
+    store = MemoryStore()
+    cache = SemanticCache(settings.cache_max_bytes, settings.cache_ttl_s, clocks.now_s)
+    limiter = Limiter(store, clocks.now_s, lambda name: metrics.limit_rejections.labels(name).inc())
+    bounds = PrepareBounds(
+        num_threads=settings.prepare_threads,
+        max_pending=settings.max_prepare_pending,
+        max_codecs=settings.max_tokenizers,
+        default_max_tokens=settings.default_max_tokens,
+    )
+    preparer = Preparer(services.directory, bounds)
+    services.dispatcher.add_swap_listener(metrics.on_swap)
+    services.metrics_registry.register(
+        StateCollector(
+            services.dispatcher,
+            services.ledger,
+            num_open_holds=lambda: store.num_open,
+            cache_bytes=lambda: cache.size_bytes,
+        )
+    )
+    pipeline = Pipeline(services, preparer, limiter, cache, metrics, clocks)
+    return Edge(services, pipeline, preparer, store, metrics, clocks)

@@ -1,0 +1,86 @@
+"""One round of the fair queue: which waiting tickets go to which workers, and what is in demand.
+
+The rule for a head that does not fit is in dispatcher.py's docstring; this file is that rule. It
+reads the queue, the counters and the workers' capacities; `grant` does the rest.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from gateway.capacity import WorkerCapacity
+from gateway.policy.fair_share import FairShare
+from gateway.policy.placement import Demand
+from gateway.tickets import Ticket, TicketQueue
+
+
+def grant_round(
+    queue: TicketQueue,
+    share: FairShare,
+    workers: Sequence[WorkerCapacity],
+    now_s: float,
+    grant: Callable[[Ticket, WorkerCapacity], bool],
+) -> None:
+    """Smallest counter first, until every worker is full or kept for a head that does not fit.
+
+    `grant` takes the ticket out of the queue and charges its tenant; where the worker cannot be
+    reached it puts the ticket back and returns False. Costs O((tenants + grants) log tenants):
+    capacity only falls within a round, so a tenant whose heads do not fit is not asked again.
+    """
+
+    def place_of(tenant_id: str) -> tuple[float, int, str]:
+        return share.counter(tenant_id), queue.heads(tenant_id)[0].seq, tenant_id
+
+    tenants = [place_of(tenant_id) for tenant_id, _ in share.waiting()]
+    heapq.heapify(tenants)
+    kept_back: set[str] = set()
+    while tenants and len(kept_back) < len(workers):
+        tenant_id = heapq.heappop(tenants)[2]
+        granted = _grant_head(queue.heads(tenant_id), workers, kept_back, now_s, grant)
+        if granted and queue.heads(tenant_id):
+            heapq.heappush(tenants, place_of(tenant_id))
+
+
+def demands(
+    queue: TicketQueue,
+    share: FairShare,
+    wanting: frozenset[str],
+    is_pinned: Callable[[str], bool],
+) -> list[Demand]:
+    """Of the models `wanting`, in the order of the smallest counter that waits for each."""
+    counters: dict[str, float] = {}
+    backlog_s: dict[str, float] = {}
+    for ticket in queue:
+        name = ticket.model_name
+        if name not in wanting:
+            continue
+        counter = share.counter(ticket.tenant_id)
+        counters[name] = min(counters.get(name, counter), counter)
+        backlog_s[name] = backlog_s.get(name, 0.0) + ticket.prediction.service_s
+    num_waiting = queue.by_model()
+    return [
+        Demand(name, num_waiting[name], backlog_s[name], is_pinned(name))
+        for name in sorted(counters, key=lambda name: (counters[name], name))
+    ]
+
+
+def _grant_head(
+    heads: Sequence[Ticket],
+    workers: Sequence[WorkerCapacity],
+    kept_back: set[str],
+    now_s: float,
+    grant: Callable[[Ticket, WorkerCapacity], bool],
+) -> bool:
+    """Grant the oldest head that fits somewhere; keep workers back for those before it."""
+    for ticket in heads:
+        offering = [
+            worker
+            for worker in workers
+            if worker.worker_id not in kept_back and worker.leased(ticket.model_name, now_s)
+        ]
+        fitting = [worker for worker in offering if worker.fits(ticket, now_s)]
+        if fitting:
+            worker = min(fitting, key=lambda w: (w.num_running(), w.worker_id))
+            if grant(ticket, worker):
+                return True
+        kept_back.update(worker.worker_id for worker in offering)
+    return False

@@ -1,0 +1,57 @@
+"""POST /v1/chat/completions, and what both completion routes share: from HTTP to a `Call`."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.edge import Edge
+from gateway.errors import UNSUPPORTED_MEDIA, ApiError
+from gateway.pipeline import Call, EventAnswer
+from gateway.stream import DisconnectWatch, EventStream
+from gateway.wire import Kind
+
+
+async def create(request: Request) -> Response:
+    """Answer a chat."""
+    return await complete(request, "chat")
+
+
+async def complete(request: Request, kind: Kind) -> Response:
+    """Run the pipeline for one request and stop it where the client goes away."""
+    edge: Edge = request.app.state.edge
+    _check_media(request)
+    body = await request.body()
+    watch = DisconnectWatch(request.receive)
+    call = Call(
+        kind=kind,
+        headers=request.headers,
+        body=body,
+        http_id=request.state.http_id,
+        arrived_s=request.state.arrived_s,
+        when_gone=watch.when_gone,
+        answer_headers=request.state.answer_headers,
+    )
+    watch.start()
+    try:
+        answer = await edge.pipeline.handle(call)
+    except BaseException:
+        watch.stop()
+        raise
+    if not isinstance(answer, EventAnswer):
+        watch.stop()
+        return Response(answer.body, media_type="application/json")
+
+    def close() -> None:
+        watch.stop()
+        answer.close()
+
+    timeout_s = edge.services.settings.stream_write_timeout_s
+    return EventStream(answer.events, close, {}, timeout_s)
+
+
+def _check_media(request: Request) -> None:
+    """A form or a compressed body is refused by name instead of as malformed JSON."""
+    media = request.headers.get("content-type", "application/json").partition(";")[0].strip()
+    if media.lower() != "application/json":
+        raise ApiError(UNSUPPORTED_MEDIA, "send the body as Content-Type: application/json")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(UNSUPPORTED_MEDIA, "send the body without Content-Encoding")

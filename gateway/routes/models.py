@@ -1,0 +1,44 @@
+"""GET /v1/models and /v1/models/{id}: the models the caller's key may use."""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.auth import authenticate, find_model, visible_models
+from gateway.edge import Edge
+from gateway.types import HostedModel, Principal
+
+OWNER = "polyhost"
+
+
+async def list_models(request: Request) -> Response:
+    """All of them, in the order of the catalog."""
+    edge: Edge = request.app.state.edge
+    models = visible_models(_caller(request, edge), edge.services.directory)
+    return _json({"object": "list", "data": [_model(model) for model in models]})
+
+
+async def show_model(request: Request) -> Response:
+    """One of them."""
+    edge: Edge = request.app.state.edge
+    name = request.path_params["name"]
+    return _json(_model(find_model(_caller(request, edge), edge.services.directory, name)))
+
+
+def _caller(request: Request, edge: Edge) -> Principal:
+    return authenticate(request.headers, edge.services.directory, edge.clocks.now_at())
+
+
+def _model(model: HostedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_at,
+        "owned_by": OWNER,
+    }
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

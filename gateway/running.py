@@ -1,0 +1,112 @@
+"""What the pipeline holds while the dispatcher works: the events of one request, in order.
+
+Stage 5 to stage 9. The dispatcher puts tokens in by plain calls on the event loop; one consumer
+takes them out by `async for`. No task and no lock per token: a consumer that waits holds one
+future, and tokens that came in while it was busy are handed over as one event.
+
+Bounded: once more than `max_buffer_tokens` wait for a consumer that does not read, `put` says so
+and takes no more tokens (the dispatcher aborts the request); the finish always gets in.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeAlias
+
+from engine.protocol import Finish
+from gateway.types import TokenEvent
+
+StreamEnd: TypeAlias = Finish | Exception
+
+
+class RequestStream:
+    """Implements `types.RunningRequest`. Used on one event loop, by one consumer."""
+
+    def __init__(
+        self,
+        max_buffer_tokens: int,
+        on_abort: Callable[[], None],
+        queue_s: Callable[[], float],
+    ) -> None:
+        self._max_buffer_tokens = max_buffer_tokens
+        self._on_abort = on_abort
+        self._queue_s = queue_s
+        self._tokens: list[int] = []
+        self._end: StreamEnd | None = None
+        self._handed_over = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._attempt = 1
+        self.overflowed = False
+        """Whether tokens were dropped because nobody read them."""
+
+    @property
+    def attempt(self) -> int:
+        """Which try the events belong to."""
+        return self._attempt
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds in the fair queue, up to now or to the (latest) grant."""
+        return self._queue_s()
+
+    def abort(self) -> None:
+        """Stop within one step; the last event follows. Harmless after the end."""
+        if self._end is None:
+            self._on_abort()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """The next tokens, or the finish with what was left. Raises what ended the request."""
+        while not self._tokens and self._end is None:
+            await self._wait()
+        tokens, self._tokens = self._tokens, []
+        if self._end is None:
+            return TokenEvent(tokens)
+        if isinstance(self._end, Exception):
+            if tokens:
+                return TokenEvent(tokens)
+            if self._handed_over:
+                raise StopAsyncIteration
+            self._handed_over = True
+            raise self._end
+        if self._handed_over:
+            raise StopAsyncIteration
+        self._handed_over = True
+        return TokenEvent(tokens, self._end)
+
+    # The dispatcher's side.
+
+    def retry(self, attempt: int) -> None:
+        """The events from now on are those of another try; no token has been put yet."""
+        self._attempt = attempt
+
+    def put(self, token_ids: list[int]) -> bool:
+        """Add tokens. False: the consumer is too slow, they were dropped."""
+        if self.overflowed or self._end is not None:
+            return False
+        if len(self._tokens) + len(token_ids) > self._max_buffer_tokens:
+            self.overflowed = True
+            return False
+        self._tokens.extend(token_ids)
+        self._wake()
+        return True
+
+    def finish(self, end: StreamEnd) -> None:
+        """The last event, or what is raised in its place. The first one counts."""
+        if self._end is None:
+            self._end = end
+            self._wake()
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a request's events have one consumer")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

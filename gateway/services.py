@@ -1,0 +1,122 @@
+"""What the HTTP edge is given when it is built: the handles a request needs on its way.
+
+`supervisor.serve` builds one `Services` and passes it to `app.create_app(services)`. The protocols
+say what the edge may rely on, so that its tests need no worker and no database. What belongs to the
+edge alone (limiter, cache, pipeline, its own metrics) is built by `create_app`; metrics are
+registered with `metrics_registry`, which /metrics renders.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+
+from engine.protocol import SwapRecord, WorkerStatus
+from gateway.config import Settings
+from gateway.directory import Directory
+from gateway.types import HostedModel, PreparedRequest, Principal, RunningRequest
+from registry.ledger import OpenRecord, Posting
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherSnapshot:
+    """The dispatcher's figures at one moment, for metrics and the operator's pages."""
+
+    num_waiting: int
+    num_running: int
+    waiting_by_model: Mapping[str, int]
+    running_by_model: Mapping[str, int]
+    waiting_by_tenant: Mapping[str, int]
+    service_s_by_tenant: Mapping[str, float]
+    """Device seconds charged to each tenant since the start (never falls)."""
+    num_queue_rejections: int
+    num_queue_timeouts: int
+    num_retries: int
+    """Requests sent a second time after their worker died."""
+    num_clients_too_slow: int
+    """Requests aborted because nobody read their tokens."""
+    num_workers_lost: int
+    num_late_messages: int
+    """Deltas of earlier attempts or epochs that were dropped."""
+    quarantined: Mapping[str, str]
+    """Model name -> why it is not served."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerSnapshot:
+    """The ledger writer's figures at one moment."""
+
+    num_pending: int
+    lag_s: float
+    """Age of the oldest record that is not durable yet; 0 when there is none."""
+    num_opened: int
+    num_posted: int
+    num_voided: int
+    num_write_errors: int
+    num_recovered: int
+    """Records an earlier process left open and this one closed."""
+
+
+class RequestDispatcher(Protocol):
+    """The fair queue in front of the workers (`gateway/dispatcher.py`)."""
+
+    @property
+    def ready(self) -> bool:
+        """A request could be served now: a worker answers and the gateway is not stopping."""
+
+    def run(self, request: PreparedRequest, principal: Principal) -> RunningRequest:
+        """Queue a request. Raises ApiError at once: QUEUE_FULL (with retry_after_s) where a bound
+        bites, MODEL_FAILED, MODEL_NOT_FOUND, UNAVAILABLE while stopping."""
+
+    def snapshot(self) -> DispatcherSnapshot:
+        """Figures for metrics."""
+
+    def worker_statuses(self) -> list[WorkerStatus]:
+        """The last status of each worker that is connected."""
+
+    def model_failure(self, model_name: str) -> str | None:
+        """Why a hosted model cannot be served now (quarantine, failed load); None if it can."""
+
+    def add_swap_listener(self, listener: Callable[[str, SwapRecord], None]) -> None:
+        """Call `listener(worker_id, record)` once for every finished load or eviction."""
+
+
+class UsageLedger(Protocol):
+    """Durable usage (`gateway/ledger.py`). All are safe to repeat with the same request_id."""
+
+    async def open(self, record: OpenRecord) -> None:
+        """Durable on return. Raises ApiError(UNAVAILABLE) where the write buffer is full."""
+
+    async def post(self, posting: Posting) -> None:
+        """Post once by request_id; durable on return, and only then the worker forgets it."""
+
+    async def void(self, request_id: str) -> None:
+        """Close an open record for which nothing is owed; durable on return."""
+
+    def snapshot(self) -> LedgerSnapshot:
+        """Figures for metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything the edge may use. Built once; the parts change inside, never the references."""
+
+    settings: Settings
+    directory: Directory
+    """Keys, tenants' limits and hosted models, kept fresh by the supervisor's registry poll."""
+    dispatcher: RequestDispatcher
+    ledger: UsageLedger
+    metrics_registry: CollectorRegistry
+
+
+__all__ = [
+    "Directory",
+    "DispatcherSnapshot",
+    "HostedModel",
+    "LedgerSnapshot",
+    "RequestDispatcher",
+    "Services",
+    "Settings",
+    "UsageLedger",
+]

@@ -1,0 +1,162 @@
+"""Tickets and the queue they wait in: stage 5's bookkeeping, without any decision.
+
+    waiting --grant--> granted --first token--> streaming --finish, worker lost--> ended
+       ^                  |
+       +-refused, worker lost (once)
+    waiting, granted --finish, refusal, abort, time-out--> ended
+
+The queue is FIFO per (tenant, model), ordered by arrival; a ticket that comes back from a worker
+takes its old place. Which tenant is next is policy/fair_share.py's, which worker takes it is
+dispatcher.py's.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gateway.policy.service_estimate import Prediction
+from gateway.running import RequestStream
+from gateway.types import PreparedRequest
+
+TicketState = Literal["waiting", "granted", "streaming", "ended"]
+
+_TRANSITIONS: frozenset[tuple[TicketState, TicketState]] = frozenset(
+    {
+        ("waiting", "granted"),
+        ("granted", "streaming"),
+        ("granted", "waiting"),
+        ("waiting", "ended"),
+        ("granted", "ended"),
+        ("streaming", "ended"),
+    }
+)
+
+
+class IllegalTransition(Exception):
+    """A ticket was asked to leave its state table (a bug); nothing was changed."""
+
+
+class IntegrityError(Exception):
+    """An invariant of the dispatcher does not hold (a bug)."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request as the dispatcher sees it, over all its attempts.
+
+    `seq` is the order of arrival; `kv_tokens` the most it may hold (prompt plus max_tokens).
+    `worker_id` and `epoch` name the worker process that has it, while it is granted or streaming.
+    """
+
+    request: PreparedRequest
+    tenant_id: str
+    weight: float
+    seq: int
+    arrival_s: float
+    deadline_s: float
+    prediction: Prediction
+    stream: RequestStream
+    state: TicketState = "waiting"
+    attempt: int = 1
+    granted_s: float | None = None
+    worker_id: str = ""
+    epoch: str = ""
+    aborted: bool = False
+    num_tokens: int = 0
+    """Tokens delivered so far (of this attempt)."""
+
+    @property
+    def model_name(self) -> str:
+        """The hosted model's public name, which is its id on the workers."""
+        return self.request.model.name
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions it takes at most."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """The name under which a worker's messages speak of it."""
+        return self.request.request_id, self.attempt
+
+    def move(self, state: TicketState) -> None:
+        """Change state. Raises IllegalTransition, changing nothing."""
+        if (self.state, state) not in _TRANSITIONS:
+            raise IllegalTransition(f"request {self.key}: {self.state} -> {state}")
+        self.state = state
+
+
+class TicketQueue:
+    """Waiting tickets by tenant and model."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, dict[str, list[Ticket]]] = {}
+        self._num_by_model: dict[str, int] = {}
+        self._num_total = 0
+
+    def __len__(self) -> int:
+        return self._num_total
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """All waiting tickets, in no particular order."""
+        for models in self._tenants.values():
+            for tickets in models.values():
+                yield from tickets
+
+    def add(self, ticket: Ticket) -> None:
+        """Queue at its place by arrival."""
+        models = self._tenants.setdefault(ticket.tenant_id, {})
+        insort(models.setdefault(ticket.model_name, []), ticket, key=lambda t: t.seq)
+        self._num_by_model[ticket.model_name] = self._num_by_model.get(ticket.model_name, 0) + 1
+        self._num_total += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take a waiting ticket out."""
+        models = self._tenants[ticket.tenant_id]
+        tickets = models[ticket.model_name]
+        tickets.remove(ticket)
+        if not tickets:
+            del models[ticket.model_name]
+        if not models:
+            del self._tenants[ticket.tenant_id]
+        self._num_by_model[ticket.model_name] -= 1
+        if not self._num_by_model[ticket.model_name]:
+            del self._num_by_model[ticket.model_name]
+        self._num_total -= 1
+
+    def heads(self, tenant_id: str) -> list[Ticket]:
+        """The tenant's oldest ticket of each model, oldest first."""
+        models = self._tenants.get(tenant_id, {})
+        return sorted((tickets[0] for tickets in models.values()), key=lambda t: t.seq)
+
+    def num_of_tenant(self, tenant_id: str) -> int:
+        """Tickets of one tenant."""
+        return sum(len(tickets) for tickets in self._tenants.get(tenant_id, {}).values())
+
+    def num_of_model(self, model_name: str) -> int:
+        """Tickets for one model."""
+        return self._num_by_model.get(model_name, 0)
+
+    def by_model(self) -> dict[str, int]:
+        """Tickets by model, only models that have some."""
+        return dict(self._num_by_model)
+
+    def by_tenant(self) -> dict[str, int]:
+        """Tickets by tenant, only tenants that have some."""
+        return {tenant_id: self.num_of_tenant(tenant_id) for tenant_id in self._tenants}
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless order, states and counts agree."""
+        counted: dict[str, int] = {}
+        for tenant_id, models in self._tenants.items():
+            for model_name, tickets in models.items():
+                if not tickets or [t.seq for t in tickets] != sorted({t.seq for t in tickets}):
+                    raise IntegrityError(f"queue of {tenant_id}, {model_name} is out of order")
+                for ticket in tickets:
+                    if ticket.state != "waiting" or ticket.tenant_id != tenant_id:
+                        raise IntegrityError(f"{ticket.key} waits but is {ticket.state}")
+                counted[model_name] = counted.get(model_name, 0) + len(tickets)
+        if counted != self._num_by_model or sum(counted.values()) != self._num_total:
+            raise IntegrityError(f"counts {self._num_by_model} are not those of {counted}")

@@ -1,0 +1,122 @@
+"""Fair share: order, lift, clamp, and the gap bound on random runs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.policy import fair_share
+from gateway.policy.fair_share import FairShare
+
+LEAD_S = 30.0
+
+
+def share_of(**counters: float) -> FairShare:
+    """Tenants that all wait, with these counters."""
+    share = FairShare(max_lead_s=1e9)
+    for tenant_id in counters:
+        share.enqueue(tenant_id, 1.0)
+    for tenant_id, counter in counters.items():
+        share.charge(tenant_id, counter)
+    return share
+
+
+def test_a_charge_is_divided_by_the_weight() -> None:
+    share = FairShare(LEAD_S)
+    share.enqueue("light", 1.0)
+    share.enqueue("heavy", 4.0)
+    share.charge("light", 2.0)
+    share.charge("heavy", 2.0)
+    assert share.counter("light") == 2.0
+    assert share.counter("heavy") == 0.5
+
+
+def test_who_comes_back_is_lifted_to_the_smallest_waiting() -> None:
+    share = share_of(a=5.0, b=7.0)
+    share.enqueue("new", 1.0)
+    assert share.counter("new") == 5.0
+
+
+def test_idle_time_is_not_banked_even_if_nobody_waits() -> None:
+    share = share_of(a=5.0)
+    share.dequeue("a")
+    share.enqueue("new", 1.0)
+    assert share.counter("new") == 5.0
+
+
+def test_who_stays_is_not_lifted_by_more_tickets() -> None:
+    share = share_of(a=5.0, b=7.0)
+    share.charge("a", -4.0)
+    share.enqueue("a", 1.0)
+    assert share.counter("a") == 1.0
+
+
+def test_a_lead_is_forgiven_beyond_the_bound_when_coming_back() -> None:
+    share = FairShare(LEAD_S)
+    share.enqueue("busy", 2.0)
+    share.charge("busy", 1000.0)
+    share.dequeue("busy")
+    share.enqueue("other", 1.0)
+    # Alone, it set the floor; the other starts there and nothing is forgiven.
+    share.enqueue("busy", 2.0)
+    assert share.counter("busy") == share.counter("other") == 500.0
+    share.dequeue("busy")
+    share.charge("busy", 1000.0)
+    share.enqueue("busy", 2.0)
+    assert share.counter("busy") == 500.0 + LEAD_S / 2.0
+
+
+def test_a_returned_ticket_neither_lifts_nor_forgives() -> None:
+    share = share_of(a=5.0, b=7.0)
+    share.dequeue("a")
+    share.charge("a", -4.0)
+    share.restore("a")
+    assert share.counter("a") == 1.0
+
+
+def test_idle_tenants_at_the_floor_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_share, "FORGET_ABOVE", 3)
+    share = FairShare(LEAD_S)
+    for i in range(10):
+        share.enqueue(f"t{i}", 1.0)
+        share.dequeue(f"t{i}")
+    share.enqueue("last", 1.0)
+    share.check_integrity()
+    assert len(share._counters) <= 5
+
+
+def test_a_weight_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="weight"):
+        FairShare(LEAD_S).enqueue("a", 0.0)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=5),
+    jobs=st.lists(st.tuples(st.floats(0.01, 1.0), st.floats(0.2, 3.0)), min_size=30, max_size=150),
+    slots=st.integers(1, 4),
+)
+def test_gap_of_tenants_that_always_wait_is_bounded(
+    weights: list[float], jobs: list[tuple[float, float]], slots: int
+) -> None:
+    """Every tenant always waits; a worker runs `slots` requests at a time.
+
+    U = the largest real or predicted service of a request. What a tenant has in the slots may
+    still be wrong by one prediction each, hence the bound 2 (1 + slots) U / smallest weight.
+    """
+    share = FairShare(max_lead_s=1e9)
+    names = [f"t{i}" for i in range(len(weights))]
+    for name, weight in zip(names, weights, strict=True):
+        share.enqueue(name, weight)
+    served = dict.fromkeys(names, 0.0)
+    running: list[tuple[str, float, float]] = []
+    largest = max(max(real, real * factor) for real, factor in jobs)
+    for real, factor in jobs:
+        if len(running) == slots:
+            name, predicted, used = running.pop(0)
+            share.charge(name, used - predicted)
+            served[name] += used
+        name = min(names, key=lambda n: (share.counter(n), n))
+        share.charge(name, real * factor)
+        running.append((name, real * factor, real))
+        gaps = [served[n] / w for n, w in zip(names, weights, strict=True)]
+        assert max(gaps) - min(gaps) <= 2 * (1 + slots) * largest / min(weights)
+    share.check_integrity()

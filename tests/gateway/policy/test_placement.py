@@ -1,0 +1,155 @@
+"""Placement: one claim a model, free room first, forced loads within their share."""
+
+from gateway.policy.placement import (
+    Demand,
+    ModelView,
+    Placement,
+    WorkerView,
+    relieve,
+    unplaceable,
+)
+
+MB = 1 << 20
+
+
+def model(state: str, mb: int = 10, load_s: float = 1.0, *, idle: bool = False) -> ModelView:
+    """A model's view; `idle` for ten seconds if at all."""
+    return ModelView(state, mb * MB, load_s, idle, 10.0 if idle else 0.0)
+
+
+def worker(
+    name: str, free_mb: int, *, kv_short: bool = False, arena_mb: int = 100, **models: ModelView
+) -> WorkerView:
+    return WorkerView(name, free_mb * MB, arena_mb * MB, models, kv_short)
+
+
+def demand(name: str, waiting: int = 1, backlog_s: float = 0.1) -> Demand:
+    return Demand(name, waiting, backlog_s, pinned=False)
+
+
+def decided(placement: Placement, now_s: float, demands: list[Demand], *workers: WorkerView) -> str:
+    """Decisions as text."""
+    found = placement.decide(now_s, demands, workers)
+    return " ".join(f"{d.model_id}@{d.worker_id}" for d in found)
+
+
+def test_a_model_is_claimed_once_until_it_is_resident() -> None:
+    placement = Placement(0.2)
+    cold = worker("w", 50, a=model("cold"))
+    assert decided(placement, 0.0, [demand("a")], cold) == "a@w"
+    assert decided(placement, 0.1, [demand("a")], cold) == ""
+    assert placement.claimed_on("a") == "w"
+    assert decided(placement, 0.2, [demand("a")], worker("w", 40, a=model("resident"))) == ""
+    assert placement.claimed_on("a") is None
+    assert decided(placement, 0.3, [demand("a")], cold) == "a@w"
+
+
+def test_a_claim_expires_and_dies_with_its_worker() -> None:
+    placement = Placement(0.2)
+    cold = worker("w", 50, a=model("cold", load_s=2.0))
+    assert decided(placement, 0.0, [demand("a")], cold) == "a@w"
+    assert decided(placement, 7.9, [demand("a")], cold) == ""
+    assert decided(placement, 8.0, [demand("a")], cold) == "a@w"
+    placement.lose_worker("w")
+    assert decided(placement, 8.1, [demand("a")], cold) == "a@w"
+
+
+def test_claims_of_one_round_share_the_free_pages() -> None:
+    placement = Placement(0.2)
+    views = worker("w", 25, a=model("cold"), b=model("cold"), c=model("cold"), r=model("resident"))
+    found = placement.decide(0.0, [demand("a"), demand("b"), demand("c")], [views])
+    assert [(d.model_id, d.reason) for d in found] == [
+        ("a", "free pages"),
+        ("b", "free pages"),
+        ("c", "its turn against busy models"),
+    ]
+
+
+def test_idle_models_make_room_before_busy_ones_are_asked() -> None:
+    placement = Placement(0.2)
+    idle = worker("w", 0, a=model("cold"), b=model("resident", idle=True), c=model("resident"))
+    (decision,) = placement.decide(0.0, [demand("a")], [idle])
+    assert decision.reason == "idle models make room"
+
+
+def test_forced_loads_keep_to_their_share_of_time() -> None:
+    placement = Placement(max_load_share=0.25)
+
+    def at(now_s: float, name: str) -> str:
+        busy = worker("w", 0, a=model("warm", load_s=2.0), b=model("warm"), c=model("resident"))
+        return decided(placement, now_s, [demand(name)], busy)
+
+    assert at(0.0, "a") == "a@w"
+    assert at(7.9, "b") == ""
+    assert at(8.0, "b") == "b@w"  # 2 s of loading a quarter of the time
+    assert at(11.9, "a") == ""
+
+
+def test_no_forced_load_while_another_moves() -> None:
+    busy = worker("w", 0, a=model("cold"), b=model("draining"), c=model("resident"))
+    assert decided(Placement(0.2), 0.0, [demand("a")], busy) == ""
+
+
+def test_the_first_in_fair_order_gets_the_turn() -> None:
+    busy = worker("w", 0, a=model("cold"), b=model("cold"), c=model("resident"))
+    assert decided(Placement(0.2), 0.0, [demand("b"), demand("a")], busy) == "b@w"
+
+
+def test_a_pin_that_nobody_waits_for_pushes_nobody_out() -> None:
+    pinned = Demand("a", 0, 0.0, pinned=True)
+    assert decided(Placement(0.2), 0.0, [pinned], worker("w", 50, a=model("cold"))) == "a@w"
+    busy = worker("w", 0, a=model("cold"), c=model("resident"))
+    assert decided(Placement(0.2), 0.0, [pinned], busy) == ""
+
+
+def test_a_warm_copy_is_preferred_then_the_emptier_worker() -> None:
+    cold = worker("big", 90, a=model("cold"))
+    warm = worker("small", 20, a=model("warm"))
+    assert decided(Placement(0.2), 0.0, [demand("a")], cold, warm) == "a@small"
+    other = worker("other", 30, a=model("cold"))
+    assert decided(Placement(0.2), 0.0, [demand("a")], other, cold) == "a@big"
+
+
+def test_a_replica_comes_only_for_a_backlog_longer_than_the_load() -> None:
+    views = worker("one", 0, a=model("resident")), worker("two", 50, a=model("cold", load_s=3.0))
+    assert decided(Placement(0.2), 0.0, [demand("a", 9, backlog_s=3.0)], *views) == ""
+    assert decided(Placement(0.2), 0.0, [demand("a", 9, backlog_s=3.1)], *views) == "a@two"
+
+
+def test_failed_models_wait_for_the_operator() -> None:
+    failed = worker("w", 50, a=model("failed"))
+    placement = Placement(0.2)
+    assert decided(placement, 0.0, [demand("a")], failed) == ""
+    decision = placement.claim(0.0, "a", [failed])
+    assert decision is not None
+    assert decision.worker_id == "w"
+    assert placement.claim(0.0, "a", [worker("w", 50, a=model("resident"))]) is None
+
+
+def test_what_no_arena_can_hold_is_never_claimed_and_says_why() -> None:
+    views = [worker("w", 100, a=model("cold", mb=100)), worker("v", 50, arena_mb=50)]
+    assert decided(Placement(0.2), 0.0, [demand("a")], *views) == ""
+    reason = unplaceable("a", views)
+    assert reason is not None
+    assert str(100 * MB) in reason
+    assert unplaceable("a", [worker("w", 0, a=model("cold", mb=99))]) is None
+    assert unplaceable("unknown", views) is None
+
+
+def test_kv_pressure_makes_the_longest_idle_model_go() -> None:
+    short = WorkerView(
+        "w",
+        0,
+        100 * MB,
+        {
+            "young": ModelView("resident", MB, 1.0, True, 0.5),
+            "old": ModelView("resident", MB, 1.0, True, 9.0),
+            "older": ModelView("resident", MB, 1.0, True, 11.0),
+            "busy": ModelView("resident", MB, 1.0, False, 0.0),
+        },
+        kv_short=True,
+    )
+    assert [d.model_id for d in relieve([short])] == ["older"]
+    assert relieve([worker("w", 0, a=model("resident", idle=True))]) == []
+    moving = worker("w", 0, kv_short=True, a=model("resident", idle=True), b=model("loading"))
+    assert relieve([moving]) == []

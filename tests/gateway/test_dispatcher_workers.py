@@ -1,0 +1,211 @@
+"""Workers that die: requeueing, fencing, ends, quarantine."""
+
+import pytest
+
+from gateway.config import Settings
+from gateway.errors import MODEL_FAILED, UNAVAILABLE, ApiError, WorkerLost
+from tests.gateway.scripted_worker import Rig, hosted, prepared, principal
+
+
+async def test_without_a_token_it_is_sent_again_once_at_its_old_place() -> None:
+    rig = Rig()
+    worker = rig.worker(num_requests=2)
+    streams = {name: rig.dispatcher.run(prepared(name), principal("t")) for name in "abc"}
+    assert worker.submitted == ["a", "b"]
+    worker.die()
+    rig.dispatcher.check_integrity()
+    assert not rig.dispatcher.ready
+    worker.connect()
+    assert worker.submitted == ["a", "b", "a/2", "b/2"]
+    assert streams["a"].attempt == 2
+    worker.die()
+    for name in "ab":
+        with pytest.raises(ApiError) as caught:
+            await anext(streams[name])
+        assert caught.value.kind is UNAVAILABLE
+        assert caught.value.retry_after_s is not None
+    assert rig.dispatcher.snapshot().num_retries == 2
+    with pytest.raises(ApiError) as caught:  # never sent, but two deaths in a row are enough
+        await anext(streams["c"])
+    assert caught.value.kind is MODEL_FAILED
+    rig.dispatcher.check_integrity()
+
+
+async def test_with_tokens_it_ends_as_lost() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.tokens("a", 1, 2)
+    worker.die("killed by signal 9")
+    assert (await anext(stream)).token_ids == [1, 2]
+    with pytest.raises(WorkerLost, match="signal 9"):
+        await anext(stream)
+    rig.dispatcher.check_integrity()
+
+
+async def test_an_aborted_request_is_not_sent_again() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    stream.abort()
+    worker.die()
+    worker.connect()
+    assert worker.submitted == ["a"]
+    event = await anext(stream)
+    assert event.finish is not None
+    assert event.finish.reason == "abort"
+
+
+async def test_messages_of_an_earlier_attempt_or_epoch_are_dropped() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    old_epoch = worker.epoch
+    worker.die()
+    worker.connect()
+    worker.tokens("a", 66)  # attempt 1, said by the new process
+    new_epoch, worker.epoch = worker.epoch, old_epoch
+    worker.tokens("a", 67, attempt=2)
+    worker.status()  # of a process that is gone
+    worker.epoch = new_epoch
+    worker.tokens("a", 1, attempt=2)
+    worker.finish("a", attempt=2)
+    events = [event async for event in stream]
+    assert [token for event in events for token in event.token_ids] == [1]
+    assert rig.dispatcher.snapshot().num_late_messages == 2
+    rig.dispatcher.ack_usage(["a"])
+    assert worker.acked == [("a", 2)]
+
+
+async def test_a_finish_of_the_lost_attempt_is_acknowledged_and_not_billed() -> None:
+    """The connection broke but the worker lives: it aborts attempt 1 and tells its end."""
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.die("silent")
+    worker.connect()
+    worker.finish("a", "abort", generated=3, attempt=1)
+    assert worker.acked == [("a", 1)]
+    worker.tokens("a", 1, attempt=2)
+    worker.finish("a", attempt=2, generated=1)
+    events = [event async for event in stream]
+    assert events[-1].finish is not None
+    assert events[-1].finish.usage.generated_tokens == 1
+
+
+async def test_service_of_lost_work_is_not_charged() -> None:
+    rig = Rig()
+    worker = rig.worker(num_requests=1)
+    rig.dispatcher.run(prepared("a"), principal("a"))
+    worker.tokens("a", 1)
+    rig.dispatcher.run(prepared("b"), principal("b"))
+    rig.dispatcher.run(prepared("a2"), principal("a"))
+    worker.die()
+    worker.connect()
+    assert worker.submitted == ["a", "b"]
+    worker.finish("b", service_s=5.0)
+    worker.status()
+    assert worker.submitted == ["a", "b", "a2"]
+    assert rig.dispatcher.snapshot().service_s_by_tenant == {"b": 5.0}
+
+
+async def test_waiting_starts_anew_after_a_death() -> None:
+    rig = Rig(Settings(queue_timeout_s=10.0))
+    worker = rig.worker()
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.advance(9.0)
+    worker.die()
+    rig.advance(9.0)
+    assert rig.dispatcher.snapshot().num_waiting == 1
+    rig.advance(1.0)
+    assert rig.dispatcher.snapshot().num_waiting == 0
+
+
+async def test_another_worker_takes_over() -> None:
+    rig = Rig()
+    one = rig.worker("one")
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    two = rig.worker("two")
+    one.die()
+    assert two.submitted == ["a/2"]
+
+
+async def test_a_model_that_kills_two_workers_in_a_row_is_quarantined() -> None:
+    rig = Rig()
+    worker = rig.worker(states={"m": "resident", "n": "resident"})
+    killer = rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.die("killed by signal 11")
+    worker.connect()
+    waiting = rig.dispatcher.run(prepared("n1", "n"), principal("t"))
+    worker.die("killed by signal 11")
+    behind = rig.dispatcher.snapshot()
+    assert set(behind.quarantined) == {"m"}
+    assert waiting.attempt == 2  # the other model has one strike and goes on
+    with pytest.raises(ApiError):
+        await anext(killer)
+    with pytest.raises(ApiError, match="signal 11") as caught:
+        rig.dispatcher.run(prepared("b"), principal("t"))
+    assert caught.value.kind is MODEL_FAILED
+    worker.connect()
+    rig.dispatcher.load_model("m")
+    rig.dispatcher.run(prepared("c"), principal("t"))
+    assert worker.submitted[-1] == "c"
+    rig.dispatcher.check_integrity()
+
+
+async def test_work_done_between_two_kills_clears_the_strike() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    for i in range(4):
+        rig.dispatcher.run(prepared(f"a{i}"), principal("t"))
+        worker.die()
+        worker.connect()
+        worker.finish(f"a{i}", attempt=2)
+        worker.status()
+    assert rig.dispatcher.snapshot().quarantined == {}
+
+
+async def test_a_new_revision_lifts_the_quarantine() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    for _ in range(2):
+        worker.die()
+        worker.connect()
+    assert "m" in rig.dispatcher.snapshot().quarantined
+    rig.dispatcher.set_catalog([hosted("m", "r2")])
+    rig.dispatcher.run(prepared("b", revision="r2"), principal("t"))
+    assert worker.submitted[-1] == "b"
+
+
+async def test_a_model_that_left_the_catalog_is_not_sent_again() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.dispatcher.set_catalog([hosted("n")])
+    worker.die()
+    with pytest.raises(ApiError, match="not hosted"):
+        await anext(stream)
+    rig.dispatcher.check_integrity()
+
+
+async def test_claims_of_a_dead_worker_are_void() -> None:
+    rig = Rig()
+    worker = rig.worker(states={"m": "cold"})
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    assert worker.loads == ["m"]
+    worker.die()
+    worker.connect()
+    assert worker.loads == ["m", "m"]
+
+
+async def test_a_gateway_that_comes_back_counts_submits_from_where_the_worker_is() -> None:
+    rig = Rig()
+    worker = rig.worker(num_requests=2)
+    worker.die("the connection broke")
+    worker.connect(status=False)
+    worker.status(num_received=7)  # of an earlier connection
+    for name in "abc":
+        rig.dispatcher.run(prepared(name), principal("t"))
+    assert worker.submitted == ["a", "b"]
+    rig.dispatcher.check_integrity()

@@ -1,0 +1,102 @@
+"""/metrics: the names that dashboards know, and the state of those behind the edge."""
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from engine.protocol import ModelStatus, SwapRecord, WorkerStatus
+from tests.gateway.edge_kit import client_of, key_record, make_kit
+
+STATUS = WorkerStatus(
+    epoch="e",
+    worker_id="w0",
+    num_received=0,
+    free_requests=1,
+    free_kv_bytes=1,
+    lease_ttl_s=2.0,
+    page_bytes=65536,
+    num_pages=100,
+    pages={"org/a/weights": 40, "org/a/kv": 25, "free": 35},
+    models=[
+        ModelStatus("org/a", "resident", 1, 1, 0, 0, 0.1),
+        ModelStatus("b", "cold", 0, 0, 0, 0, -1),
+    ],
+    leases=[],
+    swaps=[],
+    counters={"preemptions": 3.0, "steps": 8.0},
+)
+
+
+async def test_what_a_scrape_shows(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path / "tiny")
+    kit.dispatcher.statuses = [STATUS]
+    for listener in kit.dispatcher.listeners:
+        listener("w0", SwapRecord("org/a", "load", "disk", 1000, 0.25))
+    kit.dispatcher.script = kit.speak("The game is afoot!")
+    async with client_of(kit) as client:
+        await client.chat(temperature=0)
+        await client.chat(temperature=9)
+        kit.use_keys(key_record(cache_mode="exact"))
+        await client.chat(temperature=0)
+        await client.chat(temperature=0)
+    text = generate_latest(kit.edge.services.metrics_registry).decode()
+    prompt = kit.ledger.posted[0].prompt_tokens
+    generated = kit.ledger.posted[0].completion_tokens
+    for line in (
+        'polyhost_time_to_first_token_seconds_count{model_name="tiny"} 2.0',
+        'polyhost_e2e_request_latency_seconds_count{model_name="tiny"} 2.0',
+        'polyhost_request_queue_time_seconds_sum{model_name="tiny"} 0.25',
+        f'polyhost_prompt_tokens_total{{model_name="tiny"}} {2.0 * prompt}',
+        f'polyhost_generation_tokens_total{{model_name="tiny"}} {2.0 * generated}',
+        'polyhost_request_success_total{finished_reason="stop",model_name="tiny"} 2.0',
+        'polyhost_requests_ended_total{model_name="tiny",outcome="finished"} 2.0',
+        'polyhost_request_errors_total{code="invalid_request"} 1.0',
+        'polyhost_semantic_cache_requests_total{result="hit"} 1.0',
+        'polyhost_semantic_cache_requests_total{result="miss"} 1.0',
+        'polyhost_swaps_total{kind="load",model_name="org/a"} 1.0',
+        'polyhost_swap_duration_seconds_count{kind="load",tier="disk"} 1.0',
+        'polyhost_arena_pages{kind="weights",model_name="org/a",worker="w0"} 40.0',
+        'polyhost_arena_pages{kind="free",model_name="",worker="w0"} 35.0',
+        'polyhost_kv_cache_usage_ratio{worker="w0"} 0.25',
+        'polyhost_model_residency{model_name="org/a",state="resident",worker="w0"} 1.0',
+        'polyhost_num_preemptions_total{worker="w0"} 3.0',
+        'polyhost_engine_steps{worker="w0"} 8.0',
+        'polyhost_num_requests_running{model_name="tiny"} 2.0',
+        'polyhost_num_requests_waiting{model_name="tiny"} 1.0',
+        'polyhost_service_seconds_total{tenant="ten_1"} 3.5',
+        "polyhost_workers_lost_total 1.0",
+        "polyhost_ledger_lag_seconds 0.0",
+        "polyhost_limit_reservations_open 0.0",
+        "polyhost_ready 1.0",
+    ):
+        assert line in text, line
+
+
+async def test_latency_between_tokens(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path / "tiny")
+    kit.dispatcher.script = kit.speak_slowly("The game is afoot!", 0.02)
+    async with client_of(kit) as client:
+        await client.chat()
+    text = generate_latest(kit.edge.services.metrics_registry).decode()
+    name = 'polyhost_inter_token_latency_seconds_{}{{model_name="tiny"}} '
+    num = re.search(re.escape(name.format("count")) + r"(\S+)", text)
+    total = re.search(re.escape(name.format("sum")) + r"(\S+)", text)
+    assert num is not None
+    assert total is not None
+    # Tokens that come with the first one are part of its latency.
+    assert 1 <= float(num.group(1)) < kit.ledger.only.completion_tokens
+    assert 0 < float(total.group(1)) < kit.ledger.only.duration_s
+
+
+@pytest.mark.parametrize("name", ["time_to_first_token", "inter_token_latency"])
+async def test_buckets_are_vllms(tmp_path: Path, name: str) -> None:
+    kit = make_kit(tmp_path / "tiny")
+    kit.dispatcher.script = kit.speak_slowly("The game")
+    async with client_of(kit) as client:
+        await client.chat()
+    text = generate_latest(kit.edge.services.metrics_registry).decode()
+    bounds = re.findall(rf'polyhost_{name}_seconds_bucket{{le="([^"]+)"', text)
+    assert bounds[0] == ("0.001" if "first" in name else "0.01")
+    assert bounds[-2:] == (["2560.0", "+Inf"] if "first" in name else ["80.0", "+Inf"])

@@ -1,0 +1,177 @@
+"""Stage 2 beside HTTP: loading once, bounds that bite, defaults filled in."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import prepare as module
+from gateway.directory import Directory
+from gateway.errors import ApiError
+from gateway.prepare import PrepareBounds, Prepared, Preparer
+from gateway.tokenization import TextCodec, load_codec
+from gateway.types import Limits, Principal
+from gateway.wire import WireRequest
+from tests.gateway.edge_kit import hosted_model, write_model
+
+WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
+ASK = WireRequest("completion", "tiny", prompt="The game")
+
+
+def preparer(tmp_path: Path, *names: str, **bounds: int) -> Preparer:
+    write_model(tmp_path)
+    directory = Directory()
+    models = [hosted_model(tmp_path, name) for name in names or ("tiny",)]
+    directory.replace(1, [], models)
+    defaults = {"num_threads": 2, "max_pending": 8, "max_codecs": 2, "default_max_tokens": 16}
+    return Preparer(directory, PrepareBounds(**{**defaults, **bounds}))
+
+
+async def prepared(stage: Preparer, asked: WireRequest = ASK) -> Prepared:
+    return await stage.prepare(asked, WHO, {}, "cmpl-1", 1_700_000_000.9)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Records which folders are really read."""
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> TextCodec:
+        loaded.append(folder)
+        return load_codec(folder)
+
+    monkeypatch.setattr(module, "load_codec", load)
+    return loaded
+
+
+async def test_many_at_once_load_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path)
+    results = await asyncio.gather(*(prepared(stage) for _ in range(6)))
+    assert len(loaded) == 1
+    assert len({id(result.codec) for result in results}) == 1
+    assert results[0].request.created_at == 1_700_000_000
+    assert results[0].request.max_tokens == 16
+    stage.close()
+
+
+async def test_the_least_recently_used_codec_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path, "a", "b", "c")
+    for name in ("a", "b", "a", "c", "a", "b"):
+        await prepared(stage, WireRequest("completion", name, prompt="x"))
+    assert len(loaded) == 4
+    stage.close()
+
+
+async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path)
+    first = asyncio.create_task(prepared(stage))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(prepared(stage))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).request.prompt_token_ids
+    assert len(loaded) == 1
+    stage.close()
+
+
+async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = preparer(tmp_path, max_pending=3)
+    codec = (await prepared(stage)).codec
+    gate = threading.Event()
+
+    def slow(text: str) -> list[int]:
+        gate.wait(5)
+        return [1]
+
+    monkeypatch.setattr(codec, "encode_prompt", slow)
+    tasks = [asyncio.create_task(prepared(stage)) for _ in range(5)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [task.exception() for task in done]
+    gate.set()
+    assert errors
+    for error in errors:
+        assert isinstance(error, ApiError)
+        assert (error.kind.code, error.retry_after_s) == ("queue_full", 1.0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(result, Prepared) for result in results) == 3
+    assert (await prepared(stage)).request.prompt_token_ids == [1]
+    stage.close()
+
+
+async def test_a_model_whose_files_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage)
+    assert caught.value.kind.code == "model_failed"
+    assert str(tmp_path) not in caught.value.message
+    assert str(tmp_path) in caplog.text
+    write_model(tmp_path)
+    assert (await prepared(stage)).request.prompt_token_ids
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "param"),
+    [
+        (WireRequest("completion", "tiny", prompt=""), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1, 403)), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(-1,)), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1,) * 256), "context_length_exceeded", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1,), max_tokens=256),
+         "context_length_exceeded", "prompt"),
+        (WireRequest("completion", "nobody", prompt="x"), "model_not_found", "model"),
+    ],
+)  # fmt: skip
+async def test_refusals(tmp_path: Path, asked: WireRequest, code: str, param: str) -> None:
+    stage = preparer(tmp_path)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+    stage.close()
+
+
+async def test_the_last_token_of_the_context_can_be_used(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    result = await prepared(stage, WireRequest("completion", "tiny", prompt=(1,) * 255))
+    assert result.request.max_tokens == 1
+    asked = WireRequest("completion", "tiny", prompt=(1,), max_tokens=255)
+    assert (await prepared(stage, asked)).request.max_tokens == 255
+    stage.close()
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system role') }}"])
+async def test_templates_that_refuse(tmp_path: Path, template: str | None) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    messages: Any = ({"role": "user", "content": "x"},)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, WireRequest("chat", "tiny", messages=messages))
+    assert (caught.value.kind.status, caught.value.param) == (400, "messages")
+    assert ("no system role" if template else "/v1/completions") in caught.value.message
+    stage.close()
+
+
+async def test_seeds_are_explicit_from_here_on(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    seeds = set()
+    for seed in (None, None, 0, 7, -1, 2**70 + 7):
+        asked = WireRequest("completion", "tiny", prompt="x", seed=seed)
+        drawn = (await prepared(stage, asked)).request.sampling.seed
+        assert 0 <= drawn < 2**63
+        seeds.add(drawn)
+    assert {0, 7, 2**63 - 1} < seeds
+    assert len(seeds) == 5
+    stage.close()
