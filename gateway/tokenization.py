@@ -248,7 +248,10 @@ def _tokenizer(raw: bytes) -> Tokenizer:
 
 def _encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would hold the interpreter's lock throughout: seconds for a text of megabytes, in
+        # which the event loop stands still. A batch is encoded without it, and without offsets.
+        [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
     except Exception as error:
         raise ValueError(f"the tokenizer does not take this text: {error}") from error
     return ids
