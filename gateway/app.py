@@ -30,6 +30,7 @@ from gateway.errors import (
     INVALID_REQUEST,
     METHOD_NOT_ALLOWED,
     NOT_FOUND,
+    REQUEST_TIMEOUT,
     SERVER_ERROR,
     TOO_LARGE,
     ApiError,
@@ -207,6 +208,8 @@ def error_response(error: ApiError) -> Response:
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(error.retry_after_s * 1000)))
+    if error.kind is REQUEST_TIMEOUT:
+        headers["connection"] = "close"  # What may yet come of the body is nothing to read.
     if error.kind.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Response(

@@ -64,6 +64,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _doc("How long /health/ready says 503 before the server takes no more connections."),
     ] = 0.5
     max_body_bytes: Annotated[int, _Count, _doc("Largest request body; beyond it 413.")] = 8 * _MIB
+    max_head_bytes: Annotated[
+        int, _Count, _doc("Largest head of a request: its address and headers; beyond it 431.")
+    ] = 65_536
+    receive_timeout_s: Annotated[
+        float,
+        _Seconds,
+        _doc(
+            "How long a request's head may take to come, beyond it the connection is closed; "
+            "and its body, beyond it 408."
+        ),
+    ] = 60.0
     default_max_tokens: Annotated[
         int, _Count, _doc("Tokens generated at most where a request names no bound.")
     ] = 256

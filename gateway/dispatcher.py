@@ -148,7 +148,9 @@ class Dispatcher:
     def model_failure(self, model_name: str) -> str | None:
         """Why a hosted model cannot be served now; None if it can."""
         model = self._models.get(model_name)
-        reason = None if model is None else self._quarantine.reason(model.name, model.revision)
+        reason = None
+        if model is not None:
+            reason = self._quarantine.reason(model.name, model.revision, self._clock())
         return reason or self._fleet.failure(model_name)
 
     def ack_usage(self, request_ids: Iterable[str]) -> None:
@@ -198,7 +200,7 @@ class Dispatcher:
             num_clients_too_slow=self._running.counts.too_slow,
             num_workers_lost=self._num_workers_lost,
             num_late_messages=self._running.counts.late,
-            quarantined=self._quarantine.reasons(),
+            quarantined=self._quarantine.reasons(self._clock()),
         )
 
     def worker_statuses(self) -> list[WorkerStatus]:
@@ -254,7 +256,7 @@ class Dispatcher:
         self._num_workers_lost += 1
         self._fleet.lose(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
-        for name in self._quarantine.worker_died(blamed, reason):
+        for name in self._quarantine.worker_died(blamed, reason, self._clock()):
             logger.error("model quarantined model=%s", name)
         self._fail_hopeless()
         self._pump()

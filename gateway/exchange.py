@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 # How long an answer waits for its posting. A slow disk must not hold answers back for ever; the
 # closing goes on without them.
 CLOSE_WAIT_S = 1.0
+RETRY_S = 1.0
+"""What a client is told to wait whose worker was lost; the queue holds it until the restart."""
 
 Settled: TypeAlias = Literal["finished", "disconnected", "failed"]
 
@@ -185,9 +187,8 @@ class Exchange:
             self._failure = error
             raise
         except (WorkerLost, StopAsyncIteration) as error:
-            self._failure = ApiError(
-                SERVER_ERROR, "the worker that was answering was lost: send the request again"
-            )
+            message = "the worker that was answering was lost: send the request again"
+            self._failure = ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
             raise self._failure from error
         self._pieces.append(text)
         return text

@@ -1,12 +1,12 @@
 """The way a request goes: ten stages, top to bottom, and nowhere else is their order known.
 
-Comes in: a `Call` (headers and body as they arrived). Goes out: an answer's bytes, whole or as
-events, or an ApiError while nothing has been sent. Each stage's work is in the module it names;
-what must be undone when a later stage fails is held by `exchange.Exchange`.
+Comes in: a `Call` (headers as they arrived, the body when it is asked for). Goes out: an answer's
+bytes, whole or as events, or an ApiError while nothing has been sent. Each stage's work is in the
+module it names; what must be undone when a later stage fails is held by `exchange.Exchange`.
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -38,12 +38,13 @@ class ClientGone(Exception):
 class Call:
     """One HTTP request. `answer_headers` is filled in on the way, for errors too.
 
+    `receive_body` is called once, after auth: nobody without a key makes us hold a body.
     `when_gone` takes what is to be called when the client goes away.
     """
 
     kind: wire.Kind
     headers: Mapping[str, str]
-    body: bytes
+    receive_body: Callable[[], Awaitable[bytes]]
     http_id: str
     arrived_s: float
     when_gone: Callable[[Callable[[], None]], None]
@@ -96,7 +97,7 @@ class Pipeline:
         # 1 auth
         principal = authenticate(call.headers, self._directory, now_at)
         # 2 prepare
-        asked = wire.decode(call.kind, call.body)
+        asked = wire.decode(call.kind, await call.receive_body())
         request_id = _ID_PREFIX[call.kind] + call.http_id
         prepared = await self._preparer.prepare(asked, principal, call.headers, request_id, now_at)
         # 3 limits

@@ -30,6 +30,7 @@ from gateway.bootstrap import DEMO_MODELS_DIR, DemoAccess, ensure_demo
 from gateway.config import Settings, worker_environment
 from gateway.directory import Directory
 from gateway.dispatcher import TICK_S, Dispatcher
+from gateway.http_protocol import bounded_http
 from gateway.ledger import Ledger
 from gateway.logs import set_up_logging
 from gateway.policy.budget import device_budget_bytes, host_tier_bytes
@@ -183,7 +184,7 @@ class Server:
         return _Http(
             uvicorn.Config(
                 create_app(services),
-                http="httptools",
+                http=bounded_http(self._settings.max_head_bytes, self._settings.receive_timeout_s),
                 ws="none",
                 lifespan="on",
                 log_config=None,

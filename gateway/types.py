@@ -4,7 +4,7 @@ Times named `now_s` are monotonic seconds; wall-clock instants are `*_at` in UTC
 """
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from engine.protocol import Finish, SamplingParams
@@ -68,8 +68,6 @@ class PreparedRequest:
     include_usage: bool = False
     cache_mode: CacheMode = "off"
     created_at: int = 0
-    echo_prompt: str = ""
-    user_fields: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """POST /v1/chat/completions, and what both completion routes share: from HTTP to a `Call`."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.edge import Edge
-from gateway.errors import UNSUPPORTED_MEDIA, ApiError
+from gateway.errors import REQUEST_TIMEOUT, UNSUPPORTED_MEDIA, ApiError
 from gateway.pipeline import Call, EventAnswer
 from gateway.stream import DisconnectWatch, EventStream
 from gateway.wire import Kind
@@ -19,18 +21,22 @@ async def complete(request: Request, kind: Kind) -> Response:
     """Run the pipeline for one request and stop it where the client goes away."""
     edge: Edge = request.app.state.edge
     _check_media(request)
-    body = await request.body()
     watch = DisconnectWatch(request.receive)
+
+    async def receive_body() -> bytes:
+        body = await _body(request, edge.services.settings.receive_timeout_s)
+        watch.start()  # from here on all there is to receive is that the client goes away
+        return body
+
     call = Call(
         kind=kind,
         headers=request.headers,
-        body=body,
+        receive_body=receive_body,
         http_id=request.state.http_id,
         arrived_s=request.state.arrived_s,
         when_gone=watch.when_gone,
         answer_headers=request.state.answer_headers,
     )
-    watch.start()
     try:
         answer = await edge.pipeline.handle(call)
     except BaseException:
@@ -46,6 +52,15 @@ async def complete(request: Request, kind: Kind) -> Response:
 
     timeout_s = edge.services.settings.stream_write_timeout_s
     return EventStream(answer.events, close, {}, timeout_s)
+
+
+async def _body(request: Request, timeout_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await request.body()
+    except TimeoutError as error:
+        message = f"the request body did not come within {timeout_s:g} s: send it again"
+        raise ApiError(REQUEST_TIMEOUT, message) from error
 
 
 def _check_media(request: Request) -> None:

@@ -27,6 +27,7 @@ from gateway.config import Settings
 from gateway.directory import Directory
 from gateway.edge import Edge, build_edge
 from gateway.errors import ApiError
+from gateway.http_protocol import bounded_http
 from gateway.running import RequestStream, StreamEnd
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
 from gateway.types import HostedModel, PreparedRequest, Principal
@@ -382,12 +383,17 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[str]:
+async def serving(app: Any, head_timeout_s: float = 60.0) -> AsyncIterator[str]:
     """The application behind a real server on loopback; yields its address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            app, http="httptools", ws="none", lifespan="on", log_config=None, access_log=False
+            app,
+            http=bounded_http(65_536, head_timeout_s),
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -229,7 +229,8 @@ async def chunks_of(total: int) -> AsyncIterator[bytes]:
 async def test_bodies_over_the_limit(tmp_path: Path) -> None:
     kit = make_kit(tmp_path / "tiny", max_body_bytes=10_000)
     async with client_of(kit) as client:
-        url, headers = client.base + "/v1/completions", {"content-type": "application/json"}
+        url = client.base + "/v1/completions"
+        headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
         big = {"model": "tiny", "prompt": "x" * 20_000}
         for answer in (
             client.post("/v1/completions", big),
@@ -240,6 +241,28 @@ async def test_bodies_over_the_limit(tmp_path: Path) -> None:
             assert (status, error["code"]) == (413, "request_too_large")
         kit.dispatcher.script = kit.speak("x")
         assert (await client.chat("y" * 100))[0] == 200
+
+
+async def test_a_body_that_never_comes(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path / "tiny", receive_timeout_s=0.05)
+    async with client_of(kit) as client:
+        port = int(client.base.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        writer.write(head.encode() + b"Content-Length: 100\r\n\r\n{")
+        answer = await reader.read()  # To the end: the connection is closed.
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+async def test_without_a_key_no_body_is_waited_for(client: Client) -> None:
+    port = int(client.base.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+    status = await reader.readline()
+    writer.close()
+    assert status.startswith(b"HTTP/1.1 401 ")
 
 
 async def test_a_full_queue_says_when_to_come_back(kit: Kit, client: Client) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -173,6 +174,27 @@ def test_long_messages_are_searched_quickly(unit: str) -> None:
     marked = control.guard(text)
     assert control.num_whole(marked) == 0
     assert time.process_time() - started_s < 1.0
+
+
+def test_a_long_text_leaves_other_threads_their_turn() -> None:
+    """The event loop is one of them: an encoder that holds the interpreter's lock stops it."""
+    is_done = threading.Event()
+    text = "the cat sat on the mat " * 40_000
+
+    def encode() -> None:
+        CODEC.encode_prompt(text)
+        is_done.set()
+
+    thread = threading.Thread(target=encode)
+    started_s = last_s = time.monotonic()
+    longest_s = 0.0
+    thread.start()
+    while not is_done.is_set():
+        time.sleep(0.001)
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    thread.join()
+    assert longest_s < 0.6 * (last_s - started_s)
 
 
 def test_loading(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ class Peer:
     async def serve(self) -> None:
         """Take in messages for ever; a poll every millisecond is good enough for a test."""
         while True:
-            while self.socket.poll(0):
+            while not self.socket.closed and self.socket.poll(0):
                 self.identity, frame = self.socket.recv_multipart()
                 message = decode_to_worker(frame)
                 self.received.append(message)

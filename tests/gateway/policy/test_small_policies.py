@@ -1,4 +1,4 @@
-"""Pricing, service estimates, quarantine and budgets: small tables of decisions."""
+"""Pricing, service estimates and budgets: small tables of decisions."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from gateway.policy import service_estimate
 from gateway.policy.budget import MIN_DEVICE_BYTES, device_budget_bytes, host_tier_bytes
 from gateway.policy.pricing import TokenPrices, cost_nanos
-from gateway.policy.quarantine import Quarantine
 from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
 
 PRICES = TokenPrices(prompt_nanos=100, cached_nanos=10, completion_nanos=1000)
@@ -67,33 +66,6 @@ def test_wait_estimates_are_at_least_a_second_and_bounded() -> None:
     assert estimate_wait_s(0.0, 0, 60.0) == 1.0
     assert estimate_wait_s(10.0, 2, 60.0) == 5.0
     assert estimate_wait_s(1e6, 1, 60.0) == 60.0
-
-
-def test_two_deaths_in_a_row_quarantine_and_work_between_them_does_not() -> None:
-    quarantine = Quarantine()
-    assert quarantine.worker_died([("m", "1")], "signal 9") == []
-    quarantine.served("m", "1")
-    assert quarantine.worker_died([("m", "1")], "signal 9") == []
-    assert quarantine.worker_died([("m", "1"), ("n", "1")], "signal 11") == ["m"]
-    assert "signal 11" in (quarantine.reason("m", "1") or "")
-    assert quarantine.reason("n", "1") is None
-    assert set(quarantine.reasons()) == {"m"}
-
-
-def test_a_new_revision_or_the_operator_lifts_a_quarantine() -> None:
-    quarantine = Quarantine()
-    for _ in range(2):
-        quarantine.worker_died([("m", "1")], "x")
-    quarantine.keep([("m", "1")])
-    assert quarantine.reason("m", "1")
-    assert quarantine.reason("m", "2") is None
-    quarantine.keep([("m", "2")])
-    assert quarantine.reason("m", "1") is None
-    for _ in range(2):
-        quarantine.worker_died([("m", "2")], "x")
-    quarantine.clear("m")
-    assert quarantine.reason("m", "2") is None
-    assert quarantine.worker_died([("m", "2")], "x") == []
 
 
 def test_device_budget() -> None:
