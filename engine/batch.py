@@ -109,12 +109,13 @@ def _groups(rows: Sequence[ScheduledRow], block_tokens: int) -> list[list[int]]:
 def _rows(group: list[tuple[ScheduledRow, int]], plan: KvPlan, device: torch.device) -> Rows:
     contexts = [row.request.num_computed + row.num_tokens for row, _ in group]
     width = -(-max(contexts) // plan.block_tokens)
-    blocks = torch.zeros(len(group), width, dtype=torch.int64)
-    for i, ((row, _), context) in enumerate(zip(group, contexts, strict=True)):
+    tables: list[list[int]] = []
+    for (row, _), context in zip(group, contexts, strict=True):
         num_blocks = -(-context // plan.block_tokens)
         table = row.request.block_table[:num_blocks]
         # A short row is padded with a block of its own: always valid memory, always masked.
-        blocks[i] = torch.tensor(table + [table[0]] * (width - num_blocks))
+        tables.append(table + [table[0]] * (width - num_blocks))
+    blocks = torch.tensor(tables, dtype=torch.int64)
     index = [list(range(start, start + row.num_tokens)) for row, start in group]
     return Rows(
         token_index=torch.tensor(index, dtype=torch.int64, device=device),

@@ -84,7 +84,7 @@ def blueprint(config: Any) -> Blueprint:
         tied=tied,
         kv_groups=groups,
         vocab_size=int(config.vocab_size),
-        max_context=int(config.max_position_embeddings),
+        max_context=_max_context(config),
     )
 
 
@@ -95,6 +95,21 @@ def kv_groups(config: Any) -> tuple[KvGroup, ...]:
         key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
         members.setdefault(key, []).append(number)
     return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+
+
+def _max_context(config: Any) -> int:
+    """Positions that come out right in any batch.
+
+    "longrope" takes other frequencies for the whole batch as soon as its longest sequence passes
+    the original length, whatever is in the cache: such models are hosted up to that length.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            longest = min(longest, int(original or longest))
+    return longest
 
 
 def _check_family(config: Any) -> None:

@@ -19,8 +19,9 @@ from engine.backend.base import Backend
 from engine.batch import ScheduledRow, build_batch
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, RequestRefused
-from engine.leases import make_leases
+from engine.leases import check_submit, make_leases
 from engine.model_runner import ModelRunner
+from engine.pack import PackIndex
 from engine.page_pool import PagePool
 from engine.policy.batching import split_time
 from engine.protocol import (
@@ -77,6 +78,8 @@ class Engine:
         self._runners: dict[str, ModelRunner] = {}
         self._aborts: list[Request] = []
         self._ended: list[TokenDelta] = []
+        self._kv_claim: Request | None = None  # models leave for it until it runs
+        self._stalled = False
         self._step = 0
         self._counters = {
             "steps": 0.0,
@@ -93,8 +96,10 @@ class Engine:
 
     def submit(self, request: Submit, now_s: float) -> None:
         """Take a request in. Raises RequestRefused, changing nothing."""
-        self._check(request)
+        queues = self._scheduler.queues()
+        check_submit(request, self._config, self.pool, self._residency, self._runners, queues)
         self._scheduler.add(Request.of(request, now_s))
+        self._stalled = False
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End a request at the next step; unknown ones have ended already."""
@@ -114,8 +119,13 @@ class Engine:
             self._residency.begin_drain(model_id, now_s, "unload was asked for")
 
     def has_work(self) -> bool:
-        """Whether a step would run or end something now."""
-        return bool(self._aborts or self._ended) or self._scheduler.has_work()
+        """Whether a step would run or end something now.
+
+        Not while the last step ran nothing and no page is on its way back: then all wait for loads.
+        """
+        return bool(self._aborts or self._ended) or (
+            not self._stalled and self._scheduler.has_work()
+        )
 
     def step(self, now_s: float) -> list[TokenDelta]:
         """Schedule, run, postprocess. Empty when nothing ran or ended."""
@@ -123,10 +133,14 @@ class Engine:
         self._end_aborted()
         self._advance_residency(now_s)
         planned = self._scheduler.schedule()
-        if planned is None:
+        self._stalled = False
+        if planned is not None:
+            self._run(*planned, now_s)
+        elif self.pool.num_fenced:
             self._pass_fence()
         else:
-            self._run(*planned, now_s)
+            self._make_kv_room(now_s)
+            self._stalled = not self.pool.num_fenced
         deltas, self._ended = self._ended, []
         return deltas
 
@@ -174,40 +188,36 @@ class Engine:
     def _bound_queues(self) -> list[tuple[str, ModelQueue]]:
         return [(q.model_id, q) for q in self._scheduler.queues() if q.cache is not None]
 
-    def _check(self, request: Submit) -> None:
-        model_id = request.model_id
-        if not self._residency.knows(model_id):
-            raise RequestRefused("unknown_model", f"model {model_id!r} is not in the catalog")
-        if self._residency.state(model_id) != "resident":
-            state = self._residency.state(model_id)
-            code = "draining" if state == "draining" else "not_resident"
-            raise RequestRefused(code, f"model {model_id!r} is {state}")
-        index = self._residency.index(model_id)
-        total = len(request.prompt_token_ids) + request.max_tokens
-        if not request.prompt_token_ids or request.max_tokens < 1 or total > index.max_context:
-            raise RequestRefused(
-                "context_length_exceeded",
-                f"{len(request.prompt_token_ids)} prompt and {request.max_tokens} new tokens do "
-                f"not fit a context of {index.max_context}",
-            )
-        if not all(0 <= token < index.vocab_size for token in request.prompt_token_ids):
-            raise RequestRefused(
-                "context_length_exceeded", f"a token id is outside 0..{index.vocab_size - 1}"
-            )
-        num_waiting = sum(len(queue.waiting) for queue in self._scheduler.queues())
-        if num_waiting >= self._config.max_waiting:
-            raise RequestRefused("overloaded", f"{num_waiting} requests wait already")
-
     def _reclaim(self) -> tuple[int, int]:
         freed = self.pool.retire(self._backend.last_done())
         return len(freed), self.pool.num_fenced
 
     def _pass_fence(self) -> None:
         """Nothing ran, but freed pages wait for a later step: count an empty one."""
-        if self.pool.num_fenced:
-            self._step += 1
-            self.pool.begin_step(self._step)
-            self._backend.launched(self._step)
+        self._step += 1
+        self.pool.begin_step(self._step)
+        self._backend.launched(self._step)
+
+    def _make_kv_room(self, now_s: float) -> None:
+        """Nothing runs and no page is on its way back, but somebody may wait for KV memory.
+
+        What is lacking is held by the weights of other models, and nobody would ever give it back:
+        one model goes, and until the request runs no load may take the room.
+        """
+        request = self._kv_claim = self._scheduler.oldest_waiting()
+        if request is not None and not self._residency.make_kv_room(
+            request.submit.model_id, now_s, self._is_busy, self._drop_kv
+        ):
+            reason = "its KV does not fit on the device beside the models that may not leave"
+            self._finish(request, [], "error", reason)
+
+    def _holds_loads(self) -> bool:
+        claim = self._kv_claim
+        if claim is not None and (
+            claim.state != "waiting" or self._scheduler.queue(claim.submit.model_id).cache is None
+        ):
+            self._kv_claim = claim = None
+        return claim is not None
 
     def _end_aborted(self) -> None:
         for request in self._aborts:
@@ -216,41 +226,64 @@ class Engine:
         self._aborts.clear()
 
     def _advance_residency(self, now_s: float) -> None:
-        for event in self._residency.poll(now_s, self._is_busy, self._drop_kv):
+        events = self._residency.poll(now_s, self._is_busy, self._drop_kv, self._holds_loads())
+        for event in events:
             if event.kind == "loaded":
-                self._bind(event.model_id)
+                self._start_model(event.model_id)
             elif event.kind == "failed":
                 self._fail_queue(event.model_id, event.reason)
         for queue in self._scheduler.queues():
             if queue.cache is None and queue.num_unfinished:
                 # Preempted by an eviction: its requests want the model back.
                 self._want_back(queue, now_s)
+            if not self._residency.knows(queue.model_id):
+                self._runners.pop(queue.model_id, None)
+                self._scheduler.forget(queue)
 
     def _want_back(self, queue: ModelQueue, now_s: float) -> None:
         if not self._residency.knows(queue.model_id):
             self._fail_queue(queue.model_id, "the model was removed")
-        elif self._residency.state(queue.model_id) in ("cold", "warm"):
+            return
+        state = self._residency.state(queue.model_id)
+        if state in ("cold", "warm"):
             self._residency.request_load(queue.model_id, now_s)
+        elif state == "failed":
+            self._fail_queue(queue.model_id, self._residency.reason(queue.model_id))
 
     def _is_busy(self, model_id: str) -> bool:
         return self._scheduler.queue(model_id).num_unfinished > 0
 
-    def _bind(self, model_id: str) -> None:
+    def _start_model(self, model_id: str) -> None:
+        """A model has come: point its modules at its weights."""
         index = self._residency.index(model_id)
         runner = self._runners.get(model_id)
-        if runner is None or runner.index.revision != index.revision:
-            runner = ModelRunner(
-                model_id,
-                self._residency.pack_dir(model_id),
-                index,
-                self._backend.arena,
-                self.pool,
-                self._config.block_tokens,
-            )
-            self._runners[model_id] = runner
+        if runner is not None and runner.index.revision != index.revision:
+            self._fail_queue(model_id, "the model was replaced while the request ran")
+            runner = None
+        try:
+            runner = self._bind(model_id, index, runner)
+        except Exception as error:  # modelling code and packs of another version: no contract
+            logger.exception("model %s cannot be run", model_id)
+            reason = f"its modules do not take the pack: {type(error).__name__}: {error}"
+            self._runners.pop(model_id, None)
+            self._residency.reject(model_id, reason)
+            self._fail_queue(model_id, reason)
+            return
+        self._runners[model_id] = runner
+        self._scheduler.bind(self._scheduler.queue(model_id), runner.cache)
+
+    def _bind(self, model_id: str, index: PackIndex, runner: ModelRunner | None) -> ModelRunner:
+        runner = runner or ModelRunner(
+            model_id,
+            self._residency.pack_dir(model_id),
+            index,
+            self._backend.arena,
+            self.pool,
+            self._config.block_tokens,
+        )
         views = self._residency.weights(model_id)
         runner.bind(views.tensors, views.generation)
-        self._scheduler.queue(model_id).cache = runner.cache
+        return runner
 
     def _drop_kv(self, model_id: str) -> None:
         queue = self._scheduler.queue(model_id)
@@ -296,7 +329,7 @@ class Engine:
         if not rows:
             return []
         if broken:
-            logits = logits.nan_to_num(0.0, 0.0, 0.0)
+            logits = logits.index_fill(0, torch.tensor(sorted(broken), device=logits.device), 0.0)
         return sample(
             logits,
             [

@@ -4,7 +4,8 @@
     <shm_dir>/<prefix>-<revision>.pack.tmp-<pid>     being written
 
 A file gets its final name only when every byte of it was verified, so a name that is there can be
-trusted: shared memory does not survive the machine, only the process. Capacity is in bytes, the
+trusted if the file is this user's: shared memory does not survive the machine, only the process,
+but everybody may write to its folder. Capacity is in bytes, the
 least recently used pack goes first, and never one that is being read.
 
 Mappings are kept for as long as the tier holds a pack: through a fresh mapping a copy runs at a
@@ -18,6 +19,7 @@ import contextlib
 import mmap
 import os
 import re
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from engine.errors import IntegrityError
 
 # Linux 5.14; missing from Python's mmap module.
 _MADV_POPULATE_READ = 22
+_POPULATE_BYTES = 8 << 20
 _REVISION = "[0-9a-f]+"
 
 
@@ -59,10 +62,15 @@ class Fill:
     map: mmap.mmap | None = None
 
     def populate(self) -> None:
-        """Map what was written, pages and all. The last thing a loader thread does."""
+        """Map what was written, pages and all. The last thing a loader thread does.
+
+        In pieces: madvise holds the GIL (0.14 s a GB), and the steps must go on.
+        """
         filled = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
         with contextlib.suppress(OSError):  # older kernels: the first load takes the faults
-            filled.madvise(_MADV_POPULATE_READ)
+            for start in range(0, self.num_bytes, _POPULATE_BYTES):
+                piece = min(_POPULATE_BYTES, self.num_bytes - start)
+                filled.madvise(_MADV_POPULATE_READ, start, piece)
         self.map = filled
 
 
@@ -122,7 +130,7 @@ class HostTier:
             return None
         path = self._directory / f"{self._prefix}-{revision}.pack.tmp-{os.getpid()}"
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         except OSError:
             return None
         fill = Fill(revision, path, num_bytes, descriptor)
@@ -130,11 +138,14 @@ class HostTier:
         return fill
 
     def commit(self, fill: Fill) -> None:
-        """Every byte is written and verified. Raises OSError where the file has gone."""
-        del self._fills[fill.revision]
-        os.close(fill.descriptor)
+        """Every byte is written and verified. Raises OSError where the file has gone.
+
+        The fill must then be abandoned.
+        """
         final = self._directory / f"{self._prefix}-{fill.revision}.pack"
         fill.path.rename(final)
+        del self._fills[fill.revision]
+        os.close(fill.descriptor)
         self.num_changes += 1
         self._slabs[fill.revision] = Slab(
             fill.revision, final, fill.num_bytes, self._tick(), map=fill.map
@@ -181,8 +192,10 @@ class HostTier:
             if match is None:
                 continue
             try:
+                status = path.lstat()
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                    continue
                 if match.group(2) is None:
-                    status = path.stat()
                     found.append((status.st_mtime, match.group(1), path, status.st_size))
                 elif not _is_alive(int(match.group(2))):
                     path.unlink()

@@ -118,18 +118,18 @@ class KvCache:
         self.chunk_table = torch.zeros(len(plan.blocks), 8, dtype=torch.int64, device=device)
 
     @property
-    def num_live_blocks(self) -> int:
-        """Blocks handed out."""
-        return self._num_live
-
-    @property
     def num_free_blocks(self) -> int:
         """Blocks that need no new extent."""
-        return sum(len(extent.free_slots) for extent in self._extents.values())
+        return len(self._extents) * self.plan.blocks_per_chunk - self._num_live
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` positions."""
         return -(-num_tokens // self.plan.block_tokens)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that an empty cache takes for `num_tokens` positions."""
+        extents = -(-self.blocks_for(num_tokens) // self.plan.blocks_per_chunk)
+        return extents * self.plan.pages_per_extent
 
     def available_blocks(self) -> int:
         """Blocks that `alloc` could give now, with the pool's free pages."""
@@ -145,7 +145,10 @@ class KvCache:
             size = self.plan.pages_per_extent
             for i in range(num_extents):
                 self._add_extent(pages[i * size : (i + 1) * size])
-        return [self._take_block() for _ in range(num_blocks)]
+        blocks: list[int] = []
+        while len(blocks) < num_blocks:
+            blocks.extend(self._take_blocks(num_blocks - len(blocks)))
+        return blocks
 
     def free(self, blocks: list[int]) -> None:
         """Give blocks back; extents that become empty return to the pool (fenced)."""
@@ -174,19 +177,24 @@ class KvCache:
             extent = self._extents.get(block // per_chunk)
             if extent is None or block % per_chunk in extent.free_slots:
                 raise IntegrityError(f"{self.owner.model_id}: live block {block} is free")
+        if sum(len(extent.free_slots) for extent in self._extents.values()) != self.num_free_blocks:
+            raise IntegrityError(f"{self.owner.model_id}: a block is neither live nor free")
         held = sum(len(extent.pages) for extent in self._extents.values())
         if held != self._pool.owned(self.owner):
             raise IntegrityError(f"{self.owner}: holds {held} pages, pool says otherwise")
 
-    def _take_block(self) -> int:
-        # The fullest extent that still has room: others empty out and can be given back.
+    def _take_blocks(self, num_blocks: int) -> list[int]:
+        """At most `num_blocks`, all from one extent: looking for it costs a pass over all."""
+        # The fullest that still has room: others empty out and can be given back.
         extent_id = min(
             (i for i, extent in self._extents.items() if extent.free_slots),
             key=lambda i: len(self._extents[i].free_slots),
         )
-        self._num_live += 1
-        slot = self._extents[extent_id].free_slots.pop()
-        return extent_id * self.plan.blocks_per_chunk + slot
+        free_slots = self._extents[extent_id].free_slots
+        first = extent_id * self.plan.blocks_per_chunk
+        taken = [first + free_slots.pop() for _ in range(min(num_blocks, len(free_slots)))]
+        self._num_live += len(taken)
+        return taken
 
     def _add_extent(self, pages: list[int]) -> None:
         extent_id = self._free_extent_ids.pop() if self._free_extent_ids else len(self._extents)

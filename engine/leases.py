@@ -1,15 +1,16 @@
-"""What a worker can still take: leases from what the pool can really hold.
+"""What a worker can still take: leases from what the pool can really hold, and what is refused.
 
 Every unfinished request is counted at its worst case (prompt + max_tokens), so that preemption is
 the exception. All leases share one memory; the figures that bound them together come first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from engine.config import EngineConfig
+from engine.errors import RequestRefused
 from engine.model_runner import ModelRunner
 from engine.page_pool import PagePool
-from engine.protocol import Lease
+from engine.protocol import Lease, Submit
 from engine.residency import Residency
 from engine.scheduler import ModelQueue
 
@@ -49,6 +50,46 @@ def make_leases(
             )
         )
     return free_requests, free_pages * pool.page_bytes, leases
+
+
+def check_submit(
+    request: Submit,
+    config: EngineConfig,
+    pool: PagePool,
+    residency: Residency,
+    runners: Mapping[str, ModelRunner],
+    queues: Iterable[ModelQueue],
+) -> None:
+    """Raises RequestRefused for what cannot run; a lease is not asked for."""
+    model_id = request.model_id
+    if not residency.knows(model_id):
+        raise RequestRefused("unknown_model", f"model {model_id!r} is not in the catalog")
+    if residency.state(model_id) != "resident":
+        state = residency.state(model_id)
+        code = "draining" if state == "draining" else "not_resident"
+        raise RequestRefused(code, f"model {model_id!r} is {state}")
+    index = residency.index(model_id)
+    total = len(request.prompt_token_ids) + request.max_tokens
+    if not request.prompt_token_ids or request.max_tokens < 1 or total > index.max_context:
+        raise RequestRefused(
+            "context_length_exceeded",
+            f"{len(request.prompt_token_ids)} prompt and {request.max_tokens} new tokens do "
+            f"not fit a context of {index.max_context}",
+        )
+    num_kv_pages = runners[model_id].cache.pages_for(total)
+    if num_kv_pages > residency.num_pages_for_kv(model_id):
+        raise RequestRefused(
+            "context_length_exceeded",
+            f"{total} tokens need {num_kv_pages * pool.page_bytes} bytes of KV, more than the "
+            "device has beside the model's weights and the pinned models",
+        )
+    if not all(0 <= token < index.vocab_size for token in request.prompt_token_ids):
+        raise RequestRefused(
+            "context_length_exceeded", f"a token id is outside 0..{index.vocab_size - 1}"
+        )
+    num_waiting = sum(len(queue.waiting) for queue in queues)
+    if num_waiting >= config.max_waiting:
+        raise RequestRefused("overloaded", f"{num_waiting} requests wait already")
 
 
 def _pages_still_needed(queue: ModelQueue) -> int:

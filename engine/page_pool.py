@@ -20,6 +20,9 @@ from engine.errors import IntegrityError, OutOfPages
 
 OwnerKind = Literal["weights", "kv"]
 
+_FREE = b"\x01"
+_TAKEN = b"\x00"
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -54,6 +57,9 @@ class PagePool:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self._owner: list[Owner | None] = [None] * num_pages
+        # One byte a page, 1 if it is free: searched at the speed of memchr, where a loop over the
+        # owners took 9 ms for a page of a nearly full pool of 70,000.
+        self._free_map = bytearray(_FREE * num_pages)
         self._fenced: dict[int, int] = {}  # page -> last step that may touch it
         self._step_in_flight = 0
         self._count: dict[Owner, int] = {}
@@ -83,24 +89,18 @@ class PagePool:
 
     def largest_hole(self) -> int:
         """Length of the longest run of free pages."""
-        best = current = 0
-        for page in range(self.num_pages):
-            current = current + 1 if self._is_free(page) else 0
-            best = max(best, current)
-        return best
+        return max(len(hole) for hole in self._free_map.split(_TAKEN))
 
     def alloc_run(self, owner: Owner, num_pages: int) -> PageRun:
         """The lowest run of `num_pages` free neighbours. Raises OutOfPages, changing nothing."""
         if num_pages < 1:
             raise ValueError("a run has at least one page")
-        length = 0
-        for page in range(self.num_pages):
-            length = length + 1 if self._is_free(page) else 0
-            if length == num_pages:
-                run = PageRun(page - num_pages + 1, num_pages)
-                self._take(owner, run.pages)
-                return run
-        raise OutOfPages(f"no run of {num_pages} pages ({self._num_free} free)")
+        first = self._free_map.find(_FREE * num_pages) if num_pages <= self._num_free else -1
+        if first < 0:
+            raise OutOfPages(f"no run of {num_pages} pages ({self._num_free} free)")
+        run = PageRun(first, num_pages)
+        self._take(owner, run.pages)
+        return run
 
     def alloc_runs(self, owner: Owner, lengths: Sequence[int]) -> list[PageRun]:
         """One run for each length, all or nothing. Raises OutOfPages, changing nothing."""
@@ -121,11 +121,10 @@ class PagePool:
         if num_pages > self._num_free:
             raise OutOfPages(f"{num_pages} pages asked for, {self._num_free} free")
         found: list[int] = []
-        page = self.num_pages - 1
+        page = self.num_pages
         while len(found) < num_pages:
-            if self._is_free(page):
-                found.append(page)
-            page -= 1
+            page = self._free_map.rfind(_FREE, 0, page)
+            found.append(page)
         self._take(owner, found)
         return found
 
@@ -147,6 +146,7 @@ class PagePool:
         freed = [page for page, last in self._fenced.items() if last <= step]
         for page in freed:
             del self._fenced[page]
+            self._free_map[page] = 1
         self._num_free += len(freed)
         return freed
 
@@ -161,18 +161,18 @@ class PagePool:
                     raise IntegrityError(f"page {page} is fenced and owned by {owner}")
             elif page not in self._fenced:
                 num_free += 1
+            if self._free_map[page] != (owner is None and page not in self._fenced):
+                raise IntegrityError(f"page {page} of {owner} is on the wrong list")
         if count != self._count or num_free != self._num_free:
             raise IntegrityError(
                 f"counted {count}, {num_free} free; booked {self._count}, {self._num_free} free"
             )
 
-    def _is_free(self, page: int) -> bool:
-        return self._owner[page] is None and page not in self._fenced
-
     def _take(self, owner: Owner, pages: Iterable[int]) -> None:
         taken = 0
         for page in pages:
             self._owner[page] = owner
+            self._free_map[page] = 0
             taken += 1
         if taken:
             self._count[owner] = self._count.get(owner, 0) + taken
@@ -183,6 +183,7 @@ class PagePool:
         pages = list(pages)
         for page in pages:
             self._owner[page] = None
+            self._free_map[page] = 1
         self._uncount(owner, len(pages))
         self._num_free += len(pages)
 

@@ -15,6 +15,7 @@ Does not know requests: `busy` and `drop_kv` are how it asks the engine about th
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from engine.backend.base import Backend
 from engine.config import EngineConfig
@@ -24,7 +25,14 @@ from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
 from engine.policy.eviction import EvictionParams
 from engine.protocol import ModelSpec, ModelStatus, ResidencyState, SwapRecord
-from engine.residency_state import Hosted, ResidencyEvent, blob_stamp, learn
+from engine.residency_state import (
+    Hosted,
+    ResidencyEvent,
+    blob_stamp,
+    check_books,
+    learn,
+    status_row,
+)
 from engine.room import Room, weights_of
 from engine.tiers import Tiers
 from engine.weights import WeightViews, build_views
@@ -100,6 +108,10 @@ class Residency:
         """The model's state."""
         return self._get(model_id).state
 
+    def reason(self, model_id: str) -> str:
+        """Why the model is in its state; mostly of use for a failed one."""
+        return self._get(model_id).reason
+
     def request_load(self, model_id: str, now_s: float) -> None:
         """Make the model resident as soon as it is its turn. Idempotent.
 
@@ -129,11 +141,37 @@ class Residency:
         model.used = True
         model.last_used_s = now_s
 
-    def poll(self, now_s: float, busy: Busy, drop_kv: DropKv) -> list[ResidencyEvent]:
+    def reject(self, model_id: str, reason: str) -> None:
+        """A model that is resident but cannot be run: it fails, and its pages come back."""
+        self._fail(self._get(model_id), reason, False, [])
+
+    def make_kv_room(self, model_id: str, now_s: float, busy: Busy, drop_kv: DropKv) -> bool:
+        """Evict one model for the KV of `model_id`. Only for when nothing runs, whoever is busy.
+
+        False: nobody may go. True as well while a load is under way: it may go when it has come.
+        """
+        on_device = self._on_device()
+        if any(model.job is not None for model in on_device):
+            return True
+        victim = self._room.kv_victim(model_id, on_device, now_s, busy)
+        if victim is None:
+            return False
+        self._drain(self._hosted[victim], now_s, f"KV of {model_id}")
+        self._evict(self._hosted[victim], now_s, drop_kv, [])
+        return True
+
+    def num_pages_for_kv(self, model_id: str) -> int:
+        """Pages the model's KV could have if every model that may leave had left."""
+        kept = self._room.num_pages_kept(self._get(model_id), self._hosted.values())
+        return self._pool.num_pages - kept
+
+    def poll(
+        self, now_s: float, busy: Busy, drop_kv: DropKv, hold_loads: bool = False
+    ) -> list[ResidencyEvent]:
         """Advance everything. `drop_kv` must give back all KV pages of the model it names.
 
         A busy model that drains is evicted at `drain_timeout_s`; its requests are then the
-        engine's to preempt (in `drop_kv`).
+        engine's to preempt (in `drop_kv`). With `hold_loads` no load takes pages or makes room.
         """
         events: list[ResidencyEvent] = []
         self._tiers.poll()
@@ -146,7 +184,8 @@ class Residency:
                 overdue = now_s - model.drain_since_s >= self._config.drain_timeout_s
                 if model.views is None or overdue or not busy(model.model_id):
                     self._evict(model, now_s, drop_kv, events)
-        self._serve_queue(now_s, busy, drop_kv, events)
+        if not hold_loads:
+            self._serve_queue(now_s, busy, drop_kv, events)
         if self._num_tier_changes != self._tiers.num_changes:
             self._num_tier_changes = self._tiers.num_changes
             for model in self._hosted.values():
@@ -176,40 +215,21 @@ class Residency:
 
     def status_rows(self, num_requests: Mapping[str, tuple[int, int]]) -> list[ModelStatus]:
         """A row for each model; `num_requests`: running and waiting by model."""
-        rows = []
-        for model_id, model in self._hosted.items():
-            running, waiting = num_requests.get(model_id, (0, 0))
-            kv_pages = self._pool.owned(Owner(model_id, "kv"))
-            rows.append(
-                ModelStatus(
-                    model_id=model_id,
-                    state=model.state,
-                    weight_bytes=model.index.total_bytes if model.index else 0,
-                    kv_bytes_used=kv_pages * self._pool.page_bytes,
-                    num_running=running,
-                    num_waiting=waiting,
-                    load_s_estimate=self.load_estimate_s(model_id),
-                    reason=model.reason,
-                )
+        return [
+            status_row(
+                model,
+                self._pool.owned(Owner(model_id, "kv")) * self._pool.page_bytes,
+                self.load_estimate_s(model_id),
+                num_requests.get(model_id, (0, 0)),
             )
-        return rows
+            for model_id, model in self._hosted.items()
+        ]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless states, pages, jobs and the queue agree."""
         for model in self._hosted.values():
-            pages = sum(run.num_pages for run in model.runs)
-            queued = self._queue.count(model)
-            facts = {
-                "owns other pages than it thinks": self._pool.owned(weights_of(model)) != pages,
-                "is queued wrongly": queued != (model.state == "loading" and not model.runs),
-                "holds pages": model.holds_pages
-                != (model.state in ("resident", "draining") or model.job is not None),
-                "has views": (model.views is not None) != (model.job is None and bool(model.runs)),
-                "loads": model.job is not None and model.state not in ("loading", "draining"),
-            }
-            wrong = [fact for fact, holds in facts.items() if holds]
-            if wrong:
-                raise IntegrityError(f"{model.model_id} ({model.state}): {', '.join(wrong)}")
+            pages = self._pool.owned(weights_of(model))
+            check_books(model, pages, self._queue.count(model))
         owners = {o.model_id for o in self._pool.pages_by_owner() if o.kind == "weights"}
         if not owners <= self._hosted.keys():
             raise IntegrityError(f"pages of unknown models: {owners - self._hosted.keys()}")
@@ -268,16 +288,9 @@ class Residency:
         model.move("cold")
         self._refresh(model)
         assert model.index is not None
-        self._swaps.append(
-            SwapRecord(
-                model_id=model.model_id,
-                kind="evict",
-                tier="host" if self._tiers.is_warm(model.index) else "none",
-                size_bytes=model.index.total_bytes,
-                duration_s=now_s - model.drain_since_s,
-                reason=reason,
-            )
-        )
+        tier: Literal["host", "none"] = "host" if self._tiers.is_warm(model.index) else "none"
+        size, duration_s = model.index.total_bytes, now_s - model.drain_since_s
+        self._swaps.append(SwapRecord(model.model_id, "evict", tier, size, duration_s, reason))
         events.append(ResidencyEvent("evicted", model.model_id, reason))
         if model.removed:
             del self._hosted[model.model_id]
@@ -324,15 +337,8 @@ class Residency:
         model.move("resident")
         model.used = False
         model.resident_since_s = model.last_used_s = now_s
-        self._swaps.append(
-            SwapRecord(
-                model_id=model.model_id,
-                kind="load",
-                tier=tier,
-                size_bytes=model.index.total_bytes,
-                duration_s=job.duration_s,
-            )
-        )
+        size = model.index.total_bytes
+        self._swaps.append(SwapRecord(model.model_id, "load", tier, size, job.duration_s))
         events.append(ResidencyEvent("loaded", model.model_id))
 
     def _serve_queue(

@@ -17,13 +17,13 @@ from typing import Literal
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import IllegalTransition, PackError
+from engine.errors import IllegalTransition, IntegrityError, PackError
 from engine.kv_cache import plan_kv
 from engine.loader import DiskLoad, HostLoad
 from engine.pack import BLOB_NAME, PackIndex, read_index
 from engine.page_pool import PagePool, PageRun
 from engine.policy.eviction import Demand
-from engine.protocol import ModelSpec, ResidencyState
+from engine.protocol import ModelSpec, ModelStatus, ResidencyState
 from engine.weights import WeightViews, check_pack
 from kernels.paged_attention import LayerGeometry
 
@@ -33,7 +33,8 @@ TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
     "warm": frozenset({"cold", "loading", "failed"}),
     # Back to cold or warm: a queued load was called off. Draining: one that had begun.
     "loading": frozenset({"resident", "failed", "draining", "cold", "warm"}),
-    "resident": frozenset({"draining"}),
+    # Failed: its weights came, but the modelling code does not take them.
+    "resident": frozenset({"draining", "failed"}),
     "draining": frozenset({"cold", "warm"}),
     # A new pack under the model's name, or another try where the pack was not to blame.
     "failed": frozenset({"cold", "warm"}),
@@ -131,6 +132,40 @@ def learn(model: Hosted, config: EngineConfig, pool: PagePool) -> Hosted:
     except (PackError, ValueError) as error:
         model.move("failed", str(error))
     return model
+
+
+def check_books(model: Hosted, num_pages: int, num_queued: int) -> None:
+    """Raises IntegrityError unless the model's state, pages and job agree.
+
+    `num_pages`: what the pool says its weights own; `num_queued`: its places in the load queue.
+    """
+    facts = {
+        "owns other pages than it thinks": num_pages != sum(run.num_pages for run in model.runs),
+        "is queued wrongly": num_queued != (model.state == "loading" and not model.runs),
+        "holds pages": model.holds_pages
+        != (model.state in ("resident", "draining") or model.job is not None),
+        "has views": (model.views is not None) != (model.job is None and bool(model.runs)),
+        "loads": model.job is not None and model.state not in ("loading", "draining"),
+    }
+    wrong = [fact for fact, holds in facts.items() if holds]
+    if wrong:
+        raise IntegrityError(f"{model.model_id} ({model.state}): {', '.join(wrong)}")
+
+
+def status_row(
+    model: Hosted, kv_bytes: int, load_s: float, num_requests: tuple[int, int]
+) -> ModelStatus:
+    """The model as a status tells it. `num_requests`: running and waiting."""
+    return ModelStatus(
+        model_id=model.model_id,
+        state=model.state,
+        weight_bytes=model.index.total_bytes if model.index else 0,
+        kv_bytes_used=kv_bytes,
+        num_running=num_requests[0],
+        num_waiting=num_requests[1],
+        load_s_estimate=load_s,
+        reason=model.reason,
+    )
 
 
 def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> int:

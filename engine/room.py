@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.errors import OutOfPages
 from engine.page_pool import Owner, PagePool, PageRun
-from engine.policy.eviction import Candidate, EvictionParams, Newcomer, Victims, choose_victims
+from engine.policy.eviction import (
+    Candidate,
+    EvictionParams,
+    Newcomer,
+    Victims,
+    choose_kv_victim,
+    choose_victims,
+)
 from engine.residency_state import Hosted
 from engine.tiers import Tiers
 
@@ -95,6 +102,22 @@ class Room:
         ]
         # Enough pages but no run long enough: whoever goes next may open one.
         return choose_victims(newcomer, max(1, short), candidates, now_s, self._params)
+
+    def kv_victim(
+        self, model_id: str, on_device: Iterable[Hosted], now_s: float, busy: Callable[[str], bool]
+    ) -> str | None:
+        """Who has to go so that `model_id`, which is resident, gets KV; None if nobody may."""
+        candidates = [self._candidate(model, busy) for model in on_device]
+        return choose_kv_victim(model_id, candidates, now_s, self._params)
+
+    def num_pages_kept(self, model: Hosted, hosted: Iterable[Hosted]) -> int:
+        """Pages that the model's KV can never have: its own weights and those of pinned models."""
+        return sum(
+            run.num_pages
+            for other in hosted
+            if other is model or other.spec.pinned
+            for run in other.runs
+        )
 
     def _candidate(self, model: Hosted, busy: Callable[[str], bool]) -> Candidate:
         assert model.index is not None

@@ -66,6 +66,8 @@ def _probabilities(
     logits: torch.Tensor, rows: Sequence[SampleRow], picked: list[int]
 ) -> torch.Tensor:
     temperature = torch.tensor([rows[i].temperature for i in picked], device=logits.device)
+    # Below float32's range it would be 0, and 0 / 0 is NaN.
+    temperature.clamp_(min=torch.finfo(torch.float32).tiny)
     # The largest logit goes to 0 first: a tiny temperature must not overflow.
     shifted = logits[picked] - logits[picked].amax(-1, keepdim=True)
     return (shifted / temperature[:, None]).softmax(-1)

@@ -3,11 +3,13 @@
 Holds the requests of all models, in queues per model. A step runs one model's batch; a step never
 allocates what was not reserved here. When the pool has no page left, the youngest running request
 of any model is preempted: its blocks are given back and it is computed again later, so the oldest
-always makes progress.
+always makes progress. While the oldest request of a model waits for memory, no younger request of
+another model is let in before it.
 
 Does not load models and does not run them.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,13 +24,17 @@ from engine.request import Request
 
 @dataclass(slots=True)
 class ModelQueue:
-    """Requests of one model. `tag` is the service it has had; `cache` is None unless resident."""
+    """Requests of one model. `tag` is the service it has had; `cache` is None unless resident.
+
+    `short` says that the first waiting request found too little memory when it last was its turn.
+    """
 
     model_id: str
     cache: KvCache | None = None
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     tag: float = 0.0
+    short: bool = False
 
     @property
     def num_unfinished(self) -> int:
@@ -60,6 +66,7 @@ class Scheduler:
         self._by_key: dict[tuple[str, int], Request] = {}
         self._current: str | None = None
         self._steps_run = 0
+        self._last_run: ModelQueue | None = None
         self._next_order = 0
         self.num_preemptions = 0
 
@@ -76,6 +83,17 @@ class Scheduler:
         """Requests that wait or run, of all models."""
         return len(self._by_key)
 
+    def bind(self, queue: ModelQueue, cache: KvCache) -> None:
+        """The model has become resident; what waited for its load can run."""
+        queue.cache = cache
+        self._lift(queue)
+
+    def forget(self, queue: ModelQueue) -> None:
+        """Drop the queue of a model that is gone. It must be empty."""
+        if queue.num_unfinished:
+            raise IntegrityError(f"{queue.model_id} still has requests")
+        del self._queues[queue.model_id]
+
     def has_work(self) -> bool:
         """Whether some resident model has a request."""
         return any(q.cache is not None and q.num_unfinished for q in self._queues.values())
@@ -84,12 +102,16 @@ class Scheduler:
         """An unfinished request by (request_id, attempt)."""
         return self._by_key.get(key)
 
+    def oldest_waiting(self) -> Request | None:
+        """The request of a resident model that has waited longest."""
+        heads = [q.waiting[0] for q in self._queues.values() if q.cache is not None and q.waiting]
+        return min(heads, key=lambda request: request.order, default=None)
+
     def add(self, request: Request) -> None:
         """Queue a new request behind those of its model."""
         queue = self.queue(request.submit.model_id)
         if not queue.num_unfinished:
-            active = [q.tag for q in self._queues.values() if q.num_unfinished]
-            queue.tag = lift(queue.tag, active)
+            self._lift(queue)
         self._next_order += 1
         request.order = self._next_order
         queue.waiting.append(request)
@@ -112,6 +134,7 @@ class Scheduler:
             queue = self._queues[chosen]
             rows = self._rows(queue)
             if rows:
+                self._last_run = queue
                 return queue, rows
             blocked.add(chosen)
 
@@ -172,17 +195,40 @@ class Scheduler:
         promised = sum(
             max(0, cache.blocks_for(len(r.token_ids)) - len(r.block_table)) for r in queue.running
         )
+        was_short, queue.short = queue.short, False
+        oldest_short = self._oldest_short()
         while queue.waiting and self._num_running() < self._max_num_seqs:
             request = queue.waiting[0]
             # One block more than it needs now, so that it is not preempted by its next token.
             needed = cache.blocks_for(len(request.token_ids) + 1)
-            if promised + needed > cache.available_blocks():
+            if request.order > oldest_short or promised + needed > cache.available_blocks():
+                queue.short = True
                 return
             promised += needed
+            if was_short and not queue.running:
+                self._lift(queue)
             queue.waiting.popleft()
             request.move("running")
             queue.running.append(request)
             queue.running.sort(key=lambda r: r.order)
+
+    def _lift(self, queue: ModelQueue) -> None:
+        """Neither idleness nor waiting for a load or for memory earns credit."""
+        active = [q.tag for q in self._queues.values() if q.running and q is not queue]
+        if not active and self._last_run is not None:
+            active = [self._last_run.tag]
+        queue.tag = lift(queue.tag, active)
+
+    def _oldest_short(self) -> float:
+        """Order of the oldest request that waits for memory; infinite if none does."""
+        return min(
+            (
+                q.waiting[0].order
+                for q in self._queues.values()
+                if q.short and q.waiting and q.cache is not None
+            ),
+            default=math.inf,
+        )
 
     def _num_running(self) -> int:
         return sum(len(q.running) for q in self._queues.values())

@@ -6,7 +6,7 @@ without a tokenizer. What is left is a configuration object, a set of named tens
 one at a time, and the small files that go into the pack as they are.
 
 Every refusal is a RegistrationRefused with a stable code and a message that tells the operator what
-to do. Does not know the model's modules (`skeleton.py`) or the pack (`convert.py`).
+to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.py`).
 """
 
 import hashlib

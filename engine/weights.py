@@ -16,7 +16,7 @@ from engine.errors import ChecksumMismatch, PackError
 from engine.pack import BLOB_NAME, CHUNK_BYTES, SEGMENT_ALIGN, TENSOR_ALIGN, Chunk, PackIndex
 
 # One read and one checksum update at a time, so that the second finds the bytes in the core's
-# cache: 83 % of a bare preadv instead of 66 % with whole chunks (docs/log.md).
+# cache: 76 % of a bare preadv instead of 64 % with whole chunks (docs/log.md).
 READ_BYTES = 1 << 20
 
 

@@ -35,7 +35,10 @@ def choose_model(
 
 
 def lift(tag: float, active_tags: Sequence[float]) -> float:
-    """A model's tag when it becomes active again: idleness earns no credit (Sheng et al., 2024)."""
+    """A model's tag when it becomes active again: idleness earns no credit (Sheng et al., 2024).
+
+    `active_tags` are those of the models that run; where none does, that of the last to run.
+    """
     return max(tag, min(active_tags)) if active_tags else tag
 
 

@@ -144,6 +144,22 @@ def choose_victims(
     )
 
 
+def choose_kv_victim(
+    model_id: str, candidates: Sequence[Candidate], now_s: float, params: EvictionParams
+) -> str | None:
+    """Who goes so that `model_id` gets KV when nothing can run without; None if nobody may.
+
+    Neither margin nor residence counts: the device stands still. A model that drains goes first.
+    """
+    leaving = [c for c in candidates if c.draining]
+    others = [c for c in candidates if not c.pinned and c.model_id != model_id]
+    ranked = sorted(
+        leaving or others,
+        key=lambda c: (c.busy, candidate_score(c, now_s, params), c.last_used_s, c.model_id),
+    )
+    return ranked[0].model_id if ranked else None
+
+
 def candidate_score(candidate: Candidate, now_s: float, params: EvictionParams) -> float:
     """Worth of keeping a resident model, a byte."""
     rate = candidate.demand.rate(now_s, params.half_life_s)

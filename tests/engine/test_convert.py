@@ -366,6 +366,19 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
     assert "latent" in str(problem)
 
 
+def test_longrope_is_hosted_up_to_its_original_length(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 32,
+    }
+    config = Phi3Config(**SHAPE, rope_parameters=rope, original_max_position_embeddings=32)
+    _, index = convert(hf_folder(tmp_path / "model", config), tmp_path / "packs")
+    assert index.max_context == 32
+
+
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     assert refusal(tmp_path / "nowhere", tmp_path / "packs").code == "no_source"
 

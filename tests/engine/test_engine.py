@@ -7,6 +7,7 @@ owns would show in its tokens.
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ class Driver:
         fence_lag: int = 0,
         max_batch_tokens: int = 48,
         max_num_seqs: int = 8,
+        **settings: Any,
     ) -> None:
         config = EngineConfig(
             arena_bytes=num_pages * PAGE,
@@ -42,6 +44,7 @@ class Driver:
             block_tokens=4,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
+            **settings,
         )
         self.backend = CpuBackend(config.arena_bytes, fence_lag)
         self.backend.poison(0, config.arena_bytes)

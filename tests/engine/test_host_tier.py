@@ -135,3 +135,25 @@ def test_a_mapping_survives_the_eviction_of_its_file(tmp_path: Path) -> None:
     tier.release(slab)
     put(tier, "bb")  # drops aa
     assert bytes(view) == b"a" * PACK
+
+
+def test_a_fill_whose_file_is_gone_can_be_abandoned(tmp_path: Path) -> None:
+    tier = HostTier(tmp_path, "w", 3 * PACK)
+    fill = tier.begin_fill("aa", PACK)
+    assert fill is not None
+    fill.path.unlink()
+    with pytest.raises(OSError, match="aa"):
+        tier.commit(fill)
+    tier.abandon(fill)
+    assert not tier.is_filling("aa")
+    assert put(tier, "aa")
+
+
+def test_only_this_users_own_files_are_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert put(HostTier(tmp_path, "w", 3 * PACK), "aa")
+    (tmp_path / "w-bb.pack").symlink_to(tmp_path / "w-aa.pack")
+    assert [HostTier(tmp_path, "w", 3 * PACK).has(name) for name in ("aa", "bb")] == [True, False]
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert not HostTier(tmp_path, "w", 3 * PACK).has("aa")

@@ -123,3 +123,16 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCacheMachine = CacheMachine.TestCase
+
+
+def test_blocks_of_a_large_half_used_cache_are_all_handed_out() -> None:
+    pool = PagePool(40_000, 1 << 16)
+    plan = plan_kv([LayerGeometry(2, 16, 16)] * 2, torch.float32, 4, pool.page_bytes, 40_000)
+    cache = KvCache(Owner("m", "kv"), plan, pool, torch.device("cpu"))
+    live = [cache.alloc(plan.blocks_per_chunk - 1) for _ in range(4000)]
+    live.append(cache.alloc(30_000))
+    cache.check_integrity([block for blocks in live for block in blocks])
+    for blocks in live:
+        cache.free(blocks)
+    assert pool.num_fenced == pool.num_pages - pool.num_free
+    assert cache.num_free_blocks == 0

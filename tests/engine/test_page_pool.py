@@ -149,3 +149,13 @@ def test_a_broken_book_is_noticed() -> None:
     pool._num_free = 3
     with pytest.raises(IntegrityError, match="counted"):
         pool.check_integrity()
+
+
+def test_a_nearly_full_pool_of_a_large_device_gives_what_is_left_and_no_more() -> None:
+    pool = PagePool(70_000, 1 << 21)
+    pool.alloc_pages(Owner("a", "kv"), 69_000)
+    given = [pool.alloc_pages(Owner("b", "kv"), 1)[0] for _ in range(1000)]
+    assert given == list(range(999, -1, -1))
+    with pytest.raises(OutOfPages):
+        pool.alloc_run(Owner("c", "weights"), 1)
+    pool.check_integrity()

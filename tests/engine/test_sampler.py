@@ -58,6 +58,12 @@ def test_a_row_draws_the_same_token_alone_and_in_a_batch() -> None:
     assert together[5] == int(logits[5].argmax())
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-46, 1e-300])
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_a_temperature_below_float32_is_greedy(temperature: float, top_p: float) -> None:
+    assert sample(torch.tensor([[0.0, 5.0, 1.0]]), [SampleRow(temperature, top_p, 1, 2)]) == [1]
+
+
 def test_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = torch.tensor([[1e4, 9.9e3, 0.0]])
     assert sample(logits, [SampleRow(1e-6, 1.0, 0, 0)]) == [0]

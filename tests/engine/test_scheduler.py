@@ -143,3 +143,54 @@ def test_finished_requests_do_not_move() -> None:
     with pytest.raises(IllegalTransition):
         request.move("running")
     assert request.state == "finished"
+
+
+def test_a_model_that_ran_alone_for_long_is_not_locked_out_by_a_new_one() -> None:
+    world = World()
+    world.add("x", "a", 4, 3)
+    chosen = []
+    for step in range(20):
+        if step == 3:
+            assert world.finished
+            world.add("new", "b", 4, 40)
+        elif step == 4:
+            world.add("back", "a", 4, 40)
+        planned = world.play()
+        assert planned is not None
+        planned[0].tag += 1000.0 if step < 3 else 1.0
+        chosen.append(planned[0].model_id)
+    assert 6 <= chosen[4:].count("a") <= 10
+
+
+def test_waiting_for_a_load_or_for_memory_earns_no_credit() -> None:
+    world = World()
+    away = world.scheduler.queue("away")
+    cache, away.cache = world.scheduler.queue("b").cache, None
+    world.add("x", "a", 4, 40)
+    world.add("y", "away", 4, 40)
+    queue = world.scheduler.queue("a")
+    world.play()
+    queue.tag = 50.0
+    world.add("z", "b", 4, 1)
+    assert world.scheduler.queue("b").tag == 50.0  # not that of a model that cannot run
+    assert cache is not None
+    world.scheduler.bind(away, cache)
+    assert away.tag == 50.0
+
+
+def test_no_younger_request_overtakes_one_that_waits_for_memory() -> None:
+    world = World()
+    first = world.add("first", "a", 200, 30)
+    while not first.num_generated:
+        world.play()
+    large = world.add("large", "a", 200, 8)
+    small = world.add("small", "b", 4, 4)
+    world.play()  # the turn of "a": `large` is found to wait for memory
+    world.scheduler.queue("b").tag = -1.0  # from now on it would go first
+    assert large.state == "waiting"
+    while large.state == "waiting":
+        assert small.state == "waiting"
+        world.play()
+    while world.scheduler.num_unfinished:
+        world.play()
+    assert len(world.finished) == 3

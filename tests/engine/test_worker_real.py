@@ -33,6 +33,7 @@ from engine.protocol import (
     Submit,
     UnloadModel,
     Welcome,
+    WorkerStatus,
 )
 from engine.worker_process import EXIT_FAILED, EXIT_ORPHANED
 from tests.engine.worker_rig import Gateway
@@ -163,7 +164,7 @@ def running(models: list[TinyModel], tmp_path_factory: pytest.TempPathFactory) -
     made = start(tmp_path_factory.mktemp("w"), models, os.getpid())
     try:
         made.gateway.hello()
-        made.until(lambda: bool(made.gateway.received))
+        made.until(lambda: bool(made.gateway.all(WorkerStatus)))
         made.gateway.send(SetCatalog([ModelSpec(m.name, str(m.pack_dir)) for m in models]))
         yield made
     finally:

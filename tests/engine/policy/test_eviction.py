@@ -13,6 +13,7 @@ from engine.policy.eviction import (
     Newcomer,
     Victims,
     candidate_score,
+    choose_kv_victim,
     choose_victims,
     newcomer_score,
 )
@@ -101,6 +102,19 @@ def test_nobody_goes_in_vain() -> None:
     large = resident("large", num_pages=10, demand=Demand(1, NOW))
     assert choose(10, small, large).evict == ("large",)
     assert choose(11, small, large).evict == ("small", "large")
+
+
+def test_for_kv_somebody_goes_whatever_its_score() -> None:
+    def victim(*candidates: Candidate) -> str | None:
+        return choose_kv_victim("me", candidates, NOW, PARAMS)
+
+    me, pinned = resident("me"), resident("pinned", pinned=True)
+    busy, idle = resident("busy", busy=True), resident("idle", demand=Demand(9.0, NOW))
+    assert victim(me, pinned) is None
+    assert victim(me, pinned, busy) == "busy"
+    assert victim(me, pinned, busy, idle) == "idle"
+    assert victim(me, idle, resident("leaving", draining=True, busy=True)) == "leaving"
+    assert victim(resident("me", draining=True), idle) == "me"
 
 
 def test_margin_and_how_waiting_wins_over_it() -> None:
