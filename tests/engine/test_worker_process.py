@@ -54,7 +54,7 @@ def test_a_record_is_one_line_with_its_traceback() -> None:
     assert "ValueError: two\nlines" in line["traceback"]
 
 
-@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 3), (8, 7), (16, 14), (64, 56)])
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 3), (8, 7), (16, 14), (64, 56)])
 def test_threads_leave_the_gateway_room(cores: int, threads: int) -> None:
     assert auto_num_threads(cores) == threads
 
