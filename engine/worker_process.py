@@ -6,15 +6,15 @@ OpenMP reads its settings when torch is imported, so they cannot be set from her
 the worker (the supervisor) puts them into the environment of `python -m engine.worker`:
 
     OMP_WAIT_POLICY=PASSIVE   a thread that waits at a barrier sleeps instead of spinning
-    GOMP_SPINCOUNT=0          the same for libgomp, which torch's CPU wheels bring
-    KMP_BLOCKTIME=0           the same for LLVM's and Intel's runtimes
+    GOMP_SPINCOUNT=1000       libgomp, which torch's CPU wheels bring: spin for a moment only
+    KMP_BLOCKTIME=1           the same for LLVM's and Intel's runtimes
     OMP_NUM_THREADS=<n>       as `num_threads`, for libraries that never ask torch
 
 Why: with as many spinning threads as cores and one more process wanting a core (the gateway), a
 barrier lasts until the scheduler takes the slice from the spinner. Measured on two busy cores, an
 fp32 product [8, 512] x [512, 1536], mean: two threads as libgomp comes 10.5 ms, with
-GOMP_SPINCOUNT=1000 0.7 ms, with 0 0.3 to 0.5 ms, one thread 0.2 to 0.35 ms. Hence also
-`auto_num_threads`, which leaves a core alone.
+GOMP_SPINCOUNT=1000 0.7 ms, with 0 0.3 to 0.5 ms, one thread 0.2 to 0.35 ms. Where nothing else
+wants the cores, not spinning at all costs a sixth of the tokens a second (docs/log.md), hence 1000.
 """
 
 import ctypes
