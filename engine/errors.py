@@ -7,6 +7,8 @@ EngineError
 +-- RequestRefused      a request the worker will not take; carries a stable `code`
 +-- PackError           a checkpoint pack that must not be served
 |   +-- ChecksumMismatch
++-- ConstraintRefused   a constraint that is unsupported, too large or impossible
++-- ConstraintBroken    a request's constraint cannot be followed any further
 +-- RegistrationRefused a model folder that cannot be hosted, with the reason for the operator
 """
 
@@ -41,6 +43,14 @@ class PackError(EngineError):
 
 class ChecksumMismatch(PackError):
     """A chunk's bytes are not those that were written at registration."""
+
+
+class ConstraintRefused(EngineError):
+    """The message is for the client."""
+
+
+class ConstraintBroken(EngineError):
+    """A token it does not allow, or its matcher is out of fuel. The message is for operators."""
 
 
 class RegistrationRefused(EngineError):

@@ -19,12 +19,19 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 RefusalCode: TypeAlias = Literal[
-    "unknown_model", "not_resident", "context_length_exceeded", "overloaded", "draining"
+    "unknown_model",
+    "not_resident",
+    "context_length_exceeded",
+    "overloaded",
+    "draining",
+    "invalid_sampling",
+    "invalid_constraint",
 ]
+ConstraintKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
 ResidencyState: TypeAlias = Literal["cold", "warm", "loading", "resident", "draining", "failed"]
 
 
@@ -33,11 +40,46 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How a row's next token is chosen. temperature 0 is greedy; seed is always explicit."""
+    """How a row's next token is chosen; docs of engine/sampler.py give the order of operations.
+
+    temperature          0 is greedy
+    top_p                the likeliest tokens whose probability reaches it; 1 for all
+    seed                 always explicit; any 64 bits
+    top_k                the k likeliest tokens; 0 for all
+    min_p                tokens at least this many times as likely as the likeliest; 0 for all
+    frequency_penalty    taken from the logit once for each time the token was generated
+    presence_penalty     taken from the logit once if the token was generated
+    repetition_penalty   above 0; divides positive logits, multiplies negative ones, of tokens that
+                         occur in the prompt or the output; 1 for none
+    logit_bias           token id -> what is added to its logit
+    min_tokens           the request's stop ids cannot be sampled before so many tokens
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    min_tokens: int = 0
+
+
+class Constraint(msgspec.Struct, frozen=True, array_like=True):
+    """What the generated text has to be. The worker compiles it for the model's tokenizer.
+
+    json_schema      text is the schema, as JSON
+    json_object      any JSON object; text is empty
+    regex            text is a regular expression that the whole output matches (no lookaround, no
+                     references back)
+    grammar          text is a context-free grammar in llguidance's variant of Lark, where
+                     `%json {...}` is a schema and `<[id]>` a special token
+    """
+
+    kind: ConstraintKind
+    text: str = ""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +108,7 @@ class Submit(_Message, frozen=True):
     """Run one request. The model must be resident (the dispatcher holds a lease for it).
 
     `stop_token_ids` end the request and are counted as generated but are the last token sent.
+    `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
     """
 
     request_id: str
@@ -76,6 +119,9 @@ class Submit(_Message, frozen=True):
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: list[int]
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    constraint: Constraint | None = None
 
 
 class Abort(_Message, frozen=True):
@@ -120,13 +166,31 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one position, of the model's own distribution.
+
+    `top` is the k likeliest, likeliest first, whether or not the token is among them. -inf is
+    possible where the model itself rules a token out.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
-    """What one step produced for one request: zero to k tokens, perhaps the end."""
+    """What one step produced for one request: zero to k tokens, perhaps the end.
+
+    `logprobs`: one entry a token id where the request asked for them, else empty.
+    `prompt_logprobs`: with the first delta only, one entry a prompt token but the first, which
+    nothing precedes.
+    """
 
     request_id: str
     attempt: int
     token_ids: list[int]
     finish: Finish | None = None
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class StepOutput(_Message, frozen=True):

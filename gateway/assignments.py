@@ -21,6 +21,7 @@ from engine.protocol import Abort, Finish, Refused, Submit, TokenDelta, Usage
 from gateway.capacity import WorkerCapacity
 from gateway.errors import (
     CONTEXT_LENGTH,
+    INVALID_REQUEST,
     MODEL_NOT_FOUND,
     SERVER_ERROR,
     UNAVAILABLE,
@@ -95,6 +96,9 @@ class Assignments:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+            constraint=request.constraint,
         )
         if not self._fleet.send(worker.worker_id, submit):
             return False
@@ -128,7 +132,7 @@ class Assignments:
                 self._late(worker_id, epoch, delta)
                 continue
             if delta.token_ids:
-                self._tokens(ticket, delta.token_ids)
+                self._tokens(ticket, delta)
             if delta.finish is not None:
                 self._finish(ticket, delta.finish, now_s)
 
@@ -186,11 +190,12 @@ class Assignments:
         if running != {place: count for place, count in counted.items() if count}:
             raise IntegrityError(f"running {running}, workers count {counted}")
 
-    def _tokens(self, ticket: Ticket, token_ids: list[int]) -> None:
+    def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
         if ticket.state == "granted":
             ticket.move("streaming")
-        ticket.num_tokens += len(token_ids)
-        if not ticket.stream.put(token_ids) and not ticket.aborted:
+        ticket.num_tokens += len(delta.token_ids)
+        taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
+        if not taken and not ticket.aborted:
             self.counts.too_slow += 1
             logger.info("client too slow request=%s: aborted", ticket.request.request_id)
             self.abort(ticket)
@@ -248,6 +253,11 @@ class Assignments:
 def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
     if refused.code == "context_length_exceeded":
         return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
+    if refused.code == "invalid_constraint":
+        text = f"the form asked for the answer cannot be enforced: {refused.message}"
+        return ApiError(INVALID_REQUEST, text)
+    if refused.code == "invalid_sampling":
+        return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
     if refused.code == "unknown_model":
         return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is not hosted any more")
     return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")

@@ -78,6 +78,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     default_max_tokens: Annotated[
         int, _Count, _doc("Tokens generated at most where a request names no bound.")
     ] = 256
+    max_choices: Annotated[
+        int, _Count, _doc("Answers that one request may ask for (`n`) at most.")
+    ] = 16
     max_stream_buffer_tokens: Annotated[
         int,
         _Count,

@@ -1,7 +1,7 @@
 """Token ids to text as they come, and stop strings. Part of stage 9.
 
 Comes in: a request's tokens, in order. Goes out: text that never holds half a character, cut where
-a stop string begins, and how many tokens that took.
+a stop string begins, how many tokens that took, and which tokens a piece of text is made of.
 
 How. A token of a byte-level BPE, or of a sentencepiece model with byte fallback, stands for the
 same bytes wherever it occurs, save that some decoders drop one space at the very beginning. So
@@ -15,10 +15,15 @@ window again for each of their tokens and takes what is new.
 
 import codecs
 import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
+
+from engine.protocol import TokenLogprobs
 
 # Decoders that give every token the same bytes wherever it stands (after the first).
 _CONTEXT_FREE = frozenset({"ByteLevel", "Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"})
@@ -175,9 +180,25 @@ class StopStrings:
         return held
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a text with its log-probability. `start`: characters of text before it.
+
+    `scores` is None for a prompt's first token, which nothing precedes.
+    """
+
+    token_id: int
+    start: int
+    scores: TokenLogprobs | None
+
+
 class TextStream:
     """A request's text. `num_tokens` counts the tokens up to the end or to the stop string, the one
-    that completes it included: later ones are cut and not billed."""
+    that completes it included: later ones are cut and not billed.
+
+    The text of the first `min_tokens` tokens is not searched for stop strings. `shown_ids` are
+    control tokens that come out by their names: what a parser of tool calls looks for.
+    """
 
     def __init__(
         self,
@@ -185,31 +206,70 @@ class TextStream:
         stop_strings: tuple[str, ...],
         stop_token_ids: list[int],
         keep_leading_space: bool = False,
+        min_tokens: int = 0,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
+        self._tokenizer = pieces.tokenizer
+        self._shown_ids = shown_ids
         self._detokenizer = detokenizer(pieces, keep_leading_space)
         self._stop_strings = StopStrings(stop_strings)
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._min_tokens = min_tokens
+        self._num_decoded = 0
+        self._num_out = 0
+        self._scored: deque[ScoredToken] = deque()
         self.num_tokens = 0
         self.stopped = False
 
-    def push(self, token_ids: list[int]) -> str:
-        """Text for the client. A stop token has none. After `stopped` nothing is taken."""
+    def push(self, token_ids: list[int], scores: Sequence[TokenLogprobs] = ()) -> str:
+        """Text for the client. A stop token has none. After `stopped` nothing is taken.
+
+        `scores`: one for each token, or none.
+        """
         out: list[str] = []
-        for token_id in token_ids:
+        for n, token_id in enumerate(token_ids):
             if self.stopped:
                 break
             self.num_tokens += 1
-            if token_id not in self._stop_token_ids:
-                text, self.stopped = self._stop_strings.push(self._detokenizer.push(token_id))
-                out.append(text)
-        return "".join(out)
+            if token_id in self._stop_token_ids:
+                continue
+            if scores:
+                self._scored.append(ScoredToken(token_id, self._num_decoded, scores[n]))
+            text = (
+                self._name(token_id)
+                if token_id in self._shown_ids
+                else self._detokenizer.push(token_id)
+            )
+            self._num_decoded += len(text)
+            if self.num_tokens > self._min_tokens:
+                text, self.stopped = self._stop_strings.push(text)
+            out.append(text)
+        return self._out("".join(out))
 
     def finish(self) -> str:
         """The rest of the text, when the last token has been pushed."""
         if self.stopped:
             return ""
         text, self.stopped = self._stop_strings.push(self._detokenizer.flush())
-        return text if self.stopped else text + self._stop_strings.flush()
+        return self._out(text if self.stopped else text + self._stop_strings.flush())
+
+    def take_scored(self, ended: bool = False) -> list[ScoredToken]:
+        """Tokens whose text has begun to come out and that were not taken before.
+
+        `ended`: all that are left; a token wholly behind the cut of a stop string is none of them.
+        """
+        taken: list[ScoredToken] = []
+        everything = ended and not self.stopped
+        while self._scored and (everything or self._scored[0].start < self._num_out):
+            taken.append(self._scored.popleft())
+        return taken
+
+    def _name(self, token_id: int) -> str:
+        return self._detokenizer.flush() + (self._tokenizer.id_to_token(token_id) or "")
+
+    def _out(self, text: str) -> str:
+        self._num_out += len(text)
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -47,6 +47,7 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
         max_pending=settings.max_prepare_pending,
         max_codecs=settings.max_tokenizers,
         default_max_tokens=settings.default_max_tokens,
+        max_choices=settings.max_choices,
     )
     preparer = Preparer(services.directory, bounds)
     services.dispatcher.add_swap_listener(metrics.on_swap)

@@ -1,7 +1,7 @@
 """One admitted request from the fair queue to its posting: the holding half of stages 9 and 10.
 
-Comes in: a reservation and the dispatcher's events. Goes out: text for whoever writes the answer,
-and exactly one closing, whatever happens: limits settled, ledger posted or voided.
+Comes in: a reservation and the dispatcher's events. Goes out: pieces (choice.py) for whoever writes
+the answer, and exactly one closing, whatever happens: limits settled, ledger posted or voided.
 
     running --finish, stop string, failure, client gone--> ended --close, abandon--> closed
 
@@ -13,25 +13,29 @@ first takes the worker's last event, which says what was really used. The table 
     disconnected   the client went away or did not read       prompt + generated until the abort
     failed         we failed after tokens were made           none
     (none: void)   it ended before any token                  none, limits refunded
+
+A request for several choices has one outcome: finished where all are, and where one fails the
+others are stopped. It is billed for its prompt once and for the tokens of all choices.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from engine.protocol import Finish, Usage
-from gateway.detokenize import TextStream
-from gateway.errors import SERVER_ERROR, UNAVAILABLE, ApiError, WorkerLost
+from engine.protocol import Usage
+from gateway.answer import UsageFigures
+from gateway.choice import Choice, Merged, Piece
+from gateway.errors import ApiError
+from gateway.joint import joint_usage
 from gateway.ledger import prices_of
 from gateway.limits import Hold
 from gateway.metrics import Metrics
 from gateway.policy.pricing import cost_nanos
 from gateway.prepare import Prepared
 from gateway.services import UsageLedger
-from gateway.stream import UsageFigures
-from gateway.types import Principal, RunningRequest, TokenEvent
+from gateway.types import Principal, RunningRequest
 from registry.ledger import OpenRecord, Posting
 
 log = logging.getLogger(__name__)
@@ -39,8 +43,6 @@ log = logging.getLogger(__name__)
 # How long an answer waits for its posting. A slow disk must not hold answers back for ever; the
 # closing goes on without them.
 CLOSE_WAIT_S = 1.0
-RETRY_S = 1.0
-"""What a client is told to wait whose worker was lost; the queue holds it until the restart."""
 
 Settled: TypeAlias = Literal["finished", "disconnected", "failed"]
 
@@ -88,82 +90,69 @@ class Exchange:
         prepared: Prepared,
         principal: Principal,
         hold: Hold,
-        running: RunningRequest,
+        runnings: Sequence[RunningRequest],
         ledger: UsageLedger,
         metrics: Metrics,
         tasks: TaskSet,
         clocks: Clocks,
         arrived_s: float,
     ) -> None:
+        """`runnings`: the request's choices as the dispatcher runs them, in order."""
         self.request = prepared.request
         self._principal = principal
         self._hold = hold
-        self._running = running
-        self._events = aiter(running)
         self._ledger = ledger
         self._metrics = metrics
         self._tasks = tasks
         self._clocks = clocks
         self._arrived_s = arrived_s
-        self._text = TextStream(
-            prepared.codec.pieces,
-            self.request.stop_strings,
-            self.request.stop_token_ids,
-            keep_leading_space=self.request.kind == "completion",
-        )
-        self._first = ""
-        self._pieces: list[str] = []
-        self._finish: Finish | None = None
-        self._failure: ApiError | None = None
+        self.is_gone = False
+        self.choices = [
+            Choice(
+                index,
+                self.request,
+                running,
+                prepared.codec.pieces,
+                prepared.new_parser(),
+                self._before_tokens,
+            )
+            for index, running in enumerate(runnings)
+        ]
+        self._merged = Merged(self.choices, lambda: self.is_gone)
+        self._first: Piece | None = None
+        self._failed = False
         self._first_token_s: float | None = None
-        self._last_token_s = 0.0
         self._token_latency = metrics.inter_token_latency.labels(self.request.model.name)
         self._closing: asyncio.Task[None] | None = None
-        self.is_gone = False
         # Begun now and awaited at the first token: its commit costs the first token nothing.
         self._opening = asyncio.ensure_future(self._open())
 
     @property
-    def text(self) -> str:
-        """All text so far."""
-        return "".join(self._pieces)
-
-    @property
-    def finish_reason(self) -> str:
-        """OpenAI's word for how the text ended."""
-        stopped = self._text.stopped or (self._finish is not None and self._finish.reason == "stop")
-        return "stop" if stopped else "length"
-
-    @property
     def usage(self) -> UsageFigures:
         """What the client is told, once the text has ended."""
-        usage = self._usage()
         return UsageFigures(
-            len(self.request.prompt_token_ids), self._text.num_tokens, usage.cached_tokens
+            len(self.request.prompt_token_ids), self._num_tokens, self._usage().cached_tokens
         )
 
     @property
     def is_complete(self) -> bool:
-        """The whole text has been made, so the answer is worth keeping."""
-        if self._text.stopped:
-            return True
-        if self._failure is not None or self._running.overflowed:
-            return False
-        return self._finish is not None and self._finish.reason in ("stop", "length")
+        """The whole text of every choice has been made, so the answer is worth keeping."""
+        return all(choice.is_complete for choice in self.choices)
 
     def client_gone(self) -> None:
         """The client went away: stop the worker within one step."""
         self.is_gone = True
-        self._running.abort()
+        self._abort()
 
     async def begin(self) -> None:
         """Wait for the first tokens. Raises ApiError: until here it can still be an HTTP status."""
         self._first = await self._next()
 
-    async def texts(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncIterator[Piece]:
         """The answer as it is made; ends early for a client that is gone. Raises ApiError."""
-        yield self._first
-        while not self._has_ended:
+        if self._first is not None:
+            yield self._first
+        while not self._merged.is_over:
             yield await self._next()
 
     async def close(self) -> None:
@@ -176,63 +165,51 @@ class Exchange:
             self.is_gone = True
         self._close_once()
 
+    def fail(self) -> None:
+        """Not every choice could be queued: close what was begun, as our failure."""
+        self._failed = True
+        self._close_once()
+
     @property
     def _has_ended(self) -> bool:
-        return self._text.stopped or self._finish is not None or self._failure is not None
+        return self._failed or all(choice.has_ended for choice in self.choices)
 
-    async def _next(self) -> str:
+    @property
+    def _num_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def _overflowed(self) -> bool:
+        return any(choice.running.overflowed for choice in self.choices)
+
+    @property
+    def _queue_s(self) -> float:
+        return max((choice.running.queue_s for choice in self.choices), default=0.0)
+
+    def _abort(self) -> None:
+        for choice in self.choices:
+            choice.running.abort()
+
+    async def _next(self) -> Piece:
         try:
-            text = await self._take(await anext(self._events))
-        except ApiError as error:
-            self._failure = error
+            return await self._merged.next()
+        except ApiError:
+            self._failed = True
+            self._abort()
             raise
-        except (WorkerLost, StopAsyncIteration) as error:
-            message = "the worker that was answering was lost: send the request again"
-            self._failure = ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
-            raise self._failure from error
-        self._pieces.append(text)
-        return text
 
-    async def _take(self, event: TokenEvent) -> str:
-        text = ""
-        if event.token_ids:
-            await asyncio.shield(self._opening)
-            self._observe(len(event.token_ids))
-            text = self._text.push(event.token_ids)
-        if event.finish is None:
-            if self._text.stopped:
-                self._running.abort()
-            return text
-        self._finish = event.finish
-        if not self._text.stopped and event.finish.reason in ("error", "abort"):
-            self._check_end(event.finish)
-        return text + self._text.finish()
-
-    def _check_end(self, finish: Finish) -> None:
-        """Raises ApiError where the end is neither the model's nor the client's doing."""
-        if finish.reason == "error":
-            log.error(
-                "request %s: model %s failed: %s",
-                self.request.request_id,
-                self.request.model.name,
-                finish.error,
-            )
-            raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
-        if self._running.overflowed:
-            raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
-        if not self.is_gone:
-            raise ApiError(UNAVAILABLE, "the server is stopping: send the request again")
-
-    def _observe(self, num_tokens: int) -> None:
+    async def _before_tokens(self, choice: Choice, num_tokens: int) -> None:
+        """No token leaves before its open record is durable."""
+        await asyncio.shield(self._opening)
         now_s = self._clocks.now_s()
         if self._first_token_s is None:
             self._first_token_s = now_s
             first = self._metrics.time_to_first_token.labels(self.request.model.name)
             first.observe(now_s - self._arrived_s)
-        else:
+        if choice.last_token_s is not None:
             for _ in range(num_tokens):
-                self._token_latency.observe((now_s - self._last_token_s) / num_tokens)
-        self._last_token_s = now_s
+                self._token_latency.observe((now_s - choice.last_token_s) / num_tokens)
+        choice.last_token_s = now_s
 
     def _close_once(self) -> "asyncio.Task[None]":
         if self._closing is None:
@@ -255,9 +232,10 @@ class Exchange:
 
     async def _close(self) -> None:
         """Stage 10. Limits first: the client's next request must find them settled."""
-        if self._finish is None:
-            self._running.abort()
-            await self._take_last_event()
+        await self._merged.stop()
+        self._abort()
+        for choice in self.choices:
+            await choice.take_last_event()
         settled = self._outcome()
         if settled is None or settled[0] == "failed":
             gone_early = settled is None and self.is_gone
@@ -272,26 +250,17 @@ class Exchange:
         else:
             await self._ledger.post(self._posting(*settled))
 
-    async def _take_last_event(self) -> None:
-        """The worker's word on what was used. A lost worker leaves our own count."""
-        try:
-            async for event in self._events:
-                self._finish = event.finish or self._finish
-        except (ApiError, WorkerLost) as error:
-            log.info("request %s: no last event: %s", self.request.request_id, error)
-
     def _usage(self) -> Usage:
-        if self._finish is not None:
-            return self._finish.usage
-        return Usage(len(self.request.prompt_token_ids), 0, self._text.num_tokens, 0.0)
+        usages = [choice.usage for choice in self.choices]
+        return joint_usage(usages) if usages else Usage(0, 0, 0, 0.0)
 
     def _outcome(self) -> tuple[Settled, int] | None:
         """(outcome, generated tokens it is billed or told by); None: no token was made."""
-        num_text, num_made = self._text.num_tokens, self._usage().generated_tokens
-        if self.is_complete:
+        num_text = self._num_tokens
+        if self.is_complete and not self._failed:
             return "finished", num_text
-        if self.is_gone or self._running.overflowed:
-            generated = max(num_text, num_made)
+        if self.is_gone or self._overflowed:
+            generated = sum(max(c.num_tokens, c.usage.generated_tokens) for c in self.choices)
             return ("disconnected", generated) if generated else None
         return ("failed", num_text) if num_text else None
 
@@ -300,12 +269,13 @@ class Exchange:
         duration_s = self._clocks.now_s() - self._arrived_s
         metrics.requests_ended.labels(name, settled[0] if settled else "void").inc()
         metrics.e2e_request_latency.labels(name).observe(duration_s)
-        metrics.request_queue_time.labels(name).observe(self._running.queue_s)
+        metrics.request_queue_time.labels(name).observe(self._queue_s)
         if settled is not None:
             metrics.prompt_tokens.labels(name).inc(len(self.request.prompt_token_ids))
             metrics.generation_tokens.labels(name).inc(settled[1])
-        if self.is_complete:
-            metrics.request_success.labels(name, self.finish_reason).inc()
+        if settled is not None and settled[0] == "finished":
+            for choice in self.choices:
+                metrics.request_success.labels(name, choice.finish_reason).inc()
 
     def _posting(self, outcome: Settled, completion_tokens: int) -> Posting:
         request, principal, usage = self.request, self._principal, self._usage()
@@ -327,7 +297,7 @@ class Exchange:
                 prices_of(request.model), outcome, prompt_tokens, cached_tokens, completion_tokens
             ),
             service_s=usage.service_s,
-            queue_s=self._running.queue_s,
+            queue_s=self._queue_s,
             ttft_s=0.0 if first_s is None else first_s - self._arrived_s,
             duration_s=self._clocks.now_s() - self._arrived_s,
             posted_at=self._clocks.now_at(),

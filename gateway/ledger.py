@@ -16,6 +16,7 @@ folder holds the lock). Workers that outlived it send their unacknowledged finis
 
 so every request that may have produced tokens has one posting, and a doubt costs the client
 nothing. A model that is no longer hosted has no price left: such records cost nothing either.
+Choices of one request finish one by one; what has arrived by the end of the wait is summed up.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from sqlalchemy import Engine
 from engine.protocol import Finish
 from gateway.config import Settings
 from gateway.errors import UNAVAILABLE, ApiError
+from gateway.joint import base_id, joint_usage
 from gateway.ledger_writer import LedgerStopped, LedgerWriter, Record, Void
 from gateway.policy.pricing import TokenPrices, cost_nanos
 from gateway.services import LedgerSnapshot
@@ -76,6 +78,7 @@ class Ledger:
             engine, settings.ledger_flush_interval_s, settings.ledger_max_batch
         )
         self._left: dict[str, OpenRecord] = {}
+        self._parts: dict[str, dict[str, Finish]] = {}
         self._recovery: asyncio.Task[None] | None = None
         self._num_recovered = 0
 
@@ -131,10 +134,13 @@ class Ledger:
 
         True if its record was left open: then it is posted, and `on_durable` will name it.
         """
-        record = self._left.pop(request_id, None)
-        if record is None:
+        owner = base_id(request_id)
+        if owner not in self._left:
             return False
-        self._close(record, finish)
+        if owner == request_id:
+            self._close(self._left.pop(owner), finish)
+        else:
+            self._parts.setdefault(owner, {})[request_id] = finish
         return True
 
     async def recovered(self) -> None:
@@ -200,12 +206,22 @@ class Ledger:
         await asyncio.sleep(self._settings.ledger_recovery_wait_s)
         for record in list(self._left.values()):
             del self._left[record.request_id]
-            self._close(record, None)
+            parts = self._parts.pop(record.request_id, {})
+            self._close(record, together(list(parts.values())))
 
     def _close(self, record: OpenRecord, finish: Finish | None) -> None:
         posting = closing(record, finish, self._find_model(record.model), self._wall_clock())
         self._num_recovered += 1
         self._write(posting, posting.request_id)
+
+
+def together(finishes: Sequence[Finish]) -> Finish | None:
+    """The finishes of a request's choices as one; None where there are none."""
+    if not finishes:
+        return None
+    failed = any(finish.reason == "error" for finish in finishes)
+    usage = joint_usage([finish.usage for finish in finishes])
+    return Finish("error" if failed else finishes[0].reason, usage)
 
 
 def closing(

@@ -57,12 +57,13 @@ class Limiter:
     async def reserve(
         self, principal: Principal, request: PreparedRequest, headers: MutableMapping[str, str]
     ) -> Hold:
-        """Hold one request and prompt + max_tokens. Fills in `headers` whether granted or not.
+        """Hold one request, its prompt, and max_tokens for each choice. Fills in `headers` whether
+        granted or not.
 
         Raises ApiError RATE_LIMITED; nothing was taken then.
         """
         now_s = self._clock()
-        tokens = len(request.prompt_token_ids) + request.max_tokens
+        tokens = len(request.prompt_token_ids) + request.num_choices * request.max_tokens
         key_id, limits = principal.key_id, principal.limits
         result = await self._store.reserve(key_id, limits, tokens, now_s)
         requests, per_minute = await self._store.figures(key_id, limits, now_s)
@@ -99,7 +100,7 @@ def _explain(refusal: Refusal) -> str:
     if refusal.wait_s is None:
         return (
             f"this request alone is over the key's {unit} ({figures}): "
-            "send a shorter prompt or a smaller max_tokens"
+            "send a shorter prompt, a smaller max_tokens or a smaller n"
         )
     return (
         f"rate limit reached for the key's {unit} ({figures}): "

@@ -7,22 +7,27 @@ module it names; what must be undone when a later stage fails is held by `exchan
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+import msgspec
+
 from gateway import wire
+from gateway.answer import DONE, Chunks, UsageFigures, WholeChoice, error_event, json_answer
 from gateway.auth import authenticate
+from gateway.choice import Piece
 from gateway.errors import ApiError
 from gateway.exchange import Clocks, Exchange, TaskSet
+from gateway.joint import choice_id
 from gateway.ledger import prices_of
 from gateway.limits import Hold, Limiter
 from gateway.metrics import Metrics
 from gateway.policy.pricing import cost_nanos
-from gateway.prepare import Prepared, Preparer
+from gateway.prepare import SEED_MASK, Prepared, Preparer
 from gateway.semantic_cache import RESULT_HEADER, CachedAnswer, SemanticCache
 from gateway.services import Services
-from gateway.stream import DONE, Chunks, UsageFigures, error_event, json_answer
-from gateway.types import PreparedRequest, Principal
+from gateway.tool_deltas import finish_reason
+from gateway.types import PreparedRequest, Principal, RunningRequest
 from registry.ledger import Posting
 
 log = logging.getLogger(__name__)
@@ -105,13 +110,13 @@ class Pipeline:
         # 4 semantic cache
         hit = self._look_up(call, prepared, principal)
         if hit is not None:
-            return await self._answer_hit(call, prepared.request, principal, hold, hit)
+            return await self._answer_hit(call, prepared, principal, hold, hit)
         # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
         exchange = await self._dispatch(call, prepared, principal, hold)
         # 9 stream, 10 ledger
         if asked.stream:
-            return EventAnswer(self._events(exchange, principal), exchange.abandon)
-        return JsonAnswer(await self._whole(exchange, principal))
+            return EventAnswer(self._events(exchange, prepared, principal), exchange.abandon)
+        return JsonAnswer(await self._whole(exchange, prepared, principal))
 
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
@@ -131,41 +136,55 @@ class Pipeline:
     async def _answer_hit(
         self,
         call: Call,
-        request: PreparedRequest,
+        prepared: Prepared,
         principal: Principal,
         hold: Hold,
         hit: CachedAnswer,
     ) -> Answer:
         """Posted before it is sent, so it needs no open record. Takes a request, no tokens."""
+        request, pieces = prepared.request, prepared.codec.pieces
+        parser = prepared.new_parser()
+        piece = Piece(0, [*parser.feed(hit.text), *parser.flush()])
+        reason = finish_reason(hit.finish_reason, parser.num_calls)
         await hold.settle(0)
         await self._ledger.post(self._hit_posting(call, request, principal, hit))
         usage = UsageFigures(len(request.prompt_token_ids), hit.completion_tokens)
         if not request.stream:
-            return JsonAnswer(json_answer(request, hit.text, hit.finish_reason, usage))
-        chunks = Chunks(request)
-        body = chunks.first() + chunks.text(hit.text) + chunks.last(hit.finish_reason)
+            whole = WholeChoice(request, 0, pieces)
+            whole.add(piece)
+            return JsonAnswer(json_answer(request, [whole.body(reason)], usage))
+        chunks = Chunks(request, pieces)
+        body = chunks.piece(piece) + chunks.last(0, reason)
         return EventAnswer(_single(body + chunks.usage(usage) + DONE), lambda: None)
 
     async def _dispatch(
         self, call: Call, prepared: Prepared, principal: Principal, hold: Hold
     ) -> Exchange:
         """Queue it and wait for its first tokens: until then a refusal is an HTTP status."""
+        runnings: list[RunningRequest] = []
+        failure: Exception | None = None
         try:
-            running = self._dispatcher.run(prepared.request, principal)
-        except BaseException:
-            await hold.release()
-            raise
+            for request in _choices(prepared.request):
+                runnings.append(self._dispatcher.run(request, principal))
+        except Exception as error:
+            if not runnings:
+                await hold.release()
+                raise
+            failure = error
         exchange = Exchange(
             prepared,
             principal,
             hold,
-            running,
+            runnings,
             self._ledger,
             self._metrics,
             self._closings,
             self._clocks,
             call.arrived_s,
         )
+        if failure is not None:
+            exchange.fail()
+            raise failure
         began = False
         try:
             call.when_gone(exchange.client_gone)
@@ -179,15 +198,14 @@ class Pipeline:
         return exchange
 
     async def _events(
-        self, exchange: Exchange, principal: Principal
+        self, exchange: Exchange, prepared: Prepared, principal: Principal
     ) -> AsyncGenerator[bytes, None]:
-        chunks = Chunks(exchange.request)
-        head = chunks.first()
+        chunks = Chunks(exchange.request, prepared.codec.pieces)
         try:
-            async for text in exchange.texts():
-                if head or text:
-                    yield head + (chunks.text(text) if text else b"")
-                    head = b""
+            async for piece in exchange.pieces():
+                event = chunks.piece(piece)
+                if event:
+                    yield event
             await exchange.close()
         except ApiError as error:
             await exchange.close()
@@ -196,25 +214,29 @@ class Pipeline:
         if exchange.is_gone:
             return
         self._keep(exchange, principal)
-        yield chunks.last(exchange.finish_reason) + chunks.usage(exchange.usage) + DONE
+        ends = b"".join(chunks.last(c.index, c.finish_reason) for c in exchange.choices)
+        yield ends + chunks.usage(exchange.usage) + DONE
 
-    async def _whole(self, exchange: Exchange, principal: Principal) -> bytes:
+    async def _whole(self, exchange: Exchange, prepared: Prepared, principal: Principal) -> bytes:
+        request, pieces = exchange.request, prepared.codec.pieces
+        whole = [WholeChoice(request, choice.index, pieces) for choice in exchange.choices]
         try:
-            async for _ in exchange.texts():
-                pass
+            async for piece in exchange.pieces():
+                whole[piece.index].add(piece)
             await exchange.close()
         finally:
             exchange.abandon()
         if exchange.is_gone:
             raise ClientGone
         self._keep(exchange, principal)
-        return json_answer(exchange.request, exchange.text, exchange.finish_reason, exchange.usage)
+        choices = [whole[c.index].body(c.finish_reason) for c in exchange.choices]
+        return json_answer(request, choices, exchange.usage)
 
     def _keep(self, exchange: Exchange, principal: Principal) -> None:
         if exchange.request.cache_mode == "exact" and exchange.is_complete:
-            answer = CachedAnswer(
-                exchange.text, exchange.finish_reason, exchange.usage.completion_tokens
-            )
+            only = exchange.choices[0]
+            reason = "length" if only.finish_reason == "length" else "stop"
+            answer = CachedAnswer(only.text, reason, exchange.usage.completion_tokens)
             self._cache.keep(principal.tenant_id, exchange.request, answer)
 
     def _hit_posting(
@@ -242,6 +264,21 @@ class Pipeline:
             duration_s=duration_s,
             posted_at=self._clocks.now_at(),
         )
+
+
+def _choices(request: PreparedRequest) -> list[PreparedRequest]:
+    """The request's choices as workers get them: each with a name and a seed of its own."""
+    if request.num_choices == 1:
+        return [request]
+    seed = request.sampling.seed
+    return [
+        replace(
+            request,
+            request_id=choice_id(request.request_id, index, request.num_choices),
+            sampling=msgspec.structs.replace(request.sampling, seed=(seed + index) & SEED_MASK),
+        )
+        for index in range(request.num_choices)
+    ]
 
 
 async def _single(event: bytes) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,7 @@ revision, least recently used first out, and loaded once however many requests a
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,25 +22,28 @@ from cachetools import LRUCache
 from engine.protocol import SamplingParams
 from gateway import semantic_cache
 from gateway.auth import find_model
+from gateway.chat_prompt import Prompt, chat_prompt
 from gateway.directory import Directory
 from gateway.errors import (
     CONTEXT_LENGTH,
-    INVALID_REQUEST,
     MODEL_FAILED,
     QUEUE_FULL,
     ApiError,
 )
+from gateway.output_parser import IdentityParser, OutputParser
 from gateway.policy import cache_rule
 from gateway.policy.cache_rule import CacheAsk, CacheDecision
 from gateway.templates import TemplateRefused
 from gateway.tokenization import TextCodec, load_codec
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.wire import WireRequest
+from gateway.wire import WireRequest, invalid
 
 log = logging.getLogger(__name__)
 
 _PREPARE_RETRY_S = 1.0
-_SEED_MASK = (1 << 63) - 1
+# Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
+_LONG_CHARS_PER_TOKEN = 6
+SEED_MASK = (1 << 63) - 1
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
 _SMALLEST_TOP_P = 1e-9
 _T = TypeVar("_T")
@@ -53,16 +56,22 @@ class Prepared:
     request: PreparedRequest
     codec: TextCodec
     cache: CacheDecision
+    new_parser: Callable[[], OutputParser] = IdentityParser
+    """Makes the parser of one choice's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareBounds:
-    """`num_threads` work, `max_pending` requests wait or are worked on, `max_codecs` are kept."""
+    """`num_threads` work, `max_pending` requests wait or are worked on, `max_codecs` are kept.
+
+    A request has `max_choices` at most, and by default `default_max_tokens` each.
+    """
 
     num_threads: int
     max_pending: int
     max_codecs: int
     default_max_tokens: int
+    max_choices: int = 1
 
 
 class Preparer:
@@ -90,30 +99,43 @@ class Preparer:
     ) -> Prepared:
         """Raises ApiError: unknown model, a prompt that does not fit or cannot be rendered."""
         model = find_model(principal, self._directory, asked.model)
+        self._check(asked, model)
         ask = CacheAsk(
             key_mode=principal.cache_mode,
             requested=semantic_cache.requested_mode(headers),
             temperature=asked.temperature,
             has_seed=asked.seed is not None,
+            is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
         )
         codec = await self._codec(model)
-        prompt_token_ids = await self._encode(codec, model, asked)
+        prompt = await self._encode(codec, model, asked)
         decision = cache_rule.decide(ask)
+        only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
             model=model,
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=self._max_tokens(asked, model, len(prompt_token_ids)),
+            prompt_token_ids=prompt.ids,
+            max_tokens=self._max_tokens(asked, model, len(prompt.ids)),
             sampling=_sampling(asked),
-            stop_token_ids=codec.stop_token_ids,
+            stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
             stop_strings=asked.stop,
             stream=asked.stream,
             include_usage=asked.include_usage,
             cache_mode="exact" if decision == "lookup" else "off",
             created_at=int(now_at),
+            num_choices=asked.n,
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.logprobs if asked.echo else -1,
+            echo=self._echo(asked, codec, prompt.ids),
+            only_prompt=only_prompt,
+            continues_text=asked.continue_final_message,
+            constraint=prompt.plan.constraint,
+            shown_token_ids=frozenset(
+                codec.formats.special_ids[token] for token in prompt.plan.spelled_tokens
+            ),
         )
-        return Prepared(request, codec, decision)
+        return Prepared(request, codec, decision, prompt.plan.new_parser)
 
     async def _codec(self, model: HostedModel) -> TextCodec:
         codec = self._codecs.get(model.revision)
@@ -139,47 +161,91 @@ class Preparer:
         self._codecs[model.revision] = codec
         return codec
 
-    async def _encode(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> list[int]:
-        param = "messages" if asked.kind == "chat" else "prompt"
+    def _check(self, asked: WireRequest, model: HostedModel) -> None:
+        """What can be said without reading texts. Raises ApiError."""
+        if asked.n > self._bounds.max_choices:
+            raise invalid("n", f"n must not be above {self._bounds.max_choices}")
+        last = model.vocab_size - 1
+        if asked.logit_bias and max(asked.logit_bias) > last:
+            raise invalid("logit_bias", f"logit_bias names a token id outside 0 to {last}")
+        if asked.kind == "chat":
+            # However it is rendered, a message is a token at least.
+            self._check_length(asked, model, len(asked.messages), "at least ")
+        elif not isinstance(asked.prompt, str):
+            self._check_length(asked, model, len(asked.prompt))
+            if asked.prompt and not 0 <= min(asked.prompt) <= max(asked.prompt) <= last:
+                raise invalid("prompt", f"prompt holds a token id outside 0 to {last}")
+
+    async def _encode(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> Prompt:
+        param = _param(asked)
         try:
-            if asked.kind == "chat":
-                ids = await self._in_pool(lambda: codec.encode_chat(asked.messages))
-            elif isinstance(asked.prompt, str):
-                text = asked.prompt
-                ids = await self._in_pool(lambda: codec.encode_prompt(text))
-            else:
-                ids = list(asked.prompt)
+            prompt = await self._in_pool(lambda: self._prompt(codec, model, asked))
         except TemplateRefused as error:
-            raise ApiError(
-                INVALID_REQUEST,
-                f"the chat template of model {model.name!r} does not take these messages: {error}",
+            raise invalid(
                 param,
+                f"the chat template of model {model.name!r} does not take these messages: {error}",
             ) from error
         except ValueError as error:
-            raise ApiError(INVALID_REQUEST, str(error), param) from error
+            raise invalid(param, str(error)) from error
+        ids = prompt.ids
         if not ids:
-            raise ApiError(INVALID_REQUEST, f"{param} must hold at least one token", param)
+            raise invalid(param, f"{param} must hold at least one token")
         if min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise ApiError(
-                INVALID_REQUEST,
-                f"{param} holds a token id outside 0 to {model.vocab_size - 1}",
-                param,
-            )
-        return ids
+            raise invalid(param, f"{param} holds a token id outside 0 to {model.vocab_size - 1}")
+        return prompt
+
+    def _prompt(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> Prompt:
+        """Runs in the pool. Long texts are measured first: rendering and encoding megabytes that
+        cannot fit would take seconds."""
+        if not isinstance(asked.prompt, str):
+            return Prompt(list(asked.prompt))
+        texts = [asked.prompt] if asked.kind == "completion" else _shown_texts(asked, codec)
+        self._check_texts(codec, model, asked, texts)
+        if asked.kind == "completion":
+            return Prompt(codec.encode_prompt(asked.prompt))
+        return chat_prompt(
+            codec, asked, lambda text: self._check_texts(codec, model, asked, [text])
+        )
+
+    def _check_texts(
+        self, codec: TextCodec, model: HostedModel, asked: WireRequest, texts: Sequence[str]
+    ) -> None:
+        """Raises ApiError where these are surely too long."""
+        if sum(map(len, texts)) > _LONG_CHARS_PER_TOKEN * model.max_context and (
+            codec.surely_longer(texts, model.max_context)
+        ):
+            self._check_length(asked, model, model.max_context + 1, "at least ")
 
     def _max_tokens(self, asked: WireRequest, model: HostedModel, num_prompt: int) -> int:
+        room = self._check_length(asked, model, num_prompt)
+        bound = min(self._bounds.default_max_tokens, room)
+        # Where nothing is wanted the worker makes one token all the same, which is dropped.
+        wanted = bound if asked.max_tokens is None else max(1, asked.max_tokens)
+        if asked.min_tokens > wanted:
+            raise invalid("min_tokens", f"min_tokens is above the {wanted} tokens allowed at most")
+        return wanted
+
+    def _check_length(
+        self, asked: WireRequest, model: HostedModel, num_prompt: int, hedge: str = ""
+    ) -> int:
+        """How many tokens may be generated. Raises ApiError where none may, or fewer than asked."""
         room = model.max_context - num_prompt
-        wanted = asked.max_tokens
-        if room < 1 or (wanted or 0) > room:
-            param = "messages" if asked.kind == "chat" else "prompt"
-            completion = f" and {wanted} for the completion" if wanted else ""
-            raise ApiError(
-                CONTEXT_LENGTH,
-                f"the context of model {model.name!r} holds {model.max_context} tokens, but "
-                f"{num_prompt} are in the {param}{completion}: send less, or ask for less",
-                param,
-            )
-        return min(self._bounds.default_max_tokens, room) if wanted is None else wanted
+        wanted = asked.max_tokens or asked.min_tokens
+        if room >= 1 and wanted <= room:
+            return room
+        completion = f" and {wanted} for the completion" if wanted else ""
+        param = _param(asked)
+        raise ApiError(
+            CONTEXT_LENGTH,
+            f"the context of model {model.name!r} holds {model.max_context} tokens, but "
+            f"{hedge}{num_prompt} are in the {param}{completion}: send less, or ask for less",
+            param,
+        )
+
+    def _echo(self, asked: WireRequest, codec: TextCodec, ids: Sequence[int]) -> str:
+        if not asked.echo:
+            return ""
+        return asked.prompt if isinstance(asked.prompt, str) else codec.decode(ids)
 
     async def _in_pool(self, work: Callable[[], _T]) -> _T:
         if self._num_pending >= self._bounds.max_pending:
@@ -195,11 +261,29 @@ class Preparer:
             self._num_pending -= 1
 
 
+def _param(asked: WireRequest) -> str:
+    return "messages" if asked.kind == "chat" else "prompt"
+
+
+def _shown_texts(asked: WireRequest, codec: TextCodec) -> list[str]:
+    """What templates show of messages; of an assistant's some leave out the reasoning."""
+    marks = codec.formats.reasoning
+    texts = [message["content"] for message in asked.messages]
+    return texts if marks is None else [text.rpartition(marks.close)[2] for text in texts]
+
+
 def _sampling(asked: WireRequest) -> SamplingParams:
     """A seed is always explicit from here on: the caller's, or one drawn here at the edge."""
     seed = int.from_bytes(os.urandom(8), "big") if asked.seed is None else asked.seed
     return SamplingParams(
         temperature=asked.temperature,
         top_p=max(asked.top_p, _SMALLEST_TOP_P),
-        seed=seed & _SEED_MASK,
+        seed=seed & SEED_MASK,
+        top_k=asked.top_k,
+        min_p=asked.min_p,
+        frequency_penalty=asked.frequency_penalty,
+        presence_penalty=asked.presence_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias=dict(asked.logit_bias),
+        min_tokens=asked.min_tokens,
     )

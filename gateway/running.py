@@ -9,10 +9,10 @@ and takes no more tokens (the dispatcher aborts the request); the finish always 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
 
-from engine.protocol import Finish
+from engine.protocol import Finish, TokenLogprobs
 from gateway.types import TokenEvent
 
 StreamEnd: TypeAlias = Finish | Exception
@@ -31,6 +31,8 @@ class RequestStream:
         self._on_abort = on_abort
         self._queue_s = queue_s
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
         self._end: StreamEnd | None = None
         self._handed_over = False
         self._waiter: asyncio.Future[None] | None = None
@@ -60,12 +62,11 @@ class RequestStream:
         """The next tokens, or the finish with what was left. Raises what ended the request."""
         while not self._tokens and self._end is None:
             await self._wait()
-        tokens, self._tokens = self._tokens, []
         if self._end is None:
-            return TokenEvent(tokens)
+            return self._take()
         if isinstance(self._end, Exception):
-            if tokens:
-                return TokenEvent(tokens)
+            if self._tokens:
+                return self._take()
             if self._handed_over:
                 raise StopAsyncIteration
             self._handed_over = True
@@ -73,7 +74,7 @@ class RequestStream:
         if self._handed_over:
             raise StopAsyncIteration
         self._handed_over = True
-        return TokenEvent(tokens, self._end)
+        return self._take(self._end)
 
     # The dispatcher's side.
 
@@ -81,7 +82,12 @@ class RequestStream:
         """The events from now on are those of another try; no token has been put yet."""
         self._attempt = attempt
 
-    def put(self, token_ids: list[int]) -> bool:
+    def put(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> bool:
         """Add tokens. False: the consumer is too slow, they were dropped."""
         if self.overflowed or self._end is not None:
             return False
@@ -89,6 +95,8 @@ class RequestStream:
             self.overflowed = True
             return False
         self._tokens.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        self._prompt_logprobs = prompt_logprobs or self._prompt_logprobs
         self._wake()
         return True
 
@@ -97,6 +105,13 @@ class RequestStream:
         if self._end is None:
             self._end = end
             self._wake()
+
+    def _take(self, finish: Finish | None = None) -> TokenEvent:
+        event = TokenEvent(
+            self._tokens, finish, tuple(self._logprobs), tuple(self._prompt_logprobs)
+        )
+        self._tokens, self._logprobs, self._prompt_logprobs = [], [], ()
+        return event
 
     async def _wait(self) -> None:
         if self._waiter is not None:

@@ -20,6 +20,8 @@ from gateway.types import CacheMode, PreparedRequest
 MODE_HEADER = "x-polyhost-cache-mode"
 RESULT_HEADER = "x-polyhost-cache"
 
+# What changes nothing where the likeliest token is taken.
+_UNUSED = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 # What an entry takes besides its text: key, dataclass, the cache's own links.
 _ENTRY_OVERHEAD_BYTES = 512
 
@@ -80,7 +82,9 @@ def _key(tenant_id: str, request: PreparedRequest) -> bytes:
         request.kind,
         request.prompt_token_ids,
         request.max_tokens,
-        (0,) if greedy else (sampling.temperature, sampling.top_p, sampling.seed),
+        msgspec.structs.replace(sampling, **({"seed": 0, **_UNUSED} if greedy else {})),
+        request.constraint,
+        sorted(request.shown_token_ids),
         request.stop_token_ids,
         request.stop_strings,
     )

@@ -1,8 +1,7 @@
-"""Stage 9, the writing half: text as OpenAI's JSON and server-sent events, sent to the client.
+"""Stage 9, the sending half: server-sent events on their way to a client that may go away.
 
-Comes in: pieces of text and how the request ended. Goes out: bytes. What is the same in all chunks
-of a request is encoded once, so a piece of text costs one JSON string and two joins. Turning tokens
-into text is detokenize.py's; who pays for it is exchange.py's.
+Comes in: the bytes of an answer, event by event, as answer.py writes them. Who pays for it is
+exchange.py's.
 
 A client that goes away shows only as an ASGI message, so one task per request waits for it
 (`DisconnectWatch`) while the answer is made, streamed or not.
@@ -10,100 +9,9 @@ A client that goes away shows only as an ASGI message, so one task per request w
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
-from gateway.errors import ApiError
-from gateway.types import PreparedRequest
-
-DONE = b"data: [DONE]\n\n"
-_OBJECTS = {
-    ("chat", True): "chat.completion.chunk",
-    ("chat", False): "chat.completion",
-    ("completion", True): "text_completion",
-    ("completion", False): "text_completion",
-}
-_encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class UsageFigures:
-    """Tokens as the client is told them; the posting says the same."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-class Chunks:
-    """Writes the events of one streamed answer."""
-
-    def __init__(self, request: PreparedRequest) -> None:
-        self._request = request
-        self._is_chat = request.kind == "chat"
-        # With include_usage every chunk but the last says "usage": null, as OpenAI's do.
-        self._extra = {"usage": None} if request.include_usage else {}
-        self._before, self._after = self._around_text()
-
-    def first(self) -> bytes:
-        """What comes before any text: the role, in a chat."""
-        if not self._is_chat:
-            return b""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
-
-    def text(self, text: str) -> bytes:
-        """One piece of the answer."""
-        return self._before + _encode(text) + self._after
-
-    def last(self, finish_reason: str) -> bytes:
-        """The end of the text."""
-        return self._chunk({"delta": {}} if self._is_chat else {"text": ""}, finish_reason)
-
-    def usage(self, usage: UsageFigures) -> bytes:
-        """The chunk without choices that stream_options.include_usage asks for."""
-        if not self._request.include_usage:
-            return b""
-        return _event({**_head(self._request, True), "choices": [], "usage": usage.body()})
-
-    def _chunk(self, content: dict[str, Any], finish_reason: str | None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-        return _event({**_head(self._request, True), "choices": [choice], **self._extra})
-
-    def _around_text(self) -> tuple[bytes, bytes]:
-        mark = "\ue000"
-        chunk = self._chunk({"delta": {"content": mark}} if self._is_chat else {"text": mark}, None)
-        # From the right: a model's name comes before the text and is the operator's to choose.
-        before, _, after = chunk.rpartition(_encode(mark))
-        return before, after
-
-
-def error_event(error: ApiError) -> bytes:
-    """What a stream ends with that has begun and cannot go on."""
-    return _event(error.body())
-
-
-def json_answer(
-    request: PreparedRequest, text: str, finish_reason: str, usage: UsageFigures
-) -> bytes:
-    """The whole answer of a request that is not streamed."""
-    content: dict[str, Any] = {"text": text}
-    if request.kind == "chat":
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish_reason}
-    return _encode({**_head(request, False), "choices": [choice], "usage": usage.body()})
 
 
 class DisconnectWatch:
@@ -187,17 +95,3 @@ class EventStream(Response):
         finally:
             self._close()
             await self._events.aclose()
-
-
-def _head(request: PreparedRequest, stream: bool) -> dict[str, Any]:
-    return {
-        "id": request.request_id,
-        "object": _OBJECTS[request.kind, stream],
-        "created": request.created_at,
-        "model": request.model.name,
-        "system_fingerprint": f"fp_{request.model.revision[:12]}",
-    }
-
-
-def _event(body: object) -> bytes:
-    return b"data: " + _encode(body) + b"\n\n"

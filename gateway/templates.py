@@ -2,12 +2,17 @@
 
 Templates come with models from the internet, so they run in Jinja's immutable sandbox, with the
 environment transformers gives them (trim_blocks, lstrip_blocks, loop controls, `raise_exception`,
-`strftime_now`, `tojson` that does not escape HTML, the `generation` tag). What a template raises is
-a refusal of these messages ("roles must alternate") and becomes a 400; nothing else of the server
-is within its reach. Tokens and special tokens are tokenization.py's business.
+`strftime_now`, `tojson` that does not escape HTML, the `generation` tag, one name for reasoning
+where callers use several). What a template raises is a refusal of these messages ("roles must
+alternate") and becomes a 400; nothing else of the server is within its reach. Tokens and special
+tokens are tokenization.py's business.
+
+`continue_final_message`, as transformers does it: a mark is put behind the last message's content
+before rendering, and the prompt ends where the mark comes out.
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +30,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
+# Names under which callers send an assistant's reasoning; templates read the first.
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _SPECIAL_NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What a template's expressions raise besides Jinja's own errors: `{{ 1 / 0 }}`, `{{ x[9] }}`.
 _EXPRESSION_ERRORS = (
@@ -50,6 +57,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateRefused(f"the chat template is not valid: {error}") from error
+        self.source = source
         self._constants: dict[str, Any] = {
             **special_tokens,
             "tools": None,
@@ -57,16 +65,65 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
 
-    def render(self, messages: Sequence[Mapping[str, str]], **values: Any) -> str:
-        """The prompt as text. Raises TemplateRefused."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        continue_final_message: bool = False,
+        **values: Any,
+    ) -> str:
+        """The prompt as text. Raises TemplateRefused.
+
+        `continue_final_message`: it ends where the last message's content ends.
+        """
+        given = [_with_reasoning(message) for message in messages]
+        if not continue_final_message:
+            return self._render(given, values)
+        return self._render_open(given, {**values, "add_generation_prompt": False})
+
+    def _render_open(self, messages: list[dict[str, Any]], values: dict[str, Any]) -> str:
+        # The blank tells whether the template trims; the number keeps callers from writing a mark.
+        mark = f"\ue0f4{int.from_bytes(os.urandom(12), 'big')}\ue0f5 "
+        content = _marked(messages[-1], mark) if messages else None
+        if content is None or "content" not in self.source:
+            raise TemplateRefused("continue_final_message needs a last message with a text")
+        rendered = self._render(messages, values)
+        at = rendered.rfind(mark.rstrip())
+        if at < 0 or content.strip() not in rendered:
+            raise TemplateRefused("it does not show the last message as it is: nothing to continue")
+        return rendered[:at] if rendered.startswith(mark, at) else rendered[:at].rstrip()
+
+    def _render(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(
-                {**self._constants, "messages": [dict(m) for m in messages], **values}
-            )
+            return self._template.render({**self._constants, "messages": messages, **values})
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error)) from error
         except _EXPRESSION_ERRORS as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+
+def _marked(message: dict[str, Any], mark: str) -> str | None:
+    """Puts the mark behind the message's text, the last one of several. Returns that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + mark
+        return content
+    parts = [dict(part) for part in content] if isinstance(content, list) else []
+    message["content"] = parts
+    for part in reversed(parts):
+        if isinstance(part.get("text"), str):
+            text: str = part["text"]
+            part["text"] = text + mark
+            return text
+    return None
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy; reasoning under any of its names is there as `reasoning_content` and `thinking`."""
+    named = (message[name] for name in _REASONING_FIELDS if message.get(name) is not None)
+    reasoning = next(named, None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def load_template(model_dir: Path) -> ChatTemplate | None:
@@ -116,7 +173,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
     )
     environment.filters["tojson"] = _tojson
     environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, namespace=_Namespace
+        raise_exception=_raise_exception,
+        strftime_now=_strftime_now,
+        namespace=_Namespace,
+        dict=_Dict(),
     )
     return environment
 
@@ -139,6 +199,17 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+class _Dict:
+    """`dict` for templates: to be called, with nothing else of the class to be reached."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """As dict.fromkeys."""
+        return dict.fromkeys(*args)
 
 
 class _Namespace(Namespace):

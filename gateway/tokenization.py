@@ -25,14 +25,16 @@ For plain completions the prompt is the caller's own and control tokens in it ar
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.detokenize import PieceTable
+from gateway.detokenize import PieceTable, TextStream
+from gateway.output_plan import detect
 from gateway.templates import (
     ChatTemplate,
     TemplateRefused,
@@ -40,9 +42,20 @@ from gateway.templates import (
     read_json,
     special_tokens,
 )
+from gateway.tool_messages import wants_text
 
 TOKENIZER_FILE = "tokenizer.json"
 NOTHING = "(?!)"
+# Roles and types, which templates compare with: nobody's text. Without them `<|function|>` in a
+# vocabulary would have `"type": "function"` marked.
+_KEYWORDS = frozenset(
+    {"system", "user", "assistant", "tool", "text", "function", "string", "number", "integer"}
+    | {"boolean", "object", "array", "null"}
+)
+# `surely_longer` counts a text in pieces; joined, they are at most this many tokens fewer.
+_PIECE_CHARS = 16_384
+_TAIL_CHARS = 256
+_PIECE_SLACK = 64
 
 
 class ControlTokens:
@@ -67,7 +80,8 @@ class ControlTokens:
         self._longest = max(map(len, contents), default=0)
         nonce = str(int.from_bytes(os.urandom(12), "big"))
         self._mark = f"\ue0f0{nonce}:{{}}\ue0f1"
-        self._marks = re.compile(f"\ue0f0{nonce}:([0-9]+)\ue0f1")
+        # As it is, or as `tojson(ensure_ascii=true)` writes it.
+        self._marks = re.compile(rf"(?:\ue0f0|\\ue0f0){nonce}:([0-9]+)(?:\ue0f1|\\ue0f1)")
         self._names = {t.content: f"\ue0f2{nonce}:{i}\ue0f3" for i, t in tokens.items()}
         # One that is matched after normalising can be written in ways the search does not know.
         self.must_count = any(token.normalized for token in tokens.values())
@@ -75,16 +89,33 @@ class ControlTokens:
     def guard(self, text: str) -> str:
         """The text with marks wherever it holds, or could complete, a control token; mostly just
         the text."""
+        at = {match.start() for match in self._starts.finditer(text)}
         core = text.strip()
         start, end = text.find(core), text.find(core) + len(core)
-        at: set[int] = set()
-        at.update(match.start() for match in self._starts.finditer(text))
         lengths = range(1, min(self._longest, len(core) + 1))
         at.update(end - n for n in lengths if text[end - n : end] in self._heads)
         if any(text[start : start + n] in self._tails for n in lengths):
             at.add(start)
         if core and len(core) < self._longest and core in self._joined:
             at.add(start)
+        return self._marked(text, at)
+
+    def guard_all(self, value: Any, key: str = "") -> Any:
+        """Every text in a message or a tool: values as `guard`, keys only where they hold a whole
+        token, since templates ask for keys by name."""
+        if isinstance(value, str):
+            is_word = key in ("role", "type") and value in _KEYWORDS
+            return value if is_word else self.guard(value)
+        if isinstance(value, Mapping):
+            return {self._guard_key(name): self.guard_all(v, name) for name, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.guard_all(item, key) for item in value]
+        return value
+
+    def _guard_key(self, key: str) -> str:
+        return self._marked(key, {match.start() for match in self._starts.finditer(key)})
+
+    def _marked(self, text: str, at: set[int]) -> str:
         parts: list[str] = []
         done = 0
         for i in sorted(at):
@@ -110,6 +141,14 @@ class ControlTokens:
         return self._marks.sub(lambda match: chr(int(match.group(1))), named)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A chat's prompt. `tail`: how its text ends."""
+
+    ids: list[int]
+    tail: str
+
+
 class TextCodec:
     """Tokenizer, chat template and stop tokens of one model revision. Safe to share by threads."""
 
@@ -127,6 +166,15 @@ class TextCodec:
         self._literal: Tokenizer | None = None
         self.stop_token_ids = list(stop_token_ids)
         self.pieces = PieceTable(tokenizer)
+        special_ids = {
+            token.content: token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
+        source = template.source if isinstance(template, ChatTemplate) else ""
+        self.formats = detect(source, special_ids)
+        # Whether messages' calls have their arguments as text.
+        self.wants_text = isinstance(template, ChatTemplate) and wants_text(_sampler(template))
         control = set(named_tokens.values())
         self._control = ControlTokens(
             {
@@ -144,34 +192,76 @@ class TextCodec:
         """
         return _encode(self._tokenizer, text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        check_text: Callable[[str], None] = lambda _text: None,
+    ) -> EncodedChat:
         """Messages through the template. Raises TemplateRefused, ValueError."""
         if self._template is None:
             raise TemplateRefused("it has none, so ask /v1/completions")
         if isinstance(self._template, TemplateRefused):
             raise TemplateRefused(str(self._template))
-        guarded = [
-            {
-                name: value if name == "role" else self._control.guard(value)
-                for name, value in m.items()
-            }
-            for m in messages
-        ]
-        rendered = self._template.render(guarded)
+        rendered = self._template.render(
+            self._control.guard_all(messages),
+            continue_final_message,
+            tools=self._control.guard_all(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+        )
+        check_text(rendered)
+        tail = rendered[-_TAIL_CHARS:]
         if not self._control.is_marked(rendered):
             ids = _encode(self._tokenizer, rendered, add_special_tokens=False)
             if not self._control.must_count:
-                return ids
+                return EncodedChat(ids, tail)
             num_control = sum(token_id in self._control.tokens for token_id in ids)
             if num_control <= self._control.num_whole(rendered):
-                return ids
+                return EncodedChat(ids, tail)
         spelled = self._control.spell(rendered)
-        return _encode(self._literal_tokenizer(), spelled, add_special_tokens=False)
+        ids = _encode(self._literal_tokenizer(), spelled, add_special_tokens=False)
+        return EncodedChat(ids, tail)
+
+    def encode_literal(self, text: str) -> list[int]:
+        """A text in which nothing is a control token, as in a chat. Raises ValueError."""
+        guarded = self._control.spell(self._control.guard(text))
+        return _encode(self._literal_tokenizer(), guarded, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, without control tokens."""
+        text = TextStream(self.pieces, (), [])
+        return text.push(list(token_ids)) + text.finish()
+
+    def surely_longer(self, texts: Iterable[str], num_tokens: int) -> bool:
+        """Whether these texts are more tokens than that, found without reading much further.
+
+        False also where only the whole prompt would tell. Raises ValueError.
+        """
+        counted = 0
+        for text in texts:
+            for at in range(0, len(text), _PIECE_CHARS):
+                piece = text[at : at + _PIECE_CHARS]
+                counted += len(_encode(self._tokenizer, piece, False)) - _PIECE_SLACK
+                if counted > num_tokens:
+                    return True
+        return False
 
     def _literal_tokenizer(self) -> Tokenizer:
         if self._literal is None:
             self._literal = _renamed(self._tokenizer, self._control)
         return self._literal
+
+
+def _sampler(template: ChatTemplate) -> Callable[[list[dict[str, Any]]], str]:
+    def render(messages: list[dict[str, Any]]) -> str:
+        try:
+            return template.render(messages)
+        except TemplateRefused as error:
+            raise ValueError(str(error)) from error
+
+    return render
 
 
 def load_codec(model_dir: Path) -> TextCodec:

@@ -3,11 +3,13 @@
 Times named `now_s` are monotonic seconds; wall-clock instants are `*_at` in UTC epoch seconds.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from engine.protocol import Finish, SamplingParams
+import msgspec
+
+from engine.protocol import Constraint, Finish, SamplingParams, TokenLogprobs
 
 CacheMode: TypeAlias = Literal["off", "exact"]
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
@@ -54,7 +56,14 @@ class HostedModel:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A validated request in token ids. Nothing has been reserved for it yet."""
+    """A validated request in token ids. Nothing has been reserved for it yet.
+
+    `num_choices` answers are wanted; towards workers each is a request of its own. `logprobs`,
+    `prompt_logprobs`: -1 none, k the token's own and the k likeliest. `echo` is the prompt as the
+    answer repeats it. `only_prompt`: nothing is to be generated. `continues_text`: the answer goes
+    on where the prompt's text ends, in a chat too. `shown_token_ids`: control tokens that the
+    answer's parser has to see.
+    """
 
     request_id: str
     kind: Literal["chat", "completion"]
@@ -68,14 +77,27 @@ class PreparedRequest:
     include_usage: bool = False
     cache_mode: CacheMode = "off"
     created_at: int = 0
+    num_choices: int = 1
+    logprobs: int = -1
+    prompt_logprobs: int = -1
+    constraint: Constraint | None = None
+    echo: str = ""
+    only_prompt: bool = False
+    continues_text: bool = False
+    shown_token_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """Tokens as they come from the worker; the last event carries `finish`."""
+class TokenEvent(msgspec.Struct, frozen=True):
+    """Tokens as they come from the worker; the last event carries `finish`.
+
+    `logprobs`: one a token where the request asked for them. `prompt_logprobs`: with the first
+    event, one a prompt token but the first.
+    """
 
     token_ids: list[int]
     finish: Finish | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
 
 
 class RunningRequest(Protocol):

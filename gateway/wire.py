@@ -1,183 +1,112 @@
 """What callers may send to /v1/chat/completions and /v1/completions, and what is made of it.
 
-Comes in: a request body. Goes out: a `WireRequest`, typed and within range, or an ApiError that
-names the field. Nothing here knows models, tenants or tokens; answers are written by stream.py.
-
-Three sorts of fields. Served ones are in the structs with their types. Fields of the OpenAI API
-that would change the answer and are not served yet are in the structs too, but only their neutral
-values are let through (`_NEUTRAL`): a client that spells out a default gets its answer, one that
-wants the feature gets `unsupported_parameter`, and nobody gets an answer that silently left out
-what was asked for. Ignored are only fields that cannot change an answer: `user`, `metadata`,
-`safety_identifier`, `prompt_cache_key`, and `parallel_tool_calls` (there are no tools).
-Everything else is unknown, and refused by name.
+Comes in: a request body. Goes out: a `WireRequest`, typed, within range and free of contradictions,
+or an ApiError that names the field. Fields and their ranges are wire_body.py's. Nothing here knows
+models, tenants or tokens; answers are written by answer.py.
 """
 
 import re
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
+from gateway.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
+from gateway.wire_body import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PROMPT_IDS,
+    MAX_SMALL_BYTES,
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    MessageBody,
+)
 
 Kind: TypeAlias = Literal["chat", "completion"]
-Message: TypeAlias = dict[str, str]
+Message: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = str | tuple[int, ...]
 
-MAX_STOP_STRINGS = 4
-MAX_STOP_CHARS = 1024
-
-_Count = Annotated[int, msgspec.Meta(ge=1)]
-_Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-_Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-_Stops = Annotated[list[_Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
-_Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
-_TopP = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _T = TypeVar("_T")
 
-
-class _TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_TextPart], msgspec.Meta(min_length=1)]
-    name: str | None = None
-    # What an SDK's own assistant message carries when it is sent back: let through when empty.
-    refusal: Any = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
-
-
-class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    model: _Model
-    max_tokens: _Count | None = None
-    temperature: _Temperature | None = None
-    top_p: _TopP | None = None
-    seed: int | None = None
-    stop: _Stop | _Stops | None = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
-
-
-class _ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    max_completion_tokens: _Count | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
-    service_tier: str | None = None
-    store: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    response_format: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-
-
-class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    echo: bool | None = None
-    best_of: int | None = None
-    logprobs: int | None = None
-    suffix: str | None = None
-
-
-# Fields that are not served, with the values that mean the same as leaving them out.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "echo": (False,),
-    "best_of": (1,),
-    "suffix": ("",),
-}
-_NEUTRAL_IN_COMPLETION = {**_NEUTRAL, "logprobs": ()}
-_NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
-    "refusal": ("",),
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "tool_calls": ([],),
-}
-
-_chat_decoder = msgspec.json.Decoder(_ChatBody)
-_completion_decoder = msgspec.json.Decoder(_CompletionBody)
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
+_biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$")
+# As token ids are written in JSON keys. Ten digits: more than any vocabulary has.
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
 class WireRequest:
     """A well-formed request. `messages` is set for chat, `prompt` for completions.
 
-    `max_tokens` and `seed` are None where the caller left them out.
+    `max_tokens` and `seed` are None where the caller left them out. `logprobs`: -1 none, k the
+    chosen token's and the k likeliest. `messages` are as templates know them, but `tool_calls` are
+    tool_types.ToolCall.
     """
 
     kind: Kind
     model: str
     messages: tuple[Message, ...] = ()
-    prompt: str | tuple[int, ...] = ""
+    prompt: Prompt = ""
     max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int = -1
+    echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = field(default_factory=TextFormat)
 
 
 def decode(kind: Kind, body: bytes) -> WireRequest:
-    """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field."""
+    """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
+    fields that contradict one another."""
     if kind == "chat":
         return _chat(_decode(_chat_decoder, body))
     return _completion(_decode(_completion_decoder, body))
 
 
-def _decode(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
+def unsupported(param: str, wanted: str = "") -> ApiError:
+    """The answer to a field this server does not serve."""
+    return ApiError(UNSUPPORTED_PARAMETER, f"{param}{wanted} is not supported: leave it out", param)
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """The answer to a field that cannot be what it is."""
+    return ApiError(INVALID_REQUEST, message, param)
+
+
+def _decode(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from error
+        raise _field_error(str(error), param) from error
     except UnicodeDecodeError as error:
         raise ApiError(INVALID_REQUEST, "the request body is not valid UTF-8") from error
     except RecursionError as error:
@@ -188,74 +117,140 @@ def _decode(decoder: "msgspec.json.Decoder[_T]", body: bytes) -> _T:
         ) from error
 
 
-def _field_error(text: str) -> ApiError:
-    """msgspec says where: "... - at `$.messages[0].content`"."""
+def _field_error(text: str, whole: str = "") -> ApiError:
+    """msgspec says where: "... - at `$.messages[0].content`". `whole`: the field that was read."""
     at = _AT.search(text)
-    param = at.group(1) if at else ""
+    param = whole + (at.group(1) if at else "")
     what = text[: at.start()] if at else text
-    field = _FIELD.match(what)
-    if field is None:
+    found = _FIELD.match(what)
+    if found is None:
         return ApiError(INVALID_REQUEST, f"{param or 'request body'}: {what}", param or None)
-    param = f"{param}.{field.group(2)}" if param else field.group(2)
-    if field.group(1) == "missing required":
-        return ApiError(INVALID_REQUEST, f"{param} is required", param)
+    param = f"{param}.{found.group(2)}" if param else found.group(2)
+    if found.group(1) == "missing required":
+        return invalid(param, f"{param} is required")
     return unsupported(param)
 
 
-def unsupported(param: str, wanted: str = "") -> ApiError:
-    """The answer to a field this server does not serve."""
-    return ApiError(UNSUPPORTED_PARAMETER, f"{param}{wanted} is not supported: leave it out", param)
-
-
-def _chat(body: _ChatBody) -> WireRequest:
-    _refuse_unserved(body, _NEUTRAL, "")
-    for index, message in enumerate(body.messages):
-        _refuse_unserved(message, _NEUTRAL_IN_MESSAGE, f"messages[{index}].")
+def _chat(body: ChatBody) -> WireRequest:
+    _refuse_unserved(body, NEUTRAL, "")
+    _small("metadata", body.metadata, _metadata_decoder)
     longest = body.max_completion_tokens
     if longest is not None and body.max_tokens not in (None, longest):
-        raise ApiError(
-            INVALID_REQUEST,
-            "max_tokens and max_completion_tokens differ: send only max_completion_tokens",
+        raise invalid(
             "max_tokens",
+            "max_tokens and max_completion_tokens differ: send only max_completion_tokens",
         )
-    messages = tuple(_message(message) for message in body.messages)
-    return _request(
-        "chat", body, messages=messages, max_tokens=body.max_tokens if longest is None else longest
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "max_tokens must be at least 1")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+    keeps_open = bool(body.continue_final_message)
+    if keeps_open and body.add_generation_prompt:
+        raise invalid(
+            "add_generation_prompt",
+            "continue_final_message and add_generation_prompt contradict each other: an answer "
+            "either goes on with the last message or begins a new one",
+        )
+    held = not isinstance(body.response_format, TextFormat | None)
+    if held and (body.min_tokens or body.ignore_eos):
+        param = "min_tokens" if body.min_tokens else "ignore_eos"
+        raise invalid(
+            param, f"{param} cannot be had with response_format: the form ends the answer"
+        )
+    messages = tuple(
+        _message(message, f"messages[{index}].") for index, message in enumerate(body.messages)
+    )
+    if keeps_open and not (messages[-1]["content"] and messages[-1]["role"] == "assistant"):
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message needs an assistant's message with a text at the end",
+        )
+    return WireRequest(
+        kind="chat",
+        messages=messages,
+        max_tokens=body.max_tokens if longest is None else longest,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+        continue_final_message=keeps_open,
+        add_generation_prompt=body.add_generation_prompt is not False and not keeps_open,
+        tools=tuple(body.tools or ()),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        response_format=body.response_format or TextFormat(),
+        **_common(body),
     )
 
 
-def _completion(body: _CompletionBody) -> WireRequest:
-    _refuse_unserved(body, _NEUTRAL_IN_COMPLETION, "")
-    return _request("completion", body, prompt=_one_prompt(body.prompt), max_tokens=body.max_tokens)
+def _completion(body: CompletionBody) -> WireRequest:
+    _refuse_unserved(body, NEUTRAL, "")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo")
+    if body.max_tokens == 0 and (body.n or 1) > 1:
+        raise invalid("n", "n must be 1 with max_tokens 0: there is nothing to choose from")
+    return WireRequest(
+        kind="completion",
+        prompt=_prompt(body.prompt),
+        max_tokens=body.max_tokens,
+        logprobs=-1 if body.logprobs is None else body.logprobs,
+        echo=bool(body.echo),
+        **_common(body),
+    )
 
 
-def _request(
-    kind: Kind,
-    body: _Common,
-    max_tokens: int | None,
-    messages: tuple[Message, ...] = (),
-    prompt: str | tuple[int, ...] = "",
-) -> WireRequest:
+def _common(body: CommonBody) -> dict[str, Any]:
+    """The fields of both kinds, checked, but for `max_tokens`."""
     options = body.stream_options
     if options is not None and not body.stream:
-        raise ApiError(
-            INVALID_REQUEST, "stream_options is only allowed with stream: true", "stream_options"
-        )
+        raise invalid("stream_options", "stream_options is only allowed with stream: true")
     if options is not None and options.include_obfuscation:
         raise unsupported("stream_options.include_obfuscation")
-    return WireRequest(
-        kind=kind,
-        model=body.model,
-        messages=messages,
-        prompt=prompt,
-        max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=body.seed,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        stream=bool(body.stream),
-        include_usage=bool(options and options.include_usage),
-    )
+    longest = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        longest = body.max_completion_tokens
+    if longest is not None and (body.min_tokens or 0) > longest:
+        raise invalid("min_tokens", f"min_tokens is above the {longest} tokens allowed at most")
+    return {
+        "model": body.model,
+        "min_tokens": body.min_tokens or 0,
+        "ignore_eos": bool(body.ignore_eos),
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_k": max(0, body.top_k or 0),
+        "min_p": body.min_p or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "repetition_penalty": 1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        "logit_bias": _biases(_small("logit_bias", body.logit_bias, _biases_decoder) or {}),
+        "seed": body.seed,
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "n": body.n or 1,
+        "stream": bool(body.stream),
+        "include_usage": bool(options and options.include_usage),
+    }
+
+
+def _small(param: str, raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_T]") -> _T:
+    """A field whose honest values are short."""
+    if len(raw) > MAX_SMALL_BYTES:
+        raise invalid(param, f"{param} has {len(raw)} bytes, {MAX_SMALL_BYTES} are allowed")
+    return _decode(decoder, bytes(raw), param)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Token ids as numbers; whether the model has them is prepare.py's to say."""
+    if len(given) > MAX_BIASES:
+        raise invalid("logit_bias", f"logit_bias may name {MAX_BIASES} tokens at most")
+    biases: dict[int, float] = {}
+    for name, value in given.items():
+        if _TOKEN_ID.fullmatch(name) is None:
+            raise invalid("logit_bias", f"logit_bias: {name[:40]!r} is not a token id")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise invalid(
+                "logit_bias", f"logit_bias of token {name} must be within -{MAX_BIAS:g} and 100"
+            )
+        if int(name) in biases:
+            raise invalid("logit_bias", f"logit_bias names token {int(name)} twice")
+        biases[int(name)] = value
+    return biases
 
 
 def _refuse_unserved(
@@ -268,27 +263,50 @@ def _refuse_unserved(
                 raise unsupported(prefix + name, " with this value" if neutral[name] else "")
 
 
-def _message(message: _Message) -> Message:
+def _message(message: MessageBody, prefix: str) -> Message:
     """As chat templates know it: text parts joined by a line break, `developer` as `system`."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    fields = {"role": role, "content": text}
-    if message.name is not None:
-        fields["name"] = message.name
+    _refuse_unserved(message, NEUTRAL_IN_MESSAGE, prefix)
+    content, role = message.content, message.role
+    if content is None and not message.tool_calls:
+        raise invalid(f"{prefix}content", f"{prefix}content is required")
+    for name, owner in (
+        ("tool_calls", "assistant"),
+        ("reasoning_content", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
+        if getattr(message, name) and role != owner:
+            raise invalid(prefix + name, f"{prefix}{name} is only allowed with role {owner}")
+    if role == "tool" and message.tool_call_id is None:
+        raise invalid(f"{prefix}tool_call_id", f"{prefix}tool_call_id is required with role tool")
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    fields: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            fields[name] = value
+    if message.tool_calls:
+        fields["tool_calls"] = message.tool_calls
     return fields
 
 
-def _one_prompt(prompt: str | list[str | int | list[int]]) -> str | tuple[int, ...]:
+def _prompt(raw: msgspec.Raw) -> Prompt:
     """A text, token ids, or a list of exactly one of these."""
+    body = bytes(raw)
+    if not body[:256].lstrip(b" \t\r\n[").startswith(b'"'):
+        # Counted before millions of objects are made.
+        if body.count(b",") >= MAX_PROMPT_IDS:
+            raise invalid("prompt", f"prompt holds more than {MAX_PROMPT_IDS} token ids")
+        if body.count(b"[") > 2:
+            raise unsupported("prompt", " with several prompts")
+    prompt = _decode(_prompt_decoder, body, "prompt")
     if isinstance(prompt, str):
         return prompt
-    ids = tuple(item for item in prompt if isinstance(item, int))
-    if ids and len(ids) == len(prompt):
-        return ids
+    if set(map(type, prompt)) == {int}:
+        return tuple(prompt)
     if len(prompt) > 1:
         raise unsupported("prompt", " with several prompts")
     if not prompt or prompt == [[]]:
-        raise ApiError(INVALID_REQUEST, "prompt must not be empty", "prompt")
+        raise invalid("prompt", "prompt must not be empty")
     only = prompt[0]
     return only if isinstance(only, str) else tuple(only) if isinstance(only, list) else (only,)

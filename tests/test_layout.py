@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "engine": frozenset(
         {
             "kernels",
+            "llguidance",
             "msgspec",
             "numpy",
             "safetensors",

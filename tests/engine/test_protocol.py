@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.protocol import (
     Abort,
     AckUsage,
+    Constraint,
     Finish,
     FromWorker,
     Hello,
@@ -21,6 +22,7 @@ from engine.protocol import (
     StepOutput,
     Submit,
     TokenDelta,
+    TokenLogprobs,
     ToWorker,
     Usage,
     decode_from_worker,
@@ -143,13 +145,23 @@ def test_the_bytes_on_the_wire() -> None:
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
     assert encode(submit) == (
-        b"\x99\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x93" + zero + one + b"\x09\x91\x02"
+        (b"\x9c\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x9a" + zero + one + b"\x09")
+        + (b"\x00" + zero * 3 + one + b"\x80\x00")  # top_k to min_tokens
+        + b"\x91\x02\xff\xff\xc0"
     )
-    delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)))
+    constrained = msgspec.structs.replace(submit, constraint=Constraint("regex", "a"))
+    assert encode(constrained) == encode(submit)[:-1] + b"\x92\xa5regex\xa1a"
+    logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
+    delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (
-        b"\x93\xaaStepOutput\xa1e\x91\x94\xa1r\x01\x91\x04\x93\xa4stop\x94\x01\x00\x01"
+        b"\x93\xaaStepOutput\xa1e\x91\x96\xa1r\x01\x91\x04\x93\xa4stop\x94\x01\x00\x01"
         + zero
         + b"\xa0"
+        + b"\x91\x92"
+        + (b"\xcb\xbf\xe0" + bytes(6))
+        + b"\x91\x92\x04"
+        + (b"\xcb\xbf\xe0" + bytes(6))
+        + b"\x90"
     )
 
 

@@ -22,6 +22,7 @@ from engine.protocol import (
     Submit,
     SwapRecord,
     TokenDelta,
+    TokenLogprobs,
     ToWorker,
     UnloadModel,
     Usage,
@@ -157,9 +158,22 @@ class ScriptedWorker:
             counters={},
         )
 
-    def tokens(self, request_id: str, *token_ids: int, attempt: int = 1) -> None:
+    def tokens(
+        self,
+        request_id: str,
+        *token_ids: int,
+        attempt: int = 1,
+        logprobs: list[TokenLogprobs] | None = None,
+        prompt_logprobs: list[TokenLogprobs] | None = None,
+    ) -> None:
         """One step gave a request tokens."""
-        delta = TokenDelta(request_id, attempt, list(token_ids))
+        delta = TokenDelta(
+            request_id,
+            attempt,
+            list(token_ids),
+            logprobs=logprobs or [],
+            prompt_logprobs=prompt_logprobs or [],
+        )
         self.heard.on_deltas(self.worker_id, self.epoch, [delta])
 
     def finish(

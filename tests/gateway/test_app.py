@@ -179,7 +179,7 @@ async def test_unknown_and_hidden_models_sound_the_same(kit: Kit, client: Client
          "context_length_exceeded", "messages"),
         ({"messages": 5}, "invalid_request", "messages"),
         ({"max_tokens": "x"}, "invalid_request", "max_tokens"),
-        ({"tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"tools": [{}]}, "invalid_request", "tools[0].type"),
         ({"best": 1}, "unsupported_parameter", "best"),
     ],
 )  # fmt: skip

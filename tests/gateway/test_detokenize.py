@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from engine.protocol import TokenLogprobs
 from gateway.detokenize import PieceTable, StopStrings, TextStream, detokenizer
 from tests.gateway.edge_kit import byte_level_tokenizer, spm_like_tokenizer
 
@@ -198,3 +199,65 @@ def test_what_is_left_at_the_end_is_searched_too(stop: str) -> None:
     stream = stream_of((stop,))
     text = stream.push(half) + stream.finish()
     assert (text, stream.stopped) == (("", True) if stop == "\ufffd" else ("\ufffd", False))
+
+
+def scored_in(stream: TextStream, ids: list[int], size: int) -> list[tuple[int, int, str]]:
+    """(token, start, text that came with it) for every piece of `size` tokens."""
+    out = []
+    for at in range(0, len(ids), size):
+        part = ids[at : at + size]
+        text = stream.push(part, [TokenLogprobs(-1.0, [])] * len(part))
+        out += [(s.token_id, s.start, text) for s in stream.take_scored()]
+    text = stream.finish()
+    return [*out, *((s.token_id, s.start, text) for s in stream.take_scored(ended=True))]
+
+
+@given(st.text(max_size=40), st.integers(1, 7))
+def test_scores_come_once_each_and_with_their_place(text: str, size: int) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    taken = scored_in(stream_of(), ids, size)
+    assert [token_id for token_id, _, _ in taken] == ids
+    starts = [start for _, start, _ in taken]
+    assert starts == sorted(starts)
+    whole = library(BYTE_LEVEL, ids)
+    for at, start in enumerate(starts):
+        assert whole.startswith(library(BYTE_LEVEL, ids[:at]).rstrip("\ufffd"))
+        assert start <= len(library(BYTE_LEVEL, ids[:at]))
+
+
+@given(st.text("abEND ", max_size=30), st.integers(1, 7))
+def test_scores_end_at_the_stop_string(text: str, size: int) -> None:
+    ids = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    taken = [token_id for token_id, _, _ in scored_in(stream_of(("END",)), ids, size)]
+    shown = library(BYTE_LEVEL, ids).partition("END")[0]
+    spelled = library(BYTE_LEVEL, taken)
+    assert taken == ids[: len(taken)]
+    assert spelled.startswith(shown)
+    # No token that shows nothing: without the last one something would be missing.
+    assert not taken or len(library(BYTE_LEVEL, taken[:-1])) < max(1, len(shown))
+
+
+def test_stop_tokens_have_no_scores() -> None:
+    word = BYTE_LEVEL.encode("game").ids
+    stream = stream_of(stop_ids=[word[-1]])
+    assert [t for t, _, _ in scored_in(stream, word, 1)] == word[:-1]
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens() -> None:
+    ids = [BYTE_LEVEL.encode(c).ids[0] for c in "xxaxx"]
+    for least, text in ((0, ""), (1, "x"), (2, "xxa"), (3, "xxa"), (4, "xxax"), (5, "xxaxx")):
+        stream = TextStream(BYTE_LEVEL_PIECES, ("x",), [], min_tokens=least)
+        assert stream.push(ids) + stream.finish() == text
+    assert stream.stopped is False
+
+
+@pytest.mark.parametrize("pieces", [BYTE_LEVEL_PIECES, SPM_PIECES])
+def test_control_tokens_that_a_parser_has_to_see(pieces: PieceTable) -> None:
+    mark = min(pieces.special_ids)
+    name = pieces.tokenizer.id_to_token(mark)
+    ids = [mark, *pieces.tokenizer.encode("a", add_special_tokens=False).ids, mark]
+    shown = TextStream(pieces, (), [], shown_ids=frozenset({mark}))
+    text = "".join(shown.push([token_id]) for token_id in ids) + shown.finish()
+    assert text.replace(" ", "") == f"{name}a{name}"
+    hidden = TextStream(pieces, (), [])
+    assert (hidden.push(ids) + hidden.finish()).strip() == "a"

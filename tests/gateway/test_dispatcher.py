@@ -1,11 +1,14 @@
 """The dispatcher's queue: order, bounds, leases, loads, aborts, catalog."""
 
+from dataclasses import replace
+
 import pytest
 
-from engine.protocol import Finish, SwapRecord
+from engine.protocol import Constraint, Finish, RefusalCode, SwapRecord, TokenLogprobs
 from gateway.config import Settings
 from gateway.errors import (
     CONTEXT_LENGTH,
+    INVALID_REQUEST,
     MODEL_FAILED,
     MODEL_NOT_FOUND,
     QUEUE_FULL,
@@ -43,6 +46,49 @@ async def test_a_request_is_granted_at_once_and_its_events_come_back() -> None:
     assert events[-1].finish is not None
     rig.dispatcher.check_integrity()
     assert rig.dispatcher.snapshot().service_s_by_tenant == {"t": 0.1}
+
+
+async def test_all_a_worker_has_to_know_is_in_the_submit() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    constraint = Constraint("regex", "a+")
+    request = replace(
+        prepared("a"), logprobs=3, prompt_logprobs=2, constraint=constraint, num_choices=1
+    )
+    stream = rig.dispatcher.run(request, principal("t"))
+    (submit,) = worker.running.values()
+    assert (submit.logprobs, submit.prompt_logprobs, submit.constraint) == (3, 2, constraint)
+    scores = [TokenLogprobs(-0.5, [(7, -0.5)]), TokenLogprobs(-1.5, [])]
+    worker.tokens("a", 7, logprobs=scores[:1], prompt_logprobs=scores)
+    worker.tokens("a", 8, logprobs=scores[1:])
+    event = await anext(stream)
+    assert (event.token_ids, list(event.logprobs)) == ([7, 8], scores)
+    assert list(event.prompt_logprobs) == scores
+    worker.tokens("a", 9)
+    assert not (await anext(stream)).prompt_logprobs
+
+
+async def test_the_usage_of_choices_is_acknowledged_together() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    for name in ("a#0", "a#1", "b"):
+        rig.dispatcher.run(prepared(name), principal("t"))
+        worker.tokens(name, 7)
+        worker.finish(name)
+    assert worker.acked == []
+    rig.dispatcher.ack_usage(["a"])
+    assert worker.acked == [("a#0", 1), ("a#1", 1)]
+    rig.dispatcher.ack_usage(["b", "a"])
+    assert worker.acked[2:] == [("b", 1)]
+
+
+@pytest.mark.parametrize("code", ["invalid_constraint", "invalid_sampling"])
+async def test_what_a_worker_cannot_do_is_the_callers_to_change(code: RefusalCode) -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.refuse("a", code, retryable=False)
+    assert await error_of(stream) == INVALID_REQUEST
 
 
 async def test_the_tenant_with_less_service_goes_first() -> None:

@@ -283,6 +283,24 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
 
 
+async def test_the_kept_finishes_of_choices_are_billed_as_one(engine: Engine) -> None:
+    await killed_with_open(engine, "a", "b", "c")
+    acked: list[str] = []
+    ledger = ledger_on(engine, acked, ledger_recovery_wait_s=0.05)
+    async with started(ledger):
+        for name in ("a#0", "a#2", "a#0", "b#0"):
+            assert ledger.claim(name, finish("stop"))
+        assert ledger.claim("b#1", finish("error"))
+        await ledger.recovered()
+        assert not ledger.claim("a#1", finish("stop"))
+    rows = postings_in(engine)
+    one = finish("stop").usage
+    assert (rows["a"].outcome, rows["a"].prompt_tokens) == ("disconnected", one.prompt_tokens)
+    assert rows["a"].completion_tokens == 2 * one.generated_tokens
+    assert (rows["b"].outcome, rows["b"].cost_nanos) == ("failed", 0)
+    assert (rows["c"].outcome, sorted(acked)) == ("failed", ["a", "b", "c"])
+
+
 async def test_a_model_that_is_gone_costs_nothing(engine: Engine) -> None:
     await killed_with_open(engine, "a", model="gone")
     async with started(ledger_on(engine, ledger_recovery_wait_s=3600.0)) as ledger:

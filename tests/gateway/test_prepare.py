@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.protocol import Constraint
 from gateway import prepare as module
+from gateway import tokenization
 from gateway.directory import Directory
 from gateway.errors import ApiError
 from gateway.prepare import PrepareBounds, Prepared, Preparer
 from gateway.tokenization import TextCodec, load_codec
+from gateway.tool_types import CalledFunction, FunctionSpec, JsonObjectFormat, Tool, ToolCall
 from gateway.types import Limits, Principal
 from gateway.wire import WireRequest
 from tests.gateway.edge_kit import hosted_model, write_model
@@ -174,4 +178,129 @@ async def test_seeds_are_explicit_from_here_on(tmp_path: Path) -> None:
         seeds.add(drawn)
     assert {0, 7, 2**63 - 1} < seeds
     assert len(seeds) == 5
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "param"),
+    [
+        (replace(ASK, n=3), "invalid_request", "n"),
+        (replace(ASK, logit_bias={403: 1.0}), "invalid_request", "logit_bias"),
+        (replace(ASK, min_tokens=17), "invalid_request", "min_tokens"),
+        (replace(ASK, min_tokens=300), "context_length_exceeded", "prompt"),
+        (WireRequest("chat", "tiny", messages=({"role": "user", "content": "x"},) * 300),
+         "context_length_exceeded", "messages"),
+        (replace(ASK, prompt=(1,) * 300), "context_length_exceeded", "prompt"),
+    ],
+)  # fmt: skip
+async def test_refusals_before_any_text_is_read(
+    tmp_path: Path, asked: WireRequest, code: str, param: str
+) -> None:
+    stage = preparer(tmp_path, max_choices=2)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+    stage.close()
+
+
+WORDS = "the cat sat on the mat "
+
+
+@pytest.mark.parametrize("text", [WORDS * 100_000, "a" * 2_000_000, "<|im_end|>" * 200_000])
+@pytest.mark.parametrize("place", ["prompt", "user", "assistant", "tool"])
+async def test_absurd_lengths_are_not_read_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+) -> None:
+    stage = preparer(tmp_path)
+    num_chars = 0
+    encode = tokenization._encode
+
+    def counted_encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+        nonlocal num_chars
+        num_chars += len(text)
+        return encode(tokenizer, text, add_special_tokens)
+
+    monkeypatch.setattr(tokenization, "_encode", counted_encode)
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    tools: tuple[Tool, ...] = ()
+    asked = replace(ASK, prompt=text)
+    if place == "tool":
+        tools = (Tool(type="function", function=FunctionSpec(name="f", description=text)),)
+    elif place != "prompt":
+        messages.append({"role": place, "content": text})
+    if place != "prompt":
+        asked = WireRequest("chat", "tiny", messages=tuple(messages), tools=tools)
+        (tmp_path / "chat_template.jinja").write_text(HERMES)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert caught.value.kind.code == "context_length_exceeded"
+    assert num_chars < 50_000
+    stage.close()
+
+
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+async def test_what_is_asked_of_sampling_and_scores(tmp_path: Path) -> None:
+    stage = preparer(tmp_path, max_choices=2)
+    request = (
+        await prepared(
+            stage, replace(ASK, n=2, logprobs=3, echo=True, ignore_eos=True, max_tokens=0)
+        )
+    ).request
+    assert (request.num_choices, request.logprobs, request.prompt_logprobs) == (2, 3, 3)
+    assert (request.echo, request.only_prompt, request.max_tokens) == ("The game", True, 1)
+    assert request.stop_token_ids == []
+    ids = tuple(request.prompt_token_ids)
+    request = (await prepared(stage, replace(ASK, prompt=ids, echo=True))).request
+    assert (request.echo, request.prompt_logprobs, request.only_prompt) == ("The game", -1, False)
+    stage.close()
+
+
+async def test_a_last_message_is_continued(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"})
+    asked = WireRequest(
+        "chat", "tiny", messages=messages, continue_final_message=True, add_generation_prompt=False
+    )
+    result = await prepared(stage, asked)
+    assert result.codec.decode(result.request.prompt_token_ids).endswith("assistant\nIt is")
+    assert result.request.continues_text
+    asked = replace(asked, continue_final_message=False)
+    text = result.codec.decode((await prepared(stage, asked)).request.prompt_token_ids)
+    assert text.endswith("It is\n")
+    stage.close()
+
+
+async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(HERMES)
+    offered = (Tool(type="function", function=FunctionSpec(name="f")),)
+    call = ToolCall(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
+    messages = (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    )
+    asked = WireRequest("chat", "tiny", messages=messages, tools=offered, tool_choice="required")
+    result = await prepared(stage, asked)
+    text = result.codec.decode(result.request.prompt_token_ids)
+    assert '<tools>[{"type": "function", "function": {"name": "f"' in text
+    assert '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' in text
+    assert result.request.constraint is not None
+    parser = result.new_parser()
+    parser.feed('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    parser.flush()
+    assert parser.num_calls == 1
+    for field in ({"min_tokens": 2}, {"ignore_eos": True}):
+        with pytest.raises(ApiError) as caught:
+            await prepared(stage, replace(asked, **field))
+        assert caught.value.param == next(iter(field))
+    form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
+    assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
     stage.close()

@@ -1,16 +1,21 @@
 """Chat templates render as transformers renders them, and cannot get out of their sandbox."""
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.templates import ChatTemplate, TemplateRefused, load_template, special_tokens
 
+DATA = Path(__file__).parent.parent / "data" / "conformance" / "templates"
 MESSAGES = [{"role": "user", "content": "Hi <b> 'x' & ü"}]
 
 
-def render(source: str, **values: object) -> str:
+def render(source: str, **values: Any) -> str:
     return ChatTemplate(source, {"bos_token": "<s>"}).render(MESSAGES, **values)
 
 
@@ -104,3 +109,81 @@ def test_special_tokens_of_all_spellings(tmp_path: Path) -> None:
     }
     (tmp_path / "tokenizer_config.json").write_text("[broken")
     assert special_tokens(tmp_path) == {"pad_token": "<pad>"}
+
+
+def as_transformers(source: str, messages: list[dict[str, Any]], **values: Any) -> str:
+    rendered, _ = render_jinja_template([messages], chat_template=source, **values)
+    text: str = rendered[0]
+    return text
+
+
+def cases() -> list[Any]:
+    with gzip.open(DATA / "chat_template_cases.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [pytest.param(row, id=f"{row['model']} {row['group']}") for row in rows]
+
+
+@pytest.mark.parametrize("row", cases())
+@pytest.mark.parametrize("way", ["as given", "prompted", "continued"])
+def test_real_templates_render_as_in_transformers(row: dict[str, Any], way: str) -> None:
+    values = {"add_generation_prompt": False, **row["data"]}
+    messages = values.pop("messages")
+    if way == "prompted":
+        values["add_generation_prompt"] = True
+    if way == "continued":
+        values["add_generation_prompt"] = False
+        values["continue_final_message"] = True
+    try:
+        expected = as_transformers(row["chat_template"], messages, **values)
+    except (jinja2.TemplateError, TypeError, ValueError):
+        with pytest.raises(TemplateRefused):
+            ChatTemplate(row["chat_template"], {}).render(messages, **values)
+        return
+    assert ChatTemplate(row["chat_template"], {}).render(messages, **values) == expected
+
+
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+KEEPING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [TRIMMING, KEEPING])
+@pytest.mark.parametrize("content", ["so", "so ", " so\n", "so [end]", "x"])
+def test_a_last_message_is_left_open_as_in_transformers(source: str, content: str) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]
+    expected = as_transformers(source, messages, continue_final_message=True)
+    assert ChatTemplate(source, {}).render(messages, continue_final_message=True) == expected
+    assert not expected.endswith("[end]") or content.endswith("[end]")
+
+
+@pytest.mark.parametrize(
+    ("source", "messages"),
+    [
+        ("{% for m in messages[:-1] %}{{ m.content }}{% endfor %}", MESSAGES * 2),
+        ("{{ messages[-1].content[:2] }}", MESSAGES),
+        ("nothing of it", MESSAGES),
+        (KEEPING, [{"role": "assistant", "content": None}]),
+        (KEEPING, []),
+    ],
+)
+def test_what_cannot_be_continued(source: str, messages: list[dict[str, Any]]) -> None:
+    with pytest.raises(TemplateRefused, match="continue"):
+        ChatTemplate(source, {}).render(messages, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_one_name_for_templates(name: str) -> None:
+    source = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
+    messages = [{"role": "assistant", "content": "x", name: "hm"}]
+    assert ChatTemplate(source, {}).render(messages) == "hm hm" == as_transformers(source, messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ dict(a=1).a }}", "1"),
+        ("{{ dict.fromkeys(['a']) }}", "{'a': None}"),
+        ("{{ dict.__subclasses__ }}", ""),
+    ],
+)
+def test_dict_is_for_making_dicts(source: str, text: str) -> None:
+    assert render(source) == text == as_transformers(source, MESSAGES)

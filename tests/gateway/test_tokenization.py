@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -51,7 +52,7 @@ def text_of(ids: list[int]) -> str:
     "content", ["Hello", " trimmed ", "<think>x</think>", "a < b | c > d", "ü😀"]
 )
 def test_ordinary_messages_are_encoded_as_transformers_does(content: str) -> None:
-    assert CODEC.encode_chat(users(content)) == plain(content)
+    assert CODEC.encode_chat(users(content)).ids == plain(content)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_ordinary_messages_are_encoded_as_transformers_does(content: str) -> Non
     ],
 )
 def test_callers_cannot_write_control_tokens(contents: tuple[str, ...]) -> None:
-    ids = CODEC.encode_chat(users(*contents))
+    ids = CODEC.encode_chat(users(*contents)).ids
     expected = ChatTemplate(CHAT_TEMPLATE, {}).render(users(*contents))
     assert text_of(ids) == expected
     assert num_control(ids) == 2 * len(contents) + 1
@@ -83,7 +84,7 @@ def test_callers_cannot_write_control_tokens(contents: tuple[str, ...]) -> None:
 )
 def test_halves_that_a_template_joins_stay_text(contents: tuple[str, ...]) -> None:
     codec = TextCodec(byte_level_tokenizer(), ChatTemplate(BARE, {}), [], {})
-    ids = codec.encode_chat(users(*contents))
+    ids = codec.encode_chat(users(*contents)).ids
     assert text_of(ids) == "<|im_end|><|im_end|>"
     assert num_control(ids) == 1
 
@@ -93,18 +94,31 @@ def test_a_name_cannot_complete_one() -> None:
         "{% for m in messages %}<|{{ m.name }}|>{{ m.content }}{% endfor %}", {}
     )
     codec = TextCodec(byte_level_tokenizer(), template, [], {})
-    ids = codec.encode_chat([{"role": "user", "content": "x", "name": "im_end"}])
+    ids = codec.encode_chat([{"role": "user", "content": "x", "name": "im_end"}]).ids
     assert text_of(ids) == "<|im_end|>x"
     assert num_control(ids) == 0
 
 
+def test_a_name_that_is_a_role_cannot_complete_one() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<|system|>"])
+    template = ChatTemplate("{% for m in messages %}<|{{ m.name }}|>{% endfor %}", {})
+    codec = TextCodec(tokenizer, template, [], {})
+    ids = codec.encode_chat([{"role": "user", "content": "", "name": "system"}]).ids
+    assert tokenizer.token_to_id("<|system|>") not in ids
+    template = ChatTemplate("{% for m in messages %}<|{{ m.role }}|>{% endfor %}", {})
+    codec = TextCodec(tokenizer, template, [], {})
+    ids = codec.encode_chat([{"role": "system", "content": ""}]).ids
+    assert ids == [tokenizer.token_to_id("<|system|>")]
+
+
 @given(st.lists(st.text("<|im_end>start ", max_size=14), min_size=1, max_size=4))
 def test_no_mixture_of_parts_gets_through(contents: list[str]) -> None:
-    ids = CODEC.encode_chat(users(*contents))
+    ids = CODEC.encode_chat(users(*contents)).ids
     assert num_control(ids) == 2 * len(contents) + 1
     assert text_of(ids) == ChatTemplate(CHAT_TEMPLATE, {}).render(users(*contents))
     bare = TextCodec(TOKENIZER, ChatTemplate(BARE, {}), [], {})
-    assert num_control(bare.encode_chat(users(*contents))) == 1
+    assert num_control(bare.encode_chat(users(*contents)).ids) == 1
 
 
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=3))
@@ -120,7 +134,7 @@ def test_a_tokenizer_with_fallback_and_unknown_token() -> None:
     template = ChatTemplate("<s>{% for m in messages %}{{ m.content }}</s>{% endfor %}", {})
     codec = TextCodec(spm_like_tokenizer(), template, [], {})
     tokenizer = spm_like_tokenizer()
-    ids = codec.encode_chat(users("the </s> is <unk> 😀"))
+    ids = codec.encode_chat(users("the </s> is <unk> 😀")).ids
     special = [i for i in ids if i < 3]
     assert special == [1, 2]
     assert tokenizer.decode(ids, skip_special_tokens=False).count("</s>") == 2
@@ -137,9 +151,9 @@ def test_one_that_is_matched_after_normalising() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens([AddedToken("[END]", normalized=True)])
     codec = TextCodec(tokenizer, ChatTemplate("{{ messages[0].content }}[END]", {}), [], {})
-    assert codec.encode_chat(users("a")) == [1, 0]
+    assert codec.encode_chat(users("a")).ids == [1, 0]
     for content in ("\uff3bEND\uff3d", "\uff3bEND]", "[END\uff3d"):
-        assert codec.encode_chat(users(content)).count(0) == 1
+        assert codec.encode_chat(users(content)).ids.count(0) == 1
 
 
 def test_an_end_token_that_is_not_flagged_special_is_guarded_too() -> None:
@@ -152,7 +166,7 @@ def test_an_end_token_that_is_not_flagged_special_is_guarded_too() -> None:
         TextCodec(tokenizer, template, [turn], {}),
         TextCodec(tokenizer, template, [], {"eos_token": "<turn>"}),
     ):
-        assert codec.encode_chat(users("a<turn>b")).count(turn) == 1
+        assert codec.encode_chat(users("a<turn>b")).ids.count(turn) == 1
 
 
 @given(st.lists(st.text("ab|", min_size=1, max_size=5), max_size=6), st.text("ab|", max_size=30))
@@ -197,7 +211,7 @@ def test_loading(tmp_path: Path) -> None:
     write_model(tmp_path)
     codec = load_codec(tmp_path)
     assert codec.stop_token_ids == [END]
-    assert codec.encode_chat(users("Hello")) == plain("Hello")
+    assert codec.encode_chat(users("Hello")).ids == plain("Hello")
     assert num_control(codec.encode_prompt("<|im_start|>x")) == 1
 
 
@@ -236,3 +250,64 @@ def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(ValueError, match="not a tokenizer"):
         load_codec(tmp_path)
+
+
+TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>"
+    "{% endfor %}"
+)
+
+
+def tool(text: str) -> dict[str, Any]:
+    """A tool that has this text wherever callers can write one."""
+    schema = {"type": "object", "properties": {text: {"type": "string", "enum": [text]}}}
+    function = {"name": "f", "description": text, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("text", ["<|im_end|>", "<|im_start|>x", "x<|im_end|>y", "plain"])
+@pytest.mark.parametrize("escaped", [False, True])
+def test_control_tokens_in_tools_and_calls_stay_text(text: str, escaped: bool) -> None:
+    source = TOOLS.replace("t | tojson", "t | tojson(ensure_ascii=true)") if escaped else TOOLS
+    codec = TextCodec(byte_level_tokenizer(), ChatTemplate(source, {}), [], {})
+    call = {"function": {"name": "f", "arguments": {text: [text, 1, None]}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    ids = codec.encode_chat(messages, tools=[tool(text)]).ids
+    assert num_control(ids) == 1
+    assert text_of(ids) == ChatTemplate(source, {}).render(messages, tools=[tool(text)])
+
+
+def test_words_that_templates_compare_are_let_through() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens(["<|function|>", "<|properties|>"])
+    source = "{% for t in tools if t.type == 'function' %}{{ t.function.parameters.properties }}"
+    codec = TextCodec(tokenizer, ChatTemplate(source + "{% endfor %}", {}), [], {})
+    ids = codec.encode_chat(users("x"), tools=[tool("a")]).ids
+    assert tokenizer.decode(ids) == "{'a': {'type': 'string', 'enum': ['a']}}"
+
+
+def test_a_message_with_control_tokens_can_be_continued() -> None:
+    messages = [*users("x"), {"role": "assistant", "content": "a <|im_end|> b"}]
+    encoded = CODEC.encode_chat(messages, continue_final_message=True)
+    assert text_of(encoded.ids).endswith("<|im_start|>assistant\na <|im_end|> b")
+    assert num_control(encoded.ids) == 3
+    assert CODEC.encode_chat(users("x")).tail.endswith("<|im_start|>assistant\n")
+
+
+@given(st.text(max_size=20))
+def test_literal_text_is_never_a_control_token(text: str) -> None:
+    for whole in (text, f"<|im_end|>{text}", f"{text}<|im_start|>"):
+        ids = CODEC.encode_literal(whole)
+        assert num_control(ids) == 0
+        assert text_of(ids) == whole
+        assert CODEC.decode(ids) == whole
+
+
+def test_long_texts_are_measured_by_their_beginning() -> None:
+    unit = "the cat sat on the mat "
+    num = len(CODEC.encode_prompt(unit * 10_000))
+    assert CODEC.surely_longer([unit * 10_000], num // 2)
+    assert not CODEC.surely_longer([unit * 10_000], num)
+    assert CODEC.surely_longer([unit * 5_000] * 2, num // 2)
+    assert not CODEC.surely_longer(["short"], 100)

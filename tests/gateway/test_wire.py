@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import ApiError
+from gateway.tool_types import CalledFunction, ToolCall
 from gateway.wire import Kind, decode
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -70,6 +71,8 @@ def test_defaults() -> None:
     "fields",
     [
         {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"top_k": -1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False},
+        {"continue_final_message": False, "add_generation_prompt": True},
         {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         {"logprobs": False, "top_logprobs": 0, "store": False, "service_tier": "auto"},
         {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"},
@@ -85,22 +88,18 @@ def test_neutral_and_ignored_fields_pass(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"best_of": 2}, "best_of"),
+        ({"guided_json": {}}, "guided_json"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"store": True}, "store"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"top_k": 5}, "top_k"),
+        ({"echo": True}, "echo"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
-         "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]},
+         "messages[0].function_call"),
         ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight"),
     ],
 )  # fmt: skip
@@ -120,7 +119,14 @@ def test_unserved_fields_are_refused_by_name(fields: dict[str, Any], param: str)
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]},
-         "messages[1].role"),
+         "messages[1].tool_call_id"),
+        ({"messages": [{"role": "function", "content": "b"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": "b", "tool_call_id": "c"}]},
+         "messages[0].tool_call_id"),
+        ({"messages": [{"role": "user", "content": "b", "reasoning_content": "c"}]},
+         "messages[0].reasoning_content"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
+         "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
@@ -142,11 +148,121 @@ def test_unserved_fields_are_refused_by_name(fields: dict[str, Any], param: str)
         ({"seed": 1.5}, "seed"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"n": 0}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -2.5}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e6}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.0": 1}}, "logit_bias"),
+        ({"logit_bias": {"\u0661": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
     ],
 )  # fmt: skip
 def test_wrong_types_and_ranges_name_the_field(fields: dict[str, Any], param: str) -> None:
     error = refused("chat", chat(**fields))
     assert (error.kind.code, error.param) == ("invalid_request", param)
+
+
+ASSISTANT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 6, "max_completion_tokens": 5}, "min_tokens"),
+        ({"min_tokens": 1, "response_format": {"type": "json_object"}}, "min_tokens"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos"),
+        ({"messages": ASSISTANT, "continue_final_message": True, "add_generation_prompt": True},
+         "add_generation_prompt"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": [*ASSISTANT, {"role": "assistant", "content": ""}],
+          "continue_final_message": True}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_contradictions_name_the_field(fields: dict[str, Any], param: str) -> None:
+    error = refused("chat", chat(**fields))
+    assert (error.kind.code, error.param) == ("invalid_request", param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 0, "echo": True, "n": 2}, "n"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"echo": "yes"}, "echo"),
+    ],
+)
+def test_contradictions_in_completions(fields: dict[str, Any], param: str) -> None:
+    error = refused("completion", {**COMPLETION, **fields})
+    assert (error.kind.code, error.param) == ("invalid_request", param)
+
+
+def test_all_ways_of_sampling() -> None:
+    body = chat(
+        top_k=40, min_p=0.1, frequency_penalty=-2, presence_penalty=2, repetition_penalty=1.2,
+        logit_bias={"5": -100, "7": 0.5}, min_tokens=3, max_tokens=9, ignore_eos=True, n=4,
+        logprobs=True, top_logprobs=20,
+    )  # fmt: skip
+    request = decode("chat", json.dumps(body).encode())
+    assert (request.top_k, request.min_p, request.repetition_penalty) == (40, 0.1, 1.2)
+    assert (request.frequency_penalty, request.presence_penalty) == (-2.0, 2.0)
+    assert request.logit_bias == {5: -100.0, 7: 0.5}
+    assert (request.min_tokens, request.ignore_eos, request.n) == (3, True, 4)
+    assert request.logprobs == 20
+    assert decode("chat", json.dumps(chat(logprobs=True)).encode()).logprobs == 0
+    assert decode("chat", json.dumps(chat(top_k=-1)).encode()).top_k == 0
+
+
+def test_an_echo_and_its_scores() -> None:
+    body = {**COMPLETION, "echo": True, "logprobs": 5, "max_tokens": 0}
+    request = decode("completion", json.dumps(body).encode())
+    assert (request.echo, request.logprobs, request.max_tokens) == (True, 5, 0)
+    assert decode("completion", json.dumps(COMPLETION).encode()).logprobs == -1
+
+
+def test_a_last_message_to_continue() -> None:
+    body = chat(messages=ASSISTANT, continue_final_message=True)
+    request = decode("chat", json.dumps(body).encode())
+    assert request.continue_final_message
+    assert not request.add_generation_prompt
+    request = decode("chat", json.dumps(chat(add_generation_prompt=False)).encode())
+    assert (request.add_generation_prompt, request.continue_final_message) == (False, False)
+
+
+def test_messages_with_calls_reasoning_and_results() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    ]
+    request = decode("chat", json.dumps(chat(messages=messages)).encode())
+    read = ToolCall(id="c1", function=CalledFunction(name="f", arguments='{"a": 1}'))
+    assert request.messages[1:] == (
+        {"role": "assistant", "content": "", "tool_calls": [read], "reasoning_content": "hm"},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    )
 
 
 @pytest.mark.parametrize("missing", ["model", "messages"])
@@ -218,9 +334,10 @@ def test_prompts_that_are_not_served(prompt: Any, code: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"echo": True}, "echo"),
         ({"best_of": 2}, "best_of"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"tools": []}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"continue_final_message": True}, "continue_final_message"),
         ({"suffix": "x"}, "suffix"),
         ({"messages": []}, "messages"),
         ({"max_completion_tokens": 5}, "max_completion_tokens"),

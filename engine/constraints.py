@@ -1,0 +1,207 @@
+"""Constrained requests as the engine sees them: sessions with a mask for every step.
+
+    open -> opening -> ready <-> stepping        refused, broken: from opening and stepping
+               |                    |            closed: from everywhere
+               +-> refused          +-> broken
+
+All work is done by one process (engine/constraint_child.py). If it ends, by its own limits or
+otherwise, the session it was at is broken and the others are opened again with the output they had,
+without their requests noticing more than a delay.
+
+Nothing waits but `wait`. The engine advances the sessions of a step when their tokens are known and
+calls `flush`; the masks are computed while the next step runs, and are there before it samples.
+Used from one thread.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+
+from engine.constraint_child import (
+    Close,
+    Done,
+    FromChild,
+    Limits,
+    Open,
+    Refused,
+    Step,
+    TokenizerSource,
+)
+from engine.constraint_process import ConstraintProcess
+from engine.errors import RequestRefused
+from engine.protocol import Constraint
+
+MAX_VOCAB_SIZE = 1 << 18
+# Constraints whose fate is remembered.
+MAX_VERDICTS = 1024
+# A session that has survived so many ends of its process is given up.
+MAX_REOPENED = 3
+
+SessionState: TypeAlias = Literal["opening", "ready", "stepping", "refused", "broken", "closed"]
+_Key: TypeAlias = tuple[TokenizerSource, Constraint]
+
+
+class Session:
+    """One constrained request.
+
+    finished    once ready: only an end-of-sequence token may follow
+    reason      where refused (for the client) or broken (for operators)
+    """
+
+    def __init__(self, row: int, key: _Key, output_ids: Sequence[int]) -> None:
+        self.row = row
+        self.key = key
+        self.output_ids = list(output_ids)
+        self.state: SessionState = "opening"
+        self.reason = ""
+        self.finished = False
+        self.num_reopened = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited: no mask yet, and no verdict."""
+        return self.state in ("opening", "stepping")
+
+
+class Constraints:
+    """All constrained requests of a worker."""
+
+    def __init__(self, max_sessions: int, limits: Limits | None = None) -> None:
+        self._process = ConstraintProcess(max_sessions, MAX_VOCAB_SIZE // 32, limits or Limits())
+        self._free = list(range(max_sessions))
+        self._sessions: dict[int, Session] = {}
+        self._steps: list[tuple[int, int]] = []
+        # "" for a constraint that has been compiled, else why it was refused.
+        self._verdicts: OrderedDict[_Key, str] = OrderedDict()
+        self.num_restarts = 0
+
+    def open(
+        self, source: TokenizerSource, constraint: Constraint, output_ids: Sequence[int] = ()
+    ) -> Session:
+        """A new session; its verdict comes with a later `poll`. output_ids: to go on from.
+
+        Raises RequestRefused: too many at once, or a constraint that is known to be refused.
+        """
+        key = (source, constraint)
+        verdict = self._verdicts.get(key, "")
+        if source.vocab_size > MAX_VOCAB_SIZE:
+            verdict = f"masks end at {MAX_VOCAB_SIZE} tokens, the model has {source.vocab_size}"
+        if verdict:
+            raise RequestRefused("invalid_constraint", verdict)
+        if not self._free:
+            raise RequestRefused("overloaded", "too many constrained requests at once")
+        session = Session(self._free.pop(), key, output_ids)
+        self._sessions[session.row] = session
+        self._open(session)
+        return session
+
+    def advance(self, session: Session, token: int) -> None:
+        """The session's next token has been sampled; `flush` sends it on."""
+        assert session.state == "ready", session.state
+        session.output_ids.append(token)
+        session.state = "stepping"
+        self._steps.append((session.row, token))
+
+    def flush(self) -> None:
+        """Let the masks of all advanced sessions be computed."""
+        if self._steps:
+            self._process.send(Step(self._steps))
+            self._steps = []
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Take in what has been answered, waiting so long for the first answer."""
+        answers = self._process.receive(timeout_s)
+        if answers is None:
+            self._restart()
+            return
+        for answer in answers:
+            session = self._sessions[answer.session]
+            if session.state == "closed":
+                self._release(session)
+            else:
+                self._take(session, answer)
+
+    def wait(self, sessions: Iterable[Session], timeout_s: float = 30.0) -> None:
+        """Until none of these is busy. After the time-out those that still are, are broken."""
+        self.flush()
+        awaited = list(sessions)
+        deadline = time.monotonic() + timeout_s
+        self.poll()
+        while any(session.busy for session in awaited):
+            left_s = deadline - time.monotonic()
+            if left_s > 0:
+                self.poll(left_s)
+                continue
+            self._process.kill()
+            for session in awaited:
+                if session.busy:
+                    self._end(session, "broken", f"no mask within {timeout_s} s")
+            self._restart()
+
+    def mask(self, session: Session) -> torch.Tensor:
+        """int32 [ceil(vocab / 32)] of a ready session; valid until it advances."""
+        assert session.state == "ready", session.state
+        return self._process.masks[session.row, : -(-session.key[0].vocab_size // 32)]
+
+    def close(self, session: Session) -> None:
+        """Its request has ended. Idempotent."""
+        was_busy, was_closed = session.busy, session.state == "closed"
+        session.state = "closed"
+        if not was_closed and not was_busy:
+            self._release(session)
+        # Otherwise an answer is under way and would be taken for one to the row's next session.
+
+    def shutdown(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _open(self, session: Session) -> None:
+        session.state = "opening"
+        trusted = session.key in self._verdicts
+        self._process.send(Open(session.row, *session.key, session.output_ids, trusted))
+
+    def _release(self, session: Session) -> None:
+        del self._sessions[session.row]
+        self._free.append(session.row)
+        self._process.send(Close([session.row]))
+
+    def _end(self, session: Session, state: SessionState, reason: str) -> None:
+        session.state = state
+        session.reason = reason
+
+    def _take(self, session: Session, answer: FromChild) -> None:
+        if isinstance(answer, Done):
+            if session.state == "opening":
+                self._remember(session.key, "")
+            session.state = "ready"
+            session.finished = answer.finished
+        elif isinstance(answer, Refused):
+            self._remember(session.key, answer.reason)
+            self._end(session, "refused", answer.reason)
+        else:
+            self._end(session, "broken", answer.reason)
+
+    def _remember(self, key: _Key, verdict: str) -> None:
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def _restart(self) -> None:
+        """The process has ended: what it held is opened again, but for what it was at."""
+        culprit, how = self._process.reap()
+        self.num_restarts += 1
+        self._steps = []
+        for session in list(self._sessions.values()):
+            session.num_reopened += 1
+            if session.state == "closed":
+                self._release(session)
+            elif session.state in ("refused", "broken"):
+                continue
+            elif session.row == culprit or session.num_reopened > MAX_REOPENED:
+                self._verdicts.pop(session.key, None)
+                self._end(session, "broken", how)
+            else:
+                self._open(session)
