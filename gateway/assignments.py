@@ -95,6 +95,7 @@ class Assignments:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             stop_token_ids=request.stop_token_ids,
+            timeout_s=ticket.timeout_s(now_s),
         )
         if not self._fleet.send(worker.worker_id, submit):
             return False

@@ -11,7 +11,8 @@ first takes the worker's last event, which says what was really used. The table 
     outcome        when                                       tokens billed
     finished       it came to its end or its stop string      prompt + generated up to there
     disconnected   the client went away or did not read       prompt + generated until the abort
-    failed         we failed after tokens were made           none
+    failed         we failed, or its time was up, after       none
+                   tokens were made
     (none: void)   it ended before any token                  none, limits refunded
 """
 
@@ -23,7 +24,13 @@ from typing import Any, Literal, TypeAlias
 
 from engine.protocol import Finish, Usage
 from gateway.detokenize import TextStream
-from gateway.errors import SERVER_ERROR, UNAVAILABLE, ApiError, WorkerLost
+from gateway.errors import (
+    DEADLINE_EXCEEDED,
+    SERVER_ERROR,
+    UNAVAILABLE,
+    ApiError,
+    WorkerLost,
+)
 from gateway.ledger import prices_of
 from gateway.limits import Hold
 from gateway.metrics import Metrics
@@ -204,7 +211,7 @@ class Exchange:
                 self._running.abort()
             return text
         self._finish = event.finish
-        if not self._text.stopped and event.finish.reason in ("error", "abort"):
+        if not self._text.stopped and event.finish.reason in ("error", "abort", "timeout"):
             self._check_end(event.finish)
         return text + self._text.finish()
 
@@ -218,6 +225,9 @@ class Exchange:
                 finish.error,
             )
             raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
+        if finish.reason == "timeout":
+            message = "the request took longer than this server allows: ask for fewer tokens"
+            raise ApiError(DEADLINE_EXCEEDED, message)
         if self._running.overflowed:
             raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
         if not self.is_gone:

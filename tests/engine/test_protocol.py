@@ -143,7 +143,7 @@ def test_the_bytes_on_the_wire() -> None:
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
     assert encode(submit) == (
-        b"\x99\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x93" + zero + one + b"\x09\x91\x02"
+        b"\x9a\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x93" + zero + one + b"\x09\x91\x02" + zero
     )
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)))
     assert encode(StepOutput("e", [delta])) == (
