@@ -13,11 +13,11 @@ VENV := .venv
 BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
 
-.PHONY: help setup serve test check bench soak clean
+.PHONY: help setup serve test check bench soak soak-server clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -46,6 +46,9 @@ test: $(VENV)/.dev  ## all tests but the long ones
 
 soak: $(VENV)/.dev  ## the long tests
 	$(BIN)/python -m pytest -m soak $(ARGS)
+
+soak-server: $(VENV)/.dev  ## half an hour of the real server under mixed load
+	$(BIN)/python -m bench.soak $(ARGS)
 
 bench: $(VENV)/.dev  ## benchmarks of this machine; see docs/benchmarks.md
 	$(BIN)/python -m bench.swap $(ARGS)

@@ -27,7 +27,7 @@ from bench.shapes import config_kwargs, read_shapes
 from engine.constraint_child import TokenizerSource
 from engine.constraints import Constraints, Session
 from engine.protocol import Constraint, SamplingParams
-from engine.sampler import build_sampling, sample_batch
+from engine.sampler import build_sampling, sample
 from engine.sampling_batch import SampleInput, SamplingState
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def sampling_costs(rows: int, vocab: int, repeats: int) -> dict[str, tuple[float
             start_s = time.thread_time()
             batch = build_sampling(inputs[name], CPU)
             built_s = time.thread_time()
-            sample_batch(fresh, batch)
+            sample(fresh, batch)
             spent[name].append((built_s - start_s, time.thread_time() - built_s))
     return {
         name: (
@@ -173,7 +173,7 @@ class DecodeLoop:
             SampleInput(state, [0] * self._step, mask)
             for state, mask in zip(self._states, masks, strict=True)
         ]
-        output = sample_batch(logits, build_sampling(rows, CPU))
+        output = sample(logits, build_sampling(rows, CPU))
         assert not output.broken.any()
         tokens = output.token_ids
         self._tokens = tokens[:, None]

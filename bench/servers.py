@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.client import Target
 from bench.processes import ServerFailed, ServerProcess, free_port
@@ -62,10 +63,15 @@ class Polyhost:
         """Register `folder` and wait until it is ready. Raises ServerFailed where it is refused."""
         self._cli("models", "add", name, "--source", str(folder), "--dtype", dtype)
 
-    def new_key(self) -> str:
+    def new_key(self, tenant: str = TENANT) -> str:
         """A key of a tenant of its own, without limits."""
-        self._cli("tenants", "add", TENANT)
-        return self._cli("keys", "create", "--tenant", TENANT, "--name", TENANT).strip()
+        self._cli("tenants", "add", tenant)
+        return self._cli("keys", "create", "--tenant", tenant, "--name", tenant).strip()
+
+    def usage(self) -> list[dict[str, Any]]:
+        """Every posting, as `usage export` gives it."""
+        lines = self._cli("usage", "export", "--format", "jsonl").splitlines()
+        return [json.loads(line) for line in lines]
 
     def serve(self, api_key: str, *arguments: str) -> Server:
         """Start it on a free port and wait until it can answer requests."""

@@ -1,17 +1,25 @@
-"""One step's batch: scheduled rows of one model as flat tensors.
+"""One step's batch: scheduled rows of one unit as flat tensors.
 
 Comes in: rows (a request and how many of its uncomputed tokens run now), blocks already reserved.
-Goes out: `StepBatch`, all a model runner needs. Mixed prefill chunks and decodes lie in one flat
+Goes out: `StepBatch`, all a model runner needs; it holds nothing that changes later, so requests
+and tables may go on while the step waits or runs. Mixed prefill chunks and decodes lie in one flat
 sequence of T tokens, request after request.
+
+A decode row may continue with a token that the step before it is still sampling: its id is filled
+in on the device, by `resolve`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from engine.kv_cache import KvPlan
+from engine.kv_cache import KvCache
+from engine.kv_plan import GroupPlan, KvPlan
 from engine.request import Request
+from engine.request_kv import BlockIds, RequestKv
+from engine.sampling_batch import SamplingBatch, build_sampling
 from kernels.paged_attention import PagedBatch, Rows
 
 # Decode rows whose tables differ by less than this many blocks share one padded table.
@@ -20,79 +28,133 @@ SMALL_TABLE_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRow:
-    """`num_tokens` of the request's uncomputed tokens run in this step."""
+    """`num_tokens` of the request's uncomputed tokens run in this step.
+
+    source    row of the step before whose sampled token is this row's last; -1: all ids are known
+    first     position of the row's first token
+    samples   whether the row's last token is the request's last: then a new one is sampled
+    """
 
     request: Request
     num_tokens: int
+    source: int = -1
+    first: int = field(init=False)
+    samples: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Both as of now: the request counts the row as computed as soon as it is launched."""
+        object.__setattr__(self, "first", self.request.num_computed)
+        object.__setattr__(self, "samples", self.num_tokens == self.request.num_uncomputed)
 
     @property
-    def samples(self) -> bool:
-        """Whether the row's last token is the request's last: then a new one is sampled."""
-        return self.num_tokens == self.request.num_uncomputed
+    def end(self) -> int:
+        """The position after the row's last token."""
+        return self.first + self.num_tokens
+
+    @property
+    def kv(self) -> RequestKv:
+        """What the request holds; a scheduled one holds at least the row's blocks."""
+        assert self.request.kv is not None
+        return self.request.kv
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """input_ids, position_ids int64 [1, T]; logit_index int64 [num sampling rows]."""
+    """All of a step.
+
+    input_ids, position_ids   int64 [1, T]
+    logit_index               int64 [S], places of the sampling rows' last tokens
+    groups                    by layer group, where K and V go and what is attended to
+    pending_index             int64 [P], places in the flat batch of tokens not known yet
+    pending_source            int64 [P], rows of the step before that sample them
+    """
 
     rows: tuple[ScheduledRow, ...]
     sampling_rows: tuple[ScheduledRow, ...]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_index: torch.Tensor
-    paged: PagedBatch
+    plan: KvPlan
+    groups: tuple[PagedBatch, ...]
+    sampling: SamplingBatch
+    pending_index: torch.Tensor
+    pending_source: torch.Tensor
 
     @property
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return self.input_ids.shape[1]
 
+    @property
+    def num_pending(self) -> int:
+        """Tokens that `resolve` has to fill in."""
+        return self.pending_index.shape[0]
 
-def build_batch(rows: Sequence[ScheduledRow], plan: KvPlan, device: torch.device) -> StepBatch:
-    """Lay the rows out. Every row's block table must already reach its last scheduled token."""
+    def resolve(self, previous_token_ids: torch.Tensor) -> None:
+        """Fill in what the step before has sampled, int64 [its sampling rows], on the device."""
+        if self.num_pending:
+            self.input_ids[0, self.pending_index] = previous_token_ids[self.pending_source]
+
+
+def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.device) -> StepBatch:
+    """Lay the rows out. Every row's tables must already reach its last scheduled token."""
     ids: list[int] = []
-    positions: list[int] = []
-    chunk: list[int] = []
-    slot: list[int] = []
+    pending: list[int] = []
     logit_index: list[int] = []
-    starts: list[int] = []
-    block_tokens, per_chunk = plan.block_tokens, plan.blocks_per_chunk
     for row in rows:
-        request = row.request
-        first, last = request.num_computed, request.num_computed + row.num_tokens
-        starts.append(len(ids))
-        ids.extend(request.token_ids[first:last])
-        positions.extend(range(first, last))
-        for position in range(first, last):
-            block = request.block_table[position // block_tokens]
-            chunk.append(block // per_chunk)
-            slot.append(block % per_chunk)
+        ids += row.request.token_ids[row.first : row.end]
+        if row.source >= 0:
+            pending.append(len(ids))
+            ids.append(0)
         if row.samples:
             logit_index.append(len(ids) - 1)
+    lengths = np.array([row.num_tokens for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    row_of_token = np.repeat(np.arange(len(rows)), lengths)
+    first = np.array([row.first for row in rows])
+    positions = first[row_of_token] + np.arange(len(row_of_token)) - starts[row_of_token]
+    assert len(ids) == len(positions), "a row reaches beyond the tokens its request has"
+    sampling_rows = tuple(row for row in rows if row.samples)
 
-    def tensor(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
+    def tensor(values: BlockIds | list[int]) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(device)
 
-    position_ids = tensor(positions)
+    block_tokens = cache.plan.block_tokens
+    offset = tensor(positions % block_tokens)
+    groups: list[PagedBatch] = []
+    for g, group in enumerate(cache.groups):
+        tables = [row.kv.array(g) for row in rows]
+        low, high = first // block_tokens, (first + lengths - 1) // block_tokens + 1
+        written = np.concatenate([t[a:b] for t, a, b in zip(tables, low, high, strict=True)])
+        start = np.cumsum(high - low) - (high - low)
+        block = written[(start - low)[row_of_token] + positions // block_tokens]
+        groups.append(
+            PagedBatch(
+                table=group.table,
+                token_chunk=tensor(block // group.plan.blocks_per_chunk),
+                token_slot=tensor(block % group.plan.blocks_per_chunk),
+                token_offset=offset,
+                rows=tuple(
+                    _rows(members, rows, tables, starts, group.plan, device)
+                    for members in _together(rows, group.plan)
+                ),
+            )
+        )
     return StepBatch(
         rows=tuple(rows),
-        sampling_rows=tuple(row for row in rows if row.samples),
+        sampling_rows=sampling_rows,
         input_ids=tensor(ids)[None],
-        position_ids=position_ids[None],
+        position_ids=tensor(positions)[None],
         logit_index=tensor(logit_index),
-        paged=PagedBatch(
-            token_chunk=tensor(chunk),
-            token_slot=tensor(slot),
-            token_offset=position_ids % block_tokens,
-            rows=tuple(
-                _rows([(rows[i], starts[i]) for i in group], plan, device)
-                for group in _groups(rows, block_tokens)
-            ),
-        ),
+        plan=cache.plan,
+        groups=tuple(groups),
+        sampling=build_sampling([row.request.sample_input for row in sampling_rows], device),
+        pending_index=tensor(pending),
+        pending_source=tensor([row.source for row in rows if row.source >= 0]),
     )
 
 
-def _groups(rows: Sequence[ScheduledRow], block_tokens: int) -> list[list[int]]:
+def _together(rows: Sequence[ScheduledRow], plan: GroupPlan) -> list[list[int]]:
     """Rows that attend together: each prefill chunk alone, decodes by size of their tables."""
     prefills: list[list[int]] = []
     decodes: dict[int, list[int]] = {}
@@ -100,26 +162,40 @@ def _groups(rows: Sequence[ScheduledRow], block_tokens: int) -> list[list[int]]:
         if row.num_tokens > 1:
             prefills.append([i])
         else:
-            num_blocks = row.request.num_computed // block_tokens + 1
+            num_blocks = row.first // plan.block.block_tokens + 1 - plan.first_needed(row.first)
             size = max(num_blocks, SMALL_TABLE_BLOCKS).bit_length()
             decodes.setdefault(size, []).append(i)
     return prefills + list(decodes.values())
 
 
-def _rows(group: list[tuple[ScheduledRow, int]], plan: KvPlan, device: torch.device) -> Rows:
-    contexts = [row.request.num_computed + row.num_tokens for row, _ in group]
-    width = -(-max(contexts) // plan.block_tokens)
-    tables: list[list[int]] = []
-    for (row, _), context in zip(group, contexts, strict=True):
-        num_blocks = -(-context // plan.block_tokens)
-        table = row.request.block_table[:num_blocks]
+def _rows(
+    members: Sequence[int],
+    rows: Sequence[ScheduledRow],
+    tables: Sequence[BlockIds],
+    starts: BlockIds,
+    plan: GroupPlan,
+    device: torch.device,
+) -> Rows:
+    block_tokens = plan.block.block_tokens
+    picked = [rows[i] for i in members]
+    contexts = np.array([row.end for row in picked])
+    first = np.array([plan.first_needed(row.first) for row in picked])
+    last = -(-contexts // block_tokens)
+    blocks = np.empty((len(picked), int((last - first).max())), dtype=np.int64)
+    for place, i in enumerate(members):
+        needed = tables[i][first[place] : last[place]]
+        blocks[place, : len(needed)] = needed
         # A short row is padded with a block of its own: always valid memory, always masked.
-        tables.append(table + [table[0]] * (width - num_blocks))
-    blocks = torch.tensor(tables, dtype=torch.int64)
-    index = [list(range(start, start + row.num_tokens)) for row, start in group]
+        blocks[place, len(needed) :] = needed[0]
+    index = starts[list(members)][:, None] + np.arange(picked[0].num_tokens)
+
+    def tensor(values: BlockIds) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
     return Rows(
-        token_index=torch.tensor(index, dtype=torch.int64, device=device),
-        chunk=(blocks // plan.blocks_per_chunk).to(device),
-        slot=(blocks % plan.blocks_per_chunk).to(device),
-        context_len=torch.tensor(contexts, dtype=torch.int64, device=device),
+        token_index=tensor(index),
+        chunk=tensor(blocks // plan.blocks_per_chunk),
+        slot=tensor(blocks % plan.blocks_per_chunk),
+        context_len=tensor(contexts),
+        first=tensor(first * block_tokens),
     )

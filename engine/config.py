@@ -50,6 +50,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Threads of one operator; 0: `worker_process.auto_num_threads`."""
     min_run_steps: int = 4
     """Steps a model runs before another may take the device."""
+    steps_ahead: int = 0
+    """1: the next step is prepared and handed to the device before the last one's tokens are
+    known here; 0: after. On the CPU 1 runs the steps in a thread of their own."""
+    request_timeout_s: float = 600.0
+    """A request that has not ended so long after its Submit ends with reason `timeout`; 0: never.
+    A Submit's own `timeout_s` may only be shorter."""
+    prefix_cache: bool = True
+    """Keep the KV of ended requests for later ones of the same tenant that begin alike."""
+    kv_low_watermark: float = 0.02
+    """Share of the pages: with fewer free, cached KV is evicted ahead of need."""
+    kv_high_watermark: float = 0.05
+    """Share of the pages that such an eviction leaves free."""
+    tenant_kv_share: float = 0.75
+    """Share of the KV memory that one tenant's running requests may hold while another tenant has
+    unfinished work; one request of a tenant always may run. 1: no bound."""
+    reserve_bytes: int = 0
+    """Device memory outside the arena for activations and logits: a model whose steps need more
+    is not loaded. 0: not checked."""
     load_threads: int = 2
     """Threads that read one pack."""
     verify_packs: bool = True
@@ -70,8 +88,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("arena_bytes must hold at least one page")
         if min(self.host_tier_bytes, self.num_threads, self.drain_timeout_s) < 0:
             raise ValueError("host_tier_bytes, num_threads, drain_timeout_s must not be negative")
-        if self.starvation_s < 0:
-            raise ValueError("starvation_s must not be negative")
+        if min(self.starvation_s, self.request_timeout_s, self.reserve_bytes) < 0:
+            raise ValueError("starvation_s, request_timeout_s, reserve_bytes: not below 0")
+        if not 0 <= self.kv_low_watermark <= self.kv_high_watermark < 1:
+            raise ValueError("0 <= kv_low_watermark <= kv_high_watermark < 1 must hold")
+        if not 0 < self.tenant_kv_share <= 1:
+            raise ValueError("tenant_kv_share must be above 0 and at most 1")
+        if self.steps_ahead not in (0, 1):
+            raise ValueError("steps_ahead must be 0 or 1")
         if not self.shm_prefix or "/" in self.shm_prefix:
             raise ValueError("shm_prefix must be a file name's first part")
         counts = (

@@ -4,6 +4,7 @@ EngineError
 +-- OutOfPages          the arena has no pages for this; make room and try again
 +-- IntegrityError      an invariant of the pool, cache or residency is broken (a bug)
 +-- IllegalTransition   an object was asked to leave its state table (a bug)
++-- StepAbandoned       a step had to do without the tokens of a failed one: computed nothing
 +-- RequestRefused      a request the worker will not take; carries a stable `code`
 +-- PackError           a checkpoint pack that must not be served
 |   +-- ChecksumMismatch
@@ -27,6 +28,10 @@ class IntegrityError(EngineError):
 
 class IllegalTransition(EngineError):
     """A state change outside the table; nothing was changed."""
+
+
+class StepAbandoned(EngineError):
+    """The step before it failed, and it needed that step's tokens. It may be run again."""
 
 
 class RequestRefused(EngineError):

@@ -2,6 +2,7 @@
 
     <shm_dir>/<prefix>-<revision>.pack               complete and verified
     <shm_dir>/<prefix>-<revision>.pack.tmp-<pid>     being written
+    <shm_dir>/<prefix>-<revision>.pack.old-<pid>-<n> dropped, on its way to be deleted
 
 A file gets its final name only when every byte of it was verified, so a name that is there can be
 trusted if the file is this user's: shared memory does not survive the machine, only the process,
@@ -10,6 +11,10 @@ least recently used pack goes first, and never one that is being read.
 
 Mappings are kept for as long as the tier holds a pack: through a fresh mapping a copy runs at a
 third of memcpy's speed, and preadv of shared memory at half (docs/log.md).
+
+Giving memory back takes as long as a quarter of a second a GB, so a pack that is dropped only loses
+its name at once; a thread unmaps and deletes it. Until that is done it still takes memory beside
+`capacity_bytes`: who fills the tier should wait while `is_deleting`.
 
 Only the step thread calls the tier; loader threads touch nothing but a slab's `view` and a fill's
 descriptor.
@@ -21,6 +26,7 @@ import os
 import re
 import stat
 from collections.abc import Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +90,9 @@ class HostTier:
         self._slabs: dict[str, Slab] = {}
         self._fills: dict[str, Fill] = {}
         self._clock = 0
+        self._deleter = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
+        self._deletions: list[Future[None]] = []
+        self._num_dropped = 0
         self.num_changes = 0
         self._adopt()
 
@@ -92,6 +101,12 @@ class HostTier:
         """Bytes of packs held or being filled."""
         held = sum(slab.num_bytes for slab in self._slabs.values())
         return held + sum(fill.num_bytes for fill in self._fills.values())
+
+    @property
+    def is_deleting(self) -> bool:
+        """Whether memory that was dropped has not come back yet."""
+        self._deletions = [deletion for deletion in self._deletions if not deletion.done()]
+        return bool(self._deletions)
 
     def has(self, revision: str) -> bool:
         """Whether a load of `revision` would find it here."""
@@ -155,7 +170,8 @@ class HostTier:
         """Forget a fill that failed or was cancelled."""
         del self._fills[fill.revision]
         os.close(fill.descriptor)
-        fill.path.unlink(missing_ok=True)
+        filled, fill.map = fill.map, None
+        self._delete(fill.path, filled)
 
     def keep_only(self, revisions: Collection[str]) -> None:
         """Drop packs no hosted model has (those being read go later)."""
@@ -164,7 +180,7 @@ class HostTier:
                 self._drop(slab)
 
     def close(self, keep: bool) -> None:
-        """End of the worker; with `keep`, its successor finds the packs."""
+        """End of the worker; with `keep`, its successor finds the packs. Waits for deletions."""
         for fill in list(self._fills.values()):
             self.abandon(fill)
         for slab in list(self._slabs.values()):
@@ -172,6 +188,7 @@ class HostTier:
                 slab.map = None
             else:
                 self._drop(slab)
+        self._deleter.shutdown(wait=True)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where the books are wrong."""
@@ -183,7 +200,8 @@ class HostTier:
 
     def _adopt(self) -> None:
         """Take over what an earlier worker left, and remove what it left half-written."""
-        name = re.compile(rf"{re.escape(self._prefix)}-({_REVISION})\.pack(?:\.tmp-(\d+))?")
+        prefix = re.escape(self._prefix)
+        name = re.compile(rf"{prefix}-({_REVISION})\.pack(?:\.tmp-(\d+)|\.old-(\d+)-\d+)?")
         found: list[tuple[float, str, Path, int]] = []
         if not self._directory.is_dir():
             return
@@ -195,9 +213,10 @@ class HostTier:
                 status = path.lstat()
                 if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                     continue
-                if match.group(2) is None:
+                pid = match.group(2) or match.group(3)
+                if pid is None:
                     found.append((status.st_mtime, match.group(1), path, status.st_size))
-                elif not _is_alive(int(match.group(2))):
+                elif not _is_alive(int(pid)):
                     path.unlink()
             except FileNotFoundError:
                 continue  # another worker of this prefix was quicker
@@ -222,12 +241,33 @@ class HostTier:
     def _drop(self, slab: Slab) -> None:
         self.num_changes += 1
         del self._slabs[slab.revision]
-        slab.map = None
-        slab.path.unlink(missing_ok=True)
+        dropped, slab.map = slab.map, None
+        self._delete(slab.path, dropped)
+
+    def _delete(self, path: Path, mapped: mmap.mmap | None) -> None:
+        """Have a file's memory given back; its name is free for a new one at once."""
+        self._num_dropped += 1
+        name = f"{path.name.partition('.pack')[0]}.pack.old-{os.getpid()}-{self._num_dropped}"
+        try:
+            nameless = path.rename(path.with_name(name))
+        except OSError:  # removed by hand
+            nameless = None
+        if nameless is not None or mapped is not None:
+            self._deletions.append(self._deleter.submit(_give_back, nameless, mapped))
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _give_back(path: Path | None, mapped: mmap.mmap | None) -> None:
+    """Both release the GIL."""
+    if mapped is not None:
+        with contextlib.suppress(BufferError):  # somebody has a view: it goes with that
+            mapped.close()
+    if path is not None:
+        with contextlib.suppress(OSError):  # a successor adopts or removes what is left
+            path.unlink()
 
 
 def _map(path: Path, num_bytes: int) -> mmap.mmap:

@@ -1,219 +1,328 @@
-"""KV of one resident model: blocks handed out of extents, extents taken from the page pool.
+"""KV of one unit: what its requests hold, what of it later requests may find, what is free.
 
-A chunk holds `blocks_per_chunk` blocks of one layer side by side and never crosses a page; an
-extent is one chunk of every layer, in `pages_per_extent` pages that need not be neighbours. Block b
-lies in extent b // blocks_per_chunk, at slot b % blocks_per_chunk, in every layer. New blocks fill
-the fullest extent, and an extent without live blocks is given back at once, so that a model's KV
-shrinks as its requests end.
+Blocks come from the unit's layer groups (`kv_group.py`), found by prefix hashes
+(`prefix_cache.py`). The life of a request's KV:
 
-Does not know requests or scheduling; raises OutOfPages and changes nothing when the pool is empty.
+    new_kv -> match -> reserve -> (steps, advance)* -> release
+               |         |                 |             `- full known blocks stay as cached
+               |         |                 `- full blocks can be found; what left a window is freed
+               |         `- blocks for the positions to come; OutOfPages changes nothing
+               `- references on the longest cached prefix
+
+Only steps that are known to have gone well are told to `advance`: nothing else is ever found by
+another request. Found blocks are shared while their first request still runs; nobody writes a full
+block again. Where two requests compute one prefix at once, the first to be told keeps the name.
+
+Does not know scheduling: who waits or is preempted when this raises OutOfPages is decided above.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.errors import IntegrityError
+from engine.errors import IntegrityError, OutOfPages
+from engine.kv_group import BlockGroup
+from engine.kv_plan import KvPlan
 from engine.page_pool import Owner, PagePool
-from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
+from engine.policy.kv_value import ValueParams
+from engine.prefix_cache import extend_hashes, longest_hit, root_hash
+from engine.request_kv import HOLE, Demand, RequestKv
 
-# Long chunks keep many blocks of one layer together, which GPUs want; but KV grows by extents,
-# so an extent should be a small share of the pool. Where no extent is that small (small devices),
-# what is lost by rounding is weighed against what a half-used extent holds back.
-EXTENT_SHARE = 1 / 1000
-UTILISATION_SLACK = 0.03
-HALF_USED_EXTENTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class KvPlan:
-    """A model's KV layout in a given pool."""
-
-    blocks: tuple[BlockGeometry, ...]  # one per layer
-    unit_bytes: int
-    chunk_bytes: int
-    blocks_per_chunk: int
-    chunks_per_page: int
-    pages_per_extent: int
-    block_tokens: int
-
-    @property
-    def tokens_per_extent(self) -> int:
-        """Positions one extent holds."""
-        return self.blocks_per_chunk * self.block_tokens
-
-    def bytes_per_token(self, page_bytes: int) -> int:
-        """Arena bytes a cached token costs, rounding included."""
-        return -(-self.pages_per_extent * page_bytes // self.tokens_per_extent)
-
-
-def plan_kv(
-    layers: list[LayerGeometry],
-    dtype: torch.dtype,
-    block_tokens: int,
-    page_bytes: int,
-    num_pages: int,
-) -> KvPlan:
-    """Choose the chunk size: the largest whose extent is a small enough share of the pool.
-
-    Raises ValueError where one block of one layer is larger than a page.
-    """
-    unit = min(largest_unit_bytes(layer, dtype, page_bytes) for layer in layers)
-    blocks = tuple(BlockGeometry(layer, block_tokens, dtype, unit) for layer in layers)
-    largest_block = max(block.block_units for block in blocks) * unit
-    if largest_block > page_bytes:
-        raise ValueError(
-            f"a block of {block_tokens} positions takes {largest_block} bytes, a page has "
-            f"{page_bytes}: use larger pages or smaller blocks"
-        )
-    chosen = _choose_extent(len(layers), largest_block, page_bytes, num_pages)
-    chunks_per_page = -(-len(layers) // chosen)
-    blocks_per_chunk = page_bytes // chunks_per_page // largest_block
-    return KvPlan(
-        blocks=blocks,
-        unit_bytes=unit,
-        chunk_bytes=blocks_per_chunk * largest_block,
-        blocks_per_chunk=blocks_per_chunk,
-        chunks_per_page=chunks_per_page,
-        pages_per_extent=-(-len(layers) // chunks_per_page),
-        block_tokens=block_tokens,
-    )
-
-
-def _choose_extent(num_layers: int, block_bytes: int, page_bytes: int, num_pages: int) -> int:
-    """Pages per extent: the longest chunks among small extents, else the least overhead."""
-    utilisation: dict[int, float] = {}
-    for pages in range(1, num_layers + 1):
-        chunks_per_page = -(-num_layers // pages)
-        blocks = page_bytes // chunks_per_page // block_bytes
-        if blocks and -(-num_layers // chunks_per_page) == pages:
-            utilisation[pages] = num_layers * blocks * block_bytes / (pages * page_bytes)
-    best = max(utilisation.values())
-    for pages in sorted(utilisation, reverse=True):
-        if pages <= num_pages * EXTENT_SHARE and utilisation[pages] >= best - UTILISATION_SLACK:
-            return pages
-    return min(
-        utilisation,
-        key=lambda pages: 1 - utilisation[pages] + HALF_USED_EXTENTS * pages / num_pages,
-    )
-
-
-@dataclass(slots=True)
-class _Extent:
-    pages: list[int]
-    free_slots: list[int]
+# A window group's blocks are freed when a step is known to have gone well, while the next one runs.
+CHUNKS_IN_FLIGHT = 2
+_NEVER = 1 << 62
 
 
 class KvCache:
-    """Blocks of one model. Kernels read `chunk_table`: int64 [layers, extents], in units."""
+    """All KV of one unit."""
 
-    def __init__(self, owner: Owner, plan: KvPlan, pool: PagePool, device: torch.device) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        plan: KvPlan,
+        pool: PagePool,
+        device: torch.device,
+        caching: bool = True,
+        max_chunk: int = 0,
+        params: ValueParams | None = None,
+    ) -> None:
+        """`max_chunk`: tokens of one request in a step at most, bounds what windows need."""
         self.plan = plan
         self.owner = owner
+        self.groups = [
+            BlockGroup(owner, group, pool, device, params or ValueParams()) for group in plan.groups
+        ]
+        self.caching = caching
         self._pool = pool
-        self._device = device
-        self._extents: dict[int, _Extent] = {}
-        self._free_extent_ids: list[int] = []
-        self._num_live = 0
-        self.chunk_table = torch.zeros(len(plan.blocks), 8, dtype=torch.int64, device=device)
+        self._live: dict[RequestKv, None] = {}
+        self._blocks_of_tenant: dict[bytes, list[int]] = {}
+        self._windows = [group.window for group in plan.groups]
+        self._window_blocks = [self._most_blocks(window, max_chunk) for window in self._windows]
+        # Set by KvMemory: pages that extents of any unit could give back, and how many free pages
+        # are left alone while open extents hold cached blocks.
+        self.evictable: Callable[[], int] = lambda: self.num_cached_pages
+        self.spared_pages = 0
 
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that need no new extent."""
-        return len(self._extents) * self.plan.blocks_per_chunk - self._num_live
+    # What a request does ----------------------------------------------------------------------
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` positions."""
-        return -(-num_tokens // self.plan.block_tokens)
+    def new_kv(self, tenant_id: str) -> RequestKv:
+        """An empty one. May be kept for the request's whole life, preemptions included."""
+        num_groups = len(self.groups)
+        return RequestKv(root_hash(tenant_id), [[] for _ in range(num_groups)], [0] * num_groups)
+
+    def match(self, kv: RequestKv, token_ids: Sequence[int], now_s: float) -> int:
+        """Refer to the longest cached prefix, at least one token short of all. Returns tokens."""
+        if not kv.is_empty:
+            raise IntegrityError(f"{self.owner.model_id}: match for a request that holds blocks")
+        num_blocks = self._hit(kv.hashes, kv.salt, token_ids)
+        if num_blocks:
+            self._live[kv] = None
+        kv.num_cached = num_blocks * self.plan.block_tokens
+        kv.num_registered = num_blocks
+        for g, group in enumerate(self.groups):
+            first = group.plan.first_needed(kv.num_cached) if num_blocks else 0
+            found = [group.index.find(key) for key in kv.hashes[first:num_blocks]]
+            blocks = [block for block in found if block is not None]
+            self._count(kv.salt, g, group.ref(blocks, now_s))
+            kv.tables[g] = [HOLE] * first + blocks
+            kv.first[g] = first
+        self._set_next_advance(kv, kv.num_cached)
+        return kv.num_cached
+
+    def peek(self, tenant_id: str, token_ids: Sequence[int]) -> int:
+        """What `match` would return, without taking anything."""
+        return self._hit([], root_hash(tenant_id), token_ids) * self.plan.block_tokens
+
+    def reserve(self, kv: RequestKv, num_tokens: int, now_s: float) -> None:
+        """Blocks for all positions < num_tokens. Raises OutOfPages, changing nothing."""
+        missing = self._blocks(num_tokens) - kv.num_blocks
+        if missing <= 0:
+            return
+        needed = [group.extents_needed(missing) for group in self.groups]
+        sizes = [group.plan.pages_per_extent for group in self.groups]
+        least = [fewest * size for (fewest, _, _), size in zip(needed, sizes, strict=True)]
+        left = self._pool.num_free - sum(least)
+        if left < 0:
+            raise OutOfPages(f"{missing} blocks of {self.owner.model_id} asked for")
+        self._live[kv] = None
+        for g, group in enumerate(self.groups):
+            fewest, before_dead, wished = needed[g]
+            spare = max(0, left - self.spared_pages) // sizes[g]
+            extents = max(
+                fewest + min(spare, wished - fewest),
+                fewest + min(left // sizes[g], before_dead - fewest),
+            )
+            left -= (extents - fewest) * sizes[g]
+            pages = self._pool.alloc_pages(self.owner, extents * sizes[g]) if extents else []
+            kv.tables[g] += group.take(missing, pages)
+            self._count(kv.salt, g, missing)
+
+    def advance(
+        self, kv: RequestKv, token_ids: Sequence[int], num_computed: int, now_s: float
+    ) -> None:
+        """KV of the first `num_computed` tokens is known to be good, and `token_ids` what they are.
+
+        Full blocks can be found from now on. Blocks that left a window are given back: a step in
+        flight may still read them, a later one may write them.
+        """
+        if num_computed < kv.next_advance:
+            return
+        if num_computed > kv.num_blocks * self.plan.block_tokens:
+            raise IntegrityError(f"{self.owner.model_id}: more is computed than was reserved")
+        if self.caching:
+            num_full = min(num_computed, len(token_ids)) // self.plan.block_tokens
+            extend_hashes(kv.hashes, kv.salt, token_ids, self.plan.block_tokens, num_full)
+            for g, group in enumerate(self.groups):
+                table = kv.tables[g]
+                for i in range(max(kv.num_registered, kv.first[g]), num_full):
+                    group.index.add(kv.hashes[i], table[i])
+            kv.num_registered = max(kv.num_registered, num_full)
+        for g, group in enumerate(self.groups):
+            first = min(group.plan.first_needed(num_computed), kv.num_blocks)
+            if first > kv.first[g]:
+                table = kv.tables[g]
+                left = [(i, table[i]) for i in range(first - 1, kv.first[g] - 1, -1)]
+                table[kv.first[g] : first] = [HOLE] * len(left)
+                kv.first[g] = first
+                self._count(kv.salt, g, -group.unref(left, now_s))
+        self._set_next_advance(kv, num_computed)
+
+    def release(self, kv: RequestKv, now_s: float) -> None:
+        """Give all references back; the hashes stay for the next `match`."""
+        for g, group in enumerate(self.groups):
+            table = kv.tables[g]
+            # From its end: the beginning of a prefix is worth most and should be the last to go.
+            held = [(i, table[i]) for i in range(len(table) - 1, kv.first[g] - 1, -1)]
+            self._count(kv.salt, g, -group.unref(held, now_s))
+        self._forget(kv)
+
+    # What there is ----------------------------------------------------------------------------
+
+    def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> Demand:
+        """Blocks that positions < num_tokens still need beside those held (or hit, kv None)."""
+        have = hit // self.plan.block_tokens if kv is None else kv.num_blocks
+        missing = max(0, self._blocks(num_tokens) - have)
+        blocks = []
+        for g, most in enumerate(self._window_blocks):
+            if most is None:
+                blocks.append(missing)
+            else:
+                held = 0 if kv is None else have - kv.first[g]
+                blocks.append(min(missing, max(0, most - held)))
+        return Demand(tuple(blocks))
+
+    def pages_of(self, demand: Demand) -> int:
+        """Pages that the demand would take from the pool, all room in own open extents used."""
+        return sum(
+            group.plan.extents_for(max(0, blocks - group.num_open_room))
+            * group.plan.pages_per_extent
+            for group, blocks in zip(self.groups, demand.blocks, strict=True)
+        )
+
+    def fits(self, demand: Demand, spare_pages: int = 0) -> bool:
+        """Whether there is so much, with pages that other extents would have to give back."""
+        return self.pages_of(demand) + spare_pages <= self._pool.num_free + self.evictable()
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that an empty cache takes for `num_tokens` positions."""
-        extents = -(-self.blocks_for(num_tokens) // self.plan.blocks_per_chunk)
-        return extents * self.plan.pages_per_extent
+        """Pages that an empty cache takes for one sequence of so many tokens."""
+        return sum(
+            group.plan.extents_for(blocks) * group.plan.pages_per_extent
+            for group, blocks in zip(self.groups, self.demand(None, num_tokens).blocks, strict=True)
+        )
 
-    def available_blocks(self) -> int:
-        """Blocks that `alloc` could give now, with the pool's free pages."""
-        extents = self._pool.num_free // self.plan.pages_per_extent
-        return self.num_free_blocks + extents * self.plan.blocks_per_chunk
+    def max_tokens_in(self, num_pages: int) -> int:
+        """Tokens of one sequence that an empty cache could hold in so many pages."""
+        low, high = 0, num_pages * max(g.plan.tokens_per_extent for g in self.groups)
+        if self.pages_for(high) <= num_pages and all(self._windows):
+            return high  # windows alone: any length fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages_for(middle) <= num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
-    def alloc(self, num_blocks: int) -> list[int]:
-        """Block ids, all or nothing. Raises OutOfPages."""
-        missing = num_blocks - self.num_free_blocks
-        if missing > 0:
-            num_extents = -(-missing // self.plan.blocks_per_chunk)
-            pages = self._pool.alloc_pages(self.owner, num_extents * self.plan.pages_per_extent)
-            size = self.plan.pages_per_extent
-            for i in range(num_extents):
-                self._add_extent(pages[i * size : (i + 1) * size])
-        blocks: list[int] = []
-        while len(blocks) < num_blocks:
-            blocks.extend(self._take_blocks(num_blocks - len(blocks)))
-        return blocks
+    def bytes_per_token(self) -> int:
+        """Arena bytes a token costs while all groups hold it, rounding included."""
+        return self.plan.bytes_per_token(self._pool.page_bytes)
 
-    def free(self, blocks: list[int]) -> None:
-        """Give blocks back; extents that become empty return to the pool (fenced)."""
-        per_chunk = self.plan.blocks_per_chunk
-        for block in blocks:
-            extent = self._extents.get(block // per_chunk)
-            if extent is None or block % per_chunk in extent.free_slots:
-                raise IntegrityError(f"block {block} of {self.owner.model_id} is freed twice")
-            extent.free_slots.append(block % per_chunk)
-            self._num_live -= 1
-            if len(extent.free_slots) == per_chunk:
-                self._drop_extent(block // per_chunk)
+    def live_pages_of(self, kv: RequestKv) -> float:
+        """Pages that the request's blocks take, shared or not."""
+        return sum(
+            (len(table) - first) * group.plan.pages_per_extent / group.plan.blocks_per_extent
+            for table, first, group in zip(kv.tables, kv.first, self.groups, strict=True)
+        )
+
+    def live_pages_of_tenant(self, tenant_id: str) -> float:
+        """Pages that a tenant's live blocks take, shared ones once (nobody else shares them)."""
+        blocks = self._blocks_of_tenant.get(root_hash(tenant_id), [0] * len(self.groups))
+        return sum(
+            number * group.plan.pages_per_extent / group.plan.blocks_per_extent
+            for number, group in zip(blocks, self.groups, strict=True)
+        )
+
+    @property
+    def num_live_pages(self) -> int:
+        """Pages of extents with live blocks."""
+        return self._pool.owned(self.owner) - self.num_cached_pages
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages of extents that hold cached blocks only: they can be given back."""
+        return sum(group.num_dead * group.plan.pages_per_extent for group in self.groups)
+
+    def live(self) -> list[RequestKv]:
+        """Everything that holds blocks."""
+        return list(self._live)
+
+    # The whole --------------------------------------------------------------------------------
+
+    def drop_cached(self) -> None:
+        """Nothing computed so far can be found any more (it may be broken); requests go on."""
+        for group in self.groups:
+            group.forget_hashes()
+        for kv in self._live:
+            kv.num_registered = _NEVER
+            kv.next_advance = 0
 
     def drop_all(self) -> None:
-        """Give every page back, live blocks or not (the model is being evicted)."""
-        for extent_id in list(self._extents):
-            self._drop_extent(extent_id)
-        self._num_live = 0
+        """Give every page back (the unit leaves). Whoever still held blocks holds none."""
+        for group in self.groups:
+            group.drop_all()
+        for kv in list(self._live):
+            self._forget(kv)
+        self._blocks_of_tenant.clear()
 
-    def check_integrity(self, live_blocks: list[int]) -> None:
-        """Raises IntegrityError unless exactly `live_blocks` are handed out, each once."""
-        if len(set(live_blocks)) != len(live_blocks) or len(live_blocks) != self._num_live:
-            raise IntegrityError(f"{self.owner.model_id}: {self._num_live} blocks booked as live")
-        per_chunk = self.plan.blocks_per_chunk
-        for block in live_blocks:
-            extent = self._extents.get(block // per_chunk)
-            if extent is None or block % per_chunk in extent.free_slots:
-                raise IntegrityError(f"{self.owner.model_id}: live block {block} is free")
-        if sum(len(extent.free_slots) for extent in self._extents.values()) != self.num_free_blocks:
-            raise IntegrityError(f"{self.owner.model_id}: a block is neither live nor free")
-        held = sum(len(extent.pages) for extent in self._extents.values())
+    def check_integrity(self, live: Sequence[RequestKv]) -> None:
+        """Raises IntegrityError unless `live` hold exactly the references that are booked."""
+        who = self.owner.model_id
+        holders = {kv for kv in live if not kv.is_empty}
+        if holders != {kv for kv in self._live if not kv.is_empty}:
+            raise IntegrityError(f"{who}: KV is held by requests that are not known, or not held")
+        for g, group in enumerate(self.groups):
+            refs: dict[int, int] = {}
+            for kv in holders:
+                table, first = kv.tables[g], kv.first[g]
+                if len(table) != kv.num_blocks or HOLE in table[first:]:
+                    raise IntegrityError(f"{who}: a table has a hole where a step may read")
+                if any(block != HOLE for block in table[:first]):
+                    raise IntegrityError(f"{who}: a block behind the window is still held")
+                for block in table[first:]:
+                    refs[block] = refs.get(block, 0) + 1
+            group.check_integrity(refs)
+            booked = sum(blocks[g] for blocks in self._blocks_of_tenant.values())
+            if booked != len(refs):
+                raise IntegrityError(f"{who}: tenants hold {booked} blocks, requests {len(refs)}")
+        held = sum(group.num_extents * group.plan.pages_per_extent for group in self.groups)
         if held != self._pool.owned(self.owner):
             raise IntegrityError(f"{self.owner}: holds {held} pages, pool says otherwise")
 
-    def _take_blocks(self, num_blocks: int) -> list[int]:
-        """At most `num_blocks`, all from one extent: looking for it costs a pass over all."""
-        # The fullest that still has room: others empty out and can be given back.
-        extent_id = min(
-            (i for i, extent in self._extents.items() if extent.free_slots),
-            key=lambda i: len(self._extents[i].free_slots),
-        )
-        free_slots = self._extents[extent_id].free_slots
-        first = extent_id * self.plan.blocks_per_chunk
-        taken = [first + free_slots.pop() for _ in range(min(num_blocks, len(free_slots)))]
-        self._num_live += len(taken)
-        return taken
+    def rewrite(self, group_number: int, moved: dict[int, int]) -> None:
+        """Live blocks of a group have got new ids."""
+        for kv in self._live:
+            table = kv.tables[group_number]
+            for i in range(kv.first[group_number], len(table)):
+                table[i] = moved.get(table[i], table[i])
+            kv.rewritten()
 
-    def _add_extent(self, pages: list[int]) -> None:
-        extent_id = self._free_extent_ids.pop() if self._free_extent_ids else len(self._extents)
-        if extent_id >= self.chunk_table.shape[1]:
-            grown = torch.zeros_like(self.chunk_table).repeat(1, 2)
-            grown[:, : self.chunk_table.shape[1]] = self.chunk_table
-            self.chunk_table = grown
-        units_per_page = self._pool.page_bytes // self.plan.unit_bytes
-        units_per_chunk = self.plan.chunk_bytes // self.plan.unit_bytes
-        per_page = self.plan.chunks_per_page
-        addresses = [
-            pages[layer // per_page] * units_per_page + layer % per_page * units_per_chunk
-            for layer in range(len(self.plan.blocks))
-        ]
-        self.chunk_table[:, extent_id] = torch.tensor(addresses, device=self._device)
-        slots = list(range(self.plan.blocks_per_chunk - 1, -1, -1))
-        self._extents[extent_id] = _Extent(pages, slots)
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.plan.block_tokens)
 
-    def _drop_extent(self, extent_id: int) -> None:
-        extent = self._extents.pop(extent_id)
-        self._free_extent_ids.append(extent_id)
-        self._pool.release(self.owner, extent.pages)
+    def _most_blocks(self, window: int, max_chunk: int) -> int | None:
+        """Blocks that one request can hold in a group with this window; None: no bound."""
+        if not window or not max_chunk:
+            return None
+        return self._blocks(window + CHUNKS_IN_FLIGHT * max_chunk) + 1
+
+    def _hit(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int]) -> int:
+        if not self.caching or not self.groups[0].index:
+            return 0
+        # The last token is always computed: somebody has to put out its logits.
+        most = (len(token_ids) - 1) // self.plan.block_tokens
+        extend_hashes(hashes, root, token_ids, self.plan.block_tokens, most)
+        indexes = [group.index for group in self.groups]
+        return longest_hit(indexes, self._windows, hashes[:most], self.plan.block_tokens)
+
+    def _set_next_advance(self, kv: RequestKv, num_computed: int) -> None:
+        size = self.plan.block_tokens
+        following = (num_computed // size + 1) * size if self.caching else _NEVER
+        for window, first in zip(self._windows, kv.first, strict=True):
+            if window:
+                following = min(following, (first + 1) * size + window - 1)
+        kv.next_advance = following
+
+    def _count(self, salt: bytes, group: int, change: int) -> None:
+        """Live blocks of a tenant; one without any is forgotten."""
+        if change:
+            blocks = self._blocks_of_tenant.setdefault(salt, [0] * len(self.groups))
+            blocks[group] += change
+            if not any(blocks):
+                del self._blocks_of_tenant[salt]
+
+    def _forget(self, kv: RequestKv) -> None:
+        kv.tables = [[] for _ in self.groups]
+        kv.first = [0] * len(self.groups)
+        kv.num_registered = kv.num_cached = kv.next_advance = 0
+        kv.rewritten()
+        self._live.pop(kv, None)

@@ -1,18 +1,21 @@
 """What a worker can still take: leases from what the pool can really hold, and what is refused.
 
-Every unfinished request is counted at its worst case (prompt + max_tokens), so that preemption is
-the exception. All leases share one memory; the figures that bound them together come first.
+Every unfinished request is counted at its worst case (prompt + max_tokens) in whole blocks, so that
+preemption is the exception; cached KV counts as free, for it gives way. All leases share one
+memory; the figures that bound them together come first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from engine.config import EngineConfig
 from engine.errors import RequestRefused
-from engine.model_runner import ModelRunner
+from engine.hosting import Hosting
+from engine.kv_plan import KvPlan
+from engine.kv_supply import PoolSupply
+from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
 from engine.protocol import Lease, Submit
-from engine.residency import Residency
-from engine.scheduler import ModelQueue
+from engine.sampling_batch import check_sampling
 
 # Requests beyond the rows of a step that may wait in the worker, so that a slot that becomes free
 # is filled in the next step and not after a round trip to the dispatcher.
@@ -22,32 +25,38 @@ LOOKAHEAD_SHARE = 8
 def make_leases(
     config: EngineConfig,
     pool: PagePool,
-    residency: Residency,
-    runners: Mapping[str, ModelRunner],
-    queues: Mapping[str, ModelQueue],
+    supply: PoolSupply,
+    hosting: Hosting,
+    queues: Iterable[ModelQueue],
 ) -> tuple[int, int, list[Lease]]:
-    """(free requests, free KV bytes, a lease for each resident model)."""
-    unfinished = sum(queue.num_unfinished for queue in queues.values())
+    """(free requests, free KV bytes, a lease for each hosted model whose unit is resident)."""
+    queues = list(queues)
+    unfinished = sum(queue.num_unfinished for queue in queues)
     slots = config.max_num_seqs + max(1, config.max_num_seqs // LOOKAHEAD_SHARE) - unfinished
     free_requests = max(0, slots)
-    free_pages = pool.num_free + pool.num_fenced - residency.pending_pages()
-    for queue in queues.values():
+    free_pages = pool.num_free + pool.num_fenced + supply.kv.num_evictable()
+    free_pages -= hosting.residency.pending_pages()
+    for queue in queues:
         if queue.cache is not None:
-            free_pages -= _pages_still_needed(queue)
+            free_pages -= pages_still_needed(queue)
+    if unfinished:
+        free_pages -= supply.num_spare_pages  # admission leaves them to those that run
     free_pages = max(0, free_pages)
-    leases = []
-    for model_id, queue in queues.items():
-        if queue.cache is None or residency.state(model_id) != "resident":
+    leases: list[Lease] = []
+    for queue in queues:
+        if queue.cache is None or hosting.residency.state(queue.unit_id) != "resident":
             continue
-        plan = runners[model_id].cache.plan
-        extents = free_pages // plan.pages_per_extent
-        leases.append(
+        plan = queue.cache.plan
+        blocks = blocks_in(plan, free_pages)
+        leases.extend(
             Lease(
-                model_id=model_id,
+                model_id=name,
                 num_requests=free_requests,
-                kv_tokens=extents * plan.tokens_per_extent,
-                kv_bytes_per_token=plan.bytes_per_token(pool.page_bytes),
+                kv_tokens=blocks * plan.block_tokens,
+                kv_bytes_per_token=queue.cache.bytes_per_token(),
+                block_tokens=plan.block_tokens,
             )
+            for name in hosting.catalog.names(queue.unit_id)
         )
     return free_requests, free_pages * pool.page_bytes, leases
 
@@ -56,19 +65,17 @@ def check_submit(
     request: Submit,
     config: EngineConfig,
     pool: PagePool,
-    residency: Residency,
-    runners: Mapping[str, ModelRunner],
+    hosting: Hosting,
     queues: Iterable[ModelQueue],
-) -> None:
-    """Raises RequestRefused for what cannot run; a lease is not asked for."""
-    model_id = request.model_id
-    if not residency.knows(model_id):
-        raise RequestRefused("unknown_model", f"model {model_id!r} is not in the catalog")
-    if residency.state(model_id) != "resident":
-        state = residency.state(model_id)
+) -> str:
+    """The unit that would run it. Raises RequestRefused for what cannot; asks for no lease."""
+    model_id, residency = request.model_id, hosting.residency
+    unit_id = hosting.catalog.unit(model_id)
+    state = residency.state(unit_id)
+    if state != "resident":
         code = "draining" if state == "draining" else "not_resident"
         raise RequestRefused(code, f"model {model_id!r} is {state}")
-    index = residency.index(model_id)
+    index = residency.index(unit_id)
     total = len(request.prompt_token_ids) + request.max_tokens
     if not request.prompt_token_ids or request.max_tokens < 1 or total > index.max_context:
         raise RequestRefused(
@@ -76,8 +83,8 @@ def check_submit(
             f"{len(request.prompt_token_ids)} prompt and {request.max_tokens} new tokens do "
             f"not fit a context of {index.max_context}",
         )
-    num_kv_pages = runners[model_id].cache.pages_for(total)
-    if num_kv_pages > residency.num_pages_for_kv(model_id):
+    num_kv_pages = hosting.runners[unit_id].cache.pages_for(total)
+    if num_kv_pages > residency.num_pages_for_kv(unit_id):
         raise RequestRefused(
             "context_length_exceeded",
             f"{total} tokens need {num_kv_pages * pool.page_bytes} bytes of KV, more than the "
@@ -87,18 +94,43 @@ def check_submit(
         raise RequestRefused(
             "context_length_exceeded", f"a token id is outside 0..{index.vocab_size - 1}"
         )
+    try:
+        check_sampling(request.sampling, index.vocab_size, request.logprobs)
+    except ValueError as error:
+        raise RequestRefused("invalid_sampling", str(error)) from error
+    if request.prompt_logprobs >= 0:
+        raise RequestRefused("invalid_sampling", "logprobs of prompt tokens are not served yet")
+    if request.constraint is not None:
+        raise RequestRefused(
+            "invalid_constraint", "constrained output (schemas, forced tools) is not served yet"
+        )
     num_waiting = sum(len(queue.waiting) for queue in queues)
     if num_waiting >= config.max_waiting:
         raise RequestRefused("overloaded", f"{num_waiting} requests wait already")
+    return unit_id
 
 
-def _pages_still_needed(queue: ModelQueue) -> int:
-    """Pages that the model's unfinished requests may yet take."""
+def pages_still_needed(queue: ModelQueue) -> int:
+    """Pages that the unit's unfinished requests may yet take."""
     cache = queue.cache
     assert cache is not None
-    blocks = sum(
-        max(0, cache.blocks_for(request.max_total_tokens) - len(request.block_table))
-        for request in queue.requests()
-    )
-    missing = max(0, blocks - cache.num_free_blocks)
-    return -(-missing // cache.plan.blocks_per_chunk) * cache.plan.pages_per_extent
+    blocks = cache.demand(None, 0)
+    for request in queue.requests():
+        held = request.kv if request.state == "running" else None
+        blocks += cache.demand(held, request.max_total_tokens)
+    return cache.pages_of(blocks)
+
+
+def blocks_in(plan: KvPlan, num_pages: int) -> int:
+    """Blocks that requests of all lengths could have in so many pages, in every layer group."""
+    share = sum(group.pages_per_extent / group.blocks_per_extent for group in plan.groups)
+    blocks = int(num_pages / share)
+    while blocks and num_pages < sum(
+        group.extents_for(blocks) * group.pages_per_extent for group in plan.groups
+    ):
+        # Whole extents: at least one group has an extent too much.
+        blocks = max(
+            (blocks - 1) // group.blocks_per_extent * group.blocks_per_extent
+            for group in plan.groups
+        )
+    return blocks

@@ -27,16 +27,22 @@ from engine.backend.base import Backend
 from engine.errors import PackError
 from engine.host_tier import Fill, Slab
 from engine.pack import BLOB_NAME, CHUNK_BYTES, Chunk, PackIndex
-from engine.weights import read_chunk
+from engine.weights import check_files, read_chunk
 
 
 class Job:
-    """Progress of one load or fill; subclasses say what a part does."""
+    """Progress of one load or fill; subclasses say what a part does.
 
-    def __init__(self, index: PackIndex) -> None:
+    With `files_of`, a pack folder, a last part checks its small files: in a loader thread, for a
+    large tokenizer takes longer to read and hash than a step may wait.
+    """
+
+    def __init__(self, index: PackIndex, files_of: Path | None = None) -> None:
         self.index = index
+        self._files_of = files_of if index.files else None
+        self.num_parts = len(index.chunks) + (self._files_of is not None)
         self._lock = threading.Lock()
-        self._num_left = len(index.chunks)
+        self._num_left = self.num_parts
         self._futures: list[Future[None]] = []
         self._cancelled = False
         self._error: BaseException | None = None
@@ -76,8 +82,12 @@ class Job:
 
     def run_part(self, number: int) -> None:
         """Called in loader threads."""
-        if not self._cancelled:
+        if self._cancelled:
+            return
+        if number < len(self.index.chunks):
             self.work(self.index.chunks[number])
+        elif self._files_of is not None:
+            check_files(self._files_of, self.index)
 
     def work(self, chunk: Chunk) -> None:
         """Do one part; return early once `cancelled`."""
@@ -113,8 +123,10 @@ class Job:
 class _FileJob(Job):
     """A job that reads the blob."""
 
-    def __init__(self, index: PackIndex, pack_dir: Path, verify: bool) -> None:
-        super().__init__(index)
+    def __init__(
+        self, index: PackIndex, pack_dir: Path, verify: bool, files_of: Path | None = None
+    ) -> None:
+        super().__init__(index, files_of)
         self._verify = verify
         try:
             self._blob = os.open(pack_dir / BLOB_NAME, os.O_RDONLY)
@@ -151,8 +163,9 @@ class DiskLoad(_FileJob):
         backend: Backend,
         segment_offsets: Sequence[int],
         verify: bool = True,
+        files_of: Path | None = None,
     ) -> None:
-        super().__init__(index, pack_dir, verify)
+        super().__init__(index, pack_dir, verify, files_of)
         self._backend = backend
         self._offsets = segment_offsets
 
@@ -172,9 +185,14 @@ class HostLoad(Job):
     """Warm load, from a slab that the caller has acquired and releases after `done`."""
 
     def __init__(
-        self, index: PackIndex, slab: Slab, backend: Backend, segment_offsets: Sequence[int]
+        self,
+        index: PackIndex,
+        slab: Slab,
+        backend: Backend,
+        segment_offsets: Sequence[int],
+        files_of: Path | None = None,
     ) -> None:
-        super().__init__(index)
+        super().__init__(index, files_of)
         self.slab = slab
         self._view: memoryview = slab.view
         self._backend = backend
@@ -223,7 +241,7 @@ class PackLoader:
 
     def start(self, job: Job) -> None:
         """Every part as soon as a thread is free."""
-        for number in range(len(job.index.chunks)):
+        for number in range(job.num_parts):
             job.attach(self._executor.submit(job.run_part, number))
 
     def start_slowly(self, job: Job) -> None:
@@ -237,7 +255,7 @@ class PackLoader:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _start_part(self, job: Job, number: int) -> None:
-        num_left = len(job.index.chunks) - number
+        num_left = job.num_parts - number
         if num_left == 0:
             return
         with self._lock:

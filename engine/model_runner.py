@@ -1,7 +1,7 @@
-"""Runs one resident model over step batches: token ids and tables in, logits out.
+"""Runs one resident unit over step batches: token ids and tables in, sampled tokens out.
 
-Owns the model's skeleton, its current weight views and its KvCache. Does not schedule and does not
-sample.
+Owns the unit's skeleton, its current weight views and its KvCache. Does not schedule. `execute`
+may run in another thread than the rest: it touches the batch, the weights and the arena only.
 """
 
 from pathlib import Path
@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from engine.batch import StepBatch
-from engine.kv_cache import KvCache, plan_kv
+from engine.kv_cache import KvCache
+from engine.kv_plan import plan_kv
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
+from engine.sampler import SampleOutput, sample
 from engine.transformers_backend import (
     StepContext,
     bind_weights,
@@ -34,18 +36,21 @@ def layer_geometries(index: PackIndex) -> list[LayerGeometry]:
 
 
 class ModelRunner:
-    """One model. `bind` when it has become resident, `unbind` before its pages are given back."""
+    """One unit. `bind` when it has become resident, `unbind` before its pages are given back."""
 
     def __init__(
         self,
-        model_id: str,
+        unit_id: str,
         pack_dir: Path,
         index: PackIndex,
         arena: torch.Tensor,
         pool: PagePool,
         block_tokens: int,
+        caching: bool = True,
+        max_chunk: int = 0,
     ) -> None:
-        self.model_id = model_id
+        """`caching`: the prefix cache; `max_chunk`: see KvCache."""
+        self.unit_id = unit_id
         self.index = index
         self._arena = arena
         plan = plan_kv(
@@ -55,7 +60,7 @@ class ModelRunner:
             pool.page_bytes,
             pool.num_pages,
         )
-        self.cache = KvCache(Owner(model_id, "kv"), plan, pool, arena.device)
+        self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
         self._generation: int | None = None
 
@@ -71,10 +76,14 @@ class ModelRunner:
         self._generation = None
         self.cache.drop_all()
 
-    @torch.inference_mode()
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """Logits float32 [num sampling rows, vocab]; K and V of all T tokens are written."""
-        with step_context(StepContext(self._arena, self.cache, batch.paged)):
+    def execute(self, batch: StepBatch) -> SampleOutput:
+        """Compute K and V of all T tokens, and a token for each sampling row."""
+        with torch.inference_mode():
+            return sample(self._logits(batch), batch.sampling)
+
+    def _logits(self, batch: StepBatch) -> torch.Tensor:
+        """float32 [S, vocab]."""
+        with step_context(StepContext(self._arena, batch.plan, batch.groups)):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

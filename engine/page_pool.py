@@ -4,9 +4,14 @@ Weights ask for contiguous runs and get them low; KV asks for single pages and g
 that the two grow towards each other and a large model still finds a run. Whatever is given back is
 fenced: it is handed out again only after the steps in flight at that moment have ended.
 
-    alloc_run / alloc_pages  -> owned
-    release                  -> fenced (owner gone, not yet usable)
-    retire(step)             -> free
+    alloc_run / alloc_at / alloc_pages   free           -> owned
+    release                              owned          -> fenced (owner gone, not yet usable)
+    retire(step)                         fenced         -> free
+    claim                                free or fenced -> owned, but not ripe while it is fenced
+    hand_over                            owned          -> owned by another, in device order
+
+A claimed page belongs to its owner at once, so that nobody else gets it on its way back; it may be
+written only when it is ripe. Whoever loads a model claims all its pages first and waits then.
 
 Does not know models, tensors or policies: who is evicted when this raises OutOfPages is the
 caller's business.
@@ -20,13 +25,20 @@ from engine.errors import IntegrityError, OutOfPages
 
 OwnerKind = Literal["weights", "kv"]
 
-_FREE = b"\x01"
-_TAKEN = b"\x00"
+# The codes of `kinds()`. A claimed page has its owner's, ripe or not.
+FREE = 0
+FENCED = 1
+KV = 2
+WEIGHTS = 3
+
+_FREE = bytes([FREE])
+_KIND: dict[OwnerKind, int] = {"kv": KV, "weights": WEIGHTS}
+_TAKEN_ALIKE = bytes.maketrans(bytes([FENCED, KV]), bytes([WEIGHTS, WEIGHTS]))
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A page's owner: one hosted model's weights or its KV."""
+    """A page's owner: the weights or the KV of one unit (a resident pack)."""
 
     model_id: str
     kind: OwnerKind
@@ -57,23 +69,36 @@ class PagePool:
         self.num_pages = num_pages
         self.page_bytes = page_bytes
         self._owner: list[Owner | None] = [None] * num_pages
-        # One byte a page, 1 if it is free: searched at the speed of memchr, where a loop over the
-        # owners took 9 ms for a page of a nearly full pool of 70,000.
-        self._free_map = bytearray(_FREE * num_pages)
-        self._fenced: dict[int, int] = {}  # page -> last step that may touch it
-        self._step_in_flight = 0
+        # One byte a page: searched at the speed of memchr, where a loop over the owners took 9 ms
+        # for a page of a nearly full pool of 70,000.
+        self._kinds = bytearray(_FREE * num_pages)
+        # Page -> last step that may touch it, in the order of these steps.
+        self._fenced: dict[int, int] = {}
+        self._num_unripe = 0
+        self._last_step = 0
+        self._fence_step = 0  # the last step that may touch what is released now
         self._count: dict[Owner, int] = {}
         self._num_free = num_pages
 
     @property
     def num_free(self) -> int:
-        """Pages that can be handed out now (fenced ones cannot)."""
+        """Pages that can be written as soon as they are handed out."""
         return self._num_free
 
     @property
     def num_fenced(self) -> int:
-        """Pages given back but perhaps still read by a step in flight."""
-        return len(self._fenced)
+        """Pages given back, owned by nobody, but perhaps still read by a step in flight."""
+        return len(self._fenced) - self._num_unripe
+
+    @property
+    def num_unripe(self) -> int:
+        """Pages claimed by a new owner that wait for their fence."""
+        return self._num_unripe
+
+    @property
+    def has_fences(self) -> bool:
+        """Whether anybody's page waits for a step to end: an idle engine must pass empty ones."""
+        return bool(self._fenced)
 
     def pages_needed(self, num_bytes: int) -> int:
         """Pages that hold `num_bytes` bytes."""
@@ -87,15 +112,32 @@ class PagePool:
         """Pages `owner` holds."""
         return self._count.get(owner, 0)
 
+    def owner_of(self, page: int) -> Owner | None:
+        """Who holds the page, ripe or not; None while it is free or fenced."""
+        return self._owner[page]
+
+    def is_fenced(self, page: int) -> bool:
+        """Whether a step in flight may still touch the page as what it was before."""
+        return page in self._fenced
+
+    def is_ripe(self, pages: Iterable[int]) -> bool:
+        """Whether no fence is left on any of these pages: their owner may write them."""
+        return not self._fenced or self._fenced.keys().isdisjoint(pages)
+
+    def kinds(self) -> bytes:
+        """FREE, FENCED, KV or WEIGHTS for each page, as of now."""
+        return bytes(self._kinds)
+
     def largest_hole(self) -> int:
         """Length of the longest run of free pages."""
-        return max(len(hole) for hole in self._free_map.split(_TAKEN))
+        taken = bytes([WEIGHTS])
+        return max(len(hole) for hole in self._kinds.translate(_TAKEN_ALIKE).split(taken))
 
     def alloc_run(self, owner: Owner, num_pages: int) -> PageRun:
         """The lowest run of `num_pages` free neighbours. Raises OutOfPages, changing nothing."""
         if num_pages < 1:
             raise ValueError("a run has at least one page")
-        first = self._free_map.find(_FREE * num_pages) if num_pages <= self._num_free else -1
+        first = self._kinds.find(_FREE * num_pages) if num_pages <= self._num_free else -1
         if first < 0:
             raise OutOfPages(f"no run of {num_pages} pages ({self._num_free} free)")
         run = PageRun(first, num_pages)
@@ -116,17 +158,66 @@ class PagePool:
             raise
         return runs
 
-    def alloc_pages(self, owner: Owner, num_pages: int) -> list[int]:
-        """The highest `num_pages` free pages, neighbours or not. Raises OutOfPages."""
-        if num_pages > self._num_free:
-            raise OutOfPages(f"{num_pages} pages asked for, {self._num_free} free")
+    def alloc_at(self, owner: Owner, run: PageRun) -> None:
+        """Exactly these pages, which must be free now. Raises OutOfPages, changing nothing."""
+        end = run.first + run.num_pages
+        if run.num_pages < 1 or run.first < 0 or end > self.num_pages:
+            raise ValueError(f"{run} is not a run of this pool")
+        if self._kinds.count(_FREE, run.first, end) != run.num_pages:
+            raise OutOfPages(f"{run} is not free")
+        self._take(owner, run.pages)
+
+    def alloc_pages(self, owner: Owner, num_pages: int, above: int = 0) -> list[int]:
+        """The highest `num_pages` free pages, neighbours or not, none of them below `above`.
+
+        Raises OutOfPages, changing nothing.
+        """
         found: list[int] = []
         page = self.num_pages
-        while len(found) < num_pages:
-            page = self._free_map.rfind(_FREE, 0, page)
+        while len(found) < num_pages <= self._num_free:
+            page = self._kinds.rfind(_FREE, above, page)
+            if page < 0:
+                break
             found.append(page)
+        if len(found) < num_pages:
+            raise OutOfPages(
+                f"{num_pages} pages from page {above} on asked for, {self._num_free} free"
+            )
         self._take(owner, found)
         return found
+
+    def claim(self, owner: Owner, pages: Iterable[int]) -> None:
+        """Take pages that are free or fenced; `is_ripe` says when they may be written.
+
+        Raises OutOfPages, changing nothing, where one of them has an owner.
+        """
+        pages = list(pages)
+        if len(set(pages)) != len(pages):
+            raise IntegrityError(f"{owner} claims a page twice: {pages}")
+        if min(pages, default=0) < 0:
+            raise ValueError(f"no page has a negative number: {pages}")
+        for page in pages:
+            if self._owner[page] is not None:
+                raise OutOfPages(f"page {page} belongs to {self._owner[page]}")
+        if self._fenced:
+            unripe = sum(page in self._fenced for page in pages)
+            self._num_unripe += unripe
+            self._num_free += unripe  # `_take` counts them all as having been free
+        self._take(owner, pages)
+
+    def hand_over(self, giver: Owner, taker: Owner, pages: Iterable[int]) -> None:
+        """Ripe pages change their owner without a fence.
+
+        Only for memory that both touch by nothing but work in device order (steps, copies): what
+        the taker launches runs behind what the giver has launched.
+        """
+        pages = list(pages)
+        self._check_owned(giver, pages)
+        if not self.is_ripe(pages):
+            raise IntegrityError(f"{giver} hands over pages that are not ripe: {pages}")
+        self._uncount(giver, len(pages))
+        self._num_free += len(pages)  # `_take` counts them as having been free
+        self._take(taker, pages)
 
     def release(self, owner: Owner, pages: Iterable[int]) -> None:
         """Give pages back. They stay fenced until `retire` passes the step now in flight."""
@@ -134,45 +225,73 @@ class PagePool:
         self._check_owned(owner, pages)
         for page in pages:
             self._owner[page] = None
-            self._fenced[page] = self._step_in_flight
+            self._kinds[page] = FENCED
+            if self._fenced.pop(page, None) is not None:
+                self._num_unripe -= 1
+            self._fenced[page] = self._fence_step
         self._uncount(owner, len(pages))
 
     def begin_step(self, step: int) -> None:
         """Step `step` (rising) is about to be launched and may touch whatever is owned now."""
-        self._step_in_flight = step
+        self._last_step = self._fence_step = step
+
+    def begin_copies(self) -> None:
+        """Copies inside the arena are about to be handed to the device, behind the last step.
+
+        That step may end before they do, so what is released from now on waits for the next one,
+        which runs behind them.
+        """
+        self._fence_step = self._last_step + 1
 
     def retire(self, step: int) -> list[int]:
-        """Every step up to `step` has ended: its fenced pages are free. Returns those pages."""
-        freed = [page for page, last in self._fenced.items() if last <= step]
-        for page in freed:
+        """Every step up to `step` has ended. Returns all pages whose fence has thereby gone.
+
+        Those that nobody has claimed are free. What the others contain is undefined until now.
+        """
+        passed: list[int] = []
+        for page, last in self._fenced.items():
+            if last > step:
+                break
+            passed.append(page)
+        for page in passed:
             del self._fenced[page]
-            self._free_map[page] = 1
-        self._num_free += len(freed)
-        return freed
+            if self._owner[page] is None:
+                self._kinds[page] = FREE
+                self._num_free += 1
+            else:
+                self._num_unripe -= 1
+        return passed
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless owners, counts, fences and the free count agree."""
         count: dict[Owner, int] = {}
-        num_free = 0
+        num_free = num_unripe = 0
         for page, owner in enumerate(self._owner):
+            fenced = page in self._fenced
             if owner is not None:
                 count[owner] = count.get(owner, 0) + 1
-                if page in self._fenced:
-                    raise IntegrityError(f"page {page} is fenced and owned by {owner}")
-            elif page not in self._fenced:
-                num_free += 1
-            if self._free_map[page] != (owner is None and page not in self._fenced):
+                num_unripe += fenced
+                kind = _KIND[owner.kind]
+            else:
+                kind = FENCED if fenced else FREE
+                num_free += not fenced
+            if self._kinds[page] != kind:
                 raise IntegrityError(f"page {page} of {owner} is on the wrong list")
-        if count != self._count or num_free != self._num_free:
+        if (count, num_free, num_unripe) != (self._count, self._num_free, self._num_unripe):
             raise IntegrityError(
-                f"counted {count}, {num_free} free; booked {self._count}, {self._num_free} free"
+                f"counted {count}, {num_free} free, {num_unripe} unripe; booked {self._count}, "
+                f"{self._num_free} free, {self._num_unripe} unripe"
             )
+        fences = list(self._fenced.values())
+        if fences != sorted(fences) or (fences and fences[-1] > self._fence_step):
+            raise IntegrityError(f"fences out of order: {fences}")
 
     def _take(self, owner: Owner, pages: Iterable[int]) -> None:
+        kind = _KIND[owner.kind]
         taken = 0
         for page in pages:
             self._owner[page] = owner
-            self._free_map[page] = 0
+            self._kinds[page] = kind
             taken += 1
         if taken:
             self._count[owner] = self._count.get(owner, 0) + taken
@@ -183,7 +302,7 @@ class PagePool:
         pages = list(pages)
         for page in pages:
             self._owner[page] = None
-            self._free_map[page] = 1
+            self._kinds[page] = FREE
         self._uncount(owner, len(pages))
         self._num_free += len(pages)
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.batch import ScheduledRow, build_batch
 from engine.errors import RegistrationRefused
-from engine.kv_cache import KvCache, plan_kv
+from engine.kv_cache import KvCache
+from engine.kv_plan import plan_kv
 from engine.page_pool import Owner, PagePool
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
@@ -115,11 +116,8 @@ def _largest_error(eager: nn.Module, config: Any) -> float:
     model = build_skeleton(copy.deepcopy(config), torch.float32)
     bind_weights(model, dict(eager.state_dict(keep_vars=True)))
     requests = [_request(i, prompt) for i, prompt in enumerate(prompts)]
-    spare = cache.alloc(3)  # odd holes, so that tables are not runs
     for request in requests:
-        request.block_table = cache.alloc(cache.blocks_for(len(request.token_ids)))
-        request.block_table.reverse()
-    cache.free(spare)
+        request.kv = cache.new_kv("probe")
     error = 0.0
     while any(request.num_uncomputed for request in requests):
         rows = [
@@ -127,8 +125,11 @@ def _largest_error(eager: nn.Module, config: Any) -> float:
             for i, request in enumerate(requests)
             if request.num_uncomputed
         ]
-        batch = build_batch(rows, plan, arena.device)
-        with step_context(StepContext(arena, cache, batch.paged)):
+        for row in rows:
+            # A chunk at a time, so that tables interleave and windows free what left them.
+            cache.reserve(row.kv, row.end, 0.0)
+        batch = build_batch(rows, cache, arena.device)
+        with step_context(StepContext(arena, plan, batch.groups)):
             logits = model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False
             ).logits[0]
@@ -141,6 +142,7 @@ def _largest_error(eager: nn.Module, config: Any) -> float:
             error = max(error, difference if difference == difference else float("inf"))
             start += row.num_tokens
             request.num_computed += row.num_tokens
+            cache.advance(row.kv, request.token_ids, request.num_computed, 0.0)
     return error
 
 

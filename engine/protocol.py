@@ -21,7 +21,7 @@ import msgspec
 
 PROTOCOL_VERSION = 2
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error"]
 RefusalCode: TypeAlias = Literal[
     "unknown_model",
     "not_resident",
@@ -109,6 +109,8 @@ class Submit(_Message, frozen=True):
 
     `stop_token_ids` end the request and are counted as generated but are the last token sent.
     `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
+    `timeout_s` after its arrival the request ends with reason `timeout`, waiting or running, within
+    one step; 0: no bound of its own (EngineConfig.request_timeout_s holds anyhow).
     """
 
     request_id: str
@@ -122,6 +124,7 @@ class Submit(_Message, frozen=True):
     logprobs: int = -1
     prompt_logprobs: int = -1
     constraint: Constraint | None = None
+    timeout_s: float = 0.0
 
 
 class Abort(_Message, frozen=True):
@@ -150,7 +153,11 @@ class UnloadModel(_Message, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """What a request consumed, as far as it got. service_s: device seconds charged to it."""
+    """What a request consumed, as far as it got. service_s: device seconds charged to it.
+
+    cached_tokens: prompt tokens whose KV was already there when it was first admitted; at most
+    prompt_tokens - 1. What it finds again after a preemption is not counted.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -214,15 +221,17 @@ class Refused(_Message, frozen=True):
 class Lease(msgspec.Struct, frozen=True, array_like=True):
     """A standing offer for one resident model.
 
-    num_requests and kv_tokens (prompt plus output) are what may still be submitted for it. Offers
-    of several models share one memory: all grants together must also stay within the
-    `WorkerStatus.free_*` figures.
+    num_requests and kv_tokens (prompt plus output) are what may still be submitted for it, each
+    request rounded up to whole blocks of `block_tokens`. Offers of several models share one memory:
+    all grants together must also stay within the `WorkerStatus.free_*` figures. Models of one pack
+    have an offer each.
     """
 
     model_id: str
     num_requests: int
     kv_tokens: int
     kv_bytes_per_token: int
+    block_tokens: int = 1
 
 
 class ModelStatus(msgspec.Struct, frozen=True, array_like=True):

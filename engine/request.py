@@ -5,14 +5,23 @@
        +-----preempt------+          (its blocks are given back; it is recomputed later)
     waiting --finish--> finished     (abort, failure)
 
+While steps are in flight a request has tokens that are sampled on the device and not known here yet
+(`num_pending`). They count as its tokens for whoever lays out the next step; nobody else sees them.
+
 Knows token ids only. The scheduler moves requests between states, nobody else does.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from engine.errors import IllegalTransition
 from engine.protocol import FinishReason, Submit
+from engine.sampling_batch import SampleInput, SamplingState
+
+if TYPE_CHECKING:
+    from engine.request_kv import RequestKv
 
 RequestState = Literal["waiting", "running", "finished"]
 
@@ -30,28 +39,56 @@ _TRANSITIONS: frozenset[tuple[RequestState, RequestState]] = frozenset(
 class Request:
     """One attempt of one request.
 
-    token_ids     prompt, then what was generated
-    num_computed  leading tokens whose KV is in the cache
-    block_table   block ids of this model's KvCache, in order of position
-    order         admission order over all models: the youngest is preempted first
+    unit_id        the resident pack that runs it
+    token_ids      prompt, then what was generated, as far as known
+    num_pending    tokens after these that a step in flight samples
+    pending_row    which of that step's sampled tokens it is; -1: none
+    num_computed   leading tokens whose KV is in the cache once the steps launched have ended
+    sampling       what choosing its tokens keeps from step to step
+    kv             its block tables, empty while it waits; None before its first turn
+    cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
+    order          order of arrival over all models: the youngest is preempted first
+    deadline_s     it ends with reason `timeout` from then on
     """
 
     submit: Submit
     arrival_s: float
     token_ids: list[int]
+    sampling: SamplingState
+    unit_id: str = ""
     state: RequestState = "waiting"
+    num_pending: int = 0
+    pending_row: int = -1
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    kv: "RequestKv | None" = None
+    cached_tokens: int | None = None
     order: int = 0
+    deadline_s: float = math.inf
     service_s: float = 0.0
     finish_reason: FinishReason | None = None
     error: str = ""
     num_preemptions: int = 0
 
     @classmethod
-    def of(cls, submit: Submit, now_s: float) -> "Request":
-        """A new waiting request."""
-        return cls(submit=submit, arrival_s=now_s, token_ids=list(submit.prompt_token_ids))
+    def of(
+        cls, submit: Submit, now_s: float, unit_id: str = "", timeout_s: float = 0.0
+    ) -> "Request":
+        """A new waiting request of `unit_id` (the model's own name where no pack is shared).
+
+        `timeout_s` bounds what the Submit asks for; 0: it does not.
+        """
+        # 0 is no bound, and neither is what is no number; a negative one is over at once.
+        asked_s = submit.timeout_s if submit.timeout_s > 0 or submit.timeout_s < 0 else math.inf
+        return cls(
+            submit=submit,
+            arrival_s=now_s,
+            token_ids=list(submit.prompt_token_ids),
+            sampling=SamplingState(
+                submit.sampling, submit.prompt_token_ids, submit.stop_token_ids, submit.logprobs
+            ),
+            unit_id=unit_id or submit.model_id,
+            deadline_s=now_s + min(asked_s, timeout_s or math.inf),
+        )
 
     @property
     def key(self) -> tuple[str, int]:
@@ -65,13 +102,36 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, as far as known."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, those in flight included."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV must still be computed; 1 in plain decoding."""
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def sample_input(self) -> SampleInput:
+        """How its next token is chosen, as of now."""
+        known: Sequence[int] = range(self.num_generated)  # how many will do, mostly
+        if self.sampling.needs_tokens:
+            known = self.token_ids[self.num_prompt :]
+        return SampleInput(self.sampling, known, num_in_flight=self.num_pending)
+
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether its next step has to wait until the one in flight has told its token."""
+        return self.num_pending > 0 and self.sampling.needs_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Its last token is on its way at the latest: nothing is left to launch for it."""
+        return self.num_tokens >= self.max_total_tokens
 
     @property
     def max_total_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
     cold      only on disk                      holds nothing
     warm      in the host tier too              holds nothing on the device
-    loading   queued, or its bytes are coming   holds its weight pages once it got them
+    loading   queued, or its bytes are coming   holds what it has claimed of its weight pages
     resident  can run                           holds weight pages, and KV as it runs
     draining  finishes what it runs, then goes  as before
     failed    not served; `reason` says why     holds nothing
@@ -16,15 +16,16 @@ from typing import Literal
 
 import torch
 
+from engine.compaction import Move, RunPlan
 from engine.config import EngineConfig
 from engine.errors import IllegalTransition, IntegrityError, PackError
-from engine.kv_cache import plan_kv
+from engine.kv_plan import plan_kv
 from engine.loader import DiskLoad, HostLoad
 from engine.pack import BLOB_NAME, PackIndex, read_index
 from engine.page_pool import PagePool, PageRun
 from engine.policy.eviction import Demand
 from engine.protocol import ModelSpec, ModelStatus, ResidencyState
-from engine.weights import WeightViews, check_pack
+from engine.weights import WeightViews, check_layout
 from kernels.paged_attention import LayerGeometry
 
 TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
@@ -40,12 +41,15 @@ TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
     "failed": frozenset({"cold", "warm"}),
 }
 
-EventKind = Literal["loaded", "evicted", "failed"]
+EventKind = Literal["loaded", "evicted", "failed", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyEvent:
-    """Something the engine has to act on. `reason`: why it failed or had to go."""
+    """Something the engine has to act on. `reason`: why it failed or had to go.
+
+    "moved": the weights lie elsewhere and have new views, which must be bound before the next step.
+    """
 
     kind: EventKind
     model_id: str
@@ -53,20 +57,46 @@ class ResidencyEvent:
 
 
 @dataclass(slots=True, eq=False)
+class Placement:
+    """What a load has of its plan; see `placement.py`.
+
+    kv_left     pages of the plan in which KV still stands
+    moves_left  weights of others that have not moved yet: all or none
+    claimed     pages that are the load's own already
+    """
+
+    plan: RunPlan
+    kv_left: set[int]
+    moves_left: tuple[Move, ...]
+    claimed: set[int] = field(default_factory=set)
+    targets: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The pages that the moves write."""
+        self.targets = {page for move in self.plan.moves for page in move.target.pages}
+
+
+@dataclass(slots=True, eq=False)
 class Hosted:
-    """One model of the catalog as this worker has it.
+    """One unit of the catalog (a pack) as this worker has it.
 
     index               None where the pack cannot be read (state failed)
+    files_checked       its small files were found whole by an earlier load
     blob_stamp          identity of the blob file when the pack was last looked at
     next_spec           the catalog's newer entry, taken over once the old pack's pages are back
     removed             no longer in the catalog: forgotten once its pages are back
     wanted_again        a load was asked for while it drained
     retryable           a failed model whose pack is not to blame
+    placement           pages it is claiming while it is the head of the load queue
+    home                the runs it had when it was evicted last
+    kv_stays            live KV that was in its way could not be moved: plan around it
+    used                has produced a token since it was loaded
     num_first_kv_pages  KV pages without which loading it would be of no use
     """
 
     spec: ModelSpec
     index: PackIndex | None = None
+    files_checked: bool = False
     blob_stamp: tuple[int, ...] = ()
     state: ResidencyState = "cold"
     reason: str = ""
@@ -75,6 +105,9 @@ class Hosted:
     wanted_again: bool = False
     retryable: bool = False
     runs: list[PageRun] = field(default_factory=list)
+    placement: Placement | None = None
+    home: tuple[PageRun, ...] = ()
+    kv_stays: bool = False
     job: DiskLoad | HostLoad | None = None
     views: WeightViews | None = None
     demand: Demand = field(default_factory=Demand)
@@ -97,7 +130,7 @@ class Hosted:
 
     @property
     def holds_pages(self) -> bool:
-        """Whether its weights own pages."""
+        """Whether all pages of its weights are its own."""
         return bool(self.runs)
 
     def move(self, state: ResidencyState, reason: str = "") -> None:
@@ -118,15 +151,20 @@ def blob_stamp(pack_dir: Path) -> tuple[int, ...]:
 
 
 def learn(model: Hosted, config: EngineConfig, pool: PagePool) -> Hosted:
-    """Read the model's pack anew: cold if this worker can use it, else failed with the reason."""
+    """Read the pack's index anew: cold if this worker can use it, else failed with the reason.
+
+    What takes long to check is checked by the load, in a loader thread.
+    """
     if model.state == "failed":
         model.move("cold")
     model.index = None
+    model.home = ()
+    model.files_checked = False
     model.retryable = False
     model.blob_stamp = blob_stamp(model.pack_dir)
     try:
         index = read_index(model.pack_dir)
-        check_pack(model.pack_dir, index)
+        check_layout(model.pack_dir, index)
         model.num_first_kv_pages = _first_kv_pages(index, config, pool)
         model.index = index
     except (PackError, ValueError) as error:
@@ -139,12 +177,19 @@ def check_books(model: Hosted, num_pages: int, num_queued: int) -> None:
 
     `num_pages`: what the pool says its weights own; `num_queued`: its places in the load queue.
     """
+    claimed = len(model.placement.claimed) if model.placement else 0
+    waits = model.state == "loading" and not model.runs
     facts = {
-        "owns other pages than it thinks": num_pages != sum(run.num_pages for run in model.runs),
-        "is queued wrongly": num_queued != (model.state == "loading" and not model.runs),
-        "holds pages": model.holds_pages
-        != (model.state in ("resident", "draining") or model.job is not None),
-        "has views": (model.views is not None) != (model.job is None and bool(model.runs)),
+        "owns other pages than it thinks": num_pages
+        != claimed + sum(run.num_pages for run in model.runs),
+        "is queued wrongly": num_queued != waits,
+        "claims pages": model.placement is not None and not waits,
+        "holds pages": model.holds_pages and model.state not in ("loading", "resident", "draining"),
+        "holds none": not model.holds_pages
+        and (model.state in ("resident", "draining") or model.job is not None),
+        "has views": model.views is not None
+        and (model.job is not None or model.state not in ("resident", "draining")),
+        "has no views": model.views is None and model.state == "resident",
         "loads": model.job is not None and model.state not in ("loading", "draining"),
     }
     wrong = [fact for fact, holds in facts.items() if holds]
@@ -177,5 +222,4 @@ def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> i
     ]
     dtype = getattr(torch, index.kv_dtype)
     plan = plan_kv(layers, dtype, config.block_tokens, pool.page_bytes, pool.num_pages)
-    tokens = min(config.load_kv_tokens, index.max_context)
-    return -(-tokens // plan.tokens_per_extent) * plan.pages_per_extent
+    return plan.pages_for(min(config.load_kv_tokens, index.max_context))

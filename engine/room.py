@@ -1,13 +1,18 @@
-"""Pages for weights: how many a model needs, taking them, and who would have to go for it.
+"""Pages for weights: how many a load needs, where they would lie, and who would have to go for it.
 
-Puts pool, tiers and the eviction policy together for `residency.py`, which acts on the answers.
-Changes nothing but the pool, and that only in `take`.
+Puts pool, KV, tiers, planner and eviction policy together for `placement.py` and `residency.py`,
+which act on the answers. Changes nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
-from engine.errors import OutOfPages
-from engine.page_pool import Owner, PagePool, PageRun
+import numpy as np
+import numpy.typing as npt
+
+from engine.compaction import Picture, RunPlan, WeightRun, plan_runs
+from engine.page_pool import KV, Owner, PagePool
 from engine.policy.eviction import (
     Candidate,
     EvictionParams,
@@ -19,74 +24,130 @@ from engine.policy.eviction import (
 from engine.residency_state import Hosted
 from engine.tiers import Tiers
 
+# Counting cached KV by its owner takes milliseconds on a large device, too long for every step of
+# a load that waits.
+RECOUNT_S = 0.1
+
+
+class KvRoom(Protocol):
+    """What weights may ask of the KV of all units."""
+
+    def num_evictable(self) -> int:
+        """Pages of extents without live blocks."""
+
+    def evictable_mask(self) -> npt.NDArray[np.bool_]:
+        """Which pages these are, by page number."""
+
+    def evict(self, num_pages: int, now_s: float) -> int:
+        """Give so many evictable pages back, the least valuable first. Returns how many it were."""
+
+    def clear(self, pages: Collection[int], now_s: float) -> bool:
+        """Evict or move what is in these KV pages, all of it, so that they are free or fenced.
+
+        False, and nothing has changed, where live blocks find no free pages to go to.
+        """
+
+
+class NoKv:
+    """A KvRoom without caches: whatever KV pages there are stay where they are."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._none = np.zeros(num_pages, dtype=np.bool_)
+
+    def num_evictable(self) -> int:
+        """None."""
+        return 0
+
+    def evictable_mask(self) -> npt.NDArray[np.bool_]:
+        """None."""
+        return self._none
+
+    def evict(self, num_pages: int, now_s: float) -> int:
+        """Nothing to evict."""
+        return 0
+
+    def clear(self, pages: Collection[int], now_s: float) -> bool:
+        """Nothing moves."""
+        return not pages
+
 
 def weights_of(model: Hosted) -> Owner:
-    """The pool's name for a model's weights."""
+    """The pool's name for a unit's weights."""
     return Owner(model.model_id, "weights")
+
+
+def may_move(model: Hosted) -> bool:
+    """Whether its weights may change their place: no loader writes them, and it is to stay."""
+    return model.state == "resident" and model.views is not None
 
 
 class Room:
     """Weights in one pool."""
 
-    def __init__(self, pool: PagePool, tiers: Tiers, params: EvictionParams) -> None:
+    def __init__(self, pool: PagePool, kv: KvRoom, tiers: Tiers, params: EvictionParams) -> None:
         self._pool = pool
+        self._kv = kv
         self._tiers = tiers
         self._params = params
+        self._cached: Counter[str] = Counter()
+        self._counted_s = float("-inf")
 
     def num_pages_needed(self, model: Hosted) -> int:
         """Its weights and the first of its KV."""
         return sum(self._segment_pages(model)) + model.num_first_kv_pages
 
+    def num_pages_pending(self, model: Hosted) -> int:
+        """What it needs beyond the pages it has claimed already."""
+        claimed = len(model.placement.claimed) if model.placement else 0
+        return self.num_pages_needed(model) - claimed
+
+    def num_pages_short(self, model: Hosted) -> int:
+        """What it lacks though cached KV gave way and all fences passed; 0 or less: nothing."""
+        spare = self._pool.num_free + self._pool.num_fenced + self._kv.num_evictable()
+        return self.num_pages_pending(model) - spare
+
     def why_never(self, model: Hosted, hosted: Iterable[Hosted]) -> str:
         """Why it would not fit though all but the pinned models went; "" if it would."""
-        pinned = [
-            run
+        num_pinned = sum(
+            run.num_pages
             for other in hosted
             if other.spec.pinned and other is not model and other.state != "draining"
             for run in other.runs
-        ]
-        num_pinned = sum(run.num_pages for run in pinned)
+        )
         needed = self.num_pages_needed(model)
+        if needed + num_pinned <= self._pool.num_pages:
+            return ""  # in whatever pieces: pinned models may be moved
         page = self._pool.page_bytes
-        if needed + num_pinned > self._pool.num_pages:
-            return (
-                f"needs {needed * page} bytes with its smallest KV, but the device budget is "
-                f"{self._pool.num_pages * page} bytes, of which pinned models hold "
-                f"{num_pinned * page}"
-            )
-        gaps = _gaps(pinned, self._pool.num_pages)
-        for length in self._segment_pages(model):  # first fit, as the pool does it
-            place = next((i for i, gap in enumerate(gaps) if gap >= length), None)
-            if place is None:
-                return (
-                    f"needs {length * page} bytes in one piece, and pinned models leave no such "
-                    "hole: unload them, load this one first, or unpin one"
-                )
-            gaps[place] -= length
-        return ""
+        return (
+            f"needs {needed * page} bytes with its smallest KV, but the device budget is "
+            f"{self._pool.num_pages * page} bytes, of which pinned models hold {num_pinned * page}"
+        )
 
-    def take(self, model: Hosted) -> bool:
-        """A run for each segment, if they and the first KV are free now."""
-        if self._pool.num_free < self.num_pages_needed(model):
-            return False
-        try:
-            model.runs = self._pool.alloc_runs(weights_of(model), self._segment_pages(model))
-        except OutOfPages:
-            return False
-        return True
+    def plan(self, model: Hosted, hosted: Iterable[Hosted], kv_stays: bool) -> RunPlan | None:
+        """Where its weights could go now, and what must be moved for it."""
+        movable = [
+            WeightRun(other.model_id, segment, run)
+            for other in hosted
+            if may_move(other)
+            for segment, run in enumerate(other.runs)
+        ]
+        kinds, evictable = self._pool.kinds(), self._kv.evictable_mask()
+        fixed = None
+        if kv_stays:
+            fixed = (np.frombuffer(kinds, dtype=np.uint8) == KV) & ~evictable
+        picture = Picture(kinds, evictable, movable, fixed)
+        return plan_runs(picture, self._segment_pages(model), model.home)
 
     def victims(
         self,
         model: Hosted,
+        num_pages: int,
         hosted: Iterable[Hosted],
         now_s: float,
         busy: Callable[[str], bool],
     ) -> Victims:
-        """Who has to go before `take` can succeed; nobody while pages are on their way back."""
+        """Who has to go so that `num_pages` more become free."""
         assert model.index is not None
-        short = self.num_pages_needed(model) - self._pool.num_free - self._pool.num_fenced
-        if short <= 0 and self._pool.num_fenced:
-            return Victims()
         newcomer = Newcomer(
             model_id=model.model_id,
             num_bytes=model.index.total_bytes,
@@ -95,19 +156,15 @@ class Room:
             weight=model.spec.weight,
             queued_at_s=model.queued_at_s,
         )
-        candidates = [
-            self._candidate(other, busy)
-            for other in hosted
-            if other.state in ("resident", "draining")
-        ]
-        # Enough pages but no run long enough: whoever goes next may open one.
-        return choose_victims(newcomer, max(1, short), candidates, now_s, self._params)
+        on_device = [other for other in hosted if other.state in ("resident", "draining")]
+        candidates = self._candidates(on_device, now_s, busy)
+        return choose_victims(newcomer, num_pages, candidates, now_s, self._params)
 
     def kv_victim(
         self, model_id: str, on_device: Iterable[Hosted], now_s: float, busy: Callable[[str], bool]
     ) -> str | None:
         """Who has to go so that `model_id`, which is resident, gets KV; None if nobody may."""
-        candidates = [self._candidate(model, busy) for model in on_device]
+        candidates = self._candidates(on_device, now_s, busy)
         return choose_kv_victim(model_id, candidates, now_s, self._params)
 
     def num_pages_kept(self, model: Hosted, hosted: Iterable[Hosted]) -> int:
@@ -119,9 +176,22 @@ class Room:
             for run in other.runs
         )
 
-    def _candidate(self, model: Hosted, busy: Callable[[str], bool]) -> Candidate:
+    def _candidates(
+        self, models: Iterable[Hosted], now_s: float, busy: Callable[[str], bool]
+    ) -> list[Candidate]:
+        # Cached KV counts as spare memory already, whoever goes.
+        if now_s - self._counted_s >= RECOUNT_S:
+            self._counted_s = now_s
+            pages = np.flatnonzero(self._kv.evictable_mask()).tolist()
+            owners = (self._pool.owner_of(page) for page in pages)
+            self._cached = Counter(owner.model_id for owner in owners if owner is not None)
+        return [self._candidate(model, self._cached[model.model_id], busy) for model in models]
+
+    def _candidate(
+        self, model: Hosted, num_cached_pages: int, busy: Callable[[str], bool]
+    ) -> Candidate:
         assert model.index is not None
-        kv_pages = self._pool.owned(Owner(model.model_id, "kv"))
+        kv_pages = max(0, self._pool.owned(Owner(model.model_id, "kv")) - num_cached_pages)
         return Candidate(
             model_id=model.model_id,
             num_pages=self._pool.owned(weights_of(model)) + kv_pages,
@@ -139,13 +209,5 @@ class Room:
 
     def _segment_pages(self, model: Hosted) -> list[int]:
         assert model.index is not None
-        return [self._pool.pages_needed(segment.num_bytes) for segment in model.index.segments]
-
-
-def _gaps(runs: Sequence[PageRun], num_pages: int) -> list[int]:
-    """Lengths of what lies between runs, in the order of addresses."""
-    gaps, end = [], 0
-    for run in sorted(runs, key=lambda run: run.first):
-        gaps.append(run.first - end)
-        end = run.first + run.num_pages
-    return [*gaps, num_pages - end]
+        sizes = [segment.num_bytes for segment in model.index.segments]
+        return [max(1, self._pool.pages_needed(size)) for size in sizes]

@@ -15,15 +15,12 @@ A row's token depends on its logits, parameters and position only: it is the sam
 and after a preemption. What is laid out for a step is engine/sampling_batch.py.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
 
 import torch
 
 from engine.logprobs import Logprobs, logprobs_of
-from engine.protocol import SamplingParams
-from engine.sampling_batch import RandomRows, SampleInput, SamplingBatch, SamplingState
+from engine.sampling_batch import RandomRows, SamplingBatch
 from engine.sampling_batch import build_sampling as build_sampling
 from engine.truncation import argmax, cut_below_, invert, pad, truncate_
 from engine.uniform import uniform as uniform
@@ -39,10 +36,10 @@ class SampleOutput:
 
     token_ids: torch.Tensor
     broken: torch.Tensor
-    logprobs: Logprobs | None
+    logprobs: Logprobs | None = None
 
 
-def sample_batch(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     """One token a row. logits float32 [R, V], which biases, penalties and masks overwrite."""
     logs = None
     if batch.logprob_rows is not None:
@@ -114,43 +111,3 @@ def _draw(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
         if chosen is not weights:
             weights[rows.cut_place] = chosen
     return invert(weights, rows.number)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleRow:
-    """A row as the engine named it before `SamplingBatch`: see `sample`."""
-
-    temperature: float
-    top_p: float
-    seed: int
-    position: int
-
-
-def broken_rows(logits: torch.Tensor) -> list[int]:
-    """Rows of [rows, vocab] with a NaN or +inf: their model is broken, they must not be sampled."""
-    finite = torch.isfinite(logits.amax(-1))
-    return torch.nonzero(~finite).flatten().tolist()
-
-
-@overload
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput: ...
-
-
-@overload
-def sample(logits: torch.Tensor, batch: Sequence[SampleRow]) -> list[int]: ...
-
-
-def sample(
-    logits: torch.Tensor, batch: SamplingBatch | Sequence[SampleRow]
-) -> SampleOutput | list[int]:
-    """See `sample_batch`; a sequence of SampleRow is what the engine still passes."""
-    if isinstance(batch, SamplingBatch):
-        return sample_batch(logits, batch)
-    rows = [
-        SampleInput(
-            SamplingState(SamplingParams(r.temperature, r.top_p, r.seed), []), range(r.position)
-        )
-        for r in batch
-    ]
-    tokens: list[int] = sample_batch(logits, build_sampling(rows, logits.device)).token_ids.tolist()
-    return tokens

@@ -74,19 +74,29 @@ class SamplingState:
         self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
         self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next token depends on which ones came before, not only on how many."""
+        return self.penalties is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SampleInput:
-    """One sampling row. mask: int32 [ceil(V / 32)], bit t of the words: token t may come next."""
+    """One sampling row. mask: int32 [ceil(V / 32)], bit t of the words: token t may come next.
+
+    `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
+    state needs to know them (`SamplingState.needs_tokens`) has none.
+    """
 
     state: SamplingState
     output_ids: Sequence[int]
     mask: torch.Tensor | None = None
+    num_in_flight: int = 0
 
     @property
     def num_output(self) -> int:
         """Tokens generated so far."""
-        return len(self.output_ids)
+        return len(self.output_ids) + self.num_in_flight
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ class Tiers:
         self._loader = PackLoader(num_threads)
         self._loads: list[DiskLoad | HostLoad] = []
         self._fills: list[HostFill] = []
+        self._held_back: list[HostFill] = []  # of these, what has not been started
         self._rates = dict(FIRST_RATES)
 
     @property
@@ -52,15 +53,23 @@ class Tiers:
         return index.total_bytes / self._rates["host" if self.is_warm(index) else "disk"]
 
     def start(
-        self, index: PackIndex, pack_dir: Path, segment_offsets: Sequence[int]
+        self,
+        index: PackIndex,
+        pack_dir: Path,
+        segment_offsets: Sequence[int],
+        check_files: bool = True,
     ) -> DiskLoad | HostLoad:
-        """Begin to fill the arena. Raises PackError where the blob cannot be opened."""
+        """Begin to fill the arena, and perhaps check the pack's small files on the way.
+
+        Raises PackError where the blob cannot be opened.
+        """
+        files_of = pack_dir if check_files else None
         job: DiskLoad | HostLoad
         slab = self._host.acquire(index.revision, index.total_bytes)
         if slab is not None:
-            job = HostLoad(index, slab, self._backend, segment_offsets)
+            job = HostLoad(index, slab, self._backend, segment_offsets, files_of)
         else:
-            job = DiskLoad(index, pack_dir, self._backend, segment_offsets, self._verify)
+            job = DiskLoad(index, pack_dir, self._backend, segment_offsets, self._verify, files_of)
         self._loads.append(job)
         self._loader.start(job)
         return job
@@ -86,7 +95,11 @@ class Tiers:
         return tier
 
     def poll(self) -> None:
-        """Commit the fills that have ended."""
+        """Start the fills that wait for memory, commit those that have ended."""
+        if self._held_back and not self._host.is_deleting:
+            for job in self._held_back:
+                self._loader.start_slowly(job)
+            self._held_back.clear()
         for job in [job for job in self._fills if job.done]:
             self._fills.remove(job)
             job.close()
@@ -124,6 +137,7 @@ class Tiers:
                 self._host.release(job.slab)
         self._loads.clear()
         self._fills.clear()
+        self._held_back.clear()
         self._host.close(keep_host_tier)
 
     def _start_fill(self, index: PackIndex, pack_dir: Path) -> None:
@@ -137,4 +151,5 @@ class Tiers:
             self._host.abandon(fill)
             return
         self._fills.append(job)
-        self._loader.start_slowly(job)
+        # Not before the packs it takes the place of are gone: together they might exceed memory.
+        self._held_back.append(job)

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kv_cache import KvCache
+from engine.kv_plan import KvPlan
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
 ATTENTION_NAME = "polyhost_paged"
@@ -28,11 +28,11 @@ ATTENTION_NAME = "polyhost_paged"
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What attention needs to know of the step that is running."""
+    """What attention needs to know of the step that is running; `groups` by layer group."""
 
     arena: torch.Tensor
-    cache: KvCache
-    batch: PagedBatch
+    plan: KvPlan
+    groups: tuple[PagedBatch, ...]
 
 
 _STEP: ContextVar[StepContext] = ContextVar("polyhost_step")
@@ -68,14 +68,15 @@ def paged_attention_forward(
     step = _STEP.get()
     layer = module.layer_idx
     assert isinstance(layer, int)
-    geometry = step.cache.plan.blocks[layer]
-    table = step.cache.chunk_table[layer]
+    group, place = step.plan.layer_group[layer]
+    batch, geometry = step.groups[group], step.plan.groups[group].block
+    table = batch.table[place]
     write_kv_ref(
-        step.arena, geometry, table, step.batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+        step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = paged_attention_ref(
-        step.arena, geometry, table, step.batch, query[0], scale, softcap or 0.0, s_aux
+        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
     )
     return out[None], None
 

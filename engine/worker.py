@@ -61,7 +61,10 @@ def serve(config: WorkerConfig) -> int:
     num_threads = config.engine.num_threads or auto_num_threads(available_cores())
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
-    backend = CpuBackend(config.engine.num_pages * config.engine.resolved_page_bytes)
+    backend = CpuBackend(
+        config.engine.num_pages * config.engine.resolved_page_bytes,
+        execution="thread" if config.engine.steps_ahead else "inline",
+    )
     engine = Engine(config.engine, backend)
     context = zmq.Context()
     worker = Worker(config, engine, context, epoch=secrets.token_hex(8), device=backend.name)
@@ -76,6 +79,7 @@ def serve(config: WorkerConfig) -> int:
     backend.commit()
     worker.run()
     engine.close()
+    backend.close()
     context.term()
     logger.info("ended")
     return EXIT_ORPHANED if config.parent_pid not in (0, os.getppid()) else 0

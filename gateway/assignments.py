@@ -99,6 +99,7 @@ class Assignments:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             constraint=request.constraint,
+            timeout_s=ticket.timeout_s(now_s),
         )
         if not self._fleet.send(worker.worker_id, submit):
             return False

@@ -77,12 +77,13 @@ class WorkerCapacity:
         lease = self._leases.get(ticket.model_name)
         if lease is None or not self._fresh(now_s) or self._free_requests() < 1:
             return False
+        kv_tokens = _kv_tokens(ticket, lease)
         under_way = [grant for grant in self._in_flight if grant.model_id == lease.model_id]
         if lease.num_requests - len(under_way) < 1:
             return False
-        kv_bytes = ticket.kv_tokens * lease.kv_bytes_per_token
+        kv_bytes = kv_tokens * lease.kv_bytes_per_token
         kv_fits = (
-            ticket.kv_tokens <= lease.kv_tokens - sum(grant.kv_tokens for grant in under_way)
+            kv_tokens <= lease.kv_tokens - sum(grant.kv_tokens for grant in under_way)
             and kv_bytes <= self.free_kv_bytes()
         )
         self._kv_short |= not kv_fits
@@ -92,9 +93,10 @@ class WorkerCapacity:
         """Book a Submit that is being sent."""
         lease = self._leases[ticket.model_name]
         self._num_sent += 1
-        kv_bytes = ticket.kv_tokens * lease.kv_bytes_per_token
+        kv_tokens = _kv_tokens(ticket, lease)
+        kv_bytes = kv_tokens * lease.kv_bytes_per_token
         self._in_flight.append(
-            _Grant(self._num_sent, ticket.key, lease.model_id, ticket.kv_tokens, kv_bytes)
+            _Grant(self._num_sent, ticket.key, lease.model_id, kv_tokens, kv_bytes)
         )
         self._num_running[lease.model_id] = self._num_running.get(lease.model_id, 0) + 1
 
@@ -165,3 +167,8 @@ class WorkerCapacity:
         if self.status is None:
             return 0
         return self.status.free_requests - len(self._in_flight)
+
+
+def _kv_tokens(ticket: Ticket, lease: Lease) -> int:
+    """What the ticket takes of the lease: whole blocks."""
+    return -(-ticket.kv_tokens // lease.block_tokens) * lease.block_tokens

@@ -17,7 +17,13 @@ import msgspec
 
 from engine.protocol import Finish, Usage
 from gateway.detokenize import PieceTable, ScoredToken, TextStream
-from gateway.errors import SERVER_ERROR, UNAVAILABLE, ApiError, WorkerLost
+from gateway.errors import (
+    DEADLINE_EXCEEDED,
+    SERVER_ERROR,
+    UNAVAILABLE,
+    ApiError,
+    WorkerLost,
+)
 from gateway.output_parser import Event, OutputParser
 from gateway.tool_deltas import finish_reason
 from gateway.types import PreparedRequest, RunningRequest, TokenEvent
@@ -139,7 +145,7 @@ class Choice:
                 text = self._text.push(event.token_ids, event.logprobs)
         if event.finish is not None:
             self.finish = event.finish
-            if not self._text.stopped and event.finish.reason in ("error", "abort"):
+            if not self._text.stopped and event.finish.reason in ("error", "abort", "timeout"):
                 self._check_end(event.finish, is_gone())
             text += self._text.finish()
         elif self._text.stopped:
@@ -169,6 +175,9 @@ class Choice:
                 finish.error,
             )
             raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
+        if finish.reason == "timeout":
+            message = "the request took longer than this server allows: ask for fewer tokens"
+            raise ApiError(DEADLINE_EXCEEDED, message)
         if self.running.overflowed:
             raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
         if not is_gone:

@@ -122,6 +122,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     queue_timeout_s: Annotated[
         float, _Seconds, _doc("How long a request may wait for a worker; beyond it 503.")
     ] = 60.0
+    request_timeout_s: Annotated[
+        float,
+        _Seconds,
+        _doc(
+            "How long a request may take from its arrival in the queue to its last token; beyond "
+            "it 504, or an error event after the first token."
+        ),
+    ] = 600.0
     fair_share_max_lead_s: Annotated[
         float,
         _Seconds,
@@ -145,6 +153,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     page_bytes: Annotated[
         int, _CountOrZero, _doc("Unit of ownership in the arena, a power of two; 0: chosen.")
     ] = 0
+    device_reserve_bytes: Annotated[
+        int,
+        msgspec.Meta(ge=-1),
+        _doc(
+            "Memory beside the arena for activations and logits: a model whose steps could need "
+            "more is not loaded. 0: not checked; -1: half of what arena and host tier leave free."
+        ),
+    ] = -1
     host_tier_bytes: Annotated[
         int,
         msgspec.Meta(ge=-1),
@@ -161,6 +177,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_batch_tokens: Annotated[
         int, _Count, _doc("Token budget of one engine step, prefill and decode together.")
     ] = 1024
+    prefix_cache: Annotated[
+        bool, _doc("Keep the KV of ended requests for those of the same tenant that begin alike.")
+    ] = True
+    tenant_kv_share: Annotated[
+        float,
+        msgspec.Meta(gt=0.0, le=1.0),
+        _doc(
+            "Share of a worker's KV memory that one tenant's requests may take while another "
+            "tenant has work there; one request always may run. 1: no bound."
+        ),
+    ] = 0.75
     verify_packs: Annotated[
         bool, _doc("Check every chunk's checksum whenever a model is loaded.")
     ] = True

@@ -282,6 +282,7 @@ class Dispatcher:
             seq=self._next_seq,
             arrival_s=now_s,
             deadline_s=now_s + self._settings.queue_timeout_s,
+            ends_by_s=now_s + self._settings.request_timeout_s,
             prediction=prediction,
             stream=stream,
         )

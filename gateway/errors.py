@@ -40,6 +40,8 @@ SERVER_ERROR = ErrorKind(500, "server_error", "server_error")
 UNAVAILABLE = ErrorKind(503, "server_error", "service_unavailable")
 MODEL_FAILED = ErrorKind(503, "server_error", "model_failed")
 
+DEADLINE_EXCEEDED = ErrorKind(504, "server_error", "deadline_exceeded")
+
 
 class ApiError(Exception):
     """An answer other than 2xx. Raised anywhere before the first byte of the answer is sent."""

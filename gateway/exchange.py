@@ -11,7 +11,8 @@ first takes the worker's last event, which says what was really used. The table 
     outcome        when                                       tokens billed
     finished       it came to its end or its stop string      prompt + generated up to there
     disconnected   the client went away or did not read       prompt + generated until the abort
-    failed         we failed after tokens were made           none
+    failed         we failed, or its time was up, after       none
+                   tokens were made
     (none: void)   it ended before any token                  none, limits refunded
 
 A request for several choices has one outcome: finished where all are, and where one fails the

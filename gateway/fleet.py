@@ -6,6 +6,7 @@ what capacity.py books for them; decides nothing: placement is policy/placement.
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from engine.protocol import LoadModel, ModelSpec, SetCatalog, ToWorker, UnloadModel, WorkerStatus
 from gateway.capacity import WorkerCapacity
@@ -25,6 +26,7 @@ class Fleet:
         self._placement = Placement(max_load_share)
         self._specs: list[ModelSpec] = []
         self._pinned: frozenset[str] = frozenset()
+        self._packs: dict[str, list[str]] = {}
 
     def add(self, client: WorkerClient, listener: WorkerListener) -> None:
         """Begin to connect to one more worker."""
@@ -41,6 +43,10 @@ class Fleet:
         """Tell every worker which models there are, now and whenever one connects."""
         self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight) for m in models]
         self._pinned = frozenset(m.name for m in models if m.pinned)
+        packs: dict[str, list[str]] = {}
+        for model in models:
+            packs.setdefault(model.pack_dir, []).append(model.name)
+        self._packs = {pack: names for pack, names in packs.items() if len(names) > 1}
         for worker_id in self._connected:
             self.send(worker_id, SetCatalog(self._specs))
 
@@ -125,7 +131,17 @@ class Fleet:
 
     def _views(self, waiting: Mapping[str, int], now_s: float) -> list[WorkerView]:
         views = (worker.view(waiting, self._pinned, now_s) for worker in self)
-        return [view for view in views if view is not None]
+        return [self._by_pack(view) for view in views if view is not None]
+
+    def _by_pack(self, view: WorkerView) -> WorkerView:
+        """Models of one pack share its weights: idle together, and then counted once."""
+        models = dict(view.models)
+        for names in self._packs.values():
+            known = [name for name in names if name in models]
+            all_idle = all(models[name].idle for name in known)
+            for name in known[1:] if all_idle else known:
+                models[name] = replace(models[name], idle=False)
+        return replace(view, models=models)
 
     def _load(self, decision: Decision) -> None:
         logger.info("load model=%s worker=%s: %s", *_words(decision))

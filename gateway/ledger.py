@@ -45,6 +45,8 @@ RECOVERED_KIND = "recovered"
 BUSY_WAIT_S = 5.0
 """What a client is told to wait where the write buffer is full."""
 FREE = TokenPrices(0, 0, 0)
+UNSERVED = ("error", "timeout")
+"""Ends that are our failure: the client pays nothing."""
 
 
 def prices_of(model: HostedModel) -> TokenPrices:
@@ -219,16 +221,16 @@ def together(finishes: Sequence[Finish]) -> Finish | None:
     """The finishes of a request's choices as one; None where there are none."""
     if not finishes:
         return None
-    failed = any(finish.reason == "error" for finish in finishes)
     usage = joint_usage([finish.usage for finish in finishes])
-    return Finish("error" if failed else finishes[0].reason, usage)
+    failed = (finish.reason for finish in finishes if finish.reason in UNSERVED)
+    return Finish(next(failed, finishes[0].reason), usage)
 
 
 def closing(
     record: OpenRecord, finish: Finish | None, model: HostedModel | None, posted_at: float
 ) -> Posting:
     """The posting of a record that an earlier server left open."""
-    served = finish is not None and finish.reason != "error"
+    served = finish is not None and finish.reason not in UNSERVED
     usage = None if finish is None else finish.usage
     prompt_tokens = record.prompt_tokens if usage is None else usage.prompt_tokens
     cached_tokens = 0 if usage is None else usage.cached_tokens

@@ -37,6 +37,19 @@ SWAP_BUCKETS = (
 # fmt: on
 
 
+# Counters of the worker that vLLM has a name for, or that are surely counts.
+_COUNTERS = {
+    "preemptions": ("num_preemptions", "Sent back for lack of KV memory."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found there."),
+    "deadline_timeouts": ("deadline_timeouts", "Requests that ended because their time was up."),
+    "kv_evicted_pages": ("kv_evicted_pages", "Pages of cached KV given back."),
+    "kv_moved_pages": ("kv_moved_pages", "Pages of KV copied out of the way of weights."),
+    "kv_compactions": ("kv_compactions", "Sparse KV extents copied into others' room."),
+    "weights_moved_pages": ("weights_moved_pages", "Pages of weights copied to make room."),
+}
+
+
 class Metrics:
     """The edge's own counts. One object per registry."""
 
@@ -195,8 +208,9 @@ def _worker_metrics(workers: list[WorkerStatus]) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily, "model_residency", "1 for the state it is in.", labels, states)
     for name in sorted({name for worker in workers for name in worker.counters}):
         rows = (([w.worker_id], w.counters[name]) for w in workers if name in w.counters)
-        if name == "preemptions":  # vLLM's name for it.
-            yield _by(CounterMetricFamily, "num_preemptions", "Sent back.", ["worker"], rows)
+        if name in _COUNTERS:
+            metric, doc = _COUNTERS[name]
+            yield _by(CounterMetricFamily, metric, doc, ["worker"], rows)
         else:
             # Untyped: among the worker's own figures are counts and sizes.
             yield _by(UnknownMetricFamily, f"engine_{name}", "Of the worker.", ["worker"], rows)

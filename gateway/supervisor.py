@@ -33,7 +33,7 @@ from gateway.dispatcher import TICK_S, Dispatcher
 from gateway.http_protocol import bounded_http
 from gateway.ledger import Ledger
 from gateway.logs import set_up_logging
-from gateway.policy.budget import device_budget_bytes, host_tier_bytes
+from gateway.policy.budget import device_budget_bytes, host_tier_bytes, reserve_bytes
 from gateway.registry_poll import RegistryPoll
 from gateway.service import sweep_packs
 from gateway.services import Services
@@ -240,6 +240,10 @@ class Server:
         """engine.config.WorkerConfig as JSON; the gateway does not import the engine."""
         settings = self._settings
         self._arena_bytes = self._device_budget()
+        host_bytes = host_tier_bytes(
+            settings.host_tier_bytes, self._free_bytes, machine.free_shm_bytes()
+        )
+        left_bytes = self._free_bytes - self._arena_bytes - host_bytes
         return json.dumps(
             {
                 "worker_id": WORKER_ID,
@@ -251,11 +255,8 @@ class Server:
                 "engine": {
                     "arena_bytes": self._arena_bytes,
                     "page_bytes": settings.page_bytes,
-                    "host_tier_bytes": host_tier_bytes(
-                        settings.host_tier_bytes,
-                        self._free_bytes,
-                        machine.free_shm_bytes(),
-                    ),
+                    "host_tier_bytes": host_bytes,
+                    "reserve_bytes": reserve_bytes(settings.device_reserve_bytes, left_bytes),
                     "shm_dir": str(machine.SHM_DIR),
                     "shm_prefix": shm_prefix(settings),
                     "max_num_seqs": settings.max_num_seqs,
@@ -263,6 +264,9 @@ class Server:
                     "num_threads": settings.num_threads,
                     "load_threads": settings.load_threads,
                     "verify_packs": settings.verify_packs,
+                    "request_timeout_s": settings.request_timeout_s,
+                    "prefix_cache": settings.prefix_cache,
+                    "tenant_kv_share": settings.tenant_kv_share,
                 },
             }
         )

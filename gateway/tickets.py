@@ -10,6 +10,7 @@ takes its old place. Which tenant is next is policy/fair_share.py's, which worke
 dispatcher.py's.
 """
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class Ticket:
     """One request as the dispatcher sees it, over all its attempts.
 
     `seq` is the order of arrival; `kv_tokens` the most it may hold (prompt plus max_tokens).
+    `deadline_s` bounds its wait in the queue, `ends_by_s` the whole request, over all its attempts.
     `worker_id` and `epoch` name the worker process that has it, while it is granted or streaming.
     """
 
@@ -57,6 +59,7 @@ class Ticket:
     deadline_s: float
     prediction: Prediction
     stream: RequestStream
+    ends_by_s: float = math.inf
     state: TicketState = "waiting"
     attempt: int = 1
     granted_s: float | None = None
@@ -80,6 +83,13 @@ class Ticket:
     def key(self) -> tuple[str, int]:
         """The name under which a worker's messages speak of it."""
         return self.request.request_id, self.attempt
+
+    def timeout_s(self, now_s: float) -> float:
+        """What is left of its time, as a Submit says it: 0 none, negative: it is over."""
+        if self.ends_by_s == math.inf:
+            return 0.0
+        left_s = self.ends_by_s - now_s
+        return left_s if left_s > 0 else -1.0
 
     def move(self, state: TicketState) -> None:
         """Change state. Raises IllegalTransition, changing nothing."""

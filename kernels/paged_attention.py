@@ -10,8 +10,12 @@ V row, so that every row starts at a unit). A block holds `block_tokens` positio
 
     block   = [ K: kv_head x position x k_dim | V: kv_head x position x v_dim ]
     chunk   = `blocks_per_chunk` blocks side by side
-    address of block b in layer l = chunk_table[l, b // blocks_per_chunk]
+    address of block b in layer l = table[l, b // blocks_per_chunk]
                                     + (b % blocks_per_chunk) * block_units
+
+Layers of one geometry are a *layer group*: they share block ids, extents and one table. A row of a
+group with a window may leave out the blocks before its window: `first` says at which position its
+table begins.
 
 Bytes moved by one decode step of one layer: sum over rows of context * kv_heads * (k_dim + v_dim).
 
@@ -84,25 +88,29 @@ def largest_unit_bytes(layer: LayerGeometry, dtype: torch.dtype, page_bytes: int
 class Rows:
     """Query rows of equal length over one padded table of blocks.
 
-    token_index   int64 [num_rows, q_len]     where the rows' tokens lie in the flat batch
-    chunk         int64 [num_rows, max_blocks] chunk of each block (index into chunk_table[l])
+    token_index   int64 [num_rows, q_len]      where the rows' tokens lie in the flat batch
+    chunk         int64 [num_rows, max_blocks] chunk of each block (a column of the table)
     slot          int64 [num_rows, max_blocks] slot of each block in its chunk
-    context_len   int64 [num_rows]            positions cached after this step's write
+    context_len   int64 [num_rows]             positions cached after this step's write
+    first         int64 [num_rows]             position of the first table entry's first token
     """
 
     token_index: torch.Tensor
     chunk: torch.Tensor
     slot: torch.Tensor
     context_len: torch.Tensor
+    first: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """One step's addresses; the same for all layers but for the chunk table's row.
+    """One step's addresses in one layer group.
 
+    table: int64 [layers of the group, chunks] in units, as it was when the step was laid out.
     token_chunk, token_slot, token_offset: int64 [T], where token t's K and V are written.
     """
 
+    table: torch.Tensor
     token_chunk: torch.Tensor
     token_slot: torch.Tensor
     token_offset: torch.Tensor
@@ -117,7 +125,7 @@ def write_kv_ref(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> None:
-    """Store K and V of T tokens. arena uint8 [bytes]; chunk_table int64 [chunks] of this layer.
+    """Store K and V of T tokens. arena uint8 [bytes]; chunk_table int64 [chunks]: the layer's row.
 
     key [T, kv_heads, k_dim], value [T, kv_heads, v_dim], in the geometry's dtype.
     """
@@ -140,8 +148,9 @@ def gather_kv_ref(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K [num_rows, kv_heads, max_blocks * block_tokens, k_dim] and V alike with v_dim.
 
-    Copies whole (block, head) tiles. V beyond the context is zero; so is K where several queries a
-    row attend at once, otherwise it is whatever lies there and must be masked by replacement.
+    Copies whole (block, head) tiles. V of positions that no query of the row sees is zero; so is K
+    where several queries a row attend at once, otherwise it is whatever lies there and must be
+    masked by replacement.
     """
     num_rows, max_blocks = rows.chunk.shape
     layer = geometry.layer
@@ -161,12 +170,18 @@ def gather_kv_ref(
         gathered = tiles.index_select(0, index.reshape(-1))
         out.append(gathered.view(num_rows, layer.num_kv_heads, -1, dim))
     key, value = out
-    position = torch.arange(max_blocks * geometry.block_tokens, device=arena.device)
-    beyond = (position[None, :] >= rows.context_len[:, None])[:, None, :, None]
-    value.masked_fill_(beyond, 0)
-    if rows.token_index.shape[1] > 1:
+    span = torch.arange(max_blocks * geometry.block_tokens, device=arena.device)
+    position = rows.first[:, None] + span
+    unseen = position >= rows.context_len[:, None]
+    q_len = rows.token_index.shape[1]
+    if layer.window:
+        # A block that left the window may have been given to another request by now.
+        unseen |= position <= (rows.context_len - q_len - layer.window)[:, None]
+    unseen = unseen[:, None, :, None]
+    value.masked_fill_(unseen, 0)
+    if q_len > 1:
         # torch's fused attention adds its mask to the score, and NaN - inf is NaN.
-        key.masked_fill_(beyond, 0)
+        key.masked_fill_(unseen, 0)
     return key, value
 
 
@@ -175,6 +190,7 @@ def attend_rows_ref(
     key: torch.Tensor,
     value: torch.Tensor,
     context_len: torch.Tensor,
+    first: torch.Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -182,16 +198,17 @@ def attend_rows_ref(
 ) -> torch.Tensor:
     """query [R, heads, q_len, k_dim], key/value [R, kv_heads, S, dim] -> [R, heads, q_len, v_dim].
 
-    The q_len queries are the last q_len of each row's context. Scores and softmax in float32.
+    The q_len queries are the last q_len of each row's context; key i of row r is at position
+    first[r] + i. Scores and softmax in float32.
     """
     num_rows, num_heads, q_len, _ = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
     group = num_heads // kv_heads
-    position = torch.arange(span, device=query.device)
+    position = (first[:, None] + torch.arange(span, device=query.device))[:, None, :]
     last = context_len[:, None] - q_len + torch.arange(q_len, device=query.device)
-    allowed = position[None, None, :] <= last[:, :, None]
+    allowed = position <= last[:, :, None]
     if window:
-        allowed &= position[None, None, :] > last[:, :, None] - window
+        allowed &= position > last[:, :, None] - window
     grouped = query.reshape(num_rows, kv_heads, group * q_len, -1)
     mask = allowed[:, None, None, :, :]
     if not softcap and sinks is None and q_len > 1:
@@ -236,6 +253,7 @@ def paged_attention_ref(
             key,
             value,
             rows.context_len,
+            rows.first,
             scale,
             geometry.layer.window,
             softcap,

@@ -1,12 +1,45 @@
-"""The seam between the engine and a device: one arena of bytes, copies into it, and fences.
+"""The seam between the engine and a device: one arena of bytes, steps in order, copies, fences.
+
+Two orders of things:
+
+    device order    what `launch` and `copy_within` hand over runs in the order it was handed over;
+                    whoever writes memory in it needs no fence against earlier readers in it
+    beside it       loaders' copies (`copy_in`, `host_view`): these need pages whose fence passed
 
 Siblings: `cpu.py` (host memory), `cuda.py` and `sim.py` later. Nothing above this line knows
 which of them runs.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
+
+from engine.batch import StepBatch
+from engine.sampler import SampleOutput
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Pending(Protocol[T_co]):
+    """Work that was handed to the device."""
+
+    def value(self) -> T_co:
+        """What the work returned, for the work of a later `launch` (tensors, perhaps unfinished).
+
+        Raises the work's own exception.
+        """
+
+    def wait(self) -> T_co:
+        """The same once the work has ended: its tensors may be read by the host."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+
+    @property
+    def device_s(self) -> float:
+        """Seconds of the device it took; known once it has ended."""
 
 
 class Backend(Protocol):
@@ -33,8 +66,28 @@ class Backend(Protocol):
         Lets a loader read a file straight into the arena. May be called in a loader thread.
         """
 
+    def copy_within(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (source offset, target offset, bytes) inside the arena, one after the other.
+
+        In device order: sources are still read when the step launched before has ended, so they
+        must be fenced by the next step (`PagePool.begin_copies`). No move overlaps itself.
+        """
+
+    def launch(self, step: int, work: Callable[[], T]) -> Pending[T]:
+        """Run `work` as step `step` (rising), in device order. Never raises what `work` raises."""
+
     def launched(self, step: int) -> None:
-        """Step `step` has been launched."""
+        """An empty step `step`: it has ended when everything before it has."""
 
     def last_done(self) -> int:
         """The highest step known to have ended together with all before it (0: none)."""
+
+    def close(self) -> None:
+        """Wait for what was handed over and stop. Idempotent."""
+
+
+class Runner(Protocol):
+    """What a step needs of a resident unit; `model_runner.py` has the real one."""
+
+    def execute(self, batch: StepBatch) -> SampleOutput:
+        """Forward and sample. Called inside a launched work: perhaps in another thread."""

@@ -1,4 +1,8 @@
-"""The CPU as a device: the arena is plain host memory and a step has ended when it returns.
+"""The CPU as a device: the arena is plain host memory.
+
+`execution` says who runs the steps: "inline", the caller, so that a step has ended when `launch`
+returns; or "thread", one thread in the order of the calls, so that the caller prepares the next
+step meanwhile (torch releases the GIL inside its operators).
 
 The first touch of a page is slow (the system finds and clears it: about a second a GiB on a virtual
 machine, more than a load takes), so `commit` touches the arena ahead of need, in a thread of the
@@ -14,9 +18,17 @@ import mmap
 import os
 import sys
 import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
+Execution = Literal["inline", "thread"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +37,52 @@ COMMIT_PIECE_BYTES = 16 << 20
 LOWEST_PRIORITY = 19
 
 
+class CpuPending(Generic[T]):
+    """Implements `backend.base.Pending`. One thread runs it, another may wait for it."""
+
+    def __init__(self, step: int, work: Callable[[], T], is_copy: bool = False) -> None:
+        self.step = step
+        self.is_copy = is_copy
+        self.device_s = 0.0
+        self._work: Callable[[], T] | None = work
+        self._ended = threading.Event()
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Do the work. What it raises is kept for whoever asks for the value."""
+        work, self._work = self._work, None
+        assert work is not None
+        started = time.perf_counter()
+        try:
+            self._value = work()
+        except Exception as error:  # noqa: BLE001 - `wait` raises it in the caller's thread
+            self._error = error
+        self.device_s = time.perf_counter() - started
+        self._ended.set()
+
+    def value(self) -> T:
+        """Work runs in order, so for later work this never waits."""
+        return self.wait()
+
+    def wait(self) -> T:
+        """Blocks until it has ended."""
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # T may itself be optional
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+
 class CpuBackend:
     """Implements `backend.base.Backend` on host memory."""
 
-    def __init__(self, arena_bytes: int, fence_lag: int = 0) -> None:
+    def __init__(
+        self, arena_bytes: int, fence_lag: int = 0, execution: Execution = "inline"
+    ) -> None:
         self._memory = mmap.mmap(-1, arena_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Fewer faults at first touch and fewer TLB misses ever after.
@@ -36,7 +90,12 @@ class CpuBackend:
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self._arena = torch.from_numpy(self._bytes)
         self._fence_lag = fence_lag
+        self._execution = execution
         self._last_launched = 0
+        # What was handed over and has not been seen to end; the executor takes it from `_inbox`.
+        self._under_way: deque[CpuPending[Any]] = deque()
+        self._inbox: SimpleQueue[CpuPending[Any] | None] = SimpleQueue()
+        self._executor: threading.Thread | None = None
 
     def commit(self) -> threading.Thread | None:
         """Start touching the whole arena in the background; None where the system cannot.
@@ -89,13 +148,58 @@ class CpuBackend:
         """The arena is host memory."""
         return self._bytes[offset : offset + num_bytes].data
 
+    def copy_within(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Over before the next step begins."""
+        copies = CpuPending(self._last_launched + 1, lambda: self._move(moves), is_copy=True)
+        self._hand_over(copies)
+        if self._execution == "inline":
+            copies.wait()
+
+    def launch(self, step: int, work: Callable[[], T]) -> CpuPending[T]:
+        """Inline: has ended on return."""
+        self._last_launched = step
+        pending = CpuPending(step, work)
+        self._hand_over(pending)
+        return pending
+
     def launched(self, step: int) -> None:
-        """The CPU runs a step synchronously."""
+        """An empty step ends with what was handed over before it."""
         self._last_launched = step
 
     def last_done(self) -> int:
-        """The last launched step, less the lag that tests ask for."""
-        return max(0, self._last_launched - self._fence_lag)
+        """The last step with nothing under way before or with it, less the lag tests ask for."""
+        while self._under_way and self._under_way[0].done():
+            ended = self._under_way.popleft()
+            if ended.is_copy:
+                ended.wait()  # nobody else asks whether it failed
+        done = self._under_way[0].step - 1 if self._under_way else self._last_launched
+        return max(0, done - self._fence_lag)
+
+    def close(self) -> None:
+        """Let the executor finish, then end it."""
+        if self._executor is not None:
+            self._inbox.put(None)
+            self._executor.join()
+            self._executor = None
+
+    def _hand_over(self, pending: CpuPending[Any]) -> None:
+        if self._execution == "inline":
+            pending.run()
+            return
+        if self._executor is None:
+            self._executor = threading.Thread(target=self._execute, name="steps", daemon=True)
+            self._executor.start()
+        self._under_way.append(pending)
+        self._inbox.put(pending)
+
+    def _execute(self) -> None:
+        while (pending := self._inbox.get()) is not None:
+            pending.run()
+            del pending  # it holds the step's tensors
+
+    def _move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        for source, target, size in moves:
+            self._bytes[target : target + size] = self._bytes[source : source + size]
 
     def poison(self, offset: int, num_bytes: int) -> None:
         """Overwrite freed bytes with 0xFF (NaN in every float type). Tests only call this."""

@@ -8,8 +8,8 @@ popular an hour ago ages by itself. Equal scores leave in the order of last use.
 
 A newcomer has no service yet: its demand rises with its waiting, to one whole device at
 `starvation_s`, and from there on it wins over margin and residence. It never wins over pins, nor
-over a model that was just loaded and has not had the time to serve its first request: without that
-two models could throw each other out for ever.
+over a model that was just loaded and has not had the time to serve its first request, however long
+that takes while it works on one: without that two models could throw each other out for ever.
 """
 
 import math
@@ -24,7 +24,7 @@ class EvictionParams:
     starvation_s          waiting that wins over margin and residence
     margin                a newcomer's score must be so many times the victim's
     min_residence_loads   a victim has been resident for so many of its own load times
-    first_use_grace_s     time a loaded model has for its first request
+    first_use_grace_s     time a loaded model has for its first request to arrive
     half_life_s           of demand
     """
 
@@ -57,7 +57,11 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A model that holds pages. `num_pages` counts weights and KV; `used`: has served since."""
+    """A model that holds pages.
+
+    num_pages  that come free when it goes: weights, and KV that is not spare anyway
+    used       has produced a token since it was loaded
+    """
 
     model_id: str
     num_pages: int
@@ -172,7 +176,7 @@ def _may_leave(
     if candidate.pinned or candidate.draining or candidate.model_id == newcomer.model_id:
         return False
     resident_s = now_s - candidate.resident_since_s
-    if not candidate.used and resident_s < params.first_use_grace_s:
+    if not candidate.used and (candidate.busy or resident_s < params.first_use_grace_s):
         return False
     if now_s - newcomer.queued_at_s >= params.starvation_s:
         return True

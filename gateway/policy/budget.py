@@ -8,6 +8,8 @@ models come and go.
 
 Host tier. An eighth of the free memory and at most half of what the shared memory's file system
 has: writing beyond that would fail (or kill) whoever touches the next page.
+
+Reserve. What a step's activations may take beside the arena: half of what the two leave.
 """
 
 from collections.abc import Mapping
@@ -16,6 +18,7 @@ DEVICE_SHARE = 4
 HOST_SHARE = 8
 SHM_SHARE = 2
 MIN_DEVICE_BYTES = 8 << 20
+MIN_RESERVE_BYTES = 512 << 20
 
 
 def device_budget_bytes(
@@ -37,3 +40,11 @@ def host_tier_bytes(configured: int, free_bytes: int, free_shm_bytes: int) -> in
     if configured >= 0:
         return configured
     return max(0, min(free_bytes // HOST_SHARE, free_shm_bytes // SHM_SHARE))
+
+
+def reserve_bytes(setting: int, left_bytes: int) -> int:
+    """What steps may take beside the arena; 0: not checked. `left_bytes`: free, nobody's yet."""
+    if setting >= 0:
+        return setting
+    # An operator's own budget may leave nothing: that is no reason to serve no model.
+    return max(left_bytes // 2, MIN_RESERVE_BYTES)

@@ -33,6 +33,21 @@ def test_repeated_is_a_median_with_its_bounds() -> None:
     assert figure == {"median": 2.0, "min": 1.0, "max": 3.0, "values": [3.0, 1.0, 2.0]}
 
 
+def test_the_bootstrap_puts_the_true_ratio_inside_and_narrows_with_pairs() -> None:
+    generator = np.random.default_rng(0)
+    machine = generator.normal(1.0, 0.1, 400)  # what both sides of a pair share
+    theirs = machine * generator.normal(1.0, 0.02, 400)
+    ours = machine * 1.05 * generator.normal(1.0, 0.02, 400)
+    few = stats.bootstrap_ratio(ours[:20].tolist(), theirs[:20].tolist())
+    many = stats.bootstrap_ratio(ours.tolist(), theirs.tolist())
+    assert few["low"] < 1.05 < few["high"]
+    assert many["low"] < 1.05 < many["high"]
+    assert many["high"] - many["low"] < 0.5 * (few["high"] - few["low"])
+    assert stats.bootstrap_ratio([1.0, 2.0], [2.0, 4.0])["low"] == 0.5
+    with pytest.raises(ValueError, match="two pairs"):
+        stats.bootstrap_ratio([1.0], [1.0])
+
+
 def test_poisson_keeps_its_rate_and_its_seed() -> None:
     times = [item.at_s for item in arrivals.poisson(5.0, 2000, 10, 20, seed=1)]
     assert times == sorted(times)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import xxhash
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM
 
-from engine.backend.cpu import CpuBackend
+from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
 from engine.pack import (
     BLOB_NAME,
@@ -29,6 +29,7 @@ from engine.page_pool import Owner, PagePool
 from engine.protocol import ModelSpec
 from engine.residency import Residency
 from engine.residency_state import ResidencyEvent
+from tests.engine.kv_room_rig import PagedKv
 
 PAGE = 1 << 14
 
@@ -99,10 +100,46 @@ def flip_byte(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-class Rig:
-    """A residency over a real arena and pool, with an engine's part played by hand."""
+class GuardedBackend(CpuBackend):
+    """Notes every write of a loader to a page that is not ripe, or that is nobody's weights."""
 
-    def __init__(self, tmp_path: Path, num_pages: int, fence_lag: int = 0, **config: Any) -> None:
+    def __init__(self, pool: PagePool, fence_lag: int, execution: Execution) -> None:
+        super().__init__(pool.num_pages * pool.page_bytes, fence_lag, execution)
+        self._pool = pool
+        self.violations: list[int] = []
+
+    def copy_in(self, offset: int, source: memoryview) -> None:
+        self._guard(offset, source.nbytes)
+        super().copy_in(offset, source)
+
+    def host_view(self, offset: int, num_bytes: int) -> memoryview:
+        self._guard(offset, num_bytes)
+        return super().host_view(offset, num_bytes)
+
+    def _guard(self, offset: int, num_bytes: int) -> None:
+        size = self._pool.page_bytes
+        for page in range(offset // size, -(-(offset + num_bytes) // size)):
+            owner = self._pool.owner_of(page)
+            if self._pool.is_fenced(page) or owner is None or owner.kind != "weights":
+                self.violations.append(page)
+
+
+class Rig:
+    """A residency over a real arena and pool, with an engine's part played by hand.
+
+    `kv`: "none" leaves KV to the test (it cannot be moved), "paged" has `rig.kv` own all KV,
+    "stubborn" the same, but what is live does not move.
+    """
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        num_pages: int,
+        fence_lag: int = 0,
+        kv: Literal["none", "paged", "stubborn"] = "none",
+        execution: Execution = "inline",
+        **config: Any,
+    ) -> None:
         shm = tmp_path / "shm"
         shm.mkdir(exist_ok=True)
         self.config = EngineConfig(
@@ -114,8 +151,11 @@ class Rig:
             **config,
         )
         self.pool = PagePool(num_pages, PAGE)
-        self.backend = CpuBackend(num_pages * PAGE, fence_lag)
-        self.residency = Residency(self.config, self.pool, self.backend)
+        self.backend = GuardedBackend(self.pool, fence_lag, execution)
+        self.kv = PagedKv(self.pool, self.backend, kv == "stubborn")
+        self.residency = Residency(
+            self.config, self.pool, self.backend, None if kv == "none" else self.kv
+        )
         self.busy: set[str] = set()
         self.dropped: list[str] = []
         self.now_s = 1000.0
@@ -134,8 +174,9 @@ class Rig:
         """What the engine does: preempt, give KV pages back."""
         self.dropped.append(model_id)
         self.busy.discard(model_id)
+        self.kv.drop(model_id)
         owner = Owner(model_id, "kv")
-        held = [page for page, who in enumerate(self.pool._owner) if who == owner]
+        held = [page for page in range(self.pool.num_pages) if self.pool.owner_of(page) == owner]
         self.pool.release(owner, held)
 
     def poll(self, after_s: float = 0.0) -> list[ResidencyEvent]:
@@ -146,6 +187,7 @@ class Rig:
         events = self.residency.poll(self.now_s, self.is_busy, self.drop_kv)
         self.pool.check_integrity()
         self.residency.check_integrity()
+        assert self.backend.violations == []
         self._step += 1
         self.pool.begin_step(self._step)
         self.backend.launched(self._step)

@@ -1,28 +1,34 @@
 """The whole engine without its process: token for token what transformers says, whatever happens.
 
 Fences lag and freed pages are overwritten with NaN, so that a step that read memory it no longer
-owns would show in its tokens.
+owns would show in its tokens. What matters most runs in each of MODES: results at once, results one
+step later, and steps in a thread of their own while the next one is prepared.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.backend.cpu import CpuBackend
+from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestRefused
+from engine.model_runner import ModelRunner
 from engine.pack import read_index
 from engine.page_pool import PagePool
-from engine.protocol import Finish, SamplingParams, Submit
+from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
 from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel
 
 PAGE = 8192
 Models = dict[str, TinyModel]
+Mode = tuple[int, Execution]
+# (steps ahead, execution of the backend)
+MODES: tuple[Mode, ...] = ((0, "inline"), (1, "inline"), (1, "thread"))
+in_each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode[0]}-{mode[1]}")
 
 
 class Driver:
@@ -35,6 +41,7 @@ class Driver:
         fence_lag: int = 0,
         max_batch_tokens: int = 48,
         max_num_seqs: int = 8,
+        mode: Mode = MODES[0],
         **settings: Any,
     ) -> None:
         config = EngineConfig(
@@ -44,9 +51,10 @@ class Driver:
             block_tokens=4,
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
+            steps_ahead=mode[0],
             **settings,
         )
-        self.backend = CpuBackend(config.arena_bytes, fence_lag)
+        self.backend = CpuBackend(config.arena_bytes, fence_lag, mode[1])
         self.backend.poison(0, config.arena_bytes)
         self.engine = Engine(config, self.backend)
         _poison_what_is_freed(self.engine.pool, self.backend)
@@ -64,7 +72,7 @@ class Driver:
                 self.finishes[delta.request_id] = delta.finish
         self.engine.check_integrity()
 
-    def run(self, until: Callable[[], bool], steps: int = 200_000) -> None:
+    def run(self, until: Callable[[], bool], steps: int = 20_000) -> None:
         for _ in range(steps):
             if until():
                 return
@@ -79,9 +87,28 @@ class Driver:
         self.engine.load(model_id, self.now_s)
         self.run(lambda: self.state(model_id) == "resident")
 
-    def submit(self, request_id: str, model_id: str, prompt: list[int], new: int) -> None:
-        submit = Submit(request_id, 1, "t", model_id, prompt, new, SamplingParams(0.0), [])
+    def submit(
+        self,
+        request_id: str,
+        model_id: str,
+        prompt: list[int],
+        new: int,
+        tenant: str = "t",
+        stop: Sequence[int] = (),
+        timeout_s: float = 0.0,
+    ) -> None:
+        greedy, attempt = SamplingParams(0.0), 1
+        stops = list(stop)
+        submit = Submit(
+            request_id, attempt, tenant, model_id, prompt, new, greedy, stops, timeout_s=timeout_s
+        )
         self.engine.submit(submit, self.now_s)
+
+    def counter(self, name: str) -> float:
+        return self.engine.status(self.now_s).counters[name]
+
+    def runner(self, model_id: str) -> ModelRunner:
+        return self.engine._runners[self.engine._hosting.catalog.unit(model_id)]
 
     def empty(self) -> None:
         """Unload everything and see every page come back."""
@@ -90,6 +117,7 @@ class Driver:
         self.run(lambda: self.engine.pool.num_free == self.engine.pool.num_pages)
         self.engine.check_integrity()
         self.engine.close()
+        self.backend.close()
 
 
 def _poison_what_is_freed(pool: PagePool, backend: CpuBackend) -> None:
@@ -108,18 +136,30 @@ def weight_pages(model: TinyModel) -> int:
     return sum(-(-segment.num_bytes // PAGE) for segment in read_index(model.pack_dir).segments)
 
 
+_GENERATED: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+
+
+def generated(model: TinyModel, prompt: list[int], new: int) -> list[int]:
+    """What transformers says, asked once for all modes."""
+    key = (str(model.pack_dir), tuple(prompt), new)
+    if key not in _GENERATED:
+        _GENERATED[key] = model.generate(prompt, new)
+    return _GENERATED[key]
+
+
 def random_prompt(rng: random.Random, longest: int = 40) -> list[int]:
     return [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))]
 
 
+@in_each_mode
 @pytest.mark.parametrize("fence_lag", [0, 2])
 def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
-    tiny_models: Models, fence_lag: int
+    tiny_models: Models, fence_lag: int, mode: Mode
 ) -> None:
-    rng = random.Random(fence_lag)
+    rng = random.Random(0)
     pages = sum(weight_pages(model) for model in tiny_models.values())
     # The weights of two of the three fit, with little room for KV beside them.
-    driver = Driver(tiny_models, num_pages=pages - 4, fence_lag=fence_lag)
+    driver = Driver(tiny_models, num_pages=pages - 4, fence_lag=fence_lag, mode=mode)
     names = list(tiny_models)
     prompts: dict[str, tuple[str, list[int], int]] = {}
     todo = []
@@ -138,7 +178,7 @@ def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
         driver.step()
         swaps += len(driver.engine.take_swaps())
     for name, (model, prompt, new) in prompts.items():
-        assert driver.tokens[name] == tiny_models[model].generate(prompt, new), name
+        assert driver.tokens[name] == generated(tiny_models[model], prompt, new), name
         assert driver.finishes[name].reason == "length"
         assert driver.finishes[name].usage.generated_tokens == new
         assert driver.finishes[name].usage.prompt_tokens == len(prompt)
@@ -146,24 +186,26 @@ def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
     driver.empty()
 
 
-def test_preemption_under_memory_pressure_changes_no_token(tiny_models: Models) -> None:
+@in_each_mode
+def test_preemption_under_memory_pressure_changes_no_token(tiny_models: Models, mode: Mode) -> None:
     model = tiny_models["llama"]
-    driver = Driver({"llama": model}, num_pages=weight_pages(model) + 40, max_num_seqs=8)
+    driver = Driver({"llama": model}, num_pages=weight_pages(model) + 40, mode=mode)
     driver.make_resident("llama")
     rng = random.Random(4)
     prompts = {str(i): random_prompt(rng, 20) for i in range(8)}
     for name, prompt in prompts.items():
         driver.submit(name, "llama", prompt, 60)
     driver.run(lambda: len(driver.finishes) == 8)
-    assert driver.engine.status(driver.now_s).counters["preemptions"] > 0
+    assert driver.counter("preemptions") > 0
     for name, prompt in prompts.items():
-        assert driver.tokens[name] == model.generate(prompt, 60)
+        assert driver.tokens[name] == generated(model, prompt, 60)
     driver.empty()
 
 
-def test_seeded_sampling_repeats_alone_and_in_a_crowd(tiny_models: Models) -> None:
+@in_each_mode
+def test_seeded_sampling_repeats_alone_and_in_a_crowd(tiny_models: Models, mode: Mode) -> None:
     rng = random.Random(8)
-    driver = Driver(tiny_models, num_pages=400)
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
     driver.make_resident("qwen3")
     prompts = {str(i): random_prompt(rng) for i in range(6)}
 
@@ -184,28 +226,31 @@ def test_seeded_sampling_repeats_alone_and_in_a_crowd(tiny_models: Models) -> No
     driver.empty()
 
 
-def test_stop_token_ends_a_request_and_is_the_last_token(tiny_models: Models) -> None:
-    driver = Driver(tiny_models, num_pages=400)
+@in_each_mode
+def test_stop_token_ends_a_request_and_is_the_last_token(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
     driver.make_resident("gemma")
     prompt = [5, 6, 7]
     expected = tiny_models["gemma"].generate(prompt, 20)
     stop = expected[4]
     cut = expected.index(stop) + 1
-    sampling = SamplingParams(0.0)
-    driver.engine.submit(Submit("s", 1, "t", "gemma", prompt, 20, sampling, [stop]), 0.0)
-    driver.run(lambda: "s" in driver.finishes)
+    driver.submit("s", "gemma", prompt, 20, stop=[stop])
+    driver.submit("other", "gemma", [8, 9], 20)
+    driver.run(lambda: len(driver.finishes) == 2)
     assert driver.tokens["s"] == expected[:cut]
     assert driver.finishes["s"].reason == "stop"
     assert driver.finishes["s"].usage.generated_tokens == cut
+    assert driver.tokens["other"] == tiny_models["gemma"].generate([8, 9], 20)
     driver.empty()
 
 
-def test_abort_ends_within_one_step_in_any_state(tiny_models: Models) -> None:
-    driver = Driver(tiny_models, num_pages=400, max_num_seqs=1)
+@in_each_mode
+def test_abort_ends_within_one_step_in_any_state(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, max_num_seqs=1, mode=mode)
     driver.make_resident("llama")
     driver.submit("running", "llama", [2, 3], 50)
     driver.submit("waiting", "llama", [2, 3], 50)
-    for _ in range(5):
+    for _ in range(5 + mode[0]):
         driver.step()
     for name in ("running", "waiting"):
         driver.engine.abort(name, 1)
@@ -217,15 +262,112 @@ def test_abort_ends_within_one_step_in_any_state(tiny_models: Models) -> None:
     driver.empty()
 
 
-def test_charges_of_all_requests_add_up_to_the_busy_time(tiny_models: Models) -> None:
-    driver = Driver(tiny_models, num_pages=400)
+@in_each_mode
+def test_time_outs_end_within_one_step_in_any_state(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, max_num_seqs=1, mode=mode, request_timeout_s=0.3)
+    driver.make_resident("llama")
+    driver.submit("past", "llama", [2, 3], 50, timeout_s=-1.0)
+    driver.step()
+    assert driver.finishes["past"].reason == "timeout"
+    assert "past" not in driver.tokens or not driver.tokens["past"]
+    start = driver.now_s
+    driver.submit("running", "llama", [2, 3], 100, timeout_s=0.1)
+    driver.submit("waiting", "llama", [4, 5], 100, timeout_s=0.05)
+    driver.submit("bounded", "llama", [6, 7], 100, timeout_s=99.0)
+    ended: dict[str, float] = {}
+    while len(ended) < 3:
+        driver.step()
+        for name in driver.finishes.keys() - ended.keys() - {"past"}:
+            ended[name] = driver.now_s - start
+    reasons = {name: finish.reason for name, finish in driver.finishes.items()}
+    assert reasons["running"] == reasons["waiting"] == reasons["bounded"] == "timeout"
+    for name, due_s in (("running", 0.1), ("waiting", 0.05), ("bounded", 0.3)):
+        assert due_s <= ended[name] + 1e-9 < due_s + 0.02, name
+    assert driver.tokens["running"] == tiny_models["llama"].generate(
+        [2, 3], len(driver.tokens["running"])
+    )
+    assert driver.finishes["running"].usage.generated_tokens == len(driver.tokens["running"])
+    assert driver.finishes["waiting"].usage.generated_tokens == 0
+    assert driver.counter("deadline_timeouts") == 4
+    driver.empty()
+
+
+@in_each_mode
+def test_an_idle_engine_tells_what_is_in_flight(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
+    driver.make_resident("llama")
+    driver.submit("x", "llama", [2, 3], 1)
+    steps = 0
+    while driver.engine.has_work():
+        driver.step()
+        steps += 1
+        assert steps < 10
+    assert driver.finishes["x"].reason == "length"
+    assert steps == 1 + mode[0]
+    driver.empty()
+
+
+@in_each_mode
+def test_charges_of_all_requests_add_up_to_the_busy_time(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
     driver.make_resident("llama")
     for i in range(5):
-        driver.submit(str(i), "llama", [2 + i] * (3 * i + 1), 10)
-    driver.run(lambda: len(driver.finishes) == 5)
+        stop = [tiny_models["llama"].generate([2 + i] * (3 * i + 1), 10)[5]] if i % 2 else []
+        driver.submit(str(i), "llama", [2 + i] * (3 * i + 1), 10, stop=stop)
+    driver.run(lambda: len(driver.finishes) == 5 and not driver.engine.has_work())
     charged = sum(finish.usage.service_s for finish in driver.finishes.values())
-    busy = driver.engine.status(driver.now_s).counters["busy_seconds"]
-    assert charged == pytest.approx(busy, rel=1e-9)
+    busy, nobodys = driver.counter("busy_seconds"), driver.counter("unbilled_seconds")
+    assert charged + nobodys == pytest.approx(busy, rel=1e-9)
+    assert nobodys == 0 if mode[0] == 0 else nobodys < busy / 2
+    driver.empty()
+
+
+@in_each_mode
+def test_a_shared_prefix_is_computed_once_and_reported(tiny_models: Models, mode: Mode) -> None:
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
+    driver.make_resident("qwen3")
+    prefix = [2 + i % 50 for i in range(40)]
+    expected: dict[str, list[int]] = {}
+    for name, tenant in (("first", "t"), ("second", "t"), ("stranger", "other")):
+        prompt = [*prefix, 60 + len(expected)]
+        expected[name] = tiny_models["qwen3"].generate(prompt, 8)
+        driver.submit(name, "qwen3", prompt, 8, tenant=tenant)
+        driver.run(lambda name=name: name in driver.finishes)  # type: ignore[misc]
+    assert driver.tokens == expected
+    cached = {name: finish.usage.cached_tokens for name, finish in driver.finishes.items()}
+    assert cached == {"first": 0, "second": 40, "stranger": 0}
+    assert driver.counter("prefix_cache_hits") == 40
+    assert driver.counter("prefix_cache_queries") == 3 * 41
+    pages = driver.engine.status(driver.now_s).pages
+    assert pages["qwen3/kv_cached"] > 0
+    assert sum(pages.values()) == driver.engine.pool.num_pages
+    driver.empty()
+
+
+def test_two_names_of_one_pack_share_weights_and_prefixes(tiny_models: Models) -> None:
+    model = tiny_models["llama"]
+    driver = Driver({}, num_pages=weight_pages(model) + 80)
+    pack = str(model.pack_dir)
+    driver.engine.set_catalog([ModelSpec("one", pack), ModelSpec("two", pack)], 0.0)
+    driver.make_resident("two")
+    assert driver.state("one") == "resident"
+    prompt = list(range(2, 32))
+    driver.submit("a", "one", prompt, 5)
+    driver.run(lambda: "a" in driver.finishes)
+    driver.submit("b", "two", prompt, 40)
+    driver.step()
+    status = driver.engine.status(driver.now_s)
+    assert {lease.model_id for lease in status.leases} == {"one", "two"}
+    assert {m.model_id: m.num_running for m in status.models} == {"one": 0, "two": 1}
+    assert sum(status.pages.values()) == driver.engine.pool.num_pages
+    driver.engine.unload("one", driver.now_s)  # the other name has a request
+    assert driver.state("two") == "resident"
+    driver.engine.set_catalog([ModelSpec("two", pack)], driver.now_s)
+    driver.run(lambda: "b" in driver.finishes)
+    assert driver.finishes["b"].usage.cached_tokens == 28
+    assert driver.tokens["b"] == model.generate(prompt, 40)
+    with pytest.raises(RequestRefused):
+        driver.submit("c", "one", prompt, 5)
     driver.empty()
 
 
@@ -253,11 +395,15 @@ def test_what_cannot_run_is_refused_and_changes_nothing(
     driver.empty()
 
 
-def test_broken_weights_end_their_requests_and_nobody_elses(tiny_models: Models) -> None:
-    driver = Driver(tiny_models, num_pages=400)
+@in_each_mode
+def test_broken_weights_end_their_requests_and_nobody_elses(
+    tiny_models: Models, mode: Mode
+) -> None:
+    driver = Driver(tiny_models, num_pages=400, mode=mode)
     driver.make_resident("llama")
     driver.make_resident("qwen3")
-    views = driver.engine._residency.weights("llama").tensors
+    unit = driver.engine._hosting.catalog.unit("llama")
+    views = driver.engine._residency.weights(unit).tensors
     views["model.norm.weight"].fill_(float("nan"))
     driver.submit("bad", "llama", [2, 3, 4], 10)
     driver.submit("good", "qwen3", [2, 3, 4], 10)

@@ -13,16 +13,25 @@ from engine import model_runner
 from engine.batch import StepBatch
 from engine.errors import RequestRefused
 from engine.protocol import ModelSpec
+from engine.sampler import SampleOutput, sample
 from tests.engine.models import TinyModel
-from tests.engine.test_engine import Driver, Models, weight_pages
+from tests.engine.test_engine import (
+    MODES,
+    Driver,
+    Mode,
+    Models,
+    generated,
+    in_each_mode,
+    weight_pages,
+)
 
 KV_PAGES = 6  # for some 64 tokens of llama
 
 
-def cramped(models: Models, fence_lag: int = 0) -> Driver:
+def cramped(models: Models, fence_lag: int = 0, mode: Mode = MODES[0]) -> Driver:
     """llama and qwen3 resident, KV_PAGES beside them."""
     pages = weight_pages(models["llama"]) + weight_pages(models["qwen3"]) + KV_PAGES
-    driver = Driver(models, pages, fence_lag, load_kv_tokens=16)
+    driver = Driver(models, pages, fence_lag, load_kv_tokens=16, mode=mode)
     driver.make_resident("llama")
     driver.make_resident("qwen3")
     return driver
@@ -32,32 +41,34 @@ def spec_of(model: TinyModel, **change: object) -> ModelSpec:
     return ModelSpec(model.name, str(model.pack_dir), **change)  # type: ignore[arg-type]
 
 
+@in_each_mode
 @pytest.mark.parametrize("fence_lag", [0, 3])
 @pytest.mark.parametrize(("prompt", "new"), [(60, 60), (10, 110)])
 def test_idle_weights_give_way_to_kv(
-    tiny_models: Models, fence_lag: int, prompt: int, new: int
+    tiny_models: Models, fence_lag: int, prompt: int, new: int, mode: Mode
 ) -> None:
-    driver = cramped(tiny_models, fence_lag)
+    driver = cramped(tiny_models, fence_lag, mode)
     tokens = list(range(2, 2 + prompt))
     driver.submit("x", "llama", tokens, new)
     driver.run(lambda: "x" in driver.finishes, steps=500)
-    assert driver.tokens["x"] == tiny_models["llama"].generate(tokens, new)
+    assert driver.tokens["x"] == generated(tiny_models["llama"], tokens, new)
     assert any(swap.reason == "KV of llama" for swap in driver.engine.take_swaps())
     driver.empty()
 
 
+@in_each_mode
 @pytest.mark.parametrize("fence_lag", [0, 3])
 def test_models_that_need_each_others_memory_take_turns(
-    tiny_models: Models, fence_lag: int
+    tiny_models: Models, fence_lag: int, mode: Mode
 ) -> None:
-    driver = cramped(tiny_models, fence_lag)
+    driver = cramped(tiny_models, fence_lag, mode)
     prompts = {f"{name}{i}": [2 + i] * 60 for name in ("llama", "qwen3") for i in range(3)}
     for name, prompt in prompts.items():
         driver.submit(name, name[:-1], prompt, 68)
     driver.engine.load("gemma", driver.now_s)
     driver.run(lambda: len(driver.finishes) == len(prompts), steps=20_000)
     for name, prompt in prompts.items():
-        assert driver.tokens[name] == tiny_models[name[:-1]].generate(prompt, 68)
+        assert driver.tokens[name] == generated(tiny_models[name[:-1]], prompt, 68)
     driver.empty()
 
 
@@ -119,12 +130,13 @@ def test_removed_models_are_forgotten(tiny_models: Models) -> None:
     driver.empty()
 
 
+@in_each_mode
 @pytest.mark.parametrize("change", ["removed", "no pack", "another pack"])
 def test_requests_end_when_their_model_is_taken_away(
-    tiny_models: Models, tmp_path: Path, change: str
+    tiny_models: Models, tmp_path: Path, change: str, mode: Mode
 ) -> None:
     model = tiny_models["llama"]
-    driver = Driver({"llama": model}, 400, drain_timeout_s=0.05)
+    driver = Driver({"llama": model}, 400, drain_timeout_s=0.05, mode=mode)
     driver.make_resident("llama")
     driver.submit("x", "llama", [3] * 10, 110)
     driver.run(lambda: "x" in driver.tokens)
@@ -161,22 +173,181 @@ def test_modules_that_do_not_take_a_pack_fail_their_model_only(
     driver.empty()
 
 
+@in_each_mode
 def test_a_broken_row_leaves_its_neighbours_masked_logits_alone(
-    tiny_models: Models, monkeypatch: pytest.MonkeyPatch
+    tiny_models: Models, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
-    driver = Driver(tiny_models, 400)
+    driver = Driver(tiny_models, 400, mode=mode)
     driver.make_resident("llama")
     logits = torch.full((2, 96), -5.0)
     logits[0, 7], logits[0, 9] = -1.0, float("-inf")
     logits[1] = float("nan")
 
-    def run(batch: StepBatch) -> torch.Tensor:
-        return logits
+    def execute(batch: StepBatch) -> SampleOutput:
+        return sample(logits, batch.sampling)
 
-    monkeypatch.setattr(driver.engine._runners["llama"], "run", run)
+    monkeypatch.setattr(driver.runner("llama"), "execute", execute)
     for name in ("good", "bad"):
         driver.submit(name, "llama", [3, 4], 1)
-    driver.step()
+    driver.run(lambda: len(driver.finishes) == 2, steps=3)
     assert driver.tokens["good"] == [7]
     assert driver.finishes["bad"].reason == "error"
+    driver.empty()
+
+
+@in_each_mode
+@pytest.mark.parametrize("error", [RuntimeError("no memory"), MemoryError(), ValueError("shape")])
+def test_a_failed_step_ends_its_requests_and_nobody_elses(
+    tiny_models: Models, monkeypatch: pytest.MonkeyPatch, error: Exception, mode: Mode
+) -> None:
+    driver = Driver(tiny_models, 400, mode=mode)
+    driver.make_resident("llama")
+    driver.make_resident("qwen3")
+    prompts = {"in it": [3, 4, 5], "later": [6] * 30, "elsewhere": [3, 4]}
+    driver.submit("in it", "llama", prompts["in it"], 40)
+    driver.submit("elsewhere", "qwen3", prompts["elsewhere"], 20)
+    driver.run(lambda: len(driver.tokens.get("in it", [])) >= 3)
+    execute = driver.runner("llama").execute
+    failures: list[StepBatch] = []
+
+    def fail_once(batch: StepBatch) -> SampleOutput:
+        if failures:
+            return execute(batch)
+        failures.append(batch)
+        raise error
+
+    monkeypatch.setattr(driver.runner("llama"), "execute", fail_once)
+    driver.run(lambda: bool(failures))
+    # With a step ahead, this one is launched on the step that has just failed.
+    driver.submit("later", "llama", prompts["later"], 20)
+    driver.run(lambda: len(driver.finishes) == 3)
+    assert driver.finishes["in it"].reason == "error"
+    assert type(error).__name__ in driver.finishes["in it"].error
+    for name, model in (("later", "llama"), ("elsewhere", "qwen3")):
+        assert driver.finishes[name].reason == "length"
+        assert driver.tokens[name] == generated(tiny_models[model], prompts[name], 20)
+    assert driver.counter("steps_failed") == 1
+    driver.empty()
+
+
+@in_each_mode
+def test_a_model_that_leaves_with_a_step_in_flight_keeps_that_steps_tokens(
+    tiny_models: Models, mode: Mode
+) -> None:
+    model = tiny_models["llama"]
+    driver = Driver({"llama": model}, 400, mode=mode, drain_timeout_s=0.02)
+    driver.make_resident("llama")
+    for i in range(3):
+        driver.submit(str(i), "llama", [3 + i] * 9, 60)
+    for _ in range(6):
+        driver.run(lambda: driver.state("llama") == "resident")
+        for _ in range(4):
+            driver.step()
+        driver.engine.unload("llama", driver.now_s)
+        driver.run(lambda: driver.state("llama") != "draining")
+    driver.run(lambda: len(driver.finishes) == 3)
+    for i in range(3):
+        assert driver.tokens[str(i)] == generated(model, [3 + i] * 9, 60)
+    assert len(driver.engine.take_swaps()) >= 8
+    driver.empty()
+
+
+@in_each_mode
+def test_weights_and_kv_that_move_with_a_step_in_flight_change_no_token(
+    tiny_models: Models, mode: Mode
+) -> None:
+    """The hole qwen3 leaves is too small for gemma unless llama's weights or KV move."""
+    models = {name: tiny_models[name] for name in ("qwen3", "llama", "gemma")}
+    largest = max(map(weight_pages, models.values()))
+    pages = weight_pages(models["qwen3"]) + weight_pages(models["llama"]) + largest // 2 + 12
+    driver = Driver(models, pages, mode=mode, load_kv_tokens=16, fence_lag=1)
+    driver.make_resident("qwen3")
+    driver.make_resident("llama")
+    prompts = {str(i): [5 + i] * (7 + i) for i in range(4)}
+    for name, prompt in prompts.items():
+        driver.submit(name, "llama", prompt, 25)
+    for _ in range(3):
+        driver.step()
+    driver.engine.unload("qwen3", driver.now_s)
+    driver.engine.load("gemma", driver.now_s)
+    driver.run(lambda: len(driver.finishes) == 4 and driver.state("gemma") == "resident")
+    for name, prompt in prompts.items():
+        assert driver.tokens[name] == generated(models["llama"], prompt, 25)
+    driver.submit("g", "gemma", [9, 8, 7], 20)
+    driver.run(lambda: "g" in driver.finishes)
+    assert driver.tokens["g"] == generated(models["gemma"], [9, 8, 7], 20)
+    driver.empty()
+
+
+@in_each_mode
+def test_cached_blocks_give_way_before_anybody_is_preempted(
+    tiny_models: Models, mode: Mode
+) -> None:
+    models = {name: tiny_models[name] for name in ("llama", "qwen3")}
+    pages = sum(map(weight_pages, models.values()))
+    driver = Driver(models, pages + 40, mode=mode, fence_lag=1)
+    for i in range(12):
+        name = ("llama", "qwen3")[i % 2]
+        driver.make_resident(name)
+        prompt = [2 + i] * 50
+        driver.submit(str(i), name, prompt, 20)
+        driver.run(lambda i=i: str(i) in driver.finishes)  # type: ignore[misc]
+        assert driver.tokens[str(i)] == generated(models[name], prompt, 20)
+    assert driver.counter("preemptions") == 0
+    assert driver.counter("kv_evicted_pages") > 0
+    driver.empty()
+
+
+@in_each_mode
+def test_a_tenant_with_many_requests_leaves_room_for_another(
+    tiny_models: Models, mode: Mode
+) -> None:
+    model = tiny_models["llama"]
+    driver = Driver(
+        {"llama": model}, weight_pages(model) + 60, mode=mode, tenant_kv_share=0.5, max_num_seqs=32
+    )
+    driver.make_resident("llama")
+    for i in range(8):
+        driver.submit(f"much{i}", "llama", [2 + i] * 60, 60, tenant="much")
+    driver.run(lambda: len(driver.tokens) >= 2)
+    driver.submit("little", "llama", [40] * 20, 20, tenant="little")
+    driver.run(lambda: "little" in driver.finishes)
+    assert sum(name.startswith("much") for name in driver.finishes) < 8
+    driver.run(lambda: len(driver.finishes) == 9)
+    for i in range(8):
+        assert driver.tokens[f"much{i}"] == generated(model, [2 + i] * 60, 60)
+    driver.empty()
+
+
+def test_a_model_whose_steps_need_more_than_the_reserve_is_not_loaded(
+    tiny_models: Models,
+) -> None:
+    driver = Driver(tiny_models, 400, reserve_bytes=1 << 16)
+    driver.engine.load("llama", 0.0)
+    rows = {row.model_id: row for row in driver.engine.status(0.0).models}
+    assert rows["llama"].state == "failed"
+    assert "reserve_bytes" in rows["llama"].reason
+    driver.engine.load("llama", 0.0)
+    driver.empty()
+
+
+def test_a_revision_that_replaces_one_name_leaves_the_other_its_pack(
+    tiny_models: Models,
+) -> None:
+    old, new = (str(tiny_models[name].pack_dir) for name in ("llama", "qwen3"))
+    driver = Driver({}, 400)
+    driver.engine.set_catalog([ModelSpec("a", old), ModelSpec("b", old, pinned=True)], 0.0)
+    driver.make_resident("a")
+    prompt = [3] * 10
+    for name in ("a", "b"):
+        driver.submit(name, name, prompt, 40)
+    driver.run(lambda: len(driver.tokens) == 2)
+    driver.engine.set_catalog([ModelSpec("a", new), ModelSpec("b", old)], driver.now_s)
+    assert driver.state("b") == "resident"
+    driver.make_resident("a")
+    driver.submit("new", "a", prompt, 10)
+    driver.run(lambda: len(driver.finishes) == 3)
+    for name in ("a", "b"):
+        assert driver.tokens[name] == generated(tiny_models["llama"], prompt, 40)
+    assert driver.tokens["new"] == generated(tiny_models["qwen3"], prompt, 10)
     driver.empty()

@@ -1,8 +1,11 @@
 """The warm tier: bounded, least recently used, and still there after its worker."""
 
+import mmap
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,15 @@ def put(tier: HostTier, revision: str, size: int = PACK) -> bool:
     return True
 
 
+def files(tier: HostTier, folder: Path) -> list[str]:
+    """What is left once everything dropped is deleted."""
+    end = time.monotonic() + 20
+    while tier.is_deleting:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return sorted(path.name for path in folder.iterdir())
+
+
 def get(tier: HostTier, revision: str, size: int = PACK) -> Slab:
     slab = tier.acquire(revision, size)
     assert slab is not None
@@ -38,7 +50,7 @@ def test_least_recently_used_goes_first(tmp_path: Path) -> None:
     tier.release(get(tier, "aa"))
     assert put(tier, "dd")
     assert [r for r in ("aa", "bb", "cc", "dd") if tier.has(r)] == ["aa", "cc", "dd"]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert files(tier, tmp_path) == ["w-aa.pack", "w-cc.pack", "w-dd.pack"]
     assert tier.used_bytes == 3 * PACK
 
 
@@ -84,10 +96,11 @@ def test_half_written_packs_of_the_dead_are_removed(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     dead = tmp_path / f"w-aa.pack.tmp-{gone.pid}"
+    dropped = tmp_path / f"w-aa.pack.old-{gone.pid}-3"
     ours = tmp_path / f"w-bb.pack.tmp-{os.getpid()}"  # an earlier process with our number
     alive = tmp_path / f"w-cc.pack.tmp-{os.getppid()}"
     other = tmp_path / "w2-dd.pack"
-    for path in (dead, ours, alive, other):
+    for path in (dead, dropped, ours, alive, other):
         path.write_bytes(b"x" * PACK)
     tier = HostTier(tmp_path, "w", PACK)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name}
@@ -100,7 +113,7 @@ def test_a_file_of_the_wrong_size_is_not_trusted(tmp_path: Path) -> None:
     assert tier.has("aa")
     assert tier.acquire("aa", PACK) is None
     assert not tier.has("aa")
-    assert list(tmp_path.iterdir()) == []
+    assert files(tier, tmp_path) == []
 
 
 def test_a_file_removed_by_hand_is_missed_without_harm(tmp_path: Path) -> None:
@@ -120,10 +133,10 @@ def test_an_abandoned_fill_leaves_nothing(tmp_path: Path) -> None:
     assert tier.begin_fill("aa", PACK) is None
     assert tier.begin_fill("bb", PACK) is None  # its room is taken
     tier.abandon(fill)
-    assert list(tmp_path.iterdir()) == []
+    assert files(tier, tmp_path) == []
     assert tier.used_bytes == 0
-    tier.begin_fill("aa", PACK)
-    tier.close(keep=True)
+    assert put(tier, "aa")
+    tier.close(keep=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -135,6 +148,46 @@ def test_a_mapping_survives_the_eviction_of_its_file(tmp_path: Path) -> None:
     tier.release(slab)
     put(tier, "bb")  # drops aa
     assert bytes(view) == b"a" * PACK
+
+
+def test_what_is_dropped_loses_its_name_at_once_and_is_deleted_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, unlink = threading.Event(), Path.unlink
+    threads: set[int] = set()
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        assert gate.wait(20)
+        threads.add(threading.get_ident())
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", slow)
+    tier = HostTier(tmp_path, "w", PACK)
+    put(tier, "aa")
+    tier.keep_only([])
+    assert tier.is_deleting
+    assert not tier.has("aa")
+    assert tier.used_bytes == 0
+    assert put(tier, "aa")  # the same pack again, while the old one is still there
+    assert len(list(tmp_path.iterdir())) == 2
+    gate.set()
+    assert files(tier, tmp_path) == ["w-aa.pack"]
+    tier.release(get(tier, "aa"))
+    assert threading.get_ident() not in threads
+    tier.close(keep=False)
+
+
+def test_memory_is_unmapped_when_a_pack_is_dropped(tmp_path: Path) -> None:
+    tier = HostTier(tmp_path, "w", PACK)
+    put(tier, "aa")
+    slab = get(tier, "aa")
+    mapped = slab.map
+    assert isinstance(mapped, mmap.mmap)
+    tier.release(slab)
+    tier.keep_only([])
+    tier.close(keep=True)
+    assert mapped.closed
+    assert slab.map is None
 
 
 def test_a_fill_whose_file_is_gone_can_be_abandoned(tmp_path: Path) -> None:

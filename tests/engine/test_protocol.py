@@ -145,12 +145,13 @@ def test_the_bytes_on_the_wire() -> None:
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
     assert encode(submit) == (
-        (b"\x9c\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x9a" + zero + one + b"\x09")
+        (b"\x9d\xa6Submit\xa1r\x01\xa1t\xa1m\x91\x05\x03\x9a" + zero + one + b"\x09")
         + (b"\x00" + zero * 3 + one + b"\x80\x00")  # top_k to min_tokens
         + b"\x91\x02\xff\xff\xc0"
+        + zero
     )
     constrained = msgspec.structs.replace(submit, constraint=Constraint("regex", "a"))
-    assert encode(constrained) == encode(submit)[:-1] + b"\x92\xa5regex\xa1a"
+    assert encode(constrained) == encode(submit)[:-10] + b"\x92\xa5regex\xa1a" + zero
     logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (

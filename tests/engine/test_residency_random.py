@@ -1,7 +1,8 @@
 """Long random lives of a residency: whatever is asked in whatever order, the books agree.
 
 Loader threads are real, freed pages are poisoned, fences lag; every resident model must read back
-the bytes of its pack at all times, and in the end every page must be free.
+the bytes of its pack at all times, KV its stamps, no loader may write a page that is not ripe, and
+in the end every page must be free. Weights and KV are moved to make room all the while.
 """
 
 import random
@@ -12,9 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.errors import OutOfPages
 from engine.pack import BLOB_NAME
-from engine.page_pool import Owner
 from engine.protocol import ModelSpec
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
@@ -31,6 +30,7 @@ class Life:
             tmp_path,
             NUM_PAGES,
             fence_lag=self.random.choice([0, 1, 4]),
+            kv="stubborn" if seed % 4 == 3 else "paged",
             host_tier_bytes=self.random.choice([0, 20 * PAGE, 1 << 30]),
             load_threads=self.random.choice([1, 3]),
             drain_timeout_s=2.0,
@@ -82,7 +82,12 @@ class Life:
         elif choice < 0.42:
             residency.begin_drain(name, now_s, "asked for")
         elif choice < 0.55:
-            residency.touch(name, self.random.random(), now_s)
+            produced = self.random.random() < 0.8
+            residency.touch(name, self.random.random(), now_s, produced)
+        elif choice < 0.57:
+            rig = self.rig
+            if residency.make_kv_room(name, now_s, rig.is_busy, rig.drop_kv):
+                self.rig.residency.check_integrity()
         elif choice < 0.75 and residency.state(name) == "resident":
             if name in self.rig.busy:
                 self.rig.busy.discard(name)
@@ -92,19 +97,20 @@ class Life:
             self.change_kv(name)
 
     def change_kv(self, name: str) -> None:
-        pool, owner = self.rig.pool, Owner(name, "kv")
-        held = [page for page, who in enumerate(pool._owner) if who == owner]
-        if held and self.random.random() < 0.5:
-            pool.release(owner, held[: self.random.randint(1, len(held))])
-            return
-        try:
-            pages = pool.alloc_pages(owner, self.random.randint(1, 4))
-        except OutOfPages:
-            return
-        for page in pages:  # the engine writes KV: it must hit nobody's weights
-            self.rig.backend.poison(page * PAGE, PAGE)
+        """A request takes KV, ends, or becomes a cached prefix."""
+        kv = self.rig.kv
+        mine = [page for page in kv.pages if page.owner.model_id == name]
+        choice = self.random.random()
+        if mine and choice < 0.25:
+            kv._release(mine[: self.random.randint(1, len(mine))])
+        elif mine and choice < 0.5:
+            for page in self.random.sample(mine, self.random.randint(1, len(mine))):
+                page.live = not page.live
+        else:
+            kv.grow(name, self.random.randint(1, 4))
 
     def check(self) -> None:
+        self.rig.kv.check()
         for name in self.known():
             if self.rig.residency.state(name) == "resident":
                 assert name not in ("m5", "m6")
@@ -144,6 +150,24 @@ def test_random_lives(tmp_path: Path, seed: int) -> None:
     life.end()
     assert seen.get("loaded", 0) > 5
     assert seen.get("evicted", 0) > 5
+
+
+def test_lives_move_weights_and_kv(tmp_path: Path) -> None:
+    """The random lives are worth something only if they do, one of twenty at the least."""
+    moved = [0, 0]
+    for seed in range(100, 120):
+        (tmp_path / str(seed)).mkdir()
+        life = Life(tmp_path / str(seed), seed)
+        for _ in range(NUM_STEPS):
+            life.act()
+            life.rig.poll(0.05)
+            life.check()
+        moved[0] += life.rig.residency.num_moved_pages
+        moved[1] += life.rig.kv.num_moved
+        life.end()
+        if min(moved) > 0:
+            return
+    raise AssertionError(f"pages of weights and of KV that were moved: {moved}")
 
 
 def test_closing_amid_loads_stops_the_threads(tmp_path: Path) -> None:

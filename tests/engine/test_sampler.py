@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.protocol import SamplingParams
-from engine.sampler import SampleOutput, build_sampling, sample_batch
+from engine.sampler import SampleOutput, build_sampling, sample
 from engine.sampling_batch import SampleInput, SamplingState, check_sampling
 from tests.engine.sampling_rig import assert_follows, exact_distribution
 
@@ -52,7 +52,7 @@ def mask_of(allowed: Sequence[int], vocab: int = VOCAB) -> torch.Tensor:
 
 
 def draw(logits: torch.Tensor, rows: Sequence[SampleInput]) -> SampleOutput:
-    return sample_batch(logits.clone(), build_sampling(rows, CPU))
+    return sample(logits.clone(), build_sampling(rows, CPU))
 
 
 def counts_of(logits: torch.Tensor, rows: Sequence[SampleInput]) -> np.ndarray[Any, Any]:
@@ -231,7 +231,7 @@ def test_default_rows_leave_the_logits_alone() -> None:
         SampleInput(SamplingState(SamplingParams(temperature), []), [])
         for temperature in (0.0, 1.0, 0.5, 1.0)
     ]
-    sample_batch(logits, build_sampling(rows, CPU))
+    sample(logits, build_sampling(rows, CPU))
     assert torch.equal(logits, before)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.logprobs import PROMPT_SLICE, Logprobs, logprobs_of, prompt_logprobs
 from engine.penalties import PenaltyState
 from engine.protocol import SamplingParams
-from engine.sampler import build_sampling, sample_batch
+from engine.sampler import build_sampling, sample
 from engine.sampling_batch import SampleInput, SamplingState
 from engine.truncation import argmax, cut_below_, invert, top, truncate_
 from engine.uniform import uniform, uniforms
@@ -162,7 +162,7 @@ def test_logprobs_are_the_models_own() -> None:
     )
     counts = [3, -1, 0, 20]
     rows = [SampleInput(SamplingState(params, [1], (), count), [7, 8]) for count in counts]
-    output = sample_batch(logits.clone(), build_sampling(rows, CPU))
+    output = sample(logits.clone(), build_sampling(rows, CPU))
     assert output.logprobs is not None
     messages = output.logprobs.messages([count for count in counts if count >= 0])
     for row, message in zip((0, 2, 3), messages, strict=True):
@@ -176,7 +176,7 @@ def test_logprobs_are_the_models_own() -> None:
             assert token == index
             assert value == pytest.approx(wanted, abs=1e-5)
     none = [SampleInput(SamplingState(params, [1]), [])] * 4
-    assert sample_batch(logits.clone(), build_sampling(none, CPU)).logprobs is None
+    assert sample(logits.clone(), build_sampling(none, CPU)).logprobs is None
 
 
 def test_a_list_of_equal_logprobs_is_in_order_of_ids() -> None:

@@ -1,7 +1,7 @@
-"""Random traffic over two models in a pool that is too small: nobody is lost, the oldest proceeds.
+"""Random traffic over two units in a pool that is too small: nobody is lost, the oldest proceeds.
 
-A step is played without a model: scheduled tokens count as computed, and rows that sample get a
-token. What must hold is checked after every step.
+A step is played without a model, through the real pipeline: rows that sample get token 2. What must
+hold is checked after every step, with the next step launched before the last is collected or not.
 """
 
 import random
@@ -9,104 +9,184 @@ import random
 import pytest
 import torch
 
-from engine.batch import ScheduledRow, build_batch
+from engine.backend.cpu import CpuBackend
+from engine.batch import ScheduledRow, StepBatch
+from engine.config import EngineConfig
 from engine.errors import IllegalTransition
-from engine.kv_cache import KvCache, plan_kv
+from engine.kv_cache import KvCache
+from engine.kv_plan import plan_kv
+from engine.kv_supply import PoolSupply
+from engine.model_queue import ModelQueue
 from engine.page_pool import Owner, PagePool
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
-from engine.scheduler import ModelQueue, Scheduler
+from engine.sampler import SampleOutput
+from engine.scheduler import Scheduler
+from engine.step_pipeline import StepPipeline
 from kernels.paged_attention import LayerGeometry
 
 CPU = torch.device("cpu")
 PAGES = 24
+PAGE = 4096
+
+
+class TwoTokens:
+    """A runner that samples token 2 for everybody."""
+
+    def execute(self, batch: StepBatch) -> SampleOutput:
+        size = len(batch.sampling_rows)
+        return SampleOutput(torch.full((size,), 2), torch.zeros(size, dtype=torch.bool))
 
 
 class World:
     """A scheduler over real caches; `lag` steps pass before freed pages can be used again."""
 
-    def __init__(self, lag: int = 0, max_num_seqs: int = 8, max_batch_tokens: int = 24) -> None:
-        self.pool = PagePool(PAGES, 4096)
-        self.lag = lag
-        self.step = 0
-        self.scheduler = Scheduler(max_num_seqs, max_batch_tokens, 3, self.reclaim)
+    def __init__(
+        self,
+        lag: int = 0,
+        max_num_seqs: int = 8,
+        max_batch_tokens: int = 24,
+        ahead: int = 0,
+        share: float = 1.0,
+        caching: bool = True,
+    ) -> None:
+        config = EngineConfig(
+            arena_bytes=PAGES * PAGE,
+            page_bytes=PAGE,
+            shm_prefix="t",
+            kv_low_watermark=0.0,
+            kv_high_watermark=0.05,
+        )
+        self.pool = PagePool(PAGES, PAGE)
+        self.backend = CpuBackend(PAGES * PAGE, lag)
+        self.supply = PoolSupply(config, self.pool, self.backend)
+        self.scheduler = Scheduler(max_num_seqs, max_batch_tokens, 3, self.supply, share)
+        self.pipeline = StepPipeline(self.backend, self.pool)
+        self.ahead = ahead
+        self.now_s = 0.0
         for name, layers in (("a", 2), ("b", 3)):
-            plan = plan_kv([LayerGeometry(1, 16, 16)] * layers, torch.float32, 4, 4096, PAGES)
-            cache = KvCache(Owner(name, "kv"), plan, self.pool, CPU)
-            self.scheduler.queue(name).cache = cache
+            plan = plan_kv([LayerGeometry(1, 16, 16)] * layers, torch.float32, 4, PAGE, PAGES)
+            cache = KvCache(
+                Owner(name, "kv"), plan, self.pool, CPU, caching, max_chunk=max_batch_tokens
+            )
+            self.supply.kv.register(name, cache)
+            self.scheduler.bind(self.scheduler.queue(name), cache)
         self.finished: list[Request] = []
 
-    def reclaim(self) -> tuple[int, int]:
-        freed = self.pool.retire(self.step - self.lag)
-        return len(freed), self.pool.num_fenced
-
-    def add(self, name: str, model: str, prompt: int, new: int) -> Request:
-        submit = Submit(name, 1, "t", model, [1] * prompt, new, SamplingParams(0.0), [])
+    def add(
+        self, name: str, model: str, prompt: int, new: int, tenant: str = "t", token: int = 1
+    ) -> Request:
+        submit = Submit(name, 1, tenant, model, [token] * prompt, new, SamplingParams(0.0), [])
         request = Request.of(submit, 0.0)
         self.scheduler.add(request)
         return request
 
+    def preempt_all(self, unit_id: str) -> None:
+        """As an eviction does it, but the unit comes back at once."""
+        queue = self.scheduler.queue(unit_id)
+        cache = queue.cache
+        assert cache is not None
+        self.scheduler.unbind(queue, self.now_s)
+        self.scheduler.bind(queue, cache)
+
     def play(self) -> tuple[ModelQueue, list[ScheduledRow]] | None:
-        self.reclaim()
-        planned = self.scheduler.schedule()
-        self.step += 1
-        self.pool.begin_step(self.step)
+        """One step of the engine."""
+        self.now_s += 0.01
+        self.supply.reclaim()
+        planned = self.scheduler.schedule(self.now_s)
         self.scheduler.check_integrity()
-        if planned is None:
-            return None
-        queue, rows = planned
-        assert queue.cache is not None
-        for row in rows:
-            reached = row.request.num_computed + row.num_tokens
-            assert len(row.request.block_table) * 4 >= reached
-        build_batch(rows, queue.cache.plan, CPU)
-        for row in rows:
-            samples = row.samples
-            row.request.num_computed += row.num_tokens
-            if samples:
-                row.request.token_ids.append(2)
-                if row.request.num_generated >= row.request.submit.max_tokens:
-                    self.scheduler.finish(row.request, "length")
-                    self.finished.append(row.request)
+        if planned is not None:
+            queue, rows = planned
+            assert queue.cache is not None
+            for row in rows:
+                assert row.kv.num_blocks * 4 >= row.end
+                assert row.num_tokens > 0
+                assert row.request.num_tokens <= row.request.max_total_tokens
+            assert self.pipeline.launch(queue, TwoTokens(), queue.cache, rows) is None
+        elif self.pipeline.num_in_flight == 0:
+            self.pipeline.pass_fence()
+        while self.pipeline.num_in_flight > (self.ahead if planned else 0):
+            self.collect()
         self.scheduler.check_integrity()
         self.pool.check_integrity()
         return planned
 
+    def collect(self) -> None:
+        ended = self.pipeline.collect()
+        for item, token in zip(ended.rows, ended.tokens, strict=True):
+            request = item.row.request
+            if item.still_runs:
+                assert ended.queue.cache is not None
+                assert request.kv is not None
+                ended.queue.cache.advance(request.kv, request.token_ids, item.row.end, self.now_s)
+            if token is not None and request.state != "finished":
+                request.token_ids.append(token.token)
+                if request.num_generated >= request.submit.max_tokens:
+                    self.scheduler.finish(request, "length", self.now_s)
+                    self.finished.append(request)
 
+    def end_of(self, request: Request) -> None:
+        while request.state != "finished":
+            self.play()
+
+    def settle(self) -> None:
+        while self.pipeline.num_in_flight:
+            self.collect()
+
+    def end(self) -> None:
+        """Everything ends and every page comes back."""
+        for _ in range(20_000):
+            if not self.scheduler.num_unfinished:
+                break
+            self.play()
+        assert not self.scheduler.num_unfinished
+        self.settle()
+        self.supply.kv.evict(PAGES, self.now_s)
+        for _ in range(5):
+            self.pipeline.pass_fence()
+            self.supply.reclaim()
+        assert self.pool.num_free == PAGES
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_traffic_all_finishes_and_every_page_comes_back(seed: int) -> None:
+def test_random_traffic_all_finishes_and_every_page_comes_back(seed: int, ahead: int) -> None:
     rng = random.Random(seed)
-    world = World(lag=seed % 3)
+    world = World(lag=seed % 3, ahead=ahead, share=rng.choice([1.0, 0.5]), caching=seed % 4 > 0)
     added = 0
     for _ in range(3000):
         if added < 60 and rng.random() < 0.3:
             added += 1
-            world.add(str(added), rng.choice("ab"), rng.randint(1, 60), rng.randint(1, 40))
+            world.add(
+                *(str(added), rng.choice("ab"), rng.randint(1, 60), rng.randint(1, 40)),
+                tenant=rng.choice("tuv"),
+                token=rng.randint(1, 3),
+            )
         if rng.random() < 0.02:
             queue = world.scheduler.queue(rng.choice("ab"))
             victims = list(queue.requests())
             if victims:
                 victim = rng.choice(victims)
-                world.scheduler.finish(victim, "abort")
+                world.scheduler.finish(victim, "abort", world.now_s)
                 world.finished.append(victim)
         if rng.random() < 0.01:
-            world.scheduler.preempt_all(world.scheduler.queue(rng.choice("ab")))
+            world.settle()
+            world.preempt_all(rng.choice("ab"))
         world.play()
         if added == 60 and not world.scheduler.num_unfinished:
             break
+    world.end()
     assert len(world.finished) == 60
-    world.step += 3
-    world.reclaim()
-    assert world.pool.num_free == PAGES
+    assert all(r.num_generated <= r.submit.max_tokens for r in world.finished)
 
 
-def test_youngest_is_preempted_and_the_oldest_never_is() -> None:
-    world = World()
-    oldest = world.add("0", "a", 40, 80)
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_youngest_is_preempted_and_the_oldest_never_is(ahead: int) -> None:
+    world = World(ahead=ahead)
+    oldest = world.add("0", "a", 40, 80, token=3)
     for i in range(1, 6):
-        world.add(str(i), "ab"[i % 2], 30, 60)
-    while world.scheduler.num_unfinished:
-        world.play()
+        world.add(str(i), "ab"[i % 2], 30, 60, token=3 + i)
+    world.end()
     assert world.scheduler.num_preemptions > 0
     assert oldest.num_preemptions == 0
     assert len(world.finished) == 6
@@ -121,7 +201,7 @@ def test_minimum_run_then_the_model_with_less_service() -> None:
         planned = world.play()
         assert planned is not None
         planned[0].tag += 1.0
-        order.append(planned[0].model_id)
+        order.append(planned[0].unit_id)
     assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
 
 
@@ -136,10 +216,76 @@ def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:
         assert stream.num_generated == before + 1
 
 
+def test_a_step_ahead_goes_on_with_tokens_nobody_knows_yet() -> None:
+    world = World(ahead=1)
+    request = world.add("x", "a", 4, 3)
+    rows = []
+    for _ in range(4):
+        planned = world.play()
+        rows.append([(r.first, r.num_tokens, r.source) for r in planned[1]] if planned else None)
+    # The third token's step is the last: a fourth would compute what nobody asks for.
+    assert rows == [[(0, 4, -1)], [(4, 1, 0)], [(5, 1, 0)], None]
+    assert request.state == "finished"
+    assert request.token_ids == [1] * 4 + [2] * 3
+
+
+def test_a_preempted_request_still_gets_the_token_in_flight() -> None:
+    world = World(ahead=1)
+    request = world.add("x", "a", 6, 5)
+    world.play()
+    assert (request.num_pending, request.num_generated) == (1, 0)
+    world.preempt_all("a")
+    assert world.scheduler.schedule(world.now_s) is None  # it waits for that token
+    world.settle()
+    assert (request.num_pending, request.num_generated, request.state) == (0, 1, "waiting")
+    world.end()
+    assert request.num_generated == 5
+    assert request.num_preemptions == 1
+
+
+def test_what_a_preemption_undid_is_not_counted_as_computed() -> None:
+    world = World(ahead=1, max_batch_tokens=8)
+    request = world.add("x", "a", 40, 2)
+    world.play()
+    world.preempt_all("a")
+    world.play()  # admitted anew, and the step from before the preemption is collected
+    assert request.num_computed == 8
+    world.end()
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_one_is_run_again() -> None:
+    world = World(ahead=1)
+    first = world.add("first", "a", 3, 9)
+    queue = world.scheduler.queue("a")
+    cache = queue.cache
+    assert cache is not None
+
+    class Fails(TwoTokens):
+        def execute(self, batch: StepBatch) -> SampleOutput:
+            raise RuntimeError("no memory")
+
+    planned = world.scheduler.schedule(0.0)
+    assert planned is not None
+    world.pipeline.launch(queue, Fails(), cache, planned[1])
+    second = world.add("second", "a", 3, 9)
+    planned = world.scheduler.schedule(0.0)
+    assert planned is not None
+    assert [row.request for row in planned[1]] == [first, second]
+    world.pipeline.launch(queue, TwoTokens(), cache, planned[1])
+    failed = world.pipeline.collect()
+    assert isinstance(failed.error, RuntimeError)
+    world.scheduler.finish(first, "error", 0.0)
+    after = world.pipeline.collect()
+    assert after.abandoned
+    assert (second.num_computed, second.num_pending, second.state) == (0, 0, "running")
+    world.end()
+    assert second.num_generated == 9
+
+
 def test_finished_requests_do_not_move() -> None:
     world = World()
     request = world.add("x", "a", 4, 5)
-    world.scheduler.finish(request, "abort")
+    world.scheduler.finish(request, "abort", 0.0)
     with pytest.raises(IllegalTransition):
         request.move("running")
     assert request.state == "finished"
@@ -158,14 +304,14 @@ def test_a_model_that_ran_alone_for_long_is_not_locked_out_by_a_new_one() -> Non
         planned = world.play()
         assert planned is not None
         planned[0].tag += 1000.0 if step < 3 else 1.0
-        chosen.append(planned[0].model_id)
+        chosen.append(planned[0].unit_id)
     assert 6 <= chosen[4:].count("a") <= 10
 
 
 def test_waiting_for_a_load_or_for_memory_earns_no_credit() -> None:
     world = World()
     away = world.scheduler.queue("away")
-    cache, away.cache = world.scheduler.queue("b").cache, None
+    cache = world.scheduler.queue("b").cache
     world.add("x", "a", 4, 40)
     world.add("y", "away", 4, 40)
     queue = world.scheduler.queue("a")
@@ -183,7 +329,7 @@ def test_no_younger_request_overtakes_one_that_waits_for_memory() -> None:
     first = world.add("first", "a", 200, 30)
     while not first.num_generated:
         world.play()
-    large = world.add("large", "a", 200, 8)
+    large = world.add("large", "a", 200, 8, token=9)
     small = world.add("small", "b", 4, 4)
     world.play()  # the turn of "a": `large` is found to wait for memory
     world.scheduler.queue("b").tag = -1.0  # from now on it would go first
@@ -194,3 +340,84 @@ def test_no_younger_request_overtakes_one_that_waits_for_memory() -> None:
     while world.scheduler.num_unfinished:
         world.play()
     assert len(world.finished) == 3
+
+
+def test_no_younger_request_takes_the_row_an_older_one_waits_for() -> None:
+    world = World(max_num_seqs=2)
+    for i in range(2):
+        world.add(f"running {i}", "a", 4, 10)
+    world.play()
+    older = world.add("older", "b", 4, 4)
+    younger = [world.add(f"younger {i}", "a", 4, 40) for i in range(6)]
+    world.scheduler.queue("b").tag = -1.0
+    for _ in range(40):
+        planned = world.play()
+        assert planned is not None
+        planned[0].tag += 1.0
+        if older.state == "running":
+            break
+        assert all(request.state == "waiting" for request in younger)
+    assert older.state in ("running", "finished")
+    world.end()
+
+
+def test_a_tenant_above_its_share_does_not_start_more_while_others_have_work() -> None:
+    world = World(share=0.5, max_batch_tokens=64)
+    for i in range(4):
+        world.add(f"much {i}", "a", 60, 30, tenant="much", token=3 + i)
+    world.play()
+    assert len(world.scheduler.queue("a").running) == 4  # alone: no bound
+    more = world.add("more", "a", 60, 30, tenant="much", token=9)
+    little = world.add("little", "a", 8, 4, tenant="little")
+    world.play()
+    # The first of the queue is over its tenant's share; whoever is behind it is not held up.
+    assert more.state == "waiting"
+    assert little.state == "running"
+    world.end_of(little)
+    world.play()
+    assert more in world.scheduler.queue("a").running
+    world.end()
+
+
+def test_one_request_of_a_tenant_always_may_run() -> None:
+    world = World(share=0.1)
+    large = world.add("large", "a", 100, 20, tenant="one")
+    world.add("other", "b", 4, 60, tenant="two")
+    world.play()
+    world.play()
+    assert large.state == "running"
+    world.end()
+    assert large.num_preemptions == 0
+
+
+def test_a_request_beyond_all_memory_waits_and_does_not_come_and_go() -> None:
+    world = World()
+    request = world.add("huge", "a", 100, 10_000)
+    for _ in range(2_000):
+        world.play()
+    held = request.num_generated
+    preemptions = request.num_preemptions
+    assert preemptions <= 1
+    for _ in range(50):
+        world.play()
+    assert (request.num_generated, request.num_preemptions) == (held, preemptions)
+    assert request.state == "waiting"
+    assert world.scheduler.oldest_waiting() is request
+
+
+def test_a_prefix_is_found_at_admission_and_reported_once() -> None:
+    world = World()
+    first = world.add("first", "a", 41, 3)
+    world.end_of(first)
+    again = world.add("again", "a", 41, 3)
+    world.play()
+    assert again.cached_tokens == 40
+    assert again.num_computed == 41
+    other = world.add("other", "a", 41, 3, tenant="somebody else")
+    world.play()
+    assert other.cached_tokens == 0
+    world.preempt_all("a")
+    world.play()
+    assert again.cached_tokens == 40
+    assert other.cached_tokens == 0  # what it finds of its own now is not reported
+    world.end()

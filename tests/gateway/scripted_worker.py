@@ -65,6 +65,7 @@ class ScriptedWorker:
     num_epochs: int = 0
     num_sent_earlier: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
+    block_tokens: int = 1
 
     # WorkerClient.
 
@@ -150,7 +151,7 @@ class ScriptedWorker:
                 for name, state in self.states.items()
             ],
             leases=[
-                Lease(name, free_requests, free_tokens, KV_BYTES)
+                Lease(name, free_requests, free_tokens, KV_BYTES, self.block_tokens)
                 for name, state in self.states.items()
                 if state == "resident"
             ],
@@ -234,12 +235,12 @@ class ScriptedWorker:
         return [spec.model_id for spec in sent[-1].models]
 
 
-def hosted(name: str, revision: str = "r1", *, pinned: bool = False) -> HostedModel:
-    """A catalog entry."""
+def hosted(name: str, revision: str = "r1", *, pinned: bool = False, pack: str = "") -> HostedModel:
+    """A catalog entry, of a pack of its own where none is named."""
     return HostedModel(
         name=name,
         revision=revision,
-        pack_dir=f"/packs/{revision}",
+        pack_dir=f"/packs/{pack or f'{name}-{revision}'}",
         max_context=512,
         vocab_size=100,
         created_at=0,

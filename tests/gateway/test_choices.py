@@ -105,6 +105,28 @@ async def test_one_choice_that_fails_fails_the_request(
     assert (kit.ledger.only.outcome, kit.ledger.only.cost_nanos) == ("failed", 0)
 
 
+async def test_one_choice_that_is_out_of_time_fails_the_request(kit: Kit, client: Client) -> None:
+    def script(running: Running) -> None:
+        running.say(kit.ids("The"))
+        if index_of(running) == 1:
+            asyncio.get_running_loop().call_later(0.05, running.end, "timeout")
+
+    kit.dispatcher.script = script
+    events = await client.events(CHAT, {**ASK, "n": 3})
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    assert [running.aborted for running in kit.dispatcher.requests] == [True, False, True]
+    await ended(kit)
+    assert (kit.ledger.only.outcome, kit.ledger.only.cost_nanos) == ("failed", 0)
+
+
+async def test_choices_that_are_out_of_time_before_any_token(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = lambda running: running.end("timeout")
+    status, body = await client.chat(n=3)
+    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    await ended(kit)
+    assert (kit.ledger.posted, len(kit.ledger.voided)) == ([], 1)
+
+
 async def test_a_choice_that_cannot_be_queued(kit: Kit, client: Client) -> None:
     kit.use_keys(key_record(limits=KeyLimits(max_concurrency=1)))
 

@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.protocol import Constraint, Finish, RefusalCode, SwapRecord, TokenLogprobs
+from engine.protocol import (
+    Constraint,
+    Finish,
+    RefusalCode,
+    Submit,
+    SwapRecord,
+    TokenLogprobs,
+)
 from gateway.config import Settings
 from gateway.errors import (
     CONTEXT_LENGTH,
@@ -389,6 +396,53 @@ async def test_idle_models_make_room_for_kv() -> None:
     rig.dispatcher.run(prepared("a"), principal("t"))  # larger than what is free
     assert worker.submitted == ["a"]
     assert worker.unloads == ["n"]
+
+
+async def test_models_of_one_pack_make_room_only_together() -> None:
+    rig = Rig()
+    worker = rig.worker(kv_tokens=12, states={"m": "resident", "n": "resident", "o": "resident"})
+    rig.dispatcher.set_catalog([hosted("m"), hosted("n", pack="p"), hosted("o", pack="p")])
+    rig.dispatcher.run(prepared("n1", "n"), principal("t"))
+    rig.advance(1.5)
+    worker.status()
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    assert worker.unloads == []  # `o` is idle, but `n` has its weights
+    worker.finish("n1")
+    worker.status()
+    rig.advance(1.5)
+    worker.status()
+    rig.dispatcher.run(prepared("b"), principal("t"))
+    assert worker.unloads == ["n"]
+
+
+async def test_a_lease_is_used_up_in_whole_blocks() -> None:
+    rig = Rig()
+    worker = rig.worker(kv_tokens=48, block_tokens=16)
+    for name in "abc":
+        rig.dispatcher.run(prepared(name, prompt=10, max_tokens=7), principal("t"))
+    assert worker.submitted == ["a"]  # 32 positions of 48 are gone
+
+
+async def test_a_submit_says_how_much_time_is_left() -> None:
+    rig = Rig(Settings(queue_timeout_s=60.0, request_timeout_s=10.0))
+    worker = rig.worker(num_requests=1)
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    late = rig.dispatcher.run(prepared("b"), principal("t"))
+    rig.advance(4.0)
+    worker.finish("a")
+    worker.status()
+    first, second = (m for m in worker.sent if isinstance(m, Submit))
+    assert (first.timeout_s, second.timeout_s) == (10.0, 6.0)
+    worker.finish("b", "timeout", generated=0)
+    assert (await end_of(late)).reason == "timeout"
+    worker.num_requests = 0
+    worker.status()
+    last = rig.dispatcher.run(prepared("c"), principal("t"))
+    rig.advance(20.0)
+    worker.num_requests = 1
+    worker.status()
+    assert [m.timeout_s for m in worker.sent if isinstance(m, Submit)][2] == -1.0
+    last.abort()
 
 
 async def test_swaps_are_told_once() -> None:

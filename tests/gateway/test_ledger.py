@@ -267,30 +267,35 @@ async def test_what_a_killed_server_left_open_is_closed_for_nothing(engine: Engi
 
 
 async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
-    await killed_with_open(engine, "a", "b", "c")
+    await killed_with_open(engine, "a", "b", "c", "d")
     acked: list[str] = []
     ledger = ledger_on(engine, acked, ledger_recovery_wait_s=3600.0)
     async with started(ledger):
         assert ledger.claim("a", finish("stop"))
         assert not ledger.claim("a", finish("stop"))  # told again: closed already
         assert ledger.claim("b", finish("error"))
+        assert ledger.claim("d", finish("timeout"))
         assert not ledger.claim("unknown", finish("stop"))
     rows = postings_in(engine)
     assert (rows["a"].outcome, rows["a"].completion_tokens) == ("disconnected", 5)
     assert rows["a"].cost_nanos == 5 * 10 + 2 * 1 + 5 * 100
     assert (rows["b"].outcome, rows["b"].cost_nanos) == ("failed", 0)
-    assert sorted(acked) == ["a", "b"]
+    assert (rows["d"].outcome, rows["d"].cost_nanos) == ("failed", 0)
+    assert sorted(acked) == ["a", "b", "d"]
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
 
 
-async def test_the_kept_finishes_of_choices_are_billed_as_one(engine: Engine) -> None:
+@pytest.mark.parametrize("failure", ["error", "timeout"])
+async def test_the_kept_finishes_of_choices_are_billed_as_one(
+    engine: Engine, failure: FinishReason
+) -> None:
     await killed_with_open(engine, "a", "b", "c")
     acked: list[str] = []
     ledger = ledger_on(engine, acked, ledger_recovery_wait_s=0.05)
     async with started(ledger):
         for name in ("a#0", "a#2", "a#0", "b#0"):
             assert ledger.claim(name, finish("stop"))
-        assert ledger.claim("b#1", finish("error"))
+        assert ledger.claim("b#1", finish(failure))
         await ledger.recovered()
         assert not ledger.claim("a#1", finish("stop"))
     rows = postings_in(engine)

@@ -245,6 +245,27 @@ async def test_our_failure_after_tokens(kit: Kit, client: Client, way: str) -> N
     assert status == (500 if way == "error" else 503)
 
 
+async def test_a_request_that_is_out_of_time(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = lambda running: running.end("timeout")
+    async with client.post(URL, CHAT) as answer:
+        assert answer.status == 504
+        error = (await answer.json())["error"]
+        assert (error["code"], error["type"]) == ("deadline_exceeded", "server_error")
+    await settled(kit)
+    assert kit.ledger.posted == []
+
+    def script(running: Running) -> None:
+        running.say(kit.ids("The game is"))
+        end = functools.partial(running.end, "timeout")
+        asyncio.get_running_loop().call_later(0.1, end)
+
+    kit.dispatcher.script = script
+    events = await client.events(URL, CHAT)
+    assert events[-1]["error"]["code"] == "deadline_exceeded"
+    posting = kit.ledger.only
+    assert (posting.outcome, posting.cost_nanos) == ("failed", 0)
+
+
 async def test_a_client_that_does_not_read(kit: Kit, client: Client) -> None:
     kit.dispatcher.max_buffer_tokens = 4
 

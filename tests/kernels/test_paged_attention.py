@@ -66,7 +66,7 @@ class Paged:
         self.arena = torch.full((size * unit,), 0xFF, dtype=torch.uint8)
 
     def batch(self, rows: list[tuple[list[int], int, int]]) -> PagedBatch:
-        """rows: (block table, first position, tokens); decodes (1 token) share one table."""
+        """rows: (block table, first position, tokens); leading blocks of -1 were given back."""
         chunk, slot, offset, groups = [], [], [], []
         start = 0
         for table, first, tokens in rows:
@@ -75,19 +75,33 @@ class Paged:
                 chunk.append(block // self.blocks_per_chunk)
                 slot.append(block % self.blocks_per_chunk)
                 offset.append(position % BLOCK_TOKENS)
-            blocks = torch.tensor([table])
+            begin = sum(block < 0 for block in table)
+            blocks = torch.tensor([table[begin:]])
             groups.append(
                 Rows(
                     torch.arange(start, start + tokens)[None],
                     blocks // self.blocks_per_chunk,
                     blocks % self.blocks_per_chunk,
                     torch.tensor([first + tokens]),
+                    torch.tensor([begin * BLOCK_TOKENS]),
                 )
             )
             start += tokens
         return PagedBatch(
-            torch.tensor(chunk), torch.tensor(slot), torch.tensor(offset), tuple(groups)
+            self.chunk_table[None],
+            torch.tensor(chunk),
+            torch.tensor(slot),
+            torch.tensor(offset),
+            tuple(groups),
         )
+
+    def poison(self, block: int) -> None:
+        """The block belongs to somebody else now and is full of NaN."""
+        units = self.geometry.block_units
+        start = int(self.chunk_table[block // self.blocks_per_chunk])
+        start += block % self.blocks_per_chunk * units
+        size = self.geometry.unit_bytes
+        self.arena[start * size : (start + units) * size] = 0xFF
 
 
 @pytest.mark.parametrize(
@@ -147,6 +161,56 @@ def test_mixed_batch_equals_plain_attention(
             done[i] += n
 
 
+@pytest.mark.parametrize("window", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (6.0, False), (5.0, True)])
+@pytest.mark.parametrize("holes_in_table", [True, False])
+def test_blocks_that_left_the_window_are_never_read(
+    window: int, softcap: float, with_sinks: bool, holes_in_table: bool
+) -> None:
+    """Prefill in chunks, then decodes; blocks behind the window are poisoned before each step.
+
+    A step in flight may have been laid out before they were given back: without holes.
+    """
+    layer = LayerGeometry(2, 16, 8, window)
+    generator = torch.Generator().manual_seed(4)
+    heads, length = 4, 23
+    paged = Paged(layer, torch.float32, 16)
+    table = [9, 2, 5, 12, 7, 3]
+    key = torch.randn(2, length, 16, generator=generator)
+    value = torch.randn(2, length, 8, generator=generator)
+    query = torch.randn(heads, length, 16, generator=generator)
+    sinks = torch.randn(heads, generator=generator) if with_sinks else None
+    expected = plain_attention(query, key, value, window, softcap, sinks)
+    done = 0
+    for tokens in (7, 6, 1, 1, 1, 5, 1, 1):
+        gone = max(0, done - window + 1) // BLOCK_TOKENS
+        for block in table[:gone]:
+            paged.poison(block)
+        laid = [-1] * gone + table[gone:] if holes_in_table else table
+        batch = paged.batch([(laid, done, tokens)])
+        part = slice(done, done + tokens)
+        write_kv_ref(
+            paged.arena,
+            paged.geometry,
+            paged.chunk_table,
+            batch,
+            key[:, part].transpose(0, 1),
+            value[:, part].transpose(0, 1),
+        )
+        out = paged_attention_ref(
+            paged.arena,
+            paged.geometry,
+            paged.chunk_table,
+            batch,
+            query[:, part],
+            SCALE,
+            softcap,
+            sinks,
+        )
+        assert torch.allclose(out.double(), expected[part], atol=2e-6)
+        done += tokens
+
+
 def test_padded_rows_of_unlike_length_attend_alone() -> None:
     layer = LayerGeometry(2, 8, 8)
     paged = Paged(layer, torch.float32, 12)
@@ -165,8 +229,15 @@ def test_padded_rows_of_unlike_length_attend_alone() -> None:
             key.transpose(0, 1),
         )
     blocks = torch.tensor([tables[0], [6, 6, 6]])
-    rows = Rows(torch.tensor([[0], [1]]), blocks // 2, blocks % 2, torch.tensor(lengths))
-    batch = PagedBatch(torch.empty(0), torch.empty(0), torch.empty(0), (rows,))
+    rows = Rows(
+        torch.tensor([[0], [1]]),
+        blocks // 2,
+        blocks % 2,
+        torch.tensor(lengths),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    empty = torch.empty(0)
+    batch = PagedBatch(paged.chunk_table[None], empty, empty, empty, (rows,))
     out = paged_attention_ref(
         paged.arena, paged.geometry, paged.chunk_table, batch, torch.cat(queries, 1), SCALE
     )
@@ -181,10 +252,10 @@ def test_bfloat16_stays_close_to_float32() -> None:
     query = torch.randn(1, 4, 1, 64, generator=generator)
     key = torch.randn(1, 2, 40, 64, generator=generator)
     value = torch.randn(1, 2, 40, 64, generator=generator)
-    length = torch.tensor([40])
-    exact = attend_rows_ref(query, key, value, length, 0.125, layer.window, 0.0, None)
+    length, first = torch.tensor([40]), torch.tensor([0])
+    exact = attend_rows_ref(query, key, value, length, first, 0.125, layer.window, 0.0, None)
     half = attend_rows_ref(
-        query.bfloat16(), key.bfloat16(), value.bfloat16(), length, 0.125, 0, 0.0, None
+        query.bfloat16(), key.bfloat16(), value.bfloat16(), length, first, 0.125, 0, 0.0, None
     )
     assert (exact - half.float()).abs().max() < 0.03
 

@@ -136,6 +136,16 @@ def test_minimum_residence_and_the_first_use() -> None:
     assert choose(5, waited, new=starved).evict == ("fresh",)
 
 
+def test_a_model_at_work_on_its_first_token_stays_however_long_that_takes() -> None:
+    """Drained earlier, it would be back in the queue with nothing done, for ever."""
+    starved = dataclasses.replace(NEW, queued_at_s=NOW - 500)
+    prefilling = resident("a", busy=True, used=False, resident_since_s=NOW - 400)
+    assert choose(5, prefilling, new=starved) == Victims()
+    assert choose(5, dataclasses.replace(prefilling, used=True), new=starved).drain == ("a",)
+    # When the whole device stands still there is nothing to wait for.
+    assert choose_kv_victim("b", [prefilling], NOW, PARAMS) == "a"
+
+
 def test_a_newcomer_with_a_past_needs_less_patience() -> None:
     known = dataclasses.replace(NEW, demand=Demand(10.0, NOW), queued_at_s=NOW)
     assert newcomer_score(known, NOW, PARAMS) > newcomer_score(NEW, NOW, PARAMS)
@@ -181,7 +191,7 @@ def test_choices_are_allowed_sufficient_and_minimal(
     else:
         allowed = [c for c in held if not c.pinned and not c.draining]
         patient = waited_s >= PARAMS.starvation_s
-        settled = all(c.used or NOW - c.resident_since_s >= 1.0 for c in allowed)
+        settled = all(c.used or (not c.busy and NOW - c.resident_since_s >= 1.0) for c in allowed)
         enough = coming + sum(c.num_pages for c in allowed) >= short
         assert coming >= short or not (patient and settled and enough)
     if victims.drain:

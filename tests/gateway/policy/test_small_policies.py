@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.policy import service_estimate
-from gateway.policy.budget import MIN_DEVICE_BYTES, device_budget_bytes, host_tier_bytes
+from gateway.policy.budget import (
+    MIN_DEVICE_BYTES,
+    MIN_RESERVE_BYTES,
+    device_budget_bytes,
+    host_tier_bytes,
+    reserve_bytes,
+)
 from gateway.policy.pricing import TokenPrices, cost_nanos
 from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
 
@@ -78,6 +84,13 @@ def test_device_budget() -> None:
     assert device_budget_bytes(0, 8 * GB, {}, demo) == 2 * GB
     assert device_budget_bytes(0, 0, {}, demo) == MIN_DEVICE_BYTES
     assert device_budget_bytes(0, GB, {"a": 1, "b": 1}, demo) == MIN_DEVICE_BYTES
+
+
+def test_reserve() -> None:
+    assert reserve_bytes(0, 8 * GB) == 0
+    assert reserve_bytes(5, 8 * GB) == 5
+    assert reserve_bytes(-1, 8 * GB) == 4 * GB
+    assert reserve_bytes(-1, -GB) == MIN_RESERVE_BYTES
 
 
 def test_host_tier() -> None:

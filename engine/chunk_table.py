@@ -1,0 +1,55 @@
+"""Where the chunks of one layer group's extents lie: the table that attention kernels read.
+
+A step in flight must go on reading the addresses it was launched with, whatever comes, goes or
+moves meanwhile. So changes go to a copy on the host, and the next batch captures a new tensor; the
+columns of an extent that is gone keep their addresses until another extent gets the id.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.kv_plan import GroupPlan
+
+FIRST_COLUMNS = 8
+
+
+class ChunkTable:
+    """Addresses in units of `plan.block.unit_bytes`, by layer of the group and chunk."""
+
+    def __init__(self, plan: GroupPlan, page_bytes: int, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        # Chunks of an extent in the order in which they fill its pages: layer after layer, again
+        # and again. [layers, chunks of the extent]
+        number = np.arange(plan.num_chunks) * len(plan.layers)
+        order = np.arange(len(plan.layers))[:, None] + number
+        self._units_per_page = page_bytes // plan.block.unit_bytes
+        self._page = order // plan.chunks_per_page
+        chunk_units = plan.blocks_per_chunk * plan.block.block_units
+        self._unit_in_page = order % plan.chunks_per_page * chunk_units
+        self._addresses = np.zeros((len(plan.layers), FIRST_COLUMNS), dtype=np.int64)
+        self._captured: torch.Tensor | None = None
+
+    def capture(self) -> torch.Tensor:
+        """int64 [layers of the group, chunks] as of now; it is never written again."""
+        if self._captured is None:
+            self._captured = torch.from_numpy(self._addresses.copy()).to(self._device)
+        return self._captured
+
+    def place(self, extent_id: int, pages: Sequence[int]) -> None:
+        """The extent lies on these pages from now on."""
+        first = extent_id * self._plan.num_chunks
+        end, columns = first + self._plan.num_chunks, self._addresses.shape[1]
+        if end > columns:
+            self._addresses = np.pad(self._addresses, ((0, 0), (0, max(columns, end - columns))))
+        page = np.asarray(pages, dtype=np.int64)[self._page]
+        self._addresses[:, first:end] = page * self._units_per_page + self._unit_in_page
+        self._captured = None
+
+    def block_offsets(self, block: int) -> list[int]:
+        """The byte of the arena at which the block begins, for each layer of the group."""
+        chunk, slot = divmod(block, self._plan.blocks_per_chunk)
+        units = self._addresses[:, chunk] + slot * self._plan.block.block_units
+        return [int(unit) * self._plan.block.unit_bytes for unit in units]

@@ -1,0 +1,77 @@
+"""What a worker tells its gateways about the engine; see protocol.WorkerStatus."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.hosting import Hosting
+from engine.kv_supply import PoolSupply
+from engine.leases import make_leases
+from engine.page_pool import PagePool
+from engine.protocol import Lease, ModelStatus
+from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """Implements `engine_like.EngineStatusLike`."""
+
+    free_requests: int
+    free_kv_bytes: int
+    page_bytes: int
+    num_pages: int
+    pages: dict[str, int]
+    models: list[ModelStatus]
+    leases: list[Lease]
+    counters: dict[str, float]
+
+
+def make_status(
+    config: EngineConfig,
+    pool: PagePool,
+    supply: PoolSupply,
+    hosting: Hosting,
+    scheduler: Scheduler,
+    counters: Mapping[str, float],
+) -> EngineStatus:
+    """Residency, pages and what may be submitted, under hosted names."""
+    queues = scheduler.queues()
+    free_requests, free_bytes, leases = make_leases(config, pool, supply, hosting, queues)
+    running = Counter(r.submit.model_id for queue in queues for r in queue.running)
+    waiting = Counter(r.submit.model_id for queue in queues for r in queue.waiting)
+    names = running.keys() | waiting.keys()
+    units = hosting.residency.status_rows({})
+    return EngineStatus(
+        free_requests=free_requests,
+        free_kv_bytes=free_bytes,
+        page_bytes=pool.page_bytes,
+        num_pages=pool.num_pages,
+        pages=_pages(pool, hosting, scheduler),
+        models=hosting.catalog.status_rows(units, {n: (running[n], waiting[n]) for n in names}),
+        leases=leases,
+        counters={
+            **counters,
+            "preemptions": float(scheduler.num_preemptions),
+            "prefix_cache_queries": float(scheduler.num_prefix_queries),
+            "prefix_cache_hits": float(scheduler.num_prefix_hits),
+            "kv_evicted_pages": float(supply.kv.num_evicted_pages),
+            "kv_moved_pages": float(supply.kv.num_moved_pages),
+            "kv_compactions": float(supply.kv.num_compactions),
+            "weights_moved_pages": float(hosting.residency.num_moved_pages),
+        },
+    )
+
+
+def _pages(pool: PagePool, hosting: Hosting, scheduler: Scheduler) -> dict[str, int]:
+    told: dict[tuple[str, str], int] = {
+        (owner.model_id, owner.kind): count for owner, count in pool.pages_by_owner().items()
+    }
+    for queue in scheduler.queues():
+        cached = 0 if queue.cache is None else queue.cache.num_cached_pages
+        if cached:
+            told[queue.unit_id, "kv"] -= cached
+            told[queue.unit_id, "kv_cached"] = cached
+    pages = hosting.catalog.pages(told)
+    pages["free"] = pool.num_free + pool.num_fenced
+    return pages

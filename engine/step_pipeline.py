@@ -1,0 +1,188 @@
+"""Steps between the scheduler and the device: launched in order, collected in order.
+
+A step is laid out and launched while the one before it may still run; the tokens that one samples
+stay on the device and are put into the batch there. What a request is said to have computed is
+advanced at the launch; what it has generated, at the collection:
+
+    launch n    num_computed += row, num_pending += 1 where the row samples
+    collect n   num_pending -= 1; the engine appends the token and tells the cache what is good
+
+A row whose request was preempted or has ended between the two is collected all the same: the first
+still gets its token, the second's is thrown away. A step that would have to compute with tokens of
+a failed step computes nothing (`StepAbandoned`) and is rolled back.
+
+Owns the step numbers, and nothing of what a token means: that is `engine.py`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.backend.base import Backend, Pending, Runner
+from engine.batch import ScheduledRow, StepBatch, build_batch
+from engine.errors import EngineError, StepAbandoned
+from engine.kv_cache import KvCache
+from engine.model_queue import ModelQueue
+from engine.page_pool import PagePool
+from engine.protocol import TokenLogprobs
+from engine.sampler import SampleOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedRow:
+    """A row as it was launched. `place`: among the sampled tokens of its step; -1: none.
+
+    `generation` is the request's number of preemptions: another one now means that its blocks, and
+    what it had computed, are gone.
+    """
+
+    row: ScheduledRow
+    generation: int
+    place: int
+
+    @property
+    def still_runs(self) -> bool:
+        """Whether the request has gone on from here undisturbed."""
+        request = self.row.request
+        return request.state == "running" and request.num_preemptions == self.generation
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What a row sampled. `broken`: its logits were, and the token means nothing."""
+
+    token: int
+    broken: bool
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step that has ended. `tokens`: by row; None where it did not sample.
+
+    `error` is what its model did wrong; `abandoned`: nothing was computed, and nobody is to blame.
+    """
+
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    tokens: tuple[SampledToken | None, ...]
+    device_s: float
+    error: Exception | None = None
+    abandoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    pending: Pending[SampleOutput]
+
+
+class StepPipeline:
+    """The steps of one device. Single-threaded, but what it launches may run elsewhere."""
+
+    def __init__(self, backend: Backend, pool: PagePool) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._step = 0
+        self._in_flight: deque[_Launched] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._in_flight)
+
+    def launch(
+        self, queue: ModelQueue, runner: Runner, cache: KvCache, rows: Sequence[ScheduledRow]
+    ) -> Exception | None:
+        """Lay a step out and hand it to the device. The error where it cannot be laid out."""
+        try:
+            batch = build_batch(rows, cache, self._backend.device)
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return error
+        self._step += 1
+        self._pool.begin_step(self._step)
+        pending = self._backend.launch(self._step, self._work(batch, runner))
+        places = {row.request: place for place, row in enumerate(batch.sampling_rows)}
+        launched = tuple(
+            LaunchedRow(row, row.request.num_preemptions, places.get(row.request, -1))
+            for row in batch.rows
+        )
+        for item in launched:
+            request = item.row.request
+            request.num_computed = item.row.first + item.row.num_tokens
+            if item.place >= 0:
+                request.num_pending += 1
+                request.pending_row = item.place
+        self._in_flight.append(_Launched(queue, launched, pending))
+        return None
+
+    def pass_fence(self) -> None:
+        """An empty step: pages freed since the last one wait for it."""
+        self._step += 1
+        self._pool.begin_step(self._step)
+        self._backend.launched(self._step)
+
+    def collect(self) -> Collected:
+        """Wait for the oldest step in flight. Raises IntegrityError and its like only."""
+        launched = self._in_flight.popleft()
+        for item in launched.rows:
+            if item.place >= 0:
+                request = item.row.request
+                request.num_pending -= 1
+                if not request.num_pending:
+                    request.pending_row = -1
+        queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
+        try:
+            output = launched.pending.wait()
+            sampled = _sampled(output, rows)
+        except StepAbandoned:
+            for item in rows:
+                if item.still_runs:
+                    item.row.request.num_computed = item.row.first
+            return Collected(queue, rows, none, launched.pending.device_s, abandoned=True)
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return Collected(queue, rows, none, launched.pending.device_s, error)
+        tokens = tuple(sampled[item.place] if item.place >= 0 else None for item in rows)
+        return Collected(queue, rows, tokens, launched.pending.device_s)
+
+    def _work(self, batch: StepBatch, runner: Runner) -> "Work":
+        previous = self._in_flight[-1].pending if self._in_flight else None
+        return Work(batch, runner, previous if len(batch.pending_index) else None)
+
+
+def _sampled(output: SampleOutput, rows: Sequence[LaunchedRow]) -> list[SampledToken]:
+    """By place; reading them waits for the device."""
+    ids, broken = output.token_ids.tolist(), output.broken.tolist()
+    sampled = [SampledToken(token, bad) for token, bad in zip(ids, broken, strict=True)]
+    if output.logprobs is not None:
+        asked = [(item.place, item.row.request.sampling.logprobs) for item in rows]
+        wanted = [(place, count) for place, count in asked if place >= 0 and count >= 0]
+        messages = output.logprobs.messages([count for _, count in wanted])
+        for (place, _), message in zip(wanted, messages, strict=True):
+            sampled[place] = SampledToken(ids[place], broken[place], message)
+    return sampled
+
+
+@dataclass(slots=True)
+class Work:
+    """What the device does for a step: take the last step's tokens, compute, sample."""
+
+    batch: StepBatch
+    runner: Runner
+    previous: Pending[SampleOutput] | None
+
+    def __call__(self) -> SampleOutput:
+        """Runs in device order, perhaps in another thread."""
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            try:
+                tokens = previous.value().token_ids
+            except Exception as error:
+                raise StepAbandoned("the step before failed: its tokens are missing") from error
+            self.batch.resolve(tokens)
+        return self.runner.execute(self.batch)

@@ -1,0 +1,97 @@
+"""Packs of any geometry for `stamp_runner.py`: real files, random bytes for weights, no model.
+
+What is drawn: 1 to 80 layers in one to three groups (interleaved as families do it, with windows or
+without), 1 to 16 KV heads, K and V of unlike widths, fp32 or bf16. Rows are whole 8 bytes, because
+stamps are.
+"""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.pack import SEGMENT_ALIGN, KvGroup, read_index, write_index
+from tests.engine.pack_rig import random_pack
+
+NUM_LAYERS = (1, 1, 2, 2, 3, 4, 6, 9, 12, 24, 40, 80)
+KV_HEADS = (1, 1, 2, 2, 3, 4, 8, 16)
+WIDTHS = (4, 4, 8, 12, 16, 20, 32)
+WINDOWS = (0, 0, 0, 3, 7, 8, 13, 24, 33)
+CONTEXTS = (40, 96, 160)
+# So that a position costs little to write and read: small models have wide rows, deep ones thin.
+MAX_BYTES_PER_TOKEN = 4096
+SEGMENT_UNITS = (1, 1, 2, 3, 7)
+LONG_SEGMENT_UNITS = (4, 9, 16, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Geometry of a pack and the sizes of its weight segments."""
+
+    groups: tuple[KvGroup, ...]
+    kv_dtype: str
+    max_context: int
+    vocab_size: int
+    segment_bytes: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    def kv_pages(self, page_bytes: int) -> int:
+        """Pages for one sequence as long as it may be, extents half used."""
+        size = 4 if self.kv_dtype == "float32" else 2
+        row = sum(len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in self.groups)
+        return -(-row * size * self.max_context // page_bytes) + self.num_layers
+
+    def weight_pages(self, page_bytes: int) -> int:
+        """Pages its weights take."""
+        return sum(-(-size // page_bytes) for size in self.segment_bytes)
+
+
+def random_shape(
+    rng: random.Random, page_bytes: int, block_tokens: int, heavy: bool = False
+) -> Shape:
+    """A shape whose blocks fit a page. `heavy`: few layers, each of long runs of weights."""
+    dtype, size = rng.choice((("float32", 4), ("bfloat16", 2)))
+    num_layers = rng.choice((1, 2, 4)) if heavy else rng.choice(NUM_LAYERS)
+    num_groups = min(num_layers, rng.choice((1, 1, 2, 3)))
+    members: list[list[int]] = [[] for _ in range(num_groups)]
+    for layer in range(num_layers):
+        # The first layers fill each group once; then mostly in turn, as alternating families do.
+        in_turn = layer < num_groups or rng.random() < 0.8
+        members[layer % num_groups if in_turn else rng.randrange(num_groups)].append(layer)
+    groups = []
+    for layers in members:
+        while True:
+            heads, k_dim, v_dim = rng.choice(KV_HEADS), rng.choice(WIDTHS), rng.choice(WIDTHS)
+            row = heads * (k_dim + v_dim) * size
+            if row * num_layers <= MAX_BYTES_PER_TOKEN and row * block_tokens <= page_bytes:
+                break
+        groups.append(KvGroup(tuple(layers), heads, k_dim, v_dim, rng.choice(WINDOWS)))
+    units = LONG_SEGMENT_UNITS if heavy else SEGMENT_UNITS if num_layers <= 12 else (1,)
+    return Shape(
+        groups=tuple(groups),
+        kv_dtype=dtype,
+        max_context=rng.choice(CONTEXTS),
+        vocab_size=rng.choice((17, 96, 1000)),
+        segment_bytes=tuple(rng.choice(units) * SEGMENT_ALIGN for _ in range(num_layers + 1)),
+    )
+
+
+def stamp_pack(folder: Path, shape: Shape, seed: int) -> Path:
+    """The pack on disk; its revision depends on its name and `seed`, not on where it lies."""
+    random_pack(folder, shape.segment_bytes, seed)
+    index = msgspec.structs.replace(
+        read_index(folder),
+        revision=hashlib.blake2b(f"{folder.name}{seed}".encode(), digest_size=16).hexdigest(),
+        vocab_size=shape.vocab_size,
+        max_context=shape.max_context,
+        kv_groups=shape.groups,
+        kv_dtype=shape.kv_dtype,
+    )
+    write_index(folder, index)
+    return folder
