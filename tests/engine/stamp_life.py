@@ -60,7 +60,7 @@ class Life:
             _pool_size(rng, shapes, page_bytes, crowded),
             page_bytes,
             lag=rng.choice((0, 0, 1, 4)),
-            pace=pace or rng.choice(PACES),
+            pace=rng.choice(PACES) if pace is None else pace,
             block_tokens=block_tokens,
             max_batch_tokens=rng.choice((5, 16, 33, 64)),
             max_num_seqs=rng.choice((1, 4, 8, 12)),
