@@ -71,8 +71,8 @@ class Catalog:
         return tuple(name for name in names if self._unit_of.get(name) == unit_id)
 
     def label(self, unit_id: str) -> str:
-        """The name under which what belongs to the whole unit is told."""
-        return self._names[unit_id][0]
+        """The name under which what belongs to the whole unit is told; its id once it is gone."""
+        return self._names.get(unit_id, (unit_id,))[0]
 
     def may_unload(self, name: str, is_busy: Callable[[str], bool]) -> bool:
         """Whether the other names of the unit let it go; `is_busy` says who has requests."""

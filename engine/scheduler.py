@@ -54,7 +54,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
-        """Tokens looked up in the prefix cache at admissions, and those found there."""
+        """Prompt tokens looked up in the prefix cache, and those found there."""
 
     def queue(self, unit_id: str) -> ModelQueue:
         """The unit's queue, made at first use."""
@@ -228,10 +228,11 @@ class Scheduler:
             self._start(queue, request)
 
     def _start(self, queue: ModelQueue, request: Request) -> None:
-        self.num_prefix_queries += len(request.token_ids)
-        self.num_prefix_hits += request.num_computed
         if request.cached_tokens is None:
+            # What it finds again after a preemption is its own doing, and nobody's hit.
             request.cached_tokens = request.num_computed
+            self.num_prefix_queries += len(request.token_ids)
+            self.num_prefix_hits += request.num_computed
         request.move("running")
         queue.waiting.remove(request)
         insort(queue.running, request, key=_order)
