@@ -47,6 +47,8 @@ class Scheduler:
         self._queues: dict[str, ModelQueue] = {}
         self._by_key: dict[tuple[str, int], Request] = {}
         self._num_by_tenant: Counter[str] = Counter()
+        # The tenant's request that its share holds back: none that came after it may pass it.
+        self._held_back: dict[str, Request] = {}
         self._current: str | None = None
         self._steps_run = 0
         self._last_run: ModelQueue | None = None
@@ -80,6 +82,8 @@ class Scheduler:
             self._preempt(queue, request, now_s)
         queue.cache = None
         queue.short_order = None
+        for request in queue.waiting:
+            self._let_pass(request)
 
     def forget(self, queue: ModelQueue) -> None:
         """Drop the queue of a unit that is gone. It must be empty."""
@@ -141,6 +145,7 @@ class Scheduler:
             queue.waiting.remove(request)
         self._give_back(queue, request, now_s)
         request.finish(reason, error)
+        self._let_pass(request)
         del self._by_key[request.key]
         self._num_by_tenant[request.submit.tenant_id] -= 1
         if not self._num_by_tenant[request.submit.tenant_id]:
@@ -169,6 +174,8 @@ class Scheduler:
                 queue.cache.check_integrity(live)
             elif live:
                 raise IntegrityError(f"{queue.unit_id} is not resident but holds blocks")
+        if any(request.state != "waiting" for request in self._held_back.values()):
+            raise IntegrityError("a request that does not wait holds others of its tenant back")
         if tenants.total() != len(self._by_key) or tenants != self._num_by_tenant:
             raise IntegrityError(f"{len(self._by_key)} requests booked, {tenants} found")
 
@@ -208,7 +215,11 @@ class Scheduler:
                 return  # preempted just now: its last token comes first
             tenant_id = request.submit.tenant_id
             wanted = cache.pages_for(request.num_tokens + 1) if share.contended else 0
+            first = self._held_back.get(tenant_id)
+            if first is not None and first.order < request.order:
+                continue
             if not may_start(held, tenant_id, wanted, share):
+                self._held_back[tenant_id] = request
                 continue
             if request.order > oldest_short or self._num_running() >= self._max_num_seqs:
                 queue.short_order = request.order
@@ -227,7 +238,13 @@ class Scheduler:
                 self._lift(queue)
             self._start(queue, request)
 
+    def _let_pass(self, request: Request) -> None:
+        """The request has started, ended, or cannot start: others of its tenant need not wait."""
+        if self._held_back.get(request.submit.tenant_id) is request:
+            del self._held_back[request.submit.tenant_id]
+
     def _start(self, queue: ModelQueue, request: Request) -> None:
+        self._let_pass(request)
         if request.cached_tokens is None:
             # What it finds again after a preemption is its own doing, and nobody's hit.
             request.cached_tokens = request.num_computed

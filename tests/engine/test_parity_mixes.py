@@ -39,7 +39,7 @@ from tests.engine.models import (
 )
 
 TIE = 1e-6
-PAGE = 4096
+PAGE = 8192  # holds a block of 16 positions of every family
 NEW_TOKENS = 40
 LONGEST_PROMPT = 72
 FEW_MIXES = 12
@@ -198,7 +198,9 @@ class Mix:
         return Asked(model, prompt, rng.randint(1, NEW_TOKENS), rng.choice(("a", "a", "b")))
 
     def _submit(self, one: Asked) -> bool:
-        if self._state(one.model) != "resident":
+        state = self._state(one.model)
+        assert state != "failed", f"seed {self.seed}: {one.model} cannot be hosted"
+        if state != "resident":
             self.engine.load(one.model, self.now_s)
             return False
         name = str(len(self.asked))

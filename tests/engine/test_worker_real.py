@@ -137,6 +137,7 @@ def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
         shm_prefix="test",
         num_threads=1,
         max_batch_tokens=24,
+        steps_ahead=1,  # steps in a thread of their own; other tests have the default
     )
     config = WorkerConfig(
         worker_id="real",
@@ -186,6 +187,17 @@ def test_each_model_speaks_as_in_transformers_however_often_swapped(running: Run
     kinds = [s.kind for m in running.gateway.received if hasattr(m, "swaps") for s in m.swaps]
     assert kinds.count("load") == 4
     assert kinds.count("evict") == 3
+
+
+def test_a_request_that_is_out_of_time_ends(running: Running) -> None:
+    two = running.models[1]
+    greedy = SamplingParams(temperature=0.0)
+    late = Submit("late", 1, "t", two.name, PROMPTS[0], NUM_TOKENS, greedy, [], timeout_s=-1.0)
+    running.gateway.send(late)
+    running.until(lambda: bool(running.gateway.finishes("late")))
+    (finish,) = running.gateway.finishes("late")
+    assert (finish.reason, finish.usage.generated_tokens) == ("timeout", 0)
+    running.gateway.send(AckUsage([("late", 1)]))
 
 
 def test_bad_requests_and_garbage_are_refused_and_harm_nobody(running: Running) -> None:
