@@ -6,6 +6,7 @@ import torch
 from engine.batch import StepBatch
 from engine.errors import IntegrityError
 from engine.sampler import SampleOutput
+from engine.step_pipeline import SampledToken
 from tests.engine.test_scheduler import TwoTokens, World
 
 
@@ -125,7 +126,8 @@ def test_a_broken_row_is_told_as_such() -> None:
     assert planned is not None
     assert queue.cache is not None
     world.pipeline.launch(queue, Breaks(), queue.cache, planned[1])
-    assert world.pipeline.collect().tokens == ((0, True), (5, False))
+    tokens = (SampledToken(0, True), SampledToken(5, False))
+    assert world.pipeline.collect().tokens == tokens
 
 
 def test_a_broken_invariant_is_nobodys_step_failure() -> None:
