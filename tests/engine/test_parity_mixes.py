@@ -10,6 +10,7 @@ counted as a tie and printed, and what follows it in its request is not compared
 """
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -237,6 +238,8 @@ class Mix:
                 self.events["hit tokens"] += delta.finish.usage.cached_tokens
         self.engine.check_integrity()
         self.events["swaps"] += len(self.engine.take_swaps())
+        if not self.engine.has_work():
+            time.sleep(0.0002)  # the loaders want the core
 
     def _compare(self, one: Asked) -> None:
         answer = self.book.answer(one.model, one.prompt)
