@@ -54,8 +54,8 @@ async def post(
         ({"messages": "hello"}, 400, "invalid_request", "messages"),
         ({"messages": [{"role": "user"}]}, 400, "invalid_request", None),
         ({"temperature": -1}, 400, "invalid_request", "temperature"),
-        ({"tools": [{"type": "function"}]}, 400, "unsupported_parameter", "tools"),
-        ({"n": 3}, 400, "unsupported_parameter", "n"),
+        ({"tools": [{"type": "function"}]}, 400, "invalid_request", "tools[0].function"),
+        ({"n": 99}, 400, "invalid_request", "n"),
         ({"made_up": 1}, 400, "unsupported_parameter", "made_up"),
     ],
 )
