@@ -258,7 +258,7 @@ def family_row(model: Model, device: Device) -> dict[str, Any]:
     minimum = model.minimum_bytes(tokens) // tokens
     count = max(1, min(FAMILY_SEQUENCES, int(device.arena_bytes * 0.7) // (minimum * tokens)))
     for _ in range(count):
-        cache.reserve(cache.new_kv("bench"), tokens, 0.0)
+        cache.reserve(cache.new_kv("bench"), tokens)
     held = sum(pool.pages_by_owner().values()) * pool.page_bytes
     return {
         "model": model.name,

@@ -96,7 +96,7 @@ class Traffic:
         """Some tokens more of every request."""
         self._round += 1
         self._pass_step()
-        self._memory.keep_watermark(self._now)
+        self._memory.keep_watermark()
         self._admit()
         for unit, job in self._by_age():
             # Whoever was preempted for an older one's sake has lost its KV meanwhile.
@@ -188,13 +188,13 @@ class Traffic:
         assert job.kv is not None
         while True:
             try:
-                unit.cache.reserve(job.kv, num_tokens, self._now)
+                unit.cache.reserve(job.kv, num_tokens)
             except OutOfPages:
                 wanted = unit.cache.pages_of(unit.cache.demand(job.kv, num_tokens))
                 if (
                     self._pool.num_fenced
-                    or self._memory.evict(wanted, self._now)
-                    or self._memory.compact(wanted, self._now)
+                    or self._memory.evict(wanted)
+                    or self._memory.compact(wanted)
                 ):
                     # A round is some steps long: the memory is there for the next of them.
                     self.num_stalls += 1

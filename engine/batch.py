@@ -9,8 +9,9 @@ A decode row may continue with a token that the step before it is still sampling
 in on the device, by `resolve`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from engine.kv_cache import KvCache
 from engine.kv_plan import GroupPlan, KvPlan
 from engine.request import Request
 from engine.request_kv import BlockIds, RequestKv
-from engine.sampling_batch import SamplingBatch, build_sampling
+from engine.sampling_batch import SamplingBatch, build_sampling, list_size
 from kernels.paged_attention import PagedBatch, Rows
 
 # Decode rows whose tables differ by less than this many blocks share one padded table.
@@ -59,14 +60,31 @@ class ScheduledRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Scoring:
+    """Positions of prompts whose next token's logprobs were asked for.
+
+    rows       the row, and its positions, in the order of the tensors
+    index      int64 [P], places in the flat batch
+    next_ids   int64 [P], the tokens that follow
+    """
+
+    rows: tuple[tuple[ScheduledRow, range], ...]
+    index: torch.Tensor
+    next_ids: torch.Tensor
+    num_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepBatch:
     """All of a step.
 
     input_ids, position_ids   int64 [1, T]
-    logit_index               int64 [S], places of the sampling rows' last tokens
+    logit_index               int64 [R], places of the last tokens: of the sampling rows, then of
+                              the others, whose logits only tell whether their KV is sound
     groups                    by layer group, where K and V go and what is attended to
     pending_index             int64 [P], places in the flat batch of tokens not known yet
     pending_source            int64 [P], rows of the step before that sample them
+    scoring                   prompts whose logprobs were asked for; None: none
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -79,6 +97,7 @@ class StepBatch:
     sampling: SamplingBatch
     pending_index: torch.Tensor
     pending_source: torch.Tensor
+    scoring: Scoring | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -96,18 +115,22 @@ class StepBatch:
             self.input_ids[0, self.pending_index] = previous_token_ids[self.pending_source]
 
 
+LayOut: TypeAlias = Callable[[Sequence[ScheduledRow], KvCache, torch.device], StepBatch]
+"""How scheduled rows become a step; `build_batch` but in the simulator."""
+
+
 def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.device) -> StepBatch:
     """Lay the rows out. Every row's tables must already reach its last scheduled token."""
     ids: list[int] = []
     pending: list[int] = []
-    logit_index: list[int] = []
+    sampling_index: list[int] = []
+    other_index: list[int] = []
     for row in rows:
         ids += row.request.token_ids[row.first : row.end]
         if row.source >= 0:
             pending.append(len(ids))
             ids.append(0)
-        if row.samples:
-            logit_index.append(len(ids) - 1)
+        (sampling_index if row.samples else other_index).append(len(ids) - 1)
     lengths = np.array([row.num_tokens for row in rows])
     starts = np.cumsum(lengths) - lengths
     row_of_token = np.repeat(np.arange(len(rows)), lengths)
@@ -145,12 +168,40 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
         sampling_rows=sampling_rows,
         input_ids=tensor(ids)[None],
         position_ids=tensor(positions)[None],
-        logit_index=tensor(logit_index),
+        logit_index=tensor(sampling_index + other_index),
         plan=cache.plan,
         groups=tuple(groups),
         sampling=build_sampling([row.request.sample_input for row in sampling_rows], device),
         pending_index=tensor(pending),
         pending_source=tensor([row.source for row in rows if row.source >= 0]),
+        scoring=_scoring(rows, starts, device),
+    )
+
+
+def _scoring(
+    rows: Sequence[ScheduledRow], starts: BlockIds, device: torch.device
+) -> Scoring | None:
+    scored: list[tuple[ScheduledRow, range]] = []
+    index: list[int] = []
+    next_ids: list[int] = []
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        request = row.request
+        if not request.scores_prompt:
+            continue
+        # After a preemption those that are known are not computed twice.
+        low = max(row.first, len(request.prompt_scores))
+        positions = range(low, min(row.end, request.num_prompt - 1))
+        if positions:
+            scored.append((row, positions))
+            index += [start + position - row.first for position in positions]
+            next_ids += request.token_ids[positions.start + 1 : positions.stop + 1]
+    if not scored:
+        return None
+    return Scoring(
+        tuple(scored),
+        torch.tensor(index, dtype=torch.int64).to(device),
+        torch.tensor(next_ids, dtype=torch.int64).to(device),
+        list_size(max(row.request.submit.prompt_logprobs for row, _ in scored)),
     )
 
 

@@ -43,7 +43,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 64
     """Rows of one step at most."""
     max_batch_tokens: int = 1024
-    """Token budget of one step, prefill chunks and decodes together."""
+    """Token budget of one step, prefill chunks and decodes together; not below `max_num_seqs`."""
     max_waiting: int = 256
     """Requests taken in but not yet running; beyond it Submit is refused as `overloaded`."""
     num_threads: int = 0
@@ -63,8 +63,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_high_watermark: float = 0.05
     """Share of the pages that such an eviction leaves free."""
     tenant_kv_share: float = 0.75
-    """Share of the KV memory that one tenant's running requests may hold while another tenant has
-    unfinished work; one request of a tenant always may run. 1: no bound."""
+    """Share of the KV memory up to which one tenant's requests start while another tenant has
+    unfinished work; one of them always may. What runs may grow beyond it while memory is free, and
+    goes first when it is not. 1: no bound."""
     reserve_bytes: int = 0
     """Device memory outside the arena for activations and logits: a model whose steps need more
     is not loaded. 0: not checked."""
@@ -111,6 +112,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 "block_tokens, max_num_seqs, max_batch_tokens, max_waiting, min_run_steps, "
                 "load_threads and load_kv_tokens must be at least 1"
+            )
+        if self.max_batch_tokens < self.max_num_seqs:
+            # Decodes come first: with more of them than the budget has tokens, no prompt would
+            # ever be computed.
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must not be below max_num_seqs "
+                f"({self.max_num_seqs}), or decodes leave nothing for prompts: raise the one or "
+                "lower the other"
             )
 
     @property

@@ -11,6 +11,7 @@ row's number is at hand where this process is ended from outside, so the parent 
 Imports neither torch nor numpy and has one thread, as forking needs.
 """
 
+import hashlib
 import mmap
 import multiprocessing.connection
 import os
@@ -27,8 +28,10 @@ from engine.errors import ConstraintBroken, ConstraintRefused
 from engine.protocol import Constraint
 from engine.structured import Compiler, Grammar, Matcher
 
-MAX_TOKENIZERS = 4
+# Some 60 MB each at 50k tokens. Models with the same tokenizer share one.
+MAX_TOKENIZERS = 8
 MAX_GRAMMARS = 256
+MAX_DIGESTS = 1024
 MAX_TRIALS = 2
 # The library recurses; 12 times the usual stack takes it through what its own limits allow.
 STACK_BYTES = 96 << 20
@@ -52,6 +55,10 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     step_s: float = 0.25
     trial_s: float = 20.0
     memory_bytes: int = 4 << 30
+
+
+# A digest of tokenizer.json instead of its place.
+_CompilerKey: TypeAlias = tuple[bytes, int, tuple[int, ...]]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -128,8 +135,9 @@ class ConstraintChild:
         self._masks = view[HEADER_BYTES:]
         self._row_bytes = len(self._masks) // num_rows
         self._limits = limits
-        self._compilers: OrderedDict[TokenizerSource, Compiler] = OrderedDict()
-        self._grammars: OrderedDict[tuple[TokenizerSource, Constraint], Grammar] = OrderedDict()
+        self._digests: OrderedDict[str, bytes] = OrderedDict()
+        self._compilers: OrderedDict[_CompilerKey, Compiler] = OrderedDict()
+        self._grammars: OrderedDict[tuple[_CompilerKey, Constraint], Grammar] = OrderedDict()
         self._matchers: dict[int, Matcher] = {}
         self._untried: deque[Open] = deque()
         self._trials: dict[multiprocessing.connection.Connection, tuple[int, Open]] = {}
@@ -151,7 +159,7 @@ class ConstraintChild:
 
     def _handle(self, message: ToChild) -> None:
         if isinstance(message, Open):
-            key = (message.source, message.constraint)
+            key = (self._key(message.source), message.constraint)
             if message.trusted or key in self._grammars:
                 self._guarded(message.session, message)
             else:
@@ -239,20 +247,36 @@ class ConstraintChild:
         else:
             self._send(Refused(work.session, verdict[2:].decode("utf-8", "replace")))
 
+    def _key(self, source: TokenizerSource) -> _CompilerKey:
+        digest = self._digests.get(source.tokenizer_json)
+        if digest is None:
+            try:
+                content = Path(source.tokenizer_json).read_bytes()
+            except OSError:
+                content = source.tokenizer_json.encode()  # making its compiler says what is wrong
+            digest = self._digests[source.tokenizer_json] = hashlib.sha256(content).digest()
+            if len(self._digests) > MAX_DIGESTS:
+                self._digests.popitem(last=False)
+        return digest, source.vocab_size, source.eos_ids
+
     def _compiler(self, source: TokenizerSource) -> Compiler:
-        compiler = self._compilers.pop(source, None)
+        key = self._key(source)
+        compiler = self._compilers.pop(key, None)
         if compiler is None:
             path = Path(source.tokenizer_json)
             compiler = Compiler(path, source.vocab_size, source.eos_ids)
             if compiler.mask_bytes > self._row_bytes:
                 raise ConstraintRefused("the tokenizer has too many tokens for a mask")
-        self._compilers[source] = compiler
+        self._compilers[key] = compiler
         if len(self._compilers) > MAX_TOKENIZERS:
-            self._compilers.popitem(last=False)
+            dropped, _ = self._compilers.popitem(last=False)
+            # A grammar holds its tokenizer: each that is made again would stay beside the first.
+            for held in [held for held in self._grammars if held[0] == dropped]:
+                del self._grammars[held]
         return compiler
 
     def _grammar(self, compiler: Compiler, work: Open) -> Grammar:
-        key = (work.source, work.constraint)
+        key = (self._key(work.source), work.constraint)
         grammar = self._grammars.pop(key, None)
         if grammar is None or grammar.worn:
             grammar = compiler.compile(work.constraint)

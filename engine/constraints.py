@@ -13,6 +13,7 @@ calls `flush`; the masks are computed while the next step runs, and are there be
 Used from one thread.
 """
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -34,11 +35,16 @@ from engine.constraint_process import ConstraintProcess
 from engine.errors import RequestRefused
 from engine.protocol import Constraint
 
+logger = logging.getLogger(__name__)
+
 MAX_VOCAB_SIZE = 1 << 18
 # Constraints whose fate is remembered.
 MAX_VERDICTS = 1024
 # A session that has survived so many ends of its process is given up.
 MAX_REOPENED = 3
+# A process that owes answers and has given none for so long hangs, and is ended. A trial may take
+# 20 s of a busy machine.
+MAX_SILENCE_S = 60.0
 
 SessionState: TypeAlias = Literal["opening", "ready", "stepping", "refused", "broken", "closed"]
 _Key: TypeAlias = tuple[TokenizerSource, Constraint]
@@ -77,6 +83,7 @@ class Constraints:
         # "" for a constraint that has been compiled, else why it was refused.
         self._verdicts: OrderedDict[_Key, str] = OrderedDict()
         self.num_restarts = 0
+        self._heard_s = time.monotonic()
 
     def open(
         self, source: TokenizerSource, constraint: Constraint, output_ids: Sequence[int] = ()
@@ -117,6 +124,10 @@ class Constraints:
         if answers is None:
             self._restart()
             return
+        if not answers:
+            self._watch()
+        else:
+            self._heard_s = time.monotonic()
         for answer in answers:
             session = self._sessions[answer.session]
             if session.state == "closed":
@@ -154,6 +165,11 @@ class Constraints:
             self._release(session)
         # Otherwise an answer is under way and would be taken for one to the row's next session.
 
+    def give_up(self, session: Session, reason: str) -> None:
+        """A ready session that cannot go on after all."""
+        assert session.state == "ready", session.state
+        self._end(session, "broken", reason)
+
     def shutdown(self) -> None:
         """End the process."""
         self._process.close()
@@ -162,6 +178,16 @@ class Constraints:
         session.state = "opening"
         trusted = session.key in self._verdicts
         self._process.send(Open(session.row, *session.key, session.output_ids, trusted))
+
+    def _watch(self) -> None:
+        """End a process that has been silent for too long; the next `poll` starts another."""
+        now_s = time.monotonic()
+        if not any(s.busy or s.state == "closed" for s in self._sessions.values()):
+            self._heard_s = now_s
+        elif now_s - self._heard_s > MAX_SILENCE_S:
+            logger.error("the constraint process has been silent for %.0f s", MAX_SILENCE_S)
+            self._heard_s = now_s
+            self._process.kill()
 
     def _release(self, session: Session) -> None:
         del self._sessions[session.row]

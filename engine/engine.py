@@ -13,11 +13,13 @@ step with an error and leaves the others running; an IntegrityError ends the wor
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from engine.backend.base import Backend
 from engine.batch import ScheduledRow
 from engine.config import EngineConfig
+from engine.constrained_rows import ConstrainedRows
+from engine.constraint_child import TokenizerSource
 from engine.deadlines import Deadlines
 from engine.engine_status import EngineStatus, make_status
 from engine.errors import IntegrityError
@@ -26,6 +28,7 @@ from engine.kv_supply import PoolSupply
 from engine.leases import check_submit
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
+from engine.parts import EngineParts
 from engine.policy.batching import split_time
 from engine.protocol import (
     Finish,
@@ -48,7 +51,11 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Many models on one device. Not thread-safe."""
 
-    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+    def __init__(
+        self, config: EngineConfig, backend: Backend, parts: EngineParts | None = None
+    ) -> None:
+        """`parts`: siblings for a modelled device."""
+        parts = parts or EngineParts()
         self._config = config
         self.pool = PagePool(config.num_pages, config.resolved_page_bytes)
         self._supply = PoolSupply(config, self.pool, backend)
@@ -59,8 +66,8 @@ class Engine:
             self._supply,
             config.tenant_kv_share,
         )
-        self._pipeline = StepPipeline(backend, self.pool)
-        self._residency = Residency(config, self.pool, backend, self._supply.kv)
+        self._pipeline = StepPipeline(backend, self.pool, parts.lay_out)
+        self._residency = Residency(config, self.pool, backend, self._supply.kv, parts)
         self._hosting = Hosting(
             config,
             self.pool,
@@ -70,8 +77,11 @@ class Engine:
             self._scheduler,
             settle=self._settle,
             end_request=self._end_with_error,
+            parts=parts,
         )
         self._runners = self._hosting.runners
+        # Every request there may be, and those whose end has not been answered yet.
+        self._constrained = ConstrainedRows(2 * (config.max_num_seqs + config.max_waiting))
         self._deadlines = Deadlines()
         self._aborts: list[Request] = []
         self._deltas: list[TokenDelta] = []
@@ -96,6 +106,9 @@ class Engine:
         queues = self._scheduler.queues()
         unit_id = check_submit(request, self._config, self.pool, self._hosting, queues)
         taken = Request.of(request, now_s, unit_id, self._config.request_timeout_s)
+        if request.constraint is not None:
+            source = self._tokenizer_source(unit_id, request.stop_token_ids)
+            self._constrained.open(taken, request.constraint, source)
         self._scheduler.add(taken)
         self._deadlines.add(taken)
         self._stalled = False
@@ -127,8 +140,9 @@ class Engine:
         """Schedule, launch, collect. Empty when nothing was collected and nothing ended."""
         self._supply.reclaim()
         self._end_early(now_s)
+        self._end_constrained(now_s)
         self._hosting.advance(now_s)
-        self._supply.kv.keep_watermark(now_s)
+        self._supply.kv.keep_watermark()
         planned = self._scheduler.schedule(now_s)
         self._stalled = False
         if planned is not None:
@@ -138,11 +152,23 @@ class Engine:
             self._settle(now_s)
         elif self.pool.has_fences:
             self._pipeline.pass_fence()
+        elif self._constrained.rest():
+            pass  # what runs waits for masks or grammars, and memory is not what is lacking
         else:
             self._hosting.make_kv_room(now_s)
             self._stalled = not self.pool.has_fences
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def unfinished(self) -> Iterator[Request]:
+        """Requests that wait or run, to be looked at only."""
+        for queue in self._scheduler.queues():
+            yield from queue.requests()
+
+    @property
+    def num_cached_pages(self) -> int:
+        """KV pages that only hold what later requests may find."""
+        return self._supply.kv.num_evictable()
 
     def take_swaps(self) -> list[SwapRecord]:
         """Loads and evictions finished since the last call."""
@@ -152,7 +178,12 @@ class Engine:
     def status(self, now_s: float) -> EngineStatus:
         """Residency, pages and what may be submitted."""
         return make_status(
-            self._config, self.pool, self._supply, self._hosting, self._scheduler, self._counters
+            self._config,
+            self.pool,
+            self._supply,
+            self._hosting,
+            self._scheduler,
+            {**self._counters, **self._constrained.counters()},
         )
 
     def check_integrity(self) -> None:
@@ -168,7 +199,9 @@ class Engine:
                     raise IntegrityError(f"request {request.key} waits for a step that ended")
 
     def close(self) -> None:
-        """Stop the loaders. What is in flight is left to the backend's close."""
+        """Stop the loaders and end the constraint process. What is in flight is left to the
+        backend's close."""
+        self._constrained.shutdown()
         self._residency.close()
 
     def _end_early(self, now_s: float) -> None:
@@ -180,6 +213,24 @@ class Engine:
         for request in self._deadlines.pop_due(now_s):
             self._counters["deadline_timeouts"] += 1
             self._finish(request, [], "timeout", now_s)
+
+    def _end_constrained(self, now_s: float) -> None:
+        """Requests whose constraint cannot be had, cannot go on, or is fulfilled."""
+        for request, ending, reason in self._constrained.poll():
+            if ending == "complete":
+                self._finish(request, [], "stop", now_s)
+            elif ending == "refused":
+                self._finish(request, [], "refused", now_s, reason)
+            else:
+                self._end_with_error(request, now_s, f"its constraint broke: {reason}")
+
+    def _tokenizer_source(self, unit_id: str, stop_ids: Sequence[int]) -> TokenizerSource:
+        residency = self._hosting.residency
+        return TokenizerSource(
+            str(residency.pack_dir(unit_id) / "tokenizer.json"),
+            residency.index(unit_id).vocab_size,
+            tuple(sorted(set(stop_ids))),
+        )
 
     def _launch(self, queue: ModelQueue, rows: list[ScheduledRow], now_s: float) -> None:
         assert queue.cache is not None
@@ -203,10 +254,13 @@ class Engine:
             elif not ended.abandoned:
                 self._charge(ended, now_s)
                 self._take_tokens(ended, now_s)
+                self._constrained.flush()
 
     def _take_tokens(self, ended: Collected, now_s: float) -> None:
         cache = ended.queue.cache
         broken = False
+        for request, first, scores in ended.scores:
+            request.prompt_scores += scores[len(request.prompt_scores) - first :]
         for item, token in zip(ended.rows, ended.tokens, strict=True):
             request = item.row.request
             if token is not None and token.broken:
@@ -215,11 +269,22 @@ class Engine:
                     reason = "the model's logits are not finite"
                     self._finish(request, [], "error", now_s, reason)
                 continue
+            computed = item.row.end
+            settled = "kept" if token is None else self._constrained.settle(request, token.token)
+            if settled == "lost":
+                # It means nothing; its logits are computed once more.
+                token = None
+                computed -= 1
+                if item.still_runs:
+                    request.num_computed = computed
             if item.still_runs and cache is not None:
                 assert request.kv is not None
-                computed = item.row.first + item.row.num_tokens
                 cache.advance(request.kv, request.token_ids, computed, now_s)
-            if token is not None and request.state != "finished":
+            if settled == "complete":
+                # Only the end could follow. Whether that was known before the step is a matter of
+                # chance, so the end is never one of its tokens.
+                self._finish(request, [], "stop", now_s)
+            elif token is not None and request.state != "finished":
                 self._append(request, token, now_s)
         if broken and cache is not None:
             cache.drop_cached()  # what came from broken weights must not reach anybody else
@@ -267,7 +332,8 @@ class Engine:
         elif request.num_generated >= request.submit.max_tokens:
             self._finish(request, [token], "length", now_s, logprobs=logprobs)
         else:
-            self._deltas.append(TokenDelta(*request.key, [token], logprobs=logprobs))
+            scores = request.prompt_scores if request.num_generated == 1 else []
+            self._deltas.append(TokenDelta(*request.key, [token], None, logprobs, scores))
 
     def _end_with_error(self, request: Request, now_s: float, error: str) -> None:
         self._finish(request, [], "error", now_s, error)
@@ -282,6 +348,7 @@ class Engine:
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         self._scheduler.finish(request, reason, now_s, error)
+        self._constrained.close(request)
         usage = Usage(
             prompt_tokens=request.num_prompt,
             cached_tokens=request.cached_tokens or 0,
@@ -289,7 +356,9 @@ class Engine:
             service_s=request.service_s,
         )
         finish = Finish(reason, usage, error)
-        self._deltas.append(TokenDelta(*request.key, tokens, finish, list(logprobs)))
+        # With its first delta, which is the last one where it has one token.
+        scores = request.prompt_scores if tokens and request.num_generated == 1 else []
+        self._deltas.append(TokenDelta(*request.key, tokens, finish, list(logprobs), scores))
 
 
 def _sampled(rows: Sequence[LaunchedRow]) -> bool:

@@ -35,7 +35,7 @@ class EngineStatusLike(Protocol):
 
     @property
     def models(self) -> Sequence[ModelStatus]:
-        """One row for each model of the catalog."""
+        """One row for each model that is not cold."""
 
     @property
     def leases(self) -> Sequence[Lease]:
@@ -44,6 +44,10 @@ class EngineStatusLike(Protocol):
     @property
     def counters(self) -> Mapping[str, float]:
         """Rising counts, for metrics."""
+
+    @property
+    def cold_bytes_per_s(self) -> float:
+        """How fast models without a row would be loaded; 0: not known."""
 
 
 class EngineLike(Protocol):

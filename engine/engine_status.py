@@ -25,6 +25,7 @@ class EngineStatus:
     models: list[ModelStatus]
     leases: list[Lease]
     counters: dict[str, float]
+    cold_bytes_per_s: float = 0.0
 
 
 def make_status(
@@ -41,7 +42,7 @@ def make_status(
     running = Counter(r.submit.model_id for queue in queues for r in queue.running)
     waiting = Counter(r.submit.model_id for queue in queues for r in queue.waiting)
     names = running.keys() | waiting.keys()
-    units = hosting.residency.status_rows({})
+    units = hosting.residency.noted_rows()
     return EngineStatus(
         free_requests=free_requests,
         free_kv_bytes=free_bytes,
@@ -60,6 +61,7 @@ def make_status(
             "kv_compactions": float(supply.kv.num_compactions),
             "weights_moved_pages": float(hosting.residency.num_moved_pages),
         },
+        cold_bytes_per_s=hosting.residency.cold_bytes_per_s,
     )
 
 

@@ -13,13 +13,14 @@ from engine.catalog import Catalog
 from engine.config import EngineConfig
 from engine.kv_memory import KvMemory
 from engine.model_queue import ModelQueue
-from engine.model_runner import ModelRunner
 from engine.pack import PackIndex
 from engine.page_pool import PagePool
+from engine.parts import EngineParts, UnitRunner
 from engine.protocol import ModelSpec
 from engine.request import Request
 from engine.reserve import step_bytes
 from engine.residency import Residency
+from engine.room import KvClaim
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -41,25 +42,29 @@ class Hosting:
         scheduler: Scheduler,
         settle: Callable[[float], None],
         end_request: EndRequest,
+        parts: EngineParts | None = None,
     ) -> None:
         """`settle` collects every step in flight."""
         self._config = config
+        self._make_runner = (parts or EngineParts()).make_runner
         self._pool = pool
         self._backend = backend
         self._kv = kv
         self._scheduler = scheduler
         self._settle = settle
         self._end_request = end_request
-        self._kv_claim: Request | None = None  # units leave for it; none comes until it has ended
+        self._kv_claim: Request | None = None  # units leave for it; none takes its room
         self._now_s = 0.0
+        self._units_left = False  # some may have, and their runners should go
         self.residency = residency
         self.catalog = Catalog()
-        self.runners: dict[str, ModelRunner] = {}
+        self.runners: dict[str, UnitRunner] = {}
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
         """The whole list; a unit that no name is left for is drained and forgotten."""
         for unit_id in self.residency.set_catalog(self.catalog.update(models, self._remains)):
             self.residency.begin_drain(unit_id, now_s, "removed from the catalog")
+        self._units_left = True
 
     def load(self, name: str, now_s: float) -> None:
         """Make a hosted model's unit resident, unless its steps need too much outside the arena."""
@@ -88,7 +93,7 @@ class Hosting:
     def advance(self, now_s: float) -> None:
         """Loads, evictions and moves go on; what they did is brought to runners and queues."""
         self._now_s = now_s
-        events = self.residency.poll(now_s, self._is_busy, self._drop_kv, self._holds_loads())
+        events = self.residency.poll(now_s, self._is_busy, self._drop_kv, self._claim())
         for event in events:
             if event.kind == "loaded":
                 self._start(event.model_id)
@@ -102,15 +107,17 @@ class Hosting:
                 # Preempted by an eviction: its requests want the unit back.
                 self._want_back(queue)
             if not self.residency.knows(queue.unit_id) and not queue.num_unfinished:
-                self.runners.pop(queue.unit_id, None)
                 self._scheduler.forget(queue)
+        if events or self._units_left:
+            self._forget_runners()
 
     def make_kv_room(self, now_s: float) -> None:
         """Nothing runs and no page is on its way back, but somebody may wait for KV memory.
 
         What is lacking is held by the weights of other units, and nobody would ever give it back:
-        one unit goes, and until the request has ended no load may take the room: with its first
-        chunk alone it would lose the rest to a load, be preempted, and ask for room again for ever.
+        one unit goes. Until the request has ended loads leave it all it may come to need: with
+        its first chunk alone it would lose the rest to a load, be preempted, and ask for room
+        again for ever.
         """
         self._now_s = now_s
         request = self._kv_claim = self._scheduler.oldest_waiting()
@@ -126,21 +133,34 @@ class Hosting:
             queue.unit_id == unit_id for queue in self._scheduler.queues()
         )
 
-    def _holds_loads(self) -> bool:
-        """Whether a request for which units have left still needs the room: until its end.
+    def _claim(self) -> KvClaim | None:
+        """What a request for which units have left may still need, until its end.
 
-        Not only until it runs: with its first chunk computed, a load could take the pages of the
-        next, and it would be preempted, and units would leave for it again, for ever.
+        Its worst case, less what it holds. Requests that are let in beside it are younger, or
+        older ones that go first anyhow: the younger are preempted for it, so only weights have to
+        be kept from its pages.
         """
-        claim = self._kv_claim
-        if claim is not None and (
-            claim.state == "finished" or self._scheduler.queue(claim.unit_id).cache is None
-        ):
-            self._kv_claim = claim = None
-        return claim is not None
+        request = self._kv_claim
+        if request is None:
+            return None
+        cache = self._scheduler.queue(request.unit_id).cache
+        if request.state == "finished" or cache is None:
+            self._kv_claim = None
+            return None
+        held = request.kv if request.state == "running" else None
+        demand = cache.demand(held, request.max_total_tokens)
+        return KvClaim(request.unit_id, cache.pages_of(demand))
+
+    def _forget_runners(self) -> None:
+        """Those of units that are gone."""
+        gone = [unit_id for unit_id in self.runners if not self.residency.knows(unit_id)]
+        for unit_id in gone:
+            if not self._scheduler.is_busy(unit_id):
+                del self.runners[unit_id]
+        self._units_left = any(unit_id in self.runners for unit_id in gone)
 
     def _is_busy(self, unit_id: str) -> bool:
-        return self._scheduler.queue(unit_id).num_unfinished > 0
+        return self._scheduler.is_busy(unit_id)
 
     def _want_back(self, queue: ModelQueue) -> None:
         if not self.residency.knows(queue.unit_id):
@@ -174,17 +194,12 @@ class Hosting:
         self._kv.register(unit_id, runner.cache, float(index.total_bytes))
         self._scheduler.bind(self._scheduler.queue(unit_id), runner.cache)
 
-    def _bind(self, unit_id: str, index: PackIndex, runner: ModelRunner | None) -> ModelRunner:
-        runner = runner or ModelRunner(
-            unit_id,
-            self.residency.pack_dir(unit_id),
-            index,
-            self._backend.arena,
-            self._pool,
-            self._config.block_tokens,
-            caching=self._config.prefix_cache,
-            max_chunk=self._config.max_batch_tokens,
-        )
+    def _bind(self, unit_id: str, index: PackIndex, runner: UnitRunner | None) -> UnitRunner:
+        if runner is None:
+            pack_dir = self.residency.pack_dir(unit_id)
+            runner = self._make_runner(
+                unit_id, pack_dir, index, self._backend, self._pool, self._config
+            )
         views = self.residency.weights(unit_id)
         runner.bind(views.tensors, views.generation)
         return runner

@@ -3,11 +3,12 @@
 Blocks come from the unit's layer groups (`kv_group.py`), found by prefix hashes
 (`prefix_cache.py`). The life of a request's KV:
 
-    new_kv -> match -> reserve -> (steps, advance)* -> release
-               |         |                 |             `- full known blocks stay as cached
-               |         |                 `- full blocks can be found; what left a window is freed
-               |         `- blocks for the positions to come; OutOfPages changes nothing
-               `- references on the longest cached prefix
+    new_kv -> look -> match -> reserve -> (steps, advance)* -> release
+               |       |         |                 |             `- full known blocks stay as cached
+               |       |         |                 `- full blocks can be found; windows are freed
+               |       |         `- blocks for the positions to come; OutOfPages changes nothing
+               |       `- references on the longest cached prefix
+               `- what `match` would find and keep from being given back; as often as one likes
 
 Only steps that are known to have gone well are told to `advance`: nothing else is ever found by
 another request. Found blocks are shared while their first request still runs; nobody writes a full
@@ -16,8 +17,9 @@ block again. Where two requests compute one prefix at once, the first to be told
 Does not know scheduling: who waits or is preempted when this raises OutOfPages is decided above.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from engine.errors import IntegrityError, OutOfPages
@@ -25,8 +27,8 @@ from engine.kv_group import BlockGroup
 from engine.kv_plan import KvPlan
 from engine.page_pool import Owner, PagePool
 from engine.policy.kv_value import ValueParams
-from engine.prefix_cache import extend_hashes, longest_hit, root_hash
-from engine.request_kv import HOLE, Demand, RequestKv
+from engine.prefix_cache import extend_hashes, full_hit, longest_hit, root_hash
+from engine.request_kv import HOLE, NO_HIT, Demand, Hit, RequestKv
 
 # A window group's blocks are freed when a step is known to have gone well, while the next one runs.
 CHUNKS_IN_FLIGHT = 2
@@ -55,6 +57,8 @@ class KvCache:
         self.caching = caching
         self._pool = pool
         self._live: dict[RequestKv, None] = {}
+        self._version = 0  # another one when requests have come to hold blocks, or hold no more
+        self._no_room = (0,) * len(plan.groups)
         self._blocks_of_tenant: dict[bytes, list[int]] = {}
         self._windows = [group.window for group in plan.groups]
         self._window_blocks = [self._most_blocks(window, max_chunk) for window in self._windows]
@@ -70,30 +74,62 @@ class KvCache:
         num_groups = len(self.groups)
         return RequestKv(root_hash(tenant_id), [[] for _ in range(num_groups)], [0] * num_groups)
 
-    def match(self, kv: RequestKv, token_ids: Sequence[int], now_s: float) -> int:
-        """Refer to the longest cached prefix, at least one token short of all. Returns tokens."""
+    def look(self, kv: RequestKv, token_ids: Sequence[int]) -> Hit:
+        """What `match` would find. Changes nothing but the hashes, which are kept for the next.
+
+        Nobody's blocks count as used because of it; whoever waits may look as often as it likes.
+        """
+        most = self._hash_prompt(kv.hashes, kv.salt, token_ids)
+        names, indexes = kv.hashes[:most], [group.index for group in self.groups]
+        num_full = full_hit(indexes, self._windows, names)
+        missing = names[num_full] if num_full < most else None
+        num_blocks = longest_hit(indexes, self._windows, names[:num_full], self.plan.block_tokens)
+        if not num_blocks:
+            return Hit(0, missing=missing, room=self._no_room, version=self._version)
+        num_tokens = num_blocks * self.plan.block_tokens
+        num_pages, room = 0, []
+        for group, found in zip(self.groups, self._found(kv, num_tokens), strict=True):
+            num_dead, num_blocks = group.pinned(found)
+            num_pages += num_dead * group.plan.pages_per_extent
+            room.append(num_blocks)
+        return Hit(num_tokens, num_pages, tuple(room), missing, self._version)
+
+    def may_hit_more(self, hit: Hit) -> bool:
+        """Whether looking again may find more, or that it costs less, than it did. At once."""
+        if hit.version != self._version:
+            return True
+        full = [g.index for g, w in zip(self.groups, self._windows, strict=True) if not w]
+        missing = hit.missing
+        return missing is not None and all(index.find(missing) is not None for index in full)
+
+    def match(
+        self, kv: RequestKv, token_ids: Sequence[int], now_s: float, hit: Hit | None = None
+    ) -> int:
+        """Refer to the longest cached prefix, at least one token short of all. Returns tokens.
+
+        `hit`: what `look` has said just now, or less; None: look first.
+        """
         if not kv.is_empty:
             raise IntegrityError(f"{self.owner.model_id}: match for a request that holds blocks")
-        num_blocks = self._hit(kv.hashes, kv.salt, token_ids)
+        hit = self.look(kv, token_ids) if hit is None else hit
+        num_blocks = hit.num_tokens // self.plan.block_tokens
         if num_blocks:
             self._live[kv] = None
-        kv.num_cached = num_blocks * self.plan.block_tokens
+            self._version += 1
+        kv.num_cached = hit.num_tokens
         kv.num_registered = num_blocks
-        for g, group in enumerate(self.groups):
-            first = group.plan.first_needed(kv.num_cached) if num_blocks else 0
-            found = [group.index.find(key) for key in kv.hashes[first:num_blocks]]
-            blocks = [block for block in found if block is not None]
-            self._count(kv.salt, g, group.ref(blocks, now_s))
-            kv.tables[g] = [HOLE] * first + blocks
-            kv.first[g] = first
+        for g, blocks in enumerate(self._found(kv, hit.num_tokens)):
+            self._count(kv.salt, g, self.groups[g].ref(blocks, now_s))
+            kv.first[g] = num_blocks - len(blocks)
+            kv.tables[g] = [HOLE] * kv.first[g] + blocks
         self._set_next_advance(kv, kv.num_cached)
         return kv.num_cached
 
     def peek(self, tenant_id: str, token_ids: Sequence[int]) -> int:
         """What `match` would return, without taking anything."""
-        return self._hit([], root_hash(tenant_id), token_ids) * self.plan.block_tokens
+        return self.look(self.new_kv(tenant_id), token_ids).num_tokens
 
-    def reserve(self, kv: RequestKv, num_tokens: int, now_s: float) -> None:
+    def reserve(self, kv: RequestKv, num_tokens: int) -> None:
         """Blocks for all positions < num_tokens. Raises OutOfPages, changing nothing."""
         missing = self._blocks(num_tokens) - kv.num_blocks
         if missing <= 0:
@@ -149,6 +185,7 @@ class KvCache:
 
     def release(self, kv: RequestKv, now_s: float) -> None:
         """Give all references back; the hashes stay for the next `match`."""
+        self._version += 1
         for g, group in enumerate(self.groups):
             table = kv.tables[g]
             # From its end: the beginning of a prefix is worth most and should be the last to go.
@@ -167,21 +204,28 @@ class KvCache:
             if most is None:
                 blocks.append(missing)
             else:
-                held = 0 if kv is None else have - kv.first[g]
+                first = self.groups[g].plan.first_needed(hit) if kv is None else kv.first[g]
+                held = max(0, have - first)
                 blocks.append(min(missing, max(0, most - held)))
         return Demand(tuple(blocks))
 
-    def pages_of(self, demand: Demand) -> int:
-        """Pages that the demand would take from the pool, all room in own open extents used."""
+    def pages_of(self, demand: Demand, hit: Hit = NO_HIT) -> int:
+        """Pages that the demand would take from the pool, all room in own open extents used.
+
+        `hit`: as if it were referred to already.
+        """
         return sum(
-            group.plan.extents_for(max(0, blocks - group.num_open_room))
+            group.plan.extents_for(max(0, blocks - group.num_open_room - room))
             * group.plan.pages_per_extent
-            for group, blocks in zip(self.groups, demand.blocks, strict=True)
+            for group, blocks, room in zip(
+                self.groups, demand.blocks, hit.room or self._no_room, strict=True
+            )
         )
 
-    def fits(self, demand: Demand, spare_pages: int = 0) -> bool:
+    def fits(self, demand: Demand, spare_pages: int = 0, hit: Hit = NO_HIT) -> bool:
         """Whether there is so much, with pages that other extents would have to give back."""
-        return self.pages_of(demand) + spare_pages <= self._pool.num_free + self.evictable()
+        needed = self.pages_of(demand, hit) + hit.num_pages + spare_pages
+        return needed <= self._pool.num_free + self.evictable()
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that an empty cache takes for one sequence of so many tokens."""
@@ -240,6 +284,7 @@ class KvCache:
 
     def drop_cached(self) -> None:
         """Nothing computed so far can be found any more (it may be broken); requests go on."""
+        self._version += 1
         for group in self.groups:
             group.forget_hashes()
         for kv in self._live:
@@ -248,6 +293,7 @@ class KvCache:
 
     def drop_all(self) -> None:
         """Give every page back (the unit leaves). Whoever still held blocks holds none."""
+        self._version += 1
         for group in self.groups:
             group.drop_all()
         for kv in list(self._live):
@@ -278,13 +324,20 @@ class KvCache:
         if held != self._pool.owned(self.owner):
             raise IntegrityError(f"{self.owner}: holds {held} pages, pool says otherwise")
 
-    def rewrite(self, group_number: int, moved: dict[int, int]) -> None:
-        """Live blocks of a group have got new ids."""
+    def rewrite(self, group_number: int, moved: Mapping[int, int]) -> None:
+        """Live blocks of a group have got new ids. Looks at every block once, in numpy."""
+        if not moved:
+            return
+        is_moved = np.zeros(max(moved) + 2, dtype=np.bool_)  # the last stands for all ids beyond
+        is_moved[list(moved)] = True
         for kv in self._live:
-            table = kv.tables[group_number]
-            for i in range(kv.first[group_number], len(table)):
-                table[i] = moved.get(table[i], table[i])
-            kv.rewritten()
+            table, first = kv.tables[group_number], kv.first[group_number]
+            blocks = kv.array(group_number)[first:]
+            places = np.flatnonzero(is_moved[np.minimum(blocks, len(is_moved) - 1)])
+            for i in (places + first).tolist():
+                table[i] = moved[table[i]]
+            if len(places):
+                kv.rewritten()
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.plan.block_tokens)
@@ -295,14 +348,25 @@ class KvCache:
             return None
         return self._blocks(window + CHUNKS_IN_FLIGHT * max_chunk) + 1
 
-    def _hit(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int]) -> int:
-        if not self.caching or not self.groups[0].index:
+    def _hash_prompt(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int]) -> int:
+        """How many leading blocks may be a hit; their names are in `hashes` then."""
+        if not self.caching:
             return 0
         # The last token is always computed: somebody has to put out its logits.
-        most = (len(token_ids) - 1) // self.plan.block_tokens
+        most = max(0, (len(token_ids) - 1) // self.plan.block_tokens)
+        if not self.groups[0].index:
+            most = min(most, 1)  # enough to see that there is nothing, and when there is something
         extend_hashes(hashes, root, token_ids, self.plan.block_tokens, most)
-        indexes = [group.index for group in self.groups]
-        return longest_hit(indexes, self._windows, hashes[:most], self.plan.block_tokens)
+        return most
+
+    def _found(self, kv: RequestKv, num_tokens: int) -> list[list[int]]:
+        """By group, the blocks of a hit of so many tokens that a query after it sees."""
+        num_blocks, blocks = num_tokens // self.plan.block_tokens, []
+        for group in self.groups:
+            first = group.plan.first_needed(num_tokens) if num_blocks else 0
+            found = [group.index.find(name) for name in kv.hashes[first:num_blocks]]
+            blocks.append([block for block in found if block is not None])
+        return blocks
 
     def _set_next_advance(self, kv: RequestKv, num_computed: int) -> None:
         size = self.plan.block_tokens

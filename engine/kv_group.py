@@ -154,6 +154,18 @@ class BlockGroup:
                 num_revived += 1
         return num_revived
 
+    def pinned(self, blocks: Iterable[int]) -> tuple[int, int]:
+        """What `ref` of these hits would change: (dead extents, `num_open_room`)."""
+        dead: set[int] = set()
+        num_cached = 0
+        for block in blocks:
+            if not self._refs[block]:
+                num_cached += 1
+                extent_id = block // self.plan.blocks_per_extent
+                if extent_id in self._files.dead:
+                    dead.add(extent_id)
+        return len(dead), len(dead) * self.plan.blocks_per_extent - num_cached
+
     def unref(self, blocks: Iterable[tuple[int, int]], now_s: float) -> int:
         """One reference less on each (place in its sequence, block); deepest first is best.
 

@@ -14,7 +14,7 @@ Does not know requests, models' weights, or the clock.
 """
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,8 @@ from engine.policy.kv_value import cost_rank
 
 # An extent is copied away only while at most this share of it is live.
 COMPACT_SHARE = 0.5
+# So many extents at a step while nobody is short of pages yet.
+COMPACT_EXTENTS = 8
 
 Move = tuple[int, int, int]  # from and to in bytes of the arena, length
 _Place = tuple[str, int, int]  # unit, group, extent
@@ -88,9 +90,11 @@ class KvMemory:
             mask[group.dead_pages()] = True
         return mask
 
-    def evict(self, num_pages: int, now_s: float) -> int:
-        """Give at least so many pages back, least valuable extents first. Returns how many."""
-        del now_s  # values fade alike: their order does not depend on the time
+    def evict(self, num_pages: int) -> int:
+        """Give at least so many pages back, least valuable extents first. Returns how many.
+
+        Values fade alike, so their order does not depend on the time.
+        """
         groups = [(offset, group) for offset, group, _ in self._groups()]
         # The least valuable extent of each group; only that of the group it was taken from changes.
         heads = [
@@ -114,27 +118,27 @@ class KvMemory:
         self.num_evicted_pages += num_evicted
         return num_evicted
 
-    def keep_watermark(self, now_s: float) -> int:
+    def keep_watermark(self) -> int:
         """Where free pages are below the low mark: cached KV goes until the high one is reached.
 
-        Then almost empty extents are copied together. Returns the pages on their way back.
+        Then almost empty extents are copied together, a few at each call: whoever needs pages at
+        once asks for more (`compact`). Returns the pages on their way back.
         """
         free = self._pool.num_free + self._pool.num_fenced
         if free >= self._low:
             return 0
         wanted = self._high - free
-        num_pages = self.evict(wanted, now_s)
+        num_pages = self.evict(wanted)
         if num_pages < wanted:
-            num_pages += self.compact(wanted - num_pages, now_s)
+            num_pages += self.compact(wanted - num_pages, COMPACT_EXTENTS)
         return num_pages
 
-    def clear(self, pages: Collection[int], now_s: float) -> bool:
+    def clear(self, pages: Collection[int]) -> bool:
         """Evict or move the KV on these pages. False, changing nothing: there is no room for it.
 
         `pages` are all that the caller is after, free ones and those of others too: nothing is
         moved into any of them.
         """
-        del now_s
         in_the_way: dict[_Place, list[int]] = {}
         for page in sorted(pages):
             owner = self._pool.owner_of(page)
@@ -160,19 +164,26 @@ class KvMemory:
         self._move_pages(live, room)
         return True
 
-    def compact(self, num_pages: int, now_s: float) -> int:
-        """Copy almost empty extents into others' room until so many pages are on their way back."""
-        del now_s
-        num_freed = 0
+    def compact(self, num_pages: int, max_extents: int | None = None) -> int:
+        """Copy almost empty extents into others' room until so many pages are on their way back.
+
+        The tables of requests are rewritten once a group, however many extents go.
+        """
+        num_freed = num_vacated = 0
         for _, group, cache in self._groups():
-            g = cache.groups.index(group)
             most = int(group.plan.blocks_per_extent * COMPACT_SHARE)
+            renamed = Renames()
             while num_freed < num_pages and 0 < most <= group.num_open_room:
                 extent_id = group.emptiest()
                 if extent_id is None or group.num_live_in(extent_id) > most:
                     break
-                self._vacate(cache, g, extent_id)
+                if num_vacated == max_extents:
+                    break
+                renamed.add(self._vacate(cache, group, extent_id))
                 num_freed += group.plan.pages_per_extent
+                num_vacated += 1
+            cache.rewrite(cache.groups.index(group), renamed.final)
+        self.num_compactions += num_vacated
         return num_freed
 
     def check_integrity(self) -> None:
@@ -221,8 +232,8 @@ class KvMemory:
             self._pool.release(owner, lying)
         self.num_moved_pages += len(moves)
 
-    def _vacate(self, cache: KvCache, g: int, extent_id: int) -> None:
-        group = cache.groups[g]
+    def _vacate(self, cache: KvCache, group: BlockGroup, extent_id: int) -> dict[int, int]:
+        """Blocks by their old ids; nobody's table has the new ones yet."""
         moved, pages = group.vacate(extent_id)
         size = group.plan.block_bytes
         moves = [
@@ -234,5 +245,19 @@ class KvMemory:
         ]
         self._copy(moves)
         self._pool.release(cache.owner, pages)
-        cache.rewrite(g, moved)
-        self.num_compactions += 1
+        return moved
+
+
+class Renames:
+    """Several moves of blocks, one after the other, as one. `final`: where each has come to."""
+
+    def __init__(self) -> None:
+        self.final: dict[int, int] = {}
+        self._origin: dict[int, int] = {}
+
+    def add(self, moved: Mapping[int, int]) -> None:
+        """The next ones; a block that was moved before may be among them."""
+        for old, new in moved.items():
+            origin = self._origin.pop(old, old)
+            self.final[origin] = new
+            self._origin[new] = origin

@@ -9,6 +9,7 @@ b % blocks_per_chunk, and in extent b // blocks_per_extent.
 Lives here: the choice of the extent. Does not: which block belongs to whom (`kv_group.py`).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,7 +103,7 @@ def plan_kv(
     page_bytes: int,
     num_pages: int,
 ) -> KvPlan:
-    """Group the layers by geometry and choose each group's extent.
+    """Group the layers by geometry and choose each group's extent (known for shapes seen before).
 
     Raises ValueError where one block of one layer is larger than a page.
     """
@@ -119,6 +120,7 @@ def plan_kv(
     return KvPlan(groups, tuple(places[layer] for layer in range(len(layers))), block_tokens)
 
 
+@functools.lru_cache(maxsize=256)
 def _plan_group(
     geometry: LayerGeometry,
     layers: tuple[int, ...],

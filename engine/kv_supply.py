@@ -23,11 +23,11 @@ class PoolSupply:
         freed = self._pool.retire(self._backend.last_done())
         return len(freed), self._pool.num_fenced
 
-    def make_room(self, num_pages: int, now_s: float) -> int:
+    def make_room(self, num_pages: int) -> int:
         """Evict cached KV, then copy sparse extents together; pages on their way back."""
-        num_freed = self.kv.evict(num_pages, now_s)
+        num_freed = self.kv.evict(num_pages)
         if num_freed < num_pages:
-            num_freed += self.kv.compact(num_pages - num_freed, now_s)
+            num_freed += self.kv.compact(num_pages - num_freed)
         return num_freed
 
     def num_kv_pages(self) -> int:

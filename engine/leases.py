@@ -90,20 +90,16 @@ def check_submit(
             f"{total} tokens need {num_kv_pages * pool.page_bytes} bytes of KV, more than the "
             "device has beside the model's weights and the pinned models",
         )
-    if not all(0 <= token < index.vocab_size for token in request.prompt_token_ids):
+    ids = request.prompt_token_ids
+    if min(ids) < 0 or max(ids) >= index.vocab_size:
         raise RequestRefused(
             "context_length_exceeded", f"a token id is outside 0..{index.vocab_size - 1}"
         )
     try:
-        check_sampling(request.sampling, index.vocab_size, request.logprobs)
+        logprobs = (request.logprobs, request.prompt_logprobs)
+        check_sampling(request.sampling, index.vocab_size, *logprobs)
     except ValueError as error:
         raise RequestRefused("invalid_sampling", str(error)) from error
-    if request.prompt_logprobs >= 0:
-        raise RequestRefused("invalid_sampling", "logprobs of prompt tokens are not served yet")
-    if request.constraint is not None:
-        raise RequestRefused(
-            "invalid_constraint", "constrained output (schemas, forced tools) is not served yet"
-        )
     num_waiting = sum(len(queue.waiting) for queue in queues)
     if num_waiting >= config.max_waiting:
         raise RequestRefused("overloaded", f"{num_waiting} requests wait already")

@@ -82,7 +82,7 @@ class LoadQueue:
                 if all(may_move(other) for other in self._units.on_device()):
                     self._send_away(model, 1, turn)
                 return False
-        for unit in self._placer.advance(model, units, turn.now_s):
+        for unit in self._placer.advance(model, units):
             self._units.moved(unit, turn)
         return model.holds_pages
 

@@ -1,12 +1,13 @@
 """The scheduler's queue of one unit, and where it gets pages from."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.kv_cache import KvCache
 from engine.request import Request
+from engine.request_kv import Demand, Hit
 
 
 class KvSupply(Protocol):
@@ -15,7 +16,7 @@ class KvSupply(Protocol):
     def reclaim(self) -> tuple[int, int]:
         """Free the pages whose fence has passed: (how many, how many are still fenced)."""
 
-    def make_room(self, num_pages: int, now_s: float) -> int:
+    def make_room(self, num_pages: int) -> int:
         """Have cached KV give pages back; how many are on their way (fenced)."""
 
     def num_kv_pages(self) -> int:
@@ -26,13 +27,25 @@ class KvSupply(Protocol):
         """Pages that an admission leaves for those that run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Short:
+    """The request that found too little memory, or no row, when it last was its queue's turn.
+
+    hit      what the prefix cache had of it; None: nobody has looked
+    needed   blocks it lacked beside that
+    """
+
+    request: Request
+    hit: Hit | None = None
+    needed: Demand | None = None
+
+
 @dataclass(slots=True)
 class ModelQueue:
     """Requests of one unit, oldest first. `cache` is None unless it is resident.
 
-    tag          the service it has had
-    short_order  order of the request that found too little memory, or no row, when it last was the
-                 queue's turn
+    tag     the service it has had
+    short   whom the queue waits for; nobody younger overtakes it
     """
 
     unit_id: str
@@ -40,7 +53,7 @@ class ModelQueue:
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     tag: float = 0.0
-    short_order: int | None = None
+    short: Short | None = None
 
     @property
     def num_unfinished(self) -> int:
@@ -51,3 +64,8 @@ class ModelQueue:
         """All of them, running first."""
         yield from self.running
         yield from self.waiting
+
+
+def running_in(queues: Iterable[ModelQueue]) -> list[tuple[ModelQueue, Request]]:
+    """All running requests with their queues."""
+    return [(queue, request) for queue in queues for request in queue.running]

@@ -4,16 +4,20 @@ Owns the unit's skeleton, its current weight views and its KvCache. Does not sch
 may run in another thread than the rest: it touches the batch, the weights and the arena only.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from engine.batch import StepBatch
+from engine.batch import Scoring, StepBatch
 from engine.kv_cache import KvCache
 from engine.kv_plan import plan_kv
+from engine.logprobs import Logprobs, prompt_logprobs
+from engine.model_body import ModelBody
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
-from engine.sampler import SampleOutput, sample
+from engine.sampler import SampleOutput, not_finite, sample
+from engine.sampling_batch import bring_masks
 from engine.transformers_backend import (
     StepContext,
     bind_weights,
@@ -62,6 +66,7 @@ class ModelRunner:
         )
         self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
+        self._body = ModelBody(self._model)
         self._generation: int | None = None
 
     def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
@@ -79,16 +84,32 @@ class ModelRunner:
     def execute(self, batch: StepBatch) -> SampleOutput:
         """Compute K and V of all T tokens, and a token for each sampling row."""
         with torch.inference_mode():
-            return sample(self._logits(batch), batch.sampling)
+            if batch.scoring is None:
+                logits, scores = self._logits(batch), None
+            else:
+                logits, scores = self._scored(batch, batch.scoring)
+            num_sampling = len(batch.sampling_rows)
+            masks = bring_masks(batch.sampling, logits.device)
+            output = sample(logits[:num_sampling], masks)
+            if num_sampling < len(logits):
+                output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
+            return output if scores is None else replace(output, prompt=scores)
+
+    def _scored(self, batch: StepBatch, scoring: Scoring) -> tuple[torch.Tensor, Logprobs]:
+        with self._body.keeping() as kept:
+            logits = self._logits(batch)
+        hidden = kept.hidden[scoring.index]
+        scores = prompt_logprobs(hidden, scoring.next_ids, scoring.num_logprobs, kept.project)
+        return logits, scores
 
     def _logits(self, batch: StepBatch) -> torch.Tensor:
-        """float32 [S, vocab]."""
+        """float32 [rows, vocab]: of the sampling rows, then of the others."""
         with step_context(StepContext(self._arena, batch.plan, batch.groups)):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
-                logits_to_keep=batch.logit_index if batch.sampling_rows else 1,
+                logits_to_keep=batch.logit_index,
             )
         logits: torch.Tensor = output.logits[0]
-        return logits[: len(batch.sampling_rows)].float()
+        return logits.float()

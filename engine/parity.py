@@ -127,7 +127,7 @@ def _largest_error(eager: nn.Module, config: Any) -> float:
         ]
         for row in rows:
             # A chunk at a time, so that tables interleave and windows free what left them.
-            cache.reserve(row.kv, row.end, 0.0)
+            cache.reserve(row.kv, row.end)
         batch = build_batch(rows, cache, arena.device)
         with step_context(StepContext(arena, plan, batch.groups)):
             logits = model(

@@ -71,12 +71,12 @@ class Placer:
         self._claim(model, placement, mine - sources - placement.kv_left)
         return True
 
-    def advance(self, model: Hosted, units: Mapping[str, Hosted], now_s: float) -> list[Hosted]:
+    def advance(self, model: Hosted, units: Mapping[str, Hosted]) -> list[Hosted]:
         """Do what can be done now; `model.runs` are set once all is. Returns the units it moved."""
         placement = model.placement
         assert placement is not None
         self._claim_cleared(model, placement)
-        if placement.kv_left and not self._clear(model, placement, now_s):
+        if placement.kv_left and not self._clear(model, placement):
             return []
         moved: list[Hosted] = []
         if placement.moves_left:
@@ -107,9 +107,9 @@ class Placer:
         left = [page for page in placement.kv_left if self._pool.owner_of(page) is None]
         self._claim(model, placement, left)
 
-    def _clear(self, model: Hosted, placement: Placement, now_s: float) -> bool:
+    def _clear(self, model: Hosted, placement: Placement) -> bool:
         """Get KV out of the way. False: not yet, or the plan had to be called off."""
-        if self._kv.clear(sorted(placement.kv_left), now_s):
+        if self._kv.clear(sorted(placement.kv_left)):
             self._claim_cleared(model, placement)
             return not placement.kv_left
         evictable = self._kv.evictable_mask()
@@ -117,7 +117,7 @@ class Placer:
         num_lacking = num_live - self._pool.num_free
         num_coming = self._pool.num_fenced
         if num_lacking > num_coming:
-            num_coming += self._kv.evict(num_lacking - num_coming, now_s)
+            num_coming += self._kv.evict(num_lacking - num_coming)
         if num_lacking <= 0 or not num_coming:
             # It has room to go to and does not go: plan around it.
             self.call_off(model)

@@ -93,6 +93,17 @@ class PrefixIndex:
             raise IntegrityError("the prefix index does not agree with itself")
 
 
+def full_hit(
+    indexes: Sequence[PrefixIndex], windows: Sequence[int], hashes: Sequence[bytes]
+) -> int:
+    """Leading blocks that every group without a window has."""
+    length = len(hashes)
+    for index, window in zip(indexes, windows, strict=True):
+        if not window:
+            length = next((i for i in range(length) if index.find(hashes[i]) is None), length)
+    return length
+
+
 def longest_hit(
     indexes: Sequence[PrefixIndex],
     windows: Sequence[int],
@@ -104,10 +115,7 @@ def longest_hit(
     A hit of n tokens needs every block before n of a group with full attention, and of one with a
     window those that a query at n still sees.
     """
-    length = len(hashes)
-    for index, window in zip(indexes, windows, strict=True):
-        if not window:
-            length = next((i for i in range(length) if index.find(hashes[i]) is None), length)
+    length = full_hit(indexes, windows, hashes)
     windowed = [(i, w) for i, w in zip(indexes, windows, strict=True) if w]
     settled = False
     while length and not settled:

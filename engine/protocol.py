@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error"]
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error", "refused"]
 RefusalCode: TypeAlias = Literal[
     "unknown_model",
     "not_resident",
@@ -166,7 +166,11 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
-    """The end of a request. `error` is for operators and is set only with reason `error`."""
+    """The end of a request.
+
+    `error` is set with the reasons `error`, for operators, and `refused`, for the client: its
+    constraint turned out to be one that cannot be had. A refused request has no tokens.
+    """
 
     reason: FinishReason
     usage: Usage
@@ -264,7 +268,9 @@ class WorkerStatus(_Message, frozen=True):
     `num_received` is how many Submits of the receiving gateway this worker has taken in since that
     gateway's last Hello, so that a dispatcher can subtract grants still under way. `pages` maps
     "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished since the
-    previous status.
+    previous status. `models` has a row for each model that is not cold: a catalog may name
+    thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
+    known).
     """
 
     epoch: str
@@ -280,6 +286,7 @@ class WorkerStatus(_Message, frozen=True):
     leases: list[Lease]
     swaps: list[SwapRecord]
     counters: dict[str, float]
+    cold_bytes_per_s: float = 0.0
 
 
 class Welcome(_Message, frozen=True):

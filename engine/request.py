@@ -13,12 +13,12 @@ Knows token ids only. The scheduler moves requests between states, nobody else d
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.errors import IllegalTransition
-from engine.protocol import FinishReason, Submit
-from engine.sampling_batch import SampleInput, SamplingState
+from engine.protocol import FinishReason, Submit, TokenLogprobs
+from engine.sampling_batch import LateMask, SampleInput, SamplingState
 
 if TYPE_CHECKING:
     from engine.request_kv import RequestKv
@@ -35,6 +35,14 @@ _TRANSITIONS: frozenset[tuple[RequestState, RequestState]] = frozenset(
 )
 
 
+class BoundRow(LateMask, Protocol):
+    """A request's constraint as its steps see it; `constrained_rows.ConstrainedRow`."""
+
+    @property
+    def may_sample(self) -> bool:
+        """Whether the next step may sample the request."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One attempt of one request.
@@ -45,6 +53,8 @@ class Request:
     pending_row    which of that step's sampled tokens it is; -1: none
     num_computed   leading tokens whose KV is in the cache once the steps launched have ended
     sampling       what choosing its tokens keeps from step to step
+    constrained    its constraint in the steps; None where nothing binds its output
+    prompt_scores  of its prompt's tokens but the first, as far as known, where they were asked for
     kv             its block tables, empty while it waits; None before its first turn
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
     order          order of arrival over all models: the youngest is preempted first
@@ -68,6 +78,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_preemptions: int = 0
+    constrained: BoundRow | None = None
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -116,17 +128,38 @@ class Request:
         return self.num_tokens - self.num_computed
 
     @property
+    def num_runnable(self) -> int:
+        """Of these, how many the next step may compute: the last one only where it may sample."""
+        held = self.constrained is not None and not self.constrained.may_sample
+        return self.num_uncomputed - held
+
+    @property
     def sample_input(self) -> SampleInput:
         """How its next token is chosen, as of now."""
         known: Sequence[int] = range(self.num_generated)  # how many will do, mostly
         if self.sampling.needs_tokens:
             known = self.token_ids[self.num_prompt :]
-        return SampleInput(self.sampling, known, num_in_flight=self.num_pending)
+        return SampleInput(
+            self.sampling, known, num_in_flight=self.num_pending, late_mask=self.constrained
+        )
 
     @property
     def waits_for_token(self) -> bool:
-        """Whether its next step has to wait until the one in flight has told its token."""
-        return self.num_pending > 0 and self.sampling.needs_tokens
+        """Whether its next step has to wait: for the token in flight, or for a mask."""
+        if self.num_pending and (self.sampling.needs_tokens or self.constrained is not None):
+            return True
+        return not self.num_runnable
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether some logprobs of its prompt are still to come. Cached KV would have none."""
+        wanted = self.num_prompt - 1 if self.submit.prompt_logprobs >= 0 else 0
+        return len(self.prompt_scores) < wanted
+
+    @property
+    def matchable_ids(self) -> Sequence[int]:
+        """Its tokens, as far as their KV may be taken from the prefix cache."""
+        return () if self.scores_prompt else self.token_ids
 
     @property
     def is_complete(self) -> bool:

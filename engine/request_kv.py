@@ -22,6 +22,27 @@ class Demand:
         return Demand(tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a cache has of a request's tokens, before anything of it is referred to.
+
+    num_tokens   of the prefix
+    num_pages    of extents that could be given back and no longer can once it is referred to
+    room         by group, how many blocks more extents with live blocks can take then
+    missing      name of the first block that groups without a window lack; None: they have all
+    version      of the requests that hold blocks, when it was looked for
+    """
+
+    num_tokens: int
+    num_pages: int = 0
+    room: tuple[int, ...] = ()
+    missing: bytes | None = None
+    version: int = -1
+
+
+NO_HIT = Hit(0)
+
+
 @dataclass(slots=True, eq=False)
 class RequestKv:
     """What one request holds of a KvCache. Empty before `match` and after `release`.

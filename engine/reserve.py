@@ -9,6 +9,7 @@ builds a mask; a kernel that reads pages in place needs less.
 import torch
 
 from engine.config import EngineConfig
+from engine.logprobs import PROMPT_SLICE
 from engine.pack import KvGroup, PackIndex
 
 # Alive at once around a gated MLP: gate, up, the activated gate, their product.
@@ -27,7 +28,8 @@ PADDING = 2
 def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     """Bytes at most for a step of `max_batch_tokens` tokens in `max_num_seqs` rows."""
     tokens = config.max_batch_tokens
-    rows = min(config.max_num_seqs, tokens)
+    # Of a prompt's logprobs so many positions are worked on at once.
+    rows = max(min(config.max_num_seqs, tokens), PROMPT_SLICE)
     item = _item_bytes(index.dtype)
     hidden, widest = _widths(index)
     activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)

@@ -20,16 +20,15 @@ from pathlib import Path
 from engine.backend.base import Backend
 from engine.config import EngineConfig
 from engine.errors import IntegrityError, RequestRefused
-from engine.host_tier import HostTier
 from engine.load_queue import LoadQueue
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
+from engine.parts import EngineParts
 from engine.placement import Placer
-from engine.policy.eviction import EvictionParams
+from engine.policy.eviction import EvictionParams, GreedyDual
 from engine.protocol import ModelSpec, ModelStatus, ResidencyState, SwapRecord
 from engine.residency_state import Hosted, ResidencyEvent, check_books, status_row
-from engine.room import KvRoom, NoKv, Room, weights_of
-from engine.tiers import Tiers
+from engine.room import KvClaim, KvRoom, NoKv, Room, weights_of
 from engine.units import Busy, DropKv, Turn, Units
 from engine.weights import WeightViews
 
@@ -40,20 +39,26 @@ class Residency:
     """Owned by the worker's step thread; the only other threads are the loaders in `tiers`."""
 
     def __init__(
-        self, config: EngineConfig, pool: PagePool, backend: Backend, kv: KvRoom | None = None
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        backend: Backend,
+        kv: KvRoom | None = None,
+        parts: EngineParts | None = None,
     ) -> None:
+        parts = parts or EngineParts()
         kv = kv or NoKv(pool.num_pages)
         self._config = config
         self._pool = pool
         self._backend = backend
         self._params = EvictionParams(starvation_s=config.starvation_s)
-        host = HostTier(Path(config.shm_dir), config.shm_prefix, config.host_tier_bytes)
-        self._tiers = Tiers(backend, host, config.load_threads, config.verify_packs)
-        self._units = Units(config, pool, backend, self._tiers)
-        self._room = Room(pool, kv, self._tiers, self._params)
+        self._tiers = parts.make_tiers(backend, config)
+        self._units = Units(config, pool, backend, self._tiers, parts.packs)
+        self._room = Room(pool, kv, self._tiers, parts.eviction or GreedyDual(self._params))
         self._placer = Placer(pool, kv, backend, self._room)
         self._queue = LoadQueue(self._units, self._room, self._placer)
         self._num_tier_changes = -1
+        self._unsettled = False  # some unit may have to leave that does not drain yet
 
     def set_catalog(self, specs: Sequence[ModelSpec]) -> list[str]:
         """Take over the whole list. A pack that cannot be used leaves its model `failed`.
@@ -82,6 +87,7 @@ class Residency:
                 self._queue.call_off(known)
             if self._units.update(known, spec):
                 leaving.append(model_id)
+        self._unsettled = True
         self._tiers.keep_only({m.index.revision for m in self._units.all() if m.index})
         for model in self._units.all():
             self._units.refresh(model)
@@ -174,15 +180,19 @@ class Residency:
         return self._pool.num_pages - kept
 
     def poll(
-        self, now_s: float, busy: Busy, drop_kv: DropKv, hold_loads: bool = False
+        self, now_s: float, busy: Busy, drop_kv: DropKv, claim: KvClaim | None = None
     ) -> list[ResidencyEvent]:
         """Advance everything. `drop_kv` must give back all KV pages of the model it names.
 
         A busy model that drains is evicted at `drain_timeout_s`; its requests are then the
-        engine's to preempt (in `drop_kv`). With `hold_loads` no load takes pages or makes room.
+        engine's to preempt (in `drop_kv`). Loads go on beside what `claim` may still need.
         """
         turn = Turn(now_s, busy, drop_kv)
+        self._room.claim = claim
         self._tiers.poll()
+        if not (self._units.lists.moving or self._unsettled or self._tiers_changed):
+            return turn.events
+        self._unsettled = False
         for model in self._units.on_device():
             if model.job is not None and model.job.done:
                 self._units.finish_load(model, turn)
@@ -192,18 +202,19 @@ class Residency:
                 overdue = now_s - model.drain_since_s >= self._config.drain_timeout_s
                 if model.views is None or overdue or not busy(model.model_id):
                     self._evict(model, turn)
-        if hold_loads:
-            self._queue.hold()
-        else:
-            self._queue.serve(turn)
+        self._queue.serve(turn)
         for model in self._units.on_device():
             if model.state == "loading" and model.holds_pages and model.job is None:
                 self._units.start(model, turn)
-        if self._num_tier_changes != self._tiers.num_changes:
+        if self._tiers_changed:
             self._num_tier_changes = self._tiers.num_changes
             for model in self._units.all():
                 self._units.refresh(model)
         return turn.events
+
+    @property
+    def _tiers_changed(self) -> bool:
+        return self._num_tier_changes != self._tiers.num_changes
 
     @property
     def num_moved_pages(self) -> int:
@@ -233,15 +244,16 @@ class Residency:
 
     def status_rows(self, num_requests: Mapping[str, tuple[int, int]]) -> list[ModelStatus]:
         """A row for each model; `num_requests`: running and waiting by model."""
-        return [
-            status_row(
-                model,
-                self._pool.owned(Owner(model_id, "kv")) * self._pool.page_bytes,
-                self.load_estimate_s(model_id),
-                num_requests.get(model_id, (0, 0)),
-            )
-            for model_id, model in self._units.by_id.items()
-        ]
+        return self._rows(self._units.by_id, num_requests)
+
+    def noted_rows(self) -> list[ModelStatus]:
+        """The same for those that are not cold, without requests."""
+        return self._rows(self._units.lists.noted, {})
+
+    @property
+    def cold_bytes_per_s(self) -> float:
+        """How fast models would come that are in no tier but the disk."""
+        return self._tiers.cold_bytes_per_s
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless states, pages, jobs and the queue agree."""
@@ -256,6 +268,19 @@ class Residency:
     def close(self, keep_host_tier: bool = True) -> None:
         """Stop the loaders. The host tier stays for the next worker unless told otherwise."""
         self._tiers.close(keep_host_tier)
+
+    def _rows(
+        self, models: Mapping[str, Hosted], num_requests: Mapping[str, tuple[int, int]]
+    ) -> list[ModelStatus]:
+        return [
+            status_row(
+                model,
+                self._pool.owned(Owner(model_id, "kv")) * self._pool.page_bytes,
+                self.load_estimate_s(model_id),
+                num_requests.get(model_id, (0, 0)),
+            )
+            for model_id, model in models.items()
+        ]
 
     def _get(self, model_id: str) -> Hosted:
         return self._units.get(model_id)

@@ -20,12 +20,13 @@ from engine.compaction import Move, RunPlan
 from engine.config import EngineConfig
 from engine.errors import IllegalTransition, IntegrityError, PackError
 from engine.kv_plan import plan_kv
-from engine.loader import DiskLoad, HostLoad
-from engine.pack import BLOB_NAME, PackIndex, read_index
+from engine.pack import PackIndex
+from engine.pack_source import PackSource
 from engine.page_pool import PagePool, PageRun
 from engine.policy.eviction import Demand
 from engine.protocol import ModelSpec, ModelStatus, ResidencyState
-from engine.weights import WeightViews, check_layout
+from engine.tiers import LoadJob
+from engine.weights import WeightViews
 from kernels.paged_attention import LayerGeometry
 
 TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
@@ -76,10 +77,37 @@ class Placement:
         self.targets = {page for move in self.plan.moves for page in move.target.pages}
 
 
+class UnitLists:
+    """Units in other states than cold, and those on their way: a catalog may name thousands, and
+    nobody should have to look at all of them."""
+
+    def __init__(self) -> None:
+        self.noted: dict[str, Hosted] = {}
+        self.moving: dict[str, Hosted] = {}
+        """Loading or draining."""
+
+    def note(self, model: "Hosted") -> None:
+        """The model has changed its state."""
+        if model.state == "cold":
+            self.noted.pop(model.model_id, None)
+        else:
+            self.noted[model.model_id] = model
+        if model.state in ("loading", "draining"):
+            self.moving[model.model_id] = model
+        else:
+            self.moving.pop(model.model_id, None)
+
+    def forget(self, model: "Hosted") -> None:
+        """The model is gone."""
+        self.noted.pop(model.model_id, None)
+        self.moving.pop(model.model_id, None)
+
+
 @dataclass(slots=True, eq=False)
 class Hosted:
     """One unit of the catalog (a pack) as this worker has it.
 
+    lists               its worker's, which its changes of state keep
     index               None where the pack cannot be read (state failed)
     files_checked       its small files were found whole by an earlier load
     blob_stamp          identity of the blob file when the pack was last looked at
@@ -95,6 +123,7 @@ class Hosted:
     """
 
     spec: ModelSpec
+    lists: UnitLists = field(default_factory=UnitLists)
     index: PackIndex | None = None
     files_checked: bool = False
     blob_stamp: tuple[int, ...] = ()
@@ -108,7 +137,7 @@ class Hosted:
     placement: Placement | None = None
     home: tuple[PageRun, ...] = ()
     kv_stays: bool = False
-    job: DiskLoad | HostLoad | None = None
+    job: LoadJob | None = None
     views: WeightViews | None = None
     demand: Demand = field(default_factory=Demand)
     used: bool = False
@@ -139,18 +168,10 @@ class Hosted:
             raise IllegalTransition(f"{self.model_id}: {self.state} -> {state}")
         self.state = state
         self.reason = reason
+        self.lists.note(self)
 
 
-def blob_stamp(pack_dir: Path) -> tuple[int, ...]:
-    """What changes when a pack is registered anew; () where there is none."""
-    try:
-        status = (pack_dir / BLOB_NAME).stat()
-    except OSError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def learn(model: Hosted, config: EngineConfig, pool: PagePool) -> Hosted:
+def learn(model: Hosted, config: EngineConfig, pool: PagePool, packs: PackSource) -> Hosted:
     """Read the pack's index anew: cold if this worker can use it, else failed with the reason.
 
     What takes long to check is checked by the load, in a loader thread.
@@ -161,10 +182,9 @@ def learn(model: Hosted, config: EngineConfig, pool: PagePool) -> Hosted:
     model.home = ()
     model.files_checked = False
     model.retryable = False
-    model.blob_stamp = blob_stamp(model.pack_dir)
+    model.blob_stamp = packs.stamp(model.pack_dir)
     try:
-        index = read_index(model.pack_dir)
-        check_layout(model.pack_dir, index)
+        index = packs.read(model.pack_dir)
         model.num_first_kv_pages = _first_kv_pages(index, config, pool)
         model.index = index
     except (PackError, ValueError) as error:

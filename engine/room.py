@@ -6,6 +6,7 @@ which act on the answers. Changes nothing.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -13,16 +14,9 @@ import numpy.typing as npt
 
 from engine.compaction import Picture, RunPlan, WeightRun, plan_runs
 from engine.page_pool import KV, Owner, PagePool
-from engine.policy.eviction import (
-    Candidate,
-    EvictionParams,
-    Newcomer,
-    Victims,
-    choose_kv_victim,
-    choose_victims,
-)
+from engine.policy.eviction import Candidate, EvictionPolicy, Newcomer, Victims
 from engine.residency_state import Hosted
-from engine.tiers import Tiers
+from engine.tiers import WeightTiers
 
 # Counting cached KV by its owner takes milliseconds on a large device, too long for every step of
 # a load that waits.
@@ -38,14 +32,26 @@ class KvRoom(Protocol):
     def evictable_mask(self) -> npt.NDArray[np.bool_]:
         """Which pages these are, by page number."""
 
-    def evict(self, num_pages: int, now_s: float) -> int:
+    def evict(self, num_pages: int) -> int:
         """Give so many evictable pages back, the least valuable first. Returns how many it were."""
 
-    def clear(self, pages: Collection[int], now_s: float) -> bool:
+    def clear(self, pages: Collection[int]) -> bool:
         """Evict or move what is in these KV pages, all of it, so that they are free or fenced.
 
         False, and nothing has changed, where live blocks find no free pages to go to.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class KvClaim:
+    """KV for which units have left, until its request has ended.
+
+    unit_id    the unit it is for: no load sends it away
+    num_pages  what it may still need at the worst: loads leave so many alone
+    """
+
+    unit_id: str
+    num_pages: int
 
 
 class NoKv:
@@ -62,11 +68,11 @@ class NoKv:
         """None."""
         return self._none
 
-    def evict(self, num_pages: int, now_s: float) -> int:
+    def evict(self, num_pages: int) -> int:
         """Nothing to evict."""
         return 0
 
-    def clear(self, pages: Collection[int], now_s: float) -> bool:
+    def clear(self, pages: Collection[int]) -> bool:
         """Nothing moves."""
         return not pages
 
@@ -84,11 +90,14 @@ def may_move(model: Hosted) -> bool:
 class Room:
     """Weights in one pool."""
 
-    def __init__(self, pool: PagePool, kv: KvRoom, tiers: Tiers, params: EvictionParams) -> None:
+    def __init__(
+        self, pool: PagePool, kv: KvRoom, tiers: WeightTiers, policy: EvictionPolicy
+    ) -> None:
         self._pool = pool
         self._kv = kv
         self._tiers = tiers
-        self._params = params
+        self._policy = policy
+        self.claim: KvClaim | None = None
         self._cached: Counter[str] = Counter()
         self._counted_s = float("-inf")
 
@@ -102,9 +111,14 @@ class Room:
         return self.num_pages_needed(model) - claimed
 
     def num_pages_short(self, model: Hosted) -> int:
-        """What it lacks though cached KV gave way and all fences passed; 0 or less: nothing."""
+        """What it lacks though cached KV gave way and all fences passed; 0 or less: nothing.
+
+        What a claim may still need is left to it. KV that others hold now is not counted for it,
+        though they would have to give way: they may be there for long.
+        """
         spare = self._pool.num_free + self._pool.num_fenced + self._kv.num_evictable()
-        return self.num_pages_pending(model) - spare
+        claimed = self.claim.num_pages if self.claim is not None else 0
+        return self.num_pages_pending(model) + claimed - spare
 
     def why_never(self, model: Hosted, hosted: Iterable[Hosted]) -> str:
         """Why it would not fit though all but the pinned models went; "" if it would."""
@@ -156,16 +170,22 @@ class Room:
             weight=model.spec.weight,
             queued_at_s=model.queued_at_s,
         )
-        on_device = [other for other in hosted if other.state in ("resident", "draining")]
+        # The unit of a claim is not sent away for a load; one that drains already counts as room.
+        kept = self.claim.unit_id if self.claim is not None else None
+        on_device = [
+            other
+            for other in hosted
+            if other.state == "draining" or (other.state == "resident" and other.model_id != kept)
+        ]
         candidates = self._candidates(on_device, now_s, busy)
-        return choose_victims(newcomer, num_pages, candidates, now_s, self._params)
+        return self._policy.victims(newcomer, num_pages, candidates, now_s)
 
     def kv_victim(
         self, model_id: str, on_device: Iterable[Hosted], now_s: float, busy: Callable[[str], bool]
     ) -> str | None:
         """Who has to go so that `model_id`, which is resident, gets KV; None if nobody may."""
         candidates = self._candidates(on_device, now_s, busy)
-        return choose_kv_victim(model_id, candidates, now_s, self._params)
+        return self._policy.kv_victim(model_id, candidates, now_s)
 
     def num_pages_kept(self, model: Hosted, hosted: Iterable[Hosted]) -> int:
         """Pages that the model's KV can never have: its own weights and those of pinned models."""

@@ -31,12 +31,24 @@ class SampleOutput:
     """token_ids int64 [R], broken bool [R], on the device of the logits; nothing is waited for.
 
     broken: the model's logits hold a NaN or +inf, or leave no token to choose; the row's token
-    means nothing. logprobs: of SamplingBatch.logprob_rows, in that order.
+    means nothing. logprobs: of SamplingBatch.logprob_rows, in that order. prompt: of the positions
+    in StepBatch.scoring. unsampled_broken: bool, of the rows that do not sample, in their order;
+    None: nothing is wrong with them.
     """
 
     token_ids: torch.Tensor
     broken: torch.Tensor
     logprobs: Logprobs | None = None
+    prompt: Logprobs | None = None
+    unsampled_broken: torch.Tensor | None = None
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row holds a NaN or +inf.
+
+    A maximum is NaN when any entry is, and +inf when any entry is: one pass, no temporary.
+    """
+    return ~torch.isfinite(logits.amax(-1))
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
@@ -44,11 +56,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
     logs = None
     if batch.logprob_rows is not None:
         logs = _rows(logits, batch.logprob_rows).log_softmax(-1)
-    # A maximum is NaN when any entry is, and +inf when any entry is: one pass, no temporary.
-    broken = ~torch.isfinite(logits.amax(-1))
+    broken = not_finite(logits)
     if batch.changes_logits:
         _change(logits, batch)
-        broken |= ~torch.isfinite(logits.amax(-1))
+        broken |= not_finite(logits)
     tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
     if batch.greedy is not None:
         tokens[batch.greedy] = argmax(_rows(logits, batch.greedy))

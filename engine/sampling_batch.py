@@ -6,8 +6,10 @@ what they ask for, so that a row with default parameters costs nothing for what 
 """
 
 import math
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +31,8 @@ _LOGPROB_LISTS = (0, 1, 5, MAX_LOGPROBS)
 ROWS_AT_ONCE = 16
 # Masks are written out as float32, too, and read once.
 MASKS_AT_ONCE = 4
+# After the model has run, a step waits so long for masks. They mostly come within its own time.
+MASK_WAIT_S = 0.02
 
 
 def check_sampling(
@@ -80,9 +84,19 @@ class SamplingState:
         return self.penalties is not None
 
 
+class LateMask(Protocol):
+    """A mask that is still being computed when its row is laid out."""
+
+    def take(self, deadline_s: float) -> torch.Tensor | None:
+        """Wait for it until then (monotonic seconds); None: it has not come."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleInput:
     """One sampling row. mask: int32 [ceil(V / 32)], bit t of the words: token t may come next.
+
+    late_mask: where the mask comes from just before sampling; a row whose mask does not come is
+    sampled without, and who owns the late mask knows that its token must not be used.
 
     `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
     state needs to know them (`SamplingState.needs_tokens`) has none.
@@ -92,11 +106,17 @@ class SampleInput:
     output_ids: Sequence[int]
     mask: torch.Tensor | None = None
     num_in_flight: int = 0
+    late_mask: LateMask | None = None
 
     @property
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.output_ids) + self.num_in_flight
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask says what may come."""
+        return self.mask is not None or self.late_mask is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +153,7 @@ class SamplingBatch:
     penalties       see PenaltyEntries
     banned          rows and ids set to -inf: stop ids before min_tokens
     masks           first row and int32 [m, W] of runs of m rows with a constraint
+    late            rows whose masks `bring_masks` waits for
     logprob_rows    int64 [l]; num_logprobs is the longest list any of them wants
     """
 
@@ -145,6 +166,7 @@ class SamplingBatch:
     masks: tuple[tuple[int, torch.Tensor], ...]
     logprob_rows: torch.Tensor | None
     num_logprobs: int
+    late: tuple[tuple[int, SampleInput], ...] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -170,14 +192,29 @@ def build_sampling(rows: Sequence[SampleInput], device: torch.device) -> Samplin
             (
                 (i, row.state.stop_ids, np.full(len(row.state.stop_ids), -np.inf, np.float32))
                 for i, row in enumerate(rows)
-                if row.mask is None and row.num_output < row.state.params.min_tokens
+                if not row.is_masked and row.num_output < row.state.params.min_tokens
             ),
             device,
         ),
-        masks=_masks(rows, device),
+        masks=_masks([(i, row, row.mask) for i, row in enumerate(rows)], device),
         logprob_rows=_index(wanted, device),
-        num_logprobs=next((size for size in _LOGPROB_LISTS if size >= longest), longest),
+        num_logprobs=list_size(longest),
+        late=tuple((i, row) for i, row in enumerate(rows) if row.late_mask is not None),
     )
+
+
+def bring_masks(batch: SamplingBatch, device: torch.device) -> SamplingBatch:
+    """The same with the masks that come within MASK_WAIT_S, all rows together."""
+    if not batch.late:
+        return batch
+    deadline_s = time.monotonic() + MASK_WAIT_S
+    rows = [(i, row, row.late_mask.take(deadline_s)) for i, row in batch.late if row.late_mask]
+    return replace(batch, masks=(*batch.masks, *_masks(rows, device)), late=())
+
+
+def list_size(longest: int) -> int:
+    """How many of the likeliest are looked up where `longest` is the most that a row wants."""
+    return next((size for size in _LOGPROB_LISTS if size >= longest), longest)
 
 
 def _index(rows: Sequence[int], device: torch.device) -> torch.Tensor | None:
@@ -210,16 +247,16 @@ def _penalties(rows: Sequence[SampleInput], device: torch.device) -> PenaltyEntr
 
 
 def _masks(
-    rows: Sequence[SampleInput], device: torch.device
+    rows: Sequence[tuple[int, SampleInput, torch.Tensor | None]], device: torch.device
 ) -> tuple[tuple[int, torch.Tensor], ...]:
     """Runs of neighbouring rows that have masks, at most MASKS_AT_ONCE each."""
     runs: list[tuple[int, list[torch.Tensor]]] = []
-    for i, row in enumerate(rows):
-        if row.mask is None:
+    for i, row, mask in rows:
+        if mask is None:
             continue
         if not runs or runs[-1][0] + len(runs[-1][1]) < i or len(runs[-1][1]) == MASKS_AT_ONCE:
             runs.append((i, []))
-        runs[-1][1].append(_without_early_stops(row, row.mask))
+        runs[-1][1].append(_without_early_stops(row, mask))
     return tuple((first, torch.stack(masks).to(device)) for first, masks in runs)
 
 

@@ -6,23 +6,23 @@ left: what is fenced comes back by itself, cached KV is evicted, sparse extents 
 only then a running request is preempted: its blocks are given back and it is computed again later.
 Who that is says `policy/kv_share.py`; the oldest request of all always makes progress.
 
-While the oldest request of a unit waits for memory or for a row, no younger request of another unit
-is let in before it.
+Who of those that wait is let in says `admission.py`: while the oldest request of a unit waits for
+memory or for a row, no younger request of another unit is let in before it.
 
 Requests may have tokens in flight (`Request.num_pending`): they are scheduled as if these were
 known. Does not load models and does not run them.
 """
 
-import math
 from bisect import insort
 from collections import Counter
 
+from engine.admission import Admission
 from engine.batch import ScheduledRow
 from engine.errors import IntegrityError, OutOfPages
 from engine.kv_cache import KvCache
-from engine.model_queue import KvSupply, ModelQueue
+from engine.model_queue import KvSupply, ModelQueue, running_in
 from engine.policy.batching import ModelWork, choose_model, lift, split_budget
-from engine.policy.kv_share import Holding, Share, choose_victim, may_start, share_of
+from engine.policy.kv_share import Holding, choose_victim
 from engine.protocol import FinishReason
 from engine.request import Request
 from engine.request_kv import RequestKv
@@ -40,15 +40,16 @@ class Scheduler:
         tenant_kv_share: float = 1.0,
     ) -> None:
         self._supply = supply
-        self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._min_run_steps = min_run_steps
-        self._tenant_kv_share = tenant_kv_share
+        # Units that are resident or have requests; of the others only the service they have had.
         self._queues: dict[str, ModelQueue] = {}
+        self._tags: dict[str, float] = {}
         self._by_key: dict[tuple[str, int], Request] = {}
         self._num_by_tenant: Counter[str] = Counter()
-        # The tenant's request that its share holds back: none that came after it may pass it.
-        self._held_back: dict[str, Request] = {}
+        self._admission = Admission(
+            self._queues, self._num_by_tenant, supply, max_num_seqs, tenant_kv_share
+        )
         self._current: str | None = None
         self._steps_run = 0
         self._last_run: ModelQueue | None = None
@@ -59,12 +60,21 @@ class Scheduler:
         """Prompt tokens looked up in the prefix cache, and those found there."""
 
     def queue(self, unit_id: str) -> ModelQueue:
-        """The unit's queue, made at first use."""
-        return self._queues.setdefault(unit_id, ModelQueue(unit_id))
+        """The unit's queue, made where there is none."""
+        queue = self._queues.get(unit_id)
+        if queue is None:
+            queue = ModelQueue(unit_id, tag=self._tags.pop(unit_id, 0.0))
+            self._queues[unit_id] = queue
+        return queue
 
     def queues(self) -> list[ModelQueue]:
-        """All queues."""
+        """Those of units that are resident or have requests."""
         return list(self._queues.values())
+
+    def is_busy(self, unit_id: str) -> bool:
+        """Whether the unit has a request."""
+        queue = self._queues.get(unit_id)
+        return queue is not None and queue.num_unfinished > 0
 
     @property
     def num_unfinished(self) -> int:
@@ -73,6 +83,8 @@ class Scheduler:
 
     def bind(self, queue: ModelQueue, cache: KvCache) -> None:
         """The unit has become resident; what waited for its load can run."""
+        if self._queues.setdefault(queue.unit_id, queue) is not queue:
+            raise IntegrityError(f"{queue.unit_id} has two queues")
         queue.cache = cache
         self._lift(queue)
 
@@ -81,15 +93,16 @@ class Scheduler:
         for request in sorted(queue.running, key=lambda r: -r.order):
             self._preempt(queue, request, now_s)
         queue.cache = None
-        queue.short_order = None
         for request in queue.waiting:
-            self._let_pass(request)
+            self._admission.let_pass(request)
+        self._drop_idle(queue)
 
     def forget(self, queue: ModelQueue) -> None:
         """Drop the queue of a unit that is gone. It must be empty."""
         if queue.num_unfinished:
             raise IntegrityError(f"{queue.unit_id} still has requests")
-        del self._queues[queue.unit_id]
+        self._queues.pop(queue.unit_id, None)
+        self._tags.pop(queue.unit_id, None)
 
     def has_work(self) -> bool:
         """Whether some resident unit has a request."""
@@ -145,11 +158,12 @@ class Scheduler:
             queue.waiting.remove(request)
         self._give_back(queue, request, now_s)
         request.finish(reason, error)
-        self._let_pass(request)
+        self._admission.let_pass(request)
         del self._by_key[request.key]
         self._num_by_tenant[request.submit.tenant_id] -= 1
         if not self._num_by_tenant[request.submit.tenant_id]:
             del self._num_by_tenant[request.submit.tenant_id]
+        self._drop_idle(queue)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless states, queues and block tables agree."""
@@ -174,16 +188,25 @@ class Scheduler:
                 queue.cache.check_integrity(live)
             elif live:
                 raise IntegrityError(f"{queue.unit_id} is not resident but holds blocks")
-        if any(request.state != "waiting" for request in self._held_back.values()):
-            raise IntegrityError("a request that does not wait holds others of its tenant back")
+        self._admission.check_integrity()
         if tenants.total() != len(self._by_key) or tenants != self._num_by_tenant:
             raise IntegrityError(f"{len(self._by_key)} requests booked, {tenants} found")
 
+    def _drop_idle(self, queue: ModelQueue) -> None:
+        """A step looks at every queue, and a catalog may name thousands of units."""
+        if queue.cache is None and not queue.num_unfinished:
+            del self._queues[queue.unit_id]
+            self._tags[queue.unit_id] = queue.tag
+
     def _rows(self, queue: ModelQueue, now_s: float) -> list[ScheduledRow]:
-        self._admit(queue, now_s)
+        was_short = queue.short is not None
+        for request in self._admission.admit(queue, now_s):
+            if was_short and not queue.running:
+                self._lift(queue)
+            self._start(queue, request)
         # One whose last token is on its way only waits to be told so.
         running = [r for r in queue.running if not (r.is_complete or r.waits_for_token)]
-        granted = split_budget([r.num_uncomputed for r in running], self._max_batch_tokens)
+        granted = split_budget([r.num_runnable for r in running], self._max_batch_tokens)
         rows: list[ScheduledRow] = []
         for request, tokens in zip(running, granted, strict=True):
             if (
@@ -197,54 +220,8 @@ class Scheduler:
         # otherwise.
         return [row for row in rows if row.request.state == "running"]
 
-    def _admit(self, queue: ModelQueue, now_s: float) -> None:
-        cache = queue.cache
-        assert cache is not None
-        was_short, queue.short_order = queue.short_order is not None, None
-        if not queue.waiting:
-            return
-        # What running requests still lack for the tokens they already have.
-        promised = cache.demand(None, 0)
-        for running in queue.running:
-            promised += cache.demand(running.kv, running.num_tokens)
-        oldest_short = self._oldest_short()
-        share = self._share()
-        held = self._held_by_tenant() if share.contended else {}
-        for request in list(queue.waiting):
-            if request.num_pending:
-                return  # preempted just now: its last token comes first
-            tenant_id = request.submit.tenant_id
-            wanted = cache.pages_for(request.num_tokens + 1) if share.contended else 0
-            first = self._held_back.get(tenant_id)
-            if first is not None and first.order < request.order:
-                continue
-            if not may_start(held, tenant_id, wanted, share):
-                self._held_back[tenant_id] = request
-                continue
-            if request.order > oldest_short or self._num_running() >= self._max_num_seqs:
-                queue.short_order = request.order
-                return
-            kv = request.kv = request.kv or cache.new_kv(tenant_id)
-            request.num_computed = cache.match(kv, request.token_ids, now_s)
-            # One position more than it needs now, so that its next token does not preempt it.
-            needed = cache.demand(kv, request.num_tokens + 1)
-            if not cache.fits(promised + needed, self._spare_pages(queue)):
-                self._give_back(queue, request, now_s)
-                queue.short_order = request.order
-                return
-            promised += needed
-            held[tenant_id] = held.get(tenant_id, 0.0) + wanted
-            if was_short and not queue.running:
-                self._lift(queue)
-            self._start(queue, request)
-
-    def _let_pass(self, request: Request) -> None:
-        """The request has started, ended, or cannot start: others of its tenant need not wait."""
-        if self._held_back.get(request.submit.tenant_id) is request:
-            del self._held_back[request.submit.tenant_id]
-
     def _start(self, queue: ModelQueue, request: Request) -> None:
-        self._let_pass(request)
+        self._admission.let_pass(request)
         if request.cached_tokens is None:
             # What it finds again after a preemption is its own doing, and nobody's hit.
             request.cached_tokens = request.num_computed
@@ -254,22 +231,6 @@ class Scheduler:
         queue.waiting.remove(request)
         insort(queue.running, request, key=_order)
 
-    def _spare_pages(self, queue: ModelQueue) -> int:
-        """Pages an admission leaves alone: a watermark, and what other units' requests lack.
-
-        Nothing where nobody runs: then there is nobody to leave them for.
-        """
-        if not self._num_running():
-            return 0
-        lacking = self._supply.num_spare_pages
-        for other in self._queues.values():
-            if other is not queue and other.cache is not None and other.running:
-                demand = other.cache.demand(None, 0)
-                for request in other.running:
-                    demand += other.cache.demand(request.kv, request.num_tokens)
-                lacking += other.cache.pages_of(demand)
-        return lacking
-
     def _lift(self, queue: ModelQueue) -> None:
         """Neither idleness nor waiting for a load or for memory earns credit."""
         active = [q.tag for q in self._queues.values() if q.running and q is not queue]
@@ -277,51 +238,14 @@ class Scheduler:
             active = [self._last_run.tag]
         queue.tag = lift(queue.tag, active)
 
-    def _oldest_short(self) -> float:
-        """Order of the oldest request that waits for memory or a row; infinite if none does."""
-        return min(
-            (
-                q.short_order
-                for q in self._queues.values()
-                if q.short_order is not None and q.waiting and q.cache is not None
-            ),
-            default=math.inf,
-        )
-
-    def _num_running(self) -> int:
-        return sum(len(q.running) for q in self._queues.values())
-
-    def _share(self) -> Share:
-        if self._tenant_kv_share >= 1 or len(self._num_by_tenant) < 2:
-            return Share(math.inf, contended=False)
-        num_tenants = len(self._num_by_tenant)
-        return share_of(self._supply.num_kv_pages(), self._tenant_kv_share, num_tenants)
-
-    def _held_by_tenant(self) -> dict[str, float]:
-        """KV pages of every tenant with a running request: held, shared ones once, or promised."""
-        held: dict[str, float] = {}
-        for queue, request in self._running():
-            cache, tenant_id = queue.cache, request.submit.tenant_id
-            assert cache is not None
-            assert request.kv is not None
-            if tenant_id not in held:
-                caches = [q.cache for q in self._queues.values() if q.cache is not None]
-                held[tenant_id] = sum(c.live_pages_of_tenant(tenant_id) for c in caches)
-            if request.num_uncomputed > 1:
-                lacking = cache.pages_for(request.num_tokens) - cache.live_pages_of(request.kv)
-                held[tenant_id] += max(0.0, lacking)
-        return held
-
-    def _holdings(self) -> list[Holding]:
-        """What each running request holds, in the order of `_running`."""
-        return [
-            Holding(request.submit.tenant_id, request.order, queue.cache.live_pages_of(request.kv))
-            for queue, request in self._running()
-            if queue.cache is not None and request.kv is not None
-        ]
-
-    def _running(self) -> list[tuple[ModelQueue, Request]]:
-        return [(queue, request) for queue in self._queues.values() for request in queue.running]
+    def _victim(self) -> tuple[ModelQueue, Request]:
+        """Who gives its memory back."""
+        running = running_in(self._queues.values())
+        holdings = [Holding(request.submit.tenant_id, request.order) for _, request in running]
+        share = self._admission.share()
+        tenants = {holding.tenant_id for holding in holdings} if share.contended else set()
+        held = {tenant_id: self._admission.live_pages(tenant_id) for tenant_id in tenants}
+        return running[choose_victim(holdings, held, share)]
 
     def _reserve(self, queue: ModelQueue, request: Request, num_tokens: int, now_s: float) -> bool:
         """Blocks for the first `num_tokens` positions; False: not in this step."""
@@ -330,7 +254,7 @@ class Scheduler:
         assert request.kv is not None
         while request.state == "running":
             try:
-                cache.reserve(request.kv, num_tokens, now_s)
+                cache.reserve(request.kv, num_tokens)
                 return True
             except OutOfPages:
                 freed, fenced = self._supply.reclaim()
@@ -339,9 +263,8 @@ class Scheduler:
             missing = cache.pages_of(cache.demand(request.kv, num_tokens)) - fenced
             if missing <= 0:
                 return False  # enough comes back when the steps in flight end
-            if not self._supply.make_room(missing, now_s):
-                running = self._running()
-                victim_queue, victim = running[choose_victim(self._holdings(), self._share())]
+            if not self._supply.make_room(missing):
+                victim_queue, victim = self._victim()
                 self._preempt(victim_queue, victim, now_s)
         return False
 

@@ -15,16 +15,19 @@ Owns the step numbers, and nothing of what a token means: that is `engine.py`.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.backend.base import Backend, Pending, Runner
-from engine.batch import ScheduledRow, StepBatch, build_batch
+from engine.batch import LayOut, ScheduledRow, Scoring, StepBatch, build_batch
 from engine.errors import EngineError, StepAbandoned
 from engine.kv_cache import KvCache
+from engine.logprobs import Logprobs
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
 from engine.protocol import TokenLogprobs
+from engine.request import Request
 from engine.sampler import SampleOutput
 
 
@@ -58,7 +61,9 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """A step that has ended. `tokens`: by row; None where it did not sample.
+    """A step that has ended. `tokens`: by row; None where it did not sample, unless its logits
+    show that what it computed is broken. `scores`: logprobs of prompts, by request, from a position
+    on.
 
     `error` is what its model did wrong; `abandoned`: nothing was computed, and nobody is to blame.
     """
@@ -69,6 +74,7 @@ class Collected:
     device_s: float
     error: Exception | None = None
     abandoned: bool = False
+    scores: tuple[tuple[Request, int, list[TokenLogprobs]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +82,15 @@ class _Launched:
     queue: ModelQueue
     rows: tuple[LaunchedRow, ...]
     pending: Pending[SampleOutput]
+    scoring: Scoring | None
 
 
 class StepPipeline:
     """The steps of one device. Single-threaded, but what it launches may run elsewhere."""
 
-    def __init__(self, backend: Backend, pool: PagePool) -> None:
+    def __init__(self, backend: Backend, pool: PagePool, lay_out: LayOut = build_batch) -> None:
         self._backend = backend
+        self._lay_out = lay_out
         self._pool = pool
         self._step = 0
         self._in_flight: deque[_Launched] = deque()
@@ -97,7 +105,7 @@ class StepPipeline:
     ) -> Exception | None:
         """Lay a step out and hand it to the device. The error where it cannot be laid out."""
         try:
-            batch = build_batch(rows, cache, self._backend.device)
+            batch = self._lay_out(rows, cache, self._backend.device)
         except EngineError:
             raise
         except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
@@ -116,7 +124,7 @@ class StepPipeline:
             if item.place >= 0:
                 request.num_pending += 1
                 request.pending_row = item.place
-        self._in_flight.append(_Launched(queue, launched, pending))
+        self._in_flight.append(_Launched(queue, launched, pending, batch.scoring))
         return None
 
     def pass_fence(self) -> None:
@@ -137,7 +145,8 @@ class StepPipeline:
         queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
         try:
             output = launched.pending.wait()
-            sampled = _sampled(output, rows)
+            tokens = tuple(_tokens(_sampled(output, rows), output, rows))
+            scores = _scores(output.prompt, launched.scoring)
         except StepAbandoned:
             for item in rows:
                 if item.still_runs:
@@ -147,8 +156,7 @@ class StepPipeline:
             raise
         except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
             return Collected(queue, rows, none, launched.pending.device_s, error)
-        tokens = tuple(sampled[item.place] if item.place >= 0 else None for item in rows)
-        return Collected(queue, rows, tokens, launched.pending.device_s)
+        return Collected(queue, rows, tokens, launched.pending.device_s, scores=scores)
 
     def _work(self, batch: StepBatch, runner: Runner) -> "Work":
         previous = self._in_flight[-1].pending if self._in_flight else None
@@ -166,6 +174,33 @@ def _sampled(output: SampleOutput, rows: Sequence[LaunchedRow]) -> list[SampledT
         for (place, _), message in zip(wanted, messages, strict=True):
             sampled[place] = SampledToken(ids[place], broken[place], message)
     return sampled
+
+
+def _tokens(
+    sampled: Sequence[SampledToken], output: SampleOutput, rows: Sequence[LaunchedRow]
+) -> Iterator[SampledToken | None]:
+    """By row. A prompt's chunk is as bad as its last logits: they depend on all of its KV."""
+    others = output.unsampled_broken
+    flags = iter([] if others is None else others.tolist())
+    for item in rows:
+        if item.place >= 0:
+            yield sampled[item.place]
+        else:
+            yield SampledToken(0, broken=True) if next(flags, False) else None
+
+
+def _scores(
+    output: Logprobs | None, scoring: Scoring | None
+) -> tuple[tuple[Request, int, list[TokenLogprobs]], ...]:
+    """By request, with the position of the first."""
+    if output is None or scoring is None:
+        return ()
+    counts = [row.request.submit.prompt_logprobs for row, places in scoring.rows for _ in places]
+    messages = iter(output.messages(counts))
+    return tuple(
+        (row.request, places.start, list(islice(messages, len(places))))
+        for row, places in scoring.rows
+    )
 
 
 @dataclass(slots=True)

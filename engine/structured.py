@@ -63,9 +63,11 @@ class Compiler:
             text = _without_control_text(tokenizer_json.read_text(encoding="utf-8"))
             self._tokenizer = self._load(text, vocab_size, sorted(eos_ids))
         except (OSError, ValueError, LookupError, TypeError) as error:
+            # Of a missing file the client need not know the place.
+            why = error.strerror if isinstance(error, OSError) else str(error)
             raise ConstraintRefused(
                 "structured output is not supported with this model's tokenizer: "
-                + _first_line(str(error))
+                + _in_brief(why or "")
             ) from error
         self.mask_bytes = 4 * -(-self._tokenizer.vocab_size // 32)
 
@@ -130,7 +132,7 @@ class Matcher:
 
     def _break(self) -> None:
         self._grammar.worn = True
-        raise ConstraintBroken(_first_line(self._matcher.get_error()))
+        raise ConstraintBroken(_in_brief(self._matcher.get_error()))
 
 
 def _without_control_text(tokenizer_json: str) -> str:
@@ -181,13 +183,16 @@ def _grammar_text(constraint: Constraint) -> str:
             return llguidance.LLMatcher.grammar_from_regex(text)
         return llguidance.LLMatcher.grammar_from_lark(text)
     except ValueError as error:
-        raise ConstraintRefused(_first_line(str(error))) from error
+        raise ConstraintRefused(_in_brief(str(error))) from error
 
 
 def _refuse_errors(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise ConstraintRefused(_first_line(matcher.get_error()))
+        raise ConstraintRefused(_in_brief(matcher.get_error()))
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:500] or "it cannot be compiled"
+def _in_brief(text: str) -> str:
+    """The first line, and what the pattern library says beneath its drawing of the place."""
+    first, _, rest = text.strip().partition("\n")
+    causes = [line for line in rest.splitlines() if line.startswith("error: ")]
+    return " ".join([first[:400], *causes[:1]])[:500] or "it cannot be compiled"

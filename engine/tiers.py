@@ -7,7 +7,7 @@ residency table above deals in states only. Only the step thread calls it.
 import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from engine.backend.base import Backend
 from engine.errors import PackError
@@ -24,6 +24,87 @@ FIRST_RATES: dict[Tier, float] = {"disk": 1e9, "host": 5e9}
 RATE_MEMORY = 0.7
 
 
+class TierRates:
+    """How fast each tier has been: bytes a second, the newest loads counting most."""
+
+    def __init__(self) -> None:
+        self._rates = dict(FIRST_RATES)
+
+    def bytes_per_s(self, tier: Tier) -> float:
+        """As of now."""
+        return self._rates[tier]
+
+    def estimate_s(self, num_bytes: int, tier: Tier) -> float:
+        """Seconds that a load would take."""
+        return num_bytes / self._rates[tier]
+
+    def learn(self, tier: Tier, num_bytes: int, duration_s: float) -> None:
+        """A load has ended."""
+        if duration_s > 0 and num_bytes:
+            rate = num_bytes / duration_s
+            self._rates[tier] = RATE_MEMORY * self._rates[tier] + (1 - RATE_MEMORY) * rate
+
+
+class LoadJob(Protocol):
+    """A load under way, as the residency table sees it."""
+
+    @property
+    def done(self) -> bool:
+        """Nobody touches its target any more."""
+
+    @property
+    def duration_s(self) -> float:
+        """From start to end."""
+
+    def cancel(self) -> None:
+        """Stop soon: poll `done`."""
+
+
+class WeightTiers(Protocol):
+    """What residency asks of what lies below the device; `Tiers` is the real one.
+
+    A job is given back, by `finish`, to who started it.
+    """
+
+    @property
+    def num_changes(self) -> int:
+        """Rises whenever `is_warm` may answer otherwise than before."""
+
+    @property
+    def cold_bytes_per_s(self) -> float:
+        """How fast loads from the disk are."""
+
+    def is_warm(self, index: PackIndex) -> bool:
+        """Whether a load would come from the host tier."""
+
+    def estimate_s(self, index: PackIndex) -> float:
+        """Seconds a load would take now, from the tier it would come from."""
+
+    def start(
+        self,
+        index: PackIndex,
+        pack_dir: Path,
+        segment_offsets: Sequence[int],
+        check_files: bool = True,
+    ) -> LoadJob:
+        """Begin to fill the arena. Raises PackError."""
+
+    def finish(self, job: Any, pack_dir: Path) -> Tier:
+        """Close a job that is done. Raises PackError or OSError where it failed."""
+
+    def poll(self) -> None:
+        """Whatever goes on in the background."""
+
+    def keep_only(self, revisions: Collection[str]) -> None:
+        """Forget packs that no hosted model has."""
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError where the books are wrong."""
+
+    def close(self, keep_host_tier: bool) -> None:
+        """Cancel everything and wait until no thread touches memory any more."""
+
+
 class Tiers:
     """The disk and the host tier below one device."""
 
@@ -37,12 +118,17 @@ class Tiers:
         self._loads: list[DiskLoad | HostLoad] = []
         self._fills: list[HostFill] = []
         self._held_back: list[HostFill] = []  # of these, what has not been started
-        self._rates = dict(FIRST_RATES)
+        self._rates = TierRates()
 
     @property
     def num_changes(self) -> int:
         """Rises whenever `is_warm` may answer otherwise than before."""
         return self._host.num_changes
+
+    @property
+    def cold_bytes_per_s(self) -> float:
+        """How fast loads from the disk are."""
+        return self._rates.bytes_per_s("disk")
 
     def is_warm(self, index: PackIndex) -> bool:
         """Whether a load would come from the host tier."""
@@ -50,7 +136,7 @@ class Tiers:
 
     def estimate_s(self, index: PackIndex) -> float:
         """Seconds a load would take now, from the tier it would come from."""
-        return index.total_bytes / self._rates["host" if self.is_warm(index) else "disk"]
+        return self._rates.estimate_s(index.total_bytes, "host" if self.is_warm(index) else "disk")
 
     def start(
         self,
@@ -87,9 +173,7 @@ class Tiers:
             tier = "host"
         job.result()
         if not job.cancelled:
-            if job.duration_s > 0 and job.index.total_bytes:
-                rate = job.index.total_bytes / job.duration_s
-                self._rates[tier] = RATE_MEMORY * self._rates[tier] + (1 - RATE_MEMORY) * rate
+            self._rates.learn(tier, job.index.total_bytes, job.duration_s)
             if tier == "disk":
                 self._start_fill(job.index, pack_dir)
         return tier

@@ -11,11 +11,12 @@ from typing import Literal
 from engine.backend.base import Backend
 from engine.config import EngineConfig
 from engine.errors import PackError, RequestRefused
+from engine.pack_source import PackSource
 from engine.page_pool import PagePool
 from engine.protocol import ModelSpec, ResidencyState, SwapRecord
-from engine.residency_state import Hosted, ResidencyEvent, blob_stamp, learn
+from engine.residency_state import Hosted, ResidencyEvent, UnitLists, learn
 from engine.room import weights_of
-from engine.tiers import Tiers
+from engine.tiers import WeightTiers
 from engine.weights import build_views
 
 Busy = Callable[[str], bool]
@@ -36,14 +37,21 @@ class Units:
     """All units this worker knows. `by_id` is for reading; `swaps` are loads and evictions."""
 
     def __init__(
-        self, config: EngineConfig, pool: PagePool, backend: Backend, tiers: Tiers
+        self,
+        config: EngineConfig,
+        pool: PagePool,
+        backend: Backend,
+        tiers: WeightTiers,
+        packs: PackSource,
     ) -> None:
         self._config = config
+        self._packs = packs
         self._pool = pool
         self._backend = backend
         self._tiers = tiers
         self._generation = 0
         self.by_id: dict[str, Hosted] = {}
+        self.lists = UnitLists()
         self.swaps: list[SwapRecord] = []
 
     def get(self, model_id: str) -> Hosted:
@@ -64,11 +72,14 @@ class Units:
 
     def add(self, spec: ModelSpec) -> None:
         """A new entry of the catalog."""
-        self.by_id[spec.model_id] = learn(Hosted(spec), self._config, self._pool)
+        self.by_id[spec.model_id] = learn(
+            Hosted(spec, self.lists), self._config, self._pool, self._packs
+        )
 
     def remove(self, model: Hosted) -> None:
         """Forget a unit that holds nothing."""
         del self.by_id[model.model_id]
+        self.lists.forget(model)
 
     def update(self, model: Hosted, spec: ModelSpec) -> bool:
         """A newer entry of a known unit, not queued; True if its pages must come back first."""
@@ -77,14 +88,14 @@ class Units:
         if spec.pack_dir == model.spec.pack_dir:
             model.spec = spec
             # The folder may have been registered anew under the same name.
-            if model.state == "failed" and blob_stamp(model.pack_dir) != model.blob_stamp:
-                learn(model, self._config, self._pool)
+            if model.state == "failed" and self._packs.stamp(model.pack_dir) != model.blob_stamp:
+                learn(model, self._config, self._pool, self._packs)
             return False
         if model.holds_pages:
             model.next_spec = spec
             return True
         model.spec = spec
-        learn(model, self._config, self._pool)
+        learn(model, self._config, self._pool, self._packs)
         return False
 
     def refresh(self, model: Hosted) -> None:
@@ -162,7 +173,7 @@ class Units:
             self.remove(model)
         elif model.next_spec is not None:
             model.spec, model.next_spec = model.next_spec, None
-            learn(model, self._config, self._pool)
+            learn(model, self._config, self._pool, self._packs)
         else:
             return again
         return False
@@ -175,7 +186,7 @@ class Units:
             self._release(model)
         model.move("failed", reason)
         model.retryable = retryable
-        model.blob_stamp = blob_stamp(model.pack_dir)
+        model.blob_stamp = self._packs.stamp(model.pack_dir)
         events.append(ResidencyEvent("failed", model.model_id, reason))
 
     def _release(self, model: Hosted) -> None:

@@ -25,6 +25,7 @@ import zmq
 from engine.backend.cpu import CpuBackend
 from engine.config import WorkerConfig, decode_worker_config
 from engine.engine import Engine
+from engine.worker_link import WorkerLink
 from engine.worker_loop import Worker
 from engine.worker_process import (
     EXIT_FAILED,
@@ -67,7 +68,8 @@ def serve(config: WorkerConfig) -> int:
     )
     engine = Engine(config.engine, backend)
     context = zmq.Context()
-    worker = Worker(config, engine, context, epoch=secrets.token_hex(8), device=backend.name)
+    link = WorkerLink(context, config)
+    worker = Worker(config, engine, link, epoch=secrets.token_hex(8), device=backend.name)
     _listen_to_signals(worker, config.parent_pid)
     logger.info(
         "ready endpoint=%s device=%s pages=%d page_bytes=%d",

@@ -12,6 +12,7 @@ that chooses its own must not reuse it in a second process.
 import logging
 import math
 from collections.abc import Iterator
+from typing import Protocol
 
 import zmq
 
@@ -21,8 +22,28 @@ from engine.protocol import FromWorker, ToWorker, decode_to_worker, encode
 logger = logging.getLogger(__name__)
 
 
+class Link(Protocol):
+    """Messages in and out of a worker; `WorkerLink` is the real one."""
+
+    @property
+    def num_malformed(self) -> int:
+        """Frames that were no messages."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """True as soon as something can be received, False after `timeout_s`."""
+
+    def receive(self, max_messages: int) -> Iterator[tuple[bytes, ToWorker]]:
+        """What has arrived, at most so many, as (identity, message). Never waits."""
+
+    def send(self, identity: bytes, message: FromWorker) -> bool:
+        """Queue one message. False: the peer is gone or takes nothing more; nothing was queued."""
+
+    def close(self, linger_s: float) -> None:
+        """Close; what is queued gets `linger_s` to leave."""
+
+
 class WorkerLink:
-    """Owned by the step thread."""
+    """Implements Link on one socket. Owned by the step thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: WorkerConfig) -> None:
         """Binds `config.endpoint`. Raises zmq.ZMQError where that cannot be bound."""

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TypeAlias, get_args
 
 import msgspec
-import zmq
 
 from engine.config import WorkerConfig
 from engine.engine_like import EngineLike
@@ -45,7 +44,7 @@ from engine.protocol import (
     Welcome,
 )
 from engine.usage_outbox import UsageOutbox
-from engine.worker_link import WorkerLink
+from engine.worker_link import Link
 from engine.worker_status import StatusBoard
 
 logger = logging.getLogger(__name__)
@@ -94,20 +93,20 @@ class Worker:
         self,
         config: WorkerConfig,
         engine: EngineLike,
-        context: zmq.Context[zmq.Socket[bytes]],
+        link: Link,
         *,
         epoch: str,
         device: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Binds the socket (zmq.ZMQError). `epoch` names this process, `device` is for people."""
+        """`epoch` names this process, `device` is for people."""
         self.config = config
         self.counters = WorkerCounters()
         self._epoch = epoch
         self._device = device
         self._engine = engine
         self._clock = clock
-        self._link = WorkerLink(context, config)
+        self._link = link
         self._outbox = UsageOutbox(config.max_unacked_finishes)
         self._board = StatusBoard(config, epoch, engine, self._count)
         self._peers: dict[bytes, Peer] = {}
@@ -145,6 +144,11 @@ class Worker:
     def close(self) -> None:
         """Close the socket; what is queued gets a second to leave."""
         self._link.close(linger_s=1.0)
+
+    @property
+    def num_unacked(self) -> int:
+        """Finishes that no gateway has acknowledged."""
+        return len(self._outbox)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless requests, peers and the engine's own books agree."""

@@ -130,4 +130,5 @@ class StatusBoard:
             leases=[] if draining else list(status.leases),
             swaps=swaps,
             counters=counters,
+            cold_bytes_per_s=status.cold_bytes_per_s,
         )

@@ -223,6 +223,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         page = self.page_bytes
         if page and (page < 4096 or page & (page - 1)):
             raise ValueError("page_bytes must be 0 or a power of two of at least 4096")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ValueError("max_batch_tokens must not be below max_num_seqs: raise or lower one")
         if self.max_queue_per_tenant > self.max_queue_total:
             raise ValueError("max_queue_per_tenant must not be above max_queue_total")
         if self.worker_heartbeat_timeout_s <= self.lease_ttl_s:

@@ -15,6 +15,7 @@ that takes while it works on one: without that two models could throw each other
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,45 @@ class Victims:
     drain: tuple[str, ...] = ()
 
 
+class EvictionPolicy(Protocol):
+    """Who goes. `GreedyDual` is ours; `bench/sim/baselines` has those it is compared with."""
+
+    def victims(
+        self,
+        newcomer: Newcomer,
+        num_pages_short: int,
+        candidates: Sequence[Candidate],
+        now_s: float,
+    ) -> Victims:
+        """Whose pages make up what the newcomer lacks; none if they cannot."""
+        ...
+
+    def kv_victim(self, model_id: str, candidates: Sequence[Candidate], now_s: float) -> str | None:
+        """Who goes so that `model_id` gets KV when nothing can run without; None if nobody may."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyDual:
+    """An EvictionPolicy: the functions of this file."""
+
+    params: EvictionParams
+
+    def victims(
+        self,
+        newcomer: Newcomer,
+        num_pages_short: int,
+        candidates: Sequence[Candidate],
+        now_s: float,
+    ) -> Victims:
+        """The cheapest by demand x reload time x weight / bytes."""
+        return choose_victims(newcomer, num_pages_short, candidates, now_s, self.params)
+
+    def kv_victim(self, model_id: str, candidates: Sequence[Candidate], now_s: float) -> str | None:
+        """The cheapest, idle ones first."""
+        return choose_kv_victim(model_id, candidates, now_s, self.params)
+
+
 def keep_score(rate: float, reload_s: float, weight: float, num_bytes: int) -> float:
     """Worth of keeping a model, a byte."""
     return rate * reload_s * weight / max(1, num_bytes)
@@ -129,6 +169,11 @@ def choose_victims(
         (c for c in candidates if _may_leave(c, newcomer, now_s, params)),
         key=lambda c: (c.busy, candidate_score(c, now_s, params), c.last_used_s, c.model_id),
     )
+    return first_that_do(ranked, short)
+
+
+def first_that_do(ranked: Sequence[Candidate], short: int) -> Victims:
+    """The first of `ranked` whose pages make up `short`, less those that then are not needed."""
     chosen: list[Candidate] = []
     for candidate in ranked:
         if short <= 0:

@@ -12,14 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A running request. `order`: by arrival over all models; `num_pages` it holds or was promised.
-
-    Pages are fractions where blocks of several requests share them.
-    """
+    """A running request. `order`: by arrival over all models."""
 
     tenant_id: str
     order: int
-    num_pages: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +38,17 @@ def may_start(held: Mapping[str, float], tenant_id: str, num_pages: float, share
     return held[tenant_id] + num_pages <= share.num_pages
 
 
-def choose_victim(holdings: Sequence[Holding], share: Share) -> int:
+def choose_victim(holdings: Sequence[Holding], held: Mapping[str, float], share: Share) -> int:
     """Index of the running request that is preempted when memory is short.
+
+    `held`: pages by tenant, those that several of its requests share counted once: a long prompt
+    that a tenant asks many questions about does not put it above its share.
 
     The youngest of a tenant above its share, but for that tenant's oldest; where there is none, the
     youngest of all. So the oldest request of all is only chosen when it runs alone.
     """
     above: list[int] = []
     if share.contended:
-        held: dict[str, float] = {}
-        for holding in holdings:
-            held[holding.tenant_id] = held.get(holding.tenant_id, 0.0) + holding.num_pages
         oldest = {holding.tenant_id: holding.order for holding in _youngest_first(holdings)}
         above = [
             i

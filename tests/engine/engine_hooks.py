@@ -31,22 +31,22 @@ def count_events(engine: Engine, now_s: float) -> Counter[str]:
     return Counter({name: int(counters[name]) for name in COUNTERS})
 
 
-def move_kv(engine: Engine, rng: random.Random, now_s: float) -> int:
+def move_kv(engine: Engine, rng: random.Random) -> int:
     """Clear a random stretch, as a load does that wants these pages. 1 if anything had to go."""
     pool = engine.pool
     first = rng.randrange(pool.num_pages)
     pages = range(first, min(pool.num_pages, first + rng.randint(1, 1 + pool.num_pages // 3)))
     owners = {page: pool.owner_of(page) for page in pages}
     kv = [page for page, owner in owners.items() if owner is not None and owner.kind == "kv"]
-    if not kv or not engine._supply.kv.clear(pages, now_s):
+    if not kv or not engine._supply.kv.clear(pages):
         return 0
     assert all(pool.owner_of(page) is None for page in kv), "KV is still where it had to leave"
     return 1
 
 
-def compact(engine: Engine, now_s: float) -> int:
+def compact(engine: Engine) -> int:
     """Copy sparse extents together. 1 if there were any."""
-    return int(engine._supply.kv.compact(engine.pool.num_pages, now_s) > 0)
+    return int(engine._supply.kv.compact(engine.pool.num_pages) > 0)
 
 
 def move_weights(engine: Engine, rng: random.Random) -> int:

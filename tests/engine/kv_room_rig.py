@@ -43,7 +43,7 @@ class PagedKv:
         try:
             found = self._pool.alloc_pages(owner, num_pages)
         except OutOfPages:
-            self.evict(num_pages, 0.0)
+            self.evict(num_pages)
             return False
         for page in found:
             self._num_stamps += 1
@@ -74,13 +74,13 @@ class PagedKv:
         mask[[held.page for held in self.pages if not held.live]] = True
         return mask
 
-    def evict(self, num_pages: int, now_s: float) -> int:
+    def evict(self, num_pages: int) -> int:
         victims = [held for held in self.pages if not held.live][:num_pages]
         self.num_evicted += len(victims)
         self._release(victims)
         return len(victims)
 
-    def clear(self, pages: Collection[int], now_s: float) -> bool:
+    def clear(self, pages: Collection[int]) -> bool:
         there = [held for held in self.pages if held.page in pages]
         assert len(there) == len(pages)
         live = [held for held in there if held.live]

@@ -34,6 +34,7 @@ class ScriptedStatus:
     models: list[ModelStatus]
     leases: list[Lease]
     counters: dict[str, float]
+    cold_bytes_per_s: float = 0.0
 
 
 @dataclass(slots=True)

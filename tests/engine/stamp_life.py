@@ -62,8 +62,7 @@ class Life:
             lag=rng.choice((0, 0, 1, 4)),
             pace=rng.choice(PACES) if pace is None else pace,
             block_tokens=block_tokens,
-            max_batch_tokens=rng.choice((5, 16, 33, 64)),
-            max_num_seqs=rng.choice((1, 4, 8, 12)),
+            **_batch(rng),
             min_run_steps=rng.choice((1, 2, 4)),
             steps_ahead=rng.choice((0, 1, 1)),
             prefix_cache=rng.random() < 0.85,
@@ -142,7 +141,7 @@ class Life:
 
     def move_kv(self) -> None:
         """KV has to leave random pages."""
-        self.rig.events["forced kv moves"] += move_kv(self.rig.engine, self.rng, self.rig.now_s)
+        self.rig.events["forced kv moves"] += move_kv(self.rig.engine, self.rng)
 
     def move_weights(self) -> None:
         """Weights of somebody go somewhere else."""
@@ -150,7 +149,7 @@ class Life:
 
     def compact(self) -> None:
         """Almost empty extents are copied together."""
-        self.rig.events["forced compactions"] += compact(self.rig.engine, self.rig.now_s)
+        self.rig.events["forced compactions"] += compact(self.rig.engine)
 
     def fail_a_step(self) -> None:
         """The next step of any model goes wrong."""
@@ -230,6 +229,11 @@ def _pool_size(rng: random.Random, shapes: dict[str, Shape], page_bytes: int, cr
             sum(weights) + 600 + max(rooms),
         )
     )
+
+
+def _batch(rng: random.Random) -> dict[str, Any]:
+    tokens, rows = rng.choice((5, 16, 33, 64)), rng.choice((1, 4, 8, 12))
+    return {"max_batch_tokens": max(tokens, rows), "max_num_seqs": rows}
 
 
 def _watermarks(rng: random.Random) -> dict[str, Any]:

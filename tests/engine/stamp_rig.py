@@ -296,7 +296,8 @@ class StampRig:
 
     def states(self) -> dict[str, str]:
         """State of each hosted model."""
-        return {row.model_id: row.state for row in self.engine.status(self.now_s).models}
+        cold = dict.fromkeys(self.catalog, "cold")
+        return cold | {row.model_id: row.state for row in self.engine.status(self.now_s).models}
 
     def count(self) -> Counter[str]:
         """Events so far, the engine's counters among them."""

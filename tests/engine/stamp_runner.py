@@ -262,7 +262,7 @@ class StampRunner:
         laid = self._lay_out(batch)
         fault = self._log.faults.pop() if self._log.faults else None
         if fault is not None:
-            self._spoil(batch, laid, fault)
+            self._spoil(laid, fault)
         for group, paged in zip(self._groups, batch.groups, strict=True):
             self._write(group, paged, laid)
             self._read(group, paged, laid)
@@ -274,8 +274,9 @@ class StampRunner:
             raise IndexError("planned: an impossible shape")
         return self._sample(batch, laid, broken=fault == "broken")
 
-    def _spoil(self, batch: StepBatch, laid: Sequence[_Laid], fault: Fault) -> None:
-        """Whose KV this step writes wrongly: everybody's, or that of some rows with broken logits.
+    def _spoil(self, laid: Sequence[_Laid], fault: Fault) -> None:
+        """Whose KV this step writes wrongly: everybody's, or that of some rows with broken logits,
+        chunks of prompts among them.
 
         Whoever is spoilt is looked at no more; the engine has to end it and keep nothing of it.
         """
@@ -283,9 +284,8 @@ class StampRunner:
         if fault != "broken":
             self._log.faulted.update(row.name for row in laid)
             return
-        names = [row.request.submit.request_id for row in batch.sampling_rows]
-        if names:
-            self._log.faulted.update(self._rng.sample(names, self._rng.randint(1, len(names))))
+        names = [row.name for row in laid]
+        self._log.faulted.update(self._rng.sample(names, self._rng.randint(1, len(names))))
 
     def _lay_out(self, batch: StepBatch) -> list[_Laid]:
         """The rows as the batch has them, held against what their requests must say."""
@@ -369,11 +369,13 @@ class StampRunner:
     def _sample(self, batch: StepBatch, laid: Sequence[_Laid], broken: bool) -> SampleOutput:
         ends = {row.name: int(row.chain[-1]) for row in laid}
         names = [row.request.submit.request_id for row in batch.sampling_rows]
+        others = [row.request.submit.request_id for row in batch.rows if not row.samples]
         flags = [broken and name in self._log.faulted for name in names]
         tokens = [self.oracle.next_token(ends[name]) for name in names]
         return SampleOutput(
             torch.tensor([0 if bad else t for t, bad in zip(tokens, flags, strict=True)]).long(),
             torch.tensor(flags).bool(),
+            unsampled_broken=torch.tensor([broken and n in self._log.faulted for n in others]),
         )
 
     def _check_weights(self, whole: bool) -> None:

@@ -94,3 +94,18 @@ def test_an_unload_leaves_what_another_name_needs() -> None:
     catalog.update(models, stays)
     assert not catalog.may_unload("a", lambda name: False)
     assert catalog.may_unload("c", lambda name: False)  # its own pin is its own business
+
+
+def test_what_is_told_late_of_a_unit_that_is_gone_still_has_a_name() -> None:
+    """Swaps and rows may be told after one more catalog, or two, without the unit."""
+    catalog = Catalog()
+    catalog.update([ModelSpec("a", "/p/x"), ModelSpec("b", "/p/y")], gone)
+    evicted = SwapRecord("x", "evict", "none", 1, 2.0, "room for y")
+    catalog.update([ModelSpec("b", "/p/y")], stays)
+    assert catalog.swap(evicted).model_id == "a"
+    assert [r.model_id for r in catalog.status_rows([row("x"), row("y")], {})] == ["a", "b"]
+    catalog.update([], gone)
+    assert catalog.swap(evicted).model_id == "x"
+    assert catalog.swap(evicted).reason == "room for y"
+    assert catalog.pages({("x", "weights"): 1}) == {"x/weights": 1}
+    catalog.check_integrity()

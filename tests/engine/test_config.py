@@ -55,6 +55,7 @@ def test_automatic_pages(arena_bytes: int) -> None:
         ({"engine": {**ENGINE, "page_bytes": 3 << 12}}, "power of two"),
         ({"engine": {**ENGINE, "shm_prefix": "../x"}}, "shm_prefix"),
         ({"engine": {**ENGINE, "block_tokens": 0}}, "block_tokens"),
+        ({"engine": {**ENGINE, "max_batch_tokens": 63}}, "raise the one or lower the other"),
         ({"engine": {**ENGINE, "host_tier_bytes": -1}}, "host_tier_bytes"),
         ({"engine": {"shm_prefix": "p"}}, "arena_bytes"),
     ],

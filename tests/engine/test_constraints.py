@@ -1,14 +1,27 @@
 """The constraint process: the same masks as in this process, and no harm from any constraint."""
 
 import json
+import mmap
+import multiprocessing
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engine.constraint_child import TOO_MUCH, Limits, TokenizerSource
+from engine.constraint_child import (
+    HEADER_BYTES,
+    MAX_TOKENIZERS,
+    TOO_MUCH,
+    ConstraintChild,
+    Done,
+    Limits,
+    Open,
+    TokenizerSource,
+    decode_from_child,
+)
 from engine.constraints import Constraints, Session
 from engine.errors import RequestRefused
 from engine.protocol import Constraint
@@ -217,3 +230,25 @@ def test_a_token_the_grammar_does_not_allow_breaks_the_session(constraints: Cons
 def test_what_takes_too_much_says_so(constraints: Constraints) -> None:
     session = opened(constraints, hostile_grammars()["takes minutes"])
     assert session.reason == TOO_MUCH
+
+
+def test_tokenizers_that_give_way_take_their_grammars_along(tmp_path: Path) -> None:
+    """A grammar holds its tokenizer: kept, they would fill memory with tokenizers."""
+    ours, theirs = multiprocessing.Pipe()
+    memory = mmap.mmap(-1, HEADER_BYTES + 4 * VOCAB)
+    child = ConstraintChild(theirs, memory, 1, Limits())
+    text = DEMO.read_text()
+    paths = [tmp_path / f"{n}.json" for n in range(MAX_TOKENIZERS + 2)]
+    for n, path in enumerate(paths):
+        path.write_text(text + " " * n)
+    (tmp_path / "copy.json").write_bytes(paths[0].read_bytes())
+    for path in (paths[0], tmp_path / "copy.json", *paths[1:]):
+        source = TokenizerSource(str(path), VOCAB, (EOS, END))
+        child._handle(Open(0, source, ANY_OBJECT, [], True))
+        assert isinstance(decode_from_child(ours.recv_bytes()), Done)
+        assert {key for key, _ in child._grammars} == child._compilers.keys()
+        assert len(child._compilers) <= MAX_TOKENIZERS
+        if path.name == "copy.json":
+            assert len(child._compilers) == 1, "the same tokenizer in another place"
+    ours.close()
+    theirs.close()

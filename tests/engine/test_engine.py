@@ -81,7 +81,7 @@ class Driver:
 
     def state(self, model_id: str) -> str:
         rows = {row.model_id: row for row in self.engine.status(self.now_s).models}
-        return rows[model_id].state
+        return rows[model_id].state if model_id in rows else "cold"
 
     def make_resident(self, model_id: str) -> None:
         self.engine.load(model_id, self.now_s)
@@ -411,6 +411,31 @@ def test_broken_weights_end_their_requests_and_nobody_elses(
     assert driver.finishes["bad"].reason == "error"
     assert "not finite" in driver.finishes["bad"].error
     assert driver.tokens["good"] == tiny_models["qwen3"].generate([2, 3, 4], 10)
+    driver.empty()
+
+
+@in_each_mode
+def test_a_broken_chunk_of_a_prompt_ends_its_request_and_is_never_found(
+    tiny_models: Models, mode: Mode
+) -> None:
+    """The weights are broken for the first chunk only: nothing has been sampled by then."""
+    model = tiny_models["llama"]
+    driver = Driver(tiny_models, num_pages=400, mode=mode, max_batch_tokens=16)
+    driver.make_resident("llama")
+    unit = driver.engine._hosting.catalog.unit("llama")
+    norm = driver.engine._residency.weights(unit).tensors["model.layers.0.input_layernorm.weight"]
+    sound = norm.clone()
+    prompt = list(range(2, 62))
+    norm.fill_(float("nan"))
+    driver.submit("broken", "llama", prompt, 10)
+    driver.run(lambda: driver.counter("batch_tokens") >= 16)
+    norm.copy_(sound)
+    driver.submit("next", "llama", prompt, 10)
+    driver.run(lambda: len(driver.finishes) == 2)
+    assert driver.finishes["broken"].reason == "error"
+    assert driver.finishes["broken"].usage.generated_tokens == 0
+    assert driver.finishes["next"].usage.cached_tokens == 0
+    assert driver.tokens["next"] == model.generate(prompt, 10)
     driver.empty()
 
 

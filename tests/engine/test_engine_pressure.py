@@ -72,6 +72,49 @@ def test_models_that_need_each_others_memory_take_turns(
     driver.empty()
 
 
+@in_each_mode
+def test_a_load_that_fits_beside_a_request_does_not_wait_for_its_end(
+    tiny_models: Models, mode: Mode
+) -> None:
+    """llama leaves for the KV of gemma; qwen3 fits into what gemma cannot come to need."""
+    driver = Driver(tiny_models, 27 + 38 + KV_PAGES, load_kv_tokens=16, mode=mode)
+    assert [weight_pages(tiny_models[n]) for n in ("gemma", "llama", "qwen3")] == [27, 38, 27]
+    driver.make_resident("llama")
+    driver.make_resident("gemma")
+    driver.submit("x", "gemma", [3] * 60, 60)
+    driver.run(lambda: driver.state("llama") != "resident")
+    driver.engine.load("qwen3", driver.now_s)
+    driver.engine.load("llama", driver.now_s)
+    driver.run(lambda: driver.state("qwen3") == "resident", steps=2000)
+    assert "x" not in driver.finishes
+    driver.submit("y", "qwen3", [3] * 20, 20)
+    while "x" not in driver.finishes:
+        assert driver.state("llama") != "resident", "it would take what x may still need"
+        driver.step()
+    driver.run(lambda: "y" in driver.finishes)
+    assert driver.tokens["x"] == generated(tiny_models["gemma"], [3] * 60, 60)
+    assert driver.tokens["y"] == generated(tiny_models["qwen3"], [3] * 20, 20)
+    driver.run(lambda: driver.state("llama") == "resident")
+    driver.empty()
+
+
+@in_each_mode
+def test_no_load_takes_what_a_request_comes_to_need_later(tiny_models: Models, mode: Mode) -> None:
+    """x begins with one extent: a load that counted no more would take the pages of the next."""
+    driver = Driver(tiny_models, 27 + 38 + 2, load_kv_tokens=16, mode=mode)
+    driver.make_resident("llama")
+    driver.make_resident("gemma")
+    driver.submit("x", "gemma", [3] * 10, 110)
+    driver.run(lambda: driver.state("llama") != "resident")
+    driver.engine.load("qwen3", driver.now_s)
+    while "x" not in driver.finishes:
+        assert driver.state("qwen3") != "resident"
+        driver.step()
+    assert driver.counter("preemptions") <= 1
+    assert driver.tokens["x"] == generated(tiny_models["gemma"], [3] * 10, 110)
+    driver.empty()
+
+
 def test_what_can_never_fit_is_refused(tiny_models: Models) -> None:
     model = tiny_models["llama"]
     driver = Driver({"llama": model}, weight_pages(model) + KV_PAGES, load_kv_tokens=16)
@@ -149,6 +192,22 @@ def test_requests_end_when_their_model_is_taken_away(
     driver.run(lambda: "x" in driver.finishes, steps=5000)
     assert driver.finishes["x"].reason == "error"
     assert driver.tokens["x"] == model.generate([3] * 10, len(driver.tokens["x"]))
+    driver.empty()
+
+
+def test_swaps_of_models_that_have_left_the_catalog_are_told(tiny_models: Models) -> None:
+    driver = Driver(tiny_models, 400)
+    driver.make_resident("llama")
+    driver.make_resident("qwen3")
+    for left in (["gemma"], ["gemma"], []):
+        driver.engine.set_catalog([tiny_models[name].spec for name in left], driver.now_s)
+        driver.engine.status(driver.now_s)
+        driver.run(lambda: driver.engine.pool.num_free == driver.engine.pool.num_pages)
+    swaps = [(swap.kind, swap.model_id) for swap in driver.engine.take_swaps()]
+    assert [kind for kind, _ in swaps] == ["load", "load", "evict", "evict"]
+    # Under their units' ids, since nobody asked before the names were gone.
+    units = [tiny_models[name].pack_dir.name for name in ("llama", "qwen3")]
+    assert sorted(name for kind, name in swaps if kind == "evict") == sorted(units)
     driver.empty()
 
 

@@ -180,7 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def move_kv(self) -> None:
-        move_kv(self.rig.engine, self.life.rng, self.rig.now_s)
+        move_kv(self.rig.engine, self.life.rng)
 
     @rule()
     def move_weights(self) -> None:
@@ -188,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        compact(self.rig.engine, self.rig.now_s)
+        compact(self.rig.engine)
 
     @rule(kind=st.sampled_from(FAULTS))
     def fail_a_step(self, kind: str) -> None:

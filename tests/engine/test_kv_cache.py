@@ -30,7 +30,7 @@ def run(cache: KvCache, tokens: list[int], tenant: str = "t", good: int | None =
     """A request whose first `good` tokens (all) were computed well."""
     kv = cache.new_kv(tenant)
     cache.match(kv, tokens, 0.0)
-    cache.reserve(kv, len(tokens), 0.0)
+    cache.reserve(kv, len(tokens))
     cache.advance(kv, tokens, len(tokens) if good is None else good, 0.0)
     return kv
 
@@ -50,7 +50,7 @@ def test_a_prefix_is_found_while_its_request_still_runs() -> None:
     cache.release(first, 1.0)
     assert pool.owned(OWNER) == held, "what the second one refers to stays"
     cache.check_integrity([second])
-    cache.reserve(second, 10, 1.0)
+    cache.reserve(second, 10)
     assert second.tables[0][2] not in first.tables[0]
 
 
@@ -83,7 +83,7 @@ def test_two_requests_that_compute_one_prefix_keep_their_own_blocks() -> None:
     one, two = cache.new_kv("t"), cache.new_kv("t")
     for kv in (one, two):
         assert cache.match(kv, PROMPT, 0.0) == 0
-        cache.reserve(kv, len(PROMPT), 0.0)
+        cache.reserve(kv, len(PROMPT))
     for kv in (one, two):
         cache.advance(kv, PROMPT, len(PROMPT), 0.0)
     assert not set(one.tables[0]) & set(two.tables[0])
@@ -149,7 +149,7 @@ def test_reserve_that_fails_changes_nothing_and_the_hit_can_be_given_back() -> N
     too_many = 4 * 8192
     assert not cache.fits(cache.demand(second, too_many))
     with pytest.raises(OutOfPages):
-        cache.reserve(second, too_many, 0.0)
+        cache.reserve(second, too_many)
     assert second.tables == before
     cache.check_integrity([first, second])
     cache.release(second, 0.0)
@@ -214,13 +214,13 @@ def test_pages_first_then_cached_blocks_oldest_sequence_end_first() -> None:
     cache.release(run(cache, PROMPT), 0.0)
     other = cache.new_kv("t")
     while pool.num_free:
-        cache.reserve(other, (other.num_blocks + 1) * 4, 1.0)
+        cache.reserve(other, (other.num_blocks + 1) * 4)
     assert cache.peek("t", PROMPT) == 20, "nothing is overwritten while there are pages"
     group = cache.groups[0]
     room = group.num_open_room + (group.num_free - group.num_open_free)
-    cache.reserve(other, (other.num_blocks + room) * 4, 1.0)
+    cache.reserve(other, (other.num_blocks + room) * 4)
     assert cache.peek("t", PROMPT) == 20, "the free slots beside them come first"
-    cache.reserve(other, (other.num_blocks + 1) * 4, 1.0)
+    cache.reserve(other, (other.num_blocks + 1) * 4)
     assert cache.peek("t", PROMPT) == 16, "the end of the prefix went first"
     cache.check_integrity([other])
 
@@ -249,7 +249,7 @@ def test_windows_bound_what_a_long_sequence_needs() -> None:
     kv = hybrid.new_kv("t")
     tokens = list(range(160))
     for done in range(0, 160, 8):
-        hybrid.reserve(kv, done + 8, 0.0)
+        hybrid.reserve(kv, done + 8)
         hybrid.advance(kv, tokens, done + 8, 0.0)
         assert len(kv.tables[0]) - kv.first[0] <= 3
     hybrid.check_integrity([kv])
@@ -284,7 +284,7 @@ def test_tables_as_arrays_follow_appends_and_renames() -> None:
     cache, _ = make([FULL])
     kv = cache.new_kv("t")
     for tokens in (3, 9, 200, 201, 240):
-        cache.reserve(kv, tokens, 0.0)
+        cache.reserve(kv, tokens)
         assert kv.array(0).tolist() == kv.tables[0]
     cache.groups[0].index.clear()
     renamed = {kv.tables[0][1]: 9999}
@@ -299,7 +299,7 @@ def test_a_large_half_used_cache_is_filled_extent_by_extent() -> None:
     size = plan.groups[0].tokens_per_extent
     kvs = [cache.new_kv("t") for _ in range(3000)]
     for kv in kvs:
-        cache.reserve(kv, size - 4, 0.0)
+        cache.reserve(kv, size - 4)
     assert cache.num_live_pages <= (3000 + 1) * plan.groups[0].pages_per_extent
     cache.check_integrity(kvs)
     for kv in kvs:

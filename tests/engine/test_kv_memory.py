@@ -1,13 +1,13 @@
 """Who gives way: watermarks, values, moves, compaction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
 from engine.errors import IntegrityError
 from engine.kv_cache import KvCache
-from engine.kv_memory import KvMemory, Move
+from engine.kv_memory import COMPACT_EXTENTS, KvMemory, Move, Renames
 from engine.kv_plan import plan_kv
 from engine.page_pool import Owner, PagePool
 from engine.request_kv import RequestKv
@@ -42,7 +42,7 @@ class Rig:
         cache, ids = self.caches[name], list(range(seed, seed + tokens))
         kv = cache.new_kv("t")
         cache.match(kv, ids, now_s)
-        cache.reserve(kv, tokens, now_s)
+        cache.reserve(kv, tokens)
         cache.advance(kv, ids, tokens, now_s)
         self.live.append((name, kv))
         return kv
@@ -78,15 +78,15 @@ def test_the_least_valuable_extent_of_all_units_goes_first() -> None:
     rig.cached("small", 0, size + 1, 150.0)  # asked for again
     held = rig.pool.num_pages - rig.pool.num_free - rig.pool.num_fenced
     assert rig.memory.num_evictable() == held
-    assert rig.memory.evict(1, 150.0) >= 1
+    assert rig.memory.evict(1) >= 1
     assert not rig.has("large", 1000, rig.extent_tokens("large"))
     assert rig.has("small", 0, size)
-    rig.memory.evict(1, 150.0)
+    rig.memory.evict(1)
     assert not rig.has("small", 2000, size)
     assert rig.has("small", 0, size)
     rig.check()
-    assert rig.memory.evict(1000, 150.0) > 0
-    assert rig.memory.evict(1, 150.0) == 0
+    assert rig.memory.evict(1000) > 0
+    assert rig.memory.evict(1) == 0
     assert rig.memory.num_evicted_pages == held
 
 
@@ -94,7 +94,7 @@ def test_a_unit_that_is_dear_to_compute_keeps_its_blocks_longer() -> None:
     rig = Rig(small_cost=1e6)
     rig.cached("small", 0, rig.extent_tokens("small"), 0.0)
     rig.cached("large", 1000, rig.extent_tokens("large"), 60.0)
-    rig.memory.evict(1, 60.0)
+    rig.memory.evict(1)
     assert rig.has("small", 0, rig.extent_tokens("small"))
     assert not rig.has("large", 1000, rig.extent_tokens("large"))
 
@@ -104,7 +104,7 @@ def test_the_end_of_a_long_prefix_goes_before_its_beginning() -> None:
     size = rig.extent_tokens("small")
     rig.cached("small", 0, 4 * size, 0.0)
     for left in (3, 2, 1):
-        rig.memory.evict(1, 0.0)
+        rig.memory.evict(1)
         ids = list(range(4 * size + 1))
         assert rig.caches["small"].peek("t", ids) == left * size
 
@@ -113,12 +113,12 @@ def test_free_pages_are_kept_between_the_marks() -> None:
     rig = Rig(low=8, high=12)
     seed = 0
     while rig.pool.num_free + rig.pool.num_fenced >= 8:
-        assert rig.memory.keep_watermark(0.0) == 0
+        assert rig.memory.keep_watermark() == 0
         seed += 1000
         rig.cached("small", seed, rig.extent_tokens("small"), 0.0)
-    assert rig.memory.keep_watermark(0.0) > 0
+    assert rig.memory.keep_watermark() > 0
     assert rig.pool.num_free + rig.pool.num_fenced >= 12
-    assert rig.memory.keep_watermark(0.0) == 0
+    assert rig.memory.keep_watermark() == 0
     rig.check()
 
 
@@ -126,7 +126,7 @@ def test_live_blocks_are_never_evicted() -> None:
     rig = Rig()
     kv = rig.run("small", 0, 40, 0.0)
     tables = [list(table) for table in kv.tables]
-    rig.memory.evict(NUM_PAGES, 0.0)
+    rig.memory.evict(NUM_PAGES)
     assert kv.tables == tables
     assert rig.has("small", 0, 40)
     rig.check()
@@ -141,7 +141,7 @@ def test_pages_are_cleared_by_moving_what_is_live_and_dropping_what_is_not() -> 
     before = captured.clone()
     num_live = rig.caches["large"].num_live_pages
     pages = list(range(NUM_PAGES // 2, NUM_PAGES))
-    assert rig.memory.clear(pages, 0.0)
+    assert rig.memory.clear(pages)
     assert all(rig.pool.owner_of(page) is None for page in pages)
     assert kv.tables == tables, "block ids stay"
     assert torch.equal(captured, before), "a step in flight keeps its addresses"
@@ -154,7 +154,7 @@ def test_pages_are_cleared_by_moving_what_is_live_and_dropping_what_is_not() -> 
 def test_with_pages_to_spare_cached_blocks_move_too() -> None:
     rig = Rig()
     rig.cached("small", 5000, 40, 0.0)
-    assert rig.memory.clear(range(NUM_PAGES // 2, NUM_PAGES), 0.0)
+    assert rig.memory.clear(range(NUM_PAGES // 2, NUM_PAGES))
     assert rig.has("small", 5000, 40)
     assert rig.memory.num_evicted_pages == 0
     rig.check()
@@ -166,7 +166,7 @@ def test_what_cannot_be_moved_is_left_as_it_was() -> None:
     weights = Owner("w", "weights")
     rig.pool.alloc_pages(weights, rig.pool.num_free)
     kinds = rig.pool.kinds()
-    assert not rig.memory.clear(range(NUM_PAGES), 0.0)
+    assert not rig.memory.clear(range(NUM_PAGES))
     assert rig.pool.kinds() == kinds
     assert not rig.moves
     assert kv.num_blocks == 10
@@ -179,40 +179,81 @@ def test_nothing_is_moved_into_the_pages_that_are_wanted() -> None:
     rig.run("large", 0, 8, 0.0)
     wanted = set(range(4, NUM_PAGES))
     live = sum(cache.num_live_pages for cache in rig.caches.values())
-    assert rig.memory.clear(wanted, 0.0) == (live <= 4)
+    assert rig.memory.clear(wanted) == (live <= 4)
     for _, target, _ in rig.moves:
         assert target // PAGE not in wanted
     rig.check()
 
 
-def test_almost_empty_extents_are_copied_together() -> None:
-    rig = Rig()
-    cache = rig.caches["small"]
-    group, size = cache.groups[0], rig.extent_tokens("small")
+def sparse(rig: Rig, number: int) -> list[RequestKv]:
+    """So many extents of "small" with one live block each."""
+    size = rig.extent_tokens("small")
     # Short ones between long ones: when the long ones end, every extent holds a little.
     short, long = [], []
-    for i in range(6):
+    for i in range(number):
         short.append(rig.run("small", 1000 * i, 4, 0.0))
         long.append(rig.run("small", 1000 * i + 500, size - 4, 0.0))
     for kv in long:
         rig.end(kv, 0.0)
-    rig.memory.evict(NUM_PAGES, 0.0)
+    rig.memory.evict(NUM_PAGES)
+    return short
+
+
+def test_almost_empty_extents_are_copied_together() -> None:
+    rig = Rig()
+    cache = rig.caches["small"]
+    group = cache.groups[0]
+    short = sparse(rig, 6)
     open_before, blocks = cache.num_live_pages, [kv.tables[0][0] for kv in short]
     assert open_before == 6 * group.plan.pages_per_extent
-    freed = rig.memory.compact(NUM_PAGES, 0.0)
+    freed = rig.memory.compact(NUM_PAGES)
     assert freed == 5 * group.plan.pages_per_extent == open_before - cache.num_live_pages
     assert [kv.tables[0][0] for kv in short] != blocks
     assert len(rig.moves) == 5 * len(group.plan.layers)
     assert all(size == group.plan.block_bytes for _, _, size in rig.moves)
     rig.check()
     assert all(rig.has("small", 1000 * i, 4) for i in range(6)), "names moved with the blocks"
-    assert rig.memory.compact(NUM_PAGES, 0.0) == 0
+    assert rig.memory.compact(NUM_PAGES) == 0
+
+
+def test_compaction_ahead_of_need_takes_a_few_extents_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(low=NUM_PAGES, high=NUM_PAGES)
+    cache, short = rig.caches["small"], sparse(rig, COMPACT_EXTENTS + 5)
+    rewritten: list[int] = []
+    rewrite = cache.rewrite
+
+    def counted(group: int, moved: Mapping[int, int]) -> None:
+        rewritten.append(len(moved))
+        rewrite(group, moved)
+
+    monkeypatch.setattr(cache, "rewrite", counted)
+    before = {id(kv): kv.array(0).tolist() for kv in short}
+    rig.memory.keep_watermark()
+    assert rig.memory.num_compactions == COMPACT_EXTENTS
+    assert rewritten == [COMPACT_EXTENTS], "tables are rewritten once, not once an extent"
+    assert sum(kv.tables[0] != before[id(kv)] for kv in short) == COMPACT_EXTENTS
+    assert all(kv.array(0).tolist() == kv.tables[0] for kv in short)
+    rig.check()
+    rig.memory.keep_watermark()
+    assert rig.memory.num_compactions > COMPACT_EXTENTS
+    rig.check()
+    assert all(rig.has("small", 1000 * i, 4) for i in range(len(short)))
+
+
+def test_what_is_moved_twice_has_one_new_name() -> None:
+    renames = Renames()
+    renames.add({1: 11, 2: 12})
+    renames.add({11: 21, 3: 13})
+    renames.add({21: 31, 12: 11})
+    assert renames.final == {1: 31, 2: 11, 3: 13}
 
 
 def test_full_extents_are_not_copied() -> None:
     rig = Rig()
     rig.run("small", 0, rig.extent_tokens("small") * 3, 0.0)
-    assert rig.memory.compact(NUM_PAGES, 0.0) == 0
+    assert rig.memory.compact(NUM_PAGES) == 0
     assert not rig.moves
 
 

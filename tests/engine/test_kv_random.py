@@ -69,9 +69,31 @@ class KvMachine(RuleBasedStateMachine):
         world, cache = self.world, self.world.caches[job.unit]
         expected = world.expected_hit(job)
         assert cache.peek(job.tenant, job.token_ids) == expected
+        self._look(job)
         assert cache.match(job.kv, job.token_ids, world.now_s) == expected
         job.num_good = job.num_launched = expected
         job.is_doubtful = False
+
+    def _look(self, job: Job) -> None:
+        """What is foretold of a match is what it then does, and foretelling does nothing."""
+        cache, kv = self.world.caches[job.unit], job.kv
+        others = [(e.num_hits, e.last_used_s) for g in cache.groups for e in g._extents.values()]
+        hit = cache.look(kv, job.token_ids)
+        told = [(e.num_hits, e.last_used_s) for g in cache.groups for e in g._extents.values()]
+        assert told == others
+        assert kv.is_empty
+        num_tokens = len(job.token_ids) + 1
+        demand = cache.demand(None, num_tokens, hit.num_tokens)
+        spare = self.world.memory.num_evictable() - hit.num_pages
+        pages, rooms = cache.pages_of(demand, hit), [group.num_open_room for group in cache.groups]
+        assert cache.match(kv, job.token_ids, self.world.now_s, hit) == hit.num_tokens
+        assert cache.demand(kv, num_tokens) == demand
+        assert self.world.memory.num_evictable() == spare
+        assert cache.pages_of(demand) == pages
+        for group, before, more in zip(cache.groups, rooms, hit.room, strict=True):
+            assert group.num_open_room == before + more
+        assert not hit.num_tokens or cache.may_hit_more(hit)
+        cache.release(kv, self.world.now_s)
 
     @rule(seed=st.integers(0, 1 << 16))
     def step(self, seed: int) -> None:
@@ -103,7 +125,7 @@ class KvMachine(RuleBasedStateMachine):
         state = (world.pool.num_free, world.pool.num_fenced, cache.num_cached_pages)
         fits = cache.fits(demand)
         try:
-            cache.reserve(job.kv, num_tokens, world.now_s)
+            cache.reserve(job.kv, num_tokens)
         except OutOfPages:
             assert job.kv.tables == before
             assert state == (world.pool.num_free, world.pool.num_fenced, cache.num_cached_pages)
@@ -122,10 +144,10 @@ class KvMachine(RuleBasedStateMachine):
         """`fits` had promised it: once evicted pages have come back, it is there."""
         world, cache = self.world, self.world.caches[job.unit]
         wanted = cache.pages_of(cache.demand(job.kv, num_tokens))
-        assert world.memory.evict(wanted - world.pool.num_free, world.now_s)
+        assert world.memory.evict(wanted - world.pool.num_free)
         world.pass_step()
         world.run_device(len(world.queue))
-        cache.reserve(job.kv, num_tokens, world.now_s)
+        cache.reserve(job.kv, num_tokens)
 
     @rule(operations=st.integers(1, 3))
     def run_device(self, operations: int) -> None:
@@ -194,21 +216,21 @@ class KvMachine(RuleBasedStateMachine):
     def evict(self, num_pages: int) -> None:
         world = self.world
         evictable, fenced = world.memory.num_evictable(), world.pool.num_fenced
-        evicted = world.memory.evict(num_pages, world.now_s)
+        evicted = world.memory.evict(num_pages)
         assert evicted >= min(num_pages, evictable)
         assert world.pool.num_fenced == fenced + evicted
         world.forget_lost()
 
     @rule()
     def keep_watermark(self) -> None:
-        self.world.memory.keep_watermark(self.world.now_s)
+        self.world.memory.keep_watermark()
         self.world.forget_lost()
 
     @rule(num_pages=st.integers(1, 20))
     def compact(self, num_pages: int) -> None:
         """Whatever is freed by copying, no live block is lost."""
         fenced = self.world.pool.num_fenced
-        freed = self.world.memory.compact(num_pages, self.world.now_s)
+        freed = self.world.memory.compact(num_pages)
         assert self.world.pool.num_fenced == fenced + freed
         self.world.forget_lost()
 
@@ -220,7 +242,7 @@ class KvMachine(RuleBasedStateMachine):
         pages = list(range(first, min(first + length, world.pool.num_pages)))
         live = sum(cache.num_live_pages for cache in world.caches.values())
         free = world.pool.num_free
-        cleared = world.memory.clear(pages, world.now_s)
+        cleared = world.memory.clear(pages)
         world.forget_lost()
         assert live == sum(cache.num_live_pages for cache in world.caches.values())
         if not cleared:
@@ -269,7 +291,7 @@ class KvMachine(RuleBasedStateMachine):
         self._collect()
         for job in list(world.jobs):
             self._end(job)
-        world.memory.evict(world.pool.num_pages, world.now_s)
+        world.memory.evict(world.pool.num_pages)
         if self.weights:
             world.pool.release(WEIGHTS, self.weights)
         world.pass_step()

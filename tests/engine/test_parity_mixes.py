@@ -146,7 +146,7 @@ class Mix:
             shm_prefix="mixes",
             load_kv_tokens=16,
             block_tokens=rng.choice((1, 4, 4, 8, 16)),
-            max_batch_tokens=rng.choice((7, 16, 48, 96, 200)),
+            max_batch_tokens=rng.choice((10, 16, 48, 96, 200)),
             max_num_seqs=rng.choice((1, 3, 6, 10)),
             min_run_steps=rng.choice((1, 3)),
             steps_ahead=rng.choice((0, 1)),
@@ -218,11 +218,11 @@ class Mix:
     def _disturb(self) -> None:
         choice = self.rng.random()
         if choice < 0.06:
-            self.events["forced kv moves"] += move_kv(self.engine, self.rng, self.now_s)
+            self.events["forced kv moves"] += move_kv(self.engine, self.rng)
         elif choice < 0.09:
             self.events["forced weight moves"] += move_weights(self.engine, self.rng)
         elif choice < 0.12:
-            self.events["forced compactions"] += compact(self.engine, self.now_s)
+            self.events["forced compactions"] += compact(self.engine)
         elif choice < 0.13:
             self.engine.unload(self.rng.choice(self.names), self.now_s)
 
@@ -260,7 +260,7 @@ class Mix:
 
     def _state(self, name: str) -> str:
         rows = {row.model_id: row.state for row in self.engine.status(self.now_s).models}
-        return rows[name]
+        return rows.get(name, "cold")
 
     def _empty(self) -> None:
         for name in self.names:

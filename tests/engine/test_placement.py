@@ -17,6 +17,7 @@ from engine.loader import Job
 from engine.pack import BLOB_NAME, PackIndex, read_index, write_index
 from engine.page_pool import Owner, PageRun
 from engine.residency_state import Hosted, ResidencyEvent
+from engine.room import KvClaim
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
 Kv = Literal["none", "paged", "stubborn"]
@@ -257,13 +258,27 @@ def test_claims_are_given_back_for_kv(worlds: Any) -> None:
     assert world.residency.make_kv_room("a", rig.now_s, rig.is_busy, rig.drop_kv)
     assert world.unit("large").placement is None
     assert world.residency.pending_pages() == 5
-    world.residency.poll(rig.now_s, rig.is_busy, rig.drop_kv, hold_loads=True)
-    assert world.unit("large").placement is None
-    world.poll()
-    assert world.unit("large").placement is not None
-    world.residency.poll(rig.now_s, rig.is_busy, rig.drop_kv, hold_loads=True)
-    assert world.unit("large").placement is None
+    # `.aa` and the holes: 5 pages are free, and large needs them all.
+    for num_pages, is_placed in ((1, False), (0, True), (1, False)):
+        claim = KvClaim("a", num_pages)
+        world.residency.poll(rig.now_s, rig.is_busy, rig.drop_kv, claim)
+        assert (world.unit("large").placement is not None) == is_placed
+        world.check()
     assert ("loaded", "large") in world.settle()
+
+
+def test_no_load_sends_away_the_unit_of_a_claim(worlds: Any) -> None:
+    world: World = worlds(11)
+    world.host(a=[6], large=[7])
+    world.load("a")
+    world.residency.request_load("large", world.rig.now_s)
+    rig = world.rig
+    for _ in range(5):
+        rig.now_s += 100.0
+        claim = KvClaim("a", 1)
+        world.residency.poll(rig.now_s, rig.is_busy, rig.drop_kv, claim)
+        assert world.unit("a").state == "resident"
+    assert ("evicted", "a") in world.settle()
 
 
 def test_kv_that_cannot_be_moved_is_walked_around(worlds: Any) -> None:

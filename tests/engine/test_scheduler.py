@@ -5,6 +5,7 @@ hold is checked after every step, with the next step launched before the last is
 """
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -49,7 +50,9 @@ class World:
         ahead: int = 0,
         share: float = 1.0,
         caching: bool = True,
+        layers: Sequence[LayerGeometry] = (LayerGeometry(1, 16, 16),) * 2,
     ) -> None:
+        """`layers`: of unit "a"; "b" has three of one kind."""
         config = EngineConfig(
             arena_bytes=PAGES * PAGE,
             page_bytes=PAGE,
@@ -65,8 +68,8 @@ class World:
         self.runner = TwoTokens()
         self.ahead = ahead
         self.now_s = 0.0
-        for name, layers in (("a", 2), ("b", 3)):
-            plan = plan_kv([LayerGeometry(1, 16, 16)] * layers, torch.float32, 4, PAGE, PAGES)
+        for name, own in (("a", layers), ("b", (LayerGeometry(1, 16, 16),) * 3)):
+            plan = plan_kv(own, torch.float32, 4, PAGE, PAGES)
             cache = KvCache(
                 Owner(name, "kv"), plan, self.pool, CPU, caching, max_chunk=max_batch_tokens
             )
@@ -142,7 +145,7 @@ class World:
             self.play()
         assert not self.scheduler.num_unfinished
         self.settle()
-        self.supply.kv.evict(PAGES, self.now_s)
+        self.supply.kv.evict(PAGES)
         for _ in range(5):
             self.pipeline.pass_fence()
             self.supply.reclaim()
@@ -375,3 +378,21 @@ def test_younger_requests_do_not_pass_one_that_its_tenants_share_holds_back() ->
         passed = [request for request in small if request.state != "waiting"]
         assert large.state == "running" or not passed
     assert first.state == large.state == "finished"
+
+
+def test_a_prompt_that_many_requests_share_puts_no_tenant_above_its_share() -> None:
+    world = World(share=0.6, max_batch_tokens=64)
+    world.end_of(world.add("first", "a", 81, 1, tenant="many", token=3))
+    many = [world.add(f"many {i}", "a", 81, 40, tenant="many", token=3) for i in range(4)]
+    world.play()
+    other = world.add("other", "a", 100, 120, tenant="other", token=5)
+    world.play()
+    assert all(request.state == "running" for request in (*many, other))
+    cache = world.scheduler.queue("a").cache
+    assert cache is not None
+    share = world.scheduler._admission.share()
+    assert sum(cache.live_pages_of(r.kv) for r in many if r.kv is not None) > share.num_pages
+    assert cache.live_pages_of_tenant("many") < share.num_pages
+    _, victim = world.scheduler._victim()
+    assert victim is other, "the youngest of all: nobody is above its share"
+    world.end()

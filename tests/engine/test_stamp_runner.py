@@ -68,7 +68,7 @@ class Bench:
         for request in self.requests:
             assert request.kv is not None
             count = min(self.rng.choice((1, 3, 9)), request.num_uncomputed)
-            self.runner.cache.reserve(request.kv, request.num_computed + count, 0.0)
+            self.runner.cache.reserve(request.kv, request.num_computed + count)
             rows.append(ScheduledRow(request, count))
         return build_batch(rows, self.runner.cache, torch.device("cpu"))
 
@@ -214,4 +214,6 @@ def test_broken_rows_are_told(tmp_path: Path) -> None:
     bench.log.faults.append("broken")
     output = bench.runner.execute(bench.batch())
     assert output.broken.tolist() == [True]
+    assert output.unsampled_broken is not None
+    assert not len(output.unsampled_broken)
     assert bench.log.faulted == {bench.requests[0].submit.request_id}

@@ -130,6 +130,27 @@ def test_a_broken_row_is_told_as_such() -> None:
     assert world.pipeline.collect().tokens == tokens
 
 
+def test_a_broken_chunk_of_a_prompt_is_told_as_such() -> None:
+    world = World(max_batch_tokens=6)
+
+    class Breaks(TwoTokens):
+        def execute(self, batch: StepBatch) -> SampleOutput:
+            assert batch.logit_index.tolist() == [1, 5]
+            return SampleOutput(
+                torch.tensor([5]), torch.tensor([False]), unsampled_broken=torch.tensor([True])
+            )
+
+    world.add("x", "a", 2, 3)
+    world.add("y", "a", 20, 3)
+    queue = world.scheduler.queue("a")
+    planned = world.scheduler.schedule(0.0)
+    assert planned is not None
+    assert queue.cache is not None
+    world.pipeline.launch(queue, Breaks(), queue.cache, planned[1])
+    tokens = (SampledToken(5, False), SampledToken(0, True))
+    assert world.pipeline.collect().tokens == tokens
+
+
 def test_a_broken_invariant_is_nobodys_step_failure() -> None:
     world = World()
 

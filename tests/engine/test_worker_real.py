@@ -137,6 +137,7 @@ def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
         shm_prefix="test",
         num_threads=1,
         max_batch_tokens=24,
+        max_num_seqs=24,
         steps_ahead=1,  # steps in a thread of their own; other tests have the default
     )
     config = WorkerConfig(

@@ -23,6 +23,7 @@ from engine.protocol import (
     decode_from_worker,
     encode,
 )
+from engine.worker_link import WorkerLink
 from engine.worker_loop import Worker
 from tests.engine.scripted_engine import ScriptedEngine
 
@@ -138,7 +139,8 @@ def rig(engine: ScriptedEngine | None = None, **changes: Any) -> Iterator[Rig]:
     with tempfile.TemporaryDirectory(prefix="ph-") as directory:
         config = worker_config(directory, **changes)
         context = zmq.Context()
-        worker = Worker(config, engine, context, epoch=EPOCH, device="scripted")
+        link = WorkerLink(context, config)
+        worker = Worker(config, engine, link, epoch=EPOCH, device="scripted")
         made = Rig(worker, engine, context, config)
         try:
             yield made

@@ -25,20 +25,23 @@ def test_beside_others_a_tenant_stays_within_its_share_but_for_one_request() -> 
 
 def test_who_is_above_its_share_goes_first_but_never_its_oldest() -> None:
     share = share_of(100, 0.5, num_tenants=2)
-    holdings = [Holding("a", 1, 40.0), Holding("a", 2, 20.0), Holding("b", 3, 10.0)]
-    assert choose_victim(holdings, share) == 1
-    assert choose_victim(holdings, FREE_FOR_ALL) == 2
-    assert choose_victim([Holding("a", 1, 90.0), Holding("b", 2, 5.0)], share) == 1
-    assert choose_victim([Holding("a", 1, 90.0)], share) == 0
+    holdings = [Holding("a", 1), Holding("a", 2), Holding("b", 3)]
+    assert choose_victim(holdings, {"a": 60.0, "b": 10.0}, share) == 1
+    assert choose_victim(holdings, {"a": 40.0, "b": 10.0}, share) == 2
+    assert choose_victim(holdings, {}, FREE_FOR_ALL) == 2
+    assert choose_victim([Holding("a", 1), Holding("b", 2)], {"a": 90.0, "b": 5.0}, share) == 1
+    assert choose_victim([Holding("a", 1)], {"a": 90.0}, share) == 0
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 60)), min_size=1, max_size=12),
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=12),
+    st.lists(st.floats(0, 200), min_size=3, max_size=3),
     st.floats(0.05, 1.0),
 )
 def test_the_oldest_of_all_is_only_chosen_when_it_is_alone(
-    held: list[tuple[str, float]], part: float
+    tenants: list[str], pages: list[float], part: float
 ) -> None:
-    holdings = [Holding(tenant, order, pages) for order, (tenant, pages) in enumerate(held)]
-    chosen = choose_victim(holdings, share_of(100, part, len({tenant for tenant, _ in held})))
+    holdings = [Holding(tenant, order) for order, tenant in enumerate(tenants)]
+    held = dict(zip("abc", pages, strict=True))
+    chosen = choose_victim(holdings, held, share_of(100, part, len(set(tenants))))
     assert chosen != 0 or len(holdings) == 1

@@ -1,0 +1,216 @@
+"""A device that is only modelled: no memory, no work, but the time that both would take.
+
+    DeviceClock   the time of one worker; waiting for the device is what moves it
+    Roofline      seconds of a step: the larger of what its products and what its bytes take, and
+                  the host's share of it (Williams et al., 2009)
+    SimBackend    backend.base.Backend: steps and copies one after the other in modelled time
+
+The work of a step is run when it is handed over, for it knows at once what a model would say; it
+tells its price by `spend`. What the engine sees is that of a real device: a step has ended when
+its time has come, and not before.
+
+`late_by` holds `last_done` back by so many steps, so that simulations test lifetimes as well.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class DeviceClock:
+    """Seconds, as one worker sees them. Never goes back."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def wait_until(self, time_s: float) -> None:
+        """Nothing happens before `time_s`."""
+        if time_s > self.now_s:
+            self.now_s = time_s
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCost:
+    """One layer group: what attending costs. window 0: all positions."""
+
+    window: int
+    flops_per_pair: float
+    bytes_per_position: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost:
+    """A model's shape as the roofline needs it.
+
+    flops_per_token  of the products with the layers' weights
+    flops_per_row    of the head, for a row that samples
+    weight_bytes     read once a step
+    """
+
+    flops_per_token: float
+    flops_per_row: float
+    weight_bytes: float
+    attention: tuple[AttentionCost, ...]
+
+    def attend(self, first: int, num_tokens: int) -> tuple[float, float]:
+        """(FLOPs, bytes) of attention for `num_tokens` positions from `first` on."""
+        flops = num_bytes = 0.0
+        for group in self.attention:
+            end = first + num_tokens
+            seen = end if not group.window else min(end, group.window + num_tokens - 1)
+            if num_tokens == 1:
+                pairs: float = seen
+            elif group.window:
+                pairs = num_tokens * min(first + num_tokens / 2, group.window)
+            else:
+                pairs = num_tokens * (first + (num_tokens + 1) / 2)
+            flops += group.flops_per_pair * pairs
+            num_bytes += group.bytes_per_position * (seen + num_tokens)
+        return flops, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A device in figures; sizes are bytes."""
+
+    flops_per_s: float
+    memory_bytes_per_s: float
+    copy_bytes_per_s: float
+    step_overhead_s: float
+    row_overhead_s: float
+
+    def step_s(self, model: ModelCost, rows: Iterable[tuple[int, int, bool]]) -> float:
+        """Seconds of a step; a row is (first position, tokens, whether it samples)."""
+        num_rows = num_tokens = num_sampling = 0
+        flops = num_bytes = 0.0
+        for first, tokens, samples in rows:
+            num_rows += 1
+            num_tokens += tokens
+            num_sampling += samples
+            row_flops, row_bytes = model.attend(first, tokens)
+            flops += row_flops
+            num_bytes += row_bytes
+        flops += model.flops_per_token * num_tokens + model.flops_per_row * num_sampling
+        num_bytes += model.weight_bytes
+        busy_s = max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
+        return busy_s + self.step_overhead_s + num_rows * self.row_overhead_s
+
+
+class SimPending(Generic[T]):
+    """Implements `backend.base.Pending`. Its work was done beforehand; its time was not."""
+
+    def __init__(self, clock: DeviceClock, work: Callable[[], T]) -> None:
+        self.device_s = 0.0
+        self.ends_s = 0.0
+        self._clock = clock
+        self._value: T | None = None
+        self._error: Exception | None = None
+        try:
+            self._value = work()
+        except Exception as error:  # noqa: BLE001 - `wait` raises it, as a device's work would
+            self._error = error
+
+    def value(self) -> T:
+        """What the work returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # T may itself be optional
+
+    def wait(self) -> T:
+        """Moves the clock to the end of the step."""
+        self._clock.wait_until(self.ends_s)
+        return self.value()
+
+    def done(self) -> bool:
+        """Whether its time has come."""
+        return self.ends_s <= self._clock.now_s
+
+
+class SimBackend:
+    """Implements `backend.base.Backend` in modelled time."""
+
+    def __init__(
+        self,
+        clock: DeviceClock,
+        roofline: Roofline,
+        late_by: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.clock = clock
+        self.roofline = roofline
+        self.busy_s = 0.0
+        """Seconds that steps and copies have taken."""
+        self.free_s = 0.0
+        """When everything handed over so far has ended."""
+        self._late_by = late_by
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._spent_s = 0.0
+        self._under_way: deque[tuple[float, int]] = deque()  # (end, step)
+        self._done = 0
+        self._told = 0
+
+    @property
+    def name(self) -> str:
+        """Device in words."""
+        return "simulated"
+
+    @property
+    def device(self) -> torch.device:
+        """Where step tensors would live."""
+        return self._arena.device
+
+    @property
+    def arena(self) -> torch.Tensor:
+        """Holds nothing."""
+        return self._arena
+
+    def spend(self, seconds: float) -> None:
+        """The work under way takes so much more of the device."""
+        self._spent_s += seconds
+
+    def copy_in(self, offset: int, source: memoryview) -> None:
+        """Loads are modelled as a whole."""
+
+    def host_view(self, offset: int, num_bytes: int) -> memoryview | None:
+        """There is nothing to see."""
+        return None
+
+    def copy_within(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Takes its time in device order."""
+        num_bytes = sum(size for _, _, size in moves)
+        self._take(num_bytes / self.roofline.copy_bytes_per_s)
+
+    def launch(self, step: int, work: Callable[[], T]) -> SimPending[T]:
+        """Ends when the device has come to it and through it."""
+        self._spent_s = 0.0
+        pending = SimPending(self.clock, work)
+        pending.device_s = self._spent_s
+        self._take(self._spent_s)
+        pending.ends_s = self.free_s
+        self._under_way.append((self.free_s, step))
+        return pending
+
+    def launched(self, step: int) -> None:
+        """Ends with what was handed over before."""
+        self._under_way.append((max(self.free_s, self.clock.now_s), step))
+
+    def last_done(self) -> int:
+        """The last step whose time has come, less what `late_by` asks for."""
+        while self._under_way and self._under_way[0][0] <= self.clock.now_s:
+            self._done = self._under_way.popleft()[1]
+        self._told = max(self._told, self._done - self._late_by())
+        return self._told
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+    def _take(self, seconds: float) -> None:
+        self.free_s = max(self.free_s, self.clock.now_s) + seconds
+        self.busy_s += seconds
