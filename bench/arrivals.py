@@ -56,7 +56,7 @@ def trace(
     if speed <= 0:
         raise ValueError("a trace's speed is more than 0")
     arrivals: list[Arrival] = []
-    for row in _rows(path):
+    for row in rows(path):
         if len(arrivals) == num_requests:
             break
         try:
@@ -77,7 +77,8 @@ def _cut(tokens: int, most: int) -> int:
     return max(1, min(tokens, most) if most else tokens)
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """The lines of a CSV file, plain or gzip, by column."""
     with _open(path) as lines:
         yield from csv.DictReader(lines)
 

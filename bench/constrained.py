@@ -213,7 +213,7 @@ async def _ask(
     session: aiohttp.ClientSession, args: argparse.Namespace, case: Case, tally: Tally
 ) -> None:
     body = {
-        "model": args.model,
+        "model": args.model.replace("{format}", case.format),
         "messages": case.messages,
         "max_completion_tokens": args.max_tokens,
         "seed": args.seed,
@@ -245,7 +245,8 @@ def _unpacked(path: Path, folder: Path) -> Path:
     return out
 
 
-def _cases(args: argparse.Namespace) -> Iterator[Case]:
+def case_source(args: argparse.Namespace) -> Iterator[Case]:
+    """What is asked for, from the command line's words."""
     sources = [SOURCES[kind](args.data, args.seed, not args.unbounded) for kind in args.kinds]
     turns = zip(*sources, strict=False) if len(sources) > 1 else ((case,) for case in sources[0])
     return itertools.islice(itertools.chain.from_iterable(turns), args.num)
@@ -265,16 +266,18 @@ def main() -> None:
         "--tokenizer", default="gpt2.tokenizer.json.gz", help="walk: a file in DATA"
     )
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", default="")
+    parser.add_argument(
+        "--model", default="", help='http: "{format}" in it stands for a case\'s format'
+    )
     parser.add_argument("--key", default="")
     parser.add_argument("--concurrency", type=int, default=16)
     args = parser.parse_args()
     if args.way == "http":
-        tally = asyncio.run(http(args, _cases(args)))
+        tally = asyncio.run(http(args, case_source(args)))
     else:
         with tempfile.TemporaryDirectory() as folder:
             path = _unpacked(args.data / "tokenizers" / args.tokenizer, Path(folder))
-            tally = walk(Walker(path, None, args.seed), _cases(args), args.max_tokens)
+            tally = walk(Walker(path, None, args.seed), case_source(args), args.max_tokens)
     print(json.dumps(tally.report(), indent=2, ensure_ascii=False))
 
 

@@ -139,13 +139,13 @@ class Host:
         deadline = now + LOAD_TIMEOUT_S
         while True:
             self._engine.step(time.monotonic())
-            (row,) = self._engine.status(time.monotonic()).models
-            if row.state == "resident":
-                return
-            if row.state == "failed":
-                raise processes.ServerFailed(f"{pack.name} was not loaded: {row.reason}")
+            for row in self._engine.status(time.monotonic()).models:
+                if row.state == "resident":
+                    return
+                if row.state == "failed":
+                    raise processes.ServerFailed(f"{pack.name} was not loaded: {row.reason}")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{pack.name} is still {row.state}")
+                raise TimeoutError(f"{pack.name} is not loaded after {LOAD_TIMEOUT_S:.0f} s")
             time.sleep(0.001)
 
     def run(self, asks: Iterable[Ask], width: int, clock: ModelClock | None = None) -> Run:

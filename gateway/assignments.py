@@ -21,6 +21,7 @@ from engine.protocol import Abort, Finish, Refused, Submit, TokenDelta, Usage
 from gateway.capacity import WorkerCapacity
 from gateway.errors import (
     CONTEXT_LENGTH,
+    INVALID_CONSTRAINT,
     INVALID_REQUEST,
     MODEL_NOT_FOUND,
     SERVER_ERROR,
@@ -29,9 +30,9 @@ from gateway.errors import (
     WorkerLost,
 )
 from gateway.fleet import Fleet
-from gateway.policy.fair_share import FairShare
+from gateway.policy.fair_share import TenantOrder
 from gateway.policy.quarantine import Quarantine
-from gateway.policy.service_estimate import ServiceEstimator
+from gateway.policy.service_estimate import ServiceEstimator, units_of
 from gateway.running import StreamEnd
 from gateway.tickets import IntegrityError, Ticket
 from gateway.unacked import UnackedFinishes
@@ -41,7 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 2
 RESTART_WAIT_S = 5.0
 """What a client is told to wait where a worker has to come back first."""
-ABORTED_UNUSED = Finish("abort", Usage(0, 0, 0, 0.0))
+NOTHING_USED = Usage(0, 0, 0, 0.0)
+ABORTED_UNUSED = Finish("abort", NOTHING_USED)
 """The end of a request that was aborted before it used anything."""
 
 
@@ -60,7 +62,7 @@ class Assignments:
     def __init__(
         self,
         fleet: Fleet,
-        share: FairShare,
+        share: TenantOrder,
         estimator: ServiceEstimator,
         quarantine: Quarantine,
         unacked: UnackedFinishes,
@@ -112,7 +114,8 @@ class Assignments:
             len(request.prompt_token_ids),
             request.max_tokens,
         )
-        self._share.charge(ticket.tenant_id, ticket.prediction.service_s)
+        prediction = ticket.prediction
+        self._share.charge(ticket.tenant_id, prediction.service_s, prediction.units)
         worker.grant(ticket)
         self._tickets[ticket.key] = ticket
         return True
@@ -145,8 +148,8 @@ class Assignments:
             return
         worker = self._fleet.get(worker_id, refused.epoch)
         if worker is not None:
-            worker.refuse(ticket.key, ticket.model_name)
-        self._take_back(ticket, 0.0, now_s)
+            self._fleet.refuse(worker, ticket.key, ticket.model_name)
+        self._take_back(ticket, NOTHING_USED, now_s)
         if ticket.aborted:
             self._end(ticket, ABORTED_UNUSED)
         elif refused.retryable:
@@ -159,7 +162,7 @@ class Assignments:
         """A worker process is gone. Returns the (model, revision) pairs it was running."""
         mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
         for ticket in sorted(mine, key=lambda t: t.seq):
-            self._take_back(ticket, 0.0, now_s)
+            self._take_back(ticket, NOTHING_USED, now_s)
             if ticket.state == "streaming":
                 self._end(ticket, WorkerLost(reason))
             elif ticket.aborted:
@@ -203,7 +206,7 @@ class Assignments:
 
     def _finish(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
         usage = finish.usage
-        self._take_back(ticket, usage.service_s, now_s)
+        self._take_back(ticket, usage, now_s)
         tenant_id, model = ticket.tenant_id, ticket.request.model
         self.service_s[tenant_id] = self.service_s.get(tenant_id, 0.0) + usage.service_s
         if finish.reason in ("stop", "length"):
@@ -218,7 +221,7 @@ class Assignments:
             self._end(ticket, finish)
         else:
             self._unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
-            self._end(ticket, _failure(ticket) if finish.reason == "error" else finish)
+            self._end(ticket, _end_without_tokens(ticket, finish))
         if finish.reason == "error":
             logger.error("worker failed request=%s: %s", request_id, finish.error)
 
@@ -232,10 +235,12 @@ class Assignments:
         else:
             self._unacked.ack_now(delta.request_id, delta.attempt, worker_id)
 
-    def _take_back(self, ticket: Ticket, service_s: float, now_s: float) -> None:
-        """It is on no worker any more; `service_s` is what it really used."""
+    def _take_back(self, ticket: Ticket, used: Usage, now_s: float) -> None:
+        """It is on no worker any more; `used` is what it really had."""
         del self._tickets[ticket.key]
-        self._share.charge(ticket.tenant_id, service_s - ticket.prediction.service_s)
+        units = units_of(used.prompt_tokens - used.cached_tokens, used.generated_tokens)
+        told = ticket.prediction
+        self._share.charge(ticket.tenant_id, used.service_s - told.service_s, units - told.units)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
             worker.release(ticket.model_name, now_s)
@@ -255,8 +260,7 @@ def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
     if refused.code == "context_length_exceeded":
         return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
     if refused.code == "invalid_constraint":
-        text = f"the form asked for the answer cannot be enforced: {refused.message}"
-        return ApiError(INVALID_REQUEST, text)
+        return _unenforceable(refused.message)
     if refused.code == "invalid_sampling":
         return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
     if refused.code == "unknown_model":
@@ -264,5 +268,15 @@ def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
     return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")
 
 
-def _failure(ticket: Ticket) -> ApiError:
-    return ApiError(SERVER_ERROR, f"the model {ticket.model_name!r} failed on this request")
+def _unenforceable(reason: str) -> ApiError:
+    text = f"the form asked for the answer cannot be enforced: {reason}"
+    return ApiError(INVALID_CONSTRAINT, text)
+
+
+def _end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
+    if finish.reason == "refused":  # what was asked for was compiled beside the prompt
+        return _unenforceable(finish.error)
+    if finish.reason == "error":
+        text = f"the model {ticket.model_name!r} failed on this request"
+        return ApiError(SERVER_ERROR, text)
+    return finish

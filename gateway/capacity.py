@@ -11,12 +11,21 @@ wait for ever. Where KV memory was short, `view` says so, and placement has idle
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.policy.placement import ModelView, WorkerView
 from gateway.tickets import IntegrityError, Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a status brought: other models on offer, other states of models."""
+
+    offers: bool
+    states: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,16 @@ class _Grant:
     model_id: str
     kv_tokens: int
     kv_bytes: int
+
+
+class _UnderWay(NamedTuple):
+    """Grants that no status knows of yet, of one model."""
+
+    num_requests: int
+    kv_tokens: int
+
+
+_NOTHING = _UnderWay(0, 0)
 
 
 class WorkerCapacity:
@@ -40,29 +59,43 @@ class WorkerCapacity:
         self._leases: dict[str, Lease] = {}
         self._models: dict[str, ModelStatus] = {}
         self._in_flight: deque[_Grant] = deque()
+        self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
+        self._kv_bytes_under_way = 0
         self._num_sent = 0
         self._num_received_before = 0
         self._num_running: dict[str, int] = {}
+        self._num_running_all = 0
         self._idle_since_s: dict[str, float] = {}
         self._kv_short = False
+        self._view: WorkerView | None = None
+        self._pinned: frozenset[str] = frozenset()
 
-    def update(self, status: WorkerStatus, now_s: float) -> None:
-        """Take in a heartbeat."""
+    def update(self, status: WorkerStatus, now_s: float) -> Changes:
+        """Take in a heartbeat. Says what is not as it was."""
         if self.status is None:
             # The worker may count on from an earlier connection of this gateway.
             self._num_received_before = status.num_received
-        self.status = status
+        is_first, self.status = self.status is None, status
         self._received_s = now_s
+        before, leased = self._models, self._leases.keys()
         self._leases = {lease.model_id: lease for lease in status.leases}
         self._models = {model.model_id: model for model in status.models}
         self._kv_short = False
+        self._view = None
         for model in status.models:
             busy = model.num_running or model.num_waiting or model.state != "resident"
             if busy or model.model_id in self._num_running:
                 self._idle_since_s[model.model_id] = now_s
         num_received = status.num_received - self._num_received_before
         while self._in_flight and self._in_flight[0].number <= num_received:
-            self._in_flight.popleft()
+            self._arrived(self._in_flight.popleft())
+        return Changes(
+            offers=is_first or leased != self._leases.keys(),
+            states=is_first
+            or bool(status.swaps)
+            or before.keys() != self._models.keys()
+            or any(before[name].state != model.state for name, model in self._models.items()),
+        )
 
     def leased(self, model_id: str, now_s: float) -> bool:
         """Whether the worker offers the model at all, full or not."""
@@ -78,13 +111,12 @@ class WorkerCapacity:
         if lease is None or not self._fresh(now_s) or self._free_requests() < 1:
             return False
         kv_tokens = _kv_tokens(ticket, lease)
-        under_way = [grant for grant in self._in_flight if grant.model_id == lease.model_id]
-        if lease.num_requests - len(under_way) < 1:
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        if lease.num_requests - under_way.num_requests < 1:
             return False
         kv_bytes = kv_tokens * lease.kv_bytes_per_token
         kv_fits = (
-            kv_tokens <= lease.kv_tokens - sum(grant.kv_tokens for grant in under_way)
-            and kv_bytes <= self.free_kv_bytes()
+            kv_tokens <= lease.kv_tokens - under_way.kv_tokens and kv_bytes <= self.free_kv_bytes()
         )
         self._kv_short |= not kv_fits
         return kv_fits or lease.model_id not in self._num_running
@@ -98,40 +130,77 @@ class WorkerCapacity:
         self._in_flight.append(
             _Grant(self._num_sent, ticket.key, lease.model_id, kv_tokens, kv_bytes)
         )
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        self._under_way[lease.model_id] = _UnderWay(
+            under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
+        )
+        self._kv_bytes_under_way += kv_bytes
         self._num_running[lease.model_id] = self._num_running.get(lease.model_id, 0) + 1
+        self._num_running_all += 1
+        self._view = None
 
     def release(self, model_id: str, now_s: float) -> None:
         """A granted request ended or came back."""
+        self._view = None
         self._idle_since_s[model_id] = now_s
         self._num_running[model_id] -= 1
+        self._num_running_all -= 1
         if not self._num_running[model_id]:
             del self._num_running[model_id]
 
     def refuse(self, key: tuple[str, int], model_id: str) -> None:
         """The worker did not take this Submit: nothing more for the model until it says so."""
         self._leases.pop(model_id, None)
-        self._in_flight = deque(grant for grant in self._in_flight if grant.key != key)
+        self._view = None
+        for grant in [grant for grant in self._in_flight if grant.key == key]:
+            self._in_flight.remove(grant)
+            self._arrived(grant)
 
     def free_kv_bytes(self) -> int:
         """KV memory that no grant has been promised."""
         if self.status is None:
             return 0
-        return self.status.free_kv_bytes - sum(grant.kv_bytes for grant in self._in_flight)
+        return self.status.free_kv_bytes - self._kv_bytes_under_way
 
     def num_running(self) -> int:
         """Requests granted to the worker that have not ended."""
-        return sum(self._num_running.values())
+        return self._num_running_all
+
+    @property
+    def offers(self) -> Iterable[str]:
+        """Models with a lease, whatever is left of it."""
+        return self._leases.keys()
+
+    @property
+    def failures(self) -> Iterator[ModelStatus]:
+        """Models that failed there, as of the last status."""
+        return (model for model in self._models.values() if model.state == "failed")
+
+    @property
+    def is_kv_short(self) -> bool:
+        """A request lacked KV memory there since the last status."""
+        return self._kv_short
 
     def model(self, model_id: str) -> ModelStatus | None:
-        """The model's residency there, as of the last status."""
+        """What the last status said of the model; nothing is said of cold ones."""
         return self._models.get(model_id)
 
-    def view(
-        self, waiting: Mapping[str, int], pinned: frozenset[str], now_s: float
-    ) -> WorkerView | None:
-        """The worker as placement sees it; None before its first status."""
+    def state(self, model_id: str) -> str:
+        """The model's residency there, as of the last status."""
+        model = self._models.get(model_id)
+        return "cold" if model is None else model.state
+
+    def view(self, pinned: frozenset[str]) -> WorkerView | None:
+        """The worker as placement sees it; None before its first status. Kept until it changes."""
         if self.status is None:
             return None
+        if self._view is None or pinned is not self._pinned:
+            self._view, self._pinned = self._look(self.status, pinned), pinned
+        if self._view.kv_short != self._kv_short:
+            self._view = replace(self._view, kv_short=self._kv_short)
+        return self._view
+
+    def _look(self, status: WorkerStatus, pinned: frozenset[str]) -> WorkerView:
         models = {
             model.model_id: ModelView(
                 state=model.state,
@@ -140,25 +209,52 @@ class WorkerCapacity:
                 idle=not (
                     model.num_running
                     or model.num_waiting
-                    or waiting.get(model.model_id)
                     or self._num_running.get(model.model_id)
                     or model.model_id in pinned
                 ),
-                idle_s=now_s - self._idle_since_s.get(model.model_id, self._connected_s),
+                idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
             )
-            for model in self.status.models
+            for model in status.models
         }
-        arena_bytes = self.status.num_pages * self.status.page_bytes
-        free_bytes = max(0, self.free_kv_bytes())
-        return WorkerView(self.worker_id, free_bytes, arena_bytes, models, self._kv_short)
+        return WorkerView(
+            worker_id=self.worker_id,
+            free_bytes=max(0, self.free_kv_bytes()),
+            arena_bytes=status.num_pages * status.page_bytes,
+            models=models,
+            kv_short=self._kv_short,
+            cold_bytes_per_s=status.cold_bytes_per_s,
+        )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless the grants under way are numbered, counted and running."""
         numbers = [grant.number for grant in self._in_flight]
         if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > self._num_sent):
             raise IntegrityError(f"worker {self.worker_id}: grants {numbers} of {self._num_sent}")
-        if any(count < 1 for count in self._num_running.values()):
+        sums: dict[str, _UnderWay] = {}
+        for grant in self._in_flight:
+            so_far = sums.get(grant.model_id, _NOTHING)
+            sums[grant.model_id] = _UnderWay(
+                so_far.num_requests + 1, so_far.kv_tokens + grant.kv_tokens
+            )
+        if sums != self._under_way or self._kv_bytes_under_way != sum(
+            grant.kv_bytes for grant in self._in_flight
+        ):
+            raise IntegrityError(f"worker {self.worker_id}: under way {self._under_way}")
+        if self._num_running_all != sum(self._num_running.values()) or any(
+            count < 1 for count in self._num_running.values()
+        ):
             raise IntegrityError(f"worker {self.worker_id}: running {self._num_running}")
+
+    def _arrived(self, grant: _Grant) -> None:
+        """The worker has it, or has refused it."""
+        under_way = self._under_way[grant.model_id]
+        if under_way.num_requests == 1:
+            del self._under_way[grant.model_id]
+        else:
+            self._under_way[grant.model_id] = _UnderWay(
+                under_way.num_requests - 1, under_way.kv_tokens - grant.kv_tokens
+            )
+        self._kv_bytes_under_way -= grant.kv_bytes
 
     def _fresh(self, now_s: float) -> bool:
         return self.status is not None and now_s - self._received_s <= self.status.lease_ttl_s

@@ -66,6 +66,7 @@ class Choice:
         self._before_tokens = before_tokens
         self._events = aiter(running)
         self._texts: list[str] = []
+        self._prompt_told = False
         self._text = TextStream(
             pieces,
             request.stop_strings,
@@ -161,8 +162,10 @@ class Choice:
         return Piece(self.index, events, scored, self._prompt(event))
 
     def _prompt(self, event: TokenEvent) -> Sequence[ScoredToken]:
-        if not event.prompt_logprobs:
+        """With the first tokens. A prompt of one token has no scores and is told all the same."""
+        if self._prompt_told or self._request.prompt_logprobs < 0 or not event.token_ids:
             return ()
+        self._prompt_told = True
         return score_prompt(self._pieces, self._request.prompt_token_ids, event)
 
     def _check_end(self, finish: Finish, is_gone: bool) -> None:

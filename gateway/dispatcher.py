@@ -28,11 +28,11 @@ from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatu
 from gateway.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
 from gateway.capacity import WorkerCapacity
 from gateway.config import Settings
-from gateway.errors import MODEL_FAILED, MODEL_NOT_FOUND, QUEUE_FULL, UNAVAILABLE, ApiError
+from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed, model_gone
 from gateway.fleet import Fleet
 from gateway.matching import demands, grant_round
-from gateway.policy.fair_share import FairShare
-from gateway.policy.placement import Demand
+from gateway.policy.fair_share import FairShare, TenantOrder
+from gateway.policy.placement import Demand, Placement, Placer
 from gateway.policy.quarantine import Quarantine
 from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
 from gateway.running import RequestStream, StreamEnd
@@ -40,7 +40,7 @@ from gateway.services import DispatcherSnapshot
 from gateway.tickets import IntegrityError, Ticket, TicketQueue
 from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.unacked import UnackedFinishes
-from gateway.worker_client import WorkerClient
+from gateway.worker_connection import WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ TICK_S = 0.05
 
 
 class Dispatcher:
-    """Implements services.RequestDispatcher and worker_client.WorkerListener.
+    """Implements services.RequestDispatcher and worker_connection.WorkerListener.
 
     `claim_orphan(request_id, finish)` is asked about a finish that no request here waits for; True
     means that its usage will be posted and acknowledged through `ack_usage`.
@@ -59,12 +59,14 @@ class Dispatcher:
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
         claim_orphan: Callable[[str, Finish], bool] = lambda _request_id, _finish: False,
+        share: TenantOrder | None = None,
+        placement: Placer | None = None,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._fleet = Fleet(settings.max_load_share)
+        self._fleet = Fleet(placement or Placement(settings.max_load_share))
         self._queue = TicketQueue()
-        self._share = FairShare(settings.fair_share_max_lead_s)
+        self._share = share or FairShare(settings.fair_share_max_lead_s)
         self._estimator = ServiceEstimator()
         self._quarantine = Quarantine()
         self._unacked = UnackedFinishes(self._fleet)
@@ -105,10 +107,10 @@ class Dispatcher:
             message = "the server is stopping: send the request again"
             raise ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
         if name not in self._models:
-            raise _model_gone(name)
+            raise model_gone(name)
         failure = self.model_failure(name)
         if failure is not None:
-            raise _model_failed(name, failure)
+            raise model_failed(name, failure)
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self._check_bounds(principal.tenant_id)
@@ -117,7 +119,11 @@ class Dispatcher:
         self._queue.add(ticket)
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         if self._queue.num_of_model(name) == 1:
-            self._pump()  # Behind others it waits for the next status or tick, as they do.
+            # Behind others it waits for the next status or tick, as they do.
+            offering = self._fleet.offering(name, ticket.arrival_s)
+            self._match(ticket.arrival_s, offering)
+            if not offering:
+                self._place(ticket.arrival_s)
         return ticket.stream
 
     def add_worker(self, client: WorkerClient) -> None:
@@ -173,7 +179,7 @@ class Dispatcher:
     def tick(self) -> None:
         """Time-outs, and whatever became possible by time alone."""
         now_s = self._clock()
-        for ticket in [t for t in self._queue if now_s >= t.deadline_s]:
+        for ticket in self._queue.overdue(now_s):
             self._num_timeouts += 1
             waited_s = now_s - ticket.arrival_s
             message = f"no worker could take the request within {waited_s:.0f} s: try again later"
@@ -225,7 +231,7 @@ class Dispatcher:
         ):
             raise IntegrityError(f"{len(self._live)} live requests, {len(held)} tickets held")
 
-    # What workers say (worker_client.WorkerListener).
+    # What workers say (worker_connection.WorkerListener).
 
     def on_connected(self, worker_id: str, epoch: str) -> None:
         """A worker process answered; nothing is running there for this gateway."""
@@ -236,12 +242,16 @@ class Dispatcher:
         worker = self._fleet.get(worker_id, status.epoch)
         if worker is None:
             return
-        worker.update(status, self._clock())
+        now_s = self._clock()
+        changes = self._fleet.update(worker, status, now_s)
         for swap in status.swaps:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
-        self._fail_hopeless()
-        self._pump()
+        if changes.states:
+            self._fail_hopeless()
+        self._match(now_s, [worker])
+        if changes.states:
+            self._place(now_s)
 
     def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
         """One step's output. What it freed is granted when the worker's status says so."""
@@ -302,17 +312,31 @@ class Dispatcher:
         )
 
     def _wait_estimate_s(self) -> float:
-        backlog_s = sum(ticket.prediction.service_s for ticket in self._queue)
-        return estimate_wait_s(backlog_s, len(self._fleet), self._settings.queue_timeout_s)
+        longest_s = self._settings.queue_timeout_s
+        return estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s)
 
     def _pump(self) -> None:
         """Grant what can be granted, then see to the models that nobody offers."""
         now_s = self._clock()
-        if len(self._queue):
-            workers = [worker for worker in self._fleet if worker.has_room(now_s)]
-            if workers:
-                grant_round(self._queue, self._share, workers, now_s, self._grant)
-        waiting = self._queue.by_model()
+        self._match(now_s, list(self._fleet))
+        self._place(now_s)
+
+    def _match(self, now_s: float, workers: Sequence[WorkerCapacity]) -> None:
+        """Grant what these workers can take; where KV memory is short, make room."""
+        if not len(self._queue):
+            return
+        with_room = [worker for worker in workers if worker.has_room(now_s)]
+        if with_room:
+            offering = self._fleet.offering
+            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant)
+            self._fleet.relieve(now_s, with_room, self._queue.model_names)
+
+    def _place(self, now_s: float) -> None:
+        """Loads for models that wait and that not every worker offers.
+
+        Called when a status brings news of models, and every tick for what time alone changes.
+        """
+        waiting = self._queue.model_names
         wanting = self._fleet.wanting(waiting, now_s)
         wanted: list[Demand] = []
         if wanting:
@@ -346,7 +370,7 @@ class Dispatcher:
         """Why its model is not the one it was prepared for."""
         model = self._models.get(ticket.model_name)
         if model is None:
-            return _model_gone(ticket.model_name)
+            return model_gone(ticket.model_name)
         if model.revision != ticket.request.model.revision:
             message = (
                 f"the model {model.name!r} was replaced while the request waited: send it again"
@@ -369,20 +393,12 @@ class Dispatcher:
 
     def _fail_hopeless(self) -> None:
         """End waiting tickets of models that failed to load or are quarantined."""
-        for name in self._queue.by_model():
+        for name in list(self._queue.model_names):
             failure = self.model_failure(name)
             if failure is not None:
                 for ticket in [t for t in self._queue if t.model_name == name]:
-                    self._end_waiting(ticket, _model_failed(name, failure))
+                    self._end_waiting(ticket, model_failed(name, failure))
 
     def _queue_s(self, ticket: Ticket) -> float:
         until_s = self._clock() if ticket.granted_s is None else ticket.granted_s
         return until_s - ticket.arrival_s
-
-
-def _model_gone(name: str) -> ApiError:
-    return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is not hosted any more", param="model")
-
-
-def _model_failed(name: str, reason: str) -> ApiError:
-    return ApiError(MODEL_FAILED, f"the model {name!r} cannot be served: {reason}")

@@ -23,6 +23,7 @@ class ErrorKind:
 
 
 INVALID_REQUEST = ErrorKind(400, "invalid_request_error", "invalid_request")
+INVALID_CONSTRAINT = ErrorKind(400, "invalid_request_error", "invalid_constraint")
 CONTEXT_LENGTH = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
 UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
 INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
@@ -69,3 +70,13 @@ class ApiError(Exception):
                 "code": self.kind.code,
             }
         }
+
+
+def model_gone(name: str) -> ApiError:
+    """The catalog does not name it any more."""
+    return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is not hosted any more", param="model")
+
+
+def model_failed(name: str, reason: str) -> ApiError:
+    """It is hosted and cannot be served now."""
+    return ApiError(MODEL_FAILED, f"the model {name!r} cannot be served: {reason}")

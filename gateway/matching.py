@@ -6,47 +6,61 @@ reads the queue, the counters and the workers' capacities; `grant` does the rest
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from gateway.capacity import WorkerCapacity
-from gateway.policy.fair_share import FairShare
+from gateway.policy.fair_share import TenantOrder
 from gateway.policy.placement import Demand
 from gateway.tickets import Ticket, TicketQueue
+
+Offering: TypeAlias = Callable[[str, float], list[WorkerCapacity]]
+"""(model, now) -> the workers that offer it, full or not."""
 
 
 def grant_round(
     queue: TicketQueue,
-    share: FairShare,
+    share: TenantOrder,
     workers: Sequence[WorkerCapacity],
+    offering: Offering,
     now_s: float,
     grant: Callable[[Ticket, WorkerCapacity], bool],
 ) -> None:
     """Smallest counter first, until every worker is full or kept for a head that does not fit.
 
-    `grant` takes the ticket out of the queue and charges its tenant; where the worker cannot be
-    reached it puts the ticket back and returns False. Costs O((tenants + grants) log tenants):
-    capacity only falls within a round, so a tenant whose heads do not fit is not asked again.
+    `workers` are those with room that the round is about; who offers a model says `offering`. Only
+    tenants that want something of theirs are asked. `grant` takes the ticket out of the queue and
+    charges its tenant; where the worker cannot be reached it puts the ticket back and returns
+    False. Costs O((tenants + grants) log tenants): capacity only falls within a round, so a tenant
+    whose heads do not fit is not asked again.
     """
 
     def place_of(tenant_id: str) -> tuple[float, int, str]:
         return share.counter(tenant_id), queue.heads(tenant_id)[0].seq, tenant_id
 
-    tenants = [place_of(tenant_id) for tenant_id, _ in share.waiting()]
+    names = {worker.worker_id for worker in workers}
+    offered = {model_id for worker in workers for model_id in worker.offers}
+    tenants = [place_of(tenant_id) for tenant_id in queue.tenants_of(offered)]
     heapq.heapify(tenants)
     kept_back: set[str] = set()
     while tenants and len(kept_back) < len(workers):
         tenant_id = heapq.heappop(tenants)[2]
-        granted = _grant_head(queue.heads(tenant_id), workers, kept_back, now_s, grant)
+        heads = queue.heads(tenant_id)
+        granted = _grant_head(heads, names, offering, kept_back, now_s, grant)
         if granted and queue.heads(tenant_id):
             heapq.heappush(tenants, place_of(tenant_id))
 
 
 def demands(
     queue: TicketQueue,
-    share: FairShare,
+    share: TenantOrder,
     wanting: frozenset[str],
     is_pinned: Callable[[str], bool],
 ) -> list[Demand]:
-    """Of the models `wanting`, in the order of the smallest counter that waits for each."""
+    """Of the models `wanting`, in the order of the smallest counter that waits for each.
+
+    Equal counters (one tenant that waits for several models) go by the oldest ticket.
+    """
+    oldest: dict[str, int] = {}
     counters: dict[str, float] = {}
     backlog_s: dict[str, float] = {}
     for ticket in queue:
@@ -55,32 +69,34 @@ def demands(
             continue
         counter = share.counter(ticket.tenant_id)
         counters[name] = min(counters.get(name, counter), counter)
+        oldest[name] = min(oldest.get(name, ticket.seq), ticket.seq)
         backlog_s[name] = backlog_s.get(name, 0.0) + ticket.prediction.service_s
     num_waiting = queue.by_model()
     return [
         Demand(name, num_waiting[name], backlog_s[name], is_pinned(name))
-        for name in sorted(counters, key=lambda name: (counters[name], name))
+        for name in sorted(counters, key=lambda name: (counters[name], oldest[name]))
     ]
 
 
 def _grant_head(
     heads: Sequence[Ticket],
-    workers: Sequence[WorkerCapacity],
+    names: set[str],
+    offering: Offering,
     kept_back: set[str],
     now_s: float,
     grant: Callable[[Ticket, WorkerCapacity], bool],
 ) -> bool:
     """Grant the oldest head that fits somewhere; keep workers back for those before it."""
     for ticket in heads:
-        offering = [
+        candidates = [
             worker
-            for worker in workers
-            if worker.worker_id not in kept_back and worker.leased(ticket.model_name, now_s)
+            for worker in offering(ticket.model_name, now_s)
+            if worker.worker_id in names and worker.worker_id not in kept_back
         ]
-        fitting = [worker for worker in offering if worker.fits(ticket, now_s)]
+        fitting = [worker for worker in candidates if worker.fits(ticket, now_s)]
         if fitting:
             worker = min(fitting, key=lambda w: (w.num_running(), w.worker_id))
             if grant(ticket, worker):
                 return True
-        kept_back.update(worker.worker_id for worker in offering)
+        kept_back.update(worker.worker_id for worker in candidates)
     return False

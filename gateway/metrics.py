@@ -46,6 +46,9 @@ _COUNTERS = {
     "kv_evicted_pages": ("kv_evicted_pages", "Pages of cached KV given back."),
     "kv_moved_pages": ("kv_moved_pages", "Pages of KV copied out of the way of weights."),
     "kv_compactions": ("kv_compactions", "Sparse KV extents copied into others' room."),
+    "constraints_refused": ("constraints_refused", "Schemas and other forms that cannot be had."),
+    "constraints_broken": ("constraints_broken", "Forms that could not be followed to the end."),
+    "constraint_restarts": ("constraint_restarts", "Ends of the process that computes masks."),
     "weights_moved_pages": ("weights_moved_pages", "Pages of weights copied to make room."),
 }
 

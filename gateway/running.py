@@ -36,6 +36,7 @@ class RequestStream:
         self._end: StreamEnd | None = None
         self._handed_over = False
         self._waiter: asyncio.Future[None] | None = None
+        self._on_event: Callable[[], None] | None = None
         self._attempt = 1
         self.overflowed = False
         """Whether tokens were dropped because nobody read them."""
@@ -60,21 +61,33 @@ class RequestStream:
 
     async def __anext__(self) -> TokenEvent:
         """The next tokens, or the finish with what was left. Raises what ended the request."""
-        while not self._tokens and self._end is None:
-            await self._wait()
-        if self._end is None:
-            return self._take()
-        if isinstance(self._end, Exception):
-            if self._tokens:
-                return self._take()
+        while (event := self.take()) is None:
             if self._handed_over:
                 raise StopAsyncIteration
-            self._handed_over = True
-            raise self._end
+            await self._wait()
+        return event
+
+    def take(self) -> TokenEvent | None:
+        """The next event if there is one, in order as by iteration. Raises what ended the request.
+
+        None after the last one, too.
+        """
+        if self._end is None:
+            return self._take() if self._tokens else None
+        if isinstance(self._end, Exception) and self._tokens:
+            return self._take()
         if self._handed_over:
-            raise StopAsyncIteration
+            return None
         self._handed_over = True
+        if isinstance(self._end, Exception):
+            raise self._end
         return self._take(self._end)
+
+    def listen(self, on_event: Callable[[], None]) -> None:
+        """Be called whenever something may be taken, now if so: for a consumer without a task."""
+        self._on_event = on_event
+        if self._tokens or self._end is not None:
+            on_event()
 
     # The dispatcher's side.
 
@@ -125,3 +138,5 @@ class RequestStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self._on_event is not None:
+            self._on_event()

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_BYTES = 131_072
+# All schemas of a request together: the worker takes no longer constraint.
+MAX_REQUEST_BYTES = 524_288
 # Of all schemas of a request together; this many take some 20 ms to look at.
 MAX_SUBSCHEMAS = 2_000
 MAX_DEPTH = 48

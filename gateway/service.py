@@ -285,6 +285,7 @@ def hosted_models(session: Session, data_dir: Path, now_at: float) -> list[Hoste
                 price_prompt_nanos=price.prompt_nanos,
                 price_cached_nanos=price.cached_nanos,
                 price_completion_nanos=price.completion_nanos,
+                weight_bytes=model.weight_bytes,
             )
         )
     return hosted

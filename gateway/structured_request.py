@@ -17,10 +17,11 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from gateway.errors import INVALID_REQUEST, ApiError
+from gateway.errors import INVALID_CONSTRAINT, INVALID_REQUEST, ApiError
 from gateway.schema_form import arguments_schema, enforced
 from gateway.schema_limits import (
     MAX_PATTERN_CHARS,
+    MAX_REQUEST_BYTES,
     MAX_SUBSCHEMAS,
     SchemaRefused,
     check,
@@ -77,6 +78,9 @@ def understand(
     budget = _Budget()
     _check_names(tools)
     calls, allowed = _choice(tools, tool_choice)
+    for index, tool in enumerate(tools):
+        if tool.function.parameters is not None:
+            budget.measure(tool.function.parameters, f"tools[{index}].function.parameters")
     functions = [
         (tool.function.name, _parameters(index, tool, budget)) for index, tool in enumerate(tools)
     ]
@@ -93,20 +97,38 @@ def understand(
 
 
 class _Budget:
-    """How many schemas this request may still hold."""
+    """How many schemas this request may still hold, and of how many bytes."""
 
     def __init__(self) -> None:
         self._left = MAX_SUBSCHEMAS
+        self._bytes_left = MAX_REQUEST_BYTES
+
+    def measure(self, schema: Any, param: str) -> None:
+        """Raises ApiError where all measured so far are too long together: before any is read."""
+        self._bytes_left -= _size_bytes(schema, param)
+        if self._bytes_left < 0:
+            limit = f"more than {MAX_REQUEST_BYTES} bytes"
+            raise _refusal(param, f"the request's schemas have {limit}, all in all")
 
     def take(self, schema: Any, param: str) -> None:
         """Raises ApiError where the schema is refused."""
         try:
-            self._left -= check(schema, len(_encode(schema)), self._left)
+            self._left -= check(schema, _size_bytes(schema, param), self._left)
         except SchemaRefused as error:
-            raise ApiError(INVALID_REQUEST, f"{param} is not accepted: {error}", param) from error
-        except (RecursionError, msgspec.MsgspecError) as error:
-            text = f"{param} is not accepted: it is nested too deeply"
-            raise ApiError(INVALID_REQUEST, text, param) from error
+            raise _refusal(param, str(error)) from error
+        except RecursionError as error:
+            raise _refusal(param, "it is nested too deeply") from error
+
+
+def _size_bytes(schema: Any, param: str) -> int:
+    try:
+        return len(_encode(schema))
+    except (RecursionError, msgspec.MsgspecError) as error:
+        raise _refusal(param, "it is nested too deeply") from error
+
+
+def _refusal(param: str, why: str) -> ApiError:
+    return ApiError(INVALID_CONSTRAINT, f"{param} is not accepted: {why}", param)
 
 
 def _check_names(tools: Sequence[Tool]) -> None:
@@ -177,7 +199,7 @@ def _answer_text(response_format: ResponseFormat | None, calls: Calls) -> tuple[
         return "", response_format.grammar
     if pattern_size(response_format.pattern) > MAX_PATTERN_CHARS:
         param = "response_format.pattern"
-        raise ApiError(INVALID_REQUEST, f"{param} is too long when written out", param)
+        raise ApiError(INVALID_CONSTRAINT, f"{param} is too long when written out", param)
     return response_format.pattern, ""
 
 

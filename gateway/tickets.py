@@ -12,7 +12,7 @@ dispatcher.py's.
 
 import math
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +104,11 @@ class TicketQueue:
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, list[Ticket]]] = {}
         self._num_by_model: dict[str, int] = {}
+        self._tenants_of_model: dict[str, dict[str, None]] = {}
         self._num_total = 0
+        self._next_deadline_s = math.inf  # no ticket's is earlier
+        self.backlog_s = 0.0
+        """Predicted service of all that wait."""
 
     def __len__(self) -> int:
         return self._num_total
@@ -119,6 +123,9 @@ class TicketQueue:
         """Queue at its place by arrival."""
         models = self._tenants.setdefault(ticket.tenant_id, {})
         insort(models.setdefault(ticket.model_name, []), ticket, key=lambda t: t.seq)
+        self._tenants_of_model.setdefault(ticket.model_name, {})[ticket.tenant_id] = None
+        self.backlog_s += ticket.prediction.service_s
+        self._next_deadline_s = min(self._next_deadline_s, ticket.deadline_s)
         self._num_by_model[ticket.model_name] = self._num_by_model.get(ticket.model_name, 0) + 1
         self._num_total += 1
 
@@ -129,12 +136,34 @@ class TicketQueue:
         tickets.remove(ticket)
         if not tickets:
             del models[ticket.model_name]
+            tenants = self._tenants_of_model[ticket.model_name]
+            del tenants[ticket.tenant_id]
+            if not tenants:
+                del self._tenants_of_model[ticket.model_name]
         if not models:
             del self._tenants[ticket.tenant_id]
         self._num_by_model[ticket.model_name] -= 1
         if not self._num_by_model[ticket.model_name]:
             del self._num_by_model[ticket.model_name]
         self._num_total -= 1
+        # Sums of floats drift; an empty queue has none.
+        self.backlog_s = self.backlog_s - ticket.prediction.service_s if self._num_total else 0.0
+
+    def tenants_of(self, model_names: Iterable[str]) -> list[str]:
+        """Tenants that wait for one of these models."""
+        tenants: dict[str, None] = {}
+        for name in model_names:
+            tenants.update(self._tenants_of_model.get(name, {}))
+        return list(tenants)
+
+    def overdue(self, now_s: float) -> list[Ticket]:
+        """Tickets whose deadline has come. Looks at all of them only when one may have."""
+        if now_s < self._next_deadline_s:
+            return []
+        self._next_deadline_s = min(
+            (ticket.deadline_s for ticket in self if ticket.deadline_s > now_s), default=math.inf
+        )
+        return [ticket for ticket in self if now_s >= ticket.deadline_s]
 
     def heads(self, tenant_id: str) -> list[Ticket]:
         """The tenant's oldest ticket of each model, oldest first."""
@@ -148,6 +177,11 @@ class TicketQueue:
     def num_of_model(self, model_name: str) -> int:
         """Tickets for one model."""
         return self._num_by_model.get(model_name, 0)
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """Models that tickets wait for, as of now."""
+        return self._num_by_model.keys()
 
     def by_model(self) -> dict[str, int]:
         """Tickets by model, only models that have some."""
@@ -168,5 +202,11 @@ class TicketQueue:
                     if ticket.state != "waiting" or ticket.tenant_id != tenant_id:
                         raise IntegrityError(f"{ticket.key} waits but is {ticket.state}")
                 counted[model_name] = counted.get(model_name, 0) + len(tickets)
+        tenants_of = {
+            name: {tenant for tenant, models in self._tenants.items() if name in models}
+            for name in counted
+        }
+        if tenants_of != {name: set(kept) for name, kept in self._tenants_of_model.items()}:
+            raise IntegrityError(f"tenants by model {self._tenants_of_model}, found {tenants_of}")
         if counted != self._num_by_model or sum(counted.values()) != self._num_total:
             raise IntegrityError(f"counts {self._num_by_model} are not those of {counted}")

@@ -39,7 +39,10 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class HostedModel:
-    """A `ready` entry of the catalog, as the request path needs it."""
+    """A `ready` entry of the catalog, as the request path needs it.
+
+    `weight_bytes`: what it takes on a device, for workers say nothing of models that are cold.
+    """
 
     name: str
     revision: str
@@ -52,6 +55,7 @@ class HostedModel:
     price_prompt_nanos: int = 0
     price_cached_nanos: int = 0
     price_completion_nanos: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,9 @@
-"""The gateway's end of the worker protocol: one worker, one ZeroMQ DEALER (stage 5's far side).
+"""The gateway's end of the worker protocol over ZeroMQ: one worker, one DEALER.
 
-    connecting --Welcome of our version--> connected --silence, new epoch, full pipe--> connecting
-    connecting, connected --Welcome of another version--> refused --lose--> connecting
-    any --close--> closed
-
-Messages are decoded on the event loop and handed to a listener by plain calls; this file knows no
-requests and no queue. Each connection has a socket of its own, so that what was queued for a dead
-worker is never delivered to the next one, and what an old worker still sends is never read.
+What a connection means (states, epochs, silences) is `worker_connection.py`; here are sockets,
+frames and timers. Messages are decoded on the event loop. Each connection has a socket of its own,
+so that what was queued for a dead worker is never delivered to the next one, and what an old worker
+still sends is never read.
 
 ZeroMQ's descriptor is watched directly: it is edge-triggered, so it is drained until EAGAIN, and
 looked at again after every send and at every timer tick. That works alike on asyncio and uvloop
@@ -14,81 +11,18 @@ and costs no future per message.
 """
 
 import asyncio
-import logging
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable
 
 import msgspec
 import zmq
 
-from engine.protocol import (
-    PROTOCOL_VERSION,
-    FromWorker,
-    Hello,
-    Refused,
-    StepOutput,
-    TokenDelta,
-    ToWorker,
-    Welcome,
-    WorkerStatus,
-    decode_from_worker,
-    encode,
-)
-
-logger = logging.getLogger(__name__)
+from engine.protocol import PROTOCOL_VERSION, ToWorker, decode_from_worker, encode
+from gateway.worker_connection import ClientState, WorkerConnection, WorkerListener
 
 MAX_MESSAGES_PER_DRAIN = 256
 """Then other callbacks get a turn before the rest is read."""
-HELLO_INTERVAL_S = 1.0
-"""How long a Welcome may take before the connection is made anew."""
 SEND_HIGH_WATER = 4096
 RECEIVE_HIGH_WATER = 65536
-
-
-class WorkerUnavailable(Exception):
-    """The message was not sent: there is no connection, or the worker does not read."""
-
-
-class WorkerListener(Protocol):
-    """Who hears what a worker says. All calls come on the event loop and must not block."""
-
-    def on_connected(self, worker_id: str, epoch: str) -> None:
-        """A worker process answered; nothing is running there for this gateway."""
-
-    def on_status(self, worker_id: str, status: WorkerStatus) -> None:
-        """A heartbeat of the connected epoch."""
-
-    def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
-        """One step's output, or finishes told again after a Hello."""
-
-    def on_refused(self, worker_id: str, refused: Refused) -> None:
-        """A Submit that was not taken."""
-
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        """The connected epoch is gone, with all it was running."""
-
-
-class WorkerClient(Protocol):
-    """A way to one worker, wherever it runs."""
-
-    @property
-    def worker_id(self) -> str:
-        """Its name in the dispatcher."""
-
-    def start(self, listener: WorkerListener) -> None:
-        """Begin to connect; keeps trying until `close`."""
-
-    def send(self, message: ToWorker) -> None:
-        """Queue a message. Raises WorkerUnavailable."""
-
-    def lose(self, reason: str) -> None:
-        """It is known that the worker process ended: tell the listener now and connect anew."""
-
-    def close(self) -> None:
-        """Say nothing more and free the socket."""
-
-
-ClientState = Literal["new", "connecting", "connected", "refused", "closed"]
 
 
 class ZmqWorkerClient:
@@ -102,19 +36,12 @@ class ZmqWorkerClient:
         gateway_id: str,
         heartbeat_timeout_s: float,
     ) -> None:
-        self._context = context
         self._worker_id = worker_id
-        self._endpoint = endpoint
-        self._gateway_id = gateway_id
-        self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._state: ClientState = "new"
-        self._listener: WorkerListener | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._descriptor = -1
-        self._epoch = ""
-        self._last_heard_s = 0.0
+        self._wire = _ZmqWire(context, endpoint, self._frame, self._full)
+        self._connection = WorkerConnection(
+            worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time
+        )
         self._timer: asyncio.TimerHandle | None = None
-        self._drain_handle: asyncio.Handle | None = None
 
     @property
     def worker_id(self) -> str:
@@ -123,50 +50,71 @@ class ZmqWorkerClient:
 
     @property
     def state(self) -> ClientState:
-        """Where the connection is; see the module's docstring."""
-        return self._state
+        """Where the connection is."""
+        return self._connection.state
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect; keeps trying until `close`. Needs the running event loop."""
-        self._listener = listener
-        self._connect()
+        self._connection.start(listener)
         self._tick()
 
     def send(self, message: ToWorker) -> None:
         """Queue a message. Raises WorkerUnavailable (a pipe that is full ends the connection)."""
-        if self._state != "connected" or self._socket is None:
-            raise WorkerUnavailable(f"worker {self._worker_id} is {self._state}")
-        try:
-            self._socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again as error:
-            asyncio.get_running_loop().call_soon(self._lose_full, self._socket)
-            raise WorkerUnavailable(f"worker {self._worker_id} does not read") from error
-        self._drain_soon()
+        self._connection.send(message)
 
     def lose(self, reason: str) -> None:
         """Give the connection up, tell the listener and connect anew."""
-        if self._state in ("new", "closed"):
-            return
-        was_connected = self._state == "connected"
-        self._connect()
-        if was_connected:
-            logger.warning("worker lost worker=%s: %s", self._worker_id, reason)
-            assert self._listener is not None
-            self._listener.on_lost(self._worker_id, self._epoch, reason)
+        self._connection.lose(reason)
 
     def close(self) -> None:
         """Say nothing more and free the socket; what is queued gets 0.1 s to leave."""
-        self._state = "closed"
         if self._timer is not None:
             self._timer.cancel()
-        self._drop_socket(linger_ms=100)
+        self._wire.drop(linger_ms=100)
+        self._connection.close()
 
-    def _lose_full(self, socket: zmq.Socket[bytes]) -> None:
-        if socket is self._socket:
-            self.lose("it does not read its messages")
+    def _tick(self) -> None:
+        """Read what an edge may have hidden, and see who has been silent for too long."""
+        self._wire.drain()
+        self._connection.check()
+        if self.state != "closed":
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._connection.check_interval_s, self._tick)
 
-    def _connect(self) -> None:
-        self._drop_socket(linger_ms=0)
+    def _frame(self, frame: bytes) -> None:
+        try:
+            message = decode_from_worker(frame)
+        except msgspec.DecodeError as error:
+            reason = f"it sends what is no message of protocol {PROTOCOL_VERSION}: {error}"
+            self._connection.refuse(reason)
+            return
+        self._connection.receive(message)
+
+    def _full(self) -> None:
+        self._connection.lose("it does not read its messages")
+
+
+class _ZmqWire:
+    """Implements Wire; hands frames to `on_frame`. `on_full` comes after a send that failed."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_frame: Callable[[bytes], None],
+        on_full: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._on_frame = on_frame
+        self._on_full = on_full
+        self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor = -1
+        self._drain_handle: asyncio.Handle | None = None
+
+    def open(self) -> None:
+        """A new socket in place of the old one."""
+        self.drop()
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
@@ -174,14 +122,24 @@ class ZmqWorkerClient:
         socket.connect(self._endpoint)
         self._socket = socket
         self._descriptor = socket.fileno()
-        loop = asyncio.get_running_loop()
-        self._state = "connecting"
-        self._last_heard_s = loop.time()
-        socket.send(encode(Hello(PROTOCOL_VERSION, self._gateway_id)), zmq.NOBLOCK)
-        loop.add_reader(self._descriptor, self._drain)
-        self._drain_soon()
+        asyncio.get_running_loop().add_reader(self._descriptor, self.drain)
 
-    def _drop_socket(self, linger_ms: int) -> None:
+    def send(self, message: ToWorker) -> bool:
+        """Queue a message; False where the pipe is full."""
+        socket = self._socket
+        if socket is None:
+            return False
+        try:
+            socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # Not now: the caller is in the midst of something that goes by this worker.
+            asyncio.get_running_loop().call_soon(self._tell_full, socket)
+            return False
+        self._drain_soon()
+        return True
+
+    def drop(self, linger_ms: int = 0) -> None:
+        """Close the socket; what is queued gets `linger_ms` to leave."""
         if self._drain_handle is not None:
             self._drain_handle.cancel()
             self._drain_handle = None
@@ -190,25 +148,8 @@ class ZmqWorkerClient:
             self._socket.close(linger=linger_ms)
             self._socket = None
 
-    def _tick(self) -> None:
-        """Read what an edge may have hidden, and see who has been silent for too long."""
-        loop = asyncio.get_running_loop()
-        self._drain()
-        silent_s = loop.time() - self._last_heard_s
-        if self._state == "connected" and silent_s > self._heartbeat_timeout_s:
-            self.lose(f"silent for {silent_s:.1f} s")
-        elif self._state == "connecting" and silent_s > HELLO_INTERVAL_S:
-            self._connect()
-        if self._state != "closed":
-            interval_s = min(HELLO_INTERVAL_S, self._heartbeat_timeout_s) / 4
-            self._timer = loop.call_later(interval_s, self._tick)
-
-    def _drain_soon(self) -> None:
-        """Sending may have consumed the edge of something that arrived meanwhile."""
-        if self._drain_handle is None:
-            self._drain_handle = asyncio.get_running_loop().call_soon(self._drain)
-
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Read until nothing is left, or others should get a turn."""
         if self._drain_handle is not None:
             self._drain_handle.cancel()
             self._drain_handle = None
@@ -221,49 +162,18 @@ class ZmqWorkerClient:
                 frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._receive(frame)
+            self._on_frame(frame)
         self._drain_soon()
 
-    def _receive(self, frame: bytes) -> None:
-        try:
-            message = decode_from_worker(frame)
-        except msgspec.DecodeError as error:
-            self._refuse(f"it sends what is no message of protocol {PROTOCOL_VERSION}: {error}")
-            return
-        self._last_heard_s = asyncio.get_running_loop().time()
-        if isinstance(message, Welcome):
-            self._welcome(message)
-        elif self._state == "connected":
-            self._deliver(message)
+    def _drain_soon(self) -> None:
+        """Sending may have consumed the edge of something that arrived meanwhile."""
+        if self._drain_handle is None:
+            self._drain_handle = asyncio.get_running_loop().call_soon(self.drain)
 
-    def _welcome(self, welcome: Welcome) -> None:
-        if welcome.protocol_version != PROTOCOL_VERSION:
-            self._refuse(f"it speaks protocol {welcome.protocol_version}, not {PROTOCOL_VERSION}")
-        elif self._state == "connecting":
-            self._state, self._epoch = "connected", welcome.epoch
-            logger.info("worker connected worker=%s device=%s", self._worker_id, welcome.device)
-            assert self._listener is not None
-            self._listener.on_connected(self._worker_id, welcome.epoch)
-        elif welcome.epoch != self._epoch:
-            self.lose("another process answers in its place")
+    def _tell_full(self, socket: zmq.Socket[bytes]) -> None:
+        if socket is self._socket:
+            self._on_full()
 
-    def _deliver(self, message: FromWorker) -> None:
-        assert self._listener is not None
-        if isinstance(message, Welcome) or message.epoch != self._epoch:
-            self.lose("another process answers in its place")
-        elif isinstance(message, StepOutput):
-            self._listener.on_deltas(self._worker_id, message.epoch, message.deltas)
-        elif isinstance(message, WorkerStatus):
-            self._listener.on_status(self._worker_id, message)
-        else:
-            self._listener.on_refused(self._worker_id, message)
 
-    def _refuse(self, reason: str) -> None:
-        """A worker of another build: nothing is sent to it any more."""
-        logger.error("worker refused worker=%s: %s", self._worker_id, reason)
-        was_connected = self._state == "connected"
-        self._state = "refused"
-        self._drop_socket(linger_ms=0)
-        if was_connected:
-            assert self._listener is not None
-            self._listener.on_lost(self._worker_id, self._epoch, reason)
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -20,9 +20,43 @@ it on random runs.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 FORGET_ABOVE = 10_000
 """Tenants remembered before those at or below the floor are dropped."""
+
+
+class TenantOrder(Protocol):
+    """Which of the waiting tenants goes next: the one with the smallest counter, then its oldest
+    ticket. `FairShare` is ours; `bench/sim/baselines` has those it is compared with."""
+
+    def enqueue(self, tenant_id: str, weight: float) -> None:
+        """A new ticket of the tenant waits."""
+        ...
+
+    def restore(self, tenant_id: str) -> None:
+        """A granted ticket waits again through no doing of the tenant."""
+        ...
+
+    def dequeue(self, tenant_id: str) -> None:
+        """A ticket stopped waiting: granted, aborted or timed out."""
+        ...
+
+    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Add service and work; below 0: more had been predicted."""
+        ...
+
+    def counter(self, tenant_id: str) -> float:
+        """What the order goes by."""
+        ...
+
+    def waiting(self) -> Iterator[tuple[str, int]]:
+        """(tenant, tickets waiting), in no order."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the books do not agree."""
+        ...
 
 
 class FairShare:
@@ -63,8 +97,11 @@ class FairShare:
         del self._num_waiting[tenant_id]
         self._last_floor = max(self._last_floor, self._counters[tenant_id])
 
-    def charge(self, tenant_id: str, service_s: float) -> None:
-        """Add service (below 0: the prediction was too high, or nothing came of the grant)."""
+    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Add service (below 0: the prediction was too high, or nothing came of the grant).
+
+        `units` of work are for other orders: what counts here is service.
+        """
         counter = self._counters.get(tenant_id, self._last_floor)
         self._counters[tenant_id] = counter + service_s / self._weights.get(tenant_id, 1.0)
 

@@ -18,10 +18,11 @@ MAX_OUTPUTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Expected output tokens and device seconds of one request."""
+    """Expected output tokens, device seconds and units of work of one request."""
 
     output_tokens: int
     service_s: float
+    units: float = 0.0
 
 
 class ServiceEstimator:
@@ -38,7 +39,8 @@ class ServiceEstimator:
         usual = self._outputs.get((tenant_id, model_id), float(max_tokens))
         output = max(1, min(max_tokens, round(usual)))
         unit_s = self._unit_s.get(model_id, DEFAULT_UNIT_S)
-        return Prediction(output, unit_s * _units(prompt_tokens, output))
+        units = units_of(prompt_tokens, output)
+        return Prediction(output, unit_s * units, units)
 
     def observe(
         self,
@@ -54,7 +56,7 @@ class ServiceEstimator:
         if len(self._outputs) >= MAX_OUTPUTS:
             del self._outputs[next(iter(self._outputs))]
         self._outputs[key] = before + NEWEST_SHARE * (output_tokens - before)
-        units = _units(uncached_tokens, output_tokens)
+        units = units_of(uncached_tokens, output_tokens)
         if units > 0 and service_s > 0:
             rate = service_s / units
             before_s = self._unit_s.get(model_id, rate)
@@ -66,7 +68,8 @@ class ServiceEstimator:
         self._outputs = {key: n for key, n in self._outputs.items() if key[1] in model_ids}
 
 
-def _units(prompt_tokens: int, output_tokens: int) -> float:
+def units_of(prompt_tokens: int, output_tokens: int) -> float:
+    """Tokens, an output token for as many as it costs."""
     return prompt_tokens + OUTPUT_UNITS * output_tokens
 
 

@@ -31,7 +31,7 @@ from engine.protocol import (
 from gateway.config import Settings
 from gateway.dispatcher import Dispatcher
 from gateway.types import HostedModel, Limits, PreparedRequest, Principal
-from gateway.worker_client import WorkerListener, WorkerUnavailable
+from gateway.worker_connection import WorkerListener, WorkerUnavailable
 
 KV_BYTES = 10
 WEIGHT_BYTES = 1000

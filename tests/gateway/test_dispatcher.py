@@ -15,6 +15,7 @@ from engine.protocol import (
 from gateway.config import Settings
 from gateway.errors import (
     CONTEXT_LENGTH,
+    INVALID_CONSTRAINT,
     INVALID_REQUEST,
     MODEL_FAILED,
     MODEL_NOT_FOUND,
@@ -89,13 +90,30 @@ async def test_the_usage_of_choices_is_acknowledged_together() -> None:
     assert worker.acked[2:] == [("b", 1)]
 
 
-@pytest.mark.parametrize("code", ["invalid_constraint", "invalid_sampling"])
-async def test_what_a_worker_cannot_do_is_the_callers_to_change(code: RefusalCode) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [("invalid_constraint", INVALID_CONSTRAINT), ("invalid_sampling", INVALID_REQUEST)],
+)
+async def test_what_a_worker_cannot_do_is_the_callers_to_change(
+    code: RefusalCode, kind: ErrorKind
+) -> None:
     rig = Rig()
     worker = rig.worker()
     stream = rig.dispatcher.run(prepared("a"), principal("t"))
     worker.refuse("a", code, retryable=False)
-    assert await error_of(stream) == INVALID_REQUEST
+    assert await error_of(stream) == kind
+
+
+async def test_a_constraint_may_be_refused_after_the_request_was_taken() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.finish("a", "refused", error="no such keyword")
+    with pytest.raises(ApiError, match="cannot be enforced: no such keyword") as caught:
+        await anext(aiter(stream))
+    assert caught.value.kind == INVALID_CONSTRAINT
+    assert worker.acked == [("a", 1)]
+    rig.dispatcher.check_integrity()
 
 
 async def test_the_tenant_with_less_service_goes_first() -> None:

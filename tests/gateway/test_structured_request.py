@@ -98,6 +98,10 @@ def test_the_bound_on_schemas_is_the_requests() -> None:
     with pytest.raises(ApiError) as caught:
         asked([tool(f"f{i}", wide) for i in range(20)])
     assert caught.value.param == "tools[19].function.parameters"
+    words = {"properties": {"a": {"enum": [f"{n:06}" for n in range(10_000)]}}}
+    with pytest.raises(ApiError, match="524288 bytes") as caught:
+        asked([tool(f"f{i}", words) for i in range(60)])
+    assert caught.value.param == "tools[5].function.parameters"
 
 
 def test_forms() -> None:

@@ -24,7 +24,8 @@ from engine.protocol import (
     decode_to_worker,
     encode,
 )
-from gateway.worker_client import WorkerUnavailable, ZmqWorkerClient
+from gateway.worker_client import ZmqWorkerClient
+from gateway.worker_connection import WorkerUnavailable
 
 STATUS = WorkerStatus("e1", "w", 0, 0, 0, 2.0, 1, 1, {}, [], [], [], {})
 

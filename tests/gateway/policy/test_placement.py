@@ -14,7 +14,7 @@ MB = 1 << 20
 
 def model(state: str, mb: int = 10, load_s: float = 1.0, *, idle: bool = False) -> ModelView:
     """A model's view; `idle` for ten seconds if at all."""
-    return ModelView(state, mb * MB, load_s, idle, 10.0 if idle else 0.0)
+    return ModelView(state, mb * MB, load_s, idle, -10.0 if idle else 0.0)
 
 
 def worker(
@@ -23,8 +23,8 @@ def worker(
     return WorkerView(name, free_mb * MB, arena_mb * MB, models, kv_short)
 
 
-def demand(name: str, waiting: int = 1, backlog_s: float = 0.1) -> Demand:
-    return Demand(name, waiting, backlog_s, pinned=False)
+def demand(name: str, waiting: int = 1, backlog_s: float = 0.1, mb: int = 10) -> Demand:
+    return Demand(name, waiting, backlog_s, pinned=False, weight_bytes=mb * MB)
 
 
 def decided(placement: Placement, now_s: float, demands: list[Demand], *workers: WorkerView) -> str:
@@ -120,20 +120,39 @@ def test_failed_models_wait_for_the_operator() -> None:
     failed = worker("w", 50, a=model("failed"))
     placement = Placement(0.2)
     assert decided(placement, 0.0, [demand("a")], failed) == ""
-    decision = placement.claim(0.0, "a", [failed])
+    decision = placement.claim(0.0, demand("a"), [failed])
     assert decision is not None
     assert decision.worker_id == "w"
-    assert placement.claim(0.0, "a", [worker("w", 50, a=model("resident"))]) is None
+    assert placement.claim(0.0, demand("a"), [worker("w", 50, a=model("resident"))]) is None
 
 
 def test_what_no_arena_can_hold_is_never_claimed_and_says_why() -> None:
     views = [worker("w", 100, a=model("cold", mb=100)), worker("v", 50, arena_mb=50)]
-    assert decided(Placement(0.2), 0.0, [demand("a")], *views) == ""
-    reason = unplaceable("a", views)
+    assert decided(Placement(0.2), 0.0, [demand("a", mb=100)], *views) == ""
+    reason = unplaceable(100 * MB, 100 * MB)
     assert reason is not None
     assert str(100 * MB) in reason
-    assert unplaceable("a", [worker("w", 0, a=model("cold", mb=99))]) is None
-    assert unplaceable("unknown", views) is None
+    assert unplaceable(99 * MB, 100 * MB) is None
+    assert unplaceable(100 * MB, 0) is None, "no worker has told its size"
+
+
+def test_models_that_workers_say_nothing_of_are_cold_there() -> None:
+    quick = WorkerView("quick", 50 * MB, 100 * MB, {}, cold_bytes_per_s=10 * MB)
+    warm = worker("warm", 20, a=model("warm"))
+    assert decided(Placement(0.2), 0.0, [demand("a")], quick, warm) == "a@warm"
+    placement = Placement(0.2)
+    assert decided(placement, 0.0, [demand("a", mb=30)], quick) == "a@quick"
+    assert decided(placement, 11.9, [demand("a", mb=30)], quick) == "", "four loads of 3 s"
+    assert decided(placement, 12.0, [demand("a", mb=30)], quick) == "a@quick"
+
+
+def test_a_model_somebody_waits_for_is_not_idle() -> None:
+    view = worker("w", 0, a=model("cold"), b=model("resident", idle=True), c=model("resident"))
+    placement = Placement(0.2)
+    (decision,) = placement.decide(0.0, [demand("a")], [view], wanted={"b"})
+    assert decision.reason == "its turn against busy models"
+    short = worker("w", 0, kv_short=True, b=model("resident", idle=True))
+    assert relieve([short], 0.0, wanted={"b"}) == []
 
 
 def test_kv_pressure_makes_the_longest_idle_model_go() -> None:
@@ -142,14 +161,14 @@ def test_kv_pressure_makes_the_longest_idle_model_go() -> None:
         0,
         100 * MB,
         {
-            "young": ModelView("resident", MB, 1.0, True, 0.5),
-            "old": ModelView("resident", MB, 1.0, True, 9.0),
-            "older": ModelView("resident", MB, 1.0, True, 11.0),
+            "young": ModelView("resident", MB, 1.0, True, 11.5),
+            "old": ModelView("resident", MB, 1.0, True, 3.0),
+            "older": ModelView("resident", MB, 1.0, True, 1.0),
             "busy": ModelView("resident", MB, 1.0, False, 0.0),
         },
         kv_short=True,
     )
-    assert [d.model_id for d in relieve([short])] == ["older"]
-    assert relieve([worker("w", 0, a=model("resident", idle=True))]) == []
+    assert [d.model_id for d in relieve([short], 12.0)] == ["older"]
+    assert relieve([worker("w", 0, a=model("resident", idle=True))], 0.0) == []
     moving = worker("w", 0, kv_short=True, a=model("resident", idle=True), b=model("loading"))
-    assert relieve([moving]) == []
+    assert relieve([moving], 0.0) == []

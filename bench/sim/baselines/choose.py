@@ -1,0 +1,111 @@
+"""Policies by name: what `World.policies` means.
+
+    evict   ours, lru, lfu, size, idle or idle:SECONDS, belady, never
+    share   ours, fcfs, vtc_tokens, round_robin, quota or quota:SECONDS
+    place   ours, static
+
+`ours` (or no entry) is the product's own, made by the product itself: `None` here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.sim.baselines.eviction import (
+    Future,
+    Never,
+    Ranked,
+    furthest,
+    largest,
+    last_used,
+    least_demanded,
+)
+from bench.sim.baselines.placing import StaticSplit
+from bench.sim.baselines.sharing import Fcfs, Quota, RoundRobin, TokenCounter
+from engine.policy.eviction import EvictionParams, EvictionPolicy
+from gateway.policy.fair_share import TenantOrder
+from gateway.policy.placement import Placer
+
+OURS = "ours"
+NAMES: dict[str, tuple[str, ...]] = {
+    "evict": (OURS, "lru", "lfu", "size", "idle", "belady", "never"),
+    "share": (OURS, "fcfs", "vtc_tokens", "round_robin", "quota"),
+    "place": (OURS, "static"),
+}
+IDLE_TIMEOUT_S = 30.0
+QUOTA_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A name, and the seconds after its colon."""
+
+    name: str
+    seconds: float | None = None
+
+
+def parse_policies(policies: Mapping[str, str]) -> dict[str, Choice]:
+    """By kind. Raises ValueError that says what there is."""
+    found = {}
+    for kind, text in policies.items():
+        name, colon, seconds = text.partition(":")
+        if kind not in NAMES:
+            raise ValueError(f"there is no kind of policy {kind!r}: one of {', '.join(NAMES)}")
+        if name not in NAMES[kind]:
+            raise ValueError(f"no {kind} policy {name!r}: one of {', '.join(NAMES[kind])}")
+        try:
+            found[kind] = Choice(name, float(seconds) if colon else None)
+        except ValueError as error:
+            raise ValueError(f"{kind}={text}: write seconds, such as {name}:30") from error
+        if colon and name not in ("idle", "quota"):
+            raise ValueError(f"{kind}={text}: {name} has no seconds")
+    return found
+
+
+def make_eviction(
+    policies: Mapping[str, str],
+    params: EvictionParams,
+    future: Future | None,
+    number_of: Mapping[str, int],
+) -> EvictionPolicy | None:
+    """One for all workers: none of them keeps anything. `number_of`: models by unit id."""
+    choice = parse_policies(policies).get("evict", Choice(OURS))
+    if choice.name == "lru":
+        return Ranked(last_used, params)
+    if choice.name == "lfu":
+        return Ranked(least_demanded(params.half_life_s), params)
+    if choice.name == "size":
+        return Ranked(largest, params)
+    if choice.name == "idle":
+        seconds = IDLE_TIMEOUT_S if choice.seconds is None else choice.seconds
+        return Ranked(last_used, params, seconds)
+    if choice.name == "belady":
+        if future is None:
+            raise ValueError("belady has to be told the future: give the workload twice")
+        return Ranked(furthest(future, number_of), params)
+    return Never(params) if choice.name == "never" else None
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchPolicies:
+    """What a dispatcher is made with: policies that keep books, so new ones for each."""
+
+    policies: Mapping[str, str]
+    homes: Mapping[str, str]
+
+    def share(self) -> TenantOrder | None:
+        """Whose turn it is."""
+        choice = parse_policies(self.policies).get("share", Choice(OURS))
+        if choice.name == "fcfs":
+            return Fcfs()
+        if choice.name == "vtc_tokens":
+            return TokenCounter()
+        if choice.name == "round_robin":
+            return RoundRobin()
+        if choice.name == "quota":
+            return Quota(QUOTA_S if choice.seconds is None else choice.seconds)
+        return None
+
+    def placement(self) -> Placer | None:
+        """Who loads what."""
+        choice = parse_policies(self.policies).get("place", Choice(OURS))
+        return StaticSplit(self.homes) if choice.name == "static" else None

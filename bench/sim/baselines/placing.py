@@ -1,0 +1,72 @@
+"""Every model at home on one worker: what ours (gateway/policy/placement.py) is compared to.
+
+Homes are dealt out beforehand by size, each model to the worker with the fewest bytes so far, the
+largest first: what an operator without figures of demand would do. There is never a second copy,
+and a worker that is idle never helps another.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+
+from gateway.policy.placement import Decision, Demand, Placement, WorkerView
+
+NO_BOUND = 1.0
+"""Of the loads' share of a worker's time: at home a model always may be loaded."""
+
+
+def deal_homes(num_bytes: Mapping[str, int], worker_ids: Sequence[str]) -> dict[str, str]:
+    """Model -> worker."""
+    filled = dict.fromkeys(worker_ids, 0)
+    homes = {}
+    for model_id in sorted(num_bytes, key=lambda name: (-num_bytes[name], name)):
+        homes[model_id] = min(filled, key=lambda worker_id: (filled[worker_id], worker_id))
+        filled[homes[model_id]] += num_bytes[model_id]
+    return homes
+
+
+class StaticSplit:
+    """A Placer: ours for each worker by itself, with the models that are at home there."""
+
+    def __init__(self, homes: Mapping[str, str]) -> None:
+        self._homes = homes
+        self._placements = {worker_id: Placement(NO_BOUND) for worker_id in set(homes.values())}
+
+    def decide(
+        self,
+        now_s: float,
+        demands: Sequence[Demand],
+        workers: Sequence[WorkerView],
+        wanted: Container[str] = frozenset(),
+    ) -> list[Decision]:
+        """Loads at home; a model whose home is away waits for it."""
+        views = {worker.worker_id: worker for worker in workers}
+        by_home: dict[str, list[Demand]] = {}
+        for demand in demands:
+            by_home.setdefault(self._homes[demand.model_id], []).append(demand)
+        return [
+            decision
+            for worker_id, mine in by_home.items()
+            if worker_id in views
+            for decision in self._placements[worker_id].decide(
+                now_s, mine, [views[worker_id]], wanted
+            )
+        ]
+
+    def claim(self, now_s: float, demand: Demand, workers: Sequence[WorkerView]) -> Decision | None:
+        """An operator's wish, at home only."""
+        home = self._homes[demand.model_id]
+        views = [worker for worker in workers if worker.worker_id == home]
+        return self._placements[home].claim(now_s, demand, views)
+
+    def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
+        """End claims that are done or too old."""
+        for placement in self._placements.values():
+            placement.drop_claims(now_s, state_of)
+
+    def lose_worker(self, worker_id: str) -> None:
+        """Its claims are void."""
+        if worker_id in self._placements:
+            self._placements[worker_id].lose_worker(worker_id)
+
+    def claimed_on(self, model_id: str) -> str | None:
+        """Its home, if a claim stands."""
+        return self._placements[self._homes[model_id]].claimed_on(model_id)

@@ -1,0 +1,132 @@
+"""Devices that a world can be built of, in the figures of a roofline, with where each comes from.
+
+Lives here: the figures. Does not: what a step costs (engine/backend/sim.py), prices of a provider.
+
+Vendors' data sheets give peaks. What a well-made engine gets of them is less, so the figures here
+are peak times ACHIEVED_*: assumptions, in the range that published kernels and engines reach, until
+a device has been measured. The CPU's figures are what was measured, taken whole. Overheads and
+prices of the GPUs are assumptions too (a price is an order of magnitude: give your own with
+`with_cost`).
+"""
+
+from dataclasses import replace
+
+from bench.sim.types import DeviceFigures
+
+ACHIEVED_FLOPS = 0.6
+ACHIEVED_MEMORY = 0.8
+ACHIEVED_LINK = 0.85
+GIB = 1 << 30
+GPU_STEP_S = 300e-6
+GPU_ROW_S = 5e-6
+GPU_LOAD_S = 20e-3
+DISK_PEAK = 6.8e9
+USABLE_MEMORY = 0.9
+"""Of a GPU's memory; the rest is the framework's, activations and graphs."""
+
+
+def _gpu(
+    name: str,
+    *,
+    tflops: float,
+    memory_gb_s: float,
+    link_gb_s: float,
+    memory_gb: float,
+    host_gib: int,
+    cost_per_hour: float,
+    sheet: str,
+) -> DeviceFigures:
+    memory = memory_gb_s * 1e9 * ACHIEVED_MEMORY
+    return DeviceFigures(
+        name=name,
+        flops_per_s=tflops * 1e12 * ACHIEVED_FLOPS,
+        memory_bytes_per_s=memory,
+        copy_bytes_per_s=memory / 2,  # each byte is read and written
+        host_bytes_per_s=link_gb_s * 1e9 * ACHIEVED_LINK,
+        disk_bytes_per_s=DISK_PEAK * ACHIEVED_LINK,
+        step_overhead_s=GPU_STEP_S,
+        row_overhead_s=GPU_ROW_S,
+        load_overhead_s=GPU_LOAD_S,
+        memory_bytes=int(memory_gb * 1e9 * USABLE_MEMORY),
+        host_bytes=host_gib * GIB,
+        cost_per_hour=cost_per_hour,
+        source=(
+            f"{sheet}: {tflops:g} TFLOP/s bf16 dense, {memory_gb_s:g} GB/s, link "
+            f"{link_gb_s:g} GB/s each way, {memory_gb:g} GB; peaks x {ACHIEVED_FLOPS}, "
+            f"{ACHIEVED_MEMORY}, {ACHIEVED_LINK}; disk: 6.8 GB/s of a PCIe 4 NVMe "
+            "drive; overheads and price assumed"
+        ),
+    )
+
+
+_CPU_SOURCE = (
+    "measured, bench/results: cpu-serve-two-threads.json (8 prompts of 128 tokens in 1.8 s, decode "
+    "steps of 71 ms at 8 rows, Qwen2.5-0.5B in bf16), cpu-swap.json (0.99 GB: cold 0.45 s, warm "
+    "0.060 s, memcpy 0.058 s; evict 1.3 ms); overheads and price assumed"
+)
+
+DEVICES: dict[str, DeviceFigures] = {
+    device.name: device
+    for device in (
+        _gpu(
+            "h200",
+            tflops=989.5,
+            memory_gb_s=4800,
+            link_gb_s=64,
+            memory_gb=141,
+            host_gib=256,
+            cost_per_hour=4.0,
+            sheet="NVIDIA H200 SXM data sheet",
+        ),
+        _gpu(
+            "h100",
+            tflops=989.5,
+            memory_gb_s=3350,
+            link_gb_s=64,
+            memory_gb=80,
+            host_gib=256,
+            cost_per_hour=3.0,
+            sheet="NVIDIA H100 SXM data sheet",
+        ),
+        _gpu(
+            "a100-80g",
+            tflops=312,
+            memory_gb_s=2039,
+            link_gb_s=32,
+            memory_gb=80,
+            host_gib=128,
+            cost_per_hour=1.8,
+            sheet="NVIDIA A100 80GB SXM data sheet",
+        ),
+        _gpu(
+            "l4",
+            tflops=121,
+            memory_gb_s=300,
+            link_gb_s=32,
+            memory_gb=24,
+            host_gib=64,
+            cost_per_hour=0.7,
+            sheet="NVIDIA L4 data sheet",
+        ),
+        DeviceFigures(
+            name="cpu-2",
+            flops_per_s=430e9,
+            memory_bytes_per_s=16e9,
+            copy_bytes_per_s=8.7e9,
+            host_bytes_per_s=16.4e9,
+            disk_bytes_per_s=2.2e9,
+            step_overhead_s=1e-3,
+            row_overhead_s=50e-6,
+            load_overhead_s=5e-3,
+            memory_bytes=4 * GIB,
+            host_bytes=4 * GIB,
+            cost_per_hour=0.1,
+            source=_CPU_SOURCE,
+        ),
+    )
+}
+
+
+def with_cost(device: DeviceFigures, cost_per_hour: float) -> DeviceFigures:
+    """The device at another price."""
+    return replace(device, cost_per_hour=cost_per_hour)
