@@ -115,7 +115,7 @@ class Assignments:
             request.max_tokens,
         )
         prediction = ticket.prediction
-        self._share.charge(ticket.tenant_id, prediction.service_s, prediction.units)
+        self._share.expect(ticket.tenant_id, prediction.service_s, prediction.units)
         worker.grant(ticket)
         self._tickets[ticket.key] = ticket
         return True
@@ -240,7 +240,8 @@ class Assignments:
         del self._tickets[ticket.key]
         units = units_of(used.prompt_tokens - used.cached_tokens, used.generated_tokens)
         told = ticket.prediction
-        self._share.charge(ticket.tenant_id, used.service_s - told.service_s, units - told.units)
+        self._share.expect(ticket.tenant_id, -told.service_s, -told.units)
+        self._share.charge(ticket.tenant_id, used.service_s, units)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
             worker.release(ticket.model_name, now_s)

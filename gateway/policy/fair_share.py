@@ -4,12 +4,14 @@ After "Fairness in Serving Large Language Models" (OSDI'24). Each tenant has one
 models and workers: the service it has had (device seconds), divided by its weight. Among waiting
 tenants the smallest counter goes first. Ours differs from the paper in four ways:
 
-- The unit is service, not tokens. A grant charges the predicted service at once, so that a burst
-  cannot slip in before its first charge; the end of the request trues it up, either way.
+- The unit is service, not tokens. A grant counts the predicted service at once, so that a burst
+  cannot slip in before its first charge; the end of the request takes the prediction back and
+  charges what was used.
 - A tenant that comes back with nothing waiting is lifted to the smallest counter among those that
   wait (idle time is not banked), or, if nobody waits, to the counter of the tenant that stopped
-  waiting last.
-- At the same moment a counter is lowered to at most `max_lead_s` above that floor: a tenant that
+  waiting last. This floor is of charges alone: predictions are taken back when they prove too
+  high, and whoever had been lifted by one would stay behind for good.
+- At the same moment charges are lowered to at most `max_lead_s` above that floor: a tenant that
   was served where nobody else wanted anything is not locked out for as long.
 - Counters of tenants with nothing to remember are forgotten, so the table is bounded by the
   tenants that are ahead of the floor or waiting.
@@ -42,8 +44,12 @@ class TenantOrder(Protocol):
         """A ticket stopped waiting: granted, aborted or timed out."""
         ...
 
+    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Add what a grant is predicted to use; below 0: it is over, what was told is taken back."""
+        ...
+
     def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add service and work; below 0: more had been predicted."""
+        """Add service and work that were used."""
         ...
 
     def counter(self, tenant_id: str) -> float:
@@ -65,6 +71,8 @@ class FairShare:
     def __init__(self, max_lead_s: float) -> None:
         self._max_lead_s = max_lead_s
         self._counters: dict[str, float] = {}
+        # What outstanding grants are predicted to use: service and how many, only while there are.
+        self._expected: dict[str, tuple[float, int]] = {}
         self._weights: dict[str, float] = {}
         self._num_waiting: dict[str, int] = {}
         self._last_floor = 0.0
@@ -97,21 +105,32 @@ class FairShare:
         del self._num_waiting[tenant_id]
         self._last_floor = max(self._last_floor, self._counters[tenant_id])
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add service (below 0: the prediction was too high, or nothing came of the grant).
+    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """A grant is predicted to use so much; below 0: that grant is over.
 
         `units` of work are for other orders: what counts here is service.
         """
+        expected_s, num_grants = self._expected.get(tenant_id, (0.0, 0))
+        num_grants += -1 if service_s < 0 else 1
+        if num_grants:
+            self._expected[tenant_id] = (expected_s + service_s, num_grants)
+        else:  # and no rest of rounding
+            del self._expected[tenant_id]
+
+    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Add service that was used."""
         counter = self._counters.get(tenant_id, self._last_floor)
         self._counters[tenant_id] = counter + service_s / self._weights.get(tenant_id, 1.0)
 
     def counter(self, tenant_id: str) -> float:
-        """Service over weight; a tenant not seen before stands at the floor."""
+        """Service used or expected, over weight; a tenant not seen before stands at the floor."""
         counter = self._counters.get(tenant_id)
-        return self.floor() if counter is None else counter
+        counter = self.floor() if counter is None else counter
+        expected_s, _ = self._expected.get(tenant_id, (0.0, 0))
+        return counter + expected_s / self._weights.get(tenant_id, 1.0)
 
     def floor(self) -> float:
-        """The smallest counter among the waiting; without any, where the last one stood."""
+        """The smallest sum of charges among the waiting; without any, where the last one stood."""
         if not self._num_waiting:
             return self._last_floor
         return min(self._counters[tenant_id] for tenant_id in self._num_waiting)
@@ -125,10 +144,17 @@ class FairShare:
         for tenant_id, count in self._num_waiting.items():
             if count < 1 or tenant_id not in self._counters:
                 raise AssertionError(f"tenant {tenant_id}: {count} waiting without a counter")
+        for tenant_id, (expected_s, num_grants) in self._expected.items():
+            if num_grants < 1 or expected_s < -1e-6:
+                raise AssertionError(f"tenant {tenant_id}: {num_grants} grants, {expected_s} s")
 
     def _forget(self) -> None:
         floor = self.floor()
         for tenant_id, counter in list(self._counters.items()):
-            if tenant_id not in self._num_waiting and counter <= floor:
+            if (
+                tenant_id not in self._num_waiting
+                and tenant_id not in self._expected
+                and counter <= floor
+            ):
                 del self._counters[tenant_id]
                 self._weights.pop(tenant_id, None)

@@ -37,6 +37,9 @@ class Waiting:
         else:
             del self._num_waiting[tenant_id]
 
+    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Nothing is counted."""
+
     def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
         """Nothing is counted."""
 
@@ -96,6 +99,10 @@ class Counted:
         """A ticket stopped waiting."""
         self._share.dequeue(tenant_id)
 
+    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Count device seconds."""
+        self._share.expect(tenant_id, service_s)
+
     def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
         """Count device seconds."""
         self._share.charge(tenant_id, service_s)
@@ -118,6 +125,10 @@ class TokenCounter(Counted):
 
     def __init__(self) -> None:
         super().__init__(float("inf"))
+
+    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+        """Count tokens, generated ones twice."""
+        self._share.expect(tenant_id, units)
 
     def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
         """Count tokens, generated ones twice."""

@@ -73,6 +73,32 @@ def test_a_returned_ticket_neither_lifts_nor_forgives() -> None:
     assert share.counter("a") == 1.0
 
 
+def test_a_prediction_moves_its_tenant_and_nobody_else() -> None:
+    share = share_of(a=5.0)
+    share.expect("a", 60.0)
+    assert share.counter("a") == 65.0
+    share.enqueue("b", 1.0)
+    share.dequeue("a")
+    share.dequeue("b")
+    share.enqueue("c", 1.0)
+    assert share.counter("b") == share.counter("c") == 5.0
+    share.expect("a", -60.0)
+    share.charge("a", 1.0)
+    assert share.counter("a") == 6.0
+    share.check_integrity()
+
+
+def test_who_is_served_while_it_comes_back_banks_nothing() -> None:
+    """A prediction that proves too high is no credit against those who waited meanwhile."""
+    share = share_of(a=0.0, b=100.0)
+    share.dequeue("a")
+    share.expect("a", 100.0)
+    share.enqueue("a", 1.0)
+    share.expect("a", -100.0)
+    share.charge("a", 1.0)
+    assert share.counter("a") == 101.0
+
+
 def test_idle_tenants_at_the_floor_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_share, "FORGET_ABOVE", 3)
     share = FairShare(LEAD_S)
@@ -112,10 +138,11 @@ def test_gap_of_tenants_that_always_wait_is_bounded(
     for real, factor in jobs:
         if len(running) == slots:
             name, predicted, used = running.pop(0)
-            share.charge(name, used - predicted)
+            share.expect(name, -predicted)
+            share.charge(name, used)
             served[name] += used
         name = min(names, key=lambda n: (share.counter(n), n))
-        share.charge(name, real * factor)
+        share.expect(name, real * factor)
         running.append((name, real * factor, real))
         gaps = [served[n] / w for n, w in zip(names, weights, strict=True)]
         assert max(gaps) - min(gaps) <= 2 * (1 + slots) * largest / min(weights)
