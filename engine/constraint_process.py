@@ -1,8 +1,9 @@
 """The parent's end of a constraint process: started on demand, listened to, started again.
 
 Knows the process, its pipe and its memory; what sessions mean is engine/constraints.py. Used from
-one thread. Nothing here waits, but for `wait` and for the pipe to take a message, which the child
-reads between two pieces of bounded work.
+one thread. Nothing here waits but `receive` with a time-out: a thread of its own writes to the
+pipe. The pipe holds some 200 kB or 280 messages each way, and who writes to a full one waits: for
+ever, if the child has stopped, or itself waits for its answers to be read.
 """
 
 import contextlib
@@ -10,9 +11,12 @@ import logging
 import mmap
 import multiprocessing.connection
 import os
+import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -30,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).resolve().parent.parent
 
+# What is still to be written, oldest first; None: no more. Sessions bound it: each owes one answer.
+_Outbox: TypeAlias = queue.SimpleQueue[bytes | None]
+
 
 class ConstraintProcess:
     """One child and the masks it fills, int32 [num_rows, num_words]."""
@@ -45,6 +52,8 @@ class ConstraintProcess:
         self._current = torch.frombuffer(self._memory, dtype=torch.int64, count=1)
         self._child: subprocess.Popen[bytes] | None = None
         self._pipe: multiprocessing.connection.Connection | None = None
+        self._outbox: _Outbox = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
 
     def start(self) -> None:
         """Idempotent. Takes milliseconds here; the child is ready some 0.3 s later."""
@@ -64,13 +73,16 @@ class ConstraintProcess:
         passed = (theirs.fileno(), self._descriptor)
         self._child = subprocess.Popen(command, pass_fds=passed, stdin=subprocess.DEVNULL)
         theirs.close()
+        self._outbox = queue.SimpleQueue()
+        self._writer = threading.Thread(
+            target=_write, args=(self._pipe, self._outbox), name="constraint-writer", daemon=True
+        )
+        self._writer.start()
 
     def send(self, message: ToChild) -> None:
         """Starts the child if need be. If it dies of the message, `receive` will tell."""
         self.start()
-        assert self._pipe is not None
-        with contextlib.suppress(OSError):
-            self._pipe.send_bytes(encode(message))
+        self._outbox.put(encode(message))
 
     def receive(self, timeout_s: float = 0.0) -> list[FromChild] | None:
         """The answers that are there, waiting so long for the first; None: the child has ended.
@@ -95,7 +107,8 @@ class ConstraintProcess:
             self._child.wait(1.0)
         self.kill()
         how = f"the constraint process ended with status {self._child.returncode}"
-        self._child = self._pipe = None
+        self._child = None
+        self._close_pipe()
         logger.warning("%s while it worked on session %d", how, session)
         return session, how
 
@@ -109,7 +122,24 @@ class ConstraintProcess:
         """End the child and give everything back."""
         self.kill()
         self._child = None
+        self._close_pipe()
+        os.close(self._descriptor)
+
+    def _close_pipe(self) -> None:
+        """After the child's end, which ends a write that waits."""
+        if self._writer is not None:
+            self._outbox.put(None)
+            self._writer.join()
+            self._writer = None
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
-        os.close(self._descriptor)
+
+
+def _write(pipe: multiprocessing.connection.Connection, outbox: _Outbox) -> None:
+    """The writer's thread."""
+    while (message := outbox.get()) is not None:
+        try:
+            pipe.send_bytes(message)
+        except OSError:  # the child has ended: what is left would have ended with it
+            return

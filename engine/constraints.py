@@ -13,12 +13,14 @@ calls `flush`; the masks are computed while the next step runs, and are there be
 Used from one thread.
 """
 
+import hashlib
 import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+import msgspec
 import torch
 
 from engine.constraint_child import (
@@ -38,7 +40,7 @@ from engine.protocol import Constraint
 logger = logging.getLogger(__name__)
 
 MAX_VOCAB_SIZE = 1 << 18
-# Constraints whose fate is remembered.
+# Constraints whose fate is remembered, by digest: a text may have half a million characters.
 MAX_VERDICTS = 1024
 # A session that has survived so many ends of its process is given up.
 MAX_REOPENED = 3
@@ -48,6 +50,8 @@ MAX_SILENCE_S = 60.0
 
 SessionState: TypeAlias = Literal["opening", "ready", "stepping", "refused", "broken", "closed"]
 _Key: TypeAlias = tuple[TokenizerSource, Constraint]
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Session:
@@ -60,6 +64,7 @@ class Session:
     def __init__(self, row: int, key: _Key, output_ids: Sequence[int]) -> None:
         self.row = row
         self.key = key
+        self.digest = hashlib.sha256(_encode(key)).digest()
         self.output_ids = list(output_ids)
         self.state: SessionState = "opening"
         self.reason = ""
@@ -81,7 +86,7 @@ class Constraints:
         self._sessions: dict[int, Session] = {}
         self._steps: list[tuple[int, int]] = []
         # "" for a constraint that has been compiled, else why it was refused.
-        self._verdicts: OrderedDict[_Key, str] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
         self.num_restarts = 0
         self._heard_s = time.monotonic()
 
@@ -92,15 +97,15 @@ class Constraints:
 
         Raises RequestRefused: too many at once, or a constraint that is known to be refused.
         """
-        key = (source, constraint)
-        verdict = self._verdicts.get(key, "")
+        session = Session(-1, (source, constraint), output_ids)
+        verdict = self._verdicts.get(session.digest, "")
         if source.vocab_size > MAX_VOCAB_SIZE:
             verdict = f"masks end at {MAX_VOCAB_SIZE} tokens, the model has {source.vocab_size}"
         if verdict:
             raise RequestRefused("invalid_constraint", verdict)
         if not self._free:
             raise RequestRefused("overloaded", "too many constrained requests at once")
-        session = Session(self._free.pop(), key, output_ids)
+        session.row = self._free.pop()
         self._sessions[session.row] = session
         self._open(session)
         return session
@@ -176,7 +181,7 @@ class Constraints:
 
     def _open(self, session: Session) -> None:
         session.state = "opening"
-        trusted = session.key in self._verdicts
+        trusted = session.digest in self._verdicts
         self._process.send(Open(session.row, *session.key, session.output_ids, trusted))
 
     def _watch(self) -> None:
@@ -201,17 +206,20 @@ class Constraints:
     def _take(self, session: Session, answer: FromChild) -> None:
         if isinstance(answer, Done):
             if session.state == "opening":
-                self._remember(session.key, "")
+                self._remember(session.digest, "")
             session.state = "ready"
             session.finished = answer.finished
         elif isinstance(answer, Refused):
-            self._remember(session.key, answer.reason)
-            self._end(session, "refused", answer.reason)
+            self._remember(session.digest, answer.reason)
+            # Of an answer that has begun the client cannot be told that it is refused.
+            state: SessionState = "broken" if session.output_ids else "refused"
+            self._end(session, state, answer.reason)
         else:
             self._end(session, "broken", answer.reason)
 
-    def _remember(self, key: _Key, verdict: str) -> None:
-        self._verdicts[key] = verdict
+    def _remember(self, digest: bytes, verdict: str) -> None:
+        self._verdicts[digest] = verdict
+        self._verdicts.move_to_end(digest)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
 
@@ -227,7 +235,7 @@ class Constraints:
             elif session.state in ("refused", "broken"):
                 continue
             elif session.row == culprit or session.num_reopened > MAX_REOPENED:
-                self._verdicts.pop(session.key, None)
+                self._verdicts.pop(session.digest, None)
                 self._end(session, "broken", how)
             else:
                 self._open(session)

@@ -45,8 +45,8 @@ RECOVERED_KIND = "recovered"
 BUSY_WAIT_S = 5.0
 """What a client is told to wait where the write buffer is full."""
 FREE = TokenPrices(0, 0, 0)
-UNSERVED = ("error", "timeout")
-"""Ends that are our failure: the client pays nothing."""
+UNSERVED = ("error", "timeout", "refused")
+"""Ends that are our failure, or that nothing was done for: the client pays nothing."""
 
 
 def prices_of(model: HostedModel) -> TokenPrices:

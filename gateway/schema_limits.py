@@ -47,8 +47,11 @@ _COUNTS = (
     "maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties",
 )  # fmt: skip
 _NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf")
+# A class that is never closed is no pattern at all; it is taken to the end, for looking for the end
+# of each of a thousand of them anew would take seconds.
 _PATTERN_TOKENS = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<low>\d{1,9}),?(?P<high>\d{0,9})\}|.", re.DOTALL
+    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\\?\Z)|\{(?P<low>\d{1,9}),?(?P<high>\d{0,9})\}|.",
+    re.DOTALL,
 )
 
 
@@ -189,8 +192,7 @@ class _Sizes:
         for at, node in self._nodes.items():
             if node.body and "$ref" in node.body:
                 self._targets[at] = self._resolve(at, node.body["$ref"])
-        for start in self._targets:
-            self._refuse_circle(start)
+        self._refuse_circles()
         order = self._inner_first()
         self._find_shortest(order)
         shortest = self._shortest["#"]
@@ -218,15 +220,18 @@ class _Sizes:
             raise SchemaRefused(f"{at}/$ref: there is no schema at {reference[:200]!r}")
         raise SchemaRefused(f"{at}/$ref: only references into the schema itself are followed")
 
-    def _refuse_circle(self, start: str) -> None:
+    def _refuse_circles(self) -> None:
         """References that lead to each other and to nothing else say nothing at all."""
-        seen = {start}
-        at = start
-        while at in self._targets:
-            at = self._targets[at]
-            if at in seen:
-                raise SchemaRefused(f"{start}/$ref leads round in a circle")
-            seen.add(at)
+        led_on: set[str] = set()  # looked at already: a chain may be as long as the schema
+        for start in self._targets:
+            way: set[str] = set()
+            at = start
+            while at in self._targets and at not in led_on:
+                if at in way:
+                    raise SchemaRefused(f"{at}/$ref leads round in a circle")
+                way.add(at)
+                at = self._targets[at]
+            led_on |= way
 
     def _inner_first(self) -> list[str]:
         """All schemas, each behind those it is made of; where they go round, somewhere in between.

@@ -126,6 +126,21 @@ def test_refusals_have_a_reason_and_are_remembered(constraints: Constraints) -> 
         constraints.open(TokenizerSource(str(DEMO), 1 << 20, (1,)), ANY_OBJECT)
 
 
+def test_what_has_begun_is_broken_rather_than_refused(constraints: Constraints) -> None:
+    """After a restart a constraint may be tried again whose verdict is forgotten."""
+    session = opened(constraints, Constraint("json_schema", '{"not": {}}'), token_id("{"))
+    assert session.state == "broken"
+    assert "not" in session.reason
+
+
+def test_what_is_remembered_is_small(constraints: Constraints) -> None:
+    for text in ('{"not": {}}', json.dumps({"enum": ["a" * 100_000]})):
+        constraints.close(opened(constraints, Constraint("json_schema", text)))
+    remembered = constraints._verdicts.items()
+    assert [bool(verdict) for _, verdict in remembered] == [True, False]
+    assert all(len(key) + len(verdict) < 1000 for key, verdict in remembered)
+
+
 @pytest.mark.parametrize("name", hostile_grammars())
 def test_a_hostile_constraint_is_refused_and_harms_nobody(
     constraints: Constraints, name: str
@@ -217,6 +232,45 @@ def test_a_process_that_does_not_answer_is_given_up(constraints: Constraints) ->
     assert session.state == "broken"
     constraints.close(session)
     assert_mask(constraints, opened(constraints, ANY_OBJECT))
+
+
+def test_a_process_that_does_not_read_holds_nobody_up(constraints: Constraints) -> None:
+    """What is sent to it in the meantime is far more than a pipe holds."""
+    session = opened(constraints, ANY_OBJECT)
+    process = constraints._process
+    assert process._child is not None
+    process._child.send_signal(signal.SIGSTOP)
+    long = [Constraint("json_schema", json.dumps({"enum": [c * 400_000]})) for c in "ab"]
+    others = [constraints.open(SOURCE, constraint) for constraint in long]
+    constraints.advance(session, token_id("{"))
+    constraints.flush()
+    constraints.poll()
+    assert session.state == "stepping"
+    process._child.send_signal(signal.SIGCONT)
+    constraints.wait([session, *others], 120)
+    assert_mask(constraints, session)
+
+
+def test_a_process_that_does_not_read_can_be_ended(constraints: Constraints) -> None:
+    session = opened(constraints, ANY_OBJECT)
+    process = constraints._process
+    assert process._child is not None
+    process._child.send_signal(signal.SIGSTOP)
+    long = Constraint("json_schema", json.dumps({"enum": ["a" * 400_000]}))
+    hanging = constraints.open(SOURCE, long)
+    constraints.wait([hanging], 0.05)
+    assert hanging.state == "broken"
+    constraints.wait([session], 120)
+    assert_mask(constraints, session)
+
+
+def test_answers_that_nobody_reads_do_not_stop_what_is_sent() -> None:
+    """Hundreds of sessions: both directions of the pipe are full before anybody listens."""
+    many = Constraints(900)
+    sessions = [many.open(SOURCE, ANY_OBJECT) for _ in range(900)]
+    many.wait(sessions, 120)
+    assert {session.state for session in sessions} == {"ready"}
+    many.shutdown()
 
 
 def test_a_token_the_grammar_does_not_allow_breaks_the_session(constraints: Constraints) -> None:

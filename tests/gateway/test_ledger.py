@@ -267,7 +267,7 @@ async def test_what_a_killed_server_left_open_is_closed_for_nothing(engine: Engi
 
 
 async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
-    await killed_with_open(engine, "a", "b", "c", "d")
+    await killed_with_open(engine, "a", "b", "c", "d", "e")
     acked: list[str] = []
     ledger = ledger_on(engine, acked, ledger_recovery_wait_s=3600.0)
     async with started(ledger):
@@ -275,17 +275,19 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
         assert not ledger.claim("a", finish("stop"))  # told again: closed already
         assert ledger.claim("b", finish("error"))
         assert ledger.claim("d", finish("timeout"))
+        assert ledger.claim("e", finish("refused"))
         assert not ledger.claim("unknown", finish("stop"))
     rows = postings_in(engine)
     assert (rows["a"].outcome, rows["a"].completion_tokens) == ("disconnected", 5)
     assert rows["a"].cost_nanos == 5 * 10 + 2 * 1 + 5 * 100
     assert (rows["b"].outcome, rows["b"].cost_nanos) == ("failed", 0)
     assert (rows["d"].outcome, rows["d"].cost_nanos) == ("failed", 0)
-    assert sorted(acked) == ["a", "b", "d"]
+    assert (rows["e"].outcome, rows["e"].cost_nanos) == ("failed", 0)
+    assert sorted(acked) == ["a", "b", "d", "e"]
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
 
 
-@pytest.mark.parametrize("failure", ["error", "timeout"])
+@pytest.mark.parametrize("failure", ["error", "timeout", "refused"])
 async def test_the_kept_finishes_of_choices_are_billed_as_one(
     engine: Engine, failure: FinishReason
 ) -> None:

@@ -82,6 +82,10 @@ def test_long_chains_of_references_pass_without_recursion() -> None:
         ({"$ref": "#/$defs/x"}, "there is no schema"),
         ({"$ref": "#"}, "in a circle"),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "in a circle"),
+        (
+            {"$ref": "#/$defs/a", "$defs": {k: {"$ref": "#/$defs/b"} for k in "ab"}},
+            "#/$defs/b/$ref leads round in a circle",
+        ),
         (False, "no finite JSON"),
         ({"enum": []}, "no finite JSON"),
         ({"type": "string", "minLength": 2, "maxLength": 1}, "no finite JSON"),
@@ -134,6 +138,9 @@ def test_too_many_bytes_are_not_looked_at() -> None:
         ("a{2,7}", 7),
         ("{", 1),
         (")))(((", 3),
+        ("a[b{9}", 2),
+        ("[^\\", 1),
+        ("[" * 100_000, 1),  # a class that never ends is looked for once, not from each bracket
     ],
 )
 def test_how_long_patterns_are_written_out(pattern: str, chars: int) -> None:
