@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.errors import ConstraintBroken, ConstraintRefused
+from engine.errors import ConstraintBroken, ConstraintRefused, ConstraintSpent
 from engine.protocol import Constraint
 from engine.structured import Compiler, Grammar, Matcher
 
@@ -105,10 +105,11 @@ class Refused(_Message, frozen=True):
 
 
 class Broken(_Message, frozen=True):
-    """A session that cannot go on; the reason is for operators."""
+    """A session that cannot go on; the reason is for operators, or for the client where `spent`."""
 
     session: int
     reason: str
+    spent: bool = False
 
 
 ToChild: TypeAlias = Open | Step | Close
@@ -196,7 +197,7 @@ class ConstraintChild:
             answer = Refused(session, str(error))
         except ConstraintBroken as error:
             self._matchers.pop(session, None)
-            answer = Broken(session, str(error))
+            answer = Broken(session, str(error), isinstance(error, ConstraintSpent))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         self._current[0] = -1
         self._send(answer)

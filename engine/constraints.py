@@ -215,7 +215,7 @@ class Constraints:
             state: SessionState = "broken" if session.output_ids else "refused"
             self._end(session, state, answer.reason)
         else:
-            self._end(session, "broken", answer.reason)
+            self._end(session, "refused" if answer.spent else "broken", answer.reason)
 
     def _remember(self, digest: bytes, verdict: str) -> None:
         self._verdicts[digest] = verdict

@@ -10,6 +10,7 @@ EngineError
 |   +-- ChecksumMismatch
 +-- ConstraintRefused   a constraint that is unsupported, too large or impossible
 +-- ConstraintBroken    a request's constraint cannot be followed any further
+|   +-- ConstraintSpent for what it costs itself; the message is for the client
 +-- RegistrationRefused a model folder that cannot be hosted, with the reason for the operator
 """
 
@@ -55,7 +56,11 @@ class ConstraintRefused(EngineError):
 
 
 class ConstraintBroken(EngineError):
-    """A token it does not allow, or its matcher is out of fuel. The message is for operators."""
+    """A token it does not allow. The message is for operators."""
+
+
+class ConstraintSpent(ConstraintBroken):
+    """Its matcher is out of fuel: a constraint too costly for where the output has come to."""
 
 
 class RegistrationRefused(EngineError):

@@ -169,7 +169,8 @@ class Finish(msgspec.Struct, frozen=True, array_like=True):
     """The end of a request.
 
     `error` is set with the reasons `error`, for operators, and `refused`, for the client: its
-    constraint turned out to be one that cannot be had. A refused request has no tokens.
+    constraint turned out to be one that cannot be had, or, after tokens, that costs too much to
+    be followed any further.
     """
 
     reason: FinishReason

@@ -4,7 +4,7 @@ The only file that knows the library, llguidance; docs/log.md has the measuremen
 choice. It runs in a process of its own (engine/constraint_child.py), because what callers send can
 take any time and any stack in spite of the library's limits; here are those limits, and what is
 refused: what the library cannot promise to hold (it names the keyword), what is too large, what no
-output could satisfy. A grammar that exhausts its fuel in mid-generation ends with ConstraintBroken.
+output could satisfy. A grammar that exhausts its fuel in mid-generation ends with ConstraintSpent.
 
 Whitespace in JSON is fixed to what json.dumps writes: a model that may write spaces anywhere may
 write nothing else. Knows no torch.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import llguidance
 
-from engine.errors import ConstraintBroken, ConstraintRefused
+from engine.errors import ConstraintBroken, ConstraintRefused, ConstraintSpent
 from engine.protocol import Constraint
 
 # Longer texts are refused before they are parsed. Many functions on offer make long grammars.
@@ -105,7 +105,7 @@ class Matcher:
             self.accept(token)
 
     def mask_into(self, row: memoryview) -> None:
-        """Set exactly the bits of the tokens that may come next. Raises ConstraintBroken.
+        """Set exactly the bits of the tokens that may come next. Raises ConstraintSpent.
 
         row: writable bytes, mask_bytes or more; bit t % 32 of 32-bit word t // 32 is token t.
         """
@@ -113,12 +113,18 @@ class Matcher:
         assert row.nbytes >= self._grammar.mask_bytes
         self._matcher.unsafe_compute_mask_ptr(ctypes.addressof(first), self._grammar.mask_bytes)
         if self._matcher.is_error():
-            self._break()
+            self._grammar.worn = True
+            raise ConstraintSpent(_in_brief(self._matcher.get_error()))
 
     def accept(self, token: int) -> None:
         """Advance by a sampled token. Raises ConstraintBroken: not allowed, or out of fuel."""
         if not self._matcher.consume_token(token):
-            self._break()
+            self._grammar.worn = True
+            reason = _in_brief(self._matcher.get_error())
+            # The library has one error for all; this is what it says of a token of no mask.
+            if "satisfy the grammar" in reason:
+                raise ConstraintBroken(reason)
+            raise ConstraintSpent(reason)
 
     @property
     def finished(self) -> bool:
@@ -129,10 +135,6 @@ class Matcher:
     def may_end(self) -> bool:
         """Whether the output would satisfy the constraint if it ended here."""
         return self._matcher.is_accepting()
-
-    def _break(self) -> None:
-        self._grammar.worn = True
-        raise ConstraintBroken(_in_brief(self._matcher.get_error()))
 
 
 def _without_control_text(tokenizer_json: str) -> str:

@@ -21,13 +21,13 @@ from engine.protocol import Abort, Finish, Refused, Submit, TokenDelta, Usage
 from gateway.capacity import WorkerCapacity
 from gateway.errors import (
     CONTEXT_LENGTH,
-    INVALID_CONSTRAINT,
     INVALID_REQUEST,
     MODEL_NOT_FOUND,
     SERVER_ERROR,
     UNAVAILABLE,
     ApiError,
     WorkerLost,
+    unenforceable,
 )
 from gateway.fleet import Fleet
 from gateway.policy.fair_share import TenantOrder
@@ -261,7 +261,7 @@ def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
     if refused.code == "context_length_exceeded":
         return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
     if refused.code == "invalid_constraint":
-        return _unenforceable(refused.message)
+        return unenforceable(refused.message)
     if refused.code == "invalid_sampling":
         return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
     if refused.code == "unknown_model":
@@ -269,14 +269,9 @@ def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
     return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")
 
 
-def _unenforceable(reason: str) -> ApiError:
-    text = f"the form asked for the answer cannot be enforced: {reason}"
-    return ApiError(INVALID_CONSTRAINT, text)
-
-
 def _end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
     if finish.reason == "refused":  # what was asked for was compiled beside the prompt
-        return _unenforceable(finish.error)
+        return unenforceable(finish.error)
     if finish.reason == "error":
         text = f"the model {ticket.model_name!r} failed on this request"
         return ApiError(SERVER_ERROR, text)

@@ -23,6 +23,7 @@ from gateway.errors import (
     UNAVAILABLE,
     ApiError,
     WorkerLost,
+    unenforceable,
 )
 from gateway.output_parser import Event, OutputParser
 from gateway.tool_deltas import finish_reason
@@ -101,6 +102,11 @@ class Choice:
         return self.finish is not None and self.finish.reason in ("stop", "length")
 
     @property
+    def has_spent_form(self) -> bool:
+        """It ended because its form cannot be held, or no longer."""
+        return self.finish is not None and self.finish.reason == "refused"
+
+    @property
     def finish_reason(self) -> str:
         """OpenAI's word for how the text ended."""
         stopped = self._text.stopped or (self.finish is not None and self.finish.reason == "stop")
@@ -146,7 +152,7 @@ class Choice:
                 text = self._text.push(event.token_ids, event.logprobs)
         if event.finish is not None:
             self.finish = event.finish
-            if not self._text.stopped and event.finish.reason in ("error", "abort", "timeout"):
+            if not self._text.stopped and event.finish.reason not in ("stop", "length"):
                 self._check_end(event.finish, is_gone())
             text += self._text.finish()
         elif self._text.stopped:
@@ -178,6 +184,8 @@ class Choice:
                 finish.error,
             )
             raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
+        if finish.reason == "refused":
+            raise unenforceable(f"from here on it costs too much to hold ({finish.error})")
         if finish.reason == "timeout":
             message = "the request took longer than this server allows: ask for fewer tokens"
             raise ApiError(DEADLINE_EXCEEDED, message)

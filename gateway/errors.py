@@ -80,3 +80,9 @@ def model_gone(name: str) -> ApiError:
 def model_failed(name: str, reason: str) -> ApiError:
     """It is hosted and cannot be served now."""
     return ApiError(MODEL_FAILED, f"the model {name!r} cannot be served: {reason}")
+
+
+def unenforceable(reason: str) -> ApiError:
+    """A form of answer that the worker cannot hold a model to."""
+    text = f"the form asked for the answer cannot be enforced: {reason}"
+    return ApiError(INVALID_CONSTRAINT, text)

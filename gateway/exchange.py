@@ -9,7 +9,9 @@ The closing runs as a task of its own, so that a cancelled connection cannot cut
 first takes the worker's last event, which says what was really used. The table of outcomes:
 
     outcome        when                                       tokens billed
-    finished       it came to its end or its stop string      prompt + generated up to there
+    finished       it came to its end or its stop string, or  prompt + generated up to there
+                   to where its own form of answer costs too
+                   much to be held any further
     disconnected   the client went away or did not read       prompt + generated until the abort
     failed         we failed, or its time was up, after       none
                    tokens were made
@@ -258,7 +260,8 @@ class Exchange:
     def _outcome(self) -> tuple[Settled, int] | None:
         """(outcome, generated tokens it is billed or told by); None: no token was made."""
         num_text = self._num_tokens
-        if self.is_complete and not self._failed:
+        spent = any(c.num_tokens and c.has_spent_form for c in self.choices)
+        if spent or (self.is_complete and not self._failed):
             return "finished", num_text
         if self.is_gone or self._overflowed:
             generated = sum(max(c.num_tokens, c.usage.generated_tokens) for c in self.choices)
@@ -274,7 +277,7 @@ class Exchange:
         if settled is not None:
             metrics.prompt_tokens.labels(name).inc(len(self.request.prompt_token_ids))
             metrics.generation_tokens.labels(name).inc(settled[1])
-        if settled is not None and settled[0] == "finished":
+        if settled is not None and settled[0] == "finished" and self.is_complete:
             for choice in self.choices:
                 metrics.request_success.labels(name, choice.finish_reason).inc()
 

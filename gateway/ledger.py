@@ -45,8 +45,13 @@ RECOVERED_KIND = "recovered"
 BUSY_WAIT_S = 5.0
 """What a client is told to wait where the write buffer is full."""
 FREE = TokenPrices(0, 0, 0)
-UNSERVED = ("error", "timeout", "refused")
-"""Ends that are our failure, or that nothing was done for: the client pays nothing."""
+
+
+def is_unserved(finish: Finish) -> bool:
+    """It is our failure, or nothing was done for it: the client pays nothing."""
+    if finish.reason == "refused":  # after tokens that is the client's own form of answer
+        return not finish.usage.generated_tokens
+    return finish.reason in ("error", "timeout")
 
 
 def prices_of(model: HostedModel) -> TokenPrices:
@@ -222,19 +227,19 @@ def together(finishes: Sequence[Finish]) -> Finish | None:
     if not finishes:
         return None
     usage = joint_usage([finish.usage for finish in finishes])
-    failed = (finish.reason for finish in finishes if finish.reason in UNSERVED)
-    return Finish(next(failed, finishes[0].reason), usage)
+    failed = any(is_unserved(finish) for finish in finishes)
+    return Finish("error" if failed else finishes[0].reason, usage)
 
 
 def closing(
     record: OpenRecord, finish: Finish | None, model: HostedModel | None, posted_at: float
 ) -> Posting:
     """The posting of a record that an earlier server left open."""
-    served = finish is not None and finish.reason not in UNSERVED
     usage = None if finish is None else finish.usage
     prompt_tokens = record.prompt_tokens if usage is None else usage.prompt_tokens
     cached_tokens = 0 if usage is None else usage.cached_tokens
     completion_tokens = 0 if usage is None else usage.generated_tokens
+    served = finish is not None and not is_unserved(finish)
     prices = FREE if model is None else prices_of(model)
     outcome: Outcome = "disconnected" if served else "failed"
     return Posting(

@@ -45,7 +45,7 @@ class TenantOrder(Protocol):
         ...
 
     def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add what a grant is predicted to use; below 0: it is over, what was told is taken back."""
+        """Add what a grant is predicted to use; below 0: take that back, the grant is over."""
         ...
 
     def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:

@@ -313,6 +313,18 @@ def test_a_request_that_cannot_go_on_is_our_failure(rigs: Any) -> None:
     rig.assert_all_closed()
 
 
+def test_a_form_that_costs_too_much_to_go_on_with_is_the_clients(rigs: Any) -> None:
+    """Its lexer runs out of fuel only where the repeat ends."""
+    rig = rigs()
+    costly = r"[a-z]{40}((.*[a-m].{14}x1)|(.*[b-z0-9].{17}y)|(.*[c-q].{15}z))"
+    rig.ask("a", Constraint("regex", costly), new=160)
+    rig.finish_all("a")
+    assert rig.finishes["a"].reason == "refused"
+    assert "too many" in rig.finishes["a"].error
+    assert rig.tokens["a"]
+    rig.assert_all_closed()
+
+
 def test_refused_constraints_end_before_a_token_and_are_remembered(rigs: Any) -> None:
     rig = rigs()
     lookahead = Constraint("regex", "(?=a)b")

@@ -267,7 +267,7 @@ async def test_what_a_killed_server_left_open_is_closed_for_nothing(engine: Engi
 
 
 async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
-    await killed_with_open(engine, "a", "b", "c", "d", "e")
+    await killed_with_open(engine, "a", "b", "c", "d", "e", "f")
     acked: list[str] = []
     ledger = ledger_on(engine, acked, ledger_recovery_wait_s=3600.0)
     async with started(ledger):
@@ -275,7 +275,8 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
         assert not ledger.claim("a", finish("stop"))  # told again: closed already
         assert ledger.claim("b", finish("error"))
         assert ledger.claim("d", finish("timeout"))
-        assert ledger.claim("e", finish("refused"))
+        assert ledger.claim("e", finish("refused", generated=0))
+        assert ledger.claim("f", finish("refused"))  # its own form cost too much to go on with
         assert not ledger.claim("unknown", finish("stop"))
     rows = postings_in(engine)
     assert (rows["a"].outcome, rows["a"].completion_tokens) == ("disconnected", 5)
@@ -283,7 +284,8 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     assert (rows["b"].outcome, rows["b"].cost_nanos) == ("failed", 0)
     assert (rows["d"].outcome, rows["d"].cost_nanos) == ("failed", 0)
     assert (rows["e"].outcome, rows["e"].cost_nanos) == ("failed", 0)
-    assert sorted(acked) == ["a", "b", "d", "e"]
+    assert (rows["f"].outcome, rows["f"].cost_nanos) == ("disconnected", rows["a"].cost_nanos)
+    assert sorted(acked) == ["a", "b", "d", "e", "f"]
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
 
 
@@ -297,7 +299,7 @@ async def test_the_kept_finishes_of_choices_are_billed_as_one(
     async with started(ledger):
         for name in ("a#0", "a#2", "a#0", "b#0"):
             assert ledger.claim(name, finish("stop"))
-        assert ledger.claim("b#1", finish(failure))
+        assert ledger.claim("b#1", finish(failure, generated=0))
         await ledger.recovered()
         assert not ledger.claim("a#1", finish("stop"))
     rows = postings_in(engine)

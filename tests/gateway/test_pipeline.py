@@ -266,6 +266,27 @@ async def test_a_request_that_is_out_of_time(kit: Kit, client: Client) -> None:
     assert (posting.outcome, posting.cost_nanos) == ("failed", 0)
 
 
+async def test_a_form_that_costs_too_much_to_go_on_with_is_the_clients(
+    kit: Kit, client: Client
+) -> None:
+    def script(running: Running) -> None:
+        running.say(kit.ids("The game is"))
+        end = functools.partial(running.end, "refused", error="too many expressions")
+        asyncio.get_running_loop().call_later(0.1, end)
+
+    kit.dispatcher.script = script
+    events = await client.events(URL, CHAT)
+    error = events[-1]["error"]
+    assert error["code"] == "invalid_constraint"
+    assert "too many expressions" in error["message"]
+    posting = kit.ledger.only
+    assert posting.outcome == "finished"
+    assert posting.completion_tokens == len(kit.ids("The game is"))
+    assert posting.cost_nanos > 0
+    status, body = await client.chat()
+    assert (status, body["error"]["code"]) == (400, "invalid_constraint")
+
+
 async def test_a_client_that_does_not_read(kit: Kit, client: Client) -> None:
     kit.dispatcher.max_buffer_tokens = 4
 
