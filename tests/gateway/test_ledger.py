@@ -176,7 +176,8 @@ async def test_a_posting_survives_the_cancellation_of_who_waited(engine: Engine)
 async def test_an_outage_delays_and_loses_nothing(engine: Engine, tmp_path: Path) -> None:
     """Another process holds the write lock longer than SQLite waits."""
     blocker = blocker_of(engine, tmp_path)
-    async with started(ledger_on(engine)) as ledger:
+    patient = ledger_on(engine, ledger_open_timeout_s=60.0)  # however busy the machine is
+    async with started(patient) as ledger:
         blocker.execute("BEGIN IMMEDIATE")
         tasks = [asyncio.create_task(ledger.open(opened(f"r{i}"))) for i in range(3)]
         await failed_writes(ledger, 2)
