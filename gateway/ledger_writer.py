@@ -130,8 +130,6 @@ class LedgerWriter:
             if not batch:
                 return
             self._write(batch)
-            with self._changed:
-                self._writing = ()
 
     def _take(self) -> Sequence[_Entry]:
         """The next batch; empty when stopping and all is written."""
@@ -196,6 +194,9 @@ class LedgerWriter:
             return self._give_up
 
     def _finish(self, batch: Sequence[_Entry], error: BaseException | None) -> None:
+        """The first of those being written are through; nobody hears of it while they count."""
+        with self._changed:
+            self._writing = self._writing[len(batch) :]
         for entry in batch:
             entry.done(error)
 
