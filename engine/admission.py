@@ -10,7 +10,7 @@ Moves no request between states, reserves nothing and preempts nobody: `schedule
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from engine.errors import IntegrityError
 from engine.kv_cache import KvCache
@@ -51,7 +51,9 @@ class Admission:
         promised = _lacking(queue, cache)
         oldest_short = self._oldest_short()
         share = self.share()
-        held = self._held_by_tenant() if share.contended else {}
+        held: dict[str, float] = {}
+        if share.contended:
+            held = self._held_by_tenant({r.submit.tenant_id for r in queue.waiting})
         num_running = sum(len(q.running) for q in self._queues.values())
         spare = self._spare_pages(queue)
         for request in queue.waiting:
@@ -125,15 +127,22 @@ class Admission:
             default=math.inf,
         )
 
-    def _held_by_tenant(self) -> dict[str, float]:
-        """KV pages of every tenant with a running request: held, shared ones once, or promised."""
+    def _held_by_tenant(self, tenants: Collection[str]) -> dict[str, float]:
+        """KV pages of those of the tenants with a running request.
+
+        What they hold, shared pages once, and what their requests are promised.
+        """
         held: dict[str, float] = {}
+        seen: set[tuple[str, str]] = set()
         for queue, request in running_in(self._queues.values()):
             cache, tenant_id = queue.cache, request.submit.tenant_id
+            if tenant_id not in tenants:
+                continue
             assert cache is not None
             assert request.kv is not None
-            if tenant_id not in held:
-                held[tenant_id] = self.live_pages(tenant_id)
+            if (tenant_id, queue.unit_id) not in seen:
+                seen.add((tenant_id, queue.unit_id))
+                held[tenant_id] = held.get(tenant_id, 0.0) + cache.live_pages_of_tenant(tenant_id)
             if request.num_uncomputed > 1:
                 lacking = cache.pages_for(request.num_tokens) - cache.live_pages_of(request.kv)
                 held[tenant_id] += max(0.0, lacking)

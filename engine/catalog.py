@@ -12,6 +12,7 @@ What belongs to the unit as a whole (pages, swaps) stands under its first name. 
 longer hosted keeps the names it had until its pages are back. Pure; owned by the engine.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -36,14 +37,14 @@ class Catalog:
         `remains` says whether a unit still has something on the device: its id stays taken then.
         """
         self._specs = {spec.model_id: spec for spec in models}
-        packs = {str(Path(spec.pack_dir)) for spec in self._specs.values()}
+        packs = {_folder(spec.pack_dir) for spec in self._specs.values()}
         for pack, unit_id in list(self._unit_of_pack.items()):
             if pack not in packs and not remains(unit_id):
                 del self._unit_of_pack[pack]
                 del self._names[unit_id]
         members: dict[str, list[ModelSpec]] = {}
         for spec in self._specs.values():
-            members.setdefault(self._unit_for(str(Path(spec.pack_dir))), []).append(spec)
+            members.setdefault(self._unit_for(_folder(spec.pack_dir)), []).append(spec)
         self._unit_of = {s.model_id: unit_id for unit_id, own in members.items() for s in own}
         self._names.update(
             {unit_id: tuple(spec.model_id for spec in own) for unit_id, own in members.items()}
@@ -152,3 +153,9 @@ class Catalog:
         """Reasons that end in a unit ("room for X") speak of its first name."""
         text, _, last = reason.rpartition(" ")
         return f"{text} {self.label(last)}" if last in self._names else reason
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _folder(pack_dir: str) -> str:
+    """One spelling of a folder."""
+    return str(Path(pack_dir))

@@ -31,25 +31,39 @@ class ChunkTable:
         self._unit_in_page = order % plan.chunks_per_page * chunk_units
         self._addresses = np.zeros((len(plan.layers), FIRST_COLUMNS), dtype=np.int64)
         self._captured: torch.Tensor | None = None
+        self._moved: dict[int, list[int]] = {}  # placed, and not written yet
 
     def capture(self) -> torch.Tensor:
         """int64 [layers of the group, chunks] as of now; it is never written again."""
+        self._write()
         if self._captured is None:
             self._captured = torch.from_numpy(self._addresses.copy()).to(self._device)
         return self._captured
 
     def place(self, extent_id: int, pages: Sequence[int]) -> None:
         """The extent lies on these pages from now on."""
-        first = extent_id * self._plan.num_chunks
-        end, columns = first + self._plan.num_chunks, self._addresses.shape[1]
-        if end > columns:
-            self._addresses = np.pad(self._addresses, ((0, 0), (0, max(columns, end - columns))))
-        page = np.asarray(pages, dtype=np.int64)[self._page]
-        self._addresses[:, first:end] = page * self._units_per_page + self._unit_in_page
-        self._captured = None
+        self._moved[extent_id] = list(pages)
 
     def block_offsets(self, block: int) -> list[int]:
         """The byte of the arena at which the block begins, for each layer of the group."""
+        self._write()
         chunk, slot = divmod(block, self._plan.blocks_per_chunk)
         units = self._addresses[:, chunk] + slot * self._plan.block.block_units
         return [int(unit) * self._plan.block.unit_bytes for unit in units]
+
+    def _write(self) -> None:
+        """Addresses of what was placed since somebody looked, all at once."""
+        if not self._moved:
+            return
+        count = self._plan.num_chunks
+        end, columns = (max(self._moved) + 1) * count, self._addresses.shape[1]
+        if end > columns:
+            self._addresses = np.pad(self._addresses, ((0, 0), (0, max(columns, end - columns))))
+        for extent_id, pages in self._moved.items():
+            page = np.asarray(pages, dtype=np.int64)[self._page]
+            first = extent_id * count
+            self._addresses[:, first : first + count] = (
+                page * self._units_per_page + self._unit_in_page
+            )
+        self._moved.clear()
+        self._captured = None

@@ -27,6 +27,11 @@ class Deadlines:
             self._limit = 2 * len(self._heap) + SLACK
         heapq.heappush(self._heap, (request.deadline_s, request.order, request))
 
+    @property
+    def next_s(self) -> float:
+        """The earliest deadline there may be; infinite: none."""
+        return self._heap[0][0] if self._heap else math.inf
+
     def pop_due(self, now_s: float) -> list[Request]:
         """Unfinished requests whose deadline has come, each told once."""
         due = []

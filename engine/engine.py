@@ -28,7 +28,7 @@ from engine.kv_supply import PoolSupply
 from engine.leases import check_submit
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
-from engine.parts import EngineParts
+from engine.parts import EngineParts, UnitRunner
 from engine.policy.batching import split_time
 from engine.protocol import (
     Finish,
@@ -43,6 +43,7 @@ from engine.protocol import (
 from engine.request import Request
 from engine.residency import Residency
 from engine.scheduler import Scheduler
+from engine.skip import Skipper
 from engine.step_pipeline import Collected, LaunchedRow, SampledToken, StepPipeline
 
 logger = logging.getLogger(__name__)
@@ -160,6 +161,23 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
+    def runner(self, unit_id: str) -> UnitRunner:
+        """Of a unit that is resident or was."""
+        return self._runners[unit_id]
+
+    def skipper(self) -> Skipper:
+        """For a modelled device: many decodes at one go."""
+        return Skipper(
+            self._config,
+            self.pool,
+            self._supply,
+            self._scheduler,
+            self._residency,
+            self._pipeline,
+            self._deadlines,
+            self._counters,
+        )
+
     def unfinished(self) -> Iterator[Request]:
         """Requests that wait or run, to be looked at only."""
         for queue in self._scheduler.queues():
@@ -174,6 +192,16 @@ class Engine:
         """Loads and evictions finished since the last call."""
         catalog = self._hosting.catalog
         return [catalog.swap(record) for record in self._residency.take_swaps()]
+
+    @property
+    def in_transition(self) -> bool:
+        """Some unit loads or drains."""
+        return self._residency.in_transition
+
+    @property
+    def residency_key(self) -> int:
+        """How often a unit has changed its state."""
+        return self._residency.num_moves
 
     def status(self, now_s: float) -> EngineStatus:
         """Residency, pages and what may be submitted."""

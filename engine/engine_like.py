@@ -74,6 +74,14 @@ class EngineLike(Protocol):
     def has_work(self) -> bool:
         """A step would run rows now."""
 
+    @property
+    def in_transition(self) -> bool:
+        """Some model loads or drains: the engine should be stepped though it has no work."""
+
+    @property
+    def residency_key(self) -> object:
+        """Another value whenever a model has changed its state."""
+
     def status(self, now_s: float) -> EngineStatusLike:
         """Memory, residency and leases as they are."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.pack import KvGroup
 from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
 
 # What an extent costs beside its share of pages that no block fills: half of one for each sequence
@@ -103,7 +104,7 @@ def plan_kv(
     page_bytes: int,
     num_pages: int,
 ) -> KvPlan:
-    """Group the layers by geometry and choose each group's extent (known for shapes seen before).
+    """Group the layers by geometry and choose each group's extent.
 
     Raises ValueError where one block of one layer is larger than a page.
     """
@@ -121,6 +122,23 @@ def plan_kv(
 
 
 @functools.lru_cache(maxsize=256)
+def plan_pack(
+    kv_groups: tuple[KvGroup, ...],
+    kv_dtype: str,
+    block_tokens: int,
+    page_bytes: int,
+    num_pages: int,
+) -> KvPlan:
+    """`plan_kv` for a pack; the many models of one shape share it. Raises ValueError alike."""
+    layers = {
+        layer: LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
+        for group in kv_groups
+        for layer in group.layers
+    }
+    geometries = [layers[number] for number in range(len(layers))]
+    return plan_kv(geometries, getattr(torch, kv_dtype), block_tokens, page_bytes, num_pages)
+
+
 def _plan_group(
     geometry: LayerGeometry,
     layers: tuple[int, ...],

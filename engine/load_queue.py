@@ -43,6 +43,11 @@ class LoadQueue:
         self._placer.call_off(self._waiting[0])
         return True
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a load has not got all its pages."""
+        return bool(self._waiting)
+
     def count(self, model: Hosted) -> int:
         """How often the unit waits here (once at most, where the books are right)."""
         return self._waiting.count(model)

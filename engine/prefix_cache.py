@@ -11,6 +11,7 @@ question, and a deliberate one would harm only the tenant who makes it.
 Lives here: hashes, one group's table of them, and how long a hit is. Does not: references, memory.
 """
 
+import functools
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -21,6 +22,7 @@ HASH_BYTES = 16
 _TOKEN_BYTES = array("q").itemsize
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def root_hash(tenant_id: str) -> bytes:
     """Where a tenant's chains begin."""
     return blake2b(tenant_id.encode(), digest_size=HASH_BYTES, person=b"tenant").digest()

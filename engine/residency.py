@@ -14,6 +14,7 @@ Does not know requests: `busy` and `drop_kv` are how it asks the engine about th
 is a unit (a pack), by whatever names it is hosted; `model_id` here is a unit's.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -143,6 +144,29 @@ class Residency:
         model.used = model.used or produced
         model.last_used_s = now_s
 
+    def touch_often(self, model_id: str, used: Sequence[tuple[float, float]]) -> None:
+        """`touch` for many steps that gave tokens, each (now, service)."""
+        model = self._get(model_id)
+        model.demand = model.demand.added_often(used, self._params.half_life_s)
+        model.used = True
+        model.last_used_s = used[-1][0]
+
+    def waits_until_s(self, now_s: float, poll_s: float) -> float:
+        """Until when `poll` has nothing to do, but for loads that end and units that fall idle.
+
+        Where a load waits for room, which every poll may find, `now_s` + `poll_s`.
+        """
+        if self._unsettled or self._tiers_changed:
+            return now_s
+        until_s = now_s + poll_s if self._queue.is_waiting else math.inf
+        for model in self._units.lists.moving.values():
+            if model.job is not None or self._queue.count(model):
+                continue
+            if model.state != "draining" or model.views is None:
+                return now_s
+            until_s = min(until_s, model.drain_since_s + self._config.drain_timeout_s)
+        return until_s
+
     def reject(self, model_id: str, reason: str) -> None:
         """A model that cannot be run: it fails, and its pages come back.
 
@@ -220,6 +244,16 @@ class Residency:
     def num_moved_pages(self) -> int:
         """Pages of weights moved to make room, so far."""
         return self._placer.num_moved_pages
+
+    @property
+    def in_transition(self) -> bool:
+        """Some unit loads or drains."""
+        return bool(self._units.lists.moving)
+
+    @property
+    def num_moves(self) -> int:
+        """Changes of units' states so far."""
+        return self._units.lists.num_moves
 
     def pending_pages(self) -> int:
         """Pages that the next load waits for: KV should leave them alone."""

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from engine.compaction import Move, RunPlan
 from engine.config import EngineConfig
 from engine.errors import IllegalTransition, IntegrityError, PackError
-from engine.kv_plan import plan_kv
+from engine.kv_plan import plan_pack
 from engine.pack import PackIndex
 from engine.pack_source import PackSource
 from engine.page_pool import PagePool, PageRun
@@ -27,7 +25,6 @@ from engine.policy.eviction import Demand
 from engine.protocol import ModelSpec, ModelStatus, ResidencyState
 from engine.tiers import LoadJob
 from engine.weights import WeightViews
-from kernels.paged_attention import LayerGeometry
 
 TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
     # A fill that ends, or a pack the tier drops, moves a model between cold and warm.
@@ -85,9 +82,11 @@ class UnitLists:
         self.noted: dict[str, Hosted] = {}
         self.moving: dict[str, Hosted] = {}
         """Loading or draining."""
+        self.num_moves = 0
 
     def note(self, model: "Hosted") -> None:
         """The model has changed its state."""
+        self.num_moves += 1
         if model.state == "cold":
             self.noted.pop(model.model_id, None)
         else:
@@ -235,11 +234,7 @@ def status_row(
 
 def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> int:
     """Pages for `load_kv_tokens` positions. Raises ValueError where a block exceeds a page."""
-    layers = [
-        LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
-        for group in index.kv_groups
-        for _ in group.layers
-    ]
-    dtype = getattr(torch, index.kv_dtype)
-    plan = plan_kv(layers, dtype, config.block_tokens, pool.page_bytes, pool.num_pages)
+    plan = plan_pack(
+        index.kv_groups, index.kv_dtype, config.block_tokens, pool.page_bytes, pool.num_pages
+    )
     return plan.pages_for(min(config.load_kv_tokens, index.max_context))

@@ -143,11 +143,26 @@ class Scheduler:
             queue = self._queues[chosen]
             rows = self._rows(queue, now_s)
             if rows:
-                self._steps_run = self._steps_run + 1 if chosen == self._current else 1
-                self._current = chosen
-                self._last_run = queue
+                self.note_runs(queue)
                 return queue, rows
             blocked.add(chosen)
+
+    @property
+    def current(self) -> tuple[str | None, int]:
+        """The unit that ran last, and its steps in a row."""
+        return self._current, self._steps_run
+
+    def note_runs(self, queue: ModelQueue, num_steps: int = 1) -> None:
+        """The unit has run so many steps in a row."""
+        before = self._steps_run if queue.unit_id == self._current else 0
+        self._steps_run = before + num_steps
+        self._current = queue.unit_id
+        self._last_run = queue
+
+    def look_at_waiting(self, queue: ModelQueue, now_s: float) -> None:
+        """Those that wait are looked at, while every row is taken."""
+        if self._admission.admit(queue, now_s):
+            raise IntegrityError(f"{queue.unit_id}: a request was let in without a row")
 
     def finish(self, request: Request, reason: FinishReason, now_s: float, error: str = "") -> None:
         """End a request and give its blocks back."""

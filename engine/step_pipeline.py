@@ -133,6 +133,13 @@ class StepPipeline:
         self._pool.begin_step(self._step)
         self._backend.launched(self._step)
 
+    def skip(self, num_steps: int) -> int:
+        """So many steps count as launched and ended. Returns the number of the first."""
+        first = self._step + 1
+        self._step += num_steps
+        self._backend.launched(self._step)
+        return first
+
     def collect(self) -> Collected:
         """Wait for the oldest step in flight. Raises IntegrityError and its like only."""
         launched = self._in_flight.popleft()

@@ -169,16 +169,27 @@ class Worker:
             self._handle(identity, message, now_s)
         if self._draining:
             self._advance_drain(now_s)
-        self._route(self._engine.step(now_s))
-        now_s = self._clock()
-        self._publish(now_s)
+        now_s = self.tell(self._engine.step(now_s))
         if self._engine.has_work():
             return
-        if self._requests or self._board.in_transition:
+        if self._requests or self._engine.in_transition:
             self._link.wait(min(BUSY_POLL_S, self._board.rest_s(now_s)))
         else:
             self._check_when_idle(now_s)
             self._link.wait(self._board.rest_s(now_s))
+
+    def tell(self, deltas: list[TokenDelta]) -> float:
+        """Send what steps have brought, and a status if one is due. Returns the time."""
+        self._route(deltas)
+        now_s = self._clock()
+        self._publish(now_s)
+        return now_s
+
+    @property
+    def quiet_until_s(self) -> float:
+        """Until then no status has to go out, as far as is known now."""
+        now_s = self._clock()
+        return now_s + self._board.rest_s(now_s)
 
     # Messages in.
 
@@ -265,6 +276,7 @@ class Worker:
             return
         self._requests[key] = peer
         peer.requests.add(key)
+        self._board.taken()
 
     def _control(self, message: SetCatalog | LoadModel | UnloadModel, now_s: float) -> None:
         try:
@@ -307,7 +319,7 @@ class Worker:
     def _end(self, peer: Peer, key: RequestKey) -> None:
         del self._requests[key]
         peer.requests.discard(key)
-        self._board.ask()
+        self._board.ended()
 
     def _publish(self, now_s: float) -> None:
         status = self._board.collect(now_s, draining=self._draining)

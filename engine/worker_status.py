@@ -1,8 +1,10 @@
 """When a worker speaks of itself, and what it says: WorkerStatus out of the engine's status.
 
 A status goes out every `status_interval_s`, and at once after what somebody may be waiting for: a
-finished request, a swap, a changed residency, capacity that grew. So a grant does not wait for the
-interval. Shrinking capacity can wait: the dispatcher subtracts its own grants meanwhile.
+swap, a changed residency, capacity that grew, and a request that ended where a gateway may be near
+the end of what it was told. So a grant does not wait for the interval, and a worker with room for
+many does not speak of each end. Shrinking capacity can wait: the dispatcher subtracts its own
+grants meanwhile.
 
 The engine's status is asked for only when one of these may be true. Sending is `worker_loop.py`'s.
 """
@@ -16,9 +18,11 @@ from engine.protocol import SwapRecord, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
-_IN_TRANSITION = frozenset({"loading", "draining"})
 _GROWTH_SHARE = 8
 """Capacity has grown when it is more than 1/8 over what was last told."""
+_TIGHT_ROWS_SHARE = 4
+_TIGHT_KV_SHARE = 8
+"""Less than so much of the rows, of the arena, was left to gateways: every end is told at once."""
 
 
 def is_news(told: EngineStatusLike, now: EngineStatusLike) -> bool:
@@ -60,12 +64,27 @@ class StatusBoard:
         self._due = True
         self._look_again = False
         self._swaps: list[SwapRecord] = []
-        self.in_transition = False
-        """Some model is loading or draining: the engine should be stepped though it is idle."""
+        self._told_residency: object = None
+        self._num_taken = 0  # Submits since then
 
     def ask(self) -> None:
         """Something happened that a gateway may be waiting for: tell at the next `collect`."""
         self._due = True
+
+    def taken(self) -> None:
+        """A Submit was taken in."""
+        self._num_taken += 1
+
+    def ended(self) -> None:
+        """A request has ended."""
+        told = self._told
+        if (
+            told is None
+            or (told.free_requests - self._num_taken) * _TIGHT_ROWS_SHARE
+            < self._config.engine.max_num_seqs
+            or told.free_kv_bytes * _TIGHT_KV_SHARE < told.num_pages * told.page_bytes
+        ):
+            self._due = True
 
     def rest_s(self, now_s: float) -> float:
         """How long nothing needs to be told."""
@@ -78,17 +97,19 @@ class StatusBoard:
         """
         self._take_swaps()
         on_time = now_s >= self._next_s
-        if not (self._due or on_time or self._look_again or self.in_transition):
+        residency = self._engine.residency_key
+        moved = residency != self._told_residency
+        if not (self._due or on_time or self._look_again or moved):
             return None
         status = self._engine.status(now_s)
-        self.in_transition = any(model.state in _IN_TRANSITION for model in status.models)
-        news = self._told is None or is_news(self._told, status)
+        news = moved or self._told is None or is_news(self._told, status)
         told = self._due or on_time or news
         # Pages given back are fenced for a step, so capacity may grow a tick after its cause.
         self._look_again = self._due or news
         if not told:
             return None
         self._told, self._due = status, False
+        self._told_residency, self._num_taken = residency, 0
         self._next_s = now_s + self._config.status_interval_s
         swaps, self._swaps = self._swaps, []
         return self._message(status, swaps, draining=draining)

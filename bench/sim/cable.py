@@ -98,7 +98,9 @@ class Cable:
     def to_gateway(self, message: FromWorker, sent_s: float) -> None:
         """What the worker sends at `sent_s`, which may be later than now."""
         self.num_messages += 1
-        arrival_s = self._last_in_s = max(self._last_in_s, sent_s + self._latency_s())
+        arrival_s = self._last_in_s = max(
+            self._last_in_s, sent_s + self._latency_s(), self._loop.now_s
+        )
         connection = self._num_opened, self._num_breaks
         identity = self._identity
 

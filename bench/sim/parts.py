@@ -8,6 +8,7 @@ What a load or a step costs is said here and in `engine/backend/sim.py`; everyth
 the engine's own.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,11 @@ from pathlib import Path
 
 import torch
 
-from engine.backend.sim import DeviceClock, ModelCost, SimBackend
+from engine.backend.sim import DeviceClock, ModelCost, SimBackend, StepLoad
 from engine.batch import ScheduledRow, StepBatch
 from engine.errors import IntegrityError
 from engine.kv_cache import KvCache
-from engine.kv_plan import KvPlan, plan_kv
-from engine.model_runner import layer_geometries
+from engine.kv_plan import KvPlan
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
 from engine.request import Request
@@ -56,6 +56,14 @@ def lay_out(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.device) 
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _output(token_ids: tuple[int, ...]) -> SampleOutput:
+    """Most steps say the same; nobody writes into what a step has sampled."""
+    return SampleOutput(
+        torch.tensor(token_ids, dtype=torch.int64), torch.zeros(len(token_ids), dtype=torch.bool)
+    )
+
+
 class SimRunner:
     """Implements engine.parts.UnitRunner."""
 
@@ -86,35 +94,22 @@ class SimRunner:
 
     def execute(self, batch: StepBatch) -> SampleOutput:
         """Takes the device's time; a token a sampling row."""
-        rows = [(row.first, row.num_tokens, row.samples) for row in batch.rows]
-        self._backend.spend(self._backend.roofline.step_s(self.cost, rows))
-        tokens = [self.next_token(row.request) for row in batch.sampling_rows]
-        return SampleOutput(
-            torch.tensor(tokens, dtype=torch.int64), torch.zeros(len(tokens), dtype=torch.bool)
+        load = StepLoad.of(
+            self.cost, ((row.first, row.num_tokens, row.samples) for row in batch.rows)
         )
+        self._backend.spend(self._backend.roofline.step_s(self.cost, load))
+        tokens = [self.next_token(row.request) for row in batch.sampling_rows]
+        return _output(tuple(tokens))
+
+    def steps_to_end(self, request: Request) -> int:
+        """Steps until its last token, that one included."""
+        said = self._answers(request.submit.request_id) + 1
+        return min(said, request.submit.max_tokens) - request.num_generated
 
     def next_token(self, request: Request) -> int:
         """What comes after the request's tokens, those in flight included."""
         number = request.num_generated + request.num_pending
         return PLAIN_TOKEN if number < self._answers(request.submit.request_id) else END_TOKEN
-
-
-class Plans:
-    """KV plans by shape: thousands of models share a few."""
-
-    def __init__(self) -> None:
-        self._plans: dict[tuple[object, ...], KvPlan] = {}
-
-    def of(self, index: PackIndex, block_tokens: int, pool: PagePool) -> KvPlan:
-        """The plan for a pool of this size."""
-        key = (index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages)
-        plan = self._plans.get(key)
-        if plan is None:
-            dtype = getattr(torch, index.kv_dtype)
-            plan = self._plans[key] = plan_kv(
-                layer_geometries(index), dtype, block_tokens, pool.page_bytes, pool.num_pages
-            )
-        return plan
 
 
 @dataclass(slots=True, eq=False)

@@ -53,7 +53,9 @@ class Sampler:
     def keep(self, worker: SimWorker) -> None:
         """Add what a process has counted; it ends now."""
         process = worker.process
+        self._counters["steps_skipped"] += worker.num_skipped
         if process is not None:
+            worker.look()
             for name, value in process.engine.status(worker.clock.now_s).counters.items():
                 self._counters[f"engine_{name}"] += value
 
@@ -63,6 +65,7 @@ class Sampler:
         pages: Counter[str] = Counter({"free": 0, "weights": 0, "kv": 0, "cached": 0})
         for worker in simulation.workers:
             if worker.process is not None:
+                worker.look()
                 _count_pages(worker.process, pages)
         gateway = simulation.gateway
         waiting = running = 0

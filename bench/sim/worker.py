@@ -21,20 +21,22 @@ from bench.sim.parts import (
     HostMemory,
     LoadFault,
     LoadFigures,
-    Plans,
     SimRunner,
     SimTiers,
     lay_out,
 )
+from bench.sim.stretch import Stretch, plan
 from engine.backend.base import Backend
 from engine.backend.sim import DeviceClock, Roofline, SimBackend
 from engine.config import EngineConfig, WorkerConfig
 from engine.engine import Engine
+from engine.kv_plan import plan_pack
 from engine.pack import PackIndex
 from engine.page_pool import PagePool
 from engine.parts import EngineParts
 from engine.policy.eviction import EvictionPolicy
 from engine.protocol import FromWorker, ToWorker
+from engine.skip import Skipper
 from engine.worker_loop import BUSY_POLL_S, Worker
 
 POLL_S = 0.02
@@ -47,7 +49,6 @@ class Site:
     """What all workers of a world share."""
 
     packs: SimPacks
-    plans: Plans
     roofline: Roofline
     loads: LoadFigures
     answers: Answers
@@ -115,6 +116,9 @@ class Process:
     tiers: SimTiers
     engine: Engine
     worker: Worker
+    skipper: Skipper
+    stretch: Stretch | None = None
+    """Steps that are planned, and come into the engine when somebody looks or at their end."""
 
 
 class SimWorker:
@@ -137,6 +141,11 @@ class SimWorker:
         self.busy_s = 0.0
         """Device seconds of processes that have ended."""
         self.on_tick: Callable[[SimWorker], None] | None = None
+        self.skips = True
+        """Whether steps in which nothing is decided are taken at one go."""
+        self.poll_s = POLL_S
+        """How often a load that waits for room looks, while nothing else is decided."""
+        self.num_skipped = 0
         self._loop = loop
         self._site = site
         self._faults = faults or WorkerFaults()
@@ -186,7 +195,7 @@ class SimWorker:
             device=backend.name,
             clock=self.clock,
         )
-        self.process = Process(link, backend, tiers, engine, worker)
+        self.process = Process(link, backend, tiers, engine, worker, engine.skipper())
         for cable in self._cables:
             cable.worker_started()
         self._wake(self._loop.now_s)
@@ -196,6 +205,10 @@ class SimWorker:
         process = self.process
         if process is None:
             return
+        if process.stretch is not None:
+            # What has ended by now was sent.
+            self.clock.wait_until(process.stretch.advance_ended(self._loop.now_s))
+            process.worker.tell(process.stretch.deltas())
         self.busy_s += process.backend.busy_s
         self.process = None
         if self._next is not None:
@@ -206,6 +219,10 @@ class SimWorker:
 
     def pause(self, seconds: float) -> None:
         """The process stands still for so long."""
+        self._interrupt()
+        self.look()
+        if self.process is not None and self.process.stretch is not None:
+            self.clock.wait_until(self.process.stretch.end_s)
         self.clock.wait_until(self._loop.now_s + seconds)
         if self._next is not None and self._next.time_s < self.clock.now_s:
             self._next.cancel()
@@ -220,6 +237,7 @@ class SimWorker:
 
     def unplug(self, identity: bytes) -> None:
         """A connection has ended: sends to it fail from now on."""
+        self._interrupt()
         if self.process is not None:
             self.process.link.cables.pop(identity, None)
 
@@ -228,9 +246,38 @@ class SimWorker:
         process = self.process
         if process is not None and identity in process.link.cables:
             process.link.put(identity, message)
-            self._wake(max(self._loop.now_s, self.clock.now_s))
+            if process.stretch is not None:
+                self._interrupt()
+            else:
+                self._wake(max(self._loop.now_s, self.clock.now_s))
+
+    def look(self) -> None:
+        """Have the engine as single steps would have it by now."""
+        if self.process is not None and self.process.stretch is not None:
+            self.process.stretch.advance_begun(self._loop.now_s)
 
     # Ticks.
+
+    def _interrupt(self) -> None:
+        """Steps that were planned ahead end with the one under way."""
+        stretch = self.process.stretch if self.process is not None else None
+        if stretch is not None and stretch.cut(self._loop.now_s):
+            assert self._next is not None
+            self._next.cancel()
+            self._next = self._loop.at(max(self._loop.now_s, stretch.end_s), self._tick)
+
+    def _plan(self, process: Process, now_s: float) -> bool:
+        """Steps in which nothing is decided are taken at one go."""
+        until_s = process.worker.quiet_until_s
+        load_end_s = process.tiers.next_end_s
+        if load_end_s is not None:
+            until_s = min(until_s, load_end_s)
+        if process.link.has_messages:
+            return False
+        process.stretch = plan(
+            process.engine, process.skipper, process.backend, now_s, until_s, self.poll_s
+        )
+        return process.stretch is not None
 
     def _wake(self, time_s: float) -> None:
         """Tick at `time_s`, or earlier where that is due already."""
@@ -246,13 +293,22 @@ class SimWorker:
         self._next = None
         began_s = self._loop.now_s
         self.clock.wait_until(began_s)
+        if process.stretch is not None:
+            stretch, process.stretch = process.stretch, None
+            if stretch.num_steps:
+                stretch.advance_ended(self.clock.now_s)
+                process.worker.tell(stretch.deltas())
+            self.num_skipped += stretch.num_steps
         link = process.link
         link.rest_s = None
         process.worker.tick()
         if self.on_tick is not None:
             self.on_tick(self)
         now_s = self.clock.now_s
-        if link.rest_s is None:
+        if self.skips and link.rest_s is None and now_s > began_s and self._plan(process, now_s):
+            assert process.stretch is not None
+            self._wake(process.stretch.end_s)
+        elif link.rest_s is None:
             self._wake(now_s if now_s > began_s else self._after_nothing(process))
         elif link.has_messages:
             self._wake(max(now_s, began_s + SPIN_S))
@@ -266,7 +322,12 @@ class SimWorker:
     def _rest_s(self, process: Process, rest_s: float, now_s: float) -> float:
         """At least a moment, so that time goes on."""
         if rest_s == BUSY_POLL_S:
-            rest_s = POLL_S
+            # Nothing but loads is waited for, and perhaps for somebody to leave.
+            until_s = min(
+                process.worker.quiet_until_s,
+                process.skipper.until_s(now_s, self.poll_s or BUSY_POLL_S),
+            )
+            rest_s = max(BUSY_POLL_S, until_s - now_s)
         end_s = process.tiers.next_end_s
         if end_s is not None:
             rest_s = min(rest_s, end_s - now_s)
@@ -285,7 +346,13 @@ class SimWorker:
         return SimRunner(
             unit_id,
             index,
-            self._site.plans.of(index, config.block_tokens, pool),
+            plan_pack(
+                index.kv_groups,
+                index.kv_dtype,
+                config.block_tokens,
+                pool.page_bytes,
+                pool.num_pages,
+            ),
             backend,
             pool,
             self._site.packs.of(pack_dir).cost,

@@ -14,7 +14,7 @@ from bench.sim.baselines.eviction import Future
 from bench.sim.baselines.placing import deal_homes
 from bench.sim.loop import Loop
 from bench.sim.packs import SimPacks, pack_dir
-from bench.sim.parts import Answers, LoadFigures, Plans
+from bench.sim.parts import Answers, LoadFigures
 from bench.sim.types import Workload, World
 from bench.sim.worker import SimWorker, Site, WorkerFaults
 from engine.backend.sim import Roofline
@@ -58,7 +58,6 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
     device = world.device
     site = Site(
         packs=packs,
-        plans=Plans(),
         roofline=Roofline(
             flops_per_s=device.flops_per_s,
             memory_bytes_per_s=device.memory_bytes_per_s,

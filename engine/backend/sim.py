@@ -14,9 +14,11 @@ its time has come, and not before.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 T = TypeVar("T")
@@ -60,21 +62,38 @@ class ModelCost:
     weight_bytes: float
     attention: tuple[AttentionCost, ...]
 
-    def attend(self, first: int, num_tokens: int) -> tuple[float, float]:
-        """(FLOPs, bytes) of attention for `num_tokens` positions from `first` on."""
-        flops = num_bytes = 0.0
-        for group in self.attention:
-            end = first + num_tokens
-            seen = end if not group.window else min(end, group.window + num_tokens - 1)
-            if num_tokens == 1:
-                pairs: float = seen
-            elif group.window:
-                pairs = num_tokens * min(first + num_tokens / 2, group.window)
-            else:
-                pairs = num_tokens * (first + (num_tokens + 1) / 2)
-            flops += group.flops_per_pair * pairs
-            num_bytes += group.bytes_per_position * (seen + num_tokens)
-        return flops, num_bytes
+
+@dataclass(slots=True)
+class StepLoad:
+    """What a step does. `pairs`, `positions`: by layer group, attended pairs and KV touched."""
+
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_sampling: int = 0
+    pairs: list[float] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: ModelCost, rows: Iterable[tuple[int, int, bool]]) -> "StepLoad":
+        """A row is (first position, tokens, whether it samples)."""
+        groups = range(len(model.attention))
+        load = cls(pairs=[0.0 for _ in groups], positions=[0 for _ in groups])
+        for first, tokens, samples in rows:
+            load.num_rows += 1
+            load.num_tokens += tokens
+            load.num_sampling += samples
+            for g in groups:
+                window, end = model.attention[g].window, first + tokens
+                seen = end if not window else min(end, window + tokens - 1)
+                if tokens == 1:
+                    pairs: float = seen
+                elif window:
+                    pairs = tokens * min(first + tokens / 2, window)
+                else:
+                    pairs = tokens * (first + (tokens + 1) / 2)
+                load.pairs[g] += pairs
+                load.positions[g] += seen + tokens
+        return load
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +106,45 @@ class Roofline:
     step_overhead_s: float
     row_overhead_s: float
 
-    def step_s(self, model: ModelCost, rows: Iterable[tuple[int, int, bool]]) -> float:
-        """Seconds of a step; a row is (first position, tokens, whether it samples)."""
-        num_rows = num_tokens = num_sampling = 0
-        flops = num_bytes = 0.0
-        for first, tokens, samples in rows:
-            num_rows += 1
-            num_tokens += tokens
-            num_sampling += samples
-            row_flops, row_bytes = model.attend(first, tokens)
-            flops += row_flops
-            num_bytes += row_bytes
-        flops += model.flops_per_token * num_tokens + model.flops_per_row * num_sampling
-        num_bytes += model.weight_bytes
+    def step_s(self, model: ModelCost, load: StepLoad) -> float:
+        """Seconds of a step."""
+        flops, num_bytes = 0.0, model.weight_bytes
+        flops += model.flops_per_token * load.num_tokens
+        flops += model.flops_per_row * load.num_sampling
+        for group, pairs, positions in zip(
+            model.attention, load.pairs, load.positions, strict=True
+        ):
+            flops += group.flops_per_pair * pairs
+            num_bytes += group.bytes_per_position * positions
         busy_s = max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
-        return busy_s + self.step_overhead_s + num_rows * self.row_overhead_s
+        return busy_s + self.step_overhead_s + load.num_rows * self.row_overhead_s
+
+    def decode_steps_s(
+        self, model: ModelCost, contexts: Sequence[int], num_steps: int
+    ) -> list[float]:
+        """Seconds of so many decode steps in a row, to the last bit those that `step_s` gives.
+
+        `contexts`: tokens of each row before the first of them, of which all but the last are
+        computed.
+        """
+        num_rows = len(contexts)
+        further = np.arange(num_steps, dtype=np.int64)
+        flops: npt.NDArray[np.float64] = np.zeros(num_steps)
+        num_bytes = np.full(num_steps, model.weight_bytes)
+        flops += model.flops_per_token * num_rows
+        flops += model.flops_per_row * num_rows
+        for group in model.attention:
+            if group.window:
+                grown = np.array(contexts, dtype=np.int64)[:, None] + further
+                seen = np.minimum(grown, group.window).sum(axis=0)
+            else:
+                seen = sum(contexts) + num_rows * further
+            flops += group.flops_per_pair * seen
+            num_bytes += group.bytes_per_position * (seen + num_rows)
+        busy_s = np.maximum(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
+        seconds = busy_s + self.step_overhead_s + num_rows * self.row_overhead_s
+        found: list[float] = seconds.tolist()
+        return found
 
 
 class SimPending(Generic[T]):
@@ -196,6 +239,12 @@ class SimBackend:
         pending.ends_s = self.free_s
         self._under_way.append((self.free_s, step))
         return pending
+
+    def skip(self, seconds: Iterable[float], end_s: float) -> None:
+        """Steps of so many seconds have run, the last of which ended at `end_s`."""
+        for step_s in seconds:
+            self.busy_s += step_s
+        self.free_s = end_s
 
     def launched(self, step: int) -> None:
         """Ends with what was handed over before."""

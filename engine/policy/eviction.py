@@ -51,6 +51,14 @@ class Demand:
         """With `service_s` more at `now_s`."""
         return Demand(self.decayed(now_s, half_life_s) + service_s, now_s)
 
+    def added_often(self, services: Sequence[tuple[float, float]], half_life_s: float) -> "Demand":
+        """`added` for each (now, service), in their order."""
+        service_s, at_s = self.service_s, self.at_s
+        for now_s, more_s in services:
+            fading = math.exp2(-max(0.0, now_s - at_s) / half_life_s)
+            service_s, at_s = service_s * fading + more_s, now_s
+        return Demand(service_s, at_s)
+
     def rate(self, now_s: float, half_life_s: float) -> float:
         """Device seconds a second: under steady load, the model's share of the device."""
         return self.decayed(now_s, half_life_s) * math.log(2) / half_life_s

@@ -127,6 +127,14 @@ class ScriptedEngine:
         aborting = any(running.aborted for running in self.running.values())
         return aborting or bool(self.running and not self.paused)
 
+    @property
+    def in_transition(self) -> bool:
+        return any(state in ("loading", "draining") for state in self.states.values())
+
+    @property
+    def residency_key(self) -> object:
+        return tuple(self.states.items())
+
     def status(self, now_s: float) -> ScriptedStatus:
         self.num_status += 1
         free_requests = self.max_requests - len(self.running)

@@ -1,0 +1,231 @@
+"""A stretch of decode steps of one worker, planned ahead: where nothing is decided, k at once.
+
+    plan     after a step: how far could it go on like this? Until the step in which the first row
+             ends, a deadline, the end of a load, the next status, memory that could become short
+    cut      a message comes in between: the stretch ends at the first step's end after that
+    advance  the steps up to a moment are brought into the engine (`engine/skip.py`)
+
+The outcome is that of single steps, for the times of steps come from the same figures and are
+summed in the same order. What is sent later than by single steps are tokens between a request's
+first and its last: they come together, and nobody looks at them in between.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+from bench.sim.parts import PLAIN_TOKEN, SimRunner
+from engine.backend.sim import SimBackend
+from engine.engine import Engine
+from engine.protocol import TokenDelta
+from engine.skip import Decode, Skipper, Steps
+
+MAX_STEPS = 1024
+"""Tokens of one request in one message stay below what a stream buffers."""
+FEWEST_STEPS = 2
+"""A shorter stretch costs more than its steps."""
+
+
+@dataclass(slots=True, eq=False)
+class Stretch:
+    """`ends_s[n]` is when step n ends. The first `num_done` have been brought in, `num_steps` will
+    be."""
+
+    skipper: Skipper
+    backend: SimBackend
+    decodes: list[Decode]
+    steps: Steps
+    ends_s: list[float]
+    start_s: float
+    num_steps: int
+    num_done: int = 0
+    _first_contexts: list[list[int]] | None = None
+
+    @property
+    def end_s(self) -> float:
+        """When the last step ends."""
+        return self.ends_s[self.num_steps - 1] if self.num_steps else self.start_s
+
+    def cut(self, now_s: float) -> bool:
+        """Something wants the worker's attention: end with the step under way. True if shorter."""
+        begun = 0 if now_s <= self.start_s else bisect_left(self.ends_s, now_s) + 1
+        num_steps = max(self.num_done, begun)
+        if num_steps >= self.num_steps:
+            return False
+        self.num_steps = num_steps
+        return True
+
+    def advance_begun(self, now_s: float) -> None:
+        """Bring in what has begun by `now_s`, as single steps would have it by then."""
+        self._advance(bisect_right(self.steps.starts_s, now_s, hi=self.num_steps))
+
+    def advance_ended(self, now_s: float) -> float:
+        """Bring in what has ended by `now_s`; when that was."""
+        num_steps = max(self.num_done, bisect_right(self.ends_s, now_s, hi=self.num_steps))
+        self._advance(num_steps)
+        return self.ends_s[num_steps - 1] if num_steps else now_s
+
+    def deltas(self) -> list[TokenDelta]:
+        """What the steps run so far have said."""
+        assert self._first_contexts is not None
+        return [
+            TokenDelta(*request.key, [PLAIN_TOKEN] * (now - before))
+            for decode, contexts in zip(self.decodes, self._first_contexts, strict=True)
+            for request, before, now in zip(decode.rows, contexts, decode.contexts, strict=True)
+            if now > before
+        ]
+
+    def _advance(self, num_steps: int) -> None:
+        if self._first_contexts is None:
+            self._first_contexts = [decode.contexts for decode in self.decodes]
+        if num_steps > self.num_done:
+            steps = self.steps
+            if self.num_done or num_steps < len(steps):
+                steps = steps.cut(self.num_done, num_steps)
+            self.skipper.run(self.decodes, steps, PLAIN_TOKEN)
+            self.backend.skip(steps.device_s, self.ends_s[num_steps - 1])
+            self.num_done = num_steps
+
+
+def plan(
+    engine: Engine,
+    skipper: Skipper,
+    backend: SimBackend,
+    now_s: float,
+    until_s: float,
+    poll_s: float,
+) -> Stretch | None:
+    """The longest stretch from now on of which no step begins at `until_s` or later."""
+    decodes = skipper.decodes()
+    if not decodes:
+        return None
+    until_s = min(until_s, skipper.until_s(now_s, poll_s))
+    if until_s <= now_s:
+        return None
+    runners = [_runner(engine, decode) for decode in decodes]
+    left = [
+        0
+        if decode.stops
+        else min((runner.steps_to_end(request) for request in decode.rows), default=1) - 1
+        for decode, runner in zip(decodes, runners, strict=True)
+    ]
+    longest = _in_memory(skipper, decodes, min(MAX_STEPS, max(left)))
+    if longest < FEWEST_STEPS:
+        return None
+    costs = [
+        _Costs(backend.roofline.decode_steps_s(runner.cost, decode.contexts, min(longest, most)))
+        for decode, runner, most in zip(decodes, runners, left, strict=True)
+    ]
+    blocks = _walk(skipper, decodes, costs, now_s, until_s)
+    device_s = [seconds for unit, low, high in blocks for seconds in costs[unit].device_s[low:high]]
+    times = list(accumulate(device_s, initial=now_s))
+    num_steps = min(bisect_left(times, until_s), len(device_s), MAX_STEPS)
+    if num_steps < FEWEST_STEPS:
+        return None
+    steps = Steps(blocks, times[:-1], device_s)
+    if num_steps < len(device_s):
+        steps = steps.cut(0, num_steps)
+    return Stretch(skipper, backend, decodes, steps, times[1 : num_steps + 1], now_s, num_steps)
+
+
+class _Costs:
+    """What a unit's next steps take. `tags`: its tag before each of them and after the last."""
+
+    def __init__(self, device_s: list[float]) -> None:
+        self.device_s = device_s
+        self.tags: list[float] = []
+
+    def begin(self, tag: float) -> None:
+        self.tags = list(accumulate(self.device_s, initial=tag))
+
+
+def _walk(
+    skipper: Skipper,
+    decodes: list[Decode],
+    costs: list[_Costs],
+    now_s: float,
+    until_s: float,
+) -> list[tuple[int, int, int]]:
+    """Blocks of steps of the unit whose turn it is, until one may end a request.
+
+    The rule is that of `policy.batching.choose_model`, applied to blocks: a unit goes on for
+    `min_run_steps`, and then for as long as its tag is the smallest.
+    """
+    unit, in_a_row = skipper.last_run(decodes)
+    if len(decodes) == 1:  # and it does not stop, for something decodes
+        decodes[0].is_tried = True
+        return [(0, 0, len(costs[0].device_s))]
+    for decode, cost in zip(decodes, costs, strict=True):
+        cost.begin(decode.queue.tag)
+    done = [0] * len(decodes)
+    blocks: list[tuple[int, int, int]] = []
+    num_steps = 0
+    while now_s < until_s and num_steps < MAX_STEPS:
+        # The unit goes on, or the one with the smallest tag of those that run takes over.
+        keys = [(costs[u].tags[done[u]], decodes[u].queue.unit_id, u) for u in range(len(done))]
+        forced = max(0, skipper.min_run_steps - in_a_row) if unit >= 0 else 0
+        if not forced:
+            chosen = min(key for key in keys if decodes[key[2]].rows or decodes[key[2]].stops)
+            if decodes[chosen[2]].stops:
+                break
+            _try(decodes, keys, chosen)
+            if chosen[2] != unit:
+                in_a_row, forced = 0, skipper.min_run_steps
+            unit = chosen[2]
+        elif decodes[unit].stops:
+            break
+        decodes[unit].is_tried = True
+        first, end = done[unit], len(costs[unit].device_s)
+        others = [
+            key
+            for key in keys
+            if key[2] != unit and (decodes[key[2]].rows or decodes[key[2]].stops)
+        ]
+        last = _end_of_block(costs[unit].tags, first + forced, decodes[unit], others)
+        stop = min(end, last)
+        if stop > first + forced:
+            tag = costs[unit].tags[stop - 1]
+            _try(decodes, keys, (tag, decodes[unit].queue.unit_id, unit))
+        if stop > first:
+            blocks.append((unit, first, stop))
+            now_s += sum(costs[unit].device_s[first:stop])
+            num_steps += stop - first
+            in_a_row += stop - first
+            done[unit] = stop
+        if stop == end and last >= end:
+            break  # its next step ends a request
+    return blocks
+
+
+def _end_of_block(
+    tags: list[float], begin: int, decode: Decode, others: list[tuple[float, str, int]]
+) -> int:
+    """The first of its own steps from `begin` on at which another unit takes over."""
+    if not others:
+        return len(tags)
+    tag, unit_id, _ = min(others)
+    bisect = bisect_right if decode.queue.unit_id < unit_id else bisect_left
+    return max(begin, bisect(tags, tag, lo=min(begin, len(tags))))
+
+
+def _try(
+    decodes: list[Decode], keys: list[tuple[float, str, int]], chosen: tuple[float, str, int]
+) -> None:
+    """The scheduler looks at whoever comes before the one that runs, in vain."""
+    for key in keys:
+        if key <= chosen:
+            decodes[key[2]].is_tried = True
+
+
+def _in_memory(skipper: Skipper, decodes: list[Decode], num_steps: int) -> int:
+    """So many steps, or fewer where pages could become short."""
+    spare = skipper.num_spare_pages
+    while num_steps and (spare < 0 or skipper.pages_for(decodes, num_steps) > spare):
+        num_steps //= 2
+    return num_steps
+
+
+def _runner(engine: Engine, decode: Decode) -> SimRunner:
+    runner = engine.runner(decode.queue.unit_id)
+    assert isinstance(runner, SimRunner)
+    return runner
