@@ -22,13 +22,20 @@ called every TICK_S for time-outs, expired leases and loads.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
 from gateway.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
 from gateway.capacity import WorkerCapacity
 from gateway.config import Settings
-from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed, model_gone
+from gateway.errors import (
+    QUEUE_FULL,
+    UNAVAILABLE,
+    ApiError,
+    model_failed,
+    model_gone,
+)
 from gateway.fleet import Fleet
 from gateway.matching import demands, grant_round
 from gateway.policy.fair_share import FairShare, TenantOrder
@@ -137,7 +144,7 @@ class Dispatcher:
         self._estimator.keep_models(frozenset(self._models))
         self._fleet.set_catalog(models)
         for ticket in list(self._queue):
-            error = self._not_in_catalog(ticket)
+            error = ticket.misfit(self._models.get(ticket.model_name))
             if error is not None:
                 self._end_waiting(ticket, error)
         self._pump()
@@ -190,14 +197,12 @@ class Dispatcher:
 
     def snapshot(self) -> DispatcherSnapshot:
         """Figures for metrics."""
-        running: dict[str, int] = {}
-        for ticket in self._running:
-            running[ticket.model_name] = running.get(ticket.model_name, 0) + 1
+        running = Counter(ticket.model_name for ticket in self._running)
         return DispatcherSnapshot(
             num_waiting=len(self._queue),
             num_running=len(self._running),
             waiting_by_model=self._queue.by_model(),
-            running_by_model=running,
+            running_by_model=dict(running),
             waiting_by_tenant=self._queue.by_tenant(),
             service_s_by_tenant=dict(self._running.service_s),
             num_queue_rejections=self._num_rejections,
@@ -276,10 +281,6 @@ class Dispatcher:
     def _new_ticket(self, request: PreparedRequest, principal: Principal) -> Ticket:
         now_s = self._clock()
         self._next_seq += 1
-        prompt_tokens = len(request.prompt_token_ids)
-        prediction = self._estimator.predict(
-            principal.tenant_id, request.model.name, prompt_tokens, request.max_tokens
-        )
         stream = RequestStream(
             self._settings.max_stream_buffer_tokens,
             on_abort=lambda: self._abort(ticket),
@@ -293,7 +294,12 @@ class Dispatcher:
             arrival_s=now_s,
             deadline_s=now_s + self._settings.queue_timeout_s,
             ends_by_s=now_s + self._settings.request_timeout_s,
-            prediction=prediction,
+            prediction=self._estimator.predict(
+                principal.tenant_id,
+                request.model.name,
+                len(request.prompt_token_ids),
+                request.max_tokens,
+            ),
             stream=stream,
         )
         return ticket
@@ -362,21 +368,9 @@ class Dispatcher:
             return
         self._queue.add(ticket)
         self._share.restore(ticket.tenant_id)
-        error = self._not_in_catalog(ticket)
+        error = ticket.misfit(self._models.get(ticket.model_name))
         if error is not None:
             self._end_waiting(ticket, error)
-
-    def _not_in_catalog(self, ticket: Ticket) -> ApiError | None:
-        """Why its model is not the one it was prepared for."""
-        model = self._models.get(ticket.model_name)
-        if model is None:
-            return model_gone(ticket.model_name)
-        if model.revision != ticket.request.model.revision:
-            message = (
-                f"the model {model.name!r} was replaced while the request waited: send it again"
-            )
-            return ApiError(UNAVAILABLE, message, retry_after_s=1.0)
-        return None
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.state == "waiting":

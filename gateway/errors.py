@@ -86,3 +86,9 @@ def unenforceable(reason: str) -> ApiError:
     """A form of answer that the worker cannot hold a model to."""
     text = f"the form asked for the answer cannot be enforced: {reason}"
     return ApiError(INVALID_CONSTRAINT, text)
+
+
+def model_replaced(name: str) -> ApiError:
+    """Another revision has its name: token ids of the old one may mean nothing to it."""
+    message = f"the model {name!r} was replaced while the request waited: send it again"
+    return ApiError(UNAVAILABLE, message, retry_after_s=1.0)

@@ -16,9 +16,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from gateway.errors import ApiError, model_gone, model_replaced
 from gateway.policy.service_estimate import Prediction
 from gateway.running import RequestStream
-from gateway.types import PreparedRequest
+from gateway.types import HostedModel, PreparedRequest
 
 TicketState = Literal["waiting", "granted", "streaming", "ended"]
 
@@ -83,6 +84,14 @@ class Ticket:
     def key(self) -> tuple[str, int]:
         """The name under which a worker's messages speak of it."""
         return self.request.request_id, self.attempt
+
+    def misfit(self, model: HostedModel | None) -> ApiError | None:
+        """Why `model`, as hosted now under its name, is not the one it was prepared for."""
+        if model is None:
+            return model_gone(self.model_name)
+        if model.revision != self.request.model.revision:
+            return model_replaced(self.model_name)
+        return None
 
     def timeout_s(self, now_s: float) -> float:
         """What is left of its time, as a Submit says it: 0 none, negative: it is over."""

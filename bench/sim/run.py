@@ -20,7 +20,6 @@ from bench.sim.worker import SimWorker, WorkerFaults
 from bench.sim.world import make_workers, set_up, start_times
 from engine.protocol import SwapRecord
 
-
 GC_THRESHOLD = 100_000
 
 

@@ -24,6 +24,7 @@ from engine.errors import RequestRefused
 from engine.loader import Job
 from engine.pack import PackIndex, read_index
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
+from engine.tiers import Tiers
 from tests.engine.engine_hooks import count_events, poison_what_is_freed
 from tests.engine.stamp_packs import Shape, stamp_pack
 from tests.engine.stamp_runner import Oracle, StampLog, StampRunner
@@ -190,6 +191,7 @@ class StampRig:
         self.engine = Engine(self.config, self.backend)
         self.loader = HandLoader()
         tiers = self.engine._hosting.residency._tiers
+        assert isinstance(tiers, Tiers)
         tiers._loader.close()
         tiers._loader = self.loader  # type: ignore[assignment]
         self.engine._hosting._bind = self._bind  # type: ignore[method-assign,assignment]

@@ -108,7 +108,9 @@ class Driver:
         return self.engine.status(self.now_s).counters[name]
 
     def runner(self, model_id: str) -> ModelRunner:
-        return self.engine._runners[self.engine._hosting.catalog.unit(model_id)]
+        runner = self.engine._runners[self.engine._hosting.catalog.unit(model_id)]
+        assert isinstance(runner, ModelRunner)
+        return runner
 
     def empty(self) -> None:
         """Unload everything and see every page come back."""

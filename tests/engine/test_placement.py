@@ -18,6 +18,7 @@ from engine.pack import BLOB_NAME, PackIndex, read_index, write_index
 from engine.page_pool import Owner, PageRun
 from engine.residency_state import Hosted, ResidencyEvent
 from engine.room import KvClaim
+from engine.tiers import Tiers
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
 Kv = Literal["none", "paged", "stubborn"]
@@ -397,6 +398,7 @@ def test_fills_of_the_host_tier_wait_for_the_memory_they_take_the_place_of(
     revision = world.residency.index("a").revision
     for _ in range(5):
         world.poll()
+    assert isinstance(world.residency._tiers, Tiers)
     host = world.residency._tiers._host
     assert host.is_filling(revision)
     assert not host.has(revision)
