@@ -30,8 +30,8 @@ def arrivals(spec: str = SPEC) -> Iterator[Arrival]:
     return open_workload(parse_workload(spec), 4, 5, 3)
 
 
-def simulated(**options: int) -> Run:
-    return simulate(world(), arrivals(), **options)
+def simulated(check_every: int = 0) -> Run:
+    return simulate(world(), arrivals(), check_every=check_every)
 
 
 def digest(records: Records) -> str:
