@@ -4,6 +4,7 @@
     models add|list|show|rm|pin|unpin|load|unload
     tenants add|list|set     keys create|list|revoke|rotate     limits set|show
     prices set|show          usage export                       db upgrade
+    simulate TRACE                            a workload in modelled time (cli_simulate)
 
 Each group is a module with `configure(parser)`, imported only when it is the one asked for:
 `polyhost keys list` must not wait for the server's imports. No verb is implemented here; they are
@@ -43,6 +44,7 @@ GROUPS = {
     "prices": ("gateway.cli_prices", "prices of a model"),
     "usage": ("gateway.cli_usage", "what was used and what it costs"),
     "db": ("gateway.cli_db", "the database's schema"),
+    "simulate": ("gateway.cli_simulate", "run a workload in modelled time"),
 }
 
 

@@ -16,13 +16,20 @@ from pathlib import Path
 
 from bench.sim.baselines.choose import NAMES, OURS, parse_policies
 from bench.sim.columns import Slo
-from bench.sim.devices import DEVICES, with_cost
-from bench.sim.report import write_report
+from bench.sim.devices import DEVICES, find_device, with_cost
+from bench.sim.report import HTML_NAME, JSON_NAME, write_report
 from bench.sim.run import simulate
-from bench.sim.spec import WorkloadSpec, format_workload, options_help, parse_workload
-from bench.sim.types import OUTCOMES, DeviceFigures, Run, World
+from bench.sim.spec import (
+    SYNTHETIC,
+    WorkloadSpec,
+    format_workload,
+    options_help,
+    parse_workload,
+)
+from bench.sim.traces import CSV_SUFFIXES
+from bench.sim.types import OUTCOMES, DeviceFigures, Run, SimModel, World
 from bench.sim.workloads import open_workload
-from bench.sim.worlds import MIXES, WEIGHTS, make_models, make_tenants
+from bench.sim.worlds import MIXES, WEIGHTS, make_models, make_tenants, read_models
 
 GIB = 1 << 30
 
@@ -30,9 +37,18 @@ GIB = 1 << 30
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a file could not be read or written, 2 it makes no sense."""
     options = _parser().parse_args(argv)
+    try:
+        return _simulate(options)
+    except KeyboardInterrupt:
+        print("simulate: interrupted, no report", file=sys.stderr)
+        return 1
+
+
+def _simulate(options: argparse.Namespace) -> int:
     logging.disable(logging.ERROR)  # what workers and gateways say of themselves
     try:
         spec = parse_workload(options.trace, options.data)
+        _check_data(spec)
         world = _world(options)
         runs = _runs(options, spec, world)
         write_report(
@@ -47,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 1
-    print(f"report: {options.out / 'report.html'}")
+    print(f"report: {options.out / HTML_NAME}", file=sys.stderr if options.json else sys.stdout)
+    if options.json:
+        print((options.out / JSON_NAME).read_text(encoding="utf-8"), end="")
     return 0
 
 
@@ -63,11 +81,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, metavar="DIR", help="folder of the traces")
     add("--out", type=Path, metavar="DIR", default=Path("simulation"), help="of the report")
     add("--workers", type=int, default=4, metavar="N", help="workers (4)")
-    add("--device", choices=sorted(DEVICES), default="h100", help="what each has (h100)")
+    add(
+        "--device",
+        default="h100",
+        metavar="NAME|FILE",
+        help=f"what each has: {', '.join(DEVICES)}, or a file of bench.sim_calibrate (h100)",
+    )
     add("--memory", type=float, metavar="GIB", help="of the device, in place of its own")
     add("--host-memory", type=float, metavar="GIB", help="of the host tier")
     add("--cost", type=float, metavar="PRICE", help="of a worker's hour")
-    add("--models", type=int, default=20, metavar="N", help="hosted models (20)")
+    add("--models", default="20", metavar="N|FILE", help="hosted models (20), or a list of them")
     add("--mix", choices=sorted(MIXES), default="mixed", help="their shapes (mixed)")
     add("--tenants", type=int, default=16, metavar="N", help="tenants (16)")
     add("--weights", choices=sorted(WEIGHTS), default="equal", help="their shares (equal)")
@@ -81,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         + "; ".join(f"{kind}: {', '.join(names)}" for kind, names in NAMES.items()),
     )
     add("--only", action="store_true", help="no run with the product's own policies")
+    add("--json", action="store_true", help="the report as JSON on standard output")
     add(
         "--set",
         action="append",
@@ -96,20 +120,46 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _world(options: argparse.Namespace) -> World:
-    if min(options.workers, options.models, options.tenants) < 1:
-        raise ValueError("a world has at least one worker, one model and one tenant")
+    if min(options.workers, options.tenants) < 1:
+        raise ValueError("a world has at least one worker and one tenant")
+    device = find_device(options.device)
     return World(
         workers=options.workers,
-        device=_device(options),
-        models=make_models(options.models, options.seed, options.mix),
+        device=_figures(device.figures, options),
+        models=_models(options),
         tenants=make_tenants(options.tenants, options.seed, options.weights),
         seed=options.seed,
-        settings=dict(_setting(text) for text in options.set),
+        settings={**device.settings, **dict(_setting(text) for text in options.set)},
     )
 
 
-def _device(options: argparse.Namespace) -> DeviceFigures:
-    device = DEVICES[options.device]
+def _models(options: argparse.Namespace) -> tuple[SimModel, ...]:
+    text = options.models
+    if not text.lstrip("-").isdigit():
+        if not Path(text).is_file():
+            raise ValueError(f"--models {text}: write how many, or the path of a JSON list of them")
+        return read_models(Path(text))
+    if int(text) < 1:
+        raise ValueError("a world has at least one model")
+    return make_models(int(text), options.seed, options.mix)
+
+
+def _check_data(spec: WorkloadSpec) -> None:
+    """Whoever names a trace must say where it lies."""
+    if spec.name == SYNTHETIC or spec.name.endswith(CSV_SUFFIXES):
+        return
+    if spec.data is None:
+        raise ValueError(
+            f"{spec.name} is a recorded trace: name the folder that holds it with --data, or "
+            "write synthetic:rate=5,minutes=10, which needs none"
+        )
+    if not spec.data.is_dir():
+        raise ValueError(
+            f"--data {spec.data} is no folder: name the one that holds traces/ (docs/simulator.md)"
+        )
+
+
+def _figures(device: DeviceFigures, options: argparse.Namespace) -> DeviceFigures:
     if options.memory is not None:
         device = replace(device, memory_bytes=int(options.memory * GIB))
     if options.host_memory is not None:

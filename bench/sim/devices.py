@@ -1,6 +1,7 @@
 """Devices that a world can be built of, in the figures of a roofline, with where each comes from.
 
-Lives here: the figures. Does not: what a step costs (engine/backend/sim.py), prices of a provider.
+Lives here: the figures, and the files of devices that were measured (bench/sim_calibrate.py writes
+them). Does not: what a step costs (engine/backend/sim.py), prices of a provider.
 
 Vendors' data sheets give peaks. What a well-made engine gets of them is less, so the figures here
 are peak times ACHIEVED_*: assumptions, in the range that published kernels and engines reach, until
@@ -9,7 +10,11 @@ prices of the GPUs are assumptions too (a price is an order of magnitude: give y
 `with_cost`).
 """
 
-from dataclasses import replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from bench.sim.types import DeviceFigures
 
@@ -130,3 +135,77 @@ DEVICES: dict[str, DeviceFigures] = {
 def with_cost(device: DeviceFigures, cost_per_hour: float) -> DeviceFigures:
     """The device at another price."""
     return replace(device, cost_per_hour=cost_per_hour)
+
+
+def slowed(device: DeviceFigures, share: float) -> DeviceFigures:
+    """The device where something else has it for the rest of the time, in slices."""
+    changed: dict[str, Any] = {}
+    for item in fields(device):
+        value = getattr(device, item.name)
+        if item.name.endswith("_per_s"):
+            changed[item.name] = value * share
+        elif item.name.endswith("_overhead_s"):
+            changed[item.name] = value / share
+    rates = {dtype: rate * share for dtype, rate in device.flops_by_dtype.items()}
+    return replace(device, flops_by_dtype=rates, **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device and the simulation's own settings that were measured with it (world.py)."""
+
+    figures: DeviceFigures
+    settings: Mapping[str, float]
+
+
+def find_device(name: str) -> Device:
+    """By name, or from a file. Raises ValueError for one that is neither or makes no sense."""
+    if name in DEVICES:
+        return Device(DEVICES[name], {})
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(
+            f"there is no device {name!r}: write one of {', '.join(DEVICES)}, or the path of a "
+            "file that `python -m bench.sim_calibrate --output FILE` has written"
+        )
+    return read_device(path)
+
+
+def read_device(path: Path) -> Device:
+    """Raises ValueError, naming the figure that is missing or none, or OSError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        given, settings = dict(content["device"]), dict(content.get("settings", {}))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is no device file: {error}") from error
+    known = {item.name: item for item in fields(DeviceFigures)}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(f"{path}: a device has no figure {unknown[0]!r}")
+    by_dtype = given.get("flops_by_dtype", {})
+    if not isinstance(by_dtype, dict) or not all(_is_number(v) and v for v in by_dtype.values()):
+        raise ValueError(f"{path}: flops_by_dtype is no object of numbers above 0: {by_dtype!r}")
+    for name, value in {**given, **settings}.items():
+        if name not in ("name", "source", "flops_by_dtype") and not _is_number(value):
+            raise ValueError(f"{path}: {name} is no number that is 0 or more: {value!r}")
+    try:
+        figures = DeviceFigures(**given)
+    except TypeError as error:  # a figure without a default is missing
+        raise ValueError(f"{path} is no device file: {error}") from error
+    rates = ("flops_per_s", "memory_bytes_per_s", "copy_bytes_per_s", "host_bytes_per_s")
+    for name in (*rates, "disk_bytes_per_s", "memory_bytes"):
+        if not given[name] > 0:
+            raise ValueError(f"{path}: {name} must be above 0")
+    return Device(figures, settings)
+
+
+def write_device(
+    path: Path, figures: DeviceFigures, settings: Mapping[str, float], more: Mapping[str, Any]
+) -> None:
+    """`more`: what is said of the measurement; nobody reads it back."""
+    content = {"device": asdict(figures), "settings": dict(settings), **more}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e30

@@ -131,6 +131,8 @@ def _layout(
         flops_per_row=2.0 * embedding,
         weight_bytes=float((layer_params * layers + embedding) * item),
         attention=attention,
+        num_layers=layers,
+        dtype=dtype,
     )
     return tuple(segments), groups, cost, shape["vocab_size"], shape["max_position_embeddings"]
 

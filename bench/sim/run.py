@@ -99,7 +99,8 @@ class Simulation:
             self._more = False
             self._tell_if_through()
             return
-        self.loop.at(max(arrival.at_s, self.loop.now_s), lambda: self._arrive(arrival))
+        queued_s = arrival.at_s + self.stage.request_s
+        self.loop.at(max(queued_s, self.loop.now_s), lambda: self._arrive(arrival))
 
     def _arrive(self, arrival: Arrival) -> None:
         self.send(arrival)

@@ -53,7 +53,7 @@ Workload = Iterable[Arrival]
 
 @dataclass(frozen=True, slots=True)
 class DeviceFigures:
-    """What a modelled device can do; a roofline in six figures.
+    """What a modelled device can do: a roofline.
 
     flops_per_s           dense products in the model's dtype
     memory_bytes_per_s    weights and KV read by a step
@@ -66,6 +66,8 @@ class DeviceFigures:
     memory_bytes          the arena
     host_bytes            the host tier
     source                where the figures come from, for the report
+
+    Figures that only a measured device has are explained at `engine.backend.sim.Roofline`.
     """
 
     name: str
@@ -81,6 +83,13 @@ class DeviceFigures:
     host_bytes: int
     cost_per_hour: float = 0.0
     source: str = ""
+    flops_by_dtype: dict[str, float] = field(default_factory=dict)
+    exposed: float = 0.0
+    attention_flops_per_s: float = 0.0
+    attention_bytes_per_s: float = 0.0
+    packing_bytes_per_s: float = 0.0
+    layer_overhead_s: float = 0.0
+    chunk_overhead_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

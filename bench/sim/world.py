@@ -6,7 +6,7 @@ both. What the device decides (arena, host tier) comes from its figures unless a
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bench.sim.baselines.choose import DispatchPolicies, make_eviction
@@ -15,7 +15,7 @@ from bench.sim.baselines.placing import deal_homes
 from bench.sim.loop import Loop
 from bench.sim.packs import SimPacks, pack_dir
 from bench.sim.parts import Answers, LoadFigures
-from bench.sim.types import Workload, World
+from bench.sim.types import DeviceFigures, Workload, World
 from bench.sim.worker import SimWorker, Site, WorkerFaults
 from engine.backend.sim import Roofline
 from engine.config import EngineConfig, WorkerConfig
@@ -24,8 +24,9 @@ from gateway.config import Settings
 from gateway.types import HostedModel, Limits, Principal
 
 ANY_ENDPOINT = "ipc://simulated"
-OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0}
-"""Settings of the simulation itself: one way of a message, a posting, a process's start."""
+OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0, "request_s": 0.0}
+"""Settings of the simulation itself: one way of a message, a posting, a process's start, and what
+the gateway's HTTP, template and tokenizer take before a request is queued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,12 @@ class Stage:
     latency_s: float
     posting_s: float
     restart_s: float
+    request_s: float
+
+
+def roofline(device: DeviceFigures) -> Roofline:
+    """What a step costs there: the figures that both have, by name."""
+    return Roofline(**{item.name: getattr(device, item.name) for item in fields(Roofline)})
 
 
 def set_up(world: World, answers: Answers, future: Workload | None = None) -> Stage:
@@ -58,13 +65,7 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
     device = world.device
     site = Site(
         packs=packs,
-        roofline=Roofline(
-            flops_per_s=device.flops_per_s,
-            memory_bytes_per_s=device.memory_bytes_per_s,
-            copy_bytes_per_s=device.copy_bytes_per_s,
-            step_overhead_s=device.step_overhead_s,
-            row_overhead_s=device.row_overhead_s,
-        ),
+        roofline=roofline(device),
         loads=LoadFigures(
             rates={"disk": device.disk_bytes_per_s, "host": device.host_bytes_per_s},
             overhead_s=device.load_overhead_s,

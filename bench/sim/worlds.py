@@ -4,11 +4,14 @@ Lives here: lists of `SimModel` and `SimTenant`. Does not: devices (devices.py),
 (casting.py: place in these lists is all that it knows).
 """
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from bench import shapes
 from bench.sim.batches import rng
+from bench.sim.packs import ITEM_BYTES
 from bench.sim.types import SimModel, SimTenant
 
 MIXES: dict[str, dict[str, float]] = {
@@ -54,6 +57,29 @@ def make_models(
         raise ValueError(f"no such shape: {', '.join(unknown)}")
     drawn = _dealt(shares, number, seed, "models")
     return tuple(SimModel(f"model{place}", shape, dtype) for place, shape in enumerate(drawn))
+
+
+def read_models(path: Path) -> tuple[SimModel, ...]:
+    """A JSON list of {"name", "shape"} and, where they are not bfloat16 and false, "dtype" and
+    "pinned". Raises ValueError that says what is wrong, OSError.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        models = tuple(SimModel(**row) for row in rows)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no list of models: {error}; write "
+            '[{"name": "a", "shape": "Qwen/Qwen2.5-0.5B"}, ...]'
+        ) from error
+    known = shapes.read_shapes()
+    for model in models:
+        if model.shape not in known:
+            raise ValueError(f"{path}: no shape {model.shape!r}: one of {', '.join(known)}")
+        if model.dtype not in ITEM_BYTES:
+            raise ValueError(f"{path}: no dtype {model.dtype!r}: one of {', '.join(ITEM_BYTES)}")
+    if not models or len({model.name for model in models}) < len(models):
+        raise ValueError(f"{path}: at least one model, and each with a name of its own")
+    return models
 
 
 def make_tenants(

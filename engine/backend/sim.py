@@ -13,15 +13,17 @@ its time has come, and not before.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 T = TypeVar("T")
+Figures: TypeAlias = npt.NDArray[np.float64]
+Amount = TypeVar("Amount", float, Figures)
 
 
 class DeviceClock:
@@ -55,19 +57,26 @@ class ModelCost:
     flops_per_token  of the products with the layers' weights
     flops_per_row    of the head, for a row that samples
     weight_bytes     read once a step
+    num_layers, dtype   where a device has figures for these
     """
 
     flops_per_token: float
     flops_per_row: float
     weight_bytes: float
     attention: tuple[AttentionCost, ...]
+    num_layers: int = 0
+    dtype: str = ""
 
 
 @dataclass(slots=True)
 class StepLoad:
-    """What a step does. `pairs`, `positions`: by layer group, attended pairs and KV touched."""
+    """What a step does. `pairs`, `positions`: by layer group, attended pairs and KV touched.
+
+    `num_chunks`: rows of more than one token, which attend each by itself.
+    """
 
     num_rows: int = 0
+    num_chunks: int = 0
     num_tokens: int = 0
     num_sampling: int = 0
     pairs: list[float] = field(default_factory=list)
@@ -80,6 +89,7 @@ class StepLoad:
         load = cls(pairs=[0.0 for _ in groups], positions=[0 for _ in groups])
         for first, tokens, samples in rows:
             load.num_rows += 1
+            load.num_chunks += tokens > 1
             load.num_tokens += tokens
             load.num_sampling += samples
             for g in groups:
@@ -98,26 +108,58 @@ class StepLoad:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A device in figures; sizes are bytes."""
+    """A device in figures; sizes are bytes. What has a default is for devices that were measured.
+
+    flops_by_dtype   in place of `flops_per_s` for models in these dtypes
+    exposed          share of the shorter one of arithmetic and memory time that does not hide
+                     behind the longer: 0 as a GPU does it, 1 where one comes after the other
+    attention_*      where given, attention is work of its own, its bytes and its arithmetic one
+                     after the other (a CPU gathers K and V before it multiplies); 0: part of the
+                     roofline
+    packing_bytes_per_s   where given, the weights are laid out anew for a step of more than one
+                     token (a CPU's matrix product does that, its matrix-vector product does not)
+    layer_overhead_s, chunk_overhead_s   per layer of a step; and per layer and chunk of a prompt,
+                     for each chunk attends in a call of its own
+    """
 
     flops_per_s: float
     memory_bytes_per_s: float
     copy_bytes_per_s: float
     step_overhead_s: float
     row_overhead_s: float
+    flops_by_dtype: Mapping[str, float] = field(default_factory=dict)
+    exposed: float = 0.0
+    attention_flops_per_s: float = 0.0
+    attention_bytes_per_s: float = 0.0
+    packing_bytes_per_s: float = 0.0
+    layer_overhead_s: float = 0.0
+    chunk_overhead_s: float = 0.0
 
     def step_s(self, model: ModelCost, load: StepLoad) -> float:
         """Seconds of a step."""
-        flops, num_bytes = 0.0, model.weight_bytes
-        flops += model.flops_per_token * load.num_tokens
-        flops += model.flops_per_row * load.num_sampling
+        flops = model.flops_per_token * load.num_tokens + model.flops_per_row * load.num_sampling
+        pair_flops, kv_bytes = 0.0, 0.0
         for group, pairs, positions in zip(
             model.attention, load.pairs, load.positions, strict=True
         ):
-            flops += group.flops_per_pair * pairs
-            num_bytes += group.bytes_per_position * positions
-        busy_s = max(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
-        return busy_s + self.step_overhead_s + load.num_rows * self.row_overhead_s
+            pair_flops += group.flops_per_pair * pairs
+            kv_bytes += group.bytes_per_position * positions
+        num_bytes, attention_s = model.weight_bytes, 0.0
+        if self.attention_bytes_per_s:
+            attention_s = self._attention_s(pair_flops, kv_bytes)
+        else:
+            flops += pair_flops
+            num_bytes += kv_bytes
+        arithmetic_s = flops / self._flops_per_s(model)
+        memory_s = num_bytes / self.memory_bytes_per_s
+        busy_s = arithmetic_s if arithmetic_s >= memory_s else memory_s
+        if self.exposed:
+            busy_s += self.exposed * min(arithmetic_s, memory_s)
+        return (
+            busy_s
+            + attention_s
+            + self._beside_s(model, load.num_tokens, load.num_rows, load.num_chunks)
+        )
 
     def decode_steps_s(
         self, model: ModelCost, contexts: Sequence[int], num_steps: int
@@ -129,22 +171,51 @@ class Roofline:
         """
         num_rows = len(contexts)
         further = np.arange(num_steps, dtype=np.int64)
-        flops: npt.NDArray[np.float64] = np.zeros(num_steps)
-        num_bytes = np.full(num_steps, model.weight_bytes)
-        flops += model.flops_per_token * num_rows
-        flops += model.flops_per_row * num_rows
+        flops: Figures = np.full(
+            num_steps, model.flops_per_token * num_rows + model.flops_per_row * num_rows
+        )
+        num_bytes: Figures = np.full(num_steps, model.weight_bytes)
+        pair_flops, kv_bytes = np.zeros(num_steps), np.zeros(num_steps)
         for group in model.attention:
             if group.window:
                 grown = np.array(contexts, dtype=np.int64)[:, None] + further
                 seen = np.minimum(grown, group.window).sum(axis=0)
             else:
                 seen = sum(contexts) + num_rows * further
-            flops += group.flops_per_pair * seen
-            num_bytes += group.bytes_per_position * (seen + num_rows)
-        busy_s = np.maximum(flops / self.flops_per_s, num_bytes / self.memory_bytes_per_s)
-        seconds = busy_s + self.step_overhead_s + num_rows * self.row_overhead_s
+            pair_flops += group.flops_per_pair * seen
+            kv_bytes += group.bytes_per_position * (seen + num_rows)
+        attention_s: Figures | float = 0.0
+        if self.attention_bytes_per_s:
+            attention_s = self._attention_s(pair_flops, kv_bytes)
+        else:
+            flops += pair_flops
+            num_bytes += kv_bytes
+        arithmetic_s = flops / self._flops_per_s(model)
+        memory_s = num_bytes / self.memory_bytes_per_s
+        busy_s = np.maximum(arithmetic_s, memory_s)
+        if self.exposed:
+            busy_s += self.exposed * np.minimum(arithmetic_s, memory_s)
+        seconds = busy_s + attention_s + self._beside_s(model, num_rows, num_rows, 0)
         found: list[float] = seconds.tolist()
         return found
+
+    def _flops_per_s(self, model: ModelCost) -> float:
+        return self.flops_by_dtype.get(model.dtype, self.flops_per_s)
+
+    def _attention_s(self, pair_flops: Amount, kv_bytes: Amount) -> Amount:
+        seconds = kv_bytes / self.attention_bytes_per_s
+        if self.attention_flops_per_s:
+            seconds = seconds + pair_flops / self.attention_flops_per_s
+        return seconds
+
+    def _beside_s(self, model: ModelCost, num_tokens: int, num_rows: int, num_chunks: int) -> float:
+        """What does not change from one decode step to the next."""
+        packing_s = 0.0
+        if num_tokens > 1 and self.packing_bytes_per_s:
+            packing_s = model.weight_bytes / self.packing_bytes_per_s
+        layer_s = self.layer_overhead_s + num_chunks * self.chunk_overhead_s
+        rows_s = self.step_overhead_s + num_rows * self.row_overhead_s
+        return packing_s + rows_s + model.num_layers * layer_s
 
 
 class SimPending(Generic[T]):
