@@ -1,8 +1,9 @@
 """The engine's spine: `step()` is schedule -> launch -> collect, for all models of one device.
 
-Comes in: token ids (`submit`), residency wishes (`load`, `unload`), time. Goes out: token deltas,
-residency, leases. Knows no text, no sockets and no tenants' limits. Owned by one thread; the others
-are the loaders inside `residency` and perhaps the one in which the backend runs the steps.
+Comes in: token ids (`submit`), residency wishes (`load`, `unload`), time. Goes out: token deltas
+(an encoder's rows with their end), residency, leases. Knows no text, no sockets and no tenants'
+limits. Owned by one thread; the others are the loaders inside `residency` and perhaps the one in
+which the backend runs the steps.
 
 With `steps_ahead` 1 the next step is scheduled and launched before the last one's tokens are known:
 `step()` then returns the tokens of the step before. The scheduler counts on tokens in flight, and
@@ -15,12 +16,15 @@ step with an error and leaves the others running; an IntegrityError ends the wor
 import logging
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from engine.backend.base import Backend
 from engine.batch import ScheduledRow
 from engine.config import EngineConfig
 from engine.constrained_rows import ConstrainedRows
-from engine.constraint_child import TokenizerSource
 from engine.deadlines import Deadlines
+from engine.encoder_queue import row_context
+from engine.encoder_requests import Rows
 from engine.engine_status import EngineStatus, make_status
 from engine.errors import IntegrityError
 from engine.hosting import Hosting
@@ -28,7 +32,7 @@ from engine.kv_supply import PoolSupply
 from engine.leases import check_submit
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
-from engine.parts import EngineParts, UnitRunner
+from engine.parts import AnyRunner, EngineParts
 from engine.policy.batching import split_time
 from engine.protocol import (
     Finish,
@@ -38,13 +42,12 @@ from engine.protocol import (
     SwapRecord,
     TokenDelta,
     TokenLogprobs,
-    Usage,
 )
 from engine.request import Request
 from engine.residency import Residency
 from engine.scheduler import Scheduler
 from engine.skip import Skipper
-from engine.step_pipeline import Collected, LaunchedRow, SampledToken, StepPipeline
+from engine.step_pipeline import Collected, SampledToken, StepPipeline
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +110,9 @@ class Engine:
         queues = self._scheduler.queues()
         unit_id = check_submit(request, self._config, self.pool, self._hosting, queues)
         taken = Request.of(request, now_s, unit_id, self._config.request_timeout_s)
+        taken.encoding = self._hosting.encoding(request, unit_id)
         if request.constraint is not None:
-            source = self._tokenizer_source(unit_id, request.stop_token_ids)
+            source = self._hosting.tokenizer_source(unit_id, request.stop_token_ids)
             self._constrained.open(taken, request.constraint, source)
         self._scheduler.add(taken)
         self._deadlines.add(taken)
@@ -149,6 +153,8 @@ class Engine:
         if planned is not None:
             self._launch(*planned, now_s)
             self._collect_down_to(self._config.steps_ahead, now_s)
+            if planned[0].encodes and self._scheduler.only_encodes and not self.pool.has_fences:
+                self._hosting.make_kv_room(now_s)
         elif self._pipeline.num_in_flight:
             self._settle(now_s)
         elif self.pool.has_fences:
@@ -161,7 +167,7 @@ class Engine:
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def runner(self, unit_id: str) -> UnitRunner:
+    def runner(self, unit_id: str) -> AnyRunner:
         """Of a unit that is resident or was."""
         return self._runners[unit_id]
 
@@ -252,14 +258,6 @@ class Engine:
             else:
                 self._end_with_error(request, now_s, f"its constraint broke: {reason}")
 
-    def _tokenizer_source(self, unit_id: str, stop_ids: Sequence[int]) -> TokenizerSource:
-        residency = self._hosting.residency
-        return TokenizerSource(
-            str(residency.pack_dir(unit_id) / "tokenizer.json"),
-            residency.index(unit_id).vocab_size,
-            tuple(sorted(set(stop_ids))),
-        )
-
     def _launch(self, queue: ModelQueue, rows: list[ScheduledRow], now_s: float) -> None:
         assert queue.cache is not None
         runner = self._runners[queue.unit_id]
@@ -281,6 +279,9 @@ class Engine:
                 num_in_flight = 0
             elif not ended.abandoned:
                 self._charge(ended, now_s)
+                if ended.encoded is not None:
+                    self._take_rows(ended, ended.encoded, now_s)
+                    continue
                 self._take_tokens(ended, now_s)
                 self._constrained.flush()
 
@@ -317,6 +318,19 @@ class Engine:
         if broken and cache is not None:
             cache.drop_cached()  # what came from broken weights must not reach anybody else
 
+    def _take_rows(self, ended: Collected, encoded: Sequence[Rows], now_s: float) -> None:
+        for row, vectors in zip((item.row for item in ended.rows), encoded, strict=True):
+            request, encoding = row.request, row.request.encoding
+            if request.state == "finished" or encoding is None:
+                continue
+            if not np.isfinite(vectors).all():
+                self._end_with_error(request, now_s, "the model's rows are not finite")
+                continue
+            encoding.take(row.first, row.end, vectors)
+            if encoding.is_complete:
+                self._counters["prompt_tokens"] += request.num_prompt
+                self._finish(request, [], "stop", now_s)
+
     def _fail_step(
         self, queue: ModelQueue, requests: Sequence[Request], error: Exception, now_s: float
     ) -> None:
@@ -332,18 +346,14 @@ class Engine:
     def _charge(self, ended: Collected, now_s: float) -> None:
         """The step's time to its rows; what has no request any more to the engine itself."""
         rows = [item.row for item in ended.rows]
-        shares = split_time(
-            ended.device_s, [(row.num_tokens, row.first + row.num_tokens) for row in rows]
-        )
+        shares = split_time(ended.device_s, [(row.num_tokens, row_context(row)) for row in rows])
         for row, share in zip(rows, shares, strict=True):
             if row.request.state == "finished":
                 self._counters["unbilled_seconds"] += share
             else:
                 row.request.service_s += share
         ended.queue.tag += ended.device_s
-        self._residency.touch(
-            ended.queue.unit_id, ended.device_s, now_s, produced=_sampled(ended.rows)
-        )
+        self._residency.touch(ended.queue.unit_id, ended.device_s, now_s, produced=ended.produced)
         self._counters["steps"] += 1
         self._counters["busy_seconds"] += ended.device_s
         self._counters["batch_tokens"] += sum(row.num_tokens for row in rows)
@@ -377,17 +387,11 @@ class Engine:
     ) -> None:
         self._scheduler.finish(request, reason, now_s, error)
         self._constrained.close(request)
-        usage = Usage(
-            prompt_tokens=request.num_prompt,
-            cached_tokens=request.cached_tokens or 0,
-            generated_tokens=request.num_generated,
-            service_s=request.service_s,
-        )
-        finish = Finish(reason, usage, error)
+        finish = Finish(reason, request.usage, error)
         # With its first delta, which is the last one where it has one token.
         scores = request.prompt_scores if tokens and request.num_generated == 1 else []
-        self._deltas.append(TokenDelta(*request.key, tokens, finish, list(logprobs), scores))
-
-
-def _sampled(rows: Sequence[LaunchedRow]) -> bool:
-    return any(item.place >= 0 for item in rows)
+        done = request.encoding if reason == "stop" else None
+        vectors = b"" if done is None else done.vectors()
+        self._deltas.append(
+            TokenDelta(*request.key, tokens, finish, list(logprobs), scores, vectors)
+        )

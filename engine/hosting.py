@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from engine.backend.base import Backend
 from engine.catalog import Catalog
 from engine.config import EngineConfig
+from engine.constraint_child import TokenizerSource
+from engine.encoder_requests import Encoding
 from engine.kv_memory import KvMemory
 from engine.model_queue import ModelQueue
 from engine.pack import PackIndex
 from engine.page_pool import PagePool
-from engine.parts import EngineParts, UnitRunner
-from engine.protocol import ModelSpec
+from engine.parts import AnyRunner, EngineParts
+from engine.protocol import ModelSpec, Submit
 from engine.request import Request
 from engine.reserve import step_bytes
 from engine.residency import Residency
@@ -58,7 +60,7 @@ class Hosting:
         self._units_left = False  # some may have, and their runners should go
         self.residency = residency
         self.catalog = Catalog()
-        self.runners: dict[str, UnitRunner] = {}
+        self.runners: dict[str, AnyRunner] = {}
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
         """The whole list; a unit that no name is left for is drained and forgotten."""
@@ -110,6 +112,19 @@ class Hosting:
                 self._scheduler.forget(queue)
         if events or self._units_left:
             self._forget_runners()
+
+    def tokenizer_source(self, unit_id: str, stop_ids: Sequence[int]) -> TokenizerSource:
+        """What a constraint of one of its requests is compiled for."""
+        return TokenizerSource(
+            str(self.residency.pack_dir(unit_id) / "tokenizer.json"),
+            self.residency.index(unit_id).vocab_size,
+            tuple(sorted(set(stop_ids))),
+        )
+
+    def encoding(self, request: Submit, unit_id: str) -> Encoding | None:
+        """The inputs of an encoder request that was checked; None for any other."""
+        record = self.residency.index(unit_id).encoder
+        return None if record is None else Encoding.of(request, record)
 
     def make_kv_room(self, now_s: float) -> None:
         """Nothing runs and no page is on its way back, but somebody may wait for KV memory.
@@ -194,7 +209,7 @@ class Hosting:
         self._kv.register(unit_id, runner.cache, float(index.total_bytes))
         self._scheduler.bind(self._scheduler.queue(unit_id), runner.cache)
 
-    def _bind(self, unit_id: str, index: PackIndex, runner: UnitRunner | None) -> UnitRunner:
+    def _bind(self, unit_id: str, index: PackIndex, runner: AnyRunner | None) -> AnyRunner:
         if runner is None:
             pack_dir = self.residency.pack_dir(unit_id)
             runner = self._make_runner(

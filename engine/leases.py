@@ -8,11 +8,13 @@ memory; the figures that bound them together come first.
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
+from engine.encoder_requests import check_encode
 from engine.errors import RequestRefused
 from engine.hosting import Hosting
 from engine.kv_plan import KvPlan
 from engine.kv_supply import PoolSupply
 from engine.model_queue import ModelQueue
+from engine.pack import PackIndex
 from engine.page_pool import PagePool
 from engine.protocol import Lease, Submit
 from engine.sampling_batch import check_sampling
@@ -20,6 +22,9 @@ from engine.sampling_batch import check_sampling
 # Requests beyond the rows of a step that may wait in the worker, so that a slot that becomes free
 # is filled in the next step and not after a round trip to the dispatcher.
 LOOKAHEAD_SHARE = 8
+
+# An encoder's request keeps nothing in the arena: its lease is bounded by requests alone.
+ENCODER_TOKENS = 1 << 30
 
 
 def make_leases(
@@ -39,7 +44,7 @@ def make_leases(
     for queue in queues:
         if queue.cache is not None:
             free_pages -= pages_still_needed(queue)
-    if unfinished:
+    if any(queue.num_unfinished and not queue.encodes for queue in queues):
         free_pages -= supply.num_spare_pages  # admission leaves them to those that run
     free_pages = max(0, free_pages)
     leases: list[Lease] = []
@@ -47,14 +52,17 @@ def make_leases(
         if queue.cache is None or hosting.residency.state(queue.unit_id) != "resident":
             continue
         plan = queue.cache.plan
-        blocks = blocks_in(plan, free_pages)
+        kv_tokens, block_tokens = ENCODER_TOKENS, 1
+        if not queue.encodes:
+            block_tokens = plan.block_tokens
+            kv_tokens = blocks_in(plan, free_pages) * block_tokens
         leases.extend(
             Lease(
                 model_id=name,
                 num_requests=free_requests,
-                kv_tokens=blocks * plan.block_tokens,
+                kv_tokens=kv_tokens,
                 kv_bytes_per_token=queue.cache.bytes_per_token(),
-                block_tokens=plan.block_tokens,
+                block_tokens=block_tokens,
             )
             for name in hosting.catalog.names(queue.unit_id)
         )
@@ -76,6 +84,19 @@ def check_submit(
         code = "draining" if state == "draining" else "not_resident"
         raise RequestRefused(code, f"model {model_id!r} is {state}")
     index = residency.index(unit_id)
+    if request.encode is not None or index.task != "generate":
+        check_encode(request, index)
+    else:
+        _check_generate(request, index, pool, hosting, unit_id)
+    num_waiting = sum(len(queue.waiting) for queue in queues)
+    if num_waiting >= config.max_waiting:
+        raise RequestRefused("overloaded", f"{num_waiting} requests wait already")
+    return unit_id
+
+
+def _check_generate(
+    request: Submit, index: PackIndex, pool: PagePool, hosting: Hosting, unit_id: str
+) -> None:
     total = len(request.prompt_token_ids) + request.max_tokens
     if not request.prompt_token_ids or request.max_tokens < 1 or total > index.max_context:
         raise RequestRefused(
@@ -84,7 +105,7 @@ def check_submit(
             f"not fit a context of {index.max_context}",
         )
     num_kv_pages = hosting.runners[unit_id].cache.pages_for(total)
-    if num_kv_pages > residency.num_pages_for_kv(unit_id):
+    if num_kv_pages > hosting.residency.num_pages_for_kv(unit_id):
         raise RequestRefused(
             "context_length_exceeded",
             f"{total} tokens need {num_kv_pages * pool.page_bytes} bytes of KV, more than the "
@@ -100,10 +121,6 @@ def check_submit(
         check_sampling(request.sampling, index.vocab_size, *logprobs)
     except ValueError as error:
         raise RequestRefused("invalid_sampling", str(error)) from error
-    num_waiting = sum(len(queue.waiting) for queue in queues)
-    if num_waiting >= config.max_waiting:
-        raise RequestRefused("overloaded", f"{num_waiting} requests wait already")
-    return unit_id
 
 
 def pages_still_needed(queue: ModelQueue) -> int:

@@ -60,6 +60,11 @@ class ModelQueue:
         """Requests that wait or run."""
         return len(self.waiting) + len(self.running)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether it is resident and an encoder's: its requests have no KV."""
+        return self.cache is not None and not self.cache.groups
+
     def requests(self) -> Iterator[Request]:
         """All of them, running first."""
         yield from self.running

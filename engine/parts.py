@@ -15,6 +15,7 @@ import torch
 from engine.backend.base import Backend
 from engine.batch import LayOut, StepBatch, build_batch
 from engine.config import EngineConfig
+from engine.encoder_runner import EncoderRunner
 from engine.host_tier import HostTier
 from engine.kv_cache import KvCache
 from engine.model_runner import ModelRunner
@@ -47,9 +48,8 @@ class UnitRunner(Protocol):
         """Forward and sample. Called inside a launched work: perhaps in another thread."""
 
 
-MakeRunner: TypeAlias = Callable[
-    [str, Path, PackIndex, Backend, PagePool, EngineConfig], UnitRunner
-]
+AnyRunner: TypeAlias = UnitRunner | EncoderRunner
+MakeRunner: TypeAlias = Callable[[str, Path, PackIndex, Backend, PagePool, EngineConfig], AnyRunner]
 """(unit id, pack folder, index, backend, pool, config) -> its runner. May raise anything."""
 MakeTiers: TypeAlias = Callable[[Backend, EngineConfig], WeightTiers]
 
@@ -61,8 +61,11 @@ def real_runner(
     backend: Backend,
     pool: PagePool,
     config: EngineConfig,
-) -> ModelRunner:
+) -> ModelRunner | EncoderRunner:
     """A transformers model over the arena."""
+    if index.task != "generate":
+        device = backend.device
+        return EncoderRunner(unit_id, pack_dir, index, device, pool, config.block_tokens)
     return ModelRunner(
         unit_id,
         pack_dir,

@@ -19,7 +19,13 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+
+PACK_VERSION = 2
+"""Of the packs' format (engine/pack.py): what workers of this build read."""
+
+MAX_ENCODE_INPUTS = 2048
+"""Inputs of one encoder request at most."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error", "refused"]
 RefusalCode: TypeAlias = Literal[
@@ -30,6 +36,7 @@ RefusalCode: TypeAlias = Literal[
     "draining",
     "invalid_sampling",
     "invalid_constraint",
+    "wrong_task",
 ]
 ConstraintKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
 ResidencyState: TypeAlias = Literal["cold", "warm", "loading", "resident", "draining", "failed"]
@@ -82,6 +89,18 @@ class Constraint(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
 
 
+class EncodeInputs(msgspec.Struct, frozen=True, array_like=True):
+    """What an encoder request is computed on.
+
+    Its inputs' tokens lie end to end in the Submit's `prompt_token_ids`, each input with its
+    special tokens; `lengths` says how many each has. `type_ids` (the segments of a pair) is as long
+    as all tokens, or empty for zeros.
+    """
+
+    lengths: list[int]
+    type_ids: list[int] = []
+
+
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
     """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction."""
 
@@ -111,6 +130,8 @@ class Submit(_Message, frozen=True):
     `logprobs`, `prompt_logprobs`: -1 for none, k for the token's own and the k likeliest's.
     `timeout_s` after its arrival the request ends with reason `timeout`, waiting or running, within
     one step; 0: no bound of its own (EngineConfig.request_timeout_s holds anyhow).
+    `encode` is set for a model that embeds or classifies, and for no other; `max_tokens` is 0 then,
+    and the answer is one delta with `vectors`.
     """
 
     request_id: str
@@ -125,6 +146,7 @@ class Submit(_Message, frozen=True):
     prompt_logprobs: int = -1
     constraint: Constraint | None = None
     timeout_s: float = 0.0
+    encode: EncodeInputs | None = None
 
 
 class Abort(_Message, frozen=True):
@@ -195,6 +217,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     `logprobs`: one entry a token id where the request asked for them, else empty.
     `prompt_logprobs`: with the first delta only, one entry a prompt token but the first, which
     nothing precedes.
+    `vectors`: with the finish (reason `stop`) of an encoder request, float32 little-endian, a row
+    for each input in their order: the pooled vector, or a classifier's logits as they are.
     """
 
     request_id: str
@@ -203,6 +227,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    vectors: bytes = b""
 
 
 class StepOutput(_Message, frozen=True):

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.errors import IllegalTransition
-from engine.protocol import FinishReason, Submit, TokenLogprobs
+from engine.protocol import FinishReason, Submit, TokenLogprobs, Usage
 from engine.sampling_batch import LateMask, SampleInput, SamplingState
 
 if TYPE_CHECKING:
+    from engine.encoder_requests import Encoding
     from engine.request_kv import RequestKv
 
 RequestState = Literal["waiting", "running", "finished"]
@@ -56,6 +57,8 @@ class Request:
     constrained    its constraint in the steps; None where nothing binds its output
     prompt_scores  of its prompt's tokens but the first, as far as known, where they were asked for
     kv             its block tables, empty while it waits; None before its first turn
+    encoding       inputs and rows of an encoder request; it has no KV, samples nothing, and
+                   `num_computed` counts the tokens of inputs whose steps were launched
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
     order          order of arrival over all models: the youngest is preempted first
     deadline_s     it ends with reason `timeout` from then on
@@ -79,6 +82,7 @@ class Request:
     error: str = ""
     num_preemptions: int = 0
     constrained: BoundRow | None = None
+    encoding: "Encoding | None" = None
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
 
     @classmethod
@@ -170,6 +174,16 @@ class Request:
     def max_total_tokens(self) -> int:
         """Tokens it may reach; the last one's KV is never needed, its slot is reserved anyhow."""
         return self.num_prompt + self.submit.max_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """What it has consumed so far."""
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.cached_tokens or 0,
+            generated_tokens=self.num_generated,
+            service_s=self.service_s,
+        )
 
     def move(self, state: RequestState) -> None:
         """Change state. Raises IllegalTransition, changing nothing."""

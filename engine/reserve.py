@@ -9,6 +9,7 @@ builds a mask; a kernel that reads pages in place needs less.
 import torch
 
 from engine.config import EngineConfig
+from engine.encoder_queue import STEP_TOKENS
 from engine.logprobs import PROMPT_SLICE
 from engine.pack import KvGroup, PackIndex
 
@@ -27,6 +28,8 @@ PADDING = 2
 
 def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     """Bytes at most for a step of `max_batch_tokens` tokens in `max_num_seqs` rows."""
+    if index.encoder is not None:
+        return _encoder_bytes(index, config)
     tokens = config.max_batch_tokens
     # Of a prompt's logprobs so many positions are worked on at once.
     rows = max(min(config.max_num_seqs, tokens), PROMPT_SLICE)
@@ -36,6 +39,19 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     logits = rows * index.vocab_size * (LOGIT_BYTES + item)
     attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)
     return activations + logits + attention
+
+
+def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:
+    """Its inputs are computed whole, so that the longest one makes the largest step."""
+    assert index.encoder is not None
+    tokens = max(min(config.max_batch_tokens, STEP_TOKENS), index.max_context)
+    item = _item_bytes(index.dtype)
+    hidden, _ = _widths(index)
+    shapes = [e.shape for e in index.tensors if len(e.shape) == 2 and "embeddings" not in e.name]
+    widest = max((max(shape) for shape in shapes), default=hidden)
+    activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
+    # Pooling is in float32; a step may be all inputs of one token.
+    return activations + tokens * 4 * (hidden + index.encoder.dim)
 
 
 def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:

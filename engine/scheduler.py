@@ -10,7 +10,8 @@ Who of those that wait is let in says `admission.py`: while the oldest request o
 memory or for a row, no younger request of another unit is let in before it.
 
 Requests may have tokens in flight (`Request.num_pending`): they are scheduled as if these were
-known. Does not load models and does not run them.
+known. Encoder requests (`encoder_queue.py`) need no memory: nobody is preempted for them, nor they
+for others. Does not load models and does not run them.
 """
 
 from bisect import insort
@@ -18,6 +19,7 @@ from collections import Counter
 
 from engine.admission import Admission
 from engine.batch import ScheduledRow
+from engine.encoder_queue import encoder_rows
 from engine.errors import IntegrityError, OutOfPages
 from engine.kv_cache import KvCache
 from engine.model_queue import KvSupply, ModelQueue, running_in
@@ -40,6 +42,7 @@ class Scheduler:
         tenant_kv_share: float = 1.0,
     ) -> None:
         self._supply = supply
+        self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._min_run_steps = min_run_steps
         # Units that are resident or have requests; of the others only the service they have had.
@@ -113,9 +116,22 @@ class Scheduler:
         return self._by_key.get(key)
 
     def oldest_waiting(self) -> Request | None:
-        """The request of a resident unit that has waited longest."""
-        heads = [q.waiting[0] for q in self._queues.values() if q.cache is not None and q.waiting]
+        """The request of a resident unit that has waited longest for KV."""
+        heads = [
+            q.waiting[0]
+            for q in self._queues.values()
+            if q.cache is not None and not q.encodes and q.waiting
+        ]
         return min(heads, key=lambda request: request.order, default=None)
+
+    @property
+    def only_encodes(self) -> bool:
+        """Whether somebody found too little KV memory while nobody runs who could give any back.
+
+        Encoders may go on for ever meanwhile.
+        """
+        queues = [q for q in self._queues.values() if q.cache is not None and not q.encodes]
+        return any(q.short is not None for q in queues) and not any(q.running for q in queues)
 
     def add(self, request: Request) -> None:
         """Queue a new request behind those of its unit."""
@@ -213,7 +229,16 @@ class Scheduler:
             del self._queues[queue.unit_id]
             self._tags[queue.unit_id] = queue.tag
 
+    def _encoder_rows(self, queue: ModelQueue) -> list[ScheduledRow]:
+        while queue.waiting and len(queue.running) < self._max_num_seqs:
+            request = queue.waiting[0]
+            request.cached_tokens = 0  # nor is anything looked up for it
+            self._start(queue, request)
+        return encoder_rows(queue.running, self._max_batch_tokens)
+
     def _rows(self, queue: ModelQueue, now_s: float) -> list[ScheduledRow]:
+        if queue.encodes:
+            return self._encoder_rows(queue)
         was_short = queue.short is not None
         for request in self._admission.admit(queue, now_s):
             if was_short and not queue.running:
@@ -255,7 +280,7 @@ class Scheduler:
 
     def _victim(self) -> tuple[ModelQueue, Request]:
         """Who gives its memory back."""
-        running = running_in(self._queues.values())
+        running = running_in(q for q in self._queues.values() if not q.encodes)
         holdings = [Holding(request.submit.tenant_id, request.order) for _, request in running]
         share = self._admission.share()
         tenants = {holding.tenant_id for holding in holdings} if share.contended else set()
@@ -295,7 +320,8 @@ class Scheduler:
         if request.kv is not None and not request.kv.is_empty:
             assert queue.cache is not None
             queue.cache.release(request.kv, now_s)
-        request.num_computed = 0
+        if request.encoding is None:
+            request.num_computed = 0
 
 
 def _order(request: Request) -> int:

@@ -34,10 +34,10 @@ from gateway.errors import (
     SERVER_ERROR,
     TOO_LARGE,
     ApiError,
+    ClientGone,
 )
 from gateway.metrics import Metrics
-from gateway.pipeline import ClientGone
-from gateway.routes import chat, completions, health, models
+from gateway.routes import chat, classify, completions, embeddings, health, models, rerank
 from gateway.services import Services
 from gateway.stream import ClientStalled
 
@@ -62,6 +62,9 @@ def create_app(services: Services, edge: Edge | None = None) -> Starlette:
         routes=[
             Route("/v1/chat/completions", chat.create, methods=["POST"]),
             Route("/v1/completions", completions.create, methods=["POST"]),
+            Route("/v1/embeddings", embeddings.create, methods=["POST"]),
+            Route("/v1/classify", classify.create, methods=["POST"]),
+            Route("/v1/rerank", rerank.create, methods=["POST"]),
             Route("/v1/models", models.list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", models.show_model, methods=["GET"]),
             Route("/health/live", health.live, methods=["GET"]),

@@ -25,6 +25,7 @@ from gateway.errors import (
     MODEL_NOT_FOUND,
     SERVER_ERROR,
     UNAVAILABLE,
+    WRONG_TASK,
     ApiError,
     WorkerLost,
     unenforceable,
@@ -102,6 +103,7 @@ class Assignments:
             prompt_logprobs=request.prompt_logprobs,
             constraint=request.constraint,
             timeout_s=ticket.timeout_s(now_s),
+            encode=request.encode,
         )
         if not self._fleet.send(worker.worker_id, submit):
             return False
@@ -138,7 +140,7 @@ class Assignments:
             if delta.token_ids:
                 self._tokens(ticket, delta)
             if delta.finish is not None:
-                self._finish(ticket, delta.finish, now_s)
+                self._finish(ticket, delta.finish, delta.vectors, now_s)
 
     def refused(self, worker_id: str, refused: Refused, now_s: float) -> None:
         """A Submit was not taken; nothing ran."""
@@ -204,7 +206,7 @@ class Assignments:
             logger.info("client too slow request=%s: aborted", ticket.request.request_id)
             self.abort(ticket)
 
-    def _finish(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
+    def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
         usage = finish.usage
         self._take_back(ticket, usage, now_s)
         tenant_id, model = ticket.tenant_id, ticket.request.model
@@ -216,9 +218,9 @@ class Assignments:
                 tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
             )
         request_id = ticket.request.request_id
-        if ticket.num_tokens:
+        if ticket.num_tokens or vectors:
             self._unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
-            self._end(ticket, finish)
+            self._end(ticket, finish, vectors)
         else:
             self._unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
             self._end(ticket, _end_without_tokens(ticket, finish))
@@ -251,9 +253,9 @@ class Assignments:
         ticket.num_tokens = 0
         self._on_left(ticket)
 
-    def _end(self, ticket: Ticket, end: StreamEnd) -> None:
+    def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
         ticket.move("ended")
-        ticket.stream.finish(end)
+        ticket.stream.finish(end, vectors)
         self._on_left(ticket)
 
 
@@ -264,6 +266,8 @@ def _refusal(ticket: Ticket, refused: Refused) -> ApiError:
         return unenforceable(refused.message)
     if refused.code == "invalid_sampling":
         return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
+    if refused.code == "wrong_task":
+        return ApiError(WRONG_TASK, f"the model cannot do this: {refused.message}", "model")
     if refused.code == "unknown_model":
         return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is not hosted any more")
     return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")

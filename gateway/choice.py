@@ -129,8 +129,7 @@ class Choice:
             self.failure = error
             raise
         except (WorkerLost, StopAsyncIteration) as error:
-            message = "the worker that was answering was lost: send the request again"
-            self.failure = ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
+            self.failure = worker_was_lost()
             raise self.failure from error
 
     async def take_last_event(self) -> None:
@@ -153,7 +152,7 @@ class Choice:
         if event.finish is not None:
             self.finish = event.finish
             if not self._text.stopped and event.finish.reason not in ("stop", "length"):
-                self._check_end(event.finish, is_gone())
+                check_end(event.finish, self._request, is_gone(), self.running.overflowed)
             text += self._text.finish()
         elif self._text.stopped:
             self.running.abort()
@@ -174,25 +173,30 @@ class Choice:
         self._prompt_told = True
         return score_prompt(self._pieces, self._request.prompt_token_ids, event)
 
-    def _check_end(self, finish: Finish, is_gone: bool) -> None:
-        """Raises ApiError where the end is neither the model's nor the client's doing."""
-        if finish.reason == "error":
-            log.error(
-                "request %s: model %s failed: %s",
-                self._request.request_id,
-                self._request.model.name,
-                finish.error,
-            )
-            raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
-        if finish.reason == "refused":
-            raise unenforceable(f"from here on it costs too much to hold ({finish.error})")
-        if finish.reason == "timeout":
-            message = "the request took longer than this server allows: ask for fewer tokens"
-            raise ApiError(DEADLINE_EXCEEDED, message)
-        if self.running.overflowed:
-            raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
-        if not is_gone:
-            raise ApiError(UNAVAILABLE, "the server is stopping: send the request again")
+
+def check_end(
+    finish: Finish, request: PreparedRequest, is_gone: bool, overflowed: bool = False
+) -> None:
+    """Raises ApiError where the end is neither the model's nor the client's doing."""
+    if finish.reason == "error":
+        name = request.model.name
+        log.error("request %s: model %s failed: %s", request.request_id, name, finish.error)
+        raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
+    if finish.reason == "refused":
+        raise unenforceable(f"from here on it costs too much to hold ({finish.error})")
+    if finish.reason == "timeout":
+        message = "the request took longer than this server allows: ask for fewer tokens"
+        raise ApiError(DEADLINE_EXCEEDED, message)
+    if overflowed:
+        raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
+    if not is_gone:
+        raise ApiError(UNAVAILABLE, "the server is stopping: send the request again")
+
+
+def worker_was_lost() -> ApiError:
+    """The answer to a request whose worker died at the wrong moment."""
+    message = "the worker that was answering was lost: send the request again"
+    return ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
 
 
 def score_prompt(

@@ -29,13 +29,7 @@ from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatu
 from gateway.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
 from gateway.capacity import WorkerCapacity
 from gateway.config import Settings
-from gateway.errors import (
-    QUEUE_FULL,
-    UNAVAILABLE,
-    ApiError,
-    model_failed,
-    model_gone,
-)
+from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
 from gateway.fleet import Fleet
 from gateway.matching import demands, grant_round
 from gateway.policy.fair_share import FairShare, TenantOrder
@@ -44,7 +38,7 @@ from gateway.policy.quarantine import Quarantine
 from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
 from gateway.running import RequestStream, StreamEnd
 from gateway.services import DispatcherSnapshot
-from gateway.tickets import IntegrityError, Ticket, TicketQueue
+from gateway.tickets import IntegrityError, Ticket, TicketQueue, misfit
 from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.unacked import UnackedFinishes
 from gateway.worker_connection import WorkerClient
@@ -110,17 +104,19 @@ class Dispatcher:
     def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
         """Queue a request. Raises ApiError at once where it cannot be or a bound bites."""
         name = request.model.name
-        if self._stopping:
+        if self._stopping and not request.continues:
             message = "the server is stopping: send the request again"
             raise ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
-        if name not in self._models:
-            raise model_gone(name)
+        error = misfit(request, self._models.get(name))
+        if error is not None:
+            raise error
         failure = self.model_failure(name)
         if failure is not None:
             raise model_failed(name, failure)
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        self._check_bounds(principal.tenant_id)
+        if not request.continues:  # what was admitted is not refused half way
+            self._check_bounds(principal.tenant_id)
         ticket = self._new_ticket(request, principal)
         self._live[request.request_id] = ticket
         self._queue.add(ticket)

@@ -6,13 +6,15 @@ No HTTP in here, so that everything behind the routes can be built and tested wi
 import time
 from dataclasses import dataclass
 
-from gateway.exchange import Clocks
+from gateway.codecs import Codecs, PreparePool
+from gateway.encode_prepare import EncodePreparer
 from gateway.limits import Limiter
 from gateway.metrics import Metrics, StateCollector
 from gateway.pipeline import Pipeline
 from gateway.prepare import PrepareBounds, Preparer
 from gateway.semantic_cache import SemanticCache
 from gateway.services import Services
+from gateway.settlement import Clocks
 from gateway.store.memory import MemoryStore
 
 REAL_CLOCKS = Clocks(now_s=time.monotonic, now_at=time.time)
@@ -42,14 +44,13 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
     store = MemoryStore()
     cache = SemanticCache(settings.cache_max_bytes, settings.cache_ttl_s, clocks.now_s)
     limiter = Limiter(store, clocks.now_s, lambda name: metrics.limit_rejections.labels(name).inc())
-    bounds = PrepareBounds(
-        num_threads=settings.prepare_threads,
-        max_pending=settings.max_prepare_pending,
-        max_codecs=settings.max_tokenizers,
-        default_max_tokens=settings.default_max_tokens,
-        max_choices=settings.max_choices,
+    codecs = Codecs(
+        PreparePool(settings.prepare_threads, settings.max_prepare_pending),
+        settings.max_tokenizers,
     )
-    preparer = Preparer(services.directory, bounds)
+    bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
+    preparer = Preparer(services.directory, codecs, bounds)
+    encode_preparer = EncodePreparer(services.directory, codecs, settings.max_encode_tokens)
     services.dispatcher.add_swap_listener(metrics.on_swap)
     services.metrics_registry.register(
         StateCollector(
@@ -59,5 +60,5 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
             cache_bytes=lambda: cache.size_bytes,
         )
     )
-    pipeline = Pipeline(services, preparer, limiter, cache, metrics, clocks)
+    pipeline = Pipeline(services, preparer, encode_preparer, limiter, cache, metrics, clocks)
     return Edge(services, pipeline, preparer, store, metrics, clocks)

@@ -1,6 +1,7 @@
 """The gateway's error tree and the one table from errors to HTTP.
 
     ApiError                 ends in OpenAI's error object with a stable `code`
+    ClientGone               nobody waits for the answer any more
     WorkerLost               the worker died after tokens had been sent: an error event, no bill
 
 Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 
 class WorkerLost(Exception):
     """The worker that was running this request is gone."""
+
+
+class ClientGone(Exception):
+    """The client went away before its answer was ready; there is nobody to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ INVALID_REQUEST = ErrorKind(400, "invalid_request_error", "invalid_request")
 INVALID_CONSTRAINT = ErrorKind(400, "invalid_request_error", "invalid_constraint")
 CONTEXT_LENGTH = ErrorKind(400, "invalid_request_error", "context_length_exceeded")
 UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
+WRONG_TASK = ErrorKind(400, "invalid_request_error", "wrong_task")
 INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
 FORBIDDEN = ErrorKind(403, "invalid_request_error", "permission_denied")
 MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
@@ -75,6 +81,16 @@ class ApiError(Exception):
 def model_gone(name: str) -> ApiError:
     """The catalog does not name it any more."""
     return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is not hosted any more", param="model")
+
+
+def wrong_task(name: str, task: str) -> ApiError:
+    """A model of this task was asked for something else."""
+    does, routes = {
+        "generate": ("generates text", "/v1/chat/completions or /v1/completions"),
+        "embed": ("embeds texts", "/v1/embeddings"),
+        "classify": ("classifies texts", "/v1/classify or /v1/rerank"),
+    }[task]
+    return ApiError(WRONG_TASK, f"the model {name!r} {does}: ask {routes}", "model")
 
 
 def model_failed(name: str, reason: str) -> ApiError:

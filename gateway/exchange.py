@@ -1,7 +1,7 @@
 """One admitted request from the fair queue to its posting: the holding half of stages 9 and 10.
 
 Comes in: a reservation and the dispatcher's events. Goes out: pieces (choice.py) for whoever writes
-the answer, and exactly one closing, whatever happens: limits settled, ledger posted or voided.
+the answer, and exactly one closing, whatever happens: what settlement.py does with the outcome.
 
     running --finish, stop string, failure, client gone--> ended --close, abandon--> closed
 
@@ -22,67 +22,17 @@ others are stopped. It is billed for its prompt once and for the tokens of all c
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import AsyncIterator, Sequence
 
 from engine.protocol import Usage
 from gateway.answer import UsageFigures
 from gateway.choice import Choice, Merged, Piece
 from gateway.errors import ApiError
 from gateway.joint import joint_usage
-from gateway.ledger import prices_of
 from gateway.limits import Hold
-from gateway.metrics import Metrics
-from gateway.policy.pricing import cost_nanos
 from gateway.prepare import Prepared
-from gateway.services import UsageLedger
+from gateway.settlement import CLOSE_WAIT_S, Ending, Settled, Settlement, Surroundings
 from gateway.types import Principal, RunningRequest
-from registry.ledger import OpenRecord, Posting
-
-log = logging.getLogger(__name__)
-
-# How long an answer waits for its posting. A slow disk must not hold answers back for ever; the
-# closing goes on without them.
-CLOSE_WAIT_S = 1.0
-
-Settled: TypeAlias = Literal["finished", "disconnected", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Clocks:
-    """Monotonic seconds for durations, epoch seconds for the ledger."""
-
-    now_s: Callable[[], float]
-    now_at: Callable[[], float]
-
-
-class TaskSet:
-    """Tasks that must outlive whoever started them. `drain` at shutdown."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        """Run to the end; a failure is logged, for nobody may be waiting."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    async def drain(self, timeout_s: float) -> None:
-        """Wait for what runs, at most this long."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=timeout_s)
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("closing a request failed", exc_info=task.exception())
 
 
 class Exchange:
@@ -94,20 +44,14 @@ class Exchange:
         principal: Principal,
         hold: Hold,
         runnings: Sequence[RunningRequest],
-        ledger: UsageLedger,
-        metrics: Metrics,
-        tasks: TaskSet,
-        clocks: Clocks,
+        around: Surroundings,
         arrived_s: float,
     ) -> None:
         """`runnings`: the request's choices as the dispatcher runs them, in order."""
         self.request = prepared.request
-        self._principal = principal
-        self._hold = hold
-        self._ledger = ledger
-        self._metrics = metrics
-        self._tasks = tasks
-        self._clocks = clocks
+        self._metrics = around.metrics
+        self._tasks = around.tasks
+        self._clocks = around.clocks
         self._arrived_s = arrived_s
         self.is_gone = False
         self.choices = [
@@ -125,10 +69,9 @@ class Exchange:
         self._first: Piece | None = None
         self._failed = False
         self._first_token_s: float | None = None
-        self._token_latency = metrics.inter_token_latency.labels(self.request.model.name)
+        self._token_latency = around.metrics.inter_token_latency.labels(self.request.model.name)
         self._closing: asyncio.Task[None] | None = None
-        # Begun now and awaited at the first token: its commit costs the first token nothing.
-        self._opening = asyncio.ensure_future(self._open())
+        self._settlement = Settlement(self.request, principal, hold, around, arrived_s)
 
     @property
     def usage(self) -> UsageFigures:
@@ -203,7 +146,7 @@ class Exchange:
 
     async def _before_tokens(self, choice: Choice, num_tokens: int) -> None:
         """No token leaves before its open record is durable."""
-        await asyncio.shield(self._opening)
+        await self._settlement.opened()
         now_s = self._clocks.now_s()
         if self._first_token_s is None:
             self._first_token_s = now_s
@@ -219,39 +162,26 @@ class Exchange:
             self._closing = self._tasks.spawn(self._close())
         return self._closing
 
-    async def _open(self) -> None:
-        request, principal = self.request, self._principal
-        await self._ledger.open(
-            OpenRecord(
-                request_id=request.request_id,
-                tenant_id=principal.tenant_id,
-                key_id=principal.key_id,
-                model=request.model.name,
-                revision=request.model.revision,
-                prompt_tokens=len(request.prompt_token_ids),
-                opened_at=self._clocks.now_at(),
-            )
-        )
-
     async def _close(self) -> None:
-        """Stage 10. Limits first: the client's next request must find them settled."""
+        """Stage 10."""
         await self._merged.stop()
         self._abort()
         for choice in self.choices:
             await choice.take_last_event()
         settled = self._outcome()
-        if settled is None or settled[0] == "failed":
-            gone_early = settled is None and self.is_gone
-            await (self._hold.settle(0) if gone_early else self._hold.release())
-        else:
-            await self._hold.settle(len(self.request.prompt_token_ids) + settled[1])
-        self._count(settled)
-        # Whatever became of it, post or void ends it; a failure to open has been raised already.
-        await asyncio.gather(self._opening, return_exceptions=True)
-        if settled is None:
-            await self._ledger.void(self.request.request_id)
-        else:
-            await self._ledger.post(self._posting(*settled))
+        outcome, completion_tokens = settled or (None, 0)
+        succeeded = outcome == "finished" and self.is_complete
+        await self._settlement.end(
+            Ending(
+                outcome,
+                self._usage(),
+                completion_tokens,
+                self._queue_s,
+                self._first_token_s,
+                keeps_request=settled is None and self.is_gone,
+                finish_reasons=[c.finish_reason for c in self.choices if succeeded],
+            )
+        )
 
     def _usage(self) -> Usage:
         usages = [choice.usage for choice in self.choices]
@@ -267,42 +197,3 @@ class Exchange:
             generated = sum(max(c.num_tokens, c.usage.generated_tokens) for c in self.choices)
             return ("disconnected", generated) if generated else None
         return ("failed", num_text) if num_text else None
-
-    def _count(self, settled: tuple[Settled, int] | None) -> None:
-        metrics, name = self._metrics, self.request.model.name
-        duration_s = self._clocks.now_s() - self._arrived_s
-        metrics.requests_ended.labels(name, settled[0] if settled else "void").inc()
-        metrics.e2e_request_latency.labels(name).observe(duration_s)
-        metrics.request_queue_time.labels(name).observe(self._queue_s)
-        if settled is not None:
-            metrics.prompt_tokens.labels(name).inc(len(self.request.prompt_token_ids))
-            metrics.generation_tokens.labels(name).inc(settled[1])
-        if settled is not None and settled[0] == "finished" and self.is_complete:
-            for choice in self.choices:
-                metrics.request_success.labels(name, choice.finish_reason).inc()
-
-    def _posting(self, outcome: Settled, completion_tokens: int) -> Posting:
-        request, principal, usage = self.request, self._principal, self._usage()
-        prompt_tokens = len(request.prompt_token_ids)
-        cached_tokens = min(usage.cached_tokens, prompt_tokens)
-        first_s = self._first_token_s
-        return Posting(
-            request_id=request.request_id,
-            tenant_id=principal.tenant_id,
-            key_id=principal.key_id,
-            model=request.model.name,
-            revision=request.model.revision,
-            kind=request.kind,
-            outcome=outcome,
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            completion_tokens=completion_tokens,
-            cost_nanos=cost_nanos(
-                prices_of(request.model), outcome, prompt_tokens, cached_tokens, completion_tokens
-            ),
-            service_s=usage.service_s,
-            queue_s=self._queue_s,
-            ttft_s=0.0 if first_s is None else first_s - self._arrived_s,
-            duration_s=self._clocks.now_s() - self._arrived_s,
-            posted_at=self._clocks.now_at(),
-        )

@@ -234,12 +234,15 @@ def together(finishes: Sequence[Finish]) -> Finish | None:
 def closing(
     record: OpenRecord, finish: Finish | None, model: HostedModel | None, posted_at: float
 ) -> Posting:
-    """The posting of a record that an earlier server left open."""
+    """The posting of a record that an earlier server left open.
+
+    An encoder's answer goes out whole, behind its posting: where there is none, neither went.
+    """
     usage = None if finish is None else finish.usage
     prompt_tokens = record.prompt_tokens if usage is None else usage.prompt_tokens
     cached_tokens = 0 if usage is None else usage.cached_tokens
     completion_tokens = 0 if usage is None else usage.generated_tokens
-    served = finish is not None and not is_unserved(finish)
+    served = finish is not None and not is_unserved(finish) and completion_tokens > 0
     prices = FREE if model is None else prices_of(model)
     outcome: Outcome = "disconnected" if served else "failed"
     return Posting(

@@ -1,4 +1,5 @@
-"""The way a request goes: ten stages, top to bottom, and nowhere else is their order known.
+"""The way a request goes: ten stages, top to bottom, and nowhere else is their order known. It is
+written twice: for text that is generated, and for encoders, whose answer comes whole.
 
 Comes in: a `Call` (headers as they arrived, the body when it is asked for). Goes out: an answer's
 bytes, whole or as events, or an ApiError while nothing has been sent. Each stage's work is in the
@@ -6,18 +7,21 @@ module it names; what must be undone when a later stage fails is held by `exchan
 """
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import msgspec
 
-from gateway import wire
+from gateway import encode_answer, encode_wire, wire
 from gateway.answer import DONE, Chunks, UsageFigures, WholeChoice, error_event, json_answer
+from gateway.answer_room import AnswerRoom
 from gateway.auth import authenticate
 from gateway.choice import Piece
-from gateway.errors import ApiError
-from gateway.exchange import Clocks, Exchange, TaskSet
+from gateway.encode_exchange import EncodeExchange
+from gateway.encode_prepare import EncodePrepared, EncodePreparer, pieces_of
+from gateway.errors import ApiError, ClientGone
+from gateway.exchange import Exchange
 from gateway.joint import choice_id
 from gateway.ledger import prices_of
 from gateway.limits import Hold, Limiter
@@ -26,17 +30,20 @@ from gateway.policy.pricing import cost_nanos
 from gateway.prepare import SEED_MASK, Prepared, Preparer
 from gateway.semantic_cache import RESULT_HEADER, CachedAnswer, SemanticCache
 from gateway.services import Services
+from gateway.settlement import Clocks, Settlement, Surroundings, TaskSet
 from gateway.tool_deltas import finish_reason
-from gateway.types import PreparedRequest, Principal, RunningRequest
+from gateway.types import EncodeKind, PreparedRequest, Principal, RequestKind, RunningRequest
 from registry.ledger import Posting
 
 log = logging.getLogger(__name__)
 
-_ID_PREFIX = {"chat": "chatcmpl-", "completion": "cmpl-"}
-
-
-class ClientGone(Exception):
-    """The client went away before its answer was ready; there is nobody to answer."""
+_ID_PREFIX = {
+    "chat": "chatcmpl-",
+    "completion": "cmpl-",
+    "embedding": "embd-",
+    "classify": "classify-",
+    "rerank": "rerank-",
+}
 
 
 @dataclass(slots=True)
@@ -47,7 +54,7 @@ class Call:
     `when_gone` takes what is to be called when the client goes away.
     """
 
-    kind: wire.Kind
+    kind: RequestKind
     headers: Mapping[str, str]
     receive_body: Callable[[], Awaitable[bytes]]
     http_id: str
@@ -58,9 +65,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """A whole answer."""
+    """A whole answer, in parts."""
 
-    body: bytes
+    parts: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +88,39 @@ class Pipeline:
         self,
         services: Services,
         preparer: Preparer,
+        encode_preparer: EncodePreparer,
         limiter: Limiter,
         cache: SemanticCache,
         metrics: Metrics,
         clocks: Clocks,
     ) -> None:
+        self._settings = services.settings
         self._directory = services.directory
         self._dispatcher = services.dispatcher
         self._ledger = services.ledger
         self._preparer = preparer
+        self._encode_preparer = encode_preparer
         self._limiter = limiter
         self._cache = cache
         self._metrics = metrics
         self._clocks = clocks
-        self._closings = TaskSet()
+        self._answer_room = AnswerRoom(services.settings.max_encode_answer_bytes)
+        self._around = Surroundings(self._ledger, metrics, TaskSet(), clocks)
 
     async def handle(self, call: Call) -> Answer:
         """Serve one request. Raises ApiError, or ClientGone where nobody waits for the answer."""
+        kind = call.kind
+        if kind == "chat" or kind == "completion":
+            return await self._generate(call, kind)
+        return await self._encode(call, kind)
+
+    async def _generate(self, call: Call, kind: wire.Kind) -> Answer:
         now_at = self._clocks.now_at()
         # 1 auth
         principal = authenticate(call.headers, self._directory, now_at)
         # 2 prepare
-        asked = wire.decode(call.kind, await call.receive_body())
-        request_id = _ID_PREFIX[call.kind] + call.http_id
+        asked = wire.decode(kind, await call.receive_body())
+        request_id = _ID_PREFIX[kind] + call.http_id
         prepared = await self._preparer.prepare(asked, principal, call.headers, request_id, now_at)
         # 3 limits
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
@@ -116,13 +133,49 @@ class Pipeline:
         # 9 stream, 10 ledger
         if asked.stream:
             return EventAnswer(self._events(exchange, prepared, principal), exchange.abandon)
-        return JsonAnswer(await self._whole(exchange, prepared, principal))
+        return JsonAnswer([await self._whole(exchange, prepared, principal)])
+
+    async def _encode(self, call: Call, kind: EncodeKind) -> Answer:
+        """The same way for an encoder: its answer is whole before anything of it leaves."""
+        now_at = self._clocks.now_at()
+        # 1 auth
+        principal = authenticate(call.headers, self._directory, now_at)
+        # 2 prepare
+        body = await call.receive_body()
+        asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)
+        prepared = await self._encode_preparer.prepare(
+            asked, principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
+        )
+        with self._answer_room.of(principal.tenant_id, prepared.rows_bytes):
+            return await self._encode_prepared(call, prepared, principal)
+
+    async def _encode_prepared(
+        self, call: Call, prepared: EncodePrepared, principal: Principal
+    ) -> Answer:
+        # 3 limits
+        hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
+        # 4 semantic cache
+        self._look_up(call, prepared, principal)
+        # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
+        exchange = await self._dispatch_pieces(call, prepared, principal, hold)
+        try:
+            rows = await exchange.rows()
+            # 10 ledger
+            await exchange.close()
+        finally:
+            exchange.abandon()
+        if exchange.is_gone:
+            raise ClientGone
+        # 9 stream
+        return JsonAnswer(await encode_answer.answer(prepared, rows))
 
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
-        await self._closings.drain(timeout_s)
+        await self._around.tasks.drain(timeout_s)
 
-    def _look_up(self, call: Call, prepared: Prepared, principal: Principal) -> CachedAnswer | None:
+    def _look_up(
+        self, call: Call, prepared: Prepared | EncodePrepared, principal: Principal
+    ) -> CachedAnswer | None:
         if prepared.cache == "off":
             return None
         hit = None
@@ -152,7 +205,7 @@ class Pipeline:
         if not request.stream:
             whole = WholeChoice(request, 0, pieces)
             whole.add(piece)
-            return JsonAnswer(json_answer(request, [whole.body(reason)], usage))
+            return JsonAnswer([json_answer(request, [whole.body(reason)], usage)])
         chunks = Chunks(request, pieces)
         body = chunks.piece(piece) + chunks.last(0, reason)
         return EventAnswer(_single(body + chunks.usage(usage) + DONE), lambda: None)
@@ -171,17 +224,7 @@ class Pipeline:
                 await hold.release()
                 raise
             failure = error
-        exchange = Exchange(
-            prepared,
-            principal,
-            hold,
-            runnings,
-            self._ledger,
-            self._metrics,
-            self._closings,
-            self._clocks,
-            call.arrived_s,
-        )
+        exchange = Exchange(prepared, principal, hold, runnings, self._around, call.arrived_s)
         if failure is not None:
             exchange.fail()
             raise failure
@@ -195,6 +238,28 @@ class Pipeline:
                 exchange.abandon()
         if not began:
             raise ClientGone
+        return exchange
+
+    async def _dispatch_pieces(
+        self, call: Call, prepared: EncodePrepared, principal: Principal, hold: Hold
+    ) -> EncodeExchange:
+        """Queue the first piece of it; the others follow."""
+        pieces = pieces_of(prepared.request, self._settings.encode_piece_tokens)
+        try:
+            first = self._dispatcher.run(pieces[0], principal)
+        except Exception:
+            await hold.release()
+            raise
+        exchange = EncodeExchange(
+            pieces,
+            prepared.width,
+            first,
+            lambda piece: self._dispatcher.run(piece, principal),
+            Settlement(prepared.request, principal, hold, self._around, call.arrived_s),
+            self._around.tasks,
+            self._settings.request_timeout_s,
+        )
+        call.when_gone(exchange.client_gone)
         return exchange
 
     async def _events(

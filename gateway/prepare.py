@@ -3,50 +3,34 @@
 Comes in: a `WireRequest` and who sent it. Goes out: a `Prepared` (the request in token ids, and the
 codec that will turn its answer into text), or an ApiError; nothing has been reserved yet.
 
-Templates and tokenizers are the gateway's only heavy work, so they run in a small thread pool. What
-waits for it is bounded: beyond the bound the answer is an early 429. Codecs are kept per model
-revision, least recently used first out, and loaded once however many requests ask at the same time.
+Templates and tokenizers run in the threads of codecs.py. What encoders are asked is prepared by
+encode_prepare.py.
 """
 
-import asyncio
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
-
-from cachetools import LRUCache
 
 from engine.protocol import SamplingParams
 from gateway import semantic_cache
 from gateway.auth import find_model
 from gateway.chat_prompt import Prompt, chat_prompt
+from gateway.codecs import Codecs
 from gateway.directory import Directory
-from gateway.errors import (
-    CONTEXT_LENGTH,
-    MODEL_FAILED,
-    QUEUE_FULL,
-    ApiError,
-)
+from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
 from gateway.output_parser import IdentityParser, OutputParser
 from gateway.policy import cache_rule
 from gateway.policy.cache_rule import CacheAsk, CacheDecision
 from gateway.templates import TemplateRefused
-from gateway.tokenization import TextCodec, load_codec
+from gateway.tokenization import TextCodec
 from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.wire import WireRequest, invalid
 
-log = logging.getLogger(__name__)
-
-_PREPARE_RETRY_S = 1.0
 # Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
 _LONG_CHARS_PER_TOKEN = 6
 SEED_MASK = (1 << 63) - 1
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
 _SMALLEST_TOP_P = 1e-9
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,32 +46,23 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PrepareBounds:
-    """`num_threads` work, `max_pending` requests wait or are worked on, `max_codecs` are kept.
+    """A request has `max_choices` at most, and by default `default_max_tokens` each."""
 
-    A request has `max_choices` at most, and by default `default_max_tokens` each.
-    """
-
-    num_threads: int
-    max_pending: int
-    max_codecs: int
     default_max_tokens: int
     max_choices: int = 1
 
 
 class Preparer:
-    """Stage 2. One object per gateway process; call `close` at the end."""
+    """Stage 2 of what is generated. One object per gateway process."""
 
-    def __init__(self, directory: Directory, bounds: PrepareBounds) -> None:
+    def __init__(self, directory: Directory, codecs: Codecs, bounds: PrepareBounds) -> None:
         self._directory = directory
+        self._codecs = codecs
         self._bounds = bounds
-        self._pool = ThreadPoolExecutor(bounds.num_threads, thread_name_prefix="prepare")
-        self._codecs: LRUCache[str, TextCodec] = LRUCache(bounds.max_codecs)
-        self._loading: dict[str, asyncio.Task[TextCodec]] = {}
-        self._num_pending = 0
 
     def close(self) -> None:
         """Stop the threads; what they are at is finished first."""
-        self._pool.shutdown(wait=True)
+        self._codecs.pool.close()
 
     async def prepare(
         self,
@@ -107,7 +82,7 @@ class Preparer:
             has_seed=asked.seed is not None,
             is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
         )
-        codec = await self._codec(model)
+        codec = await self._codecs.text(model)
         prompt = await self._encode(codec, model, asked)
         decision = cache_rule.decide(ask)
         only_prompt = asked.max_tokens == 0
@@ -137,32 +112,10 @@ class Preparer:
         )
         return Prepared(request, codec, decision, prompt.plan.new_parser)
 
-    async def _codec(self, model: HostedModel) -> TextCodec:
-        codec = self._codecs.get(model.revision)
-        if codec is not None:
-            return codec
-        loading = self._loading.get(model.revision)
-        if loading is None:
-            loading = asyncio.create_task(self._load(model))
-            self._loading[model.revision] = loading
-        # Shielded: one caller that goes away must not take it from the others.
-        return await asyncio.shield(loading)
-
-    async def _load(self, model: HostedModel) -> TextCodec:
-        try:
-            codec = await self._in_pool(lambda: load_codec(Path(model.pack_dir)))
-        except (OSError, ValueError) as error:
-            log.error("tokenizer of model %s cannot be loaded: %s", model.name, error)
-            raise ApiError(
-                MODEL_FAILED, f"the tokenizer of model {model.name!r} cannot be loaded"
-            ) from error
-        finally:
-            del self._loading[model.revision]
-        self._codecs[model.revision] = codec
-        return codec
-
     def _check(self, asked: WireRequest, model: HostedModel) -> None:
         """What can be said without reading texts. Raises ApiError."""
+        if model.task != "generate":
+            raise wrong_task(model.name, model.task)
         if asked.n > self._bounds.max_choices:
             raise invalid("n", f"n must not be above {self._bounds.max_choices}")
         last = model.vocab_size - 1
@@ -179,7 +132,7 @@ class Preparer:
     async def _encode(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> Prompt:
         param = _param(asked)
         try:
-            prompt = await self._in_pool(lambda: self._prompt(codec, model, asked))
+            prompt = await self._codecs.pool.run(lambda: self._prompt(codec, model, asked))
         except TemplateRefused as error:
             raise invalid(
                 param,
@@ -246,19 +199,6 @@ class Preparer:
         if not asked.echo:
             return ""
         return asked.prompt if isinstance(asked.prompt, str) else codec.decode(ids)
-
-    async def _in_pool(self, work: Callable[[], _T]) -> _T:
-        if self._num_pending >= self._bounds.max_pending:
-            raise ApiError(
-                QUEUE_FULL,
-                "too many requests are being prepared: try again in a moment",
-                retry_after_s=_PREPARE_RETRY_S,
-            )
-        self._num_pending += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._num_pending -= 1
 
 
 def _param(asked: WireRequest) -> str:

@@ -33,6 +33,7 @@ class RequestStream:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._vectors = b""
         self._end: StreamEnd | None = None
         self._handed_over = False
         self._waiter: asyncio.Future[None] | None = None
@@ -113,17 +114,23 @@ class RequestStream:
         self._wake()
         return True
 
-    def finish(self, end: StreamEnd) -> None:
+    def finish(self, end: StreamEnd, vectors: bytes = b"") -> None:
         """The last event, or what is raised in its place. The first one counts."""
         if self._end is None:
-            self._end = end
+            self._end, self._vectors = end, vectors
             self._wake()
 
     def _take(self, finish: Finish | None = None) -> TokenEvent:
         event = TokenEvent(
-            self._tokens, finish, tuple(self._logprobs), tuple(self._prompt_logprobs)
+            self._tokens,
+            finish,
+            tuple(self._logprobs),
+            tuple(self._prompt_logprobs),
+            b"" if finish is None else self._vectors,
         )
         self._tokens, self._logprobs, self._prompt_logprobs = [], [], ()
+        if finish is not None:
+            self._vectors = b""
         return event
 
     async def _wait(self) -> None:

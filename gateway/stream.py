@@ -1,17 +1,19 @@
-"""Stage 9, the sending half: server-sent events on their way to a client that may go away.
+"""Stage 9, the sending half: answers on their way to a client that may go away.
 
-Comes in: the bytes of an answer, event by event, as answer.py writes them. Who pays for it is
-exchange.py's.
+Comes in: the bytes of an answer, event by event, as answer.py writes them, or whole. Who pays for
+it is exchange.py's.
 
 A client that goes away shows only as an ASGI message, so one task per request waits for it
 (`DisconnectWatch`) while the answer is made, streamed or not.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+_SLICE_BYTES = 262_144
 
 
 class DisconnectWatch:
@@ -49,6 +51,41 @@ class DisconnectWatch:
 
 class ClientStalled(Exception):
     """The client holds the connection but has not read for too long."""
+
+
+class WholeAnswer(Response):
+    """A JSON answer, a slice at a time: one of megabytes does not lie in buffers for a client that
+    does not read it. Raises ClientStalled where a slice takes longer than `write_timeout_s`.
+
+    A part that is too large is cut; parts that are small are sent as they are.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes], write_timeout_s: float) -> None:
+        self.status_code = 200
+        self.background = None
+        self._parts = parts
+        self._write_timeout_s = write_timeout_s
+        self.init_headers({"content-length": str(sum(map(len, parts)))})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of this answer."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        now_s = asyncio.get_running_loop().time
+        timer = asyncio.timeout(None)
+        try:
+            async with timer:
+                for number, part in enumerate(self._parts, 1):
+                    for at in range(0, len(part), _SLICE_BYTES):
+                        timer.reschedule(now_s() + self._write_timeout_s)
+                        body = part if len(part) <= _SLICE_BYTES else part[at : at + _SLICE_BYTES]
+                        more = number < len(self._parts) or at + _SLICE_BYTES < len(part)
+                        await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError as error:
+            if timer.expired():
+                raise ClientStalled from error
+            raise
 
 
 class EventStream(Response):

@@ -86,12 +86,8 @@ class Ticket:
         return self.request.request_id, self.attempt
 
     def misfit(self, model: HostedModel | None) -> ApiError | None:
-        """Why `model`, as hosted now under its name, is not the one it was prepared for."""
-        if model is None:
-            return model_gone(self.model_name)
-        if model.revision != self.request.model.revision:
-            return model_replaced(self.model_name)
-        return None
+        """As the function below."""
+        return misfit(self.request, model)
 
     def timeout_s(self, now_s: float) -> float:
         """What is left of its time, as a Submit says it: 0 none, negative: it is over."""
@@ -105,6 +101,15 @@ class Ticket:
         if (self.state, state) not in _TRANSITIONS:
             raise IllegalTransition(f"request {self.key}: {self.state} -> {state}")
         self.state = state
+
+
+def misfit(request: PreparedRequest, model: HostedModel | None) -> ApiError | None:
+    """Why `model`, as hosted now under its name, is not the one it was prepared for."""
+    if model is None:
+        return model_gone(request.model.name)
+    if model.revision != request.model.revision:
+        return model_replaced(request.model.name)
+    return None
 
 
 class TicketQueue:

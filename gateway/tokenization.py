@@ -269,7 +269,7 @@ def load_codec(model_dir: Path) -> TextCodec:
 
     A template that does not compile leaves a model that completes but cannot chat.
     """
-    tokenizer = _tokenizer((model_dir / TOKENIZER_FILE).read_bytes())
+    tokenizer = read_tokenizer((model_dir / TOKENIZER_FILE).read_bytes())
     named = special_tokens(model_dir)
     template: ChatTemplate | TemplateRefused | None
     try:
@@ -321,14 +321,14 @@ def _renamed(tokenizer: Tokenizer, control: ControlTokens) -> Tokenizer:
         if model.get("unk_token") == token.content:
             model["unk_token"] = name
     document["post_processor"] = None
-    renamed = _tokenizer(msgspec.json.encode(document))
+    renamed = read_tokenizer(msgspec.json.encode(document))
     for token_id, token in control.tokens.items():
         if renamed.token_to_id(control.name_of(token)) != token_id:
             raise ValueError(f"control token {token.content!r} of this tokenizer cannot be guarded")
     return renamed
 
 
-def _tokenizer(raw: bytes) -> Tokenizer:
+def read_tokenizer(raw: bytes) -> Tokenizer:
     """The library raises bare Exceptions, nothing finer: these two functions are the boundary."""
     try:
         return Tokenizer.from_buffer(raw)

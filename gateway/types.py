@@ -9,8 +9,11 @@ from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from engine.protocol import Constraint, Finish, SamplingParams, TokenLogprobs
+from engine.protocol import Constraint, EncodeInputs, Finish, SamplingParams, TokenLogprobs
 
+Task: TypeAlias = Literal["generate", "embed", "classify"]
+EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
+RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
 CacheMode: TypeAlias = Literal["off", "exact"]
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
@@ -42,6 +45,8 @@ class HostedModel:
     """A `ready` entry of the catalog, as the request path needs it.
 
     `weight_bytes`: what it takes on a device, for workers say nothing of models that are cold.
+    `dim`: how long an embedding is; `labels`: a classifier's classes, which exclude one another
+    unless it is `multi_label`. `max_context` of an encoder is its longest input.
     """
 
     name: str
@@ -56,6 +61,10 @@ class HostedModel:
     price_cached_nanos: int = 0
     price_completion_nanos: int = 0
     weight_bytes: int = 0
+    task: Task = "generate"
+    dim: int = 0
+    labels: tuple[str, ...] = ()
+    multi_label: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +76,13 @@ class PreparedRequest:
     answer repeats it. `only_prompt`: nothing is to be generated. `continues_text`: the answer goes
     on where the prompt's text ends, in a chat too. `shown_token_ids`: control tokens that the
     answer's parser has to see.
+
+    `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
+    `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
     """
 
     request_id: str
-    kind: Literal["chat", "completion"]
+    kind: RequestKind
     model: HostedModel
     prompt_token_ids: list[int]
     max_tokens: int
@@ -89,19 +101,22 @@ class PreparedRequest:
     only_prompt: bool = False
     continues_text: bool = False
     shown_token_ids: frozenset[int] = frozenset()
+    encode: EncodeInputs | None = None
+    continues: bool = False
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
     """Tokens as they come from the worker; the last event carries `finish`.
 
     `logprobs`: one a token where the request asked for them. `prompt_logprobs`: with the first
-    event, one a prompt token but the first.
+    event, one a prompt token but the first. `vectors`: with the finish, an encoder's rows.
     """
 
     token_ids: list[int]
     finish: Finish | None = None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    vectors: bytes = b""
 
 
 class RunningRequest(Protocol):

@@ -88,8 +88,8 @@ def decode(kind: Kind, body: bytes) -> WireRequest:
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
     fields that contradict one another."""
     if kind == "chat":
-        return _chat(_decode(_chat_decoder, body))
-    return _completion(_decode(_completion_decoder, body))
+        return _chat(decode_body(_chat_decoder, body))
+    return _completion(decode_body(_completion_decoder, body))
 
 
 def unsupported(param: str, wanted: str = "") -> ApiError:
@@ -102,7 +102,8 @@ def invalid(param: str, message: str) -> ApiError:
     return ApiError(INVALID_REQUEST, message, param)
 
 
-def _decode(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
+def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
+    """The body, or the field of it that is called `param`. Raises ApiError."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -232,7 +233,7 @@ def _small(param: str, raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_T]") ->
     """A field whose honest values are short."""
     if len(raw) > MAX_SMALL_BYTES:
         raise invalid(param, f"{param} has {len(raw)} bytes, {MAX_SMALL_BYTES} are allowed")
-    return _decode(decoder, bytes(raw), param)
+    return decode_body(decoder, bytes(raw), param)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
@@ -299,7 +300,7 @@ def _prompt(raw: msgspec.Raw) -> Prompt:
             raise invalid("prompt", f"prompt holds more than {MAX_PROMPT_IDS} token ids")
         if body.count(b"[") > 2:
             raise unsupported("prompt", " with several prompts")
-    prompt = _decode(_prompt_decoder, body, "prompt")
+    prompt = decode_body(_prompt_decoder, body, "prompt")
     if isinstance(prompt, str):
         return prompt
     if set(map(type, prompt)) == {int}:

@@ -61,7 +61,7 @@ def split_budget(uncomputed: Sequence[int], max_tokens: int) -> list[int]:
     return granted
 
 
-def split_time(step_s: float, rows: Sequence[tuple[int, int]]) -> list[float]:
+def split_time(step_s: float, rows: Sequence[tuple[int, float]]) -> list[float]:
     """Seconds each row is charged; they add up to `step_s` exactly but for rounding.
 
     A row is (tokens computed, context length): its share is its tokens plus what attending costs.

@@ -35,9 +35,9 @@ class ServiceEstimator:
     def predict(
         self, tenant_id: str, model_id: str, prompt_tokens: int, max_tokens: int
     ) -> Prediction:
-        """Before a grant. The output is between 1 and `max_tokens`."""
+        """Before a grant. The output is between 1 and `max_tokens`; none for an encoder (0)."""
         usual = self._outputs.get((tenant_id, model_id), float(max_tokens))
-        output = max(1, min(max_tokens, round(usual)))
+        output = min(max_tokens, max(1, round(usual)))
         unit_s = self._unit_s.get(model_id, DEFAULT_UNIT_S)
         units = units_of(prompt_tokens, output)
         return Prediction(output, unit_s * units, units)

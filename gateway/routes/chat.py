@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, and what both completion routes share: from HTTP to a `Call`."""
+"""POST /v1/chat/completions, and what all such routes share: from HTTP to a `Call`."""
 
 import asyncio
 
@@ -8,8 +8,8 @@ from starlette.responses import Response
 from gateway.edge import Edge
 from gateway.errors import REQUEST_TIMEOUT, UNSUPPORTED_MEDIA, ApiError
 from gateway.pipeline import Call, EventAnswer
-from gateway.stream import DisconnectWatch, EventStream
-from gateway.wire import Kind
+from gateway.stream import DisconnectWatch, EventStream, WholeAnswer
+from gateway.types import RequestKind
 
 
 async def create(request: Request) -> Response:
@@ -17,7 +17,7 @@ async def create(request: Request) -> Response:
     return await complete(request, "chat")
 
 
-async def complete(request: Request, kind: Kind) -> Response:
+async def complete(request: Request, kind: RequestKind) -> Response:
     """Run the pipeline for one request and stop it where the client goes away."""
     edge: Edge = request.app.state.edge
     _check_media(request)
@@ -42,15 +42,15 @@ async def complete(request: Request, kind: Kind) -> Response:
     except BaseException:
         watch.stop()
         raise
+    timeout_s = edge.services.settings.stream_write_timeout_s
     if not isinstance(answer, EventAnswer):
         watch.stop()
-        return Response(answer.body, media_type="application/json")
+        return WholeAnswer(answer.parts, timeout_s)
 
     def close() -> None:
         watch.stop()
         answer.close()
 
-    timeout_s = edge.services.settings.stream_write_timeout_s
     return EventStream(answer.events, close, {}, timeout_s)
 
 

@@ -37,6 +37,7 @@ def _model(model: HostedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created_at,
         "owned_by": OWNER,
+        "task": model.task,
     }
 
 
