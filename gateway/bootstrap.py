@@ -16,9 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from sqlalchemy.orm import Session
 
-from gateway import registrar
+from engine.protocol import PACK_VERSION
+from gateway import registrar, registration
 from gateway.config import Settings
 from gateway.registrar import Progress
 from gateway.service import Control, list_models, open_control
@@ -32,7 +34,16 @@ DEMO_KEY_FILE = "demo_api_key"
 DEMO_MODELS_DIR = Path(__file__).parent / "demo_models"
 ACTOR = "bootstrap"
 
+PACK_INDEX = "index.msgpack"
+_CHECKSUM_BYTES = 8
+
 Say = Callable[[str], None]
+
+
+class _PackVersion(msgspec.Struct):
+    """The one field of a pack's index that concerns the gateway."""
+
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +98,9 @@ def ensure_key(control: Control, given: str = "") -> str:
 def ensure_models(
     control: Control, say: Say, demo_dir: Path, command: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Register the demo folders that are missing or failed, all in one subprocess.
+    """Register the demo folders that are missing, failed or of an earlier release's format.
+
+    All in one subprocess.
 
     Returns the names that are ready, and "name: reason" of those that are not.
     """
@@ -96,12 +109,16 @@ def ensure_models(
         path.name: path for path in sorted(demo_dir.iterdir()) if (path / "config.json").is_file()
     }
     missing = [name for name in folders if name not in known or known[name].state == "failed"]
-    if missing:
-        say(f"registering {len(missing)} demo models (once): {', '.join(missing)}")
+    ready = [name for name in folders if name in known and known[name].state == "ready"]
+    old = [name for name in ready if is_old(control.packs_dir / known[name].pack)]
+    if missing or old:
+        names = ", ".join([*missing, *old])
+        say(f"registering {len(missing) + len(old)} demo models (once): {names}")
         started_s = time.monotonic()
-        begun = [registrar.begin(control, name, str(folders[name])) for name in missing]
-        for model in registrar.run(control, begun, _phases(say), command):
-            known[model.name] = model
+        begun = [registration.begin(control, name, str(folders[name])) for name in missing]
+        begun += [registration.begin_update(control, name, str(folders[name])) for name in old]
+        registrar.run(control, begun, _phases(say), command)
+        known = {model.name: model for model in list_models(control, with_removed=True)}
         say(f"demo models registered in {time.monotonic() - started_s:.1f} s")
     states = [known[name] for name in folders]
     return (
@@ -112,6 +129,15 @@ def ensure_models(
             if model.state in ("failed", "registering")
         ),
     )
+
+
+def is_old(pack: Path) -> bool:
+    """Whether a pack can be read, but not by workers of this build."""
+    try:
+        content = (pack / PACK_INDEX).read_bytes()[:-_CHECKSUM_BYTES]
+        return msgspec.msgpack.decode(content, type=_PackVersion).version != PACK_VERSION
+    except (OSError, msgspec.DecodeError):
+        return False  # the worker says what is wrong with it
 
 
 def _phases(say: Say) -> Callable[[Progress], None]:

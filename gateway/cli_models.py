@@ -1,11 +1,13 @@
-"""`polyhost models add|list|show|rm|pin|unpin|load|unload`. Works while a server runs."""
+"""`polyhost models add|update|retry|cancel|list|show|revisions|rollback|rm|pin|unpin|load|unload`.
+
+All work while a server runs. How registrations are shown is `cli_progress.py`.
+"""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
-from gateway import registrar, service
+from gateway import registrar, registration, service
 from gateway.cli_common import (
     add_command,
     add_commands,
@@ -17,7 +19,9 @@ from gateway.cli_common import (
     print_table,
     size,
 )
-from gateway.registrar import Progress
+from gateway.cli_progress import ProgressPrinter, progress_text
+from gateway.registration_files import is_hub
+from gateway.service import Control
 from registry.catalog import ModelRecord
 from registry.residency_requests import ResidencyAction
 
@@ -27,17 +31,35 @@ _INTERNAL_FIELDS = ("registration",)
 def configure(parser: argparse.ArgumentParser) -> None:
     """The group's commands."""
     commands = add_commands(parser)
-    add = add_command(commands, "add", "register a model folder", _add)
+    add = add_command(commands, "add", "register a model", _add)
     add.add_argument("name", help="public name, what requests say in `model`")
-    add.add_argument("--source", required=True, metavar="FOLDER", help="safetensors model folder")
-    add.add_argument("--dtype", choices=registrar.DTYPES, default="auto")
+    source = "safetensors model folder, or a hub id such as org/name"
+    add.add_argument("--source", required=True, metavar="FOLDER|HUB_ID", help=source)
+    add.add_argument("--revision", default="", help="a hub's branch, tag or commit (main)")
+    add.add_argument("--dtype", choices=registration.DTYPES, default="auto")
     add.add_argument("--pin", action="store_true", help="never evict it")
-    add.add_argument("--no-wait", action="store_true", help="register in the background")
+    update = add_command(commands, "update", "register a new revision of a ready model", _update)
+    update.add_argument("name")
+    update.add_argument("--source", default="", metavar="FOLDER|HUB_ID", help="(as before)")
+    update.add_argument("--revision", default="", help="a hub's branch, tag or commit (as before)")
+    update.add_argument("--dtype", choices=registration.DTYPES, default="", help="(as before)")
+    retry = add_command(commands, "retry", "register a failed model once more", _retry)
+    retry.add_argument("name")
+    for command in (add, update, retry):
+        command.add_argument("--no-wait", action="store_true", help="register in the background")
+    rollback = add_command(commands, "rollback", "serve an earlier revision again", _rollback)
+    rollback.add_argument("name")
+    rollback.add_argument("--to", default="", metavar="REVISION", help="(the one before)")
+    former = add_command(
+        commands, "revisions", "what it can be rolled back to", _revisions, with_json=True
+    )
+    former.add_argument("name")
     every = add_command(commands, "list", "hosted models and their state", _list, with_json=True)
     every.add_argument("--all", action="store_true", help="removed ones too")
     show = add_command(commands, "show", "all about one model", _show, with_json=True)
     show.add_argument("name")
     simple: tuple[tuple[str, str, Callable[[argparse.Namespace], int]], ...] = (
+        ("cancel", "stop a registration", _cancel),
         ("rm", "take a model out of service; its postings stay", _rm),
         ("pin", "keep a model resident", lambda options: _pin(options, True)),
         ("unpin", "let a model be evicted again", lambda options: _pin(options, False)),
@@ -50,21 +72,86 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _add(options: argparse.Namespace) -> int:
     with open_registry(options, create=True) as control:
-        model = registrar.begin(control, options.name, options.source, options.dtype, options.pin)
-        if options.no_wait:
-            registrar.run_detached(control, model)
-            note(f"registering {model.name}: see `polyhost models show {model.name}`")
-            return 0
-        printer = _ProgressPrinter()
-        ended = registrar.run(control, [model], printer.show)
-        printer.end()
+        model = registration.begin(
+            control,
+            options.name,
+            options.source,
+            options.dtype,
+            options.pin,
+            options.revision,
+        )
+        return _register(control, model, options.no_wait)
+
+
+def _update(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        model = registration.begin_update(
+            control, options.name, options.source, options.dtype, options.revision
+        )
+        return _register(control, model, options.no_wait)
+
+
+def _retry(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        return _register(control, registration.begin_retry(control, options.name), options.no_wait)
+
+
+def _register(control: Control, model: ModelRecord, no_wait: bool) -> int:
+    if no_wait:
+        registrar.run_detached(control, model)
+        note(f"registering {model.name}: see `polyhost models show {model.name}`")
+        return 0
+    printer = ProgressPrinter()
+    ended = registrar.run(control, [model], printer.show)
+    printer.end()
     for row in ended:
         if row.registration == model.registration and row.state == "ready":
             facts = f"{row.family}, {row.dtype}, {size(row.weight_bytes)}"
-            print(f"{row.name} is ready ({facts}, context {row.max_context})")
+            commit = f", commit {row.source_commit[:12]}" if is_hub(row.source) else ""
+            print(f"{row.name} is ready ({facts}, context {row.max_context}{commit})")
             return 0
-        note(f"polyhost: {row.name} is {row.state}: {row.reason or 'removed meanwhile'}")
+        why = f"{row.reason} ({row.reason_code})" if row.reason_code else "removed meanwhile"
+        note(f"polyhost: {row.name} is {row.state}: {why}")
     return 1
+
+
+def _cancel(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        model = registration.cancel(control, options.name)
+        service.await_cleanup(control, model)
+    print(f"the registration of {model.name} is cancelled")
+    return 0
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        model = service.roll_back(control, options.name, options.to)
+    print(f"{model.name} is back at revision {model.revision}")
+    return 0
+
+
+def _revisions(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        found = service.list_revisions(control, options.name)
+    if options.json:
+        print_json([asdict(revision) for revision in found])
+        return 0
+    print_table(
+        ("REVISION", "SOURCE", "COMMIT", "DTYPE", "WEIGHTS", "REGISTERED", "CURRENT"),
+        [
+            (
+                row.revision,
+                row.source,
+                row.source_commit[:12] or "-",
+                row.dtype,
+                size(row.weight_bytes),
+                instant(row.registered_at),
+                "yes" if row.current else "no",
+            )
+            for row in found
+        ],
+    )
+    return 0
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -74,7 +161,7 @@ def _list(options: argparse.Namespace) -> int:
         print_json([model_fields(model) for model in found])
     else:
         print_table(
-            ("NAME", "STATE", "FAMILY", "DTYPE", "WEIGHTS", "CONTEXT", "PINNED", "REMARK"),
+            ("NAME", "STATE", "TASK", "FAMILY", "DTYPE", "WEIGHTS", "CONTEXT", "PINNED", "REMARK"),
             [_table_row(model) for model in found],
         )
     return 0
@@ -89,7 +176,7 @@ def _show(options: argparse.Namespace) -> int:
     shown = model_fields(model)
     for name in ("created_at", "ready_at", "removed_at", "heartbeat_at"):
         shown[name] = instant(getattr(model, name))
-    print_fields({name: value for name, value in shown.items() if value not in ("", "-", None)})
+    print_fields({name: value for name, value in shown.items() if value not in ("", "-", None, [])})
     return 0
 
 
@@ -127,6 +214,7 @@ def _table_row(model: ModelRecord) -> tuple[object, ...]:
     return (
         model.name,
         model.state,
+        model.task if ready else "-",
         model.family or "-",
         model.dtype or model.requested_dtype,
         size(model.weight_bytes) if ready else "-",
@@ -138,35 +226,5 @@ def _table_row(model: ModelRecord) -> tuple[object, ...]:
 
 def _remark(model: ModelRecord) -> str:
     if model.state == "registering":
-        return _progress(model.phase, model.done_bytes, model.total_bytes)
+        return progress_text(model.phase, model.done_bytes, model.total_bytes)
     return f"{model.reason_code}: {model.reason}" if model.state == "failed" else ""
-
-
-def _progress(phase: str, done_bytes: int, total_bytes: int) -> str:
-    if total_bytes <= 0:
-        return phase
-    return f"{phase} {100 * done_bytes // total_bytes} % of {size(total_bytes)}"
-
-
-class _ProgressPrinter:
-    """One line that is written over on a terminal; a line a phase elsewhere. On standard error."""
-
-    def __init__(self) -> None:
-        self._terminal = sys.stderr.isatty()
-        self._last = ""
-
-    def show(self, progress: Progress) -> None:
-        """Called for every event of the registration."""
-        text = _progress(progress.phase, progress.done_bytes, progress.total_bytes)
-        if self._terminal:
-            width = max(len(self._last), len(text))
-            print(f"\r{text.ljust(width)}", end="", file=sys.stderr, flush=True)
-            self._last = text
-        elif progress.phase != self._last:
-            print(f"{progress.model}: {text}", file=sys.stderr, flush=True)
-            self._last = progress.phase
-
-    def end(self) -> None:
-        """Leave the line."""
-        if self._terminal and self._last:
-            print(file=sys.stderr)

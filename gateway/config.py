@@ -78,6 +78,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     default_max_tokens: Annotated[
         int, _Count, _doc("Tokens generated at most where a request names no bound.")
     ] = 256
+    max_encode_inputs: Annotated[
+        int,
+        _Count,
+        _doc("Inputs of one request to embed or classify, or documents to rerank, at most."),
+    ] = 2048
+    max_encode_tokens: Annotated[
+        int, _Count, _doc("Tokens of all inputs of such a request together at most.")
+    ] = 300_000
+    max_encode_answer_bytes: Annotated[
+        int,
+        _Count,
+        _doc(
+            "Rows of one tenant's such requests being computed at a time; beyond it 429 "
+            "queue_full. One request always may."
+        ),
+    ] = 256 * _MIB
+    encode_piece_tokens: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=262_144),
+        _doc(
+            "Tokens of such a request that go to a worker at one time: whole inputs, two pieces "
+            "queued at once, between which other requests get their turn."
+        ),
+    ] = 4096
     max_choices: Annotated[
         int, _Count, _doc("Answers that one request may ask for (`n`) at most.")
     ] = 16
@@ -140,6 +164,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         msgspec.Meta(gt=0.0, le=1.0),
         _doc("Share of time that loads which push out a busy model may take, per worker."),
     ] = 0.2
+
+    # Registration.
+    hub_endpoint: Annotated[str, _doc("Model hub; empty: HF_ENDPOINT, or huggingface.co.")] = ""
+    hub_token: Annotated[str, _doc("Its token; empty: HF_TOKEN, or of `hf auth login`.")] = ""
+    hub_timeout_s: Annotated[float, _Seconds, _doc("How long the hub may send nothing.")] = 30.0
+    packs_quota_bytes: Annotated[
+        int, _CountOrZero, _doc("Disk that packs and downloads may take together; 0: no bound.")
+    ] = 0
+    download_keep_s: Annotated[
+        float, _CountOrZero, _doc("How long an interrupted download waits to be retried.")
+    ] = 86400.0
+    model_revisions_kept: Annotated[
+        int, _Count, _doc("Revisions of a model to roll back to, the current one included.")
+    ] = 3
 
     # The worker.
     device_budget_bytes: Annotated[

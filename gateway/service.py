@@ -1,24 +1,30 @@
 """The operator's verbs: one function each, called by the CLI and later by the admin API.
 
 A verb opens its own transaction, changes the registry, and returns plain records. It knows no
-argparse, no HTTP and no printing. Registering a model is a long affair with a subprocess and lives
-in gateway/registrar.py; what a verb raises is `registry.errors.RegistryError` (one line, says what
-to do).
+argparse, no HTTP and no printing. Registering a model is a long affair with a subprocess
+(registration.py, registrar.py); what a verb raises is `registry.errors.RegistryError` (one line,
+says what to do).
 """
 
-import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from gateway.config import Settings
+from gateway.registration_files import (
+    DOWNLOADS_FOLDER,
+    PACKS_FOLDER,
+    download_name,
+    is_alive,
+    sweep,
+)
 from gateway.types import HostedModel
 from registry import (
     api_keys,
@@ -28,6 +34,7 @@ from registry import (
     prices,
     quotas,
     residency_requests,
+    revisions,
     tenants,
 )
 from registry.api_keys import KeyRecord
@@ -37,10 +44,11 @@ from registry.ledger import UsageRow
 from registry.prices import PriceRecord
 from registry.quotas import KeyLimits
 from registry.residency_requests import ResidencyAction
+from registry.revisions import RevisionRecord
 from registry.session import make_engine, reading, writing
 from registry.tenants import TenantRecord
 
-PACKS_FOLDER = "packs"
+CLEANUP_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Control:
     data_dir: Path
     actor: str
     clock: Callable[[], float] = time.time
+    settings: Settings = field(default_factory=Settings)
 
     @property
     def packs_dir(self) -> Path:
@@ -74,7 +83,7 @@ def open_control(settings: Settings, actor: str) -> Iterator[Control]:
     """
     engine = make_engine(settings.database_url)
     try:
-        yield Control(engine, settings.data_path, actor)
+        yield Control(engine, settings.data_path, actor, settings=settings)
     finally:
         engine.dispose()
 
@@ -217,14 +226,16 @@ def export_usage(control: Control, from_at: float, to_at: float) -> Iterator[Usa
 
 
 def list_models(control: Control, *, with_removed: bool = False) -> list[ModelRecord]:
-    """The catalog; registrations whose process died are failed on the way."""
+    """The catalog; registrations whose process died are failed on the way, and cleaned up after."""
+    now_at = control.clock()
     with control.reading() as session:
         models = catalog.list_models(session, with_removed=with_removed)
-    if all(model.state != "registering" for model in models):
-        return models
-    with control.writing() as session:
-        catalog.fail_interrupted(session, process_is_alive, now_at=control.clock())
-        return catalog.list_models(session, with_removed=with_removed)
+    if any(model.state == "registering" for model in models):
+        with control.writing() as session:
+            catalog.fail_interrupted(session, process_is_alive, now_at=now_at)
+            models = catalog.list_models(session, with_removed=with_removed)
+    sweep(control.data_dir, models, control.settings.download_keep_s, now_at)
+    return models
 
 
 def show_model(control: Control, name: str) -> ModelRecord:
@@ -232,6 +243,31 @@ def show_model(control: Control, name: str) -> ModelRecord:
     list_models(control)
     with control.reading() as session:
         return catalog.get_model(session, name)
+
+
+def await_cleanup(control: Control, model: ModelRecord) -> None:
+    """Wait a little until nothing of an ended registration is left on the disk."""
+    folder = control.data_dir / DOWNLOADS_FOLDER / (download_name(model) or "none")
+    deadline_s = time.monotonic() + CLEANUP_TIMEOUT_S
+    list_models(control)
+    while folder.exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+        list_models(control)
+
+
+def list_revisions(control: Control, name: str) -> list[RevisionRecord]:
+    """What a model can be rolled back to, the oldest first."""
+    with control.reading() as session:
+        return revisions.list_revisions(session, name)
+
+
+def roll_back(control: Control, name: str, to: str = "") -> ModelRecord:
+    """Serve an earlier revision again; the running server follows within `key_cache_poll_s`."""
+    with control.writing() as session:
+        model = revisions.roll_back(session, name, to, now_at=control.clock())
+        if not (control.packs_dir / model.pack).is_dir():
+            raise RegistryError(f"the pack of revision {model.revision} is gone: register it again")
+        return model
 
 
 def set_pinned(control: Control, name: str, pinned: bool) -> ModelRecord:
@@ -258,7 +294,8 @@ def remove_model(control: Control, name: str) -> bool:
     the sweep at the server's next start.
     """
     with control.writing() as session:
-        catalog.remove(session, name, now_at=control.clock())
+        revisions.remove(session, name, now_at=control.clock())
+    list_models(control)
     try:
         with locks.hold(control.data_dir / locks.SERVER_LOCK):
             return bool(sweep_packs(control.data_dir, control.engine))
@@ -286,9 +323,20 @@ def hosted_models(session: Session, data_dir: Path, now_at: float) -> list[Hoste
                 price_cached_nanos=price.cached_nanos,
                 price_completion_nanos=price.completion_nanos,
                 weight_bytes=model.weight_bytes,
+                task=model.task,
+                dim=model.dim,
+                labels=tuple(model.labels),
+                multi_label=model.multi_label,
             )
         )
     return hosted
+
+
+def tidy(settings: Settings) -> None:
+    """At a server's start: end registrations that died, delete what they left and unused packs."""
+    with open_control(settings, "server") as control:
+        list_models(control)
+        sweep_packs(control.data_dir, control.engine)
 
 
 def sweep_packs(data_dir: Path, engine: Engine | None = None) -> list[str]:
@@ -304,7 +352,7 @@ def sweep_packs(data_dir: Path, engine: Engine | None = None) -> list[str]:
     own = make_engine(Settings(data_dir=str(data_dir)).database_url) if engine is None else engine
     try:
         with locks.hold(data_dir / locks.PACKS_LOCK), reading(own) as session:
-            used = catalog.packs_in_use(session)
+            used = revisions.packs_in_use(session)
             unused = sorted(path for path in packs_dir.iterdir() if path.name not in used)
             for path in unused:
                 if path.is_dir() and not path.is_symlink():
@@ -329,12 +377,4 @@ def server_is_running(data_dir: Path) -> bool:
 
 def process_is_alive(host: str, pid: int) -> bool:
     """Is the process there? Of another machine's processes only their heartbeats tell."""
-    if host != socket.gethostname():
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return host != socket.gethostname() or is_alive(pid)

@@ -35,7 +35,7 @@ from gateway.ledger import Ledger
 from gateway.logs import set_up_logging
 from gateway.policy.budget import device_budget_bytes, host_tier_bytes, reserve_bytes
 from gateway.registry_poll import RegistryPoll
-from gateway.service import sweep_packs
+from gateway.service import tidy
 from gateway.services import Services
 from gateway.start_block import start_block
 from gateway.types import HostedModel
@@ -71,7 +71,7 @@ async def serve(settings: Settings, worker_command: Sequence[str] = WORKER_COMMA
     data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locks.hold(data_path / locks.SERVER_LOCK), _listen(settings) as listener:
         await asyncio.to_thread(upgrade, settings.database_url)
-        await asyncio.to_thread(sweep_packs, data_path)
+        await asyncio.to_thread(tidy, settings)
         demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
         engine = make_engine(settings.database_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)

@@ -15,14 +15,25 @@ Not here: folders on disk (gateway/service.py), prices (registry/prices.py).
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias
 
-from sqlalchemy import CheckConstraint, Double, String, Text, select, update
+from sqlalchemy import (
+    JSON,
+    CheckConstraint,
+    Double,
+    String,
+    Text,
+    false,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import audit
 from registry.base import (
+    MAX_NAME_LEN,
     Base,
     Count,
     Id,
@@ -36,6 +47,7 @@ from registry.base import (
 from registry.errors import AlreadyExists, IllegalTransition, InvalidValue, NotFound
 
 ModelState: TypeAlias = Literal["registering", "ready", "failed", "removed"]
+ModelTask: TypeAlias = Literal["generate", "embed", "classify"]
 
 TRANSITIONS: dict[str, frozenset[str]] = {
     "registering": frozenset({"ready", "failed", "removed"}),
@@ -44,6 +56,9 @@ TRANSITIONS: dict[str, frozenset[str]] = {
     "removed": frozenset({"registering"}),
 }
 INTERRUPTED = "interrupted"
+CANCELLED = "cancelled"
+# "NAME@next" is the row of a registration that is to become NAME's new revision (revisions.py).
+NEXT = "@next"
 # A registrar beats every second; a row that is silent for this long has lost its process.
 HEARTBEAT_TIMEOUT_S = 30.0
 
@@ -56,13 +71,16 @@ class ModelRecord:
 
     `pack` is the pack folder's name inside `<data_dir>/packs` (its path is not stored, so that a
     data folder can be moved); `gateway.service.hosted_models` joins the two and adds prices.
-    `reason_code` and `reason` say why a model failed.
+    `reason_code` and `reason` say why a model failed. `dim` is how long an embedding is, `labels`
+    name a classifier's classes; `multi_label`: they do not exclude one another.
     """
 
     id: str
     name: str
     source: str
     requested_dtype: str
+    requested_revision: str
+    source_commit: str
     state: ModelState
     phase: str
     done_bytes: int
@@ -80,6 +98,10 @@ class ModelRecord:
     weight_bytes: int
     max_context: int
     vocab_size: int
+    task: ModelTask
+    dim: int
+    labels: list[str]
+    multi_label: bool
     pinned: bool
     weight: float
     created_at: float
@@ -98,6 +120,10 @@ class PackFacts:
     weight_bytes: int
     max_context: int
     vocab_size: int
+    task: ModelTask = "generate"
+    dim: int = 0
+    labels: list[str] = field(default_factory=list)
+    multi_label: bool = False
 
 
 class Model(Base):
@@ -112,6 +138,8 @@ class Model(Base):
     name: Mapped[Name] = mapped_column(unique=True)
     source: Mapped[str] = mapped_column(Text)
     requested_dtype: Mapped[str] = mapped_column(String(32))
+    requested_revision: Mapped[Name] = mapped_column(default="", server_default="")
+    source_commit: Mapped[str] = mapped_column(String(64), default="", server_default="")
     state: Mapped[str] = mapped_column(String(16), index=True)
     phase: Mapped[str] = mapped_column(String(32), default="")
     done_bytes: Mapped[Count] = mapped_column(default=0)
@@ -129,6 +157,10 @@ class Model(Base):
     weight_bytes: Mapped[Count] = mapped_column(default=0)
     max_context: Mapped[Count] = mapped_column(default=0)
     vocab_size: Mapped[Count] = mapped_column(default=0)
+    task: Mapped[str] = mapped_column(String(16), default="generate", server_default="generate")
+    dim: Mapped[Count] = mapped_column(default=0, server_default=text("0"))
+    labels: Mapped[list[str]] = mapped_column(JSON, default=list, server_default=text("'[]'"))
+    multi_label: Mapped[bool] = mapped_column(default=False, server_default=false())
     pinned: Mapped[bool]
     weight: Mapped[float] = mapped_column(Double)
     created_at: Mapped[Instant]
@@ -143,13 +175,15 @@ def add_model(
     *,
     now_at: float,
     dtype: str = "auto",
+    requested_revision: str = "",
+    source_commit: str = "",
     pinned: bool = False,
     weight: float = 1.0,
     registrar_host: str = "",
     registrar_pid: int = 0,
 ) -> ModelRecord:
     """Begin a registration. A failed or removed name starts anew; another raises AlreadyExists."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name.removesuffix(NEXT)) or len(name) > MAX_NAME_LEN:
         raise InvalidValue(
             "a model's name must begin with a letter or digit and have at most 128 of "
             f"A-Z a-z 0-9 . _ : / -, got {name!r}"
@@ -163,10 +197,12 @@ def add_model(
         session.add(row)
     elif "registering" not in TRANSITIONS[row.state]:
         raise AlreadyExists(
-            f"model {name!r} is already there ({row.state}): choose another name, or "
-            f"`polyhost models rm {name}` first"
+            f"model {name!r} is already there ({row.state}): choose another name, "
+            f"`polyhost models rm {name}` first, or bring a new revision of a ready model with "
+            f"`polyhost models update {name}`"
         )
     row.source, row.requested_dtype = source, dtype
+    row.requested_revision, row.source_commit = requested_revision, source_commit
     row.pinned, row.weight = pinned, weight
     row.state, row.registration = "registering", random_token(15)
     row.phase, row.done_bytes, row.total_bytes = "start", 0, 0
@@ -214,14 +250,24 @@ def adopt(session: Session, registration: str, host: str, pid: int, *, now_at: f
     return changed.first() is not None
 
 
+def note_commit(session: Session, registration: str, commit: str) -> None:
+    """Which commit of a hub the registration is of; it stays that one when it is retried."""
+    session.execute(
+        update(Model)
+        .where(Model.registration == registration, Model.state == "registering")
+        .values(source_commit=commit)
+        .execution_options(synchronize_session=False)
+    )
+
+
 def finish(session: Session, registration: str, facts: PackFacts, *, now_at: float) -> bool:
     """The registration is done: the model is ready. False if the row is no longer this one's."""
     row = _registering(session, registration)
     if row is None:
         return False
     before = _public(row)
-    for field in fields(PackFacts):
-        setattr(row, field.name, getattr(facts, field.name))
+    for fact in fields(PackFacts):
+        setattr(row, fact.name, getattr(facts, fact.name))
     row.state, row.phase, row.ready_at = "ready", "done", now_at
     session.flush()
     audit.record(session, now_at, "model.ready", row.name, before, _public(row))
@@ -259,7 +305,8 @@ def fail_interrupted(
             session,
             row.registration,
             INTERRUPTED,
-            "the registering process ended before it was done: add the model again",
+            "the registering process ended before it was done: `polyhost models retry "
+            f"{row.name.removesuffix(NEXT)}` goes on with what was fetched",
             now_at=now_at,
         )
     return [row.name for row in lost]
@@ -333,7 +380,7 @@ def _row(session: Session, name: str) -> Model:
 
 
 def _record(row: Model) -> ModelRecord:
-    return ModelRecord(**{field.name: getattr(row, field.name) for field in fields(ModelRecord)})
+    return ModelRecord(**{column.name: getattr(row, column.name) for column in fields(ModelRecord)})
 
 
 def _public(row: Model) -> JsonObject:

@@ -61,6 +61,10 @@ def test_one_process_registers_several_and_reports_each(tmp_path: Path) -> None:
         "vocab_size": 97,
         "weight_bytes": index.total_bytes,
         "dtype": "float32",
+        "task": "generate",
+        "dim": 0,
+        "labels": [],
+        "multi_label": False,
     }
     assert ready["parity_error"] < 1e-4
     phases = [event["phase"] for event in events if event["event"] == "progress"]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -190,6 +191,12 @@ class Running:
         usage = Usage(len(self.request.prompt_token_ids), cached_tokens, self.num_sent, 0.25)
         self.stream.finish(Finish(reason, usage, error))
 
+    def answer(self, rows: np.ndarray[Any, Any] | bytes, service_s: float = 0.25) -> None:
+        """An encoder's rows come from the worker, with the finish."""
+        vectors = rows if isinstance(rows, bytes) else rows.astype("<f4").tobytes()
+        usage = Usage(len(self.request.prompt_token_ids), 0, 0, service_s)
+        self.stream.finish(Finish("stop", usage), vectors)
+
     def fail(self, error: Exception) -> None:
         """The stream ends without a finish."""
         end: StreamEnd = error
@@ -351,7 +358,7 @@ class Kit:
 
     def use_keys(self, *keys: KeyRecord) -> None:
         """Replace the keys."""
-        self.directory.replace(self.directory.version + 1, keys, [self.model])
+        self.directory.replace(self.directory.version + 1, keys, self.directory.models())
 
     def check_closed(self) -> None:
         """Nothing is held any more: every request that was opened has ended."""

@@ -195,6 +195,14 @@ class ScriptedWorker:
         delta = TokenDelta(request_id, attempt, list(token_ids), finish)
         self.heard.on_deltas(self.worker_id, self.epoch, [delta])
 
+    def vectors(self, request_id: str, vectors: bytes, *, attempt: int = 1) -> None:
+        """An encoder request is answered."""
+        submit = self.running.pop((request_id, attempt), None)
+        num_prompt = len(submit.prompt_token_ids) if submit else 1
+        finish = Finish("stop", Usage(num_prompt, 0, 0, 0.1))
+        delta = TokenDelta(request_id, attempt, [], finish, vectors=vectors)
+        self.heard.on_deltas(self.worker_id, self.epoch, [delta])
+
     def refuse(self, request_id: str, code: RefusalCode, *, retryable: bool) -> None:
         """A Submit was not taken."""
         (key,) = [key for key in self.running if key[0] == request_id]

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engine.protocol import PACK_VERSION
 from gateway import bootstrap, service
 from gateway.bootstrap import DEMO_KEY_FILE, DemoAccess, ensure_demo
 from gateway.config import Settings
@@ -131,6 +133,29 @@ def test_a_failed_demo_model_is_tried_again(demo: Demo, control: Control) -> Non
     assert (access.models, access.failed) == (("alpha",), ("beta: broken",))
     (demo.folders / "beta" / "refuse").unlink()
     assert demo.start().models == NAMES
+
+
+def test_packs_of_an_earlier_release_are_made_anew(demo: Demo, control: Control) -> None:
+    demo.start()
+    before = {model.name: model for model in service.list_models(control)}
+    pack = control.packs_dir / before["beta"].pack
+    pack.mkdir(parents=True, exist_ok=True)
+    for version, again in ((PACK_VERSION, False), (PACK_VERSION - 1, True)):
+        index = msgspec.msgpack.encode({"version": version, "more": [1, 2]})
+        (pack / bootstrap.PACK_INDEX).write_bytes(index + bytes(8))
+        assert demo.start().models == NAMES
+        assert any("beta" in line for line in demo.said) is again
+        assert not any("alpha" in line for line in demo.said)
+    after = {model.name: model for model in service.list_models(control)}
+    assert after["alpha"] == before["alpha"]
+    assert after["beta"].state == "ready"
+
+
+def test_what_is_no_index_is_left_to_the_worker(tmp_path: Path) -> None:
+    assert not bootstrap.is_old(tmp_path / "missing")
+    for content in (b"", b"rubbish", msgspec.msgpack.encode({"version": "one"}) + bytes(8)):
+        (tmp_path / bootstrap.PACK_INDEX).write_bytes(content)
+        assert not bootstrap.is_old(tmp_path)
 
 
 def test_the_shipped_demo_models_are_found() -> None:

@@ -311,6 +311,19 @@ async def test_the_kept_finishes_of_choices_are_billed_as_one(
     assert (rows["c"].outcome, sorted(acked)) == ("failed", ["a", "b", "c"])
 
 
+async def test_an_encoders_kept_finish_costs_nothing(engine: Engine) -> None:
+    await killed_with_open(engine, "a", "b")
+    ledger = ledger_on(engine, ledger_recovery_wait_s=0.05)
+    async with started(ledger):
+        assert ledger.claim("a", finish("stop", generated=0))
+        for piece in ("b#0", "b#1"):
+            assert ledger.claim(piece, finish("stop", generated=0))
+        await ledger.recovered()
+    rows = postings_in(engine)
+    assert {(row.outcome, row.cost_nanos) for row in rows.values()} == {("failed", 0)}
+    assert set(rows) == {"a", "b"}
+
+
 async def test_a_model_that_is_gone_costs_nothing(engine: Engine) -> None:
     await killed_with_open(engine, "a", model="gone")
     async with started(ledger_on(engine, ledger_recovery_wait_s=3600.0)) as ledger:

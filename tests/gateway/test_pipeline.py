@@ -12,7 +12,7 @@ import pytest
 
 from engine.protocol import FinishReason, SamplingParams
 from gateway.errors import UNAVAILABLE, ApiError, WorkerLost
-from gateway.exchange import TaskSet
+from gateway.settlement import TaskSet
 from registry.quotas import KeyLimits
 from tests.gateway.edge_kit import (
     KEY,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.protocol import Constraint
-from gateway import prepare as module
+from gateway import codecs as module
 from gateway import tokenization
+from gateway.codecs import Codecs, PreparePool
 from gateway.directory import Directory
 from gateway.errors import ApiError
 from gateway.prepare import PrepareBounds, Prepared, Preparer
@@ -29,8 +30,8 @@ def preparer(tmp_path: Path, *names: str, **bounds: int) -> Preparer:
     directory = Directory()
     models = [hosted_model(tmp_path, name) for name in names or ("tiny",)]
     directory.replace(1, [], models)
-    defaults = {"num_threads": 2, "max_pending": 8, "max_codecs": 2, "default_max_tokens": 16}
-    return Preparer(directory, PrepareBounds(**{**defaults, **bounds}))
+    codecs = Codecs(PreparePool(2, bounds.pop("max_pending", 8)), max_codecs=2)
+    return Preparer(directory, codecs, PrepareBounds(**{"default_max_tokens": 16, **bounds}))
 
 
 async def prepared(stage: Preparer, asked: WireRequest = ASK) -> Prepared:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway import registrar, service
+from gateway import registrar, registration, service
 from gateway.config import Settings
 from gateway.service import Control, open_control
 from registry import locks, residency_requests
@@ -26,7 +26,7 @@ def control(tmp_path: Path) -> Iterator[Control]:
         (tmp_path / name / "config.json").write_text(name)
     with open_control(settings, "test") as control:
         begun = [
-            registrar.begin(control, name, str(tmp_path / source))
+            registration.begin(control, name, str(tmp_path / source))
             for name, source in (("one", "shared"), ("two", "shared"), ("other", "lone"))
         ]
         assert all(m.state == "ready" for m in registrar.run(control, begun, command=FAKE))

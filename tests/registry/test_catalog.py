@@ -71,6 +71,16 @@ def test_ready_models_are_what_is_served(engine: Engine) -> None:
     assert model.ready_at == NOW
 
 
+def test_what_an_encoder_answers_with_is_kept(engine: Engine) -> None:
+    model = begin(engine)
+    facts = PackFacts("r", "r", "bert", "float32", 1, 512, 9, "classify", 0, ["no", "yes"], True)
+    with writing(engine, "test") as session:
+        assert catalog.finish(session, model.registration, facts, now_at=NOW)
+    with reading(engine) as session:
+        found = catalog.get_model(session, "tiny")
+    assert (found.task, found.labels, found.multi_label) == ("classify", ["no", "yes"], True)
+
+
 def test_progress_beats_without_a_new_version(engine: Engine) -> None:
     model = begin(engine)
     with writing(engine, "test") as session:

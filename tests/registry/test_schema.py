@@ -12,7 +12,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, inspect, text
 from sqlalchemy.exc import DatabaseError
 
-from registry import schema
+from registry import catalog, schema
 from registry.errors import SchemaError
 from registry.session import (
     alembic_config,
@@ -49,6 +49,24 @@ def test_down_and_up_again(url: str, engine: Engine) -> None:
     assert drift(engine) == []
     with reading(engine) as session:
         assert current(session) == 0
+
+
+def test_models_of_an_older_schema_generate(url: str, engine: Engine) -> None:
+    downgrade(url, "0001")
+    values = (
+        "'mdl_1', 'old', '/m', 'auto', 'ready', 'done', 0, 0, '', '', '', 0, NULL, 'r', 'rev',"
+        " 'p', 'llama', 'float32', 1, 2, 3, 0, 1, 0, 0, NULL"
+    )
+    with writing(engine, "test") as session:
+        session.execute(text(f"INSERT INTO models VALUES ({values})"))
+    upgrade(url)
+    assert drift(engine) == []
+    with reading(engine) as session:
+        [model] = catalog.list_models(session)
+    assert (model.task, model.dim, model.labels, model.multi_label) == ("generate", 0, [], False)
+    downgrade(url, "0001")
+    with reading(engine) as session:
+        assert session.execute(text("SELECT name FROM models")).scalars().all() == ["old"]
 
 
 def test_head_is_the_newest_migration() -> None:

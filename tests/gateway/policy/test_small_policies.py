@@ -44,6 +44,15 @@ def test_before_anything_ended_the_guess_is_the_bound() -> None:
     assert prediction.service_s == pytest.approx(200 * service_estimate.DEFAULT_UNIT_S)
 
 
+def test_an_encoder_is_guessed_by_its_prompt_alone() -> None:
+    estimator = ServiceEstimator()
+    assert estimator.predict("t", "m", 100, 0).units == 100
+    estimator.observe("t", "m", 100, 0, 0.5)
+    prediction = estimator.predict("t", "m", 50, 0)
+    assert prediction.output_tokens == 0
+    assert prediction.service_s == pytest.approx(0.25)
+
+
 def test_guesses_follow_what_was_used() -> None:
     estimator = ServiceEstimator()
     for _ in range(40):

@@ -1,0 +1,99 @@
+"""What registrations leave on the disk when they die, and for how long.
+
+    <data>/downloads/<org>--<name>@<commit>/   fetched so far; locked (flock) while one works in it
+    <data>/packs/.tmp-<pid>-<revision>/        a pack being written
+
+The registering process cleans up after itself; `sweep` does where it could not (kill -9, a power
+cut) and where somebody else has to decide: a download is kept while its registration goes on, and
+after an interruption for `download_keep_s`, so that a retry goes on where it stopped. Whoever looks
+at the catalog sweeps. `engine/download_folder.py` and `engine/convert.py` spell the same names.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from registry.catalog import INTERRUPTED, ModelRecord
+
+DOWNLOADS_FOLDER = "downloads"
+PACKS_FOLDER = "packs"
+CRASHED = "crashed"
+RESUMABLE = frozenset({"network", INTERRUPTED, CRASHED})
+"""Reasons after which trying again may go on with what was fetched."""
+
+_TEMPORARY = ".tmp-"
+
+
+def is_hub(source: str) -> bool:
+    """A catalog row's source: folders are absolute paths, anything else is a hub id."""
+    return not source.startswith("/")
+
+
+def download_name(model: ModelRecord) -> str:
+    """Its folder below downloads; "" where nothing can have been fetched."""
+    if not is_hub(model.source) or not model.source_commit:
+        return ""
+    return f"{model.source.replace('/', '--')}@{model.source_commit}"
+
+
+def sweep(data_dir: Path, models: Iterable[ModelRecord], keep_s: float, now_at: float) -> None:
+    """Remove what no registration works on or may go on with. What is not ours stays."""
+    wanted = {
+        download_name(model)
+        for model in models
+        if model.state == "registering"
+        or (
+            model.state == "failed"
+            and model.reason_code in RESUMABLE
+            and now_at - (model.heartbeat_at or 0.0) < keep_s
+        )
+    }
+    for folder in _entries(data_dir / DOWNLOADS_FOLDER):
+        if folder.name not in wanted:
+            _remove_unlocked(folder)
+    for folder in _entries(data_dir / PACKS_FOLDER):
+        owner = folder.name.removeprefix(_TEMPORARY).partition("-")[0]
+        if folder.name.startswith(_TEMPORARY) and owner.isdigit() and not is_alive(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_alive(pid: int) -> bool:
+    """Is a process of this number at work on this machine? One that only waits for its parent to
+    take note of its end is not: in a container nobody may ever do so.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    except (FileNotFoundError, PermissionError):
+        return []
+
+
+def _remove_unlocked(folder: Path) -> None:
+    """Remove it unless a process works in it; that one removes it itself."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
