@@ -6,20 +6,23 @@ word on whether a family comes out right; here are the cases it could not see or
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from engine.errors import RegistrationRefused
-from engine.pack import KvGroup
-from engine.parity import config_geometries
+from engine.kv_geometry import config_geometries, layer_configs, module_geometries
+from engine.pack import EncoderRecord, KvGroup, Task
+from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_OTHER_SENSES = ("vision_config", "audio_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,8 @@ class Blueprint:
     kv_groups: tuple[KvGroup, ...]
     vocab_size: int
     max_context: int
+    task: Task = "generate"
+    encoder: EncoderRecord | None = None
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""
@@ -75,23 +80,25 @@ def blueprint(config: Any) -> Blueprint:
         for target, source in (getattr(skeleton, "all_tied_weights_keys", None) or {}).items()
         if target in tensors and source in tensors
     }
-    groups = kv_groups(config)
-    _check_projections(skeleton, groups)
     return Blueprint(
         config=config,
         skeleton=skeleton,
         tensors=tensors,
         tied=tied,
-        kv_groups=groups,
+        kv_groups=_grouped(module_geometries(skeleton, config)),
         vocab_size=int(config.vocab_size),
         max_context=_max_context(config),
     )
 
 
 def kv_groups(config: Any) -> tuple[KvGroup, ...]:
-    """Layers grouped by KV geometry, in the order of their first layer."""
+    """Layers grouped by KV geometry, in the order of their first layer; nothing is built."""
+    return _grouped(config_geometries(config))
+
+
+def _grouped(layers: Sequence[LayerGeometry]) -> tuple[KvGroup, ...]:
     members: dict[tuple[int, int, int, int], list[int]] = {}
-    for number, layer in enumerate(config_geometries(config)):
+    for number, layer in enumerate(layers):
         key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
         members.setdefault(key, []).append(number)
     return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
@@ -118,38 +125,30 @@ def _check_family(config: Any) -> None:
     def refuse(why: str) -> RegistrationRefused:
         return RegistrationRefused("unknown_family", f"family {family!r} cannot be hosted: {why}")
 
-    if not getattr(config, "num_attention_heads", None):
+    first = next(iter(layer_configs(config)), None)
+    if not getattr(first, "num_attention_heads", None):
         raise refuse("it has no attention heads")
-    if getattr(config, "kv_lora_rank", None):
+    if any(getattr(config, name, None) is not None for name in _OTHER_SENSES):
+        raise refuse("it reads more than text")
+    if getattr(config, "add_cross_attention", False):
+        raise refuse("it attends to another model's states")
+    if not _takes_attention(config):
+        raise refuse("its attention is code of its own, which cannot be given another memory")
+    if getattr(first, "kv_lora_rank", None):
         raise refuse("its attention caches a latent, which is not supported yet")
     if getattr(config, "num_kv_shared_layers", None):
         raise refuse("its layers share their KV, which is not supported yet")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if strange:
-        raise refuse(f"layers of type {', '.join(strange)} are not supported")
+        raise refuse(f"layers of type {', '.join(strange)} are neither full nor sliding attention")
     for name, meaning in (("max_position_embeddings", "context length"), ("vocab_size", "size")):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
             raise RegistrationRefused("bad_config", f"the configuration has no {meaning} ({name})")
 
 
-def _check_projections(skeleton: nn.Module, groups: tuple[KvGroup, ...]) -> None:
-    """Where K and V have projections of their own, their widths must be the cache's."""
-    geometry = {layer: group for group in groups for layer in group.layers}
-    for name, module in skeleton.named_modules():
-        match = _LAYER.search(name)
-        if match is None or not isinstance(module, nn.Linear):
-            continue
-        group = geometry.get(int(match.group(1)))
-        kind = name.rpartition(".")[2]
-        if kind not in ("k_proj", "v_proj"):
-            continue
-        width = 0
-        if group is not None:
-            width = group.num_kv_heads * (group.k_dim if kind == "k_proj" else group.v_dim)
-        if module.out_features != width:
-            raise RegistrationRefused(
-                "unknown_family",
-                f"{name} puts out {module.out_features} values a position where the configuration "
-                f"says {width}; this attention is not supported",
-            )
+def _takes_attention(config: Any) -> bool:
+    """Whether the family's modules call attention by the name the configuration gives."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    says = getattr(model_class, "_can_set_attn_implementation", None)
+    return bool(says()) if says is not None else True

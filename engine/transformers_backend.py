@@ -87,7 +87,7 @@ def register_attention() -> None:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Modules built inside get meta parameters and real buffers.
 
     Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons.
@@ -107,14 +107,17 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def build_skeleton(source: Path | Any, dtype: torch.dtype) -> nn.Module:
-    """The module tree of a pack folder (or of a ready configuration object), without weights."""
+def build_skeleton(
+    source: Path | Any, dtype: torch.dtype, attention: str = ATTENTION_NAME
+) -> nn.Module:
+    """The module tree of a pack folder (or of a ready configuration object), without weights.
+
+    `attention`: the name of what its layers attend with; the parity probe has others.
+    """
     register_attention()
     config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=dtype
-        )
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     assert isinstance(model, nn.Module)
     return model.eval()
 

@@ -1,0 +1,244 @@
+"""Which of transformers' causal LM families can be hosted: the table of docs/families.md.
+
+    python -m bench.families                              the page, on standard output
+    python -m bench.families --write docs/families.md     into the file
+    python -m bench.families --check docs/families.md     whether the file still says what is so
+    python -m bench.families llama gpt_oss                only these
+
+Every causal LM type transformers registers goes through registration's own judgement (folder,
+blueprint, parity probe) with a tiny configuration from `family_configs.py`. The least KV is counted
+in transformers' own cache after an eager pass, so it does not depend on what we derive.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from bench.family_configs import MODEL_TYPES, tiny_config
+from bench.kv_minimum import group_bytes_per_token
+from engine.blueprint import Blueprint, blueprint
+from engine.errors import RegistrationRefused
+from engine.parity import TOLERANCE, draw_weights, probe
+from engine.source import load_config
+from engine.transformers_backend import bind_weights, build_skeleton
+
+LEAST_TOKENS = 3  # fewer than any window
+PLAIN = "plain modules"
+
+_HOSTED_HEAD = (
+    "| family | layers run as | tried with | largest error | KV bytes a token | at least | ratio |",
+    "|---|---|---|---|---|---|---|",
+)
+_REFUSED_HEAD = ("| family | refused by | code | why |", "|---|---|---|---|")
+_INTRO = """# Families
+
+Written by `python -m bench.families --write docs/families.md`; held to the code by
+`tests/engine/test_families.py` (a part; everything by `make soak` or `--check`). transformers
+{version} registers {total} causal LM types: **{hosted} can be hosted**, {refused} are refused.
+
+Each type goes through registration's own steps ([packs.md](packs.md)) with a tiny random
+configuration (`bench/family_configs.py`): the folder is judged (`source`), then the module tree
+(`blueprint`), then the parity probe runs it both ways (`probe`): three prompts in one batch, two in
+chunks of 6 and one token by token, blocks scattered over a pool full of holes, memory that was
+never written full of NaN, windows (6) shorter than the prompts (23, 9, 14), against transformers'
+eager attention over whole prompts. The same probe runs on a truncated model of every configuration
+that is registered: the table says that a family works, the probe says it of the model at hand.
+
+- **largest error**: of any logit in float32, in standard deviations of the logits (random weights,
+  drawn so that attention is neither flat nor one token's); up to {tolerance:.0e} is allowed.
+- **KV bytes a token**: of the tiny configuration in float32, all layers, while no window is full;
+  **at least**: what transformers' own cache holds for it. What pages and extents add is in
+  [memory.md](memory.md).
+- **layers run as**: `plain modules` are transformers' own with our attention.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """A family that comes out right. Bytes are of the tiny configuration in float32."""
+
+    family: str
+    tried: str
+    error: float
+    kv_bytes: int
+    least_bytes: int
+
+    def line(self) -> str:
+        """Its row of the table."""
+        ratio = self.kv_bytes / self.least_bytes
+        return (
+            f"| `{self.family}` | {PLAIN} | {self.tried} | {self.error:.0e} | {self.kv_bytes} "
+            f"| {self.least_bytes} | {ratio:.2f} |"
+        )
+
+    def stable(self) -> str:
+        """The row without what differs between machines."""
+        return self.line().replace(f" {self.error:.0e} ", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A family that is refused: by which step, with which code, and what the operator reads."""
+
+    family: str
+    step: str
+    code: str
+    why: str
+
+    def line(self) -> str:
+        """Its row of the table."""
+        return f"| `{self.family}` | {self.step} | `{self.code}` | {self.why} |"
+
+    def stable(self) -> str:
+        """The row without what differs between machines."""
+        return f"| `{self.family}` | {self.step} | `{self.code}` |"
+
+
+Verdict = Hosted | Refused
+
+
+def judge(family: str) -> Verdict:
+    """What registration says of the family's tiny configuration."""
+    step = "source"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tiny_config(family).save_pretrained(folder)
+            config = load_config(Path(folder))
+        step = "blueprint"
+        found = blueprint(config)
+        step = "probe"
+        error = probe(config, found.skeleton)
+    except RegistrationRefused as refusal:
+        return Refused(family, step, refusal.code, _short(str(refusal)))
+    kv_bytes = sum(group_bytes_per_token(group, torch.float32) for group in found.kv_groups)
+    return Hosted(family, _tried(found), error, kv_bytes, least_kv_bytes(config))
+
+
+def least_kv_bytes(config: Any) -> int:
+    """Bytes a token that transformers' own cache holds of this model in float32."""
+    model = build_skeleton(config, torch.float32, "eager")
+    bind_weights(model, draw_weights(model, 0))
+    with torch.inference_mode():
+        tokens = torch.arange(3, 3 + LEAST_TOKENS)[None]
+        cache = model(input_ids=tokens, use_cache=True).past_key_values
+    cache = getattr(cache, "self_attention_cache", cache)
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    return int(held * torch.float32.itemsize // LEAST_TOKENS)
+
+
+def _short(message: str) -> str:
+    """Without the words that every refusal begins with."""
+    return message.partition(" cannot be hosted: ")[2] or message
+
+
+def _tried(found: Blueprint) -> str:
+    names = " ".join(found.tensors)
+    groups = found.kv_groups
+    num_layers = sum(len(group.layers) for group in groups)
+    parts = [
+        f"window in {len(group.layers)} of {num_layers} layers" for group in groups if group.window
+    ]
+    said = {
+        "sinks": "sinks" in names,
+        "soft cap": getattr(found.config, "attn_logit_softcapping", None),
+        "experts": "experts." in names,
+        "q/k norms": "q_norm" in names or "q_layernorm" in names or "query_layernorm" in names,
+        "learned positions": any(word in names for word in ("wpe", "position_emb", "embed_pos")),
+        "several KV shapes": len({(g.num_kv_heads, g.k_dim) for g in groups}) > 1,
+        "V unlike K": any(g.k_dim != g.v_dim for g in groups),
+        "one KV head": all(g.num_kv_heads == 1 for g in groups),
+    }
+    return ", ".join([*parts, *(name for name, is_so in said.items() if is_so)])
+
+
+def page(verdicts: Iterable[Verdict]) -> str:
+    """The whole of docs/families.md."""
+    verdicts = list(verdicts)
+    hosted = [verdict for verdict in verdicts if isinstance(verdict, Hosted)]
+    refused = [verdict for verdict in verdicts if isinstance(verdict, Refused)]
+    counts = Counter((r.step, r.code, _kind(r.why)) for r in refused)
+    intro = _INTRO.format(
+        version=transformers.__version__,
+        total=len(verdicts),
+        hosted=len(hosted),
+        refused=len(refused),
+        tolerance=TOLERANCE,
+    )
+    lines = [intro, "## Hosted", "", *_HOSTED_HEAD, *(row.line() for row in hosted), ""]
+    lines += ["## Refused", "", "| families | refused by | code | why |", "|---|---|---|---|"]
+    lines += [
+        f"| {count} | {step} | `{code}` | {why} |"
+        for (step, code, why), count in counts.most_common()
+    ]
+    lines += ["", *_REFUSED_HEAD, *(row.line() for row in refused), ""]
+    return "\n".join(lines)
+
+
+def _kind(why: str) -> str:
+    """A reason without the names and numbers of one family."""
+    for beginning, kind in (
+        ("layers of type", "some layers are neither full nor sliding attention"),
+        ("it differs", "it differs from transformers in its logits"),
+        ("'", "it is not a text-only decoder"),
+        ("it chooses", "it chooses by rules of its own what it attends to"),
+    ):
+        if why.startswith(beginning):
+            return kind
+    return why.partition(" (")[0]
+
+
+def contradictions(text: str, verdicts: Iterable[Verdict]) -> Iterator[str]:
+    """Rows of a page that are not as the code says now, errors aside."""
+    lines = text.splitlines()
+    for verdict in verdicts:
+        if isinstance(verdict, Hosted):
+            rows = [_without_error(line) for line in lines if len(line.split("|")) == 9]
+            found = verdict.stable() in rows
+        else:
+            found = any(line.startswith(verdict.stable()) for line in lines)
+        if not found:
+            yield verdict.line()
+
+
+def _without_error(line: str) -> str:
+    cells = line.split("|")
+    return "|".join([*cells[:4], " ", *cells[5:]]) if len(cells) == 9 else line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry."""
+    parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__)
+    parser.add_argument("families", nargs="*", default=[], help="only these types")
+    parser.add_argument("--write", type=Path, help="write the page into this file")
+    parser.add_argument("--check", type=Path, help="compare the page in this file")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    began_s = time.monotonic()
+    verdicts = []
+    for family in options.families or MODEL_TYPES:
+        verdicts.append(judge(family))
+        print(verdicts[-1].line(), file=sys.stderr)
+    print(f"{time.monotonic() - began_s:.1f} s", file=sys.stderr)
+    text = page(verdicts)
+    if options.check:
+        wrong = list(contradictions(options.check.read_text(encoding="utf-8"), verdicts))
+        print("\n".join(["not so in the page:", *wrong] if wrong else ["the page is right"]))
+        return 1 if wrong else 0
+    if options.write:
+        options.write.write_text(text, encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The same model at probe size: a configuration with every kind of layer, everything narrow.
+
+What is kept: class and options, the kinds of layers, head widths, query heads a KV head, more than
+one expert chosen out of more. What is cut: layers, heads, widths of the residual stream and of
+MLPs, experts, vocabulary; windows and whatever else acts only beyond a length, so that the probe's
+short prompts pass it. A cut that a family cannot be built with is given up for a smaller one.
+"""
+
+import copy
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+WINDOW = 8
+VOCAB = 128
+MAX_PARAMETERS = 128_000_000
+MAX_GROUP = 8
+MAX_EXPERTS = 8
+MAX_CHOSEN = 3
+MLP_WIDTH = 64
+WIDTH_STEP = 64
+
+_LENGTHS = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk")
+_MLP_WIDTHS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_dim",
+    "ffn_hidden_size",
+    "n_inner",
+    "dff",
+)
+_KV_HEADS = ("num_key_value_heads", "kv_n_heads")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
+
+
+def tensor_kinds(model: nn.Module) -> set[str]:
+    """Names of all parameters and buffers with every number taken out."""
+    return {re.sub(r"\d+", "#", name) for name in model.state_dict()}
+
+
+def probe_configs(config: Any, skeleton: nn.Module | None = None) -> Iterator[Any]:
+    """Truncated configurations that can be built, narrowest first.
+
+    Each has every kind of tensor the whole model has (`skeleton`, on meta, else built here).
+    """
+    if skeleton is None:
+        skeleton = _on_meta(config)
+    wanted = tensor_kinds(skeleton)
+    tried: list[dict[str, Any]] = []
+    for narrow in (True, False):
+        for layers in _layer_choices(config):
+            small = _truncated(config, layers, narrow)
+            try:
+                built = _on_meta(small)
+            except Exception:  # noqa: BLE001 - these cuts do not suit the family's other options
+                continue
+            size = sum(tensor.numel() for tensor in built.state_dict().values())
+            if size <= MAX_PARAMETERS and tensor_kinds(built) == wanted:
+                if small.to_dict() not in tried:
+                    tried.append(small.to_dict())
+                    yield small
+                break
+
+
+def _on_meta(config: Any) -> nn.Module:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _per_layer(config: Any) -> dict[str, list[Any]]:
+    """The options that are lists with an entry for each layer."""
+    count = config.num_hidden_layers
+    return {
+        name: list(value)
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == count
+    }
+
+
+def _layer_choices(config: Any) -> Iterator[list[int]]:
+    """Layers to keep: one of each kind the lists tell, then ever longer beginnings."""
+    count = config.num_hidden_layers
+    lists = _per_layer(config).values()
+    kinds: dict[str, int] = {}
+    for layer in range(count):
+        kinds.setdefault(repr([values[layer] for values in lists]), layer)
+    chosen = sorted(kinds.values())
+    if len(chosen) < 2:
+        chosen = list(range(min(2, count)))
+    yield chosen
+    for length in (2, 4, 8, 16):
+        if length < count:
+            yield list(range(length))
+    yield list(range(count))
+
+
+def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
+    small = copy.deepcopy(config)
+    per_layer = _per_layer(config)
+    overrides = _overrides(small, layers)
+    small.num_hidden_layers = len(layers)
+    for name, values in per_layer.items():
+        _set(small, name, [values[layer] for layer in layers])
+    for name, value in vars(config).items():
+        if _is_count(value) and _LENGTHS.search(name) and value > WINDOW:
+            _set(small, name, WINDOW)
+    rope = getattr(small, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope:  # scales queries from this position on
+        rope["original_max_position_embeddings"] = WINDOW
+    small.vocab_size = min(VOCAB, config.vocab_size)
+    if _is_count(getattr(config, "vocab_size_per_layer_input", None)):
+        small.vocab_size_per_layer_input = small.vocab_size
+    pad = getattr(small, "pad_token_id", None)
+    if _is_count(pad) and pad >= small.vocab_size:
+        small.pad_token_id = 0
+    for part in _parts(small):
+        _cut_experts(part)
+        for name in _MLP_WIDTHS if narrow else ():
+            if _is_count(getattr(part, name, None)) and getattr(part, name) > MLP_WIDTH:
+                _set(part, name, MLP_WIDTH)
+    if narrow:
+        _cut_heads(small, overrides)
+    if overrides is not None:
+        small.per_layer_config = overrides
+    return small
+
+
+def _parts(config: Any) -> list[Any]:
+    """The configuration and those inside it: some keep attention's and the MLP's options apart."""
+    inside = [value for value in vars(config).values() if isinstance(value, PretrainedConfig)]
+    return [config, *inside]
+
+
+def _overrides(small: Any, layers: list[int]) -> dict[int, Any] | None:
+    """What single layers say otherwise, renumbered; taken off `small`. None: nothing."""
+    if not getattr(small, "is_heterogeneous", False):
+        return None
+    by_layer = {int(k): v for k, v in small.to_dict()["per_layer_config"].items()}
+    small.per_layer_config = None
+    return {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
+
+
+def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
+    """Two KV heads, their query heads, and a residual stream in proportion."""
+    heads = small.num_attention_heads
+    kv_heads = getattr(small, "num_key_value_heads", None) or heads
+    if getattr(small, "multi_query", False):
+        kv_heads = 1
+    if not _is_count(heads) or not _is_count(kv_heads) or heads % kv_heads:
+        return
+    if overrides is None:
+        new_kv = min(2, kv_heads)
+        new_heads = new_kv * _group(heads // kv_heads)
+    else:  # some layers have fewer: all in proportion
+        counts = [o["num_key_value_heads"] for o in overrides.values() if _KV_HEADS[0] in o]
+        divisor = math.gcd(kv_heads, *counts)
+        if divisor == kv_heads:
+            divisor = max(1, divisor // 2)
+        if heads % divisor or any("num_attention_heads" in o for o in overrides.values()):
+            return
+        new_kv, new_heads = kv_heads // divisor, heads // divisor
+        for override in overrides.values():
+            if "num_key_value_heads" in override:
+                override["num_key_value_heads"] //= divisor
+    _set_heads(small, heads, new_heads, new_kv)
+
+
+def _set_heads(small: Any, heads: int, new_heads: int, new_kv: int) -> None:
+    hidden = small.hidden_size
+    new_hidden = hidden * new_heads // heads
+    if new_hidden * heads != hidden * new_heads:
+        new_hidden = max(WIDTH_STEP, new_hidden // WIDTH_STEP * WIDTH_STEP)
+    if new_heads == heads:
+        return
+    small.num_attention_heads = new_heads
+    for part in _parts(small):
+        for name in _KV_HEADS:
+            if getattr(part, name, None):
+                _set(part, name, new_kv)
+        if getattr(part, "hidden_size", None) == hidden:
+            part.hidden_size = new_hidden
+    if getattr(small, "word_embed_proj_dim", None) == hidden:
+        small.word_embed_proj_dim = new_hidden
+
+
+def _group(queries: int) -> int:
+    """Query heads a KV head, where there are so many: as many, or a part that divides them."""
+    for size in range(min(queries, MAX_GROUP), 1, -1):
+        if queries % size == 0:
+            return size
+    return min(queries, MAX_GROUP)
+
+
+def _cut_experts(small: Any) -> None:
+    """A few experts of which several, and not all, are chosen; groups of two."""
+    for name in _EXPERTS:
+        count = getattr(small, name, None)
+        if _is_count(count) and count > MAX_EXPERTS:
+            groups = getattr(small, "n_group", None) or 1
+            _set(small, name, groups * max(2, MAX_EXPERTS // groups))
+    for name in _CHOSEN:
+        chosen = getattr(small, name, None)
+        if _is_count(chosen) and chosen > MAX_CHOSEN:
+            _set(small, name, MAX_CHOSEN)
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _set(config: Any, name: str, value: Any) -> bool:
+    """Whether the configuration takes it: some check the types of their fields."""
+    try:
+        setattr(config, name, value)
+    except Exception:  # noqa: BLE001 - validators raise what they like
+        return False
+    return True
