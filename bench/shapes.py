@@ -18,7 +18,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class BuiltModel:
     shape: str
     num_params: int
     weight_bytes: int
+    largest_bytes: int
 
 
 def read_shapes(path: Path = DEFAULT_SHAPES) -> dict[str, Shape]:
@@ -138,6 +139,20 @@ def build(shapes: Mapping[str, Shape], name: str, folder: Path, seed: int = 0) -
 
     Never holds more than one shard in memory. Raises KeyError where the shapes lack the name.
     """
+    return _build(shapes, name, folder, lambda model: _write_weights(model, folder, seed))
+
+
+def build_sparse(shapes: Mapping[str, Shape], name: str, folder: Path) -> BuiltModel:
+    """The same with files whose tensors are holes: all zeros, and no room on the disk."""
+    return _build(shapes, name, folder, lambda model: _write_holes(model, folder))
+
+
+def _build(
+    shapes: Mapping[str, Shape],
+    name: str,
+    folder: Path,
+    write_weights: Callable[[torch.nn.Module], int],
+) -> BuiltModel:
     shape = shapes[name]
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(shape["model_type"], **config_kwargs(shape))
@@ -145,7 +160,7 @@ def build(shapes: Mapping[str, Shape], name: str, folder: Path, seed: int = 0) -
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    weight_bytes = _write_weights(model, folder, seed)
+    weight_bytes = write_weights(model)
     config_dict = config.to_dict()
     # Explicit nulls: left out, some families' defaults would bring an end token back.
     config_dict |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -153,7 +168,8 @@ def build(shapes: Mapping[str, Shape], name: str, folder: Path, seed: int = 0) -
     _write_json(folder / "generation_config.json", {"do_sample": False})
     _write_tokenizer(folder, shape["vocab_size"], shape["max_position_embeddings"])
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    return BuiltModel(folder, name, num_params, weight_bytes)
+    largest_bytes = max(num_bytes for _, num_bytes in _saved_tensors(model))
+    return BuiltModel(folder, name, num_params, weight_bytes, largest_bytes)
 
 
 def vocabulary(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -208,18 +224,48 @@ def _write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
 
 
 def _write_weights(model: torch.nn.Module, folder: Path, seed: int) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict()
+
+    def write(path: Path, keys: list[str]) -> None:
+        tensors = {key: _random_tensor(model, key, state[key], generator) for key in keys}
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    return _write_shards(model, folder, write)
+
+
+def _write_holes(model: torch.nn.Module, folder: Path) -> int:
+    """safetensors by hand: a header, and a file cut to its length."""
+    state = model.state_dict()
+
+    def write(path: Path, keys: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for key in keys:
+            start, end = end, end + state[key].numel() * state[key].element_size()
+            shape = list(state[key].shape)
+            header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        content = json.dumps(header).encode()
+        with path.open("wb") as file:
+            file.write(len(content).to_bytes(8, "little") + content)
+            file.truncate(8 + len(content) + end)
+
+    return _write_shards(model, folder, write)
+
+
+def _write_shards(
+    model: torch.nn.Module, folder: Path, write: Callable[[Path, list[str]], None]
+) -> int:
     shards = _plan_shards(model)
     total_bytes = sum(num_bytes for shard in shards for _, num_bytes in shard)
     weight_map: dict[str, str] = {}
-    generator = torch.Generator().manual_seed(seed)
-    state = model.state_dict()
     for number, shard in enumerate(shards, start=1):
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {key: _random_tensor(model, key, state[key], generator) for key, _ in shard}
-        save_file(tensors, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
+        keys = [key for key, _ in shard]
+        write(folder / name, keys)
+        weight_map |= dict.fromkeys(keys, name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)

@@ -2,8 +2,8 @@
 
 Registration's third step. Applies transformers' own renamings and conversions (experts stacked,
 fused projections split), so that a pack holds what `from_pretrained` would have put into the model.
-A conversion is run for one target at a time: memory holds the largest converted parameter and its
-sources, never the model.
+What is copied as it is comes in pieces of some rows; a conversion is run for one target at a time:
+memory holds the largest converted parameter (and maps its sources), never the model.
 
 Checks as much as headers tell before the first byte is read: every tensor of the model must be
 there with its shape, and nothing may be left over that transformers would drop in silence.
@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from engine.blueprint import Blueprint
 from engine.errors import RegistrationRefused
-from engine.source import SourceTensors
+from engine.source import PIECE_BYTES, SourceTensors
 
 # Buffers that older releases saved and that are computed today.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
@@ -59,12 +59,18 @@ class Checkpoint:
         """Names of the tensors a pack must hold, in the module tree's order."""
         return [name for name in self.blueprint.tensors if name not in self.tied]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of `names()` once, in any order. Raises RegistrationRefused."""
+    def parts(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Each tensor of `names()`, in any order: name, first row, and some of its rows.
+
+        Rows are the first axis; a tensor's parts come in order. Raises RegistrationRefused.
+        """
         left = set(self.names())
         for name, key in self.direct.items():
             left.discard(name)
-            yield name, self.source.read(key)
+            start = 0
+            for piece in self.source.pieces(key):
+                yield name, start, piece
+                start += len(piece) if piece.dim() else 1
         for target, conversion in self.conversions.items():
             for name, tensor in self._convert(target, conversion).items():
                 if name not in left or tensor.shape != self.blueprint.tensors[name].shape:
@@ -74,7 +80,7 @@ class Checkpoint:
                         "which is not the model's; download it again",
                     )
                 left.discard(name)
-                yield name, tensor
+                yield from _rows(name, tensor)
         if left:
             raise _missing(sorted(left))
 
@@ -95,6 +101,17 @@ class Checkpoint:
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
+
+
+def _rows(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """A tensor in memory, a piece at a time, so that a cast needs no second one of its size."""
+    if not tensor.dim():
+        yield name, 0, tensor
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size() if len(tensor) else 1
+    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    for start in range(0, len(tensor), step):
+        yield name, start, tensor[start : start + step]
 
 
 def open_checkpoint(blueprint: Blueprint, source: SourceTensors) -> Checkpoint:
@@ -176,7 +193,8 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return False
     if checkpoint.source.shapes[keys[0]] != checkpoint.source.shapes[keys[1]]:
         return False
-    return torch.equal(checkpoint.source.read(keys[0]), checkpoint.source.read(keys[1]))
+    pieces = (checkpoint.source.pieces(key) for key in (keys[0], keys[1]))
+    return all(torch.equal(first, second) for first, second in zip(*pieces, strict=True))
 
 
 def _check_direct(checkpoint: Checkpoint) -> None:

@@ -16,26 +16,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
+import msgspec
 import torch
 import xxhash
 
-from engine.blueprint import REST, Blueprint, blueprint, layer_of
+from engine.blueprint import Blueprint
 from engine.checkpoint import Checkpoint, open_checkpoint
-from engine.errors import PackError
+from engine.encoder_blueprint import plan_model
+from engine.errors import PackError, RegistrationRefused
+from engine.layout import Layout, lay_out
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
     PACK_VERSION,
-    SEGMENT_ALIGN,
-    TENSOR_ALIGN,
+    SCALE_SUFFIX,
     Chunk,
     PackIndex,
     Segment,
-    TensorEntry,
     read_index,
     write_index,
 )
+from engine.quantize import INT8, int8_weights, quantize_rows
 from engine.source import (
     COPIED_FILES,
     Progress,
@@ -47,7 +48,7 @@ from engine.source import (
 )
 from engine.weights import check_pack, verify_blob
 
-DtypeChoice = Literal["auto", "float32", "bfloat16"]
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 _TEMPORARY = ".tmp-"
 
 
@@ -65,7 +66,7 @@ def inspect(folder: Path) -> Candidate:
     config = load_config(folder)
     files = weight_files(folder)
     check_tokenizer(folder)
-    return Candidate(folder, files, blueprint(config))
+    return Candidate(folder, files, plan_model(config, folder))
 
 
 def write_pack(
@@ -77,7 +78,11 @@ def write_pack(
     with SourceTensors(candidate.files) as source:
         checkpoint = open_checkpoint(candidate.blueprint, source)
         chosen = choose_dtype(dtype, source)
-        revision = _revision(candidate, chosen, progress)
+        quantized: frozenset[str] = frozenset()
+        if dtype == INT8:
+            quantized = int8_weights(candidate.blueprint, checkpoint.names())
+        kept = INT8 if quantized else _dtype_name(chosen)
+        revision = _revision(candidate, kept, progress)
         final = dest / revision
         existing = whole_pack(final)
         if existing is not None:
@@ -85,7 +90,9 @@ def write_pack(
         temporary = dest / f"{_TEMPORARY}{os.getpid()}-{revision}"
         temporary.mkdir()
         try:
-            index = _write_folder(candidate, checkpoint, chosen, revision, temporary, progress)
+            layout = lay_out(candidate.blueprint, checkpoint.names(), chosen, quantized)
+            work = _Work(candidate, checkpoint, chosen, layout, revision)
+            index = _write_folder(work, temporary, progress)
             _rename(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -93,10 +100,16 @@ def write_pack(
 
 
 def choose_dtype(choice: DtypeChoice, source: SourceTensors) -> torch.dtype:
-    """auto: bfloat16 for half-precision checkpoints, else float32; float16 is never hosted."""
+    """What is computed in. auto: bfloat16 for half-precision checkpoints, else float32.
+
+    float16 only where it is asked for (processors have no arithmetic for it, and its range ends at
+    65,504); int8 weights are computed with in bfloat16.
+    """
     if choice == "float32":
         return torch.float32
-    if choice == "bfloat16":
+    if choice == "float16":
+        return torch.float16
+    if choice in ("bfloat16", INT8):
         return torch.bfloat16
     return torch.bfloat16 if source.float_dtype() in ("BF16", "F16") else torch.float32
 
@@ -121,66 +134,45 @@ def clean_leftovers(dest: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def lay_out(
-    checkpoint: Checkpoint, dtype: torch.dtype
-) -> tuple[tuple[Segment, ...], tuple[TensorEntry, ...]]:
-    """Place every tensor: REST first, then the layers in order, each tensor TENSOR_ALIGNed."""
-    members: dict[str, list[str]] = {REST: []}
-    for name in checkpoint.names():
-        members.setdefault(layer_of(name), []).append(name)
-    order = sorted(members, key=lambda segment: -1 if segment == REST else int(segment[6:]))
-    segments: list[Segment] = []
-    entries: list[TensorEntry] = []
-    start = 0
-    for number, segment in enumerate(order):
-        offset = 0
-        for name in members[segment]:
-            offset = _align(offset, TENSOR_ALIGN)
-            meta = checkpoint.blueprint.tensors[name]
-            kind = checkpoint.blueprint.dtype_of(name, dtype)
-            size = meta.numel() * kind.itemsize
-            shape = tuple(meta.shape)
-            entries.append(TensorEntry(name, number, offset, size, shape, _dtype_name(kind)))
-            offset += size
-        size = _align(offset, SEGMENT_ALIGN)
-        segments.append(Segment(segment, start, size))
-        start += size
-    return tuple(segments), tuple(entries)
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One pack to write."""
+
+    candidate: Candidate
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    layout: Layout
+    revision: str
 
 
-def _write_folder(
-    candidate: Candidate,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    revision: str,
-    folder: Path,
-    progress: Progress,
-) -> PackIndex:
-    plan = candidate.blueprint
-    segments, entries = lay_out(checkpoint, dtype)
-    total = sum(segment.num_bytes for segment in segments)
-    _write_blob(folder / BLOB_NAME, checkpoint, segments, entries, progress)
+def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
+    plan, layout = work.candidate.blueprint, work.layout
+    _write_blob(folder / BLOB_NAME, work.checkpoint, layout, progress)
     files: dict[str, int] = {}
     for name in COPIED_FILES:
-        if (candidate.folder / name).is_file():
-            shutil.copyfile(candidate.folder / name, folder / name)
+        if (work.candidate.folder / name).is_file():
+            shutil.copyfile(work.candidate.folder / name, folder / name)
             files[name] = xxhash.xxh3_64_intdigest((folder / name).read_bytes())
     index = PackIndex(
         version=PACK_VERSION,
-        revision=revision,
+        revision=work.revision,
         family=str(plan.config.model_type),
         architecture=type(plan.skeleton).__name__,
-        dtype=_dtype_name(dtype),
+        dtype=_dtype_name(work.dtype),
         vocab_size=plan.vocab_size,
         max_context=plan.max_context,
-        total_bytes=total,
-        segments=segments,
-        tensors=entries,
-        tied=checkpoint.tied,
-        chunks=_checksums(folder / BLOB_NAME, segments),
+        total_bytes=sum(segment.num_bytes for segment in layout.segments),
+        segments=layout.segments,
+        tensors=layout.tensors,
+        tied=work.checkpoint.tied,
+        chunks=_checksums(folder / BLOB_NAME, layout.segments),
         kv_groups=plan.kv_groups,
-        kv_dtype=_dtype_name(dtype),
+        kv_dtype=_dtype_name(work.dtype),
         files=files,
+        task=plan.task,
+        encoder=plan.encoder,
+        quantization=INT8 if any(entry.scheme for entry in layout.tensors) else "",
+        fused=layout.fused,
     )
     write_index(folder, index)
     for path in folder.iterdir():
@@ -189,50 +181,83 @@ def _write_folder(
     return index
 
 
-def _write_blob(
-    path: Path,
-    checkpoint: Checkpoint,
-    segments: tuple[Segment, ...],
-    entries: tuple[TensorEntry, ...],
-    progress: Progress,
-) -> None:
-    places = {entry.name: entry for entry in entries}
-    total = sum(entry.num_bytes for entry in entries)
+def _write_blob(path: Path, checkpoint: Checkpoint, layout: Layout, progress: Progress) -> None:
+    places = {entry.name: entry for entry in layout.tensors}
+    total = sum(entry.num_bytes for entry in layout.tensors)
     done = 0
     with path.open("wb", buffering=0) as file:
         # The gaps between tensors read as zeros.
-        file.truncate(segments[-1].offset + segments[-1].num_bytes)
-        for name, tensor in checkpoint.tensors():
+        file.truncate(sum(segment.num_bytes for segment in layout.segments))
+        for name, row, part in checkpoint.parts():
             entry = places[name]
-            cast = tensor.to(getattr(torch, entry.dtype)).contiguous().reshape(-1)
-            data = cast.view(torch.uint8).numpy().data
-            offset = segments[entry.segment].offset + entry.offset
-            written = 0
-            while written < len(data):
-                written += os.pwrite(file.fileno(), data[written:], offset + written)
-            done += entry.num_bytes
+            if entry.scheme:
+                scales = places[name + SCALE_SUFFIX]
+                values, scale = _quantized(name, part, getattr(torch, scales.dtype))
+                kept = [(entry, values), (scales, scale)]
+            else:
+                kept = [(entry, _cast(name, part, getattr(torch, entry.dtype)))]
+            for place, tensor in kept:
+                rows = place.shape[0] if place.shape else 1
+                start = layout.segments[place.segment].offset + place.offset
+                done += _write(file.fileno(), tensor, start + row * (place.num_bytes // rows))
             progress("convert", done, total)
 
 
+def _cast(name: str, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = part.to(dtype)
+    if dtype == torch.float16 and not bool((cast.isfinite() | ~part.isfinite()).all()):
+        raise RegistrationRefused(
+            "out_of_range",
+            f"{name} has values beyond float16's range (65,504); register it as bfloat16",
+        )
+    return cast
+
+
+def _quantized(
+    name: str, part: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        return quantize_rows(part, dtype)
+    except ValueError as error:
+        raise RegistrationRefused("bad_weights", f"{name}: {error}") from error
+
+
+def _write(descriptor: int, tensor: torch.Tensor, place: int) -> int:
+    """Write a tensor's bytes; how many they were."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:], place + written)
+    return written
+
+
 def _checksums(path: Path, segments: tuple[Segment, ...]) -> tuple[Chunk, ...]:
-    if not path.stat().st_size:
-        return ()
-    blob = np.memmap(path, dtype=np.uint8, mode="r")
+    """Read back and not mapped: see SourceTensors.pieces."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     chunks: list[Chunk] = []
-    for number, segment in enumerate(segments):
-        for offset in range(0, segment.num_bytes, CHUNK_BYTES):
-            size = min(CHUNK_BYTES, segment.num_bytes - offset)
-            start = segment.offset + offset
-            digest = xxhash.xxh3_64_intdigest(blob[start : start + size].data)
-            chunks.append(Chunk(number, offset, size, digest))
+    with path.open("rb", buffering=0) as file:
+        for number, segment in enumerate(segments):
+            for offset in range(0, segment.num_bytes, CHUNK_BYTES):
+                block = buffer[: min(CHUNK_BYTES, segment.num_bytes - offset)]
+                done = 0
+                while done < len(block):
+                    count = os.preadv(file.fileno(), [block[done:]], segment.offset + offset + done)
+                    if not count:
+                        raise OSError(f"{path} became shorter while it was written")
+                    done += count
+                chunks.append(Chunk(number, offset, len(block), xxhash.xxh3_64_intdigest(block)))
     return tuple(chunks)
 
 
-def _revision(candidate: Candidate, dtype: torch.dtype, progress: Progress) -> str:
+def _revision(candidate: Candidate, kept: str, progress: Progress) -> str:
     copied = [candidate.folder / name for name in COPIED_FILES]
     paths = candidate.files + [path for path in copied if path.is_file()]
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(f"{PACK_VERSION} {_dtype_name(dtype)}\n".encode())
+    digest.update(f"{PACK_VERSION} {kept}\n".encode())
+    if candidate.blueprint.encoder is not None:
+        # What its files say of pooling and the longest input, in folders of their own.
+        plan = candidate.blueprint
+        digest.update(msgspec.json.encode([plan.task, plan.encoder, plan.max_context]))
     digest.update(content_digest(paths, progress))
     return digest.hexdigest()
 
@@ -268,10 +293,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _align(offset: int, unit: int) -> int:
-    return -(-offset // unit) * unit
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

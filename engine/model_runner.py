@@ -16,6 +16,7 @@ from engine.logprobs import Logprobs, prompt_logprobs
 from engine.model_body import ModelBody
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
+from engine.quantize import replace_linears
 from engine.sampler import SampleOutput, not_finite, sample
 from engine.sampling_batch import bring_masks
 from engine.transformers_backend import (
@@ -66,6 +67,7 @@ class ModelRunner:
         )
         self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
+        replace_linears(self._model, [entry.name for entry in index.tensors if entry.scheme])
         self._body = ModelBody(self._model)
         self._generation: int | None = None
 

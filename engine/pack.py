@@ -7,27 +7,40 @@
         tokenizer.json ...   what the gateway needs to turn text into token ids and back
 
 A segment is what gets one contiguous run of pages: each decoder layer, and the rest (embeddings,
-final norm, head). Tensors keep their logical names and axes, so that later fusion and tensor
-parallelism can cut them. `convert.py` writes packs, `weights.py` reads them.
+final norm, head). Tensors keep their logical names and shard axes, so that tensor parallelism can
+cut them; those that one product may take together are neighbours (`layout.py`). `convert.py` writes
+packs, `weights.py` reads them.
 """
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import msgspec
 import xxhash
 
 from engine.errors import ChecksumMismatch, PackError
+from engine.protocol import PACK_VERSION as PACK_VERSION
 
-PACK_VERSION = 1
 INDEX_NAME = "index.msgpack"
 BLOB_NAME = "weights.bin"
 SEGMENT_ALIGN = 4096
 TENSOR_ALIGN = 256
 CHUNK_BYTES = 8 << 20
+SCHEME = "int8_rows"
+SCALE_SUFFIX = "_scale"
+
+Task: TypeAlias = Literal["generate", "embed", "classify"]
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One parameter or persistent buffer. `offset` is inside its segment, in bytes."""
+    """One parameter or persistent buffer. `offset` is inside its segment, in bytes.
+
+    shard_axis   where tensor parallelism cuts it; None: every device has all of it
+    parts        sizes along that axis where it holds several projections, to be cut each by itself
+    scheme       "int8_rows": quantized, its scales are the entry `<name>_scale`; "": as it is
+    """
 
     name: str
     segment: int
@@ -35,6 +48,17 @@ class TensorEntry(msgspec.Struct, frozen=True):
     num_bytes: int
     shape: tuple[int, ...]
     dtype: str
+    shard_axis: int | None = None
+    parts: tuple[int, ...] = ()
+    scheme: str = ""
+
+
+class FusedGroup(msgspec.Struct, frozen=True):
+    """Tensors that lie directly behind one another: together one tensor, joined along `axis`."""
+
+    name: str
+    members: tuple[str, ...]
+    axis: int = 0
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -64,10 +88,32 @@ class KvGroup(msgspec.Struct, frozen=True):
     window: int = 0
 
 
+class EncoderRecord(msgspec.Struct, frozen=True):
+    """What an encoder's rows are.
+
+    pooling      of an input's hidden states: "cls", "mean", "max", "last", "mean_sqrt_len",
+                 "weighted_mean", or several of these with "+" between, side by side
+    normalize    whether the pooled vector is brought to length 1
+    dim          width of a row: of the pooled vector, or the number of labels
+    labels       a classifier's, in the order of their ids
+    multi_label  whether its labels do not exclude each other
+    segments     kinds of segment that the model tells apart; up to 1: type ids mean nothing to it
+    """
+
+    pooling: str
+    normalize: bool
+    dim: int
+    labels: tuple[str, ...] = ()
+    multi_label: bool = False
+    segments: int = 0
+
+
 class PackIndex(msgspec.Struct, frozen=True):
     """Everything about a pack but the bytes. `revision` names the source's content and dtype.
 
-    `files` holds the xxh3_64 of every other file of the folder, by name.
+    `files` holds the xxh3_64 of every other file of the folder, by name. `encoder` is there unless
+    the task is "generate"; such a pack has no `kv_groups`, and `max_context` is its longest input.
+    `dtype` is what is computed in, `quantization` ("int8" or "") how linears are kept.
     """
 
     version: int
@@ -85,6 +131,24 @@ class PackIndex(msgspec.Struct, frozen=True):
     kv_groups: tuple[KvGroup, ...]
     kv_dtype: str
     files: dict[str, int] = {}
+    task: Task = "generate"
+    encoder: EncoderRecord | None = None
+    quantization: str = ""
+    fused: tuple[FusedGroup, ...] = ()
+
+
+def is_one_run(group: FusedGroup, entries: Mapping[str, TensorEntry]) -> bool:
+    """Whether the members lie behind one another without a gap, as one tensor along axis 0."""
+    members = [entries[name] for name in group.members if name in entries]
+    if len(members) < max(2, len(group.members)) or group.axis != 0:
+        return False
+    return all(
+        after.segment == before.segment
+        and after.offset == before.offset + before.num_bytes
+        and after.dtype == before.dtype
+        and after.shape[1:] == before.shape[1:]
+        for before, after in pairwise(members)
+    )
 
 
 _CHECKSUM_BYTES = 8
@@ -116,6 +180,6 @@ def read_index(pack_dir: Path) -> PackIndex:
     if index.version != PACK_VERSION:
         raise PackError(
             f"{path} has version {index.version}, this build reads {PACK_VERSION}: "
-            "register the model again"
+            "register the model again (`polyhost models update NAME`)"
         )
     return index

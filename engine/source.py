@@ -1,9 +1,9 @@
 """A local Hugging Face folder, judged without building a model: registration's first step.
 
 Refuses what this system does not run: pickled weights, code that comes with the checkpoint,
-families transformers does not know as causal language models, quantized checkpoints, folders
-without a tokenizer. What is left is a configuration object, a set of named tensors that can be read
-one at a time, and the small files that go into the pack as they are.
+families transformers does not know as causal language models (encoders: `encoder_families.py`),
+quantized checkpoints, folders without a tokenizer. What is left is a configuration object, a set of
+named tensors that can be read one at a time, and the small files that go into the pack as they are.
 
 Every refusal is a RegistrationRefused with a stable code and a message that tells the operator what
 to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.py`).
@@ -11,7 +11,8 @@ to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from engine.encoder_families import FAMILIES, MODULES_NAME, encoder_task
 from engine.errors import RegistrationRefused
 
 CONFIG_NAME = "config.json"
@@ -35,15 +37,31 @@ COPIED_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
+    MODULES_NAME,
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".ckpt", ".pth", ".pkl", ".pickle"})
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 HASH_BLOCK_BYTES = 4 << 20
+PIECE_BYTES = 64 << 20
 
 # As safetensors headers spell them. Anything else floating is a quantized checkpoint.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PLAIN_DTYPES = frozenset({*FLOAT_BYTES, "I64", "I32", "I16", "I8", "U8", "BOOL"})
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 Progress = Callable[[str, int, int], None]
 """phase ("check", "convert", "probe"), bytes done, bytes in all."""
@@ -136,20 +154,10 @@ def load_config(folder: Path) -> Any:
             "quantized_weights",
             f"{folder} holds quantized weights; register the unquantized checkpoint",
         )
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if model_type not in CONFIG_MAPPING or causal is None:
-        raise RegistrationRefused(
-            "unknown_family",
-            f"transformers here knows no causal language model of type {model_type!r}; only such "
-            "models can be hosted",
-        )
-    architectures = [str(name) for name in raw.get("architectures") or [causal]]
-    if causal.lower() not in (name.lower() for name in architectures):
-        raise RegistrationRefused(
-            "unknown_family",
-            f"{folder} holds a {', '.join(architectures)}, and only the causal language model of "
-            f"this family ({causal}) can be hosted",
-        )
+    named = [str(name) for name in raw.get("architectures") or []]
+    encodes = encoder_task(model_type, named, (folder / MODULES_NAME).is_file()) is not None
+    if not encodes:
+        _check_causal(folder, model_type, named)
     try:
         config = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -158,11 +166,36 @@ def load_config(folder: Path) -> Any:
         raise RegistrationRefused(
             "bad_config", f"{path} is not a valid {model_type} configuration: {error}"
         ) from error
-    if config.get_text_config() is not config or getattr(config, "is_encoder_decoder", False):
+    if not encodes and not _is_text_decoder(config):
         raise RegistrationRefused(
             "unknown_family", f"{model_type!r} is not a text-only decoder; it cannot be hosted"
         )
     return config
+
+
+def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if model_type not in CONFIG_MAPPING or causal is None:
+        raise RegistrationRefused(
+            "unknown_family",
+            f"transformers here knows no causal language model of type {model_type!r}; only such "
+            f"models and encoders ({', '.join(FAMILIES)}) can be hosted",
+        )
+    architectures = named or [causal]
+    if causal.lower() not in (name.lower() for name in architectures):
+        raise RegistrationRefused(
+            "unknown_family",
+            f"{folder} holds a {', '.join(architectures)}, and only the causal language model of "
+            f"this family ({causal}) can be hosted",
+        )
+
+
+def _is_text_decoder(config: Any) -> bool:
+    try:
+        whole = config.get_text_config() is config
+    except ValueError:  # several text models in one
+        return False
+    return whole and not getattr(config, "is_encoder_decoder", False)
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -188,6 +221,7 @@ class SourceTensors:
     def __init__(self, files: list[Path]) -> None:
         self._stack = ExitStack()
         self._handles: dict[str, Any] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self.dtypes: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         try:
@@ -209,6 +243,7 @@ class SourceTensors:
                 self._handles[name] = handle
                 self.dtypes[name] = str(entry.get_dtype())
                 self.shapes[name] = tuple(entry.get_shape())
+            self._find(path)
         except (SafetensorError, OSError) as error:
             raise RegistrationRefused(
                 "bad_weights", f"{path} is damaged ({error}); download it again"
@@ -219,6 +254,39 @@ class SourceTensors:
                     "quantized_weights",
                     f"tensor {name} has the type {dtype}; register the unquantized checkpoint",
                 )
+
+    def _find(self, path: Path) -> None:
+        """Where each tensor's bytes lie; the library has checked the header before."""
+        file = self._stack.enter_context(path.open("rb", buffering=0))
+        length = int.from_bytes(file.read(8), "little")
+        for name, entry in json.loads(os.pread(file.fileno(), length, 8)).items():
+            if name != "__metadata__":
+                self._places[name] = file.fileno(), 8 + length + entry["data_offsets"][0]
+
+    def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+        """The tensor in the file's dtype, some of its rows (its first axis) at a time.
+
+        Read and not mapped: what is touched of a mapping stays with the process until the file is
+        closed, and looks like memory that registering a large model needs. Raises
+        RegistrationRefused where the file is damaged.
+        """
+        shape, dtype = self.shapes[name], _TORCH_DTYPES[self.dtypes[name]]
+        rows, inner = (shape[0], shape[1:]) if shape else (1, ())
+        row_bytes = torch.Size(inner).numel() * dtype.itemsize
+        step = max(1, max_bytes // max(1, row_bytes))
+        descriptor, place = self._places[name]
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            piece = torch.empty(count * row_bytes, dtype=torch.uint8)
+            target, done = piece.numpy().data, 0
+            while done < len(target):
+                got = os.preadv(descriptor, [target[done:]], place + start * row_bytes + done)
+                if not got:
+                    raise RegistrationRefused(
+                        "bad_weights", f"tensor {name} ends early; download it again"
+                    )
+                done += got
+            yield piece.view(dtype).view(count, *inner) if shape else piece.view(dtype).view(())
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in the file's dtype. Raises RegistrationRefused where the file is damaged."""

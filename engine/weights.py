@@ -13,7 +13,17 @@ import torch
 import xxhash
 
 from engine.errors import ChecksumMismatch, PackError
-from engine.pack import BLOB_NAME, CHUNK_BYTES, SEGMENT_ALIGN, TENSOR_ALIGN, Chunk, PackIndex
+from engine.pack import (
+    BLOB_NAME,
+    CHUNK_BYTES,
+    SCALE_SUFFIX,
+    SCHEME,
+    SEGMENT_ALIGN,
+    TENSOR_ALIGN,
+    Chunk,
+    PackIndex,
+    is_one_run,
+)
 
 # One read and one checksum update at a time, so that the second finds the bytes in the core's
 # cache: 76 % of a bare preadv instead of 64 % with whole chunks (docs/log.md).
@@ -43,6 +53,22 @@ def build_views(
     for name, holder in index.tied.items():
         tensors[name] = tensors[holder]
     return WeightViews(tensors, generation)
+
+
+def build_fused(
+    arena: torch.Tensor, index: PackIndex, segment_offsets: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The fused groups by name: one tensor over the bytes of all members, joined along axis 0."""
+    entries = {entry.name: entry for entry in index.tensors}
+    tensors: dict[str, torch.Tensor] = {}
+    for group in index.fused:
+        members = [entries[name] for name in group.members]
+        first, rows = members[0], sum(entry.shape[0] for entry in members)
+        start = segment_offsets[first.segment] + first.offset
+        raw = arena[start : start + sum(entry.num_bytes for entry in members)]
+        view = raw.view(getattr(torch, first.dtype))
+        tensors[group.name] = view.view(rows, *first.shape[1:])
+    return tensors
 
 
 def check_pack(pack_dir: Path, index: PackIndex) -> None:
@@ -113,6 +139,21 @@ def _layout_problem(index: PackIndex) -> str:
             return f"tensor {entry.name} is outside its segment"
     if not set(index.tied.values()) <= names:
         return "a tied tensor is missing"
+    return _form_problem(index)
+
+
+def _form_problem(index: PackIndex) -> str:
+    """What the index says of quantized and of neighbouring tensors."""
+    entries = {entry.name: entry for entry in index.tensors}
+    for entry in index.tensors:
+        scales = entries.get(entry.name + SCALE_SUFFIX)
+        if entry.scheme not in ("", SCHEME):
+            return f"tensor {entry.name} is quantized in a way this build does not know"
+        if entry.scheme and (scales is None or scales.shape != entry.shape[:1]):
+            return f"tensor {entry.name} has no scales"
+    for group in index.fused:
+        if not is_one_run(group, entries):
+            return f"the tensors of {group.name} do not lie together"
     return ""
 
 

@@ -144,6 +144,7 @@ def test_geometry_has_a_group_for_each_window(tmp_path: Path) -> None:
         (torch.float16, "auto", "bfloat16"),
         (torch.bfloat16, "float32", "float32"),
         (torch.float32, "bfloat16", "bfloat16"),
+        (torch.bfloat16, "float16", "float16"),
     ],
 )
 def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: str, made: str) -> None:
@@ -157,6 +158,16 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: str, made: str) -> N
     found = tensors_of(pack_dir, index)
     for name, tensor in weights.items():
         assert torch.equal(found[name], tensor.to(getattr(torch, made)))
+
+
+def test_what_float16_cannot_hold_is_refused(llama: Path, tmp_path: Path) -> None:
+    weights = load_file(llama / "model.safetensors")
+    weights["model.norm.weight"][3] = 70_000
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RegistrationRefused, match="bfloat16") as caught:
+        convert(llama, tmp_path / "packs", "float16")
+    assert caught.value.code == "out_of_range"
+    assert list((tmp_path / "packs").iterdir()) == []
 
 
 def test_sharded_checkpoints_and_their_dangers(tmp_path: Path) -> None:
