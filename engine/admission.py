@@ -54,7 +54,7 @@ class Admission:
         held: dict[str, float] = {}
         if share.contended:
             held = self._held_by_tenant({r.submit.tenant_id for r in queue.waiting})
-        num_running = sum(len(q.running) for q in self._queues.values())
+        num_running = sum(len(q.running) for q in self._queues.values() if not q.encodes)
         spare = self._spare_pages(queue)
         for request in queue.waiting:
             if request.num_pending:
@@ -158,7 +158,9 @@ def _lacking(queue: ModelQueue, cache: KvCache) -> Demand:
     """What running requests still need for the tokens they already have."""
     lacking = cache.demand(None, 0)
     for request in queue.running:
-        lacking += cache.demand(request.kv, request.num_tokens)
+        assert request.kv is not None
+        if request.num_tokens > request.kv.num_blocks * cache.plan.block_tokens:
+            lacking += cache.demand(request.kv, request.num_tokens)
     return lacking
 
 

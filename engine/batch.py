@@ -27,9 +27,12 @@ from kernels.paged_attention import PagedBatch, Rows
 SMALL_TABLE_BLOCKS = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledRow:
     """`num_tokens` of the request's uncomputed tokens run in this step.
+
+    Never changed, and yet not frozen: that would double the time it takes to make one, and there is
+    one a row and step.
 
     source    row of the step before whose sampled token is this row's last; -1: all ids are known
     first     position of the row's first token
@@ -44,8 +47,8 @@ class ScheduledRow:
 
     def __post_init__(self) -> None:
         """Both as of now: the request counts the row as computed as soon as it is launched."""
-        object.__setattr__(self, "first", self.request.num_computed)
-        object.__setattr__(self, "samples", self.num_tokens == self.request.num_uncomputed)
+        self.first = self.request.num_computed
+        self.samples = self.num_tokens == self.request.num_uncomputed
 
     @property
     def end(self) -> int:

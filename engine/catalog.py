@@ -13,6 +13,7 @@ longer hosted keeps the names it had until its pages are back. Pure; owned by th
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -128,7 +129,7 @@ class Catalog:
         known = self._unit_of_pack.get(pack)
         if known is not None:
             return known
-        unit_id = name = Path(pack).name
+        unit_id = name = os.path.basename(pack)  # `pack` is in its one spelling
         number = 2
         while unit_id in self._names:
             unit_id = f"{name}~{number}"

@@ -11,6 +11,7 @@ EngineError
 +-- ConstraintRefused   a constraint that is unsupported, too large or impossible
 +-- ConstraintBroken    a request's constraint cannot be followed any further
 |   +-- ConstraintSpent for what it costs itself; the message is for the client
++-- DownloadInterrupted a hub that cannot be reached, or a transfer cut off: may be tried again
 +-- RegistrationRefused a model folder that cannot be hosted, with the reason for the operator
 """
 
@@ -61,6 +62,10 @@ class ConstraintBroken(EngineError):
 
 class ConstraintSpent(ConstraintBroken):
     """Its matcher is out of fuel: a constraint too costly for where the output has come to."""
+
+
+class DownloadInterrupted(EngineError):
+    """The network's or the hub's fault, so far as is known. The message is for the operator."""
 
 
 class RegistrationRefused(EngineError):

@@ -10,6 +10,7 @@
 Only `residency.py` moves a model between them.
 """
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -154,7 +155,7 @@ class Hosted:
     @property
     def pack_dir(self) -> Path:
         """Where its pack lies."""
-        return Path(self.spec.pack_dir)
+        return _path(self.spec.pack_dir)
 
     @property
     def holds_pages(self) -> bool:
@@ -238,3 +239,10 @@ def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> i
         index.kv_groups, index.kv_dtype, config.block_tokens, pool.page_bytes, pool.num_pages
     )
     return plan.pages_for(min(config.load_kv_tokens, index.max_context))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _path(folder: str) -> Path:
+    """Making one takes longer than all else that is done for a cold model, and there may be
+    thousands."""
+    return Path(folder)

@@ -7,6 +7,9 @@ advanced at the launch; what it has generated, at the collection:
     launch n    num_computed += row, num_pending += 1 where the row samples
     collect n   num_pending -= 1; the engine appends the token and tells the cache what is good
 
+A step of an encoder samples nothing; what it brings are the rows of its inputs, and nothing that is
+launched behind it depends on them.
+
 A row whose request was preempted or has ended between the two is collected all the same: the first
 still gets its token, the second's is thrown away. A step that would have to compute with tokens of
 a failed step computes nothing (`StepAbandoned`) and is rolled back.
@@ -17,10 +20,17 @@ Owns the step numbers, and nothing of what a token means: that is `engine.py`.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
+
+import torch
 
 from engine.backend.base import Backend, Pending, Runner
 from engine.batch import LayOut, ScheduledRow, Scoring, StepBatch, build_batch
+from engine.encoder_batch import EncoderBatch, build_encoder_batch, split_rows
+from engine.encoder_requests import Rows
+from engine.encoder_runner import EncoderRunner
 from engine.errors import EngineError, StepAbandoned
 from engine.kv_cache import KvCache
 from engine.logprobs import Logprobs
@@ -31,8 +41,7 @@ from engine.request import Request
 from engine.sampler import SampleOutput
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedRow:
+class LaunchedRow(NamedTuple):
     """A row as it was launched. `place`: among the sampled tokens of its step; -1: none.
 
     `generation` is the request's number of preemptions: another one now means that its blocks, and
@@ -50,8 +59,7 @@ class LaunchedRow:
         return request.state == "running" and request.num_preemptions == self.generation
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """What a row sampled. `broken`: its logits were, and the token means nothing."""
 
     token: int
@@ -66,6 +74,7 @@ class Collected:
     on.
 
     `error` is what its model did wrong; `abandoned`: nothing was computed, and nobody is to blame.
+    `encoded`: by row, the rows of its inputs; None: the step was no encoder's.
     """
 
     queue: ModelQueue
@@ -75,6 +84,12 @@ class Collected:
     error: Exception | None = None
     abandoned: bool = False
     scores: tuple[tuple[Request, int, list[TokenLogprobs]], ...] = ()
+    encoded: tuple[Rows, ...] | None = None
+
+    @property
+    def produced(self) -> bool:
+        """Whether a token or an input's row came of it."""
+        return self.encoded is not None or any(item.place >= 0 for item in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +100,16 @@ class _Launched:
     scoring: Scoring | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Encodes:
+    """A step of an encoder."""
+
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    pending: Pending[torch.Tensor]
+    batch: EncoderBatch
+
+
 class StepPipeline:
     """The steps of one device. Single-threaded, but what it launches may run elsewhere."""
 
@@ -93,7 +118,7 @@ class StepPipeline:
         self._lay_out = lay_out
         self._pool = pool
         self._step = 0
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[_Launched | _Encodes] = deque()
 
     @property
     def num_in_flight(self) -> int:
@@ -101,17 +126,22 @@ class StepPipeline:
         return len(self._in_flight)
 
     def launch(
-        self, queue: ModelQueue, runner: Runner, cache: KvCache, rows: Sequence[ScheduledRow]
+        self,
+        queue: ModelQueue,
+        runner: Runner | EncoderRunner,
+        cache: KvCache,
+        rows: Sequence[ScheduledRow],
     ) -> Exception | None:
         """Lay a step out and hand it to the device. The error where it cannot be laid out."""
+        if isinstance(runner, EncoderRunner):
+            return self._launch_encoder(queue, runner, rows)
         try:
             batch = self._lay_out(rows, cache, self._backend.device)
         except EngineError:
             raise
         except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
             return error
-        self._step += 1
-        self._pool.begin_step(self._step)
+        self._begin_step()
         pending = self._backend.launch(self._step, self._work(batch, runner))
         places = {row.request: place for place, row in enumerate(batch.sampling_rows)}
         launched = tuple(
@@ -127,10 +157,28 @@ class StepPipeline:
         self._in_flight.append(_Launched(queue, launched, pending, batch.scoring))
         return None
 
-    def pass_fence(self) -> None:
-        """An empty step: pages freed since the last one wait for it."""
+    def _launch_encoder(
+        self, queue: ModelQueue, runner: EncoderRunner, rows: Sequence[ScheduledRow]
+    ) -> Exception | None:
+        try:
+            batch = build_encoder_batch(rows, self._backend.device)
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return error
+        self._begin_step()
+        pending = self._backend.launch(self._step, partial(runner.encode, batch))
+        launched = tuple(LaunchedRow(row, row.request.num_preemptions, -1) for row in rows)
+        for row in rows:
+            row.request.num_computed = row.end
+        self._in_flight.append(_Encodes(queue, launched, pending, batch))
+        return None
+
+    def _begin_step(self) -> None:
         self._step += 1
         self._pool.begin_step(self._step)
+
+    def pass_fence(self) -> None:
+        """An empty step: pages freed since the last one wait for it."""
+        self._begin_step()
         self._backend.launched(self._step)
 
     def skip(self, num_steps: int) -> int:
@@ -143,6 +191,8 @@ class StepPipeline:
     def collect(self) -> Collected:
         """Wait for the oldest step in flight. Raises IntegrityError and its like only."""
         launched = self._in_flight.popleft()
+        if isinstance(launched, _Encodes):
+            return _collect_encoder(launched)
         for item in launched.rows:
             if item.place >= 0:
                 request = item.row.request
@@ -166,8 +216,20 @@ class StepPipeline:
         return Collected(queue, rows, tokens, launched.pending.device_s, scores=scores)
 
     def _work(self, batch: StepBatch, runner: Runner) -> "Work":
-        previous = self._in_flight[-1].pending if self._in_flight else None
-        return Work(batch, runner, previous if len(batch.pending_index) else None)
+        previous = self._in_flight[-1] if self._in_flight and len(batch.pending_index) else None
+        assert not isinstance(previous, _Encodes), "a token of an encoder is waited for"
+        return Work(batch, runner, None if previous is None else previous.pending)
+
+
+def _collect_encoder(launched: _Encodes) -> Collected:
+    queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
+    try:
+        encoded = split_rows(launched.batch, launched.pending.wait())
+    except EngineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+        return Collected(queue, rows, none, launched.pending.device_s, error)
+    return Collected(queue, rows, none, launched.pending.device_s, encoded=encoded)
 
 
 def _sampled(output: SampleOutput, rows: Sequence[LaunchedRow]) -> list[SampledToken]:

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TypeAlias, get_args
+from typing import get_args
 
 import msgspec
 
@@ -45,11 +45,9 @@ from engine.protocol import (
 )
 from engine.usage_outbox import UsageOutbox
 from engine.worker_link import Link
-from engine.worker_status import StatusBoard
+from engine.worker_status import RequestKey, StatusBoard
 
 logger = logging.getLogger(__name__)
-
-RequestKey: TypeAlias = tuple[str, int]
 
 BUSY_POLL_S = 0.002
 """Rest between ticks while the engine waits for something (a load, pages), not for a message."""
@@ -276,7 +274,7 @@ class Worker:
             return
         self._requests[key] = peer
         peer.requests.add(key)
-        self._board.taken()
+        self._board.taken(key, request.model_id, len(request.prompt_token_ids) + request.max_tokens)
 
     def _control(self, message: SetCatalog | LoadModel | UnloadModel, now_s: float) -> None:
         try:
@@ -309,7 +307,7 @@ class Worker:
                 self._end(peer, key)
                 self._outbox.add(peer.gateway_id, key, delta.finish)
                 if not peer.connected:
-                    delta = msgspec.structs.replace(delta, token_ids=[])
+                    delta = msgspec.structs.replace(delta, token_ids=[], vectors=b"")
                     target = self._peer_of(peer.gateway_id)
             if target is not None and target.connected and (delta.token_ids or delta.finish):
                 outputs.setdefault(target, []).append(delta)
@@ -319,7 +317,7 @@ class Worker:
     def _end(self, peer: Peer, key: RequestKey) -> None:
         del self._requests[key]
         peer.requests.discard(key)
-        self._board.ended()
+        self._board.ended(key)
 
     def _publish(self, now_s: float) -> None:
         status = self._board.collect(now_s, draining=self._draining)

@@ -11,6 +11,7 @@ The engine's status is asked for only when one of these may be true. Sending is 
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import TypeAlias
 
 from engine.config import WorkerConfig
 from engine.engine_like import EngineLike, EngineStatusLike
@@ -18,11 +19,12 @@ from engine.protocol import SwapRecord, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
+RequestKey: TypeAlias = tuple[str, int]
+
 _GROWTH_SHARE = 8
 """Capacity has grown when it is more than 1/8 over what was last told."""
 _TIGHT_ROWS_SHARE = 4
-_TIGHT_KV_SHARE = 8
-"""Less than so much of the rows, of the arena, was left to gateways: every end is told at once."""
+"""Where gateways have less than 1/4 of a step's rows left, every end is told at once."""
 
 
 def is_news(told: EngineStatusLike, now: EngineStatusLike) -> bool:
@@ -66,23 +68,32 @@ class StatusBoard:
         self._swaps: list[SwapRecord] = []
         self._told_residency: object = None
         self._num_taken = 0  # Submits since then
+        self._taken_bytes = 0  # of KV, at most, since then, as the next
+        self._freed_bytes = 0
+        self._kv_bytes: dict[RequestKey, int] = {}  # of requests that have not ended
+        self._bytes_per_token: dict[str, int] = {}
 
     def ask(self) -> None:
         """Something happened that a gateway may be waiting for: tell at the next `collect`."""
         self._due = True
 
-    def taken(self) -> None:
-        """A Submit was taken in."""
+    def taken(self, key: RequestKey, model_id: str, num_tokens: int) -> None:
+        """A Submit was taken in, for so many tokens at most."""
         self._num_taken += 1
+        num_bytes = num_tokens * self._bytes_per_token.get(model_id, 0)
+        self._kv_bytes[key] = num_bytes
+        self._taken_bytes += num_bytes
 
-    def ended(self) -> None:
-        """A request has ended."""
+    def ended(self, key: RequestKey) -> None:
+        """A request has ended: told now if gateways may lack what it gives back."""
+        self._freed_bytes += self._kv_bytes.pop(key, 0)
         told = self._told
         if (
             told is None
             or (told.free_requests - self._num_taken) * _TIGHT_ROWS_SHARE
             < self._config.engine.max_num_seqs
-            or told.free_kv_bytes * _TIGHT_KV_SHARE < told.num_pages * told.page_bytes
+            or self._taken_bytes * 2 > told.free_kv_bytes
+            or told.free_kv_bytes + self._freed_bytes > _grown(told.free_kv_bytes)
         ):
             self._due = True
 
@@ -109,7 +120,11 @@ class StatusBoard:
         if not told:
             return None
         self._told, self._due = status, False
-        self._told_residency, self._num_taken = residency, 0
+        self._told_residency = residency
+        self._num_taken = self._taken_bytes = self._freed_bytes = 0
+        self._bytes_per_token = {
+            lease.model_id: lease.kv_bytes_per_token for lease in status.leases
+        }
         self._next_s = now_s + self._config.status_interval_s
         swaps, self._swaps = self._swaps, []
         return self._message(status, swaps, draining=draining)

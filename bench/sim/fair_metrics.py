@@ -15,7 +15,8 @@ import numpy as np
 
 from bench.sim.batches import Bools, Floats, Ints
 from bench.sim.columns import Columns
-from bench.sim.types import GAP_BOUND_COUNTER, Run, Sample
+from bench.sim.gap_bound import gap_bound_s
+from bench.sim.types import Run, Sample
 
 WINDOW_S = 10.0
 MOST_CONTENDERS = 64
@@ -32,7 +33,7 @@ class Gap:
     ahead: int
     behind: int
     at_s: float
-    bound_s: float | None
+    bound_s: float
     num_tenants: int
 
 
@@ -152,7 +153,7 @@ def largest_gap(run: Run, weights: Floats, rows: Columns) -> Gap | None:
     worst = int(best.argmax())
     one, other = int(chosen[first[worst]]), int(chosen[second[worst]])
     ahead, behind = (other, one) if best_second[worst] else (one, other)
-    bound = run.counters.get(GAP_BOUND_COUNTER)
+    bound = gap_bound_s(rows, run.swaps, chosen, weights)
     return Gap(float(best[worst]), ahead, behind, float(best_at[worst]), bound, len(chosen))
 
 

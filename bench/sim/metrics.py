@@ -178,7 +178,7 @@ def _fairness(run: Run, fair: Fairness) -> Tree:
         gap = {
             "gap_s": found.gap_s,
             "bound_s": found.bound_s,
-            "of_bound": None if not found.bound_s else found.gap_s / found.bound_s,
+            "of_bound": found.gap_s / found.bound_s if found.bound_s else None,
             "ahead": run.world.tenants[found.ahead].name,
             "behind": run.world.tenants[found.behind].name,
             "at_s": found.at_s,

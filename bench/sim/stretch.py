@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bench.sim.parts import PLAIN_TOKEN, SimRunner
-from engine.backend.sim import SimBackend
+from engine.backend.sim import ModelCost, Roofline, SimBackend
 from engine.engine import Engine
 from engine.protocol import TokenDelta
 from engine.skip import Decode, Skipper, Steps
 
+FIRST_STEPS = 32
+LOOK_AHEAD = 8
 MAX_STEPS = 1024
 """Tokens of one request in one message stay below what a stream buffers."""
 FEWEST_STEPS = 2
@@ -45,6 +47,12 @@ class Stretch:
     def end_s(self) -> float:
         """When the last step ends."""
         return self.ends_s[self.num_steps - 1] if self.num_steps else self.start_s
+
+    def next_most(self, most_steps: int) -> int:
+        """How far the next one should be planned: what is planned and cut off was for nothing."""
+        if self.num_steps < len(self.ends_s):
+            return max(FIRST_STEPS, 2 * self.num_steps)
+        return min(MAX_STEPS, 2 * most_steps)
 
     def cut(self, now_s: float) -> bool:
         """Something wants the worker's attention: end with the step under way. True if shorter."""
@@ -94,8 +102,10 @@ def plan(
     now_s: float,
     until_s: float,
     poll_s: float,
+    most_steps: int,
 ) -> Stretch | None:
-    """The longest stretch from now on of which no step begins at `until_s` or later."""
+    """A stretch from now on of which no step begins at `until_s` or later; no step of a unit more
+    than `most_steps`."""
     decodes = skipper.decodes()
     if not decodes:
         return None
@@ -109,11 +119,11 @@ def plan(
         else min((runner.steps_to_end(request) for request in decode.rows), default=1) - 1
         for decode, runner in zip(decodes, runners, strict=True)
     ]
-    longest = _in_memory(skipper, decodes, min(MAX_STEPS, max(left)))
+    longest = _in_memory(skipper, decodes, min(most_steps, max(left)))
     if longest < FEWEST_STEPS:
         return None
     costs = [
-        _Costs(backend.roofline.decode_steps_s(runner.cost, decode.contexts, min(longest, most)))
+        _Costs(backend.roofline, runner.cost, decode, min(longest, most))
         for decode, runner, most in zip(decodes, runners, left, strict=True)
     ]
     blocks = _walk(skipper, decodes, costs, now_s, until_s)
@@ -129,14 +139,33 @@ def plan(
 
 
 class _Costs:
-    """What a unit's next steps take. `tags`: its tag before each of them and after the last."""
+    """What a unit's next steps take, known as far as somebody has asked.
 
-    def __init__(self, device_s: list[float]) -> None:
-        self.device_s = device_s
-        self.tags: list[float] = []
+    device_s  of each step
+    tags      the unit's tag before each of them and after the last
+    num_steps that there may be at most
+    """
 
-    def begin(self, tag: float) -> None:
-        self.tags = list(accumulate(self.device_s, initial=tag))
+    def __init__(
+        self, roofline: Roofline, model: ModelCost, decode: Decode, num_steps: int
+    ) -> None:
+        self.num_steps = num_steps
+        self.device_s: list[float] = []
+        self.tags = [decode.queue.tag]
+        self._roofline = roofline
+        self._model = model
+        self._contexts = decode.contexts
+
+    def know(self, num_steps: int) -> int:
+        """Have so many known, or all there are; how many are."""
+        known = len(self.device_s)
+        if known < min(num_steps, self.num_steps):
+            more = min(max(num_steps, known + LOOK_AHEAD, 2 * known), self.num_steps) - known
+            contexts = [context + known for context in self._contexts]
+            seconds = self._roofline.decode_steps_s(self._model, contexts, more)
+            self.device_s += seconds
+            self.tags += list(accumulate(seconds, initial=self.tags[-1]))[1:]
+        return len(self.device_s)
 
 
 def _walk(
@@ -154,9 +183,7 @@ def _walk(
     unit, in_a_row = skipper.last_run(decodes)
     if len(decodes) == 1:  # and it does not stop, for something decodes
         decodes[0].is_tried = True
-        return [(0, 0, len(costs[0].device_s))]
-    for decode, cost in zip(decodes, costs, strict=True):
-        cost.begin(decode.queue.tag)
+        return [(0, 0, costs[0].know(costs[0].num_steps))]
     done = [0] * len(decodes)
     blocks: list[tuple[int, int, int]] = []
     num_steps = 0
@@ -175,13 +202,13 @@ def _walk(
         elif decodes[unit].stops:
             break
         decodes[unit].is_tried = True
-        first, end = done[unit], len(costs[unit].device_s)
+        first, end = done[unit], costs[unit].num_steps
         others = [
             key
             for key in keys
             if key[2] != unit and (decodes[key[2]].rows or decodes[key[2]].stops)
         ]
-        last = _end_of_block(costs[unit].tags, first + forced, decodes[unit], others)
+        last = _end_of_block(costs[unit], first + forced, decodes[unit], others)
         stop = min(end, last)
         if stop > first + forced:
             tag = costs[unit].tags[stop - 1]
@@ -198,14 +225,19 @@ def _walk(
 
 
 def _end_of_block(
-    tags: list[float], begin: int, decode: Decode, others: list[tuple[float, str, int]]
+    costs: _Costs, begin: int, decode: Decode, others: list[tuple[float, str, int]]
 ) -> int:
     """The first of its own steps from `begin` on at which another unit takes over."""
+    known = costs.know(begin)
     if not others:
-        return len(tags)
+        return costs.know(costs.num_steps) + 1
     tag, unit_id, _ = min(others)
     bisect = bisect_right if decode.queue.unit_id < unit_id else bisect_left
-    return max(begin, bisect(tags, tag, lo=min(begin, len(tags))))
+    while True:
+        found = bisect(costs.tags, tag, lo=min(begin, known))
+        if found <= known or known == costs.num_steps:
+            return max(begin, found)
+        known = costs.know(known + 1)
 
 
 def _try(

@@ -17,8 +17,6 @@ OUTCOMES: tuple[RecordOutcome, ...] = ("stop", "length", "abort", "timeout", "er
 
 REFUSED_COUNTER = "refused:"
 """A counter `refused:CODE` of a run says how many requests were refused for it."""
-GAP_BOUND_COUNTER = "service_gap_bound_s"
-"""A counter of a run that gives the bound of the service gap, 2 (U + quantum + load), if known."""
 
 
 class Arrival(NamedTuple):

@@ -5,7 +5,8 @@ what the tick sends leaves when the step has ended; what arrives meanwhile is re
 as in reality. A tick that rests ends until its time is up or a message comes.
 
 What is modelled otherwise: while a load is under way the product looks every 2 ms whether it has
-ended; here the worker is woken when it ends, and every POLL_S for what else depends on time.
+ended; here the worker is woken when it ends, and every POLL_S for what else depends on time. An
+acknowledgement of usage does not wake it: it is read with whatever comes next.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ from bench.sim.parts import (
     SimTiers,
     lay_out,
 )
-from bench.sim.stretch import Stretch, plan
+from bench.sim.stretch import FIRST_STEPS, Stretch, plan
 from engine.backend.base import Backend
 from engine.backend.sim import DeviceClock, Roofline, SimBackend
 from engine.config import EngineConfig, WorkerConfig
@@ -35,7 +36,7 @@ from engine.pack import PackIndex
 from engine.page_pool import PagePool
 from engine.parts import EngineParts
 from engine.policy.eviction import EvictionPolicy
-from engine.protocol import FromWorker, ToWorker
+from engine.protocol import AckUsage, FromWorker, ToWorker
 from engine.skip import Skipper
 from engine.worker_loop import BUSY_POLL_S, Worker
 
@@ -75,10 +76,14 @@ class SimLink:
         self.rest_s: float | None = None
         """For how long the last tick would have waited; None: it did not."""
 
+    def begin_tick(self) -> None:
+        """Nothing has been waited for yet."""
+        self.rest_s = None
+
     @property
-    def has_messages(self) -> bool:
-        """Something has arrived and was not read."""
-        return bool(self._inbox)
+    def needs_reading(self) -> bool:
+        """Something has arrived and was not read that should not wait."""
+        return any(type(message) is not AckUsage for _, message in self._inbox)
 
     def put(self, identity: bytes, message: ToWorker) -> None:
         """A message has arrived."""
@@ -150,6 +155,7 @@ class SimWorker:
         self._site = site
         self._faults = faults or WorkerFaults()
         self._num_starts = 0
+        self._most_steps = FIRST_STEPS
         self._next: Event | None = None
         self._cables: list[Cable] = []
 
@@ -246,6 +252,8 @@ class SimWorker:
         process = self.process
         if process is not None and identity in process.link.cables:
             process.link.put(identity, message)
+            if type(message) is AckUsage:
+                return  # whenever it is read: nothing waits for it
             if process.stretch is not None:
                 self._interrupt()
             else:
@@ -272,10 +280,16 @@ class SimWorker:
         load_end_s = process.tiers.next_end_s
         if load_end_s is not None:
             until_s = min(until_s, load_end_s)
-        if process.link.has_messages:
+        if process.link.needs_reading:
             return False
         process.stretch = plan(
-            process.engine, process.skipper, process.backend, now_s, until_s, self.poll_s
+            process.engine,
+            process.skipper,
+            process.backend,
+            now_s,
+            until_s,
+            self.poll_s,
+            self._most_steps,
         )
         return process.stretch is not None
 
@@ -299,8 +313,9 @@ class SimWorker:
                 stretch.advance_ended(self.clock.now_s)
                 process.worker.tell(stretch.deltas())
             self.num_skipped += stretch.num_steps
+            self._most_steps = stretch.next_most(self._most_steps)
         link = process.link
-        link.rest_s = None
+        link.begin_tick()
         process.worker.tick()
         if self.on_tick is not None:
             self.on_tick(self)
@@ -310,7 +325,7 @@ class SimWorker:
             self._wake(process.stretch.end_s)
         elif link.rest_s is None:
             self._wake(now_s if now_s > began_s else self._after_nothing(process))
-        elif link.has_messages:
+        elif link.needs_reading:
             self._wake(max(now_s, began_s + SPIN_S))
         else:
             self._wake(now_s + self._rest_s(process, link.rest_s, now_s))

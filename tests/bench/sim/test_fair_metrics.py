@@ -7,7 +7,7 @@ import pytest
 
 from bench.sim.columns import Slo, columns
 from bench.sim.fair_metrics import Fairness, fairness, jain_index
-from bench.sim.types import GAP_BOUND_COUNTER, Run
+from bench.sim.types import Run, Swap
 from tests.bench.sim.some_runs import a_world, add_record, add_sample
 
 
@@ -68,7 +68,12 @@ def test_one_moment_without_waiting_takes_a_tenant_out_of_the_window() -> None:
 
 def test_the_gap_is_what_grew_while_both_waited() -> None:
     run = Run(a_world((1.0, 2.0)))
-    run.counters[GAP_BOUND_COUNTER] = 10.0
+    # Tenant 0 has two requests under way at once, tenant 1 one; both are served by one worker.
+    add_record(run, tenant=0, ended_s=4.0, service_s=2.0)
+    add_record(run, tenant=0, arrival_s=1.0, queue_s=1.0, ended_s=5.0, service_s=1.0)
+    add_record(run, tenant=0, arrival_s=5.0, ended_s=9.0, service_s=2.5)
+    add_record(run, tenant=1, ended_s=30.0, service_s=4.0)
+    run.swaps.append(Swap(3.0, 0, 0, "load", "disk", 1.5, 1))
     # Tenant 0 gets 1 a second for 10 s, then tenant 1 gets 2 (its weight is 2) for 4 s.
     for second in range(31):
         one = float(min(second, 10))
@@ -77,7 +82,8 @@ def test_the_gap_is_what_grew_while_both_waited() -> None:
     gap = judged(run).gap
     assert gap is not None
     assert (gap.gap_s, gap.ahead, gap.behind, gap.at_s) == (10.0, 0, 1, 10.0)
-    assert gap.bound_s == 10.0
+    # 2 (U + quantum + load), over weight: 2 + 1 at once, 2.5 the largest, a load of 1.5.
+    assert gap.bound_s == 2 * (3.0 + 2.5 + 1.5)
 
 
 def test_who_comes_back_later_is_named_ahead() -> None:
