@@ -4,10 +4,12 @@
 #   PYTHON     interpreter that makes the environment (>= 3.11)
 #   PIP_ARGS   more arguments for pip, such as the index that has CPU builds of torch
 #   ARGS       more arguments for the command a target runs: make serve ARGS="--port 8001"
+#   JOBS       processes that share the tests; a test file stays in one
 
 PYTHON   ?= python3
 PIP_ARGS ?=
 ARGS     ?=
+JOBS     ?= 2
 
 VENV := .venv
 BIN  := $(VENV)/bin
@@ -42,7 +44,7 @@ check: $(VENV)/.dev  ## ruff, formatting, mypy --strict
 	$(BIN)/mypy
 
 test: $(VENV)/.dev  ## all tests but the long ones
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(VENV)/.dev  ## the long tests
 	$(BIN)/python -m pytest -m soak $(ARGS)

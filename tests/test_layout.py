@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernels": frozenset({"torch", "triton", "numpy"}),
     "engine": frozenset(
         {
+            "huggingface_hub",
             "kernels",
             "llguidance",
             "msgspec",
@@ -70,6 +71,7 @@ ONE_HOME: dict[str, tuple[str, ...]] = {
     "starlette": ("gateway/app.py", "gateway/routes/", "gateway/stream.py", "admin/"),
     "redis": ("gateway/store/redis.py",),
     "triton": ("kernels/",),
+    "huggingface_hub": ("engine/hub.py",),
 }
 
 # A policy decides from what it is given: data structures and arithmetic, nothing that acts.
