@@ -112,7 +112,9 @@ class Admission:
         """Pages an admission leaves alone: a watermark, and what other units' requests lack."""
         lacking = self._supply.num_spare_pages
         for other in self._queues.values():
-            if other is not queue and other.cache is not None and other.running:
+            if other is queue or other.cache is None or other.encodes:
+                continue  # an encoder's requests have no KV
+            if other.running:
                 lacking += other.cache.pages_of(_lacking(other, other.cache))
         return lacking
 
@@ -134,7 +136,7 @@ class Admission:
         """
         held: dict[str, float] = {}
         seen: set[tuple[str, str]] = set()
-        for queue, request in running_in(self._queues.values()):
+        for queue, request in running_in(q for q in self._queues.values() if not q.encodes):
             cache, tenant_id = queue.cache, request.submit.tenant_id
             if tenant_id not in tenants:
                 continue

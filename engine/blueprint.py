@@ -22,6 +22,8 @@ from kernels.paged_attention import LayerGeometry
 REST = "rest"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MAX_COUNT = (1 << 31) - 1
+"""Of positions and of ids, which are int32 on their way to the model."""
 _OTHER_SENSES = ("vision_config", "audio_config")
 
 
@@ -143,8 +145,10 @@ def _check_family(config: Any) -> None:
         raise refuse(f"layers of type {', '.join(strange)} are neither full nor sliding attention")
     for name, meaning in (("max_position_embeddings", "context length"), ("vocab_size", "size")):
         value = getattr(config, name, None)
-        if not isinstance(value, int) or value < 1:
-            raise RegistrationRefused("bad_config", f"the configuration has no {meaning} ({name})")
+        if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+            raise RegistrationRefused(
+                "bad_config", f"the configuration has no sensible {meaning} ({name}: {value!r:.40})"
+            )
 
 
 def _takes_attention(config: Any) -> bool:

@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from engine.blueprint import Blueprint
 from engine.errors import RegistrationRefused
-from engine.source import PIECE_BYTES, SourceTensors
+from engine.source import FLOAT_BYTES, PIECE_BYTES, SourceTensors
 
 # Buffers that older releases saved and that are computed today.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
@@ -191,9 +191,11 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     keys = checkpoint.direct.get(one), checkpoint.direct.get(other)
     if keys[0] is None or keys[1] is None:
         return False
-    if checkpoint.source.shapes[keys[0]] != checkpoint.source.shapes[keys[1]]:
+    source = checkpoint.source
+    kinds = [(source.shapes[key], source.dtypes[key]) for key in (keys[0], keys[1])]
+    if kinds[0] != kinds[1]:
         return False
-    pieces = (checkpoint.source.pieces(key) for key in (keys[0], keys[1]))
+    pieces = (source.pieces(key) for key in (keys[0], keys[1]))
     return all(torch.equal(first, second) for first, second in zip(*pieces, strict=True))
 
 
@@ -208,9 +210,24 @@ def _check_direct(checkpoint: Checkpoint) -> None:
                 f"tensor {key} has the shape {shape}, the configuration asks for {wanted}; its "
                 "config.json is not of this checkpoint",
             )
+        if checkpoint.blueprint.tensors[name].is_floating_point():
+            _check_float(checkpoint, key)
+    for conversion in checkpoint.conversions.values():
+        for key, _ in conversion.sources:
+            _check_float(checkpoint, key)
     missing = [name for name in checkpoint.names() if name not in checkpoint.direct]
     if missing and not checkpoint.conversions:
         raise _missing(missing)
+
+
+def _check_float(checkpoint: Checkpoint, key: str) -> None:
+    """Integers for weights are rounded ones, whose scales we do not know: they are no weights."""
+    dtype = checkpoint.source.dtypes[key]
+    if dtype not in FLOAT_BYTES:
+        raise RegistrationRefused(
+            "quantized_weights",
+            f"tensor {key} has the type {dtype}; register the unquantized checkpoint",
+        )
 
 
 def _missing(names: list[str]) -> RegistrationRefused:

@@ -264,16 +264,19 @@ def _revision(candidate: Candidate, kept: str, progress: Progress) -> str:
 
 def _rename(temporary: Path, final: Path) -> None:
     """Move the finished folder to its name, over a damaged one if need be."""
+    aside = temporary.with_name(f"{temporary.name}-old")
     if final.exists():
-        aside = temporary.with_name(f"{temporary.name}-old")
+        if whole_pack(final) is not None:
+            # Another process finished the same revision meanwhile: it may be served already.
+            return
         final.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
     try:
         temporary.rename(final)
     except OSError:
-        # Another process finished the same revision in between: its pack is as good.
         if whole_pack(final) is None:
             raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     _sync(final.parent)
 
 

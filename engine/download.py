@@ -108,10 +108,13 @@ def weights(label: str, files: Sequence[HubFile], folder: Path) -> list[HubFile]
             f"{label} has neither {SINGLE_NAME} nor {INDEX_NAME} (only {', '.join(tops[:3])}); "
             "give the repository of a complete model",
         )
-    missing = [name for name in names if name not in by_path]
+    # Nothing but safetensors is fetched, whatever the index calls a shard.
+    missing = [name for name in names if name not in tops]
     if missing:
         raise RegistrationRefused(
-            "bad_weights", f"{label} names the shard {missing[0]!r} and does not have it"
+            "bad_weights",
+            f"{label} names the shard {missing[0]!r:.200} and has no safetensors file of that name "
+            "at its top",
         )
     chosen = [by_path[name] for name in names]
     total = sum(file.size for file in chosen)
@@ -254,7 +257,7 @@ def shard_names(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise RegistrationRefused(
             "bad_weights", f"{index.name} cannot be read ({error}): it names no weight files"
         ) from error

@@ -32,9 +32,11 @@ from engine.errors import DownloadInterrupted, RegistrationRefused
 MAX_REDIRECTS = 5
 MAX_JSON_BYTES = 32 << 20
 MAX_LISTED_FILES = 20_000
+MAX_PAGES = 1_000
 MAX_FILE_BYTES = 1 << 42
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}|[A-Za-z0-9._-]{1,96}")
+_TOKEN = re.compile(r"[!-~]+")
 _SHA1 = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
@@ -96,6 +98,13 @@ class Hub:
         self._clock = clock
         self._headers = {"user-agent": "polyhost", "accept-encoding": "identity"}
         token = get_token()
+        if token and not _TOKEN.fullmatch(token):
+            # Sent on, it would stand in the complaint of the library.
+            raise RegistrationRefused(
+                "hub_denied",
+                "the hub token (hub_token, HF_TOKEN, or that of `hf auth login`) has characters "
+                "that no token has: set it anew",
+            )
         if token:
             self._headers["authorization"] = f"Bearer {token}"
 
@@ -112,19 +121,21 @@ class Hub:
     def files(self, repo: str, commit: str) -> list[HubFile]:
         """All files of a commit."""
         files: list[HubFile] = []
+        pages = 0
         url = f"{self._endpoint}/api/models/{repo}/tree/{commit}?recursive=true"
         while url:
             page, following = self.retried(partial(self._json, url, repo))
             if not isinstance(page, list):
                 raise self._refusal("bad_hub", f"lists the files of {repo} in no form known here")
             files += [self._file(repo, entry) for entry in page if _is_file(entry)]
-            if len(files) > MAX_LISTED_FILES:
+            pages += 1  # a list of folders only would have no end either
+            if len(files) > MAX_LISTED_FILES or pages > MAX_PAGES:
                 raise self._refusal(
                     "bad_hub", f"lists more than {MAX_LISTED_FILES} files of {repo}"
                 )
             if following and (urlsplit(following)[:2] != urlsplit(self._endpoint)[:2] or not page):
                 raise self._refusal(
-                    "bad_hub", f"continues the list of {repo} somewhere else: {following}"
+                    "bad_hub", f"continues the list of {repo} somewhere else: {_host(following)!r}"
                 )
             url = following
         return files
@@ -160,9 +171,9 @@ class Hub:
             link = _NEXT_LINK.search(response.headers.get("link", ""))
         try:
             return json.loads(content), urljoin(url, link.group(1)) if link else ""
-        except ValueError as error:
-            raise RegistrationRefused(
-                "bad_hub", f"{self._endpoint} answers {what} with something that is not JSON"
+        except (ValueError, RecursionError) as error:
+            raise self._refusal(
+                "bad_hub", f"answers {what} with something that is not JSON"
             ) from error
 
     def _get(self, stack: ExitStack, url: str, what: str, start: int) -> Any:
@@ -184,17 +195,22 @@ class Hub:
                 ) from error
             except Exception as error:  # httpx's or httpx2's tree, as the hub library's version is
                 raise DownloadInterrupted(
-                    f"{urlsplit(url).netloc} cannot be reached ({_words(error)})"
+                    f"{_host(url)} cannot be reached ({_words(error)})"
                 ) from error
             if response.status_code not in _REDIRECTS:
                 self._check_status(response, what)
                 return response
-            target = urljoin(url, response.headers.get("location", ""))
-            scheme = urlsplit(target).scheme
-            if scheme not in ("http", "https") or (scheme == "http" and url.startswith("https:")):
+            location = response.headers.get("location", "")
+            try:
+                target = urljoin(url, location)
+                scheme = urlsplit(target).scheme
+            except ValueError as error:
                 raise self._refusal(
-                    "bad_redirect", f"sends {what} on to {target[:200]!r}, not followed"
-                )
+                    "bad_redirect", f"sends {what} on to what is no address: {location[:200]!r}"
+                ) from error
+            if scheme not in ("http", "https") or (scheme == "http" and url.startswith("https:")):
+                shown = f"{scheme}://{_host(target)}"
+                raise self._refusal("bad_redirect", f"sends {what} on to {shown!r}, not followed")
             url = target
         raise self._refusal("bad_redirect", f"redirects {what} more than {MAX_REDIRECTS} times")
 
@@ -211,7 +227,7 @@ class Hub:
         if status in (200, 206):
             return
         if status in _LATER:
-            raise DownloadInterrupted(f"{self._endpoint} answers {what} with status {status}")
+            raise DownloadInterrupted(f"{self._shown} answers {what} with status {status}")
         code = response.headers.get("x-error-code", "")
         if code == "RevisionNotFound":
             raise self._refusal("no_revision", f"has no {what}: check --revision")
@@ -245,7 +261,7 @@ class Hub:
                 if self._clock() - since_s >= self.limits.stall_s:
                     if brought < self.limits.stall_bytes:
                         raise DownloadInterrupted(
-                            f"{urlsplit(str(response.url)).netloc} sent only {brought} bytes in "
+                            f"{_host(str(response.url))} sent only {brought} bytes in "
                             f"{self.limits.stall_s:.0f} s"
                         )
                     since_s, brought = self._clock(), 0
@@ -267,7 +283,13 @@ class Hub:
         return HubFile(path, size, blob, sha256)
 
     def _refusal(self, code: str, what: str) -> RegistrationRefused:
-        return RegistrationRefused(code, f"{self._endpoint} {what}")
+        return RegistrationRefused(code, f"{self._shown} {what}")
+
+    @property
+    def _shown(self) -> str:
+        """The endpoint for messages: a mirror's may carry a password."""
+        parts = urlsplit(self._endpoint)
+        return f"{parts.scheme}://{_host(self._endpoint)}{parts.path}"
 
 
 def check_repo(repo: str) -> None:
@@ -283,6 +305,11 @@ def _is_file(entry: Any) -> bool:
 def _is_plain(path: str) -> bool:
     parts = path.split("/")
     return path.isprintable() and "\\" not in path and not {"", ".", ".."} & set(parts)
+
+
+def _host(url: str) -> str:
+    """Host and port: a password before them and a signature behind are not to be told."""
+    return urlsplit(url).netloc.rpartition("@")[2][:200]
 
 
 def _words(error: Exception) -> str:

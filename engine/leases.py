@@ -23,8 +23,10 @@ from engine.sampling_batch import check_sampling
 # is filled in the next step and not after a round trip to the dispatcher.
 LOOKAHEAD_SHARE = 8
 
-# An encoder's request keeps nothing in the arena: its lease is bounded by requests alone.
-ENCODER_TOKENS = 1 << 30
+# An encoder's request keeps nothing in the arena, and those that were taken in share each step.
+# With more of them than a few pieces of large requests all places would be taken for as long as all
+# of it lasts, and whoever comes next would wait for that (40 requests of 18,000 tokens: 115 s).
+ENCODER_TOKENS = 16_384
 
 
 def make_leases(
@@ -47,12 +49,13 @@ def make_leases(
     if any(queue.num_unfinished and not queue.encodes for queue in queues):
         free_pages -= supply.num_spare_pages  # admission leaves them to those that run
     free_pages = max(0, free_pages)
+    encoder_tokens = max(0, ENCODER_TOKENS - _encoder_backlog(queues))
     leases: list[Lease] = []
     for queue in queues:
         if queue.cache is None or hosting.residency.state(queue.unit_id) != "resident":
             continue
         plan = queue.cache.plan
-        kv_tokens, block_tokens = ENCODER_TOKENS, 1
+        kv_tokens, block_tokens = encoder_tokens, 1
         if not queue.encodes:
             block_tokens = plan.block_tokens
             kv_tokens = blocks_in(plan, free_pages) * block_tokens
@@ -121,6 +124,16 @@ def _check_generate(
         check_sampling(request.sampling, index.vocab_size, *logprobs)
     except ValueError as error:
         raise RequestRefused("invalid_sampling", str(error)) from error
+
+
+def _encoder_backlog(queues: Iterable[ModelQueue]) -> int:
+    """Tokens of encoders' requests that no step has been launched for."""
+    return sum(
+        request.num_prompt - request.num_computed
+        for queue in queues
+        if queue.encodes
+        for request in queue.requests()
+    )
 
 
 def pages_still_needed(queue: ModelQueue) -> int:

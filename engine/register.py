@@ -117,7 +117,7 @@ def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
         return False
     except Exception as error:  # the process's boundary: one bad folder must not hide the others
         logger.exception("registration of %s failed", source)
-        message = f"unexpected {type(error).__name__}: {error} (this is a bug; see the log)"
+        message = f"unexpected {type(error).__name__}: {error} (a bug; see logs/register.log)"
         report.event("refused", code="internal_error", message=message)
         return False
     index = done.index

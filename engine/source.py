@@ -41,11 +41,14 @@ COPIED_FILES = (
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
+OPTION_FILES = ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".ckpt", ".pth", ".pkl", ".pickle"})
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 HASH_BLOCK_BYTES = 4 << 20
 PIECE_BYTES = 64 << 20
+MAX_LAYERS = 1024
+"""Each is built as modules before any weights are there: a number too many would never end."""
 
 # As safetensors headers spell them. Anything else floating is a quantized checkpoint.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -70,7 +73,7 @@ Progress = Callable[[str, int, int], None]
 def _read_json(path: Path, code: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RegistrationRefused(
             code, f"{path} cannot be read as JSON ({error}); download the model again"
         ) from error
@@ -102,7 +105,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / SINGLE_NAME).is_file():
         return [folder / SINGLE_NAME]
-    found = sorted(folder.glob("*.safetensors"))
+    # A pipe of such a name would be waited for without end.
+    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if len(found) == 1 and not found[0].name.startswith("adapter"):
         return found
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
@@ -154,7 +158,10 @@ def load_config(folder: Path) -> Any:
             "quantized_weights",
             f"{folder} holds quantized weights; register the unquantized checkpoint",
         )
-    named = [str(name) for name in raw.get("architectures") or []]
+    named = raw.get("architectures") or []
+    if not isinstance(named, list):
+        raise RegistrationRefused("bad_config", f"architectures in {path} is no list")
+    named = [str(name) for name in named]
     encodes = encoder_task(model_type, named, (folder / MODULES_NAME).is_file()) is not None
     if not encodes:
         _check_causal(folder, model_type, named)
@@ -166,6 +173,11 @@ def load_config(folder: Path) -> Any:
         raise RegistrationRefused(
             "bad_config", f"{path} is not a valid {model_type} configuration: {error}"
         ) from error
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise RegistrationRefused(
+            "bad_config", f"{path} asks for {layers} layers; at most {MAX_LAYERS} are hosted"
+        )
     if not encodes and not _is_text_decoder(config):
         raise RegistrationRefused(
             "unknown_family", f"{model_type!r} is not a text-only decoder; it cannot be hosted"
@@ -199,7 +211,13 @@ def _is_text_decoder(config: Any) -> bool:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises RegistrationRefused("no_tokenizer") unless tokenizer.json is there and can be read."""
+    """Raises RegistrationRefused unless tokenizer.json is there and all that goes with it is whole.
+
+    What the gateway cannot read of the small files it does without, and prompts come out otherwise.
+    """
+    for name in OPTION_FILES:
+        if (folder / name).is_file():
+            _read_json(folder / name, "bad_config")
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         raise RegistrationRefused(

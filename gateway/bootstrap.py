@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from sqlalchemy.orm import Session
 
-from engine.protocol import PACK_VERSION
 from gateway import registrar, registration
 from gateway.config import Settings
 from gateway.registrar import Progress
+from gateway.registration_files import is_old
 from gateway.service import Control, list_models, open_control
 from registry import api_keys, tenants
 from registry.errors import NotFound, RegistryError
@@ -34,16 +33,7 @@ DEMO_KEY_FILE = "demo_api_key"
 DEMO_MODELS_DIR = Path(__file__).parent / "demo_models"
 ACTOR = "bootstrap"
 
-PACK_INDEX = "index.msgpack"
-_CHECKSUM_BYTES = 8
-
 Say = Callable[[str], None]
-
-
-class _PackVersion(msgspec.Struct):
-    """The one field of a pack's index that concerns the gateway."""
-
-    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +119,6 @@ def ensure_models(
             if model.state in ("failed", "registering")
         ),
     )
-
-
-def is_old(pack: Path) -> bool:
-    """Whether a pack can be read, but not by workers of this build."""
-    try:
-        content = (pack / PACK_INDEX).read_bytes()[:-_CHECKSUM_BYTES]
-        return msgspec.msgpack.decode(content, type=_PackVersion).version != PACK_VERSION
-    except (OSError, msgspec.DecodeError):
-        return False  # the worker says what is wrong with it
 
 
 def _phases(say: Say) -> Callable[[Progress], None]:

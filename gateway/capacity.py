@@ -118,7 +118,8 @@ class WorkerCapacity:
         kv_fits = (
             kv_tokens <= lease.kv_tokens - under_way.kv_tokens and kv_bytes <= self.free_kv_bytes()
         )
-        self._kv_short |= not kv_fits
+        # What an encoder's lease lacks is time; nobody's memory would help.
+        self._kv_short |= not kv_fits and lease.kv_bytes_per_token > 0
         return kv_fits or lease.model_id not in self._num_running
 
     def grant(self, ticket: Ticket) -> None:

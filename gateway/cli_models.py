@@ -20,7 +20,7 @@ from gateway.cli_common import (
     size,
 )
 from gateway.cli_progress import ProgressPrinter, progress_text
-from gateway.registration_files import is_hub
+from gateway.registration_files import is_hub, is_old
 from gateway.service import Control
 from registry.catalog import ModelRecord
 from registry.residency_requests import ResidencyAction
@@ -162,7 +162,7 @@ def _list(options: argparse.Namespace) -> int:
     else:
         print_table(
             ("NAME", "STATE", "TASK", "FAMILY", "DTYPE", "WEIGHTS", "CONTEXT", "PINNED", "REMARK"),
-            [_table_row(model) for model in found],
+            [_table_row(model, control) for model in found],
         )
     return 0
 
@@ -209,7 +209,7 @@ def model_fields(model: ModelRecord) -> dict[str, object]:
     return {name: value for name, value in asdict(model).items() if name not in _INTERNAL_FIELDS}
 
 
-def _table_row(model: ModelRecord) -> tuple[object, ...]:
+def _table_row(model: ModelRecord, control: Control) -> tuple[object, ...]:
     ready = model.state == "ready"
     return (
         model.name,
@@ -220,11 +220,13 @@ def _table_row(model: ModelRecord) -> tuple[object, ...]:
         size(model.weight_bytes) if ready else "-",
         model.max_context if ready else "-",
         "yes" if model.pinned else "no",
-        _remark(model),
+        _remark(model, control),
     )
 
 
-def _remark(model: ModelRecord) -> str:
+def _remark(model: ModelRecord, control: Control) -> str:
     if model.state == "registering":
         return progress_text(model.phase, model.done_bytes, model.total_bytes)
+    if model.state == "ready" and is_old(control.packs_dir / model.pack):
+        return f"made by an earlier version: polyhost models update {model.name}"
     return f"{model.reason_code}: {model.reason}" if model.state == "failed" else ""

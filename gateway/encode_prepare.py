@@ -14,6 +14,8 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from tokenizers import Encoding
+
 from engine.protocol import EncodeInputs, SamplingParams
 from gateway import semantic_cache
 from gateway.auth import find_model
@@ -99,8 +101,7 @@ class EncodePreparer:
         """In tokens, each no longer than the model takes, all together no more than allowed."""
         longest, cut = _longest(codec, model, asked)
         if asked.kind == "rerank":
-            room = longest - codec.num_special_pair
-            await self._check_query(codec, model, asked, room)
+            query = await self._query(codec, model, asked, longest - codec.num_special_pair)
         found: list[EncoderInput] = []
         num_tokens = 0
         for batch in _batches(asked.inputs):
@@ -108,7 +109,7 @@ class EncodePreparer:
                 texts = [text for text in batch if isinstance(text, str)]
                 work: Callable[[], list[EncoderInput]]
                 if asked.kind == "rerank":
-                    work = partial(codec.encode_pairs, asked.query, texts, longest)
+                    work = partial(codec.encode_pairs, query, texts, longest)
                 else:
                     work = partial(codec.encode, texts, longest, cut)
                 encoded = await self._run(work, model, asked, len(found))
@@ -139,18 +140,19 @@ class EncodePreparer:
         except ValueError as error:
             raise invalid(asked.param, str(error)) from error
 
-    async def _check_query(
+    async def _query(
         self, codec: EncoderCodec, model: HostedModel, asked: EncodeAsk, room: int
-    ) -> None:
+    ) -> Encoding:
         """It stands before every document, so it is refused where it leaves no room for one."""
-        num_query = await self._run(partial(codec.count, asked.query, room), model, asked, 0)
-        if num_query >= room:
+        query = await self._run(partial(codec.query, asked.query, room), model, asked, 0)
+        if len(query) >= room:
             raise ApiError(
                 CONTEXT_LENGTH,
                 f"model {model.name!r} takes {model.max_context} tokens, special ones included, "
                 f"and the query leaves no room for a document: send a shorter one",
                 "query",
             )
+        return query
 
     def _check_ids(
         self, model: HostedModel, asked: EncodeAsk, inputs: Sequence[EncoderInput], before: int

@@ -10,7 +10,6 @@ can matter.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import msgspec
 from tokenizers import Encoding, Tokenizer
@@ -22,8 +21,6 @@ from gateway.tokenization import TOKENIZER_FILE, read_tokenizer
 # many more that where it was cut off changes none of those that count, it stands for the whole.
 _CHARS_PER_TOKEN = 16
 _SLACK_TOKENS = 64
-
-_Text: TypeAlias = str | tuple[str, str]
 
 
 class TooLong(Exception):
@@ -71,28 +68,35 @@ class EncoderCodec:
             found.append(self._input(encoding))
         return found
 
-    def count(self, text: str, enough: int) -> int:
-        """How many tokens a text is by itself; where it is more than `enough`, some number above
-        that. Raises ValueError."""
+    def query(self, text: str, enough: int) -> Encoding:
+        """A text by itself, which documents will be put behind; where it is more than `enough`
+        tokens, perhaps its beginning only. Raises ValueError."""
         [encoding] = _encode(self._tokenizer, [self._head(text, enough)], False)
-        return len(encoding)
+        return encoding
 
     def encode_pairs(
-        self, query: str, documents: Sequence[str], longest: int
+        self, query: Encoding, documents: Sequence[str], longest: int
     ) -> list[EncoderInput]:
         """A query with each document, of which as much is kept as fits into `longest` tokens.
 
-        The query must fit (`count`). Raises ValueError.
+        The query must fit. It is read once a request: a few tokens of it can be megabytes of
+        spaces. Raises ValueError.
         """
-        pairs = [(query, self._head(document, longest)) for document in documents]
+        room = max(0, longest - self.num_special_pair - len(query))
+        heads = [self._head(document, longest) for document in documents]
         found = []
-        for index, encoding in enumerate(_encode(self._tokenizer, pairs, True)):
-            if len(encoding) > longest:
-                first, second = _encode(self._tokenizer, pairs[index], False)
-                second.truncate(max(0, longest - self.num_special_pair - len(first)))
-                encoding = self._tokenizer.post_process(first, second)
-            found.append(self._input(encoding))
+        for document in _encode(self._tokenizer, heads, False):
+            document.truncate(room)
+            found.append(self._pair(query, document))
         return found
+
+    def _pair(self, first: Encoding, second: Encoding) -> EncoderInput:
+        if self._tokenizer.post_processor is not None:
+            return self._input(self._tokenizer.post_process(first, second))
+        # Nothing stands around them, and only the library's own pairs have segments then.
+        segments = [0] * len(first) + [1] * len(second)
+        told = self._has_segments and len(second) > 0
+        return EncoderInput([*first.ids, *second.ids], segments if told else [])
 
     def _head(self, text: str, longest: int) -> str:
         """So much of a text as tells its first `longest` tokens and whether there are more."""
@@ -115,7 +119,7 @@ def load_encoder_codec(model_dir: Path) -> EncoderCodec:
     return EncoderCodec(tokenizer, not isinstance(names, list) or "token_type_ids" in names)
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[_Text], special: bool) -> list[Encoding]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[Encoding]:
     """As tokenization.py's, several at a time. The library raises bare Exceptions."""
     try:
         found: list[Encoding] = tokenizer.encode_batch_fast(texts, add_special_tokens=special)

@@ -11,18 +11,21 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import msgspec
 
 from gateway.config import Settings, worker_environment
-from gateway.registration_files import DOWNLOADS_FOLDER, PACKS_FOLDER, is_hub
+from gateway.registration_files import DOWNLOADS_FOLDER, LOGS_FOLDER, PACKS_FOLDER, is_hub
 from registry.catalog import ModelRecord, ModelTask
 
 REGISTER_COMMAND = (sys.executable, "-m", "engine.register")
 DEFAULT_REVISION = "main"
+INTERNAL_ERROR = "internal_error"
+LOG_FILE = "register.log"
+MAX_LOG_BYTES = 1 << 20
 # Beyond it the process is killed, and somebody else clears up (registration_files.py).
 STOP_TIMEOUT_S = 0.7
 
@@ -139,6 +142,16 @@ def read_events(
     reader = threading.Thread(target=read, name="register-events", daemon=True)
     reader.start()
     return events, reader
+
+
+def keep_log(errors: IO[bytes], data: Path) -> None:
+    """Standard error of a subprocess that met a bug or died, for whoever reports it: the latest."""
+    errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, errors.tell() - MAX_LOG_BYTES))
+    folder = data / LOGS_FOLDER
+    with suppress(OSError):  # the disk may be why; the catalog has the reason in a line
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG_FILE).write_bytes(errors.read())
 
 
 def last_words(errors: IO[bytes]) -> str:

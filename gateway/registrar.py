@@ -31,8 +31,13 @@ import msgspec
 
 from gateway import register_process
 from gateway.config import Settings
-from gateway.register_process import REGISTER_COMMAND, RegisterEvent, source_name
-from gateway.registration_files import CRASHED, RESUMABLE
+from gateway.register_process import (
+    INTERNAL_ERROR,
+    REGISTER_COMMAND,
+    RegisterEvent,
+    source_name,
+)
+from gateway.registration_files import CRASHED, LOGS_FOLDER, RESUMABLE
 from gateway.service import Control, list_models, open_control
 from registry import catalog, locks, revisions
 from registry.catalog import CANCELLED, INTERRUPTED, NEXT, ModelRecord, PackFacts
@@ -66,6 +71,7 @@ class _Run:
     on_progress: OnProgress
     waiting: dict[str, list[ModelRecord]] = field(default_factory=lambda: defaultdict(list))
     latest: dict[str, RegisterEvent] = field(default_factory=dict)
+    told_of_bug: bool = False
 
 
 def run(
@@ -143,6 +149,8 @@ def _run_group(
             [*command, *arguments], control.settings, errors, lock
         ) as process:
             _relay(job, process)
+        if job.waiting or job.told_of_bug:
+            register_process.keep_log(errors, control.data_dir)
         if job.waiting:
             status = process.returncode
             last = register_process.last_words(errors)
@@ -203,9 +211,12 @@ def _handle(job: _Run, event: RegisterEvent) -> bool:
         for row in job.waiting.pop(event.source, []):
             with control.writing() as session:
                 now_at = control.clock()
-                revisions.finish(session, row.registration, facts, keep=keep, now_at=now_at)
-            job.on_progress(Progress(row.name, "ready", event.weight_bytes, event.weight_bytes))
+                told = revisions.finish(session, row.registration, facts, keep=keep, now_at=now_at)
+            if told:
+                size = event.weight_bytes
+                job.on_progress(Progress(row.name, "ready", size, size))
     if event.event == "refused":
+        job.told_of_bug |= event.code == INTERNAL_ERROR
         _fail(control, job.waiting.pop(event.source, []), event.code, event.message)
     return False
 
@@ -263,7 +274,9 @@ def _fail(control: Control, rows: Iterable[ModelRecord], code: str, reason: str)
         then = ""
         if code in RESUMABLE:
             then = f" (`polyhost models retry {row.name.removesuffix(NEXT)}` tries again)"
-        text = reason[:_MAX_REASON_LEN] + then
+        # It quotes hubs, files and libraries: one line, and nothing that a terminal would obey.
+        plain = "".join(c if c.isprintable() else " " for c in reason[:_MAX_REASON_LEN])
+        text = " ".join(plain.split()) + then
         with control.writing() as session:
             catalog.fail(session, row.registration, code, text, now_at=control.clock())
 
@@ -274,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("name")
     options = parser.parse_args(argv)
     settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
-    log = settings.data_path / "logs" / f"register-{options.name.replace('/', '--')}.log"
+    log = settings.data_path / LOGS_FOLDER / f"register-{options.name.replace('/', '--')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     child = os.fork()
     if child:

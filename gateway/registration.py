@@ -11,13 +11,14 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from gateway.registration_files import is_hub
 from gateway.service import Control, list_models
 from registry import catalog, revisions
 from registry.catalog import CANCELLED, NEXT, ModelRecord
 from registry.errors import IllegalTransition, InvalidValue
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
-_HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?", re.ASCII)
+_HUB_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _REVISION = re.compile(r"[!-~]{1,128}")
 
 
@@ -63,11 +64,12 @@ def begin_update(
     list_models(control)
     with control.reading() as session:
         model = catalog.get_model(session, name)
+    was_hub = not source and is_hub(model.source)
     if not source:
         source = model.source
         revision = revision or model.requested_revision
     dtype = dtype or model.requested_dtype
-    place = _place(source, revision, dtype)
+    place = _place(source, revision, dtype, was_hub)
     with control.writing() as session:
         return revisions.begin_update(
             session,
@@ -120,23 +122,40 @@ def cancel(control: Control, name: str) -> ModelRecord:
     return model
 
 
-def _place(source: str, revision: str, dtype: str) -> str:
-    """The source as the catalog has it: an absolute path, or a hub id."""
+def _place(source: str, revision: str, dtype: str, was_hub: bool = False) -> str:
+    """The source as the catalog has it: an absolute path, or a hub id.
+
+    `was_hub`: it is one, also where a folder of that name happens to lie here.
+    """
     if dtype not in DTYPES:
         raise InvalidValue(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    folder = Path(source).expanduser().resolve()
-    if folder.is_dir():
+    folder = "" if was_hub else _folder(source)
+    if folder:
         if revision:
             raise InvalidValue(f"{source} is a folder: --revision is for models of a hub")
-        return str(folder)
+        return folder
     if source.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source):
         raise InvalidValue(
-            f"{source} is neither a folder (give the one with config.json in it) nor a hub id such "
-            "as org/name"
+            f"{source[:200]} is neither a folder (give the one with config.json in it) nor a hub "
+            "id such as org/name"
         )
     if revision and not _REVISION.fullmatch(revision):
         raise InvalidValue(f"{revision!r} is no branch, tag or commit")
     return source
+
+
+def _folder(source: str) -> str:
+    """The folder's absolute path; "" if it is none. Raises InvalidValue."""
+    try:
+        folder = Path(source).expanduser().resolve()
+        if not folder.is_dir():
+            return ""
+        str(folder).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValue(f"{source!r} is not UTF-8: give the folder another name") from error
+    except (OSError, RuntimeError):  # too long for a path; ~somebody who is not there
+        return ""
+    return str(folder)
 
 
 def _job(models: Sequence[ModelRecord], name: str, state: str) -> ModelRecord | None:

@@ -15,15 +15,27 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
+from engine.protocol import PACK_VERSION
 from registry.catalog import INTERRUPTED, ModelRecord
 
 DOWNLOADS_FOLDER = "downloads"
 PACKS_FOLDER = "packs"
+LOGS_FOLDER = "logs"
+PACK_INDEX = "index.msgpack"
 CRASHED = "crashed"
 RESUMABLE = frozenset({"network", INTERRUPTED, CRASHED})
 """Reasons after which trying again may go on with what was fetched."""
 
 _TEMPORARY = ".tmp-"
+_CHECKSUM_BYTES = 8
+
+
+class _PackVersion(msgspec.Struct):
+    """The one field of a pack's index that concerns the gateway."""
+
+    version: int
 
 
 def is_hub(source: str) -> bool:
@@ -59,6 +71,15 @@ def sweep(data_dir: Path, models: Iterable[ModelRecord], keep_s: float, now_at: 
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def is_old(pack: Path) -> bool:
+    """Whether a pack can be read, but not by workers of this build."""
+    try:
+        content = (pack / PACK_INDEX).read_bytes()[:-_CHECKSUM_BYTES]
+        return msgspec.msgpack.decode(content, type=_PackVersion).version != PACK_VERSION
+    except (OSError, msgspec.DecodeError):
+        return False  # the worker says what is wrong with it
+
+
 def is_alive(pid: int) -> bool:
     """Is a process of this number at work on this machine? One that only waits for its parent to
     take note of its end is not: in a container nobody may ever do so.
@@ -79,7 +100,7 @@ def is_alive(pid: int) -> bool:
 def _entries(folder: Path) -> list[Path]:
     try:
         return [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
-    except (FileNotFoundError, PermissionError):
+    except OSError:  # not there, or not ours to look into
         return []
 
 

@@ -23,6 +23,7 @@ from gateway.registration_files import (
     PACKS_FOLDER,
     download_name,
     is_alive,
+    is_old,
     sweep,
 )
 from gateway.types import HostedModel
@@ -267,6 +268,11 @@ def roll_back(control: Control, name: str, to: str = "") -> ModelRecord:
         model = revisions.roll_back(session, name, to, now_at=control.clock())
         if not (control.packs_dir / model.pack).is_dir():
             raise RegistryError(f"the pack of revision {model.revision} is gone: register it again")
+        if is_old(control.packs_dir / model.pack):
+            raise RegistryError(
+                f"the pack of revision {model.revision} was made by an earlier release and could "
+                f"not be served: `polyhost models update {name}` makes it anew"
+            )
         return model
 
 

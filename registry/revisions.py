@@ -117,6 +117,9 @@ def finish(
     before = {"revision": target.revision}
     _put(target, origin, asdict(facts), now_at)
     target.registration = registration
+    # Content that was here before is the latest again, with where it came from this time.
+    known = ModelRevision.revision == facts.revision
+    session.execute(delete(ModelRevision).where(ModelRevision.model_id == target.id, known))
     _remember(session, target)
     _forget_oldest(session, target, keep)
     audit.record(session, now_at, "model.update", name, before, {"revision": facts.revision})

@@ -143,9 +143,10 @@ def command(root: Path, folder: Path, arguments: Sequence[str]) -> int:
             f"{folder} was not compiled from the present sources: "
             f"run python -m bench.sim.compiled {folder}"
         )
+    # -P: the folder it is called from, perhaps the tree itself, is not looked into first.
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-m", "bench.sim", *arguments], env=environment, check=False
+        [sys.executable, "-P", "-m", "bench.sim", *arguments], env=environment, check=False
     )
     return done.returncode
 

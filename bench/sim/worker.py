@@ -125,6 +125,11 @@ class Process:
     stretch: Stretch | None = None
     """Steps that are planned, and come into the engine when somebody looks or at their end."""
 
+    def take_stretch(self) -> Stretch | None:
+        """It has ended."""
+        stretch, self.stretch = self.stretch, None
+        return stretch
+
 
 class SimWorker:
     """A machine with one device, its host memory, and the worker process that runs there."""
@@ -274,14 +279,14 @@ class SimWorker:
             self._next.cancel()
             self._next = self._loop.at(max(self._loop.now_s, stretch.end_s), self._tick)
 
-    def _plan(self, process: Process, now_s: float) -> bool:
+    def _plan(self, process: Process, now_s: float) -> Stretch | None:
         """Steps in which nothing is decided are taken at one go."""
         until_s = process.worker.quiet_until_s
         load_end_s = process.tiers.next_end_s
         if load_end_s is not None:
             until_s = min(until_s, load_end_s)
         if process.link.needs_reading:
-            return False
+            return None
         process.stretch = plan(
             process.engine,
             process.skipper,
@@ -291,7 +296,7 @@ class SimWorker:
             self.poll_s,
             self._most_steps,
         )
-        return process.stretch is not None
+        return process.stretch
 
     def _wake(self, time_s: float) -> None:
         """Tick at `time_s`, or earlier where that is due already."""
@@ -307,8 +312,8 @@ class SimWorker:
         self._next = None
         began_s = self._loop.now_s
         self.clock.wait_until(began_s)
-        if process.stretch is not None:
-            stretch, process.stretch = process.stretch, None
+        stretch = process.take_stretch()
+        if stretch is not None:
             if stretch.num_steps:
                 stretch.advance_ended(self.clock.now_s)
                 process.worker.tell(stretch.deltas())
@@ -320,9 +325,11 @@ class SimWorker:
         if self.on_tick is not None:
             self.on_tick(self)
         now_s = self.clock.now_s
-        if self.skips and link.rest_s is None and now_s > began_s and self._plan(process, now_s):
-            assert process.stretch is not None
-            self._wake(process.stretch.end_s)
+        planned = None
+        if self.skips and link.rest_s is None and now_s > began_s:
+            planned = self._plan(process, now_s)
+        if planned is not None:
+            self._wake(planned.end_s)
         elif link.rest_s is None:
             self._wake(now_s if now_s > began_s else self._after_nothing(process))
         elif link.needs_reading:

@@ -27,6 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from engine import convert as convert_module
 from engine.convert import clean_leftovers, inspect, whole_pack, write_pack
 from engine.errors import RegistrationRefused
 from engine.pack import BLOB_NAME, SEGMENT_ALIGN, TENSOR_ALIGN, KvGroup, PackIndex, read_index
@@ -198,6 +199,9 @@ def test_a_tied_head_in_the_files_counts_where_it_differs(tmp_path: Path) -> Non
     pack_dir, apart = convert(folder, tmp_path / "packs")
     assert apart.tied == {}
     assert torch.equal(tensors_of(pack_dir, apart)["lm_head.weight"], weights["lm_head.weight"])
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].to(torch.float64)
+    save_file(weights, path, metadata={"format": "pt"})
+    assert convert(folder, tmp_path / "packs")[1].tied == {}
     # Only the head is there: it holds the pair, as from_pretrained has it.
     embedding = weights.pop("model.embed_tokens.weight")
     weights["lm_head.weight"] = embedding
@@ -250,6 +254,35 @@ def test_a_damaged_pack_is_made_anew(llama: Path, tmp_path: Path, name: str) -> 
     assert convert(llama, tmp_path / "packs") == (pack_dir, index)
     assert whole_pack(pack_dir) == index
     assert [path.name for path in (tmp_path / "packs").iterdir()] == [index.revision]
+
+
+def test_a_pack_that_another_process_finished_meanwhile_stays(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be served already: nothing of it moves, not even for a moment."""
+    elsewhere, _ = convert(llama, tmp_path / "other")
+    final = tmp_path / "packs" / elsewhere.name
+    build = convert_module._write_folder
+
+    def overtaken(work: Any, folder: Path, progress: Any) -> PackIndex:
+        index = build(work, folder, progress)
+        elsewhere.rename(final)
+        return index
+
+    monkeypatch.setattr(convert_module, "_write_folder", overtaken)
+    before = (elsewhere / BLOB_NAME).stat().st_ino
+    made, index = convert(llama, tmp_path / "packs")
+    assert (made, index) == (final, read_index(final))
+    assert (final / BLOB_NAME).stat().st_ino == before
+    assert [path.name for path in final.parent.iterdir()] == [final.name]
+
+
+def test_a_pipe_is_no_weight_file(llama: Path) -> None:
+    (llama / "model.safetensors").unlink()
+    os.mkfifo(llama / "x.safetensors")
+    with pytest.raises(RegistrationRefused) as refused:
+        inspect(llama)
+    assert refused.value.code == "no_weights"
 
 
 def test_leftovers_of_dead_processes_are_removed(llama: Path, tmp_path: Path) -> None:
@@ -324,6 +357,9 @@ REFUSALS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("no model_type", "bad_config", _config(model_type=None)),
     ("impossible shape", "bad_config", _config(num_attention_heads="four")),
     ("no context", "bad_config", _config(max_position_embeddings=0)),
+    ("no end of context", "bad_config", _config(max_position_embeddings=1 << 40)),
+    ("no end of layers", "bad_config", _config(num_hidden_layers=10**7)),
+    ("architectures no list", "bad_config", _config(architectures=5)),
     ("unknown type", "unknown_family", _config(model_type="llama9")),
     ("an encoder", "unknown_family", _config(model_type="t5", architectures=None)),
     ("a classifier", "unknown_family", _config(architectures=["LlamaForSequenceClassification"])),
@@ -341,7 +377,13 @@ REFUSALS: list[tuple[str, str, Callable[[Path], object]]] = [
         "quantized_weights",
         _weights(lambda w: w.update({NORM: torch.ones(32).to(torch.float8_e4m3fn)})),
     ),
+    (
+        "integers",
+        "quantized_weights",
+        _weights(lambda w: w.update({NORM: torch.ones(32, dtype=torch.int8)})),
+    ),
     ("no tokenizer", "no_tokenizer", _drop("tokenizer.json")),
+    ("broken tokenizer options", "bad_config", _write("tokenizer_config.json", "[[[")),
     ("broken tokenizer", "no_tokenizer", _write("tokenizer.json", "{}")),
 ]
 

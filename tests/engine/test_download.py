@@ -335,6 +335,7 @@ def test_a_gated_repository_says_what_to_do(hub: HubServer, tmp_path: Path) -> N
         {"path": "tokenizer_config.json", "size": 1 << 60},
         {"path": "tokenizer_config.json", "size": 1 << 30},
         {"path": "tokenizer_config.json", "oid": "zz"},
+        {"path": "\x1b[2J.safetensors"},
     ],
 )
 def test_lists_that_cannot_be_right_are_refused(
@@ -353,13 +354,18 @@ def test_a_list_without_end_and_one_that_leads_elsewhere(
     hub.faults.next_page = "http://127.0.0.2:9/api"
     assert run(tmp_path)[-1]["code"] == "bad_hub"
     hub.faults.next_page = ""
+    with monkeypatch.context() as few:
+        few.setattr("engine.hub.MAX_PAGES", 1)
+        assert "lists more" in run(tmp_path)[-1]["message"]
     monkeypatch.setattr("engine.hub.MAX_LISTED_FILES", 3)
     assert run(tmp_path)[-1]["code"] == "bad_hub"
     monkeypatch.setattr("engine.hub.MAX_JSON_BYTES", 10)
     assert "more than 10 bytes" in run(tmp_path)[-1]["message"]
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "/acme/loop"])
+@pytest.mark.parametrize(
+    "target", ["file:///etc/passwd", "ftp://127.0.0.1/x", "/acme/loop", "http://[::1"]
+)
 def test_redirects_stay_on_http_and_end(hub: HubServer, tmp_path: Path, target: str) -> None:
     hub.faults.redirect = target.replace("/acme/loop", f"/{REPO}/resolve/{COMMIT}/{WEIGHTS}")
     events = run(tmp_path)
@@ -379,6 +385,52 @@ def test_the_token_goes_to_the_endpoint_and_nowhere_else(
     assert {token for _, token in hub.tokens} == {"Bearer hf_secret"}
     assert {token for _, token in storage.tokens} == {""}
     assert "hf_secret" not in json.dumps(events)
+
+
+def test_a_token_that_is_none_is_not_told(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret\x0bx")
+    (told,) = [event for event in run(tmp_path) if event["event"] == "refused"]
+    assert told["code"] == "hub_denied"
+    assert "hf_secret" not in told["message"]
+    assert hub.asked == []
+
+
+def test_passwords_and_signatures_in_addresses_are_not_told(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.faults.redirect = "http://me:secret@127.0.0.1:9/x?sig=secret"
+    assert "127.0.0.1:9 cannot be reached" in run(tmp_path, "--attempts", "1")[-1]["message"]
+    hub.faults.redirect = "ftp://me:secret@127.0.0.1/x?sig=secret"
+    refused = run(tmp_path)[-1]
+    assert "'ftp://127.0.0.1'" in refused["message"]
+    mirror = hub.url.replace("://", "://me:secret@")
+    monkeypatch.setattr("engine.hub.constants.ENDPOINT", mirror)
+    absent = run(tmp_path, source="acme/absent@main")[-1]
+    assert absent["message"].startswith(hub.url)
+    assert "secret" not in json.dumps([refused, absent])
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "evil.py", "onnx/model.safetensors"])
+def test_what_an_index_calls_a_shard_is_not_fetched_for_that(
+    hub: HubServer, tmp_path: Path, name: str
+) -> None:
+    content = json.dumps({"weight_map": {"lm_head.weight": name}}).encode()
+    hub.repos[REPO] = {**hub.repos[REPO], "model.safetensors.index.json": content, name: b"x" * 99}
+    assert run(tmp_path)[-1]["code"] == "bad_weights"
+    assert hub.sent[name] == 0
+    assert left(tmp_path) == []
+
+
+def test_json_that_no_parser_takes(hub: HubServer, tmp_path: Path) -> None:
+    deep, long = b"[" * 200_000, b'{"model_type": ' + b"9" * 5000 + b"}"
+    for name, content in (("config.json", deep), ("config.json", long)):
+        hub.repos[REPO] = {**hub.repos[REPO], name: content}
+        assert run(tmp_path)[-1]["code"] == "bad_config"
+    hub.repos[REPO]["model.safetensors.index.json"] = b'{"weight_map": ' + deep
+    assert run(tmp_path)[-1]["code"] == "bad_config"
+    assert left(tmp_path) == []
 
 
 def test_a_server_that_stalls_is_given_up(hub: HubServer, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 from engine.encoder_batch import EncoderBatch
 from engine.encoder_runner import EncoderRunner
 from engine.errors import RequestRefused
+from engine.leases import ENCODER_TOKENS
 from engine.pack import read_index
 from engine.protocol import Constraint, EncodeInputs, SamplingParams, Submit
 from tests.engine.encoder_rig import (
@@ -291,6 +292,23 @@ def test_a_busy_encoder_does_not_keep_others_from_their_memory(
     assert driver.state("qwen3") != "resident"
 
 
+def test_tenants_shares_of_kv_are_not_about_encoders(
+    encoders: Encoders, tiny_models: dict[str, TinyModel]
+) -> None:
+    driver = EncoderDriver(encoders, {"llama": tiny_models["llama"]}, tenant_kv_share=0.5)
+    for name in ("bert", "llama"):
+        driver.make_resident(name)
+    driver.encode("large", "bert", random_inputs(1, 150))
+    driver.run(lambda: driver.progress("large") > 0)
+    for tenant in ("t", "other"):
+        driver.submit(tenant, "llama", [3, 4, 5], 3, tenant)
+    driver.run(lambda: {"t", "other"} <= driver.finishes.keys())
+    assert "large" not in driver.finishes
+    driver.run(lambda: "large" in driver.finishes)
+    driver.check_rows("large")
+    driver.empty()
+
+
 def _weights(packs: list[Path]) -> int:
     """Pages of all of them."""
     return sum(
@@ -372,7 +390,7 @@ def test_families_without_segments_do_not_look_at_type_ids(encoders: Encoders) -
     assert driver.vectors["r"] == driver.vectors["with"]
 
 
-def test_its_lease_is_bound_by_requests_alone(
+def test_its_lease_is_bound_by_requests_and_by_what_is_still_to_be_computed(
     encoders: Encoders, tiny_models: dict[str, TinyModel]
 ) -> None:
     driver = EncoderDriver(encoders, {"llama": tiny_models["llama"]})
@@ -381,11 +399,13 @@ def test_its_lease_is_bound_by_requests_alone(
     before = driver.engine.status(driver.now_s)
     leases = {lease.model_id: lease for lease in before.leases}
     assert leases["bert"].kv_bytes_per_token == 0
-    assert leases["bert"].kv_tokens >= 1 << 24
+    assert leases["bert"].kv_tokens == ENCODER_TOKENS
     assert leases["bert"].num_requests == before.free_requests == leases["llama"].num_requests
-    driver.encode("r", "bert", random_inputs(1, 40))
+    driver.encode("r", "bert", [[5] * POSITIONS] * 300)
     driver.step()
     status = driver.engine.status(driver.now_s)
+    left = {lease.model_id: lease.kv_tokens for lease in status.leases}["bert"]
+    assert ENCODER_TOKENS - 300 * POSITIONS < left < ENCODER_TOKENS
     assert status.free_requests == before.free_requests - 1
     assert status.free_kv_bytes == before.free_kv_bytes
     row = next(row for row in status.models if row.model_id == "bert")

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.protocol import PACK_VERSION
-from gateway import bootstrap, service
+from gateway import bootstrap, registration_files, service
 from gateway.bootstrap import DEMO_KEY_FILE, DemoAccess, ensure_demo
 from gateway.config import Settings
 from gateway.service import Control, open_control
@@ -142,7 +142,7 @@ def test_packs_of_an_earlier_release_are_made_anew(demo: Demo, control: Control)
     pack.mkdir(parents=True, exist_ok=True)
     for version, again in ((PACK_VERSION, False), (PACK_VERSION - 1, True)):
         index = msgspec.msgpack.encode({"version": version, "more": [1, 2]})
-        (pack / bootstrap.PACK_INDEX).write_bytes(index + bytes(8))
+        (pack / registration_files.PACK_INDEX).write_bytes(index + bytes(8))
         assert demo.start().models == NAMES
         assert any("beta" in line for line in demo.said) is again
         assert not any("alpha" in line for line in demo.said)
@@ -152,10 +152,10 @@ def test_packs_of_an_earlier_release_are_made_anew(demo: Demo, control: Control)
 
 
 def test_what_is_no_index_is_left_to_the_worker(tmp_path: Path) -> None:
-    assert not bootstrap.is_old(tmp_path / "missing")
+    assert not registration_files.is_old(tmp_path / "missing")
     for content in (b"", b"rubbish", msgspec.msgpack.encode({"version": "one"}) + bytes(8)):
-        (tmp_path / bootstrap.PACK_INDEX).write_bytes(content)
-        assert not bootstrap.is_old(tmp_path)
+        (tmp_path / registration_files.PACK_INDEX).write_bytes(content)
+        assert not registration_files.is_old(tmp_path)
 
 
 def test_the_shipped_demo_models_are_found() -> None:

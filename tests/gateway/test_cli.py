@@ -7,8 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.protocol import PACK_VERSION
 from gateway import registrar
 from gateway.bootstrap import DEMO_MODELS_DIR
 from gateway.cli import GROUPS, main
@@ -169,6 +171,13 @@ def test_a_real_registration(
     pack = data_dir / "packs" / model["pack"]
     assert (pack / "index.msgpack").exists()
     assert model["weight_bytes"] == (pack / "weights.bin").stat().st_size
+    listing = ["models", "list", "--data-dir", str(data_dir)]
+    assert main(listing) == 0
+    assert "models update" not in capsys.readouterr().out
+    old = msgspec.msgpack.encode({"version": PACK_VERSION - 1}) + bytes(8)
+    (pack / "index.msgpack").write_bytes(old)
+    assert main(listing) == 0
+    assert "polyhost models update bard" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line_with_a_remedy(run: Run, data_dir: Path) -> None:

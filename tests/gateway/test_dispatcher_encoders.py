@@ -9,6 +9,7 @@ from gateway.config import Settings
 from gateway.errors import ApiError
 from gateway.running import RequestStream
 from gateway.types import PreparedRequest, TokenEvent
+from tests.gateway import scripted_worker
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
 
 
@@ -115,6 +116,23 @@ def test_a_worker_that_knows_better_is_a_clear_refusal() -> None:
     with pytest.raises(ApiError) as caught:
         stream.take()
     assert (caught.value.kind.code, caught.value.param) == ("wrong_task", "model")
+
+
+@pytest.mark.parametrize("kv_bytes", [0, 2])
+def test_what_an_encoder_lacks_is_nobodys_memory(
+    monkeypatch: pytest.MonkeyPatch, kv_bytes: int
+) -> None:
+    monkeypatch.setattr(scripted_worker, "KV_BYTES", kv_bytes)
+    rig = Rig()
+    worker = rig.worker(kv_tokens=6)
+    run(rig, encoding("a"))
+    run(rig, encoding("b"))
+    assert worker.submitted == ["a"]
+    [capacity] = rig.dispatcher._fleet
+    assert capacity.is_kv_short == bool(kv_bytes)
+    worker.vectors("a", b"1234")
+    worker.status()
+    assert worker.submitted == ["a", "b"]
 
 
 def test_what_it_took_is_charged() -> None:

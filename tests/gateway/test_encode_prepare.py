@@ -1,5 +1,6 @@
 """Requests to encoders cut into pieces, and read no further than they may be long."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Encoding, Tokenizer
 
 from engine.protocol import EncodeInputs
+from gateway import encoder_codec
 from gateway.codecs import Codecs, PreparePool
 from gateway.directory import Directory
 from gateway.encode_prepare import EncodePreparer, pieces_of
@@ -110,3 +113,24 @@ async def test_a_text_the_tokenizer_fails_on_is_the_callers(
     with pytest.raises(ApiError, match="does not take") as caught:
         await stage.prepare(asked, WHO, {}, "rerank-1", 0.0)
     assert (caught.value.kind.status, caught.value.param) == (400, "documents")
+
+
+async def test_a_query_is_read_once_however_many_documents_it_stands_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    encode = encoder_codec._encode
+
+    def counted(tokenizer: Tokenizer, texts: Sequence[str], special: bool) -> list[Encoding]:
+        nonlocal read
+        read += sum(len(text) for text in texts)
+        return encode(tokenizer, texts, special)
+
+    monkeypatch.setattr(encoder_codec, "_encode", counted)
+    stage = preparer(tmp_path, max_tokens=5_000)
+    query = "cat" + " " * 100_000
+    asked = EncodeAsk("rerank", "cross", ("the moon",) * 200, query)
+    found = await stage.prepare(asked, WHO, {}, "rerank-1", 0.0)
+    assert found.request.encode is not None
+    assert found.request.encode.lengths == [6] * 200
+    assert read < 3 * len(query)

@@ -1,5 +1,6 @@
 """Texts to encoders' inputs, held to the tokenizer's own truncation and pairing."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +39,12 @@ def bare() -> Tokenizer:
     return tokenizer
 
 
-KINDS = [bert_like_tokenizer, bert_like, roberta_like, bare]
+def unprocessed() -> Tokenizer:
+    told = json.loads(bert_like_tokenizer().to_str())
+    return Tokenizer.from_str(json.dumps({**told, "post_processor": None}))
+
+
+KINDS = [bert_like_tokenizer, bert_like, roberta_like, bare, unprocessed]
 
 
 @pytest.mark.parametrize("make", KINDS)
@@ -64,7 +70,8 @@ def test_of_pairs_the_document_is_cut(make: Callable[[], Tokenizer], longest: in
     tokenizer = make()
     tokenizer.enable_truncation(longest, strategy="only_second")
     documents = [*TEXTS, " ".join(WORDS), " ".join(WORDS) * 400]
-    found = EncoderCodec(make()).encode_pairs("the cat", documents, longest)
+    codec = EncoderCodec(make())
+    found = codec.encode_pairs(codec.query("the cat", longest), documents, longest)
     wanted = [tokenizer.encode("the cat", document) for document in documents]
     assert [item.ids for item in found] == [encoding.ids for encoding in wanted]
     types = [item.type_ids or [0] * len(item.ids) for item in found]
@@ -93,9 +100,9 @@ def test_megabytes_are_read_as_far_as_they_matter(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TooLong):
         codec.encode([text], 16)
     [cut] = codec.encode([text], 16, cut=True)
-    [pair] = codec.encode_pairs("the", [text], 16)
+    [pair] = codec.encode_pairs(codec.query("the", 16), [text], 16)
     assert len(cut.ids) == len(pair.ids) == 16
-    assert codec.count(text, 16) > 16
+    assert len(codec.query(text, 16)) > 16
     assert max(read) < 10_000
 
 
@@ -113,7 +120,8 @@ def test_segments_are_left_out_where_the_model_does_not_read_them(tmp_path: Path
         (["input_ids", "attention_mask"], False),
     ]:
         write_encoder(tmp_path, **({} if names is None else {"model_input_names": names}))
-        [pair] = load_encoder_codec(tmp_path).encode_pairs("the", ["cat"], 16)
+        codec = load_encoder_codec(tmp_path)
+        [pair] = codec.encode_pairs(codec.query("the", 16), ["cat"], 16)
         assert bool(pair.type_ids) is expected
         assert len(pair.ids) == 5  # what the file says of truncation and padding does not count
 

@@ -69,6 +69,12 @@ def test_a_crash_is_a_failure_with_its_last_words(control: Control, tmp_path: Pa
     (model,) = registrar.run(control, [registration.begin(control, "m", source)], command=FAKE)
     assert (model.state, model.reason_code) == ("failed", "crashed")
     assert model.reason == "Killed: out of memory (`polyhost models retry m` tries again)"
+    log = control.data_dir / "logs" / "register.log"
+    assert log.read_text() == "Killed: out of memory\n"
+    for said, kept in (("no", "Killed: out of memory\n"), ("a bug", "trace of a bug\n")):
+        (tmp_path / "bad" / "refuse").write_text(said)
+        registrar.run(control, [registration.begin(control, "m", source)], command=FAKE)
+        assert log.read_text() == kept
 
 
 def test_a_failed_name_can_be_added_again_a_ready_one_not(control: Control, tmp_path: Path) -> None:

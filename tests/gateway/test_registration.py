@@ -12,10 +12,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from transformers import LlamaConfig
 
-from gateway import register_process, registrar, registration, service
+from engine.protocol import PACK_VERSION
+from gateway import register_process, registrar, registration, registration_files, service
 from gateway.cli import main
 from gateway.config import Settings
 from gateway.registrar import Progress
@@ -175,6 +177,37 @@ def test_update_and_rollback(control: Control, capsys: pytest.CaptureFixture[str
     with pytest.raises(RegistryError, match="is gone"):
         service.roll_back(control, "m")
     assert service.show_model(control, "m").revision == second.revision
+    # Nor one of a format that workers no longer read.
+    (control.packs_dir / first.pack).mkdir()
+    index = msgspec.msgpack.encode({"version": PACK_VERSION - 1}) + bytes(8)
+    (control.packs_dir / first.pack / registration_files.PACK_INDEX).write_bytes(index)
+    with pytest.raises(RegistryError, match="earlier release"):
+        service.roll_back(control, "m")
+    assert service.show_model(control, "m").revision == second.revision
+
+
+def test_an_update_of_a_hub_model_stays_with_the_hub(
+    control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(control, "acme/good", revision="v1")
+    (tmp_path / "acme" / "good").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    begun = registration.begin_update(control, "m")
+    assert (begun.source, begun.requested_revision) == ("acme/good", "v1")
+
+
+def test_sources_that_are_no_names_of_folders(control: Control, tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"odd\xff")
+    odd.mkdir()
+    for source in ("~nobody-is-called-so/x", "a" * 5000, str(odd)):
+        with pytest.raises(InvalidValue):
+            registration.begin(control, "m", source)
+
+
+def test_a_reason_is_one_line_that_a_terminal_only_shows(control: Control, tmp_path: Path) -> None:
+    said = "holds a \x1b[2JEvil\n  and\u202emore"
+    model = add(control, folder(tmp_path, "bad", refuse=said))
+    assert model.reason == "holds a [2JEvil and more"
 
 
 def test_an_update_that_fails_or_is_cancelled_leaves_the_model_serving(

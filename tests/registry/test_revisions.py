@@ -127,6 +127,19 @@ def test_back_and_forth(engine: Engine) -> None:
     assert (model.source_commit, model.weight_bytes, model.labels) == ("c2", 2, LABELS)
 
 
+def test_content_that_comes_back_is_the_latest_again(engine: Engine) -> None:
+    ready(engine)
+    update(engine, 2)
+    row = begin(engine)
+    with writing(engine, "test") as session:
+        catalog.note_commit(session, row.registration, "c9")
+        assert revisions.finish(session, row.registration, facts(1), keep=3, now_at=NOW + 9)
+        assert catalog.get_model(session, "m").source_commit == "c9"
+    assert known(engine) == ["rev2", "rev1"]
+    assert roll_back(engine) == "rev2"
+    assert roll_back(engine, "c9") == "rev1"
+
+
 def test_only_so_many_are_remembered_and_never_without_the_current(engine: Engine) -> None:
     ready(engine)
     for number in (2, 3, 4):
@@ -144,7 +157,7 @@ def test_the_same_content_again_is_no_new_revision(engine: Engine) -> None:
     update(engine, 1)
     update(engine, 2)
     update(engine, 1)
-    assert known(engine) == ["rev1", "rev2"]
+    assert known(engine) == ["rev2", "rev1"]
     assert served(engine) == "rev1"
 
 
