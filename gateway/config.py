@@ -90,8 +90,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int,
         _Count,
         _doc(
-            "Rows of one tenant's such requests being computed at a time; beyond it 429 "
-            "queue_full. One request always may."
+            "Answers to one tenant's such requests, from the first row until the client has read "
+            "all of it; beyond it 429 queue_full. One request always may."
         ),
     ] = 256 * _MIB
     encode_piece_tokens: Annotated[

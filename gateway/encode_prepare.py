@@ -38,6 +38,12 @@ _MAX_PIECE_INPUTS = 256
 _T = TypeVar("_T")
 
 
+_ROW_BYTES = 4
+_BASE64_BYTES = 16 / 3
+_DECIMAL_BYTES = 21
+"""Of one number: as it comes from the worker, and as it is written."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodePrepared:
     """What the later stages work with. `width`: numbers in a row of the worker's answer."""
@@ -48,10 +54,11 @@ class EncodePrepared:
     cache: CacheDecision
 
     @property
-    def rows_bytes(self) -> int:
-        """What all rows take."""
+    def answer_bytes(self) -> int:
+        """What all rows and the answer that is written of them take, about."""
         assert self.request.encode is not None
-        return 4 * self.width * len(self.request.encode.lengths)
+        written = _BASE64_BYTES if self.asked.encoding_format == "base64" else _DECIMAL_BYTES
+        return int((_ROW_BYTES + written) * self.width * len(self.request.encode.lengths))
 
 
 class EncodePreparer:

@@ -65,9 +65,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class JsonAnswer:
-    """A whole answer, in parts."""
+    """A whole answer, in parts. Whoever sends it calls `close` at the end, however it ends."""
 
     parts: Sequence[bytes]
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +147,17 @@ class Pipeline:
         prepared = await self._encode_preparer.prepare(
             asked, principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         )
-        with self._answer_room.of(principal.tenant_id, prepared.rows_bytes):
-            return await self._encode_prepared(call, prepared, principal)
+        release = self._answer_room.hold(principal.tenant_id, prepared.answer_bytes)
+        try:
+            parts = await self._encode_prepared(call, prepared, principal)
+        except BaseException:
+            release()
+            raise
+        return JsonAnswer(parts, release)
 
     async def _encode_prepared(
         self, call: Call, prepared: EncodePrepared, principal: Principal
-    ) -> Answer:
+    ) -> list[bytes]:
         # 3 limits
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
         # 4 semantic cache
@@ -167,7 +173,7 @@ class Pipeline:
         if exchange.is_gone:
             raise ClientGone
         # 9 stream
-        return JsonAnswer(await encode_answer.answer(prepared, rows))
+        return await encode_answer.answer(prepared, rows)
 
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""

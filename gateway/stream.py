@@ -57,20 +57,33 @@ class WholeAnswer(Response):
     """A JSON answer, a slice at a time: one of megabytes does not lie in buffers for a client that
     does not read it. Raises ClientStalled where a slice takes longer than `write_timeout_s`.
 
-    A part that is too large is cut; parts that are small are sent as they are.
+    A part that is too large is cut; parts that are small are sent as they are. `close` is called
+    when no more is sent, however that comes.
     """
 
     media_type = "application/json"
 
-    def __init__(self, parts: Sequence[bytes], write_timeout_s: float) -> None:
+    def __init__(
+        self,
+        parts: Sequence[bytes],
+        write_timeout_s: float,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._parts = parts
         self._write_timeout_s = write_timeout_s
+        self._close = close
         self.init_headers({"content-length": str(sum(map(len, parts)))})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application of this answer."""
+        try:
+            await self._send(send)
+        finally:
+            self._close()
+
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         now_s = asyncio.get_running_loop().time
         timer = asyncio.timeout(None)

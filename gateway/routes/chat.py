@@ -45,7 +45,7 @@ async def complete(request: Request, kind: RequestKind) -> Response:
     timeout_s = edge.services.settings.stream_write_timeout_s
     if not isinstance(answer, EventAnswer):
         watch.stop()
-        return WholeAnswer(answer.parts, timeout_s)
+        return WholeAnswer(answer.parts, timeout_s, answer.close)
 
     def close() -> None:
         watch.stop()

@@ -49,8 +49,11 @@ async def test_a_whole_answer_goes_out_in_slices_and_waits_only_so_long() -> Non
         raise AssertionError("nothing is received here")
 
     body = bytes(range(256)) * 4096
+    closed: list[str] = []
+    stalled = WholeAnswer([body], 0.01, lambda: closed.append("stalled"))
     with pytest.raises(ClientStalled):
-        await WholeAnswer([body], 0.01)({"type": "http"}, receive, send)
+        await stalled({"type": "http"}, receive, send)
+    assert closed == ["stalled"]
     stuck.set()
     sent.clear()
     await WholeAnswer([body[:10], body[10:]], 5.0)({"type": "http"}, receive, send)
