@@ -16,9 +16,12 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from engine.errors import IntegrityError, RequestRefused
 from engine.protocol import ModelSpec, ModelStatus, SwapRecord
+
+T = TypeVar("T")
 
 
 class Catalog:
@@ -47,15 +50,16 @@ class Catalog:
         for spec in self._specs.values():
             members.setdefault(self._unit_for(_folder(spec.pack_dir)), []).append(spec)
         self._unit_of = {s.model_id: unit_id for unit_id, own in members.items() for s in own}
-        self._names.update(
-            {unit_id: tuple(spec.model_id for spec in own) for unit_id, own in members.items()}
-        )
+        for unit_id, own in members.items():
+            self._names[unit_id] = _shared(tuple([spec.model_id for spec in own]))
         return [
-            ModelSpec(
-                model_id=unit_id,
-                pack_dir=own[0].pack_dir,
-                pinned=any(spec.pinned for spec in own),
-                weight=max(spec.weight for spec in own),
+            _shared(
+                ModelSpec(
+                    model_id=unit_id,
+                    pack_dir=own[0].pack_dir,
+                    pinned=any(spec.pinned for spec in own),
+                    weight=max(spec.weight for spec in own),
+                )
             )
             for unit_id, own in members.items()
         ]
@@ -129,8 +133,8 @@ class Catalog:
         known = self._unit_of_pack.get(pack)
         if known is not None:
             return known
-        unit_id = name = os.path.basename(pack)  # `pack` is in its one spelling
-        number = 2
+        name: str = _shared(os.path.basename(pack))  # `pack` is in its one spelling
+        unit_id, number = name, 2
         while unit_id in self._names:
             unit_id = f"{name}~{number}"
             number += 1
@@ -160,3 +164,9 @@ class Catalog:
 def _folder(pack_dir: str) -> str:
     """One spelling of a folder."""
     return str(Path(pack_dir))
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _shared(value: T) -> T:
+    """The first of equal values: a simulation has thousands of catalogs of thousands of models."""
+    return value

@@ -40,6 +40,7 @@ TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
     "failed": frozenset({"cold", "warm"}),
 }
 
+NO_DEMAND = Demand()
 EventKind = Literal["loaded", "evicted", "failed", "moved"]
 
 
@@ -139,7 +140,7 @@ class Hosted:
     kv_stays: bool = False
     job: LoadJob | None = None
     views: WeightViews | None = None
-    demand: Demand = field(default_factory=Demand)
+    demand: Demand = NO_DEMAND
     used: bool = False
     queued_at_s: float = 0.0
     resident_since_s: float = 0.0
