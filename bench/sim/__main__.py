@@ -37,15 +37,18 @@ GIB = 1 << 30
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a file could not be read or written, 2 it makes no sense."""
     options = _parser().parse_args(argv)
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # what workers and gateways say of themselves
     try:
         return _simulate(options)
     except KeyboardInterrupt:
         print("simulate: interrupted, no report", file=sys.stderr)
         return 1
+    finally:
+        logging.disable(before)
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    logging.disable(logging.ERROR)  # what workers and gateways say of themselves
     try:
         spec = parse_workload(options.trace, options.data)
         _check_data(spec)

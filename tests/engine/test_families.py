@@ -144,7 +144,7 @@ REFUSED = {
     "another model's states": AutoConfig.for_model(
         "gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=128, add_cross_attention=True
     ),
-    "no context length": AutoConfig.for_model("llama", max_position_embeddings=0),
+    "no sensible context length": AutoConfig.for_model("llama", max_position_embeddings=0),
 }
 
 
