@@ -32,6 +32,8 @@ async def ask(
     body: dict[str, Any] = {**BODY, **options, "max_tokens": tokens}
     url, headers = f"{server.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
     async with session.post(url, json=body, headers=headers) as answer:
+        if answer.status == 503 and "was replaced while the request waited" in await answer.text():
+            return set(), "", 0  # it came in the moment of the switch, and is told to come again
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
             if not line.startswith(b"data: {"):
