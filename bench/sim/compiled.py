@@ -112,12 +112,14 @@ def source_digest(root: Path) -> str:
 def build(root: Path, folder: Path) -> None:
     """Copy and compile. Raises ValueError where `folder` is not ours, OSError, CalledProcessError.
 
-    The stamp is written last: a folder without it is not used.
+    The stamp is empty until all is done: by it the folder is ours, and is not used before that.
     """
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).is_file():
         raise ValueError(f"{folder} holds something else: name a new folder")
     digest = source_digest(root)
     shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / STAMP).touch()
     for package in PACKAGES:
         skip = shutil.ignore_patterns("__pycache__", "demo_models", "results", "*.so")
         shutil.copytree(root / package, folder / package, ignore=skip)

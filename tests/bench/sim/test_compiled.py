@@ -28,6 +28,16 @@ def test_a_folder_of_something_else_is_left_alone(
     assert mine.read_text() == "precious"
 
 
+def test_what_a_failed_build_left_is_built_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "compiled"
+    monkeypatch.setattr(compiled, "_SETUP", "raise SystemExit(3)")
+    for _ in range(2):
+        assert compiled.main([str(folder)]) == 1
+        assert compiled.main([str(folder), "--", "synthetic:requests=1"]) == 2
+
+
 def test_old_machine_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / compiled.STAMP).write_text("of other sources")
     assert compiled.main([str(tmp_path), "--", "synthetic:requests=1"]) == 2
