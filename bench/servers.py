@@ -53,7 +53,7 @@ class Polyhost:
     """One data folder of Polyhost: its CLI, and its server."""
 
     def __init__(self, data_dir: Path, settings: Mapping[str, object] | None = None) -> None:
-        """`settings` are fields of `gateway.config.Settings`, handed over in the environment."""
+        """`settings` are fields of `gateway.settings.Settings`, handed over in the environment."""
         self._data_dir = data_dir
         self._env = {
             f"POLYHOST_{name.upper()}": str(value) for name, value in (settings or {}).items()

@@ -19,10 +19,10 @@ from pathlib import Path
 from sqlalchemy.orm import Session
 
 from gateway import registrar, registration
-from gateway.config import Settings
 from gateway.registrar import Progress
 from gateway.registration_files import is_old
 from gateway.service import Control, list_models, open_control
+from gateway.settings import Settings
 from registry import api_keys, tenants
 from registry.errors import NotFound, RegistryError
 from registry.tenants import TenantRecord

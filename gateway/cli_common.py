@@ -16,8 +16,9 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any, Protocol
 
-from gateway.config import Settings, load_settings
+from gateway.config import load_settings
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import schema
 from registry.errors import SchemaError
 from registry.session import database_exists, upgrade

@@ -28,12 +28,12 @@ from functools import partial
 from sqlalchemy import Engine
 
 from engine.protocol import Finish
-from gateway.config import Settings
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.joint import base_id, joint_usage
 from gateway.ledger_writer import LedgerStopped, LedgerWriter, Record, Void
 from gateway.policy.pricing import TokenPrices, cost_nanos
 from gateway.services import LedgerSnapshot
+from gateway.settings import Settings
 from gateway.types import HostedModel, Outcome
 from registry import ledger as tables
 from registry.ledger import OpenRecord, Posting

@@ -17,8 +17,9 @@ from typing import IO
 
 import msgspec
 
-from gateway.config import Settings, worker_environment
+from gateway.config import worker_environment
 from gateway.registration_files import DOWNLOADS_FOLDER, LOGS_FOLDER, PACKS_FOLDER, is_hub
+from gateway.settings import Settings
 from registry.catalog import ModelRecord, ModelTask
 
 REGISTER_COMMAND = (sys.executable, "-m", "engine.register")

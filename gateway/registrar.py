@@ -30,7 +30,6 @@ from pathlib import Path
 import msgspec
 
 from gateway import register_process
-from gateway.config import Settings
 from gateway.register_process import (
     INTERNAL_ERROR,
     REGISTER_COMMAND,
@@ -39,6 +38,7 @@ from gateway.register_process import (
 )
 from gateway.registration_files import CRASHED, LOGS_FOLDER, RESUMABLE
 from gateway.service import Control, list_models, open_control
+from gateway.settings import Settings
 from registry import catalog, locks, revisions
 from registry.catalog import CANCELLED, INTERRUPTED, NEXT, ModelRecord, PackFacts
 from registry.errors import RegistryError

@@ -17,7 +17,6 @@ from pathlib import Path
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from gateway.config import Settings
 from gateway.registration_files import (
     DOWNLOADS_FOLDER,
     PACKS_FOLDER,
@@ -26,6 +25,7 @@ from gateway.registration_files import (
     is_old,
     sweep,
 )
+from gateway.settings import Settings
 from gateway.types import HostedModel
 from registry import (
     api_keys,

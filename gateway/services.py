@@ -13,8 +13,8 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry
 
 from engine.protocol import SwapRecord, WorkerStatus
-from gateway.config import Settings
 from gateway.directory import Directory
+from gateway.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal, RunningRequest
 from registry.ledger import OpenRecord, Posting
 

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from gateway.bootstrap import DemoAccess
-from gateway.config import Settings
+from gateway.settings import Settings
 from gateway.types import HostedModel
 
 PROMPTS = {

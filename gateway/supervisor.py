@@ -27,7 +27,7 @@ from sqlalchemy import Engine
 from gateway import machine
 from gateway.app import create_app
 from gateway.bootstrap import DEMO_MODELS_DIR, DemoAccess, ensure_demo
-from gateway.config import Settings, worker_environment
+from gateway.config import worker_environment
 from gateway.directory import Directory
 from gateway.dispatcher import TICK_S, Dispatcher
 from gateway.http_protocol import bounded_http
@@ -37,6 +37,7 @@ from gateway.policy.budget import device_budget_bytes, host_tier_bytes, reserve_
 from gateway.registry_poll import RegistryPoll
 from gateway.service import tidy
 from gateway.services import Services
+from gateway.settings import Settings
 from gateway.start_block import start_block
 from gateway.types import HostedModel
 from gateway.worker_client import ZmqWorkerClient

@@ -24,9 +24,9 @@ from engine.protocol import ModelStatus, WorkerStatus
 from gateway import errors
 from gateway.app import create_app
 from gateway.cli import GROUPS, build_parser
-from gateway.config import Settings, settings_reference
 from gateway.metrics import Metrics, StateCollector
 from gateway.services import DispatcherSnapshot, LedgerSnapshot
+from gateway.settings import Settings, settings_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

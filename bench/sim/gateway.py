@@ -19,10 +19,10 @@ from bench.sim.parts import END_TOKEN
 from bench.sim.types import Arrival
 from bench.sim.worker import SimWorker
 from engine.protocol import Finish, FromWorker, SamplingParams, Submit, SwapRecord, ToWorker
-from gateway.config import Settings
 from gateway.dispatcher import TICK_S, Dispatcher
 from gateway.errors import ApiError
 from gateway.limits import Limiter
+from gateway.settings import Settings
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.worker_connection import WorkerConnection, WorkerListener

@@ -20,7 +20,7 @@ from bench.sim.worker import SimWorker, Site, WorkerFaults
 from engine.backend.sim import Roofline
 from engine.config import EngineConfig, WorkerConfig
 from engine.policy.eviction import EvictionParams
-from gateway.config import Settings
+from gateway.settings import Settings
 from gateway.types import HostedModel, Limits, Principal
 
 ANY_ENDPOINT = "ipc://simulated"

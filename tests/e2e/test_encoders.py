@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from gateway import service
 from gateway.cli import main
-from gateway.config import Settings
+from gateway.settings import Settings
 from registry.session import upgrade
 from tests.e2e.server import Server, serving
 from tests.e2e.test_chat import exported_rows

@@ -31,13 +31,13 @@ from engine.protocol import (
     WorkerStatus,
 )
 from gateway.app import create_app
-from gateway.config import Settings
 from gateway.directory import Directory
 from gateway.edge import Edge, build_edge
 from gateway.errors import ApiError
 from gateway.http_protocol import bounded_http
 from gateway.running import RequestStream, StreamEnd
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
+from gateway.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
 from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
 from registry.ledger import OpenRecord, Posting

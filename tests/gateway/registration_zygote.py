@@ -19,8 +19,8 @@ import torch
 
 from engine import register
 from gateway import register_process, registrar, registration
-from gateway.config import Settings
 from gateway.service import open_control
+from gateway.settings import Settings
 
 
 class Forked:

@@ -28,8 +28,8 @@ from engine.protocol import (
     Usage,
     WorkerStatus,
 )
-from gateway.config import Settings
 from gateway.dispatcher import Dispatcher
+from gateway.settings import Settings
 from gateway.types import HostedModel, Limits, PreparedRequest, Principal
 from gateway.worker_connection import WorkerListener, WorkerUnavailable
 

@@ -12,8 +12,8 @@ import pytest
 from engine.protocol import PACK_VERSION
 from gateway import bootstrap, registration_files, service
 from gateway.bootstrap import DEMO_KEY_FILE, DemoAccess, ensure_demo
-from gateway.config import Settings
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import api_keys
 from registry.errors import RegistryError
 from registry.session import upgrade

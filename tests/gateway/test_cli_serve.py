@@ -6,7 +6,7 @@ import pytest
 
 from gateway import supervisor
 from gateway.cli import main
-from gateway.config import Settings
+from gateway.settings import Settings
 
 
 @pytest.fixture

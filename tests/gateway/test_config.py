@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from gateway import config
-from gateway.config import Settings, SettingsError, load_settings, settings_reference
+from gateway.config import SettingsError, load_settings
+from gateway.settings import Settings, settings_reference
 
 
 def test_later_sources_win(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from engine.protocol import (
     SwapRecord,
     TokenLogprobs,
 )
-from gateway.config import Settings
 from gateway.errors import (
     CONTEXT_LENGTH,
     INVALID_CONSTRAINT,
@@ -25,6 +24,7 @@ from gateway.errors import (
     ErrorKind,
 )
 from gateway.running import RequestStream
+from gateway.settings import Settings
 from tests.gateway.scripted_worker import Rig, hosted, prepared, principal
 
 

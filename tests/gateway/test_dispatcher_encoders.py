@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine.protocol import EncodeInputs, Submit
-from gateway.config import Settings
 from gateway.errors import ApiError
 from gateway.running import RequestStream
+from gateway.settings import Settings
 from gateway.types import PreparedRequest, TokenEvent
 from tests.gateway import scripted_worker
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal

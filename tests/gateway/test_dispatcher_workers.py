@@ -2,8 +2,8 @@
 
 import pytest
 
-from gateway.config import Settings
 from gateway.errors import MODEL_FAILED, UNAVAILABLE, ApiError, WorkerLost
+from gateway.settings import Settings
 from tests.gateway.scripted_worker import Rig, hosted, prepared, principal
 
 

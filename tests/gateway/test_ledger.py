@@ -12,9 +12,9 @@ import pytest
 from sqlalchemy import Engine, event
 
 from engine.protocol import Finish, FinishReason, Usage
-from gateway.config import Settings
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ledger import RECOVERED_KIND, Ledger
+from gateway.settings import Settings
 from gateway.types import HostedModel
 from registry.ledger import OpenRecord, Posting, iter_usage, open_left
 from registry.session import make_engine, reading, upgrade

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from gateway import registrar, registration, service
-from gateway.config import Settings
 from gateway.registrar import Progress
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import catalog, locks
 from registry.errors import AlreadyExists, InvalidValue
 from registry.session import upgrade
@@ -166,7 +166,7 @@ def test_the_next_look_finds_a_killed_registration(control: Control, tmp_path: P
     program = (
         "import os\n"
         "from gateway import registrar, registration\n"
-        "from gateway.config import Settings\n"
+        "from gateway.settings import Settings\n"
         "from gateway.service import open_control\n"
         f"with open_control(Settings(data_dir={str(control.data_dir)!r}), 'x') as control:\n"
         f"    begun = registration.begin(control, 'm', {source!r})\n"

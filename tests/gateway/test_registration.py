@@ -19,9 +19,9 @@ from transformers import LlamaConfig
 from engine.protocol import PACK_VERSION
 from gateway import register_process, registrar, registration, registration_files, service
 from gateway.cli import main
-from gateway.config import Settings
 from gateway.registrar import Progress
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import locks
 from registry.catalog import NEXT, ModelRecord
 from registry.errors import IllegalTransition, InvalidValue, NotFound, RegistryError

@@ -15,9 +15,9 @@ from transformers import LlamaConfig
 
 from engine.convert import whole_pack
 from gateway import service
-from gateway.config import Settings
 from gateway.registration_files import RESUMABLE, download_name, is_alive
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import catalog
 from registry.session import upgrade
 from tests.engine.hub_server import HubServer, hub_server

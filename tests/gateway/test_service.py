@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gateway import registrar, registration, service
-from gateway.config import Settings
 from gateway.service import Control, open_control
+from gateway.settings import Settings
 from registry import locks, residency_requests
 from registry.errors import NotFound, RegistryError
 from registry.session import upgrade

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from gateway import machine
-from gateway.config import Settings
+from gateway.settings import Settings
 from gateway.start_block import start_block
 from gateway.supervisor import Server, serve
 from gateway.worker_process import WorkerProcess
