@@ -1,0 +1,175 @@
+"""Split decode attention against the reference, over poison, and with errors planted."""
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import paged_decode, paged_join
+from kernels.paged_attention import LayerGeometry
+from kernels.paged_decode import choose_splits
+from tests.kernels.guarded import planted
+from tests.kernels.paged_case import SCALE, PagedCase
+
+# A soft cap's exponential of a large score; a GPU says nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+
+# A tile has 64 positions: rows of less than one, of exactly one, of one and a bit, of three.
+CONTEXTS = [(1, 1), (64, 1), (150, 1), (67, 1)]
+FEW = [(70, 1), (3, 1)]
+WINDOW = LayerGeometry(2, 16, 32, window=37)
+LONG_WINDOW = LayerGeometry(1, 16, 16, window=100)
+
+
+def launch(case: PagedCase, num_splits: int, module: ModuleType = paged_decode) -> None:
+    """Into `case.out`."""
+    parts = None
+    if num_splits > 1:
+        shape = (len(case.rows), case.heads, num_splits)
+        parts = (
+            case.guards.output(*shape, case.layer.v_dim, dtype=torch.float32),
+            case.guards.output(*shape, 2, dtype=torch.float32),
+        )
+    module.paged_decode(
+        case.arena,
+        case.geometry,
+        case.chunk_table,
+        case.flat,
+        case.query,
+        case.out,
+        SCALE,
+        case.softcap,
+        case.sinks,
+        case.k_scale,
+        case.v_scale,
+        num_splits,
+        parts,
+    )
+
+
+CASES: dict[str, tuple[partial[PagedCase], int]] = {
+    "grouped": (partial(PagedCase, LayerGeometry(2, 16, 16), CONTEXTS, 8), 1),
+    "splits": (partial(PagedCase, LayerGeometry(2, 16, 16), CONTEXTS, 4), 3),
+    "odd": (partial(PagedCase, LayerGeometry(1, 24, 10), FEW, 3), 2),
+    "wide group": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 70), 1),
+    "window": (partial(PagedCase, WINDOW, CONTEXTS, 2, has_sinks=True), 1),
+    "window, splits": (partial(PagedCase, LONG_WINDOW, CONTEXTS, 2, has_sinks=True), 2),
+    "cap": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, softcap=3.0), 1),
+    "fp8": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, scaled=True), 1),
+    "fp8, splits": (partial(PagedCase, LayerGeometry(2, 16, 16), FEW, 4, scaled=True), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    make, num_splits = CASES[name]
+    case = make()
+    launch(case, num_splits)
+    case.guards.check()
+    assert case.difference() < 1e-5
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_float16_and_larger_blocks(block_tokens: int) -> None:
+    layer = LayerGeometry(1, 64, 64)
+    case = PagedCase(layer, FEW, 4, dtype=torch.float16, block_tokens=block_tokens)
+    launch(case, 2)
+    case.guards.check()
+    assert case.difference() < 2e-3
+
+
+def test_a_padding_row_gives_zeros() -> None:
+    case = PagedCase(LayerGeometry(1, 16, 16), [(5, 1), (5, 1)], 2)
+    case.flat.context_len[1] = 0
+    launch(case, 1)
+    assert not case.out[1].any()
+    assert case.out[0].isfinite().all()
+
+
+# What is wrong, and the text of the kernel that makes it so.
+ERRORS = {
+    "mask: one position too many": ("seen = (place < high) &", "seen = (place <= high) &"),
+    "window: one position too many": ("(high - WINDOW, 0)", "(high - WINDOW - 1, 0)"),
+    "missing scale of K": ("scale = scale * tl.load(k_scale_ptr + kv_head)", "pass"),
+    "missing scale of V": ("factor = factor * tl.load(v_scale_ptr + kv_head)", "pass"),
+    "slot: the next position's": ("k_head + in_page * K_DIM", "k_head + (in_page ^ 1) * K_DIM"),
+    "V of the wrong head": ("kv_head * (BLOCK_TOKENS * V_DIM)", "0 * kv_head"),
+    "no rescaling of the sum": ("total = total * shrink + tl.sum(", "total = total + tl.sum("),
+    "sinks left out": ("total = total * shrink + tl.exp2(sink - higher)", "total = total * shrink"),
+    "cap left out": ("capped(scores, SOFTCAP)", "scores"),
+    "output of the wrong head": (
+        "place = (token * NUM_HEADS + head) * V_DIM",
+        "place = (token * NUM_HEADS + (head ^ 1)) * V_DIM",
+    ),
+    "writes outside": (
+        "            mask=is_head[:, None] & in_v[None, :],\n        )\n\n\n",
+        "            mask=in_v[None, :],\n        )\n\n\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
+    # The window begins inside of a block, and the row has three tiles.
+    layer = LayerGeometry(2, 16, 16, window=139)
+    case = PagedCase(layer, [(150, 1)], 4, softcap=4.0, scaled=True, has_sinks=True)
+    bad = planted(paged_decode, tmp_path, *ERRORS[error])
+    launch(case, 1, bad)
+    assert not case.is_right()
+
+
+JOIN_ERRORS = {
+    "parts not weighed": ("tl.sum(weights[:, None] * part, 0)", "tl.sum(part, 0)"),
+    "sums not weighed": ("tl.sum(weights * sums, 0)", "tl.sum(sums, 0)"),
+    "last part left out": ("there = split < num_splits", "there = split < num_splits - 1"),
+    "sink left out": ("total = total + 1.0", "pass"),
+    "missing scale": ("factor = factor * tl.load(v_scale_ptr + head // GROUP)", "pass"),
+}
+
+
+@pytest.mark.parametrize("error", [None, *JOIN_ERRORS])
+def test_join_alone(error: str | None, tmp_path: Path) -> None:
+    """Against its own reference; 18 parts are more than it joins at a time, one of them empty."""
+    module = planted(paged_join, tmp_path, *JOIN_ERRORS[error]) if error else paged_join
+    case = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4, scaled=True, has_sinks=True)
+    parts, stats = case.normal(1, 4, 18, 16), case.normal(1, 4, 18, 2).abs() + 0.5
+    parts[:, :, 7], stats[:, :, 7] = 0.0, torch.tensor([-1e30, 0.0])
+    assert case.sinks is not None
+    module.join_splits(
+        case.guards.input(parts),
+        case.guards.input(stats),
+        case.flat.q_start,
+        case.out,
+        case.sinks,
+        case.v_scale,
+        {"NUM_HEADS": 4, "GROUP": 2, "V_DIM": 16, "HAS_SINKS": True, "HAS_SCALES": True}
+        | {"V_PAD": 16},
+    )
+    wanted = paged_join.join_splits_ref(parts, stats, case.sinks, case.v_scale)
+    case.guards.check()
+    close = torch.allclose(case.out.double(), wanted, atol=1e-5)
+    assert close == (error is None)
+
+
+def test_splits_fill_the_device() -> None:
+    assert choose_splits(256, 8192, 132) == 1  # batch 32, 8 KV heads: nearly one wave already
+    assert choose_splits(8, 16, 132) == 1  # nothing to cut
+    alone = choose_splits(8, 32768, 132)
+    assert 200 <= 8 * alone <= 264
+    for programs in (1, 8, 40, 130, 300):
+        for context in (100, 1000, 20000):
+            splits = choose_splits(programs, context, 132)
+            assert 1 <= splits <= paged_decode.MAX_SPLITS
+            tiles = -(-context // paged_decode.BLOCK_N)
+            assert splits == 1 or tiles / splits >= paged_decode.LEAST_SPLIT_TILES
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    case = PagedCase(LayerGeometry(2, 16, 16), [(5, 2)], 4)
+    with pytest.raises(ValueError, match="one token"):
+        launch(case, 1)
+    odd = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4, block_tokens=3)
+    with pytest.raises(ValueError, match="power of two"):
+        launch(odd, 1)

@@ -1,0 +1,138 @@
+"""Prefill attention against the reference, over poison, and with errors planted."""
+
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from kernels import paged_prefill
+from kernels.paged_attention import LayerGeometry
+from kernels.paged_prefill import tiles_of
+from tests.kernels.guarded import planted
+from tests.kernels.paged_case import SCALE, PagedCase
+
+# A soft cap's exponential of a large score, and a planted query of NaN; a GPU says nothing.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning"),
+]
+
+# A program takes 128 pairs of query and head, a tile of KV 128 positions of such narrow heads.
+MIXED = [(1, 1), (90, 90), (140, 5), (65, 1)]  # a first token, a whole prompt, a chunk, a decode
+
+
+def launch(case: PagedCase, module: ModuleType = paged_prefill) -> None:
+    """Into `case.out`."""
+    group = case.heads // case.layer.num_kv_heads
+    module.paged_prefill(
+        case.arena,
+        case.geometry,
+        case.chunk_table,
+        case.flat,
+        case.guards.input(tiles_of(case.flat, group)),
+        case.query,
+        case.out,
+        SCALE,
+        case.softcap,
+        case.sinks,
+        case.k_scale,
+        case.v_scale,
+    )
+
+
+CASES: dict[str, partial[PagedCase]] = {
+    "mixed": partial(PagedCase, LayerGeometry(2, 16, 16), MIXED, 8),
+    "group of 3, odd dims": partial(PagedCase, LayerGeometry(1, 24, 10), MIXED, 3),
+    "wide group": partial(PagedCase, LayerGeometry(1, 16, 16), [(70, 3)], 130),
+    "short window": partial(
+        PagedCase, LayerGeometry(1, 16, 16, window=9), [(150, 80), (70, 1)], 2, has_sinks=True
+    ),
+    "long window": partial(
+        PagedCase, LayerGeometry(1, 16, 32, window=300), [(420, 20)], 4, has_sinks=True
+    ),
+    "cap": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 66)], 4, softcap=3.0),
+    "fp8": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 8)], 4, scaled=True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str) -> None:
+    case = CASES[name]()
+    launch(case)
+    case.guards.check()
+    assert case.difference() < 1e-5
+
+
+def test_float16_in_blocks_of_16() -> None:
+    layer = LayerGeometry(1, 64, 64)
+    case = PagedCase(layer, [(150, 40)], 4, dtype=torch.float16, block_tokens=16)
+    launch(case)
+    case.guards.check()
+    assert case.difference() < 2e-3
+
+
+ERRORS = {
+    "mask: the next token": ("place[None, :] <= q_place", "place[None, :] <= 1 + q_place"),
+    "mask: left out at the diagonal": (
+        "full_end = tl.maximum((q_first + 1)",
+        "full_end = tl.maximum((q_last + BLOCK_N)",
+    ),
+    "window: one position too many": (
+        "> q_place[:, None] - WINDOW",
+        ">= q_place[:, None] - WINDOW",
+    ),
+    "window's edge left out": (
+        "low // BLOCK_N, full_begin, scale",
+        "full_begin, full_begin, scale",
+    ),
+    "missing scale of K": ("scale = scale * tl.load(k_scale_ptr + kv_head)", "pass"),
+    "missing scale of V": ("factor = factor * tl.load(v_scale_ptr + kv_head)", "pass"),
+    "slot: the next position's": ("v_head + in_page * V_DIM", "v_head + (in_page ^ 1) * V_DIM"),
+    "K of the wrong head": ("kv_head * (BLOCK_TOKENS * K_DIM)", "0 * kv_head"),
+    "no rescaling": ("acc = acc * shrink[:, None]\n        acc = tl.dot", "acc = tl.dot"),
+    "sinks left out": ("total = total * shrink + tl.exp2(sink - higher)", "total = total * shrink"),
+    "cap left out": ("capped(scores, SOFTCAP)", "scores"),
+    "query of the wrong token": (
+        "((token + query) * q_stride_t",
+        "((token + (query ^ 1)) * q_stride_t",
+    ),
+    "position of the query": (
+        "q_place = high - q_len + query",
+        "q_place = high - q_len + query - 1",
+    ),
+    "writes outside": ("(query < q_len) & (lane", "(query < q_len + 1) & (lane"),
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
+    # A tile at the window's edge, one that all queries see, and one at the diagonal.
+    layer = LayerGeometry(2, 16, 16, window=300)
+    case = PagedCase(layer, [(400, 7)], 4, softcap=4.0, scaled=True, has_sinks=True)
+    launch(case, planted(paged_prefill, tmp_path, *ERRORS[error]))
+    assert not case.is_right()
+
+
+def test_tiles_are_every_query_once_longest_first() -> None:
+    case = PagedCase(LayerGeometry(1, 16, 16), MIXED, 3)
+    tiles = tiles_of(case.flat, 3).tolist()
+    step = 128 // 3
+    covered = [(row, start + i) for row, start in tiles for i in range(step)]
+    wanted = {(row, i) for row, (_, length) in enumerate(MIXED) for i in range(length)}
+    assert len(set(covered)) == len(covered)
+    assert wanted <= set(covered)
+    assert all(start < MIXED[row][1] for row, start in tiles)
+    assert tiles[0][0] == 2
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not divide"):
+        launch(PagedCase(LayerGeometry(2, 16, 16), [(5, 2)], 3))
+    case = PagedCase(LayerGeometry(2, 16, 16), [(90, 90)], 4)
+    tiles = tiles_of(case.flat, 2, 64)
+    with pytest.raises(ValueError, match="not laid out"):
+        paged_prefill.paged_prefill(
+            case.arena, case.geometry, case.chunk_table, case.flat, tiles, case.query, case.out, 1.0
+        )

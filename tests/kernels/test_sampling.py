@@ -1,0 +1,164 @@
+"""Drawing by kernels: the definition's token, and the engine's, for every kind of row."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine import sampler
+from engine.protocol import SamplingParams
+from engine.sampling_batch import SampleInput, SamplingState, build_sampling
+from engine.uniform import uniforms
+from kernels import sampling as module
+from kernels.sampling import Draw, draw_of, draw_ref
+from tests.kernels.guarded import Guards, planted
+
+VOCAB = 4500  # two splits and three tiles, ragged
+KINDS: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 3.0, "top_p": 0.9},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 7, "top_p": 0.5},
+    {"top_p": 0.99, "temperature": 5.0},
+    {"top_p": 0.0},
+    {"min_p": 0.05},
+    {"min_p": 0.3, "top_k": 3, "top_p": 0.7},
+    {"top_k": 6000, "top_p": 0.2},
+    {"temperature": 1e-30, "top_p": 0.5},
+)
+
+# Where equals matter.
+TIED = (KINDS[0], KINDS[5], KINDS[6], KINDS[10])
+
+
+def parameters(kinds: tuple[dict[str, float], ...], position: int) -> list[SamplingParams]:
+    """Seeds differ by row."""
+    filled = [{"temperature": 1.0} | kind for kind in kinds]
+    return [
+        SamplingParams(
+            temperature=kind["temperature"],
+            top_p=kind.get("top_p", 1.0),
+            top_k=int(kind.get("top_k", 0)),
+            min_p=kind.get("min_p", 0.0),
+            seed=31 * position + row,
+        )
+        for row, kind in enumerate(filled)
+    ]
+
+
+def drawn_how(params: list[SamplingParams], position: int) -> Draw:
+    """As the engine's own numbers say for tokens at this position."""
+    return draw_of(
+        [p.temperature for p in params],
+        uniforms([p.seed for p in params], [position] * len(params)).tolist(),
+        [p.min_p for p in params],
+        [p.top_k for p in params],
+        [p.top_p for p in params],
+    )
+
+
+def logits_of(rows: int, seed: int, ties: bool) -> torch.Tensor:
+    values = 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return (values * 2).round() / 2 if ties else values
+
+
+def guarded_draw(
+    kernel: ModuleType, logits: torch.Tensor, how: Draw
+) -> tuple[torch.Tensor, torch.Tensor]:
+    guards = Guards()
+    held = Draw(*(guards.input(getattr(how, name)) for name in Draw.__dataclass_fields__))
+    out: tuple[torch.Tensor, torch.Tensor] = kernel.draw(guards.input(logits, row_gap=9), held)
+    guards.check()
+    return out
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_kernels_draw_the_definitions_and_the_engines_tokens(ties: bool) -> None:
+    position = 4 if ties else 3
+    params = parameters(TIED if ties else KINDS, position)
+    logits = logits_of(len(params), position, ties)
+    how = drawn_how(params, position)
+    tokens, broken = guarded_draw(module, logits, how)
+    assert not broken.any()
+    assert tokens.tolist() == draw_ref(logits, how)[0].tolist()
+    rows = [SampleInput(SamplingState(p, [0] * position), ()) for p in params]
+    batch = build_sampling(rows, torch.device("cpu"))
+    assert tokens.tolist() == sampler.sample(logits.clone(), batch).token_ids.tolist()
+
+
+def test_flat_and_masked_rows() -> None:
+    logits = torch.zeros(4, VOCAB)
+    logits[1] = float("-inf")
+    logits[1, [7, 4499]] = 1.0
+    logits[3, 5:] = float("-inf")
+    kinds: tuple[dict[str, float], ...] = (
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"top_p": 0.25},
+        {"temperature": 2.0, "top_k": 2},
+    )
+    params = parameters(kinds, 9)
+    how = drawn_how(params, 9)
+    tokens, _ = guarded_draw(module, logits, how)
+    assert tokens.tolist() == draw_ref(logits, how)[0].tolist()
+    assert tokens[0] < 3
+    assert tokens[1] == 7
+    assert tokens[3] < 2
+
+
+def test_numbers_at_the_ends_of_their_range() -> None:
+    logits = logits_of(4, 0, ties=False)
+    numbers = [2.0**-54, 1 - 2.0**-53] * 2
+    how = draw_of([1.0] * 4, numbers, [0.0] * 4, [0, 0, 50, 50], [1.0, 1.0, 0.9, 0.9])
+    tokens, _ = guarded_draw(module, logits, how)
+    assert tokens[:2].tolist() == [0, VOCAB - 1]
+    kept = logits[2:].topk(50).indices.sort().values
+    assert tokens[2] >= kept[0, 0]
+    assert int(tokens[3]) in kept[1].tolist()
+
+
+def test_broken_rows() -> None:
+    logits = logits_of(5, 1, ties=False)
+    logits[0, 4321], logits[1, 17], logits[2] = float("nan"), float("inf"), float("-inf")
+    how = draw_of([1.0, 0.0, 1.0, 1.0, 0.0], [0.5] * 5, [0.0] * 5, [3, 0, 0, 4, 0], [0.9] * 5)
+    tokens, broken = guarded_draw(module, logits, how)
+    assert broken.tolist() == [True, True, True, False, False]
+    assert broken.tolist() == draw_ref(logits, how)[1].tolist()
+    assert tokens[:3].tolist() == [0, 0, 0]
+    assert not module.draw(logits[:0], draw_of([], [], [], [], []))[0].numel()
+
+
+GREEDY = {"temperature": 0.0}
+FLAT = {"temperature": 4.0, "top_k": 7, "top_p": 0.4}
+PLANTED: tuple[tuple[str, str, dict[str, float]], ...] = (
+    (
+        "token = tl.min(tl.where(peak_of == peak,",
+        "token = tl.max(tl.where(peak_of == peak,",
+        GREEDY,
+    ),
+    ("other=0.0) * tl.exp((peak_of - peak) / hot)", "other=0.0)", {}),
+    ("first = chosen * SPLIT", "first = 0 * chosen", {}),
+    ("weight < floor", "weight < 0.0", {"min_p": 0.3}),
+    ("tl.load(top_k + row), vocab_size", "tl.load(top_k + row) + 1, vocab_size", {"top_k": 1}),
+    ("(place <= room)", "(place < room)", {"top_k": 2}),
+    ("total >= wanted", "total >= 0.5 * wanted", FLAT | {"top_p": 0.8}),
+    ("start + tl.sum((inner <= target)", "start + 1 + tl.sum((inner <= target)", {"top_k": 7}),
+    ("share * sum_low, 1e-300", "share * everything, 1e-300", FLAT),
+    ("weight = tl.exp((value - peak) / hot)", "weight = tl.exp(value - peak)", {"top_k": 300}),
+)
+
+
+@pytest.mark.parametrize(("old", "new", "kind"), PLANTED)
+def test_planted_errors_are_caught(
+    old: str, new: str, kind: dict[str, float], tmp_path: Path
+) -> None:
+    bad = planted(module, tmp_path, old, new)
+    rows = ({"temperature": 0.5} | kind,) * 4 if kind else ({},) * 30
+    how = drawn_how(parameters(rows, 3), 3)
+    logits = logits_of(len(rows), 3, ties=kind == GREEDY or "(place" in old)
+    with pytest.raises(AssertionError):  # the token, or the guards
+        assert guarded_draw(bad, logits, how)[0].tolist() == draw_ref(logits, how)[0].tolist()
