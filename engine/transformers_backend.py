@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from engine.kv_plan import KvPlan
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -90,9 +90,12 @@ def register_attention() -> None:
 def parameters_on_meta() -> Iterator[None]:
     """Modules built inside get meta parameters and real buffers.
 
-    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons.
+    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
+    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
+    one, as long as the rest takes.
     """
     original = nn.Module.register_parameter
+    initialize = PreTrainedModel.initialize_weights
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
@@ -101,10 +104,12 @@ def parameters_on_meta() -> Iterator[None]:
             self._parameters[name] = meta
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
+    PreTrainedModel.initialize_weights = lambda self: None
     try:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+        PreTrainedModel.initialize_weights = initialize
 
 
 def build_skeleton(

@@ -1,6 +1,7 @@
 """A real Polyhost server for tests: the product's own commands, a free port, its own folder."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -11,14 +12,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway.cli import main
+
 START_TIMEOUT_S = 120.0
-DEMO_MODELS = Path(__file__).parents[2] / "gateway" / "demo_models"
-NAMES = ("shakespeare", "sherlock", "python")
 
 
 def free_port() -> int:
@@ -28,14 +29,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def polyhost(data_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line to its end."""
-    return subprocess.run(
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended and what it printed."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def polyhost(data_dir: Path, *arguments: str) -> Done:
+    """Run the command line to its end, in this process: one of its own is a second of imports."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main([*arguments, "--data-dir", str(data_dir)])
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def polyhost_process(data_dir: Path, *arguments: str) -> Done:
+    """The same in a process of its own, as a user's shell does it."""
+    done = subprocess.run(
         [sys.executable, "-m", "gateway", *arguments, "--data-dir", str(data_dir)],
         capture_output=True,
         text=True,
         timeout=300,
     )
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def polyhost_json(data_dir: Path, *arguments: str) -> Any:
@@ -43,6 +62,16 @@ def polyhost_json(data_dir: Path, *arguments: str) -> Any:
     done = polyhost(data_dir, *arguments, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
+
+
+def usage_rows(
+    data_dir: Path, command: Callable[..., Done] = polyhost, tenant: str = ""
+) -> list[dict[str, Any]]:
+    """What was posted, of all tenants or of one."""
+    done = command(data_dir, "usage", "export", "--format", "jsonl")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [row for row in rows if tenant in ("", row["tenant_name"])]
 
 
 @dataclass(slots=True)
@@ -96,6 +125,16 @@ class Server:
         assert status == 200
         pairs = re.findall(r"^([a-z_]+(?:\{[^\n]*\})?) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in pairs}
+
+    def has_posted(self) -> bool:
+        """Whether every posting is in the database."""
+        return self.metrics()["polyhost_ledger_pending"] == 0
+
+    def owned_pages(self) -> float:
+        """Pages of the arena that are not free."""
+        pages = {k: v for k, v in self.metrics().items() if k.startswith("polyhost_arena_pages")}
+        assert sum(pages.values()) > 0
+        return sum(value for key, value in pages.items() if "free" not in key)
 
     def worker_pids(self) -> list[int]:
         """Processes of the engine that this server started."""

@@ -1,13 +1,6 @@
 """A real server with an embedding model and a cross-encoder: answers held to transformers'."""
 
-import asyncio
-import json
-import os
-import signal
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,21 +8,17 @@ import numpy as np
 import openai
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, BertModel
+from transformers import BertForSequenceClassification, BertModel
 
-from gateway import service
-from gateway.cli import main
-from gateway.settings import Settings
-from registry.session import upgrade
-from tests.e2e.server import Server, serving
-from tests.e2e.test_chat import exported_rows
+from tests.e2e.conftest import Prepared
+from tests.e2e.folders import NUM_POSITIONS
+from tests.e2e.server import Server, polyhost_json
 from tests.gateway.encoder_kit import WORDS, bert_like_tokenizer
 
 pytestmark = pytest.mark.e2e
 
 TEXTS = [" ".join(WORDS[:n]) for n in (1, 5, 13, 2)] + ["A red MOON", "the [SEP] cat"]
 QUERY = "is the moon red"
-NUM_POSITIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,47 +40,17 @@ class Hosted:
             return answer.status, await answer.json()
 
 
-def save(folder: Path, kind: type[Any], **options: Any) -> Any:
-    """A tiny random model as a Hugging Face folder, as transformers writes it."""
-    tokenizer = bert_like_tokenizer()
-    torch.manual_seed(7)
-    config = BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=NUM_POSITIONS,
-        **options,
+@pytest.fixture
+def hosted(prepared: Prepared, server: Server) -> Hosted:
+    listed = {row["name"]: row for row in polyhost_json(server.data_dir, "models", "list")}
+    assert (listed["embed"]["task"], listed["embed"]["dim"]) == ("embed", 32)
+    assert (listed["cross"]["task"], listed["cross"]["labels"]) == ("classify", ["LABEL_0"])
+    return Hosted(
+        server,
+        prepared.key,
+        BertModel.from_pretrained(prepared.sources["embed"]).eval(),
+        BertForSequenceClassification.from_pretrained(prepared.sources["cross"]).eval(),
     )
-    model = kind(config).eval()
-    model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer"}))
-    return model
-
-
-@pytest.fixture(scope="module")
-def hosted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    folder = tmp_path_factory.mktemp("encoders")
-    data_dir = folder / "data"
-    embed = save(folder / "embed", BertModel)
-    cross = save(folder / "cross", BertForSequenceClassification, num_labels=1)
-    settings = Settings(data_dir=str(data_dir))
-    data_dir.mkdir()
-    upgrade(settings.database_url)
-    with service.open_control(settings, "tests") as control:
-        service.create_tenant(control, "acme")
-        _, key = service.create_key(control, "acme", "tests")
-    for name in ("embed", "cross"):
-        source = ("--source", str(folder / name))
-        assert main(["models", "add", name, *source, "--data-dir", str(data_dir)]) == 0
-    with service.open_control(settings, "tests") as control:
-        listed = {model.name: model for model in service.list_models(control)}
-    assert (listed["embed"].task, listed["embed"].dim) == ("embed", 32)
-    assert (listed["cross"].task, listed["cross"].labels) == ("classify", ["LABEL_0"])
-    with serving(data_dir, POLYHOST_ENCODE_PIECE_TOKENS="32") as server:
-        yield Hosted(server, key, embed, cross)
 
 
 @torch.no_grad()
@@ -155,47 +114,3 @@ async def test_models_are_asked_for_what_they_are_for(hosted: Hosted) -> None:
     assert (status, body["error"]["code"]) == (400, "wrong_task")
     status, body = await hosted.ask("embeddings", model="embed", input="the " * NUM_POSITIONS)
     assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-
-
-async def test_a_killed_worker_costs_nobody_anything_twice(hosted: Hosted) -> None:
-    answered = 0
-    killed = False
-
-    async def one(number: int) -> tuple[int, dict[str, Any]]:
-        nonlocal answered, killed
-        inputs = [" ".join(WORDS[: 1 + (number + n) % 13]) for n in range(40)]
-        got = await hosted.ask("embeddings", model="embed", input=inputs, encoding_format="base64")
-        answered += 1
-        if answered == 5:
-            (pid,) = hosted.server.worker_pids()
-            os.kill(pid, signal.SIGKILL)
-            killed = True
-        return got
-
-    gate = asyncio.Semaphore(16)
-
-    async def gated(number: int) -> tuple[int, dict[str, Any]]:
-        async with gate:
-            return await one(number)
-
-    answers = await asyncio.gather(*(gated(number) for number in range(40)))
-    assert killed
-    statuses = Counter(status for status, _ in answers)
-    assert set(statuses) <= {200, 503}
-    assert statuses[200] >= 5
-    for status, body in answers:
-        if status == 503:
-            assert body["error"]["code"] == "service_unavailable"
-        else:
-            assert len(body["data"]) == 40
-    hosted.server.wait_until(lambda: hosted.server.metrics()["polyhost_ledger_pending"] == 0)
-    rows = exported_rows(hosted.server.data_dir)
-    postings = Counter(row["request_id"] for row in rows)
-    assert set(postings.values()) == {1}
-    whole = {body["id"]: body["usage"] for status, body in answers if status == 200}
-    posted = {row["request_id"]: row for row in rows if row["request_id"] in whole}
-    assert posted.keys() == whole.keys()
-    for request_id, row in posted.items():
-        assert (row["kind"], row["outcome"]) == ("embedding", "finished")
-        assert row["prompt_tokens"] == whole[request_id]["prompt_tokens"]
-    assert {row["outcome"] for row in rows} == {"finished"}

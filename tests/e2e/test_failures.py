@@ -15,22 +15,40 @@ import aiohttp
 import pytest
 
 from tests.e2e.conftest import Prepared
-from tests.e2e.server import DEMO_MODELS, NAMES, Server, polyhost, serving
-from tests.e2e.test_chat import exported_rows
+from tests.e2e.folders import HOSTED, NAMES
+from tests.e2e.server import Server, polyhost, polyhost_json, serving, usage_rows
+from tests.gateway.encoder_kit import WORDS
 
 pytestmark = pytest.mark.e2e
 
 CHAT = {"model": "sherlock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
+QUEUE = 12
+NARROW = {
+    # Two rows at a time: most requests have no token yet when the worker dies.
+    "POLYHOST_MAX_NUM_SEQS": "2",
+    "POLYHOST_MAX_QUEUE_PER_TENANT": str(QUEUE),
+}
+
+
 @pytest.fixture(scope="module")
-def shared(
-    prepared: Prepared, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, str]]:
-    """One server for tests that leave it as they found it."""
-    data_dir = prepared.copy_to(tmp_path_factory.mktemp("failures"))
-    with serving(data_dir) as server:
-        yield server, prepared.key
+def narrow(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of few rows and short queues, without a host tier, and one pack with a wrong bit."""
+    data_dir = prepared.copy_to(tmp_path_factory.mktemp("narrow"))
+    damage(data_dir, prepared)
+    with serving(data_dir, "--host-tier", "0", **NARROW) as running:
+        yield running
+
+
+def damage(data_dir: Path, prepared: Prepared) -> None:
+    """Flip a bit in the weights of the model called damaged."""
+    pack = polyhost_json(data_dir, "models", "show", "damaged")["pack"]
+    blob = data_dir / "packs" / pack / "weights.bin"
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 3] ^= 0x10
+    blob.unlink()  # the copy shares its bytes with other tests
+    blob.write_bytes(content)
 
 
 async def post(
@@ -60,9 +78,14 @@ async def post(
     ],
 )
 async def test_bad_input_gets_the_error_object(
-    shared: tuple[Server, str], change: dict[str, Any], status: int, code: str, param: str | None
+    prepared: Prepared,
+    server: Server,
+    change: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
 ) -> None:
-    server, key = shared
+    key = prepared.key
     got, body, _ = await post(server, key, {**CHAT, **change})
     assert (got, body["error"]["code"]) == (status, code), body
     if param is not None:
@@ -70,8 +93,8 @@ async def test_bad_input_gets_the_error_object(
     assert body["error"]["message"]
 
 
-async def test_malformed_and_oversized_bodies(shared: tuple[Server, str]) -> None:
-    server, key = shared
+async def test_malformed_and_oversized_bodies(prepared: Prepared, server: Server) -> None:
+    key = prepared.key
     for body in (b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000):
         status, answer, _ = await post(server, key, body)
         assert (status, answer["error"]["code"]) == (400, "invalid_request"), body[:20]
@@ -79,48 +102,41 @@ async def test_malformed_and_oversized_bodies(shared: tuple[Server, str]) -> Non
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_bad_keys_are_refused(shared: tuple[Server, str]) -> None:
-    server, key = shared
+async def test_bad_keys_are_refused(prepared: Prepared, server: Server) -> None:
+    key = prepared.key
     for wrong in ("", "sk-ph-nothing", key[:-1] + ("a" if key[-1] != "a" else "b")):
         status, body, _ = await post(server, wrong, CHAT)
         assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def test_a_full_queue_is_429_with_retry_after(prepared: Prepared, tmp_path: Path) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    bounds = {
-        "POLYHOST_MAX_QUEUE_TOTAL": "2",
-        "POLYHOST_MAX_QUEUE_PER_TENANT": "2",
-        "POLYHOST_MAX_NUM_SEQS": "1",
-    }
-    with serving(data_dir, **bounds) as server:
-        long = {**CHAT, "model": "python", "max_tokens": 400, "temperature": 1, "seed": 1}
-        results = await asyncio.gather(*(post(server, prepared.key, long) for _ in range(12)))
+async def test_a_full_queue_is_429_with_retry_after(prepared: Prepared, narrow: Server) -> None:
+    long = {**CHAT, "model": "python", "max_tokens": 30, "temperature": 1, "seed": 1}
+    key = prepared.keys["crowd"]
+    results = await asyncio.gather(*(post(narrow, key, long) for _ in range(3 * QUEUE)))
     statuses = Counter(status for status, _, _ in results)
     assert set(statuses) == {200, 429}
+    assert statuses[200] >= QUEUE
     for status, body, headers in results:
         if status == 429:
             assert body["error"]["code"] == "queue_full", (body, headers)
             assert float(headers["retry-after"]) > 0
-    rows = exported_rows(data_dir)
-    assert len(rows) == statuses[200]
+    narrow.wait_until(narrow.has_posted)
+    assert len(usage_rows(narrow.data_dir, tenant="crowd")) == statuses[200]
 
 
 async def test_a_revoked_key_stops_working_while_the_server_runs(
-    prepared: Prepared, tmp_path: Path
+    prepared: Prepared, server: Server
 ) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    with serving(data_dir) as server:
-        status, _, _ = await post(server, prepared.key, CHAT)
-        assert status == 200
-        public_id = prepared.key.split("-")[2]
-        done = polyhost(data_dir, "keys", "revoke", public_id)
-        assert done.returncode == 0, done.stderr
-        deadline = time.monotonic() + 10
-        while (await post(server, prepared.key, CHAT))[0] == 200:
-            assert time.monotonic() < deadline, "the revoked key still works"
-        status, body, _ = await post(server, prepared.key, CHAT)
-        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+    key = prepared.keys["revoked"]
+    status, _, _ = await post(server, key, CHAT)
+    assert status == 200
+    done = polyhost(server.data_dir, "keys", "revoke", key.split("-")[2])
+    assert done.returncode == 0, done.stderr
+    deadline = time.monotonic() + 10
+    while (await post(server, key, CHAT))[0] == 200:
+        assert time.monotonic() < deadline, "the revoked key still works"
+    status, body, _ = await post(server, key, CHAT)
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
 
 async def stream_one(
@@ -154,117 +170,124 @@ async def stream_one(
     return seen
 
 
-async def test_killing_the_worker_under_load(prepared: Prepared, tmp_path: Path) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    # Two rows at a time: most requests have no token yet when the worker dies.
-    with serving(data_dir, POLYHOST_MAX_NUM_SEQS="2") as server:
-        body = {**CHAT, "max_tokens": 200, "temperature": 1.0}
-        begun = asyncio.Event()
-        async with aiohttp.ClientSession() as session:
-            tasks = [
-                asyncio.create_task(
-                    stream_one(
-                        server,
-                        prepared.key,
-                        session,
-                        {**body, "model": NAMES[i % 3], "seed": i},
-                        begun,
-                    )
-                )
-                for i in range(24)
-            ]
-            await asyncio.wait_for(begun.wait(), 60)
-            (pid,) = server.worker_pids()
-            os.kill(pid, signal.SIGKILL)
-            seen = await asyncio.gather(*tasks)
-        metrics = server.metrics()
-        for name in NAMES:
-            polyhost(data_dir, "models", "unload", name)
-        server.wait_until(lambda: _owned_pages(server) == 0)
-    broken = [one for one in seen if one["error"]]
-    whole = [one for one in seen if not one["error"]]
-    assert all(one["status"] == 200 for one in seen)
-    assert broken, "no stream had begun"
-    assert len(whole) >= 12, seen
-    for one in whole:
-        assert one["done"]
-        assert one["chunks"] > 0
-    rows = Counter(row["request_id"] for row in exported_rows(data_dir))
-    outcomes = {row["request_id"]: row for row in exported_rows(data_dir)}
-    assert set(rows.values()) == {1}
-    for one in whole:
-        assert outcomes[one["id"]]["outcome"] == "finished"
-    for one in broken:
-        if one["chunks"]:
-            assert outcomes[one["id"]]["outcome"] == "failed"
-            assert outcomes[one["id"]]["cost_nanos"] == 0
+async def embed_until(
+    server: Server, key: str, killed: asyncio.Event, answered: asyncio.Semaphore
+) -> list[tuple[int, dict[str, Any]]]:
+    """Embeddings, one request after the other, until one has come back after the kill."""
+    got: list[tuple[int, dict[str, Any]]] = []
+    while True:
+        inputs = [" ".join(WORDS[: 1 + (len(got) + n) % 13]) for n in range(40)]
+        body = {"model": "embed", "input": inputs, "encoding_format": "base64"}
+        was_killed = killed.is_set()
+        status, answer, _ = await post(server, key, body, "/v1/embeddings")
+        got.append((status, answer))
+        answered.release()
+        if was_killed:
+            return got
+
+
+async def test_killing_the_worker_under_load(prepared: Prepared, narrow: Server) -> None:
+    """Chats and embeddings under way: every request ends once, and pays for what it got."""
+    key = prepared.keys["killed"]
+    body = {**CHAT, "max_tokens": 120, "temperature": 1.0}
+    begun, killed, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
+    async with aiohttp.ClientSession() as session:
+        chats = [
+            asyncio.create_task(
+                stream_one(narrow, key, session, {**body, "model": NAMES[i % 3], "seed": i}, begun)
+            )
+            for i in range(QUEUE)
+        ]
+        await asyncio.wait_for(begun.wait(), 60)
+        embeddings = [
+            asyncio.create_task(embed_until(narrow, prepared.key, killed, answered))
+            for _ in range(8)
+        ]
+        for _ in range(5):
+            await asyncio.wait_for(answered.acquire(), 60)
+        (pid,) = narrow.worker_pids()
+        os.kill(pid, signal.SIGKILL)
+        killed.set()
+        seen = await asyncio.gather(*chats)
+        embedded = [pair for pairs in await asyncio.gather(*embeddings) for pair in pairs]
+    metrics = narrow.metrics()
+    for name in (*NAMES, *HOSTED):
+        polyhost(narrow.data_dir, "models", "unload", name)
+    narrow.wait_until(lambda: narrow.owned_pages() == 0)
+    narrow.wait_until(narrow.has_posted)
+    rows = usage_rows(narrow.data_dir)
+    assert set(Counter(row["request_id"] for row in rows).values()) == {1}
+    posted = {row["request_id"]: row for row in rows}
+    check_chats(seen, posted)
+    check_embeddings(embedded, posted)
     restarts = [v for k, v in metrics.items() if k.startswith("polyhost_worker_restarts_total")]
     assert sum(restarts) == 1
 
 
-def _owned_pages(server: Server) -> float:
-    return sum(
-        value
-        for key, value in server.metrics().items()
-        if key.startswith("polyhost_arena_pages") and "free" not in key
-    )
+def check_chats(seen: list[dict[str, Any]], posted: Mapping[str, Any]) -> None:
+    broken = [one for one in seen if one["error"]]
+    whole = [one for one in seen if not one["error"]]
+    assert all(one["status"] == 200 for one in seen)
+    assert broken, "no stream had begun"
+    assert len(whole) >= QUEUE // 2, seen
+    for one in whole:
+        assert one["done"]
+        assert one["chunks"] > 0
+        assert posted[one["id"]]["outcome"] == "finished"
+        assert posted[one["id"]]["cost_nanos"] > 0
+    for one in broken:
+        if one["chunks"]:
+            assert posted[one["id"]]["outcome"] == "failed"
+            assert posted[one["id"]]["cost_nanos"] == 0
+
+
+def check_embeddings(answers: list[tuple[int, dict[str, Any]]], posted: Mapping[str, Any]) -> None:
+    statuses = Counter(status for status, _ in answers)
+    assert set(statuses) <= {200, 503}
+    assert statuses[200] >= 5
+    whole = set()
+    for status, body in answers:
+        if status == 503:
+            assert body["error"]["code"] == "service_unavailable"
+            continue
+        assert len(body["data"]) == 40
+        row = posted[body["id"]]
+        assert (row["kind"], row["outcome"]) == ("embedding", "finished")
+        assert row["prompt_tokens"] == body["usage"]["prompt_tokens"]
+        whole.add(body["id"])
+    # What was not answered was not paid for.
+    assert {id for id, row in posted.items() if row["kind"] == "embedding"} == whole
 
 
 async def test_client_that_goes_away_is_billed_for_what_it_got(
-    prepared: Prepared, tmp_path: Path
+    prepared: Prepared, server: Server
 ) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    with serving(data_dir) as server:
-        async with aiohttp.ClientSession() as session:
-            answer = await session.post(
-                server.url + "/v1/chat/completions",
-                json={**CHAT, "max_tokens": 450, "stream": True, "temperature": 1, "seed": 3},
-                headers={"authorization": f"Bearer {prepared.key}"},
-            )
-            for _ in range(12):
-                await answer.content.readline()
-            answer.close()
-        await asyncio.sleep(1.0)
-        rows = exported_rows(data_dir)
-    assert len(rows) == 1
-    assert rows[0]["outcome"] in ("disconnected", "finished")
-    assert 0 < rows[0]["completion_tokens"] <= 450
+    async with aiohttp.ClientSession() as session:
+        answer = await session.post(
+            server.url + "/v1/chat/completions",
+            json={**CHAT, "max_tokens": 450, "stream": True, "temperature": 1, "seed": 3},
+            headers={"authorization": f"Bearer {prepared.keys['gone']}"},
+        )
+        for _ in range(12):
+            await answer.content.readline()
+        answer.close()
+    found: list[dict[str, Any]] = []
+
+    def is_posted() -> bool:
+        found[:] = usage_rows(server.data_dir, tenant="gone")
+        return bool(found)
+
+    server.wait_until(is_posted)
+    server.wait_until(server.has_posted)
+    (row,) = usage_rows(server.data_dir, tenant="gone")
+    assert row["outcome"] in ("disconnected", "finished")
+    assert 0 < row["completion_tokens"] <= 450
 
 
-async def test_a_flipped_byte_is_never_served(prepared: Prepared, tmp_path: Path) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    with_packs = sorted((data_dir / "packs").glob("*/weights.bin"))
-    for blob in with_packs:
-        content = bytearray(blob.read_bytes())
-        content[len(content) // 3] ^= 0x10
-        blob.unlink()  # the copy shares its bytes with other tests
-        blob.write_bytes(content)
-    with serving(data_dir, "--host-tier", "0") as server:
-        status, body, _ = await post(server, prepared.key, CHAT)
+async def test_a_flipped_byte_is_never_served(prepared: Prepared, narrow: Server) -> None:
+    for _ in range(2):
+        status, body, _ = await post(narrow, prepared.key, {**CHAT, "model": "damaged"})
         assert (status, body["error"]["code"]) == (503, "model_failed")
         assert "is damaged" in body["error"]["message"], body
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "code"),
-    [("pytorch_model.bin", b"\x80\x04", "pickle"), ("modeling_x.py", b"print(1)", "code")],
-)
-def test_dangerous_folders_are_refused_with_the_reason(
-    prepared: Prepared, tmp_path: Path, file: str, content: bytes, code: str
-) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in (DEMO_MODELS / "sherlock").iterdir():
-        if code != "pickle" or path.suffix != ".safetensors":
-            (folder / path.name).write_bytes(path.read_bytes())
-    (folder / file).write_bytes(content)
-    if code == "code":
-        config = json.loads((folder / "config.json").read_text())
-        config["auto_map"] = {"AutoModelForCausalLM": "modeling_x.X"}
-        (folder / "config.json").write_text(json.dumps(config))
-    done = polyhost(data_dir, "models", "add", "danger", "--source", str(folder))
-    assert done.returncode == 1
-    assert code in done.stdout + done.stderr
-    listed = polyhost(data_dir, "models", "show", "danger", "--json")
-    assert json.loads(listed.stdout)["state"] == "failed"
+    status, _, _ = await post(narrow, prepared.key, CHAT)
+    assert status == 200  # nobody else's matter

@@ -14,7 +14,7 @@ from registry import catalog, revisions
 from registry.catalog import PackFacts
 from registry.session import make_engine, reading, writing
 from tests.e2e.conftest import Prepared
-from tests.e2e.server import Server, polyhost, polyhost_json, serving
+from tests.e2e.server import Server, polyhost, polyhost_json, usage_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -63,43 +63,42 @@ def switch(data_dir: Path) -> tuple[str, str]:
 
 
 async def test_a_switch_and_a_rollback_while_requests_run(
-    prepared: Prepared, tmp_path: Path
+    prepared: Prepared, server: Server
 ) -> None:
-    data_dir = prepared.copy_to(tmp_path)
-    key = prepared.key
-    with serving(data_dir) as server:
-        async with aiohttp.ClientSession() as session:
-            whole, _, length = await ask(session, server, key, 400, asyncio.Event())
+    data_dir, key = server.data_dir, prepared.keys["switcher"]
+    async with aiohttp.ClientSession() as session:
+        whole, _, length = await ask(session, server, key, 400, asyncio.Event())
 
-            async def until(revision: str) -> None:
-                deadline = time.monotonic() + 30
-                while True:
-                    found, _, _ = await ask(session, server, key, 2, asyncio.Event())
-                    if found == {f"fp_{revision[:12]}"}:
-                        return
-                    assert time.monotonic() < deadline, "the other revision does not come"
+        async def until(revision: str) -> None:
+            deadline = time.monotonic() + 30
+            while True:
+                found, _, _ = await ask(session, server, key, 2, asyncio.Event())
+                if found == {f"fp_{revision[:12]}"}:
+                    return
+                assert time.monotonic() < deadline, "the other revision does not come"
 
-            begun = asyncio.Event()
-            running = asyncio.create_task(ask(session, server, key, 400, begun))
-            await begun.wait()
-            old, new = await asyncio.to_thread(switch, data_dir)
-            await until(new)
-            assert whole == {f"fp_{old[:12]}"}
-            # The one that was running went on with what it began with, to its end.
-            prints, reason, count = await running
-            assert (prints, count) == (whole, length)
-            assert reason in ("stop", "length")
+        begun = asyncio.Event()
+        running = asyncio.create_task(ask(session, server, key, 400, begun))
+        await begun.wait()
+        old, new = await asyncio.to_thread(switch, data_dir)
+        await until(new)
+        assert whole == {f"fp_{old[:12]}"}
+        # The one that was running went on with what it began with, to its end.
+        prints, reason, count = await running
+        assert (prints, count) == (whole, length)
+        assert reason in ("stop", "length")
 
-            begun = asyncio.Event()
-            running = asyncio.create_task(ask(session, server, key, 400, begun))
-            await begun.wait()
-            done = await asyncio.to_thread(polyhost, data_dir, "models", "rollback", NAME)
-            assert done.returncode == 0, done.stderr
-            await until(old)
-            prints, reason, _ = await running
-            assert prints == {f"fp_{new[:12]}"}
-            assert reason in ("stop", "length")
-        known = polyhost_json(data_dir, "models", "revisions", NAME)
-        assert [(row["revision"], row["current"]) for row in known] == [(old, True), (new, False)]
-    rows = polyhost(data_dir, "usage", "export", "--format", "jsonl").stdout.splitlines()
-    assert {json.loads(row)["revision"] for row in rows} == {old, new}
+        begun = asyncio.Event()
+        running = asyncio.create_task(ask(session, server, key, 400, begun))
+        await begun.wait()
+        done = await asyncio.to_thread(polyhost, data_dir, "models", "rollback", NAME)
+        assert done.returncode == 0, done.stderr
+        await until(old)
+        prints, reason, _ = await running
+        assert prints == {f"fp_{new[:12]}"}
+        assert reason in ("stop", "length")
+    known = polyhost_json(data_dir, "models", "revisions", NAME)
+    assert [(row["revision"], row["current"]) for row in known] == [(old, True), (new, False)]
+    server.wait_until(server.has_posted)
+    rows = usage_rows(data_dir, tenant="switcher")
+    assert {row["revision"] for row in rows} == {old, new}

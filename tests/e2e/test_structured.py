@@ -8,8 +8,7 @@ import asyncio
 import json
 import math
 import re
-import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,21 +21,9 @@ from pydantic import BaseModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import Prepared
-from tests.e2e.server import DEMO_MODELS, Server, polyhost, serving
+from tests.e2e.server import Server
 
 pytestmark = pytest.mark.e2e
-
-HERMES = """{{- bos_token -}}
-{%- if tools -%}
-    {{- '<|system|>' -}}
-    {%- for tool in tools %}{{ tool.function.name + " " }}{% endfor -%}
-    {{- 'Call with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|end|>' -}}
-{%- endif -%}
-{%- for message in messages -%}
-    {{- '<|user|>' + message['content'] + '<|end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
 
 
 class Order(BaseModel):
@@ -91,27 +78,11 @@ class Caller:
     client: openai.AsyncOpenAI
 
 
-@pytest.fixture(scope="module", name="served")
-def _served(
-    prepared: Prepared, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, Path, str]]:
-    root = tmp_path_factory.mktemp("structured")
-    data_dir = prepared.copy_to(root)
-    folder = root / "caller"
-    shutil.copytree(DEMO_MODELS / "python", folder)
-    (folder / "chat_template.jinja").write_text(HERMES)
-    done = polyhost(data_dir, "models", "add", "caller", "--source", str(folder), "--dtype=float32")
-    assert done.returncode == 0, done.stdout + done.stderr
-    with serving(data_dir) as server:
-        yield server, folder, prepared.key
-
-
 @pytest.fixture(name="caller")
-async def _caller(served: tuple[Server, Path, str]) -> AsyncIterator[Caller]:
-    server, folder, key = served
-    url = f"{server.url}/v1"
+async def _caller(prepared: Prepared, server: Server) -> AsyncIterator[Caller]:
+    url, key = f"{server.url}/v1", prepared.key
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=60) as client:
-        yield Caller(server, folder, key, client)
+        yield Caller(server, prepared.sources["caller"], key, client)
 
 
 def form(schema: dict[str, Any]) -> Any:

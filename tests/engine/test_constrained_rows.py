@@ -3,6 +3,7 @@
 Tiny random models with the demo's tokenizer, so that whatever comes out was forced by the masks.
 """
 
+import functools
 import json
 import signal
 from collections.abc import Iterator
@@ -130,6 +131,11 @@ def _rigs(models: dict[str, TinyModel]) -> Iterator[Any]:
         rig.backend.close()
 
 
+@functools.cache
+def compiler(vocab: int) -> Compiler:
+    return Compiler(DEMO, vocab, (EOS,))
+
+
 def expected(
     model: TinyModel,
     constraint: Constraint,
@@ -138,17 +144,29 @@ def expected(
     bias: dict[int, float] | None = None,
 ) -> list[int]:
     """Greedy tokens of transformers' own model under the masks, without the end token."""
-    vocab = model.reference.config.vocab_size
-    compiler = Compiler(DEMO, vocab, (EOS,))
-    matcher = Matcher(compiler.compile(constraint))
-    row = bytearray(compiler.mask_bytes)
+    biases = tuple((bias or {}).items())
+    return _expected(model.reference, constraint.kind, constraint.text, tuple(prompt), new, biases)
+
+
+@functools.cache
+def _expected(
+    reference: Any,
+    kind: Any,
+    text: str,
+    prompt: tuple[int, ...],
+    new: int,
+    biases: tuple[tuple[int, float], ...],
+) -> list[int]:
+    vocab = reference.config.vocab_size
+    matcher = Matcher(compiler(vocab).compile(Constraint(kind, text)))
+    row = bytearray(compiler(vocab).mask_bytes)
     output: list[int] = []
     while len(output) < new and not matcher.finished:
         matcher.mask_into(memoryview(row))
         bits = np.unpackbits(np.frombuffer(row, np.uint8), bitorder="little")[:vocab]
         with torch.no_grad():
-            logits = model.reference(torch.tensor([prompt + output])).logits[0, -1].clone()
-        for token, value in (bias or {}).items():
+            logits = reference(torch.tensor([[*prompt, *output]])).logits[0, -1].clone()
+        for token, value in biases:
             logits[token] += value
         logits[torch.from_numpy(bits == 0)] = -torch.inf
         token = int(logits.argmax())
@@ -217,7 +235,7 @@ def test_seeded_rows_repeat_alone_batched_preempted_and_after_a_swap(
     def ask(rig: Rig, name: str, number: int) -> None:
         sampling = SamplingParams(1.3, 0.95, seed=number, frequency_penalty=0.5, min_p=0.001)
         constraint = (None, WORDS, FORM)[number % 3]
-        rig.ask(name, constraint, [5 + number, 33, 44 + number] * 4, sampling, new=40)
+        rig.ask(name, constraint, [5 + number, 33, 44 + number] * 4, sampling, new=30)
 
     numbers = range(9)
     rig = rigs("llama", "qwen3", mode=mode)

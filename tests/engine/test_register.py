@@ -1,10 +1,10 @@
-"""The registration process: its lines, its codes, its exit status."""
+"""The registration process: its lines, its codes, its exit status.
+
+Called in this process; as one of its own it runs in tests/e2e and tests/gateway/test_registration.
+"""
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,13 @@ def last(events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {event["source"]: event for event in events}
 
 
-def test_one_process_registers_several_and_reports_each(tmp_path: Path) -> None:
+def test_one_call_registers_several_and_reports_each(tmp_path: Path) -> None:
     good = str(hf_folder(tmp_path / "good", LlamaConfig(**SHAPE)))
     bad = hf_folder(tmp_path / "bad", LlamaConfig(**SHAPE), seed=1)
     (bad / "model.safetensors").rename(bad / "pytorch_model.bin")
     options = ["--source", str(bad), "--source", good, "--dest", str(tmp_path / "packs")]
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.register", *options, "--dtype", "float32"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 1, done.stderr
+    status, events = run(*options, "--dtype", "float32")
+    assert status == 1
     assert last(events)[str(bad)]["code"] == "pickle_weights"
     ready = last(events)[good]
     assert ready["event"] == "ready"

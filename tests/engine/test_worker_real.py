@@ -127,7 +127,7 @@ class Running:
         self.gateway.send(AckUsage([(name, 1) for name in names]))
 
 
-def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
+def config_of(directory: Path, models: list[TinyModel], parent_pid: int) -> WorkerConfig:
     page_bytes = 4096
     room = models[0].weight_bytes + models[0].weight_bytes // 2  # one model and KV, not two
     engine = EngineConfig(
@@ -140,13 +140,17 @@ def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
         max_num_seqs=24,
         steps_ahead=1,  # steps in a thread of their own; other tests have the default
     )
-    config = WorkerConfig(
+    return WorkerConfig(
         worker_id="real",
         endpoint=f"ipc://{directory}/w.sock",
         engine=engine,
         parent_pid=parent_pid,
         integrity_interval_s=0.05,
     )
+
+
+def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
+    config = config_of(directory, models, parent_pid)
     log = directory / "log"
     with log.open("w") as stream:
         process = subprocess.Popen(
@@ -246,11 +250,23 @@ def test_every_page_is_free_at_the_end_and_sigterm_drains(running: Running) -> N
     assert {line["level"] for line in lines} <= {"info", "warning"}
 
 
-def test_a_worker_without_its_parent_ends(models: list[TinyModel], tmp_path: Path) -> None:
-    orphan = start(tmp_path, models, parent_pid=os.getpid() + 1)
-    orphan.gateway.close()
-    orphan.context.destroy(linger=0)
-    assert orphan.process.wait(PATIENCE_S) == EXIT_ORPHANED
+def test_a_worker_without_its_parent_ends(
+    models: list[TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process. That the parent's death is noticed: tests/engine/test_worker_process.py."""
+    watched: list[int] = []
+
+    def gone(parent_pid: int, stop: Callable[[], None]) -> None:
+        watched.append(parent_pid)
+        stop()
+
+    monkeypatch.setattr(worker, "end_with_parent", gone)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(torch, "set_num_interop_threads", lambda number: None)
+    monkeypatch.setattr(os, "umask", lambda mask: 0)
+    config = config_of(tmp_path, models, os.getpid())
+    assert worker.serve(config) == EXIT_ORPHANED
+    assert watched == [os.getpid()]
 
 
 def test_main_is_the_boundary(

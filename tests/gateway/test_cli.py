@@ -7,12 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from engine.protocol import PACK_VERSION
 from gateway import registrar
-from gateway.bootstrap import DEMO_MODELS_DIR
 from gateway.cli import GROUPS, main
 from gateway.cli_common import parse_duration, parse_instant, parse_size, per_million, size, units
 from registry import api_keys, audit, locks, schema
@@ -151,33 +148,6 @@ def test_a_model_that_cannot_be_hosted(
     assert "m is failed: the weights are a pickle: convert them" in capsys.readouterr().err
     assert "pickle_weights" in run("models", "list")
     assert "hub id" in run("models", "add", "m", "--source", "/no/such/folder", status=2)
-
-
-def test_a_real_registration(
-    data_dir: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    command = (sys.executable, "-m", "engine.register")
-    monkeypatch.setattr(registrar, "REGISTER_COMMAND", command)
-    source = str(DEMO_MODELS_DIR / "shakespeare")
-    arguments = ["--data-dir", str(data_dir), "models", "add", "bard", "--source", source]
-    assert main(arguments) == 0, capsys.readouterr()
-    out, err = capsys.readouterr()
-    assert "bard is ready" in out
-    assert "bard: probe" in err
-    assert main(["models", "show", "bard", "--json", "--data-dir", str(data_dir)]) == 0
-    model = json.loads(capsys.readouterr().out)
-    pack = data_dir / "packs" / model["pack"]
-    assert (pack / "index.msgpack").exists()
-    assert model["weight_bytes"] == (pack / "weights.bin").stat().st_size
-    listing = ["models", "list", "--data-dir", str(data_dir)]
-    assert main(listing) == 0
-    assert "models update" not in capsys.readouterr().out
-    old = msgspec.msgpack.encode({"version": PACK_VERSION - 1}) + bytes(8)
-    (pack / "index.msgpack").write_bytes(old)
-    assert main(listing) == 0
-    assert "polyhost models update bard" in capsys.readouterr().out
 
 
 def test_mistakes_are_one_line_with_a_remedy(run: Run, data_dir: Path) -> None:

@@ -25,10 +25,16 @@ NUM_POSTINGS = 2100  # more than two pages
 Export = Callable[..., str]
 
 
-@pytest.fixture
-def postings(tmp_path: Path) -> list[Posting]:
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the postings, which no test changes."""
+    return tmp_path_factory.mktemp("usage") / "data"
+
+
+@pytest.fixture(scope="module")
+def postings(data_dir: Path) -> list[Posting]:
     """A posting every two minutes from 2026-01-01 on, costing 1, 2, 3 ... nanos and a unit."""
-    url = f"sqlite:///{tmp_path / 'data' / 'polyhost.db'}"
+    url = f"sqlite:///{data_dir / 'polyhost.db'}"
     upgrade(url)
     engine = make_engine(url)
     with writing(engine, "test") as session:
@@ -67,9 +73,9 @@ def postings(tmp_path: Path) -> list[Posting]:
 
 
 @pytest.fixture
-def export(postings: list[Posting], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
+def export(postings: list[Posting], data_dir: Path, capsys: pytest.CaptureFixture[str]) -> Export:
     def export(*arguments: str) -> str:
-        command = ["usage", "export", "--data-dir", str(tmp_path / "data"), *arguments]
+        command = ["usage", "export", "--data-dir", str(data_dir), *arguments]
         assert main(command) == 0
         return capsys.readouterr().out
 
@@ -114,7 +120,7 @@ def test_consecutive_days_hold_everything_once(export: Export, postings: list[Po
 
 
 def test_a_file_appears_whole_or_not_at_all(
-    export: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    export: Export, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "out" / "usage.csv"
     target.parent.mkdir()
@@ -126,16 +132,16 @@ def test_a_file_appears_whole_or_not_at_all(
         raise OSError("disk full")
 
     monkeypatch.setattr(ledger, "usage_page", broken)
-    command = ["usage", "export", "--data-dir", str(tmp_path / "data"), "--output", str(target)]
+    command = ["usage", "export", "--data-dir", str(data_dir), "--output", str(target)]
     assert main(command) == 1
     assert target.read_text() == "before"
     assert list(target.parent.iterdir()) == [target]
 
 
 def test_an_empty_span_is_a_mistake_no_postings_are_not(
-    export: Export, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    export: Export, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export("--from", "2030-01-01").splitlines() == [",".join(COLUMNS)]
-    data = ["--data-dir", str(tmp_path / "data")]
+    data = ["--data-dir", str(data_dir)]
     assert main(["usage", "export", "--from", "2026-01-02", "--to", "2026-01-02", *data]) == 2
     assert "--from must be before --to" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -264,11 +265,12 @@ def test_the_command_line_killed_midway_and_tried_again(control: Control, tmp_pa
         with polyhost(control, hub.url, *options) as first:
             while not hub.sent[name]:
                 assert first.poll() is None
+                time.sleep(0.01)
             first.send_signal(signal.SIGKILL)
         fetched = hub.sent[name]
         (kept,) = (control.data_dir / "downloads").iterdir()
         while (part := kept / f"{name}.part").stat().st_size < fetched:
-            pass
+            time.sleep(0.01)
         with locks.hold(control.data_dir / locks.PACKS_LOCK, timeout_s=30):
             pass  # the orphan has ended by itself
         hub.faults.hold[name].set()
@@ -280,6 +282,7 @@ def test_the_command_line_killed_midway_and_tried_again(control: Control, tmp_pa
             output, _ = second.communicate()
     assert second.returncode == 0, output
     assert "m is ready (llama, float32" in output
+    assert "m: probe" in output
     assert "to fetch" in output
     assert hub.sent[name] == len(hub.repos["acme/tiny"][name]) - fetched
     assert downloads(control) == []
