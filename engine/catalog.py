@@ -5,7 +5,7 @@ one set of weights and one prefix cache. Residency, scheduler and pool speak of 
 come, and statuses go, under hosted names.
 
     unit pinned   if one of its names is
-    unit's weight the largest of its names'
+    unit's weight the largest of its names', and so are its floors
     an unload     is followed unless another name is pinned or has unfinished requests
 
 What belongs to the unit as a whole (pages, swaps) stands under its first name. A unit that is no
@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from engine.errors import IntegrityError, RequestRefused
-from engine.protocol import ModelSpec, ModelStatus, SwapRecord
+from engine.protocol import ModelSpec, ModelStatus, SwapChoice, SwapRecord
 
 T = TypeVar("T")
 
@@ -59,6 +61,7 @@ class Catalog:
                     pack_dir=own[0].pack_dir,
                     pinned=any(spec.pinned for spec in own),
                     weight=max(spec.weight for spec in own),
+                    floors=_floors(own),
                 )
             )
             for unit_id, own in members.items()
@@ -107,6 +110,17 @@ class Catalog:
             key = f"{self.label(unit_id)}/{kind}"
             pages[key] = pages.get(key, 0) + count
         return pages
+
+    def choice(self, choice: SwapChoice) -> SwapChoice:
+        """A decision about units under their first names."""
+        return msgspec.structs.replace(
+            choice,
+            newcomer=self.label(choice.newcomer),
+            candidates=[
+                msgspec.structs.replace(row, model_id=self.label(row.model_id))
+                for row in choice.candidates
+            ],
+        )
 
     def swap(self, record: SwapRecord) -> SwapRecord:
         """A unit's swap under its first name."""
@@ -158,6 +172,14 @@ class Catalog:
         """Reasons that end in a unit ("room for X") speak of its first name."""
         text, _, last = reason.rpartition(" ")
         return f"{text} {self.label(last)}" if last in self._names else reason
+
+
+def _floors(specs: Sequence[ModelSpec]) -> tuple[tuple[str, int], ...]:
+    """Of all names of one unit: a tenant's largest."""
+    floors: dict[str, int] = {}
+    for tenant_id, num_bytes in (floor for spec in specs for floor in spec.floors):
+        floors[tenant_id] = max(num_bytes, floors.get(tenant_id, 0))
+    return tuple(sorted(floors.items()))
 
 
 @functools.lru_cache(maxsize=1 << 16)

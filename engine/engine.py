@@ -20,10 +20,10 @@ import numpy as np
 
 from engine.backend.base import Backend
 from engine.batch import ScheduledRow
+from engine.charges import Charges
 from engine.config import EngineConfig
 from engine.constrained_rows import ConstrainedRows
 from engine.deadlines import Deadlines
-from engine.encoder_queue import row_context
 from engine.encoder_requests import Rows
 from engine.engine_status import EngineStatus, make_status
 from engine.errors import IntegrityError
@@ -33,18 +33,19 @@ from engine.leases import check_submit
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
 from engine.parts import AnyRunner, EngineParts
-from engine.policy.batching import split_time
 from engine.protocol import (
     Finish,
     FinishReason,
     ModelSpec,
     Submit,
+    SwapChoice,
     SwapRecord,
     TokenDelta,
     TokenLogprobs,
 )
 from engine.request import Request
 from engine.residency import Residency
+from engine.residency_state import PLAIN_WISH, Wish
 from engine.scheduler import Scheduler
 from engine.skip import Skipper
 from engine.step_pipeline import Collected, SampledToken, StepPipeline
@@ -95,11 +96,13 @@ class Engine:
             "steps_failed": 0.0,
             "busy_seconds": 0.0,
             "unbilled_seconds": 0.0,
+            "recompute_seconds": 0.0,
             "prompt_tokens": 0.0,
             "generation_tokens": 0.0,
             "batch_tokens": 0.0,
             "deadline_timeouts": 0.0,
         }
+        self._charges = Charges(self.pool.num_pages, self._counters)
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
         """The whole list of models; one that is not named any more is drained and forgotten."""
@@ -124,9 +127,9 @@ class Engine:
         if request is not None and request not in self._aborts:
             self._aborts.append(request)
 
-    def load(self, model_id: str, now_s: float) -> None:
+    def load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
         """Make a model resident, making room by policy. Idempotent."""
-        self._hosting.load(model_id, now_s)
+        self._hosting.load(model_id, now_s, wish)
 
     def unload(self, model_id: str, now_s: float) -> None:
         """Drain a model and give its pages back. Idempotent."""
@@ -194,10 +197,9 @@ class Engine:
         """KV pages that only hold what later requests may find."""
         return self._supply.kv.num_evictable()
 
-    def take_swaps(self) -> list[SwapRecord]:
-        """Loads and evictions finished since the last call."""
-        catalog = self._hosting.catalog
-        return [catalog.swap(record) for record in self._residency.take_swaps()]
+    def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
+        """Loads and evictions finished, and choices made, since the last call."""
+        return self._hosting.take_swaps()
 
     @property
     def in_transition(self) -> bool:
@@ -344,19 +346,11 @@ class Engine:
             queue.cache.drop_cached()
 
     def _charge(self, ended: Collected, now_s: float) -> None:
-        """The step's time to its rows; what has no request any more to the engine itself."""
-        rows = [item.row for item in ended.rows]
-        shares = split_time(ended.device_s, [(row.num_tokens, row_context(row)) for row in rows])
-        for row, share in zip(rows, shares, strict=True):
-            if row.request.state == "finished":
-                self._counters["unbilled_seconds"] += share
-            else:
-                row.request.service_s += share
+        self._charges.step(ended)
         ended.queue.tag += ended.device_s
         self._residency.touch(ended.queue.unit_id, ended.device_s, now_s, produced=ended.produced)
         self._counters["steps"] += 1
-        self._counters["busy_seconds"] += ended.device_s
-        self._counters["batch_tokens"] += sum(row.num_tokens for row in rows)
+        self._counters["batch_tokens"] += sum(item.row.num_tokens for item in ended.rows)
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> None:
         token = sampled.token

@@ -7,7 +7,17 @@ calls come from one thread.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from engine.protocol import Lease, ModelSpec, ModelStatus, Submit, SwapRecord, TokenDelta
+from engine.protocol import (
+    Lease,
+    ModelSpec,
+    ModelStatus,
+    RequestService,
+    Submit,
+    SwapChoice,
+    SwapRecord,
+    TokenDelta,
+)
+from engine.residency_state import PLAIN_WISH, Wish
 
 
 class EngineStatusLike(Protocol):
@@ -46,6 +56,10 @@ class EngineStatusLike(Protocol):
         """Rising counts, for metrics."""
 
     @property
+    def service(self) -> Sequence[RequestService]:
+        """What running requests have had so far."""
+
+    @property
     def cold_bytes_per_s(self) -> float:
         """How fast models without a row would be loaded; 0: not known."""
 
@@ -62,7 +76,7 @@ class EngineLike(Protocol):
     def abort(self, request_id: str, attempt: int) -> None:
         """The next step's deltas end the request with reason `abort`."""
 
-    def load(self, model_id: str, now_s: float) -> None:
+    def load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
         """Make a model resident. Idempotent. Raises RequestRefused for an unknown one."""
 
     def unload(self, model_id: str, now_s: float) -> None:
@@ -85,8 +99,8 @@ class EngineLike(Protocol):
     def status(self, now_s: float) -> EngineStatusLike:
         """Memory, residency and leases as they are."""
 
-    def take_swaps(self) -> list[SwapRecord]:
-        """Swaps finished since the last call."""
+    def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
+        """Swaps finished, and choices of who leaves made, since the last call."""
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every invariant holds."""

@@ -1,15 +1,16 @@
 """What a worker tells its gateways about the engine; see protocol.WorkerStatus."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.charges import services
 from engine.config import EngineConfig
 from engine.hosting import Hosting
 from engine.kv_supply import PoolSupply
 from engine.leases import make_leases
 from engine.page_pool import PagePool
-from engine.protocol import Lease, ModelStatus
+from engine.protocol import Lease, ModelStatus, RequestService
 from engine.scheduler import Scheduler
 
 
@@ -26,6 +27,7 @@ class EngineStatus:
     leases: list[Lease]
     counters: dict[str, float]
     cold_bytes_per_s: float = 0.0
+    service: Sequence[RequestService] = ()
 
 
 def make_status(
@@ -62,6 +64,7 @@ def make_status(
             "weights_moved_pages": float(hosting.residency.num_moved_pages),
         },
         cold_bytes_per_s=hosting.residency.cold_bytes_per_s,
+        service=services(request for queue in queues for request in queue.running),
     )
 
 

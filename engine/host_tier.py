@@ -6,8 +6,8 @@
 
 A file gets its final name only when every byte of it was verified, so a name that is there can be
 trusted if the file is this user's: shared memory does not survive the machine, only the process,
-but everybody may write to its folder. Capacity is in bytes, the
-least recently used pack goes first, and never one that is being read.
+but everybody may write to its folder. Capacity is in bytes; who goes is `policy/host_tier.py` (the
+least recently used where nobody says what packs are worth), and never one that is being read.
 
 Mappings are kept for as long as the tier holds a pack: through a fresh mapping a copy runs at a
 third of memcpy's speed, and preadv of shared memory at half (docs/log.md).
@@ -21,16 +21,18 @@ descriptor.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import IntegrityError
+from engine.policy.host_tier import HeldPack, choose_drops
 
 # Linux 5.14; missing from Python's mmap module.
 _MADV_POPULATE_READ = 22
@@ -94,6 +96,8 @@ class HostTier:
         self._deletions: list[Future[None]] = []
         self._num_dropped = 0
         self.num_changes = 0
+        self.worth: Callable[[str], float] = lambda revision: 0.0
+        """Of keeping a pack, a byte."""
         self._adopt()
 
     @property
@@ -138,10 +142,10 @@ class HostTier:
             os.utime(slab.path)  # the order of use for the next process
 
     def begin_fill(self, revision: str, num_bytes: int) -> Fill | None:
-        """Room for one more pack, or None where it does not fit beside those being read."""
+        """Room for one more pack, or None where it does not fit beside those that stay."""
         if revision in self._slabs or revision in self._fills or num_bytes < 1:
             return None
-        if not self._make_room(num_bytes):
+        if not self._make_room(num_bytes, self.worth(revision)):
             return None
         path = self._directory / f"{self._prefix}-{revision}.pack.tmp-{os.getpid()}"
         try:
@@ -222,21 +226,18 @@ class HostTier:
                 continue  # another worker of this prefix was quicker
         for _, revision, path, size in sorted(found):
             self._slabs[revision] = Slab(revision, path, size, self._tick())
-        self._make_room(0)
+        self._make_room(0, math.inf)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        idle = sorted(
-            (slab for slab in self._slabs.values() if not slab.num_readers),
-            key=lambda slab: slab.last_used,
-        )
-        room = self._capacity - self.used_bytes + sum(slab.num_bytes for slab in idle)
-        if num_bytes > room:
-            return False
-        for slab in idle:
-            if self.used_bytes + num_bytes <= self._capacity:
-                break
-            self._drop(slab)
-        return True
+    def _make_room(self, num_bytes: int, worth: float) -> bool:
+        held = [
+            HeldPack(slab.revision, slab.num_bytes, self.worth(slab.revision), slab.last_used)
+            for slab in self._slabs.values()
+            if not slab.num_readers
+        ]
+        drops = choose_drops(num_bytes, worth, held, self._capacity - self.used_bytes)
+        for revision in drops or ():
+            self._drop(self._slabs[revision])
+        return drops is not None
 
     def _drop(self, slab: Slab) -> None:
         self.num_changes += 1

@@ -18,10 +18,11 @@ from engine.model_queue import ModelQueue
 from engine.pack import PackIndex
 from engine.page_pool import PagePool
 from engine.parts import AnyRunner, EngineParts
-from engine.protocol import ModelSpec, Submit
+from engine.protocol import ModelSpec, Submit, SwapChoice, SwapRecord
 from engine.request import Request
 from engine.reserve import step_bytes
 from engine.residency import Residency
+from engine.residency_state import PLAIN_WISH, Wish
 from engine.room import KvClaim
 from engine.scheduler import Scheduler
 
@@ -68,7 +69,7 @@ class Hosting:
             self.residency.begin_drain(unit_id, now_s, "removed from the catalog")
         self._units_left = True
 
-    def load(self, name: str, now_s: float) -> None:
+    def load(self, name: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
         """Make a hosted model's unit resident, unless its steps need too much outside the arena."""
         unit_id = self.catalog.unit(name)
         if self._config.reserve_bytes and self.residency.state(unit_id) in ("cold", "warm"):
@@ -81,7 +82,12 @@ class Hosting:
                     "max_num_seqs",
                 )
                 return
-        self.residency.request_load(unit_id, now_s)
+        self.residency.request_load(unit_id, now_s, wish)
+
+    def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
+        """Loads and evictions finished, and choices made, since the last call."""
+        swaps = [self.catalog.swap(record) for record in self.residency.take_swaps()]
+        return swaps, [self.catalog.choice(choice) for choice in self.residency.take_choices()]
 
     def unload(self, name: str, now_s: float) -> None:
         """Drain a hosted model's unit, unless another of its names needs it."""

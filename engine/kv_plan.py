@@ -10,6 +10,7 @@ Lives here: the choice of the extent. Does not: which block belongs to whom (`kv
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,16 @@ class KvPlan:
         """Arena bytes a cached token costs while all groups hold it, rounding included."""
         return sum(
             -(-group.pages_per_extent * page_bytes // group.tokens_per_extent)
+            for group in self.groups
+        )
+
+    def page_rates(self) -> tuple[tuple[float, float], ...]:
+        """By layer group: pages a position takes, and the most positions that it keeps."""
+        return tuple(
+            (
+                group.pages_per_extent / group.tokens_per_extent,
+                float(group.window + self.block_tokens) if group.window else math.inf,
+            )
             for group in self.groups
         )
 

@@ -8,7 +8,7 @@ not suffice, models leave by policy first.
 from collections import deque
 
 from engine.placement import Placer
-from engine.residency_state import Hosted
+from engine.residency_state import PLAIN_WISH, Hosted, Wish
 from engine.room import Room, may_move
 from engine.units import Turn, Units
 
@@ -22,11 +22,26 @@ class LoadQueue:
         self._placer = placer
         self._waiting: deque[Hosted] = deque()
 
-    def add(self, model: Hosted, now_s: float) -> None:
-        """Ask for a load of a cold or warm unit."""
+    def add(self, model: Hosted, now_s: float, wish: Wish = PLAIN_WISH) -> None:
+        """Ask for a load of a cold or warm unit. Prefetches stand behind all others."""
         model.move("loading", "waits for memory")
-        model.queued_at_s = now_s
-        self._waiting.append(model)
+        model.wish = wish
+        model.queued_at_s = now_s - wish.waited_s
+        if wish.prefetch:
+            self._waiting.append(model)
+        else:
+            self._stand_before_prefetches(model)
+
+    def ask_again(self, model: Hosted, now_s: float, wish: Wish) -> None:
+        """A unit that loads already is wanted, perhaps more than before."""
+        was_prefetch = model.wish.prefetch
+        model.wish = model.wish.with_newer(wish)
+        if was_prefetch and not model.wish.prefetch:
+            model.queued_at_s = now_s  # nobody has waited for it so far
+            if model in self._waiting and self._waiting[0] is not model:
+                self._waiting.remove(model)
+                self._stand_before_prefetches(model)
+        model.queued_at_s = min(model.queued_at_s, now_s - wish.waited_s)
 
     def call_off(self, model: Hosted) -> None:
         """Forget the load of a unit that waits here; others are left alone."""
@@ -67,8 +82,18 @@ class LoadQueue:
                 self._units.fail(model, problem, True, turn.events)
             elif self._place(model, turn):
                 self._waiting.popleft()
+            elif model.wish.prefetch and model.placement is None:
+                self.call_off(model)  # nobody waits for it, so nobody has to make way
             else:
                 return
+
+    def _stand_before_prefetches(self, model: Hosted) -> None:
+        first = next((n for n, m in enumerate(self._waiting) if m.wish.prefetch), None)
+        if first is None:
+            self._waiting.append(model)
+            return
+        self._placer.call_off(self._waiting[first])  # only the head can have claimed anything
+        self._waiting.insert(first, model)
 
     def _place(self, model: Hosted, turn: Turn) -> bool:
         """Bring a load nearer to its pages; True once all of them are its own."""

@@ -46,6 +46,7 @@ class ModelQueue:
 
     tag     the service it has had
     short   whom the queue waits for; nobody younger overtakes it
+    page_rates  what its requests' positions take of the arena (charges.py)
     """
 
     unit_id: str
@@ -54,6 +55,7 @@ class ModelQueue:
     running: list[Request] = field(default_factory=list)
     tag: float = 0.0
     short: Short | None = None
+    page_rates: tuple[tuple[float, float], ...] = ()
 
     @property
     def num_unfinished(self) -> int:

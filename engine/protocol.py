@@ -5,7 +5,8 @@ transformers. Messages are msgspec structs, tagged, encoded with msgpack, one me
 frame. A worker binds a ROUTER socket; every gateway process connects a DEALER. Token ids only:
 text never crosses this line.
 
-    gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage, LoadModel, UnloadModel
+    gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage,
+                        LoadModel, WarmModel, UnloadModel
     worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
 
 Fencing: a request is named by (request_id, attempt). A worker process is named by its `epoch`,
@@ -19,7 +20,16 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+from engine.protocol_status import MAX_CANDIDATES as MAX_CANDIDATES
+from engine.protocol_status import Lease as Lease
+from engine.protocol_status import ModelStatus as ModelStatus
+from engine.protocol_status import RequestService as RequestService
+from engine.protocol_status import ResidencyState as ResidencyState
+from engine.protocol_status import SwapCandidate as SwapCandidate
+from engine.protocol_status import SwapChoice as SwapChoice
+from engine.protocol_status import SwapRecord as SwapRecord
+
+PROTOCOL_VERSION = 5
 
 PACK_VERSION = 2
 """Of the packs' format (engine/pack.py): what workers of this build read."""
@@ -39,7 +49,6 @@ RefusalCode: TypeAlias = Literal[
     "wrong_task",
 ]
 ConstraintKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
-ResidencyState: TypeAlias = Literal["cold", "warm", "loading", "resident", "draining", "failed"]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -102,12 +111,17 @@ class EncodeInputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction."""
+    """A hosted model as a worker needs it. `weight` is its fair-share weight in eviction.
+
+    `floors`: (tenant, bytes) of each tenant with a floor whose model this is: so many bytes of the
+    tenant's models are left on the worker by loads of models that are not the tenant's.
+    """
 
     model_id: str
     pack_dir: str
     pinned: bool = False
     weight: float = 1.0
+    floors: tuple[tuple[str, int], ...] = ()
 
 
 class Hello(_Message, frozen=True):
@@ -163,7 +177,25 @@ class AckUsage(_Message, frozen=True):
 
 
 class LoadModel(_Message, frozen=True):
-    """Make the model resident, evicting by the worker's policy. Idempotent."""
+    """Make the model resident, evicting by the worker's policy. Idempotent.
+
+    Sent again for a load that still waits for its pages, the newer figures hold.
+    waited_s   how long the oldest request for it had waited when this was sent
+    backlog_s  predicted service of what waits for it
+    prefetch   nobody waits: only free pages and idle models of clearly smaller worth
+    forced     the gateway has decided, within its load budget, that it wins over margin and
+               residence: never over pins, floors, or a first use that has not happened
+    """
+
+    model_id: str
+    waited_s: float = 0.0
+    backlog_s: float = 0.0
+    prefetch: bool = False
+    forced: bool = False
+
+
+class WarmModel(_Message, frozen=True):
+    """Bring a cold model into the host tier, if its policy has room. Idempotent."""
 
     model_id: str
 
@@ -175,8 +207,10 @@ class UnloadModel(_Message, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """What a request consumed, as far as it got. service_s: device seconds charged to it.
+    """What a request consumed, as far as it got.
 
+    device_s: seconds of the device charged to it. service_s, what fair shares count: these, or the
+    time of the device multiplied by the share of the arena it held, where that is the larger.
     cached_tokens: prompt tokens whose KV was already there when it was first admitted; at most
     prompt_tokens - 1. What it finds again after a preemption is not counted.
     """
@@ -185,6 +219,7 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int
     generated_tokens: int
     service_s: float
+    device_s: float = 0.0
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -248,46 +283,6 @@ class Refused(_Message, frozen=True):
     retryable: bool
 
 
-class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """A standing offer for one resident model.
-
-    num_requests and kv_tokens (prompt plus output) are what may still be submitted for it, each
-    request rounded up to whole blocks of `block_tokens`. Offers of several models share one memory:
-    all grants together must also stay within the `WorkerStatus.free_*` figures. Models of one pack
-    have an offer each.
-    """
-
-    model_id: str
-    num_requests: int
-    kv_tokens: int
-    kv_bytes_per_token: int
-    block_tokens: int = 1
-
-
-class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
-    """Residency of one hosted model. Durations in seconds; -1 where not yet known."""
-
-    model_id: str
-    state: ResidencyState
-    weight_bytes: int
-    kv_bytes_used: int
-    num_running: int
-    num_waiting: int
-    load_s_estimate: float
-    reason: str = ""
-
-
-class SwapRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One finished load or eviction, for metrics and the operator's pages."""
-
-    model_id: str
-    kind: Literal["load", "evict"]
-    tier: Literal["disk", "host", "none"]
-    size_bytes: int
-    duration_s: float
-    reason: str = ""
-
-
 class WorkerStatus(_Message, frozen=True):
     """Heartbeat, and at once when leases or residency change.
 
@@ -296,7 +291,9 @@ class WorkerStatus(_Message, frozen=True):
     "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished since the
     previous status. `models` has a row for each model that is not cold: a catalog may name
     thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
-    known).
+    known). `choices` are decisions about who leaves, since the previous status: of those that found
+    nobody who may, only the first of a kind. `service`: what running requests of the receiving
+    gateway have had so far, so that they count while they run.
     """
 
     epoch: str
@@ -313,6 +310,8 @@ class WorkerStatus(_Message, frozen=True):
     swaps: list[SwapRecord]
     counters: dict[str, float]
     cold_bytes_per_s: float = 0.0
+    choices: list[SwapChoice] = []
+    service: list[RequestService] = []
 
 
 class Welcome(_Message, frozen=True):
@@ -324,7 +323,9 @@ class Welcome(_Message, frozen=True):
     device: str
 
 
-ToWorker: TypeAlias = Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | UnloadModel
+ToWorker: TypeAlias = (
+    Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | WarmModel | UnloadModel
+)
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
 
 _encoder = msgspec.msgpack.Encoder()

@@ -62,6 +62,9 @@ class Request:
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
     order          order of arrival over all models: the youngest is preempted first
     deadline_s     it ends with reason `timeout` from then on
+    device_s, memory_s  what it is charged (charges.py)
+    held_since_s   second of the device's work up to which its memory is charged; None: holds none
+    num_lost       leading positions that a preemption threw away: computing them again is free
     """
 
     submit: Submit
@@ -77,7 +80,10 @@ class Request:
     cached_tokens: int | None = None
     order: int = 0
     deadline_s: float = math.inf
-    service_s: float = 0.0
+    device_s: float = 0.0
+    memory_s: float = 0.0
+    held_since_s: float | None = None
+    num_lost: int = 0
     finish_reason: FinishReason | None = None
     error: str = ""
     num_preemptions: int = 0
@@ -176,6 +182,11 @@ class Request:
         return self.num_prompt + self.submit.max_tokens
 
     @property
+    def service_s(self) -> float:
+        """Of what it has used of time and of memory, the larger."""
+        return max(self.device_s, self.memory_s)
+
+    @property
     def usage(self) -> Usage:
         """What it has consumed so far."""
         return Usage(
@@ -183,6 +194,7 @@ class Request:
             cached_tokens=self.cached_tokens or 0,
             generated_tokens=self.num_generated,
             service_s=self.service_s,
+            device_s=self.device_s,
         )
 
     def move(self, state: RequestState) -> None:

@@ -27,8 +27,9 @@ from engine.page_pool import Owner, PagePool
 from engine.parts import EngineParts
 from engine.placement import Placer
 from engine.policy.eviction import EvictionParams, GreedyDual
-from engine.protocol import ModelSpec, ModelStatus, ResidencyState, SwapRecord
-from engine.residency_state import Hosted, ResidencyEvent, check_books, status_row
+from engine.policy.host_tier import RESIDENT_SHARE
+from engine.protocol import ModelSpec, ModelStatus, ResidencyState, SwapChoice, SwapRecord
+from engine.residency_state import PLAIN_WISH, Hosted, ResidencyEvent, Wish, check_books, status_row
 from engine.room import KvClaim, KvRoom, NoKv, Room, weights_of
 from engine.units import Busy, DropKv, Turn, Units
 from engine.weights import WeightViews
@@ -52,13 +53,17 @@ class Residency:
         self._config = config
         self._pool = pool
         self._backend = backend
-        self._params = EvictionParams(starvation_s=config.starvation_s)
+        policy = parts.eviction or GreedyDual(EvictionParams(starvation_s=config.starvation_s))
+        self._half_lives = policy.params.half_lives
         self._tiers = parts.make_tiers(backend, config)
         self._units = Units(config, pool, backend, self._tiers, parts.packs)
-        self._room = Room(pool, kv, self._tiers, parts.eviction or GreedyDual(self._params))
+        self._room = Room(pool, kv, self._tiers, policy)
         self._placer = Placer(pool, kv, backend, self._room)
+        if policy.params.host_by_worth:
+            self._tiers.value_by(self._host_worth)
         self._queue = LoadQueue(self._units, self._room, self._placer)
         self._num_tier_changes = -1
+        self._now_s = 0.0
         self._unsettled = False  # some unit may have to leave that does not drain yet
 
     def set_catalog(self, specs: Sequence[ModelSpec]) -> list[str]:
@@ -117,37 +122,46 @@ class Residency:
         """Why the model is in its state; mostly of use for a failed one."""
         return self._get(model_id).reason
 
-    def request_load(self, model_id: str, now_s: float) -> None:
+    def request_load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
         """Make the model resident as soon as it is its turn. Idempotent.
 
-        A model whose pack is damaged stays failed until the catalog brings another pack.
+        A model whose pack is damaged stays failed until the catalog brings another pack. Nothing
+        comes back for a prefetch that is on its way out.
         """
         model = self._get(model_id)
-        if model.state == "draining":
-            model.wanted_again = not model.removed
+        if wish.to_host_tier:
+            if model.state == "cold" and model.index is not None:
+                self._tiers.warm(model.index, model.pack_dir)
+            return
+        if model.state == "draining" and not wish.prefetch:
+            model.wanted_again, model.wish = not model.removed, wish
         if model.state == "failed" and model.retryable:
             model.move("cold")
         if model.state in ("cold", "warm"):
-            self._queue.add(model, now_s)
+            self._queue.add(model, now_s, wish)
+        elif model.state == "loading":
+            self._queue.ask_again(model, now_s, wish)
 
     def begin_drain(self, model_id: str, now_s: float, reason: str) -> None:
         """Take the model off the device once what it runs has ended. Idempotent."""
         model = self._get(model_id)
         model.wanted_again = False
         self._queue.call_off(model)
+        if model.state == "resident":
+            self._room.note_unload(model, now_s)
         self._units.drain(model, now_s, reason)
 
     def touch(self, model_id: str, service_s: float, now_s: float, produced: bool = True) -> None:
         """The model has used the device for `service_s`. `produced`: a token came of it."""
         model = self._get(model_id)
-        model.demand = model.demand.added(service_s, now_s, self._params.half_life_s)
+        model.demand = model.demand.added(service_s, now_s, self._half_lives)
         model.used = model.used or produced
         model.last_used_s = now_s
 
     def touch_often(self, model_id: str, used: Sequence[tuple[float, float]]) -> None:
         """`touch` for many steps that gave tokens, each (now, service)."""
         model = self._get(model_id)
-        model.demand = model.demand.added_often(used, self._params.half_life_s)
+        model.demand = model.demand.added_often(used, self._half_lives)
         model.used = True
         model.last_used_s = used[-1][0]
 
@@ -212,6 +226,7 @@ class Residency:
         engine's to preempt (in `drop_kv`). Loads go on beside what `claim` may still need.
         """
         turn = Turn(now_s, busy, drop_kv)
+        self._now_s = now_s
         self._room.claim = claim
         self._tiers.poll()
         if not (self._units.lists.moving or self._unsettled or self._tiers_changed):
@@ -276,6 +291,10 @@ class Residency:
         swaps, self._units.swaps = self._units.swaps, []
         return swaps
 
+    def take_choices(self) -> list[SwapChoice]:
+        """Decisions about who leaves since the last call."""
+        return self._room.choices.take()
+
     def status_rows(self, num_requests: Mapping[str, tuple[int, int]]) -> list[ModelStatus]:
         """A row for each model; `num_requests`: running and waiting by model."""
         return self._rows(self._units.by_id, num_requests)
@@ -316,9 +335,17 @@ class Residency:
             for model_id, model in models.items()
         ]
 
+    def _host_worth(self, revision: str) -> float:
+        """What keeping a pack in the host tier is worth, a byte; see policy/host_tier.py."""
+        model = self._units.by_revision(revision)
+        if model is None:
+            return 0.0
+        worth = model.demand.rate(self._now_s, self._half_lives) * model.spec.weight
+        return worth * RESIDENT_SHARE if model.state in ("resident", "loading") else worth
+
     def _get(self, model_id: str) -> Hosted:
         return self._units.get(model_id)
 
     def _evict(self, model: Hosted, turn: Turn) -> None:
         if self._units.evict(model, turn):
-            self.request_load(model.model_id, turn.now_s)
+            self.request_load(model.model_id, turn.now_s, model.wish)

@@ -11,7 +11,7 @@ Only `residency.py` moves a model between them.
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +23,7 @@ from engine.pack import PackIndex
 from engine.pack_source import PackSource
 from engine.page_pool import PagePool, PageRun
 from engine.policy.eviction import Demand
-from engine.protocol import ModelSpec, ModelStatus, ResidencyState
+from engine.protocol import LoadModel, ModelSpec, ModelStatus, ResidencyState, WarmModel
 from engine.tiers import LoadJob
 from engine.weights import WeightViews
 
@@ -41,6 +41,39 @@ TRANSITIONS: dict[ResidencyState, frozenset[ResidencyState]] = {
 }
 
 NO_DEMAND = Demand()
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a load is wanted; the words are those of protocol.LoadModel.
+
+    to_host_tier  only into the host tier (protocol.WarmModel)
+    """
+
+    waited_s: float = 0.0
+    backlog_s: float = 0.0
+    prefetch: bool = False
+    forced: bool = False
+    to_host_tier: bool = False
+
+    @classmethod
+    def of(cls, message: LoadModel | WarmModel) -> "Wish":
+        """What a gateway has asked for."""
+        if isinstance(message, WarmModel):
+            return cls(to_host_tier=True)
+        return cls(message.waited_s, message.backlog_s, message.prefetch, message.forced)
+
+    def with_newer(self, newer: "Wish") -> "Wish":
+        """Asked for again: somebody waits if somebody waited; the newer figures hold."""
+        return replace(
+            newer,
+            waited_s=max(self.waited_s, newer.waited_s),
+            prefetch=self.prefetch and newer.prefetch,
+            forced=self.forced or newer.forced,
+        )
+
+
+PLAIN_WISH = Wish()
 EventKind = Literal["loaded", "evicted", "failed", "moved"]
 
 
@@ -115,6 +148,7 @@ class Hosted:
     next_spec           the catalog's newer entry, taken over once the old pack's pages are back
     removed             no longer in the catalog: forgotten once its pages are back
     wanted_again        a load was asked for while it drained
+    wish                how its load is wanted, while one is
     retryable           a failed model whose pack is not to blame
     placement           pages it is claiming while it is the head of the load queue
     home                the runs it had when it was evicted last
@@ -133,6 +167,7 @@ class Hosted:
     next_spec: ModelSpec | None = None
     removed: bool = False
     wanted_again: bool = False
+    wish: Wish = PLAIN_WISH
     retryable: bool = False
     runs: list[PageRun] = field(default_factory=list)
     placement: Placement | None = None

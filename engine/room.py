@@ -14,8 +14,15 @@ import numpy.typing as npt
 
 from engine.compaction import Picture, RunPlan, WeightRun, plan_runs
 from engine.page_pool import KV, Owner, PagePool
-from engine.policy.eviction import Candidate, EvictionPolicy, Newcomer, Victims
+from engine.policy.eviction import (
+    Candidate,
+    EvictionPolicy,
+    Newcomer,
+    Victims,
+    newcomer_score,
+)
 from engine.residency_state import Hosted
+from engine.swap_choices import SwapChoices
 from engine.tiers import WeightTiers
 
 # Counting cached KV by its owner takes milliseconds on a large device, too long for every step of
@@ -98,6 +105,7 @@ class Room:
         self._tiers = tiers
         self._policy = policy
         self.claim: KvClaim | None = None
+        self.choices = SwapChoices(policy.params)
         self._cached: Counter[str] = Counter()
         self._counted_s = float("-inf")
 
@@ -169,23 +177,43 @@ class Room:
             reload_s=self._tiers.estimate_s(model.index),
             weight=model.spec.weight,
             queued_at_s=model.queued_at_s,
+            backlog_s=model.wish.backlog_s,
+            prefetch=model.wish.prefetch,
+            forced=model.wish.forced,
+            floors=model.spec.floors,
         )
-        # The unit of a claim is not sent away for a load; one that drains already counts as room.
-        kept = self.claim.unit_id if self.claim is not None else None
-        on_device = [
-            other
-            for other in hosted
-            if other.state == "draining" or (other.state == "resident" and other.model_id != kept)
-        ]
+        on_device = [other for other in hosted if other.state in ("resident", "draining")]
         candidates = self._candidates(on_device, now_s, busy)
-        return self._policy.victims(newcomer, num_pages, candidates, now_s)
+        # The unit of a claim is not sent away for a load; one that drains already counts as room.
+        claimed = self.claim.unit_id if self.claim is not None else None
+        asked = [c for c in candidates if c.draining or c.model_id != claimed]
+        victims = self._policy.victims(newcomer, num_pages, asked, now_s)
+        score = newcomer_score(newcomer, now_s, self._policy.params)
+        self.choices.for_load(
+            newcomer,
+            score,
+            num_pages,
+            candidates,
+            victims,
+            () if claimed is None else (claimed,),
+            now_s,
+        )
+        return victims
 
     def kv_victim(
         self, model_id: str, on_device: Iterable[Hosted], now_s: float, busy: Callable[[str], bool]
     ) -> str | None:
         """Who has to go so that `model_id`, which is resident, gets KV; None if nobody may."""
         candidates = self._candidates(on_device, now_s, busy)
-        return self._policy.kv_victim(model_id, candidates, now_s)
+        victim = self._policy.kv_victim(model_id, candidates, now_s)
+        if victim is not None:
+            self.choices.for_one(model_id, "kv", candidates, victim, "evicted", now_s)
+        return victim
+
+    def note_unload(self, model: Hosted, now_s: float) -> None:
+        """An operator, or a new catalog, sends a model away."""
+        candidates = self._candidates([model], now_s, lambda model_id: False)
+        self.choices.for_one("", "operator", candidates, model.model_id, "drains", now_s)
 
     def num_pages_kept(self, model: Hosted, hosted: Iterable[Hosted]) -> int:
         """Pages that the model's KV can never have: its own weights and those of pinned models."""
@@ -225,6 +253,7 @@ class Room:
             used=model.used,
             resident_since_s=model.resident_since_s,
             last_used_s=model.last_used_s,
+            floors=model.spec.floors,
         )
 
     def _segment_pages(self, model: Hosted) -> list[int]:

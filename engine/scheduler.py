@@ -89,6 +89,7 @@ class Scheduler:
         if self._queues.setdefault(queue.unit_id, queue) is not queue:
             raise IntegrityError(f"{queue.unit_id} has two queues")
         queue.cache = cache
+        queue.page_rates = cache.plan.page_rates()
         self._lift(queue)
 
     def unbind(self, queue: ModelQueue, now_s: float) -> None:
@@ -148,11 +149,13 @@ class Scheduler:
         """The next step: a unit and its rows, blocks reserved. None when nothing can run."""
         blocked: set[str] = set()
         while True:
-            work = [
-                ModelWork(q.unit_id, q.tag)
+            queues = [
+                q
                 for q in self._queues.values()
                 if q.cache is not None and q.num_unfinished and q.unit_id not in blocked
             ]
+            several = len(queues) > 1
+            work = [ModelWork(q.unit_id, q.tag, several and self.is_urgent(q)) for q in queues]
             chosen = choose_model(work, self._current, self._steps_run, self._min_run_steps)
             if chosen is None:
                 return None
@@ -162,6 +165,15 @@ class Scheduler:
                 self.note_runs(queue)
                 return queue, rows
             blocked.add(chosen)
+
+    def is_urgent(self, queue: ModelQueue) -> bool:
+        """Whether somebody with fewer requests here than the mean waits for a first token there."""
+        total, num_tenants = len(self._by_key), len(self._num_by_tenant)
+        return num_tenants > 1 and any(
+            not (request.num_generated or request.num_pending)
+            and self._num_by_tenant[request.submit.tenant_id] * num_tenants < total
+            for request in queue.requests()
+        )
 
     @property
     def current(self) -> tuple[str | None, int]:
@@ -246,7 +258,9 @@ class Scheduler:
             self._start(queue, request)
         # One whose last token is on its way only waits to be told so.
         running = [r for r in queue.running if not (r.is_complete or r.waits_for_token)]
-        granted = split_budget([r.num_runnable for r in running], self._max_batch_tokens)
+        # Who has little here has its prompt computed before those of a crowd.
+        ranks = [self._num_by_tenant[r.submit.tenant_id] for r in running]
+        granted = split_budget([r.num_runnable for r in running], self._max_batch_tokens, ranks)
         rows: list[ScheduledRow] = []
         for request, tokens in zip(running, granted, strict=True):
             if (
@@ -310,6 +324,8 @@ class Scheduler:
 
     def _preempt(self, queue: ModelQueue, request: Request, now_s: float) -> None:
         queue.running.remove(request)
+        request.num_lost = max(request.num_lost, request.num_computed)
+        request.held_since_s = None
         request.move("waiting")
         self._give_back(queue, request, now_s)
         request.num_preemptions += 1

@@ -11,9 +11,11 @@ request ends in one, that none begins at `until_s` or later, and that `pages_for
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.deadlines import Deadlines
@@ -21,7 +23,7 @@ from engine.kv_cache import KvCache
 from engine.kv_supply import PoolSupply
 from engine.model_queue import ModelQueue
 from engine.page_pool import PagePool
-from engine.policy.batching import POSITIONS_PER_TOKEN, split_time
+from engine.policy.batching import POSITIONS_PER_TOKEN, arena_share, split_time
 from engine.request import Request
 from engine.residency import Residency
 from engine.scheduler import Scheduler
@@ -120,6 +122,8 @@ class Skipper:
         if self._config.steps_ahead or self._pipeline.num_in_flight:
             return []
         queues = [queue for queue in self._scheduler.queues() if queue.num_unfinished]
+        if len(queues) > 1 and any(map(self._scheduler.is_urgent, queues)):
+            return []  # turns are cut short for it
         num_running = sum(len(queue.running) for queue in queues)
         is_full = num_running >= self._config.max_num_seqs
         found: list[Decode] = []
@@ -185,14 +189,15 @@ class Skipper:
                 request.token_ids += [token] * len(numbers)
         self._grow(decodes, steps, own)
         num_tokens = 0
+        counters = self._counters
+        busy_s = list(accumulate(steps.device_s, initial=counters["busy_seconds"]))
         for decode, numbers in zip(decodes, own, strict=True):
             if numbers:
-                self._charge(decode, steps, numbers)
+                self._charge(decode, steps, numbers, busy_s)
                 num_tokens += len(decode.rows) * len(numbers)
         for unit, low, high in steps.blocks:
             self._scheduler.note_runs(decodes[unit].queue, high - low)
-        counters = self._counters
-        counters["busy_seconds"] = _plus(counters["busy_seconds"], steps.device_s)
+        counters["busy_seconds"] = busy_s[-1]
         counters["steps"] += len(steps)
         counters["batch_tokens"] += num_tokens
         counters["generation_tokens"] += num_tokens
@@ -234,26 +239,57 @@ class Skipper:
             for request in decode.rows:
                 request.num_computed += len(numbers)
 
-    def _charge(self, decode: Decode, steps: Steps, numbers: list[int]) -> None:
-        """The steps' time to the rows, the queue's tag and the unit's demand."""
+    def _charge(
+        self, decode: Decode, steps: Steps, numbers: list[int], busy_s: Sequence[float]
+    ) -> None:
+        """The steps' time and the memory held to the rows, as charges.py does; the queue's tag and
+        the unit's demand. `busy_s`: the device's work before each step and after the last."""
         device_s = [steps.device_s[number] for number in numbers]
+        ends_s = [busy_s[number + 1] for number in numbers]
+        rates, num_pages = decode.queue.page_rates, self._pool.num_pages
         if len(decode.rows) * len(numbers) <= FEW_SHARES:
             for place, seconds in enumerate(device_s):
                 contexts_then = [(1, context + place) for context in decode.contexts]
                 shares_then = split_time(seconds, contexts_then)
-                for request, share in zip(decode.rows, shares_then, strict=True):
-                    request.service_s += share
+                began_s = busy_s[numbers[place]]
+                for request, share, (_, context) in zip(
+                    decode.rows, shares_then, contexts_then, strict=True
+                ):
+                    since_s = began_s if request.held_since_s is None else request.held_since_s
+                    held = arena_share(rates, context, num_pages)
+                    request.device_s += share
+                    request.memory_s += (ends_s[place] - since_s) * held
+                    request.held_since_s = ends_s[place]
         else:
-            contexts = np.array(decode.contexts, dtype=np.float64)[:, None]
-            costs = 1 + (contexts + np.arange(len(numbers))) / POSITIONS_PER_TOKEN
+            contexts = np.array(decode.contexts, dtype=np.float64)[:, None] + np.arange(
+                len(numbers)
+            )
+            costs = 1 + contexts / POSITIONS_PER_TOKEN
             shares = np.array(device_s) * costs / np.cumsum(costs, axis=0)[-1]  # in rows' order
-            before = np.array([[request.service_s] for request in decode.rows])
-            sums = np.cumsum(np.hstack([before, shares]), axis=1)[:, -1].tolist()
-            for request, service_s in zip(decode.rows, sums, strict=True):
-                request.service_s = service_s
+            since = np.empty(contexts.shape)
+            since[:, 1:] = ends_s[:-1]
+            for row, request in enumerate(decode.rows):
+                held_since_s = request.held_since_s
+                since[row, 0] = busy_s[numbers[0]] if held_since_s is None else held_since_s
+            holds = np.zeros(contexts.shape)
+            for pages_per_token, most in rates:
+                holds += pages_per_token * np.minimum(contexts, most) / num_pages
+            holds *= np.array(ends_s) - since
+            device = _sums([request.device_s for request in decode.rows], shares)
+            memory = _sums([request.memory_s for request in decode.rows], holds)
+            for request, used_s, held_s in zip(decode.rows, device, memory, strict=True):
+                request.device_s, request.memory_s = used_s, held_s
+                request.held_since_s = ends_s[-1]
         decode.queue.tag = _plus(decode.queue.tag, device_s)
         used = [(steps.starts_s[number], steps.device_s[number]) for number in numbers]
         self._residency.touch_often(decode.queue.unit_id, used)
+
+
+def _sums(before: Sequence[float], added: npt.NDArray[np.float64]) -> list[float]:
+    """By row, what there was and what is added, one after the other."""
+    first = np.array(before)[:, None]
+    sums: list[float] = np.cumsum(np.hstack([first, added]), axis=1)[:, -1].tolist()
+    return sums
 
 
 def _plus(total: float, values: Iterable[float]) -> float:

@@ -5,7 +5,7 @@ residency table above deals in states only. Only the step thread calls it.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -92,6 +92,12 @@ class WeightTiers(Protocol):
     def finish(self, job: Any, pack_dir: Path) -> Tier:
         """Close a job that is done. Raises PackError or OSError where it failed."""
 
+    def warm(self, index: PackIndex, pack_dir: Path) -> None:
+        """Bring a pack into the host tier ahead of need, if it is worth its room."""
+
+    def value_by(self, worth: Callable[[str], float]) -> None:
+        """By revision, what keeping a pack in the host tier is worth, a byte."""
+
     def poll(self) -> None:
         """Whatever goes on in the background."""
 
@@ -177,6 +183,14 @@ class Tiers:
             if tier == "disk":
                 self._start_fill(job.index, pack_dir)
         return tier
+
+    def warm(self, index: PackIndex, pack_dir: Path) -> None:
+        """Bring a pack into the host tier ahead of need, if it is worth its room."""
+        self._start_fill(index, pack_dir)
+
+    def value_by(self, worth: Callable[[str], float]) -> None:
+        """By revision, what keeping a pack in the host tier is worth, a byte."""
+        self._host.worth = worth
 
     def poll(self) -> None:
         """Start the fills that wait for memory, commit those that have ended."""

@@ -61,6 +61,14 @@ class Units:
             raise RequestRefused("unknown_model", f"model {model_id!r} is not in the catalog")
         return model
 
+    def by_revision(self, revision: str) -> Hosted | None:
+        """A unit with this pack. Looked for among those that are not cold, then all."""
+        for models in (self.lists.noted, self.by_id):
+            for model in models.values():
+                if model.index is not None and model.index.revision == revision:
+                    return model
+        return None
+
     def all(self) -> Iterator[Hosted]:
         """Every unit."""
         return iter(self.by_id.values())

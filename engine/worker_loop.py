@@ -41,8 +41,10 @@ from engine.protocol import (
     TokenDelta,
     ToWorker,
     UnloadModel,
+    WarmModel,
     Welcome,
 )
+from engine.residency_state import Wish
 from engine.usage_outbox import UsageOutbox
 from engine.worker_link import Link
 from engine.worker_status import RequestKey, StatusBoard
@@ -207,7 +209,7 @@ class Worker:
                     self._engine.abort(message.request_id, message.attempt)
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
-            case SetCatalog() | LoadModel() | UnloadModel():
+            case SetCatalog() | LoadModel() | WarmModel() | UnloadModel():
                 self._control(message, now_s)
 
     def _hello(self, identity: bytes, hello: Hello, now_s: float) -> None:
@@ -233,7 +235,9 @@ class Worker:
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
         status = self._board.greeting(now_s, draining=self._draining)
-        self._send(peer, msgspec.structs.replace(status, num_received=peer.num_received))
+        self._send(
+            peer, msgspec.structs.replace(status, num_received=peer.num_received, service=[])
+        )
 
     def _join(self, identity: bytes, gateway_id: str) -> Peer | None:
         """A new peer in place of those it stands for; None where there are too many."""
@@ -276,13 +280,15 @@ class Worker:
         peer.requests.add(key)
         self._board.taken(key, request.model_id, len(request.prompt_token_ids) + request.max_tokens)
 
-    def _control(self, message: SetCatalog | LoadModel | UnloadModel, now_s: float) -> None:
+    def _control(
+        self, message: SetCatalog | LoadModel | WarmModel | UnloadModel, now_s: float
+    ) -> None:
         try:
             match message:
                 case SetCatalog():
                     self._engine.set_catalog(message.models, now_s)
-                case LoadModel():
-                    self._engine.load(message.model_id, now_s)
+                case LoadModel() | WarmModel():
+                    self._engine.load(message.model_id, now_s, Wish.of(message))
                 case UnloadModel():
                     self._engine.unload(message.model_id, now_s)
         except RequestRefused as error:  # the status that follows says the same in states
@@ -324,7 +330,15 @@ class Worker:
         if status is None:
             return
         for peer in list(self._peers.values()):
-            self._send(peer, msgspec.structs.replace(status, num_received=peer.num_received))
+            own = [
+                each
+                for each in status.service
+                if self._requests.get((each.request_id, each.attempt)) is peer
+            ]
+            self._send(
+                peer,
+                msgspec.structs.replace(status, num_received=peer.num_received, service=own),
+            )
 
     def _send(self, peer: Peer, message: FromWorker) -> None:
         """Send, or lose the peer. Nothing is kept for later but finishes."""

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from engine.config import WorkerConfig
 from engine.engine_like import EngineLike, EngineStatusLike
-from engine.protocol import SwapRecord, WorkerStatus
+from engine.protocol import SwapChoice, SwapRecord, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class StatusBoard:
         self._due = True
         self._look_again = False
         self._swaps: list[SwapRecord] = []
+        self._choices: list[SwapChoice] = []
         self._told_residency: object = None
         self._num_taken = 0  # Submits since then
         self._taken_bytes = 0  # of KV, at most, since then, as the next
@@ -127,14 +128,17 @@ class StatusBoard:
         }
         self._next_s = now_s + self._config.status_interval_s
         swaps, self._swaps = self._swaps, []
-        return self._message(status, swaps, draining=draining)
+        choices, self._choices = self._choices, []
+        return self._message(status, swaps, choices, draining=draining)
 
     def greeting(self, now_s: float, *, draining: bool) -> WorkerStatus:
         """A status for a peer that just came; swaps wait for the next one to all."""
-        return self._message(self._engine.status(now_s), [], draining=draining)
+        return self._message(self._engine.status(now_s), [], [], draining=draining)
 
     def _take_swaps(self) -> None:
-        for swap in self._engine.take_swaps():
+        swaps, choices = self._engine.take_swaps()
+        self._choices += choices
+        for swap in swaps:
             logger.info(
                 "swap model=%s kind=%s tier=%s bytes=%d seconds=%.4f reason=%s",
                 swap.model_id,
@@ -148,7 +152,12 @@ class StatusBoard:
             self._due = True
 
     def _message(
-        self, status: EngineStatusLike, swaps: list[SwapRecord], *, draining: bool
+        self,
+        status: EngineStatusLike,
+        swaps: list[SwapRecord],
+        choices: list[SwapChoice],
+        *,
+        draining: bool,
     ) -> WorkerStatus:
         """A draining worker offers nothing."""
         counters = {**status.counters, **self._worker_counters()}
@@ -167,4 +176,6 @@ class StatusBoard:
             swaps=swaps,
             counters=counters,
             cold_bytes_per_s=status.cold_bytes_per_s,
+            choices=choices,
+            service=list(status.service),
         )

@@ -13,10 +13,15 @@ POSITIONS_PER_TOKEN = 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """A resident model with runnable requests. `tag`: service it has had, smallest goes first."""
+    """A resident model with runnable requests.
+
+    tag      service it has had: the smallest goes first
+    urgent   somebody who has little here waits for a first token
+    """
 
     model_id: str
     tag: float
+    urgent: bool = False
 
 
 def choose_model(
@@ -25,12 +30,18 @@ def choose_model(
     """The model whose batch runs next.
 
     The running model keeps the device for `min_run_steps` steps while it has work, so that
-    switching does not eat the device; then the smallest tag wins, ties by name.
+    switching does not eat the device; then the smallest tag wins, ties by name. For one
+    that is urgent and has had no more service it stops earlier: who asks seldom would wait for all
+    of them.
     """
     if not work:
         return None
-    if steps_run < min_run_steps and any(item.model_id == current for item in work):
-        return current
+    if steps_run < min_run_steps:
+        mine = next((item.tag for item in work if item.model_id == current), None)
+        if mine is not None and not any(
+            item.urgent and item.model_id != current and item.tag <= mine for item in work
+        ):
+            return current
     return min(work, key=lambda item: (item.tag, item.model_id)).model_id
 
 
@@ -42,11 +53,13 @@ def lift(tag: float, active_tags: Sequence[float]) -> float:
     return max(tag, min(active_tags)) if active_tags else tag
 
 
-def split_budget(uncomputed: Sequence[int], max_tokens: int) -> list[int]:
+def split_budget(
+    uncomputed: Sequence[int], max_tokens: int, ranks: Sequence[int] = ()
+) -> list[int]:
     """Tokens each running request computes in this step, in order of the requests.
 
     Decodes (one token left) come first so that a long prompt never stalls a stream; what is left
-    of the budget goes to prompts in order, in chunks.
+    of the budget goes to prompts in chunks, those of the smallest rank first, then in order.
     """
     granted = [0] * len(uncomputed)
     left = max_tokens
@@ -54,11 +67,25 @@ def split_budget(uncomputed: Sequence[int], max_tokens: int) -> list[int]:
         if tokens == 1 and left:
             granted[i] = 1
             left -= 1
-    for i, tokens in enumerate(uncomputed):
-        if tokens > 1 and left:
-            granted[i] = min(tokens, left)
-            left -= granted[i]
+    prompts = [i for i, tokens in enumerate(uncomputed) if tokens > 1]
+    if ranks:
+        prompts.sort(key=lambda i: ranks[i])
+    for i in prompts:
+        granted[i] = min(uncomputed[i], left)
+        left -= granted[i]
     return granted
+
+
+def arena_share(rates: Sequence[tuple[float, float]], context: int, num_pages: int) -> float:
+    """Share of the arena that so many positions of a request take; no block is rounded up.
+
+    `rates`: by layer group (pages a position takes, positions that are kept at most); an encoder
+    has none, for it keeps nothing. Blocks that requests share count for each of them.
+    """
+    share = 0.0
+    for pages_per_token, most in rates:
+        share += pages_per_token * min(context, most) / num_pages
+    return share
 
 
 def split_time(step_s: float, rows: Sequence[tuple[int, float]]) -> list[float]:

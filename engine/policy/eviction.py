@@ -1,113 +1,71 @@
 """Who leaves the device when a model has to come in. Pure: state and `now_s` in, names out.
 
 Keeping a model is worth `demand x reload_s x weight / bytes`: what it would cost its users to bring
-it back, by the memory it holds (the GDSF family: Cherkasova 1998, "Improving WWW proxies
-performance with Greedy-Dual-Size-Frequency caching"). Demand is the device seconds spent for the
-model, exponentially decayed, so that a thousand one-token pings keep nothing resident and what was
-popular an hour ago ages by itself. Equal scores leave in the order of last use.
+it back, from the tier it would really come from, by the memory it holds (the GDSF family:
+Cherkasova 1998, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching"). In
+place of that family's ageing clock demand itself ages, by two half-lives (`demand.py`). Equal
+scores leave in the order of last use.
 
-A newcomer has no service yet: its demand rises with its waiting, to one whole device at
-`starvation_s`, and from there on it wins over margin and residence. It never wins over pins, nor
-over a model that was just loaded and has not had the time to serve its first request, however long
-that takes while it works on one: without that two models could throw each other out for ever.
+Who may leave at all is `eviction_rules.py`. Of those, idle ones go first, whatever their scores,
+then the least worth a byte; nobody is taken that is not needed. That is greedy on purpose: the set
+with the least worth in sum frees just what is asked for, and the next newcomer finds no slack. It
+made more reloads and gained nothing for sure (docs/log.md).
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.policy.demand import Demand
+from engine.policy.eviction_rules import (
+    Candidate,
+    EvictionParams,
+    Floors,
+    KeptFor,
+    Newcomer,
+    candidate_score,
+    newcomer_score,
+    why_kept,
+)
 
-@dataclass(frozen=True, slots=True)
-class EvictionParams:
-    """The policy's constants.
-
-    starvation_s          waiting that wins over margin and residence
-    margin                a newcomer's score must be so many times the victim's
-    min_residence_loads   a victim has been resident for so many of its own load times
-    first_use_grace_s     time a loaded model has for its first request to arrive
-    half_life_s           of demand
-    """
-
-    starvation_s: float = 2.0
-    margin: float = 1.25
-    min_residence_loads: float = 4.0
-    first_use_grace_s: float = 1.0
-    half_life_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """Exponentially decayed service of one model: `service_s` as of `at_s`."""
-
-    service_s: float = 0.0
-    at_s: float = 0.0
-
-    def decayed(self, now_s: float, half_life_s: float) -> float:
-        """Service seconds that still count at `now_s`."""
-        return self.service_s * math.exp2(-max(0.0, now_s - self.at_s) / half_life_s)
-
-    def added(self, service_s: float, now_s: float, half_life_s: float) -> "Demand":
-        """With `service_s` more at `now_s`."""
-        return Demand(self.decayed(now_s, half_life_s) + service_s, now_s)
-
-    def added_often(self, services: Sequence[tuple[float, float]], half_life_s: float) -> "Demand":
-        """`added` for each (now, service), in their order."""
-        service_s, at_s = self.service_s, self.at_s
-        for now_s, more_s in services:
-            fading = math.exp2(-max(0.0, now_s - at_s) / half_life_s)
-            service_s, at_s = service_s * fading + more_s, now_s
-        return Demand(service_s, at_s)
-
-    def rate(self, now_s: float, half_life_s: float) -> float:
-        """Device seconds a second: under steady load, the model's share of the device."""
-        return self.decayed(now_s, half_life_s) * math.log(2) / half_life_s
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A model that holds pages.
-
-    num_pages  that come free when it goes: weights, and KV that is not spare anyway
-    used       has produced a token since it was loaded
-    """
-
-    model_id: str
-    num_pages: int
-    num_bytes: int
-    demand: Demand
-    reload_s: float
-    weight: float
-    pinned: bool
-    busy: bool
-    draining: bool
-    used: bool
-    resident_since_s: float
-    last_used_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """The model at the head of the load queue, waiting since `queued_at_s`."""
-
-    model_id: str
-    num_bytes: int
-    demand: Demand
-    reload_s: float
-    weight: float
-    queued_at_s: float
+__all__ = [
+    "Candidate",
+    "Demand",
+    "EvictionParams",
+    "EvictionPolicy",
+    "GreedyDual",
+    "KeptFor",
+    "Newcomer",
+    "Victims",
+    "candidate_score",
+    "choose_kv_victim",
+    "choose_victims",
+    "first_that_do",
+    "newcomer_score",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Victims:
-    """What to do now: `evict` are idle and go at once, `drain` finish what they run first."""
+    """What to do now: `evict` are idle and go at once, `drain` finish what they run first.
+
+    kept    rules by model, for those that may not leave; the others were not needed
+    scores  worth of keeping each candidate, a byte, as this policy sees it
+    """
 
     evict: tuple[str, ...] = ()
     drain: tuple[str, ...] = ()
+    kept: dict[str, KeptFor] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 class EvictionPolicy(Protocol):
     """Who goes. `GreedyDual` is ours; `bench/sim/baselines` has those it is compared with."""
+
+    @property
+    def params(self) -> EvictionParams:
+        """The constants, of which residency needs the half-lives."""
+        ...
 
     def victims(
         self,
@@ -145,19 +103,6 @@ class GreedyDual:
         return choose_kv_victim(model_id, candidates, now_s, self.params)
 
 
-def keep_score(rate: float, reload_s: float, weight: float, num_bytes: int) -> float:
-    """Worth of keeping a model, a byte."""
-    return rate * reload_s * weight / max(1, num_bytes)
-
-
-def newcomer_score(newcomer: Newcomer, now_s: float, params: EvictionParams) -> float:
-    """Worth of bringing a model in, a byte; grows with its waiting."""
-    waited = max(0.0, now_s - newcomer.queued_at_s)
-    urgency = waited / params.starvation_s if params.starvation_s > 0 else 1.0
-    rate = newcomer.demand.rate(now_s, params.half_life_s) + urgency
-    return keep_score(rate, newcomer.reload_s, newcomer.weight, newcomer.num_bytes)
-
-
 def choose_victims(
     newcomer: Newcomer,
     num_pages_short: int,
@@ -167,17 +112,32 @@ def choose_victims(
 ) -> Victims:
     """The cheapest models whose pages make up `num_pages_short`; none if they cannot.
 
-    Models that drain already count as room to come. Of those that may leave idle ones go first,
-    whatever their scores; nobody is taken that is not needed.
+    Models that drain already count as room to come.
     """
     short = num_pages_short - sum(c.num_pages for c in candidates if c.draining)
     if short <= 0:
         return Victims()
-    ranked = sorted(
-        (c for c in candidates if _may_leave(c, newcomer, now_s, params)),
-        key=lambda c: (c.busy, candidate_score(c, now_s, params), c.last_used_s, c.model_id),
-    )
-    return first_that_do(ranked, short)
+    staying = [c for c in candidates if not c.draining and c.model_id != newcomer.model_id]
+    scores = {c.model_id: candidate_score(c, now_s, params) for c in staying}
+    wanted = newcomer_score(newcomer, now_s, params)
+    kept: dict[str, KeptFor] = {}
+    free: list[Candidate] = []
+    for candidate in staying:
+        rule = why_kept(candidate, scores[candidate.model_id], newcomer, wanted, now_s, params)
+        if rule is None:
+            free.append(candidate)
+        else:
+            kept[candidate.model_id] = rule
+    free.sort(key=lambda c: (c.busy, scores[c.model_id], c.last_used_s, c.model_id))
+    floors = Floors(newcomer, candidates)
+    allowed = []
+    for candidate in free:
+        if floors.may_leave(candidate):
+            allowed.append(candidate)
+        else:
+            kept[candidate.model_id] = "floor"
+    found = first_that_do(allowed, short)
+    return Victims(found.evict, found.drain, kept, scores)
 
 
 def first_that_do(ranked: Sequence[Candidate], short: int) -> Victims:
@@ -215,25 +175,3 @@ def choose_kv_victim(
         key=lambda c: (c.busy, candidate_score(c, now_s, params), c.last_used_s, c.model_id),
     )
     return ranked[0].model_id if ranked else None
-
-
-def candidate_score(candidate: Candidate, now_s: float, params: EvictionParams) -> float:
-    """Worth of keeping a resident model, a byte."""
-    rate = candidate.demand.rate(now_s, params.half_life_s)
-    return keep_score(rate, candidate.reload_s, candidate.weight, candidate.num_bytes)
-
-
-def _may_leave(
-    candidate: Candidate, newcomer: Newcomer, now_s: float, params: EvictionParams
-) -> bool:
-    if candidate.pinned or candidate.draining or candidate.model_id == newcomer.model_id:
-        return False
-    resident_s = now_s - candidate.resident_since_s
-    if not candidate.used and (candidate.busy or resident_s < params.first_use_grace_s):
-        return False
-    if now_s - newcomer.queued_at_s >= params.starvation_s:
-        return True
-    if resident_s < params.min_residence_loads * candidate.reload_s:
-        return False
-    score = candidate_score(candidate, now_s, params)
-    return score == 0.0 or newcomer_score(newcomer, now_s, params) > params.margin * score

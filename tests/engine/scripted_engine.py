@@ -14,12 +14,15 @@ from engine.protocol import (
     Lease,
     ModelSpec,
     ModelStatus,
+    RequestService,
     ResidencyState,
     Submit,
+    SwapChoice,
     SwapRecord,
     TokenDelta,
     Usage,
 )
+from engine.residency_state import PLAIN_WISH, Wish
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class ScriptedStatus:
     leases: list[Lease]
     counters: dict[str, float]
     cold_bytes_per_s: float = 0.0
+    service: Sequence[RequestService] = ()
 
 
 @dataclass(slots=True)
@@ -67,6 +71,8 @@ class ScriptedEngine:
     taken: list[str] = field(default_factory=list)
     loading: dict[str, int] = field(default_factory=dict)
     swaps: list[SwapRecord] = field(default_factory=list)
+    choices: list[SwapChoice] = field(default_factory=list)
+    wishes: list[tuple[str, Wish]] = field(default_factory=list)
     num_steps: int = 0
     num_status: int = 0
     num_integrity: int = 0
@@ -91,9 +97,12 @@ class ScriptedEngine:
         if running is not None:
             running.aborted = True
 
-    def load(self, model_id: str, now_s: float) -> None:
+    def load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
         if model_id not in self.states:
             raise RequestRefused("unknown_model", f"no model {model_id}")
+        self.wishes.append((model_id, wish))
+        if wish.to_host_tier:
+            return
         if self.states[model_id] != "resident" and model_id not in self.loading:
             self.states[model_id] = "loading"
             self.loading[model_id] = self.load_steps
@@ -150,9 +159,10 @@ class ScriptedEngine:
             counters={"steps": float(self.num_steps)},
         )
 
-    def take_swaps(self) -> list[SwapRecord]:
+    def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
         swaps, self.swaps = self.swaps, []
-        return swaps
+        choices, self.choices = self.choices, []
+        return swaps, choices
 
     def check_integrity(self) -> None:
         self.num_integrity += 1

@@ -293,7 +293,7 @@ class StampRig:
             if told.finish is not None:
                 self._check_end(name, told, told.finish)
         self._check_deadlines()
-        for swap in self.engine.take_swaps():
+        for swap in self.engine.take_swaps()[0]:
             self.events[f"swaps: {swap.kind}"] += 1
 
     def states(self) -> dict[str, str]:

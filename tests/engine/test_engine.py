@@ -6,6 +6,7 @@ step later, and steps in a thread of their own while the next one is prepared.
 """
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ Models = dict[str, TinyModel]
 Mode = tuple[int, Execution]
 # (steps ahead, execution of the backend)
 MODES: tuple[Mode, ...] = ((0, "inline"), (1, "inline"), (1, "thread"))
+# Each mode, and each lag of the fences, with some of the other.
+LAGS: tuple[tuple[int, Mode], ...] = ((0, MODES[0]), (2, MODES[1]), (0, MODES[2]), (3, MODES[2]))
+with_lags = pytest.mark.parametrize(("fence_lag", "mode"), LAGS, ids=str)
 in_each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode[0]}-{mode[1]}")
 
 
@@ -71,6 +75,8 @@ class Driver:
             if delta.finish is not None:
                 self.finishes[delta.request_id] = delta.finish
         self.engine.check_integrity()
+        if not self.engine.has_work():
+            time.sleep(0.0002)  # the loaders want the core
 
     def run(self, until: Callable[[], bool], steps: int = 20_000) -> None:
         for _ in range(steps):
@@ -153,8 +159,7 @@ def random_prompt(rng: random.Random, longest: int = 40) -> list[int]:
     return [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))]
 
 
-@in_each_mode
-@pytest.mark.parametrize("fence_lag", [0, 2])
+@with_lags
 def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
     tiny_models: Models, fence_lag: int, mode: Mode
 ) -> None:
@@ -165,7 +170,7 @@ def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
     names = list(tiny_models)
     prompts: dict[str, tuple[str, list[int], int]] = {}
     todo = []
-    for i in range(60):
+    for i in range(36):
         item = (str(i), rng.choice(names), random_prompt(rng), rng.randint(1, 30))
         prompts[item[0]] = (item[1], item[2], item[3])
         todo.append(item)
@@ -178,7 +183,7 @@ def test_greedy_tokens_are_those_of_generate_through_swaps_and_preemptions(
             else:
                 driver.engine.load(item[1], driver.now_s)
         driver.step()
-        swaps += len(driver.engine.take_swaps())
+        swaps += len(driver.engine.take_swaps()[0])
     for name, (model, prompt, new) in prompts.items():
         assert driver.tokens[name] == generated(tiny_models[model], prompt, new), name
         assert driver.finishes[name].reason == "length"
@@ -197,10 +202,16 @@ def test_preemption_under_memory_pressure_changes_no_token(tiny_models: Models, 
     prompts = {str(i): random_prompt(rng, 20) for i in range(8)}
     for name, prompt in prompts.items():
         driver.submit(name, "llama", prompt, 60)
-    driver.run(lambda: len(driver.finishes) == 8)
+    driver.run(lambda: len(driver.finishes) == 8 and not driver.engine.has_work())
     assert driver.counter("preemptions") > 0
     for name, prompt in prompts.items():
         assert driver.tokens[name] == generated(model, prompt, 60)
+    # What is computed twice is the system's, and memory counts where it is the larger share.
+    charged = sum(finish.usage.device_s for finish in driver.finishes.values())
+    again, nobodys = driver.counter("recompute_seconds"), driver.counter("unbilled_seconds")
+    assert again > 0
+    assert charged + again + nobodys == pytest.approx(driver.counter("busy_seconds"), rel=1e-9)
+    assert all(f.usage.service_s >= f.usage.device_s for f in driver.finishes.values())
     driver.empty()
 
 
@@ -317,7 +328,8 @@ def test_charges_of_all_requests_add_up_to_the_busy_time(tiny_models: Models, mo
         stop = [tiny_models["llama"].generate([2 + i] * (3 * i + 1), 10)[5]] if i % 2 else []
         driver.submit(str(i), "llama", [2 + i] * (3 * i + 1), 10, stop=stop)
     driver.run(lambda: len(driver.finishes) == 5 and not driver.engine.has_work())
-    charged = sum(finish.usage.service_s for finish in driver.finishes.values())
+    charged = sum(finish.usage.device_s for finish in driver.finishes.values())
+    assert driver.counter("recompute_seconds") == 0
     busy, nobodys = driver.counter("busy_seconds"), driver.counter("unbilled_seconds")
     assert charged + nobodys == pytest.approx(busy, rel=1e-9)
     assert nobodys == 0 if mode[0] == 0 else nobodys < busy / 2

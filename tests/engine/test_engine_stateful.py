@@ -26,7 +26,7 @@ from tests.engine.engine_hooks import compact, move_kv, move_weights
 from tests.engine.stamp_life import FAULTS, TENANTS, Life
 
 WALK_STEPS = 150
-FEW_WALKS = 16
+FEW_WALKS = 10
 LONG_WALK_STEPS = 500
 SOAK_STEPS = 100_000
 # What must have happened in a soak, and how often at least.
@@ -81,7 +81,7 @@ def test_random_walks(tmp_path: Path) -> None:
 
 
 def test_random_walks_with_steps_in_a_thread(tmp_path: Path) -> None:
-    for seed in range(3):
+    for seed in range(2):
         Life(tmp_path / str(seed), 900 + seed, "thread").walk(WALK_STEPS)
 
 

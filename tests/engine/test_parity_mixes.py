@@ -43,9 +43,9 @@ TIE = 1e-6
 PAGE = 8192  # holds a block of 16 positions of every family
 NEW_TOKENS = 40
 LONGEST_PROMPT = 72
-FEW_MIXES = 12
+FEW_MIXES = 8
 MANY_MIXES = 2000
-PROMPTS_PER_FAMILY = {FEW_MIXES: 8, MANY_MIXES: 60}
+PROMPTS_PER_FAMILY = {FEW_MIXES: 5, MANY_MIXES: 60}
 
 
 @dataclass(slots=True)
@@ -237,7 +237,7 @@ class Mix:
                 assert one.ended == "length", (self.seed, delta)
                 self.events["hit tokens"] += delta.finish.usage.cached_tokens
         self.engine.check_integrity()
-        self.events["swaps"] += len(self.engine.take_swaps())
+        self.events["swaps"] += len(self.engine.take_swaps()[0])
         if not self.engine.has_work():
             time.sleep(0.0002)  # the loaders want the core
 

@@ -26,6 +26,7 @@ from engine.protocol import (
     TokenLogprobs,
     ToWorker,
     Usage,
+    WarmModel,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -52,6 +53,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of([values(argument) for argument in arguments])
     if origin is list:
         return st.lists(values(arguments[0]), max_size=4)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
     if origin is tuple:
         return st.tuples(*map(values, arguments))
     if origin is dict:
@@ -143,7 +146,9 @@ def test_the_bytes_on_the_wire() -> None:
     assert encode(Hello(1, "g")) == b"\x93\xa5Hello\x01\xa1g"
     assert encode(Abort("r", 2)) == b"\x93\xa5Abort\xa1r\x02"
     assert encode(AckUsage([("r", 2)])) == b"\x92\xa8AckUsage\x91\x92\xa1r\x02"
-    assert encode(LoadModel("m")) == b"\x92\xa9LoadModel\xa1m"
+    nothing = b"\xcb" + bytes(8)  # a float of 0
+    assert encode(LoadModel("m")) == b"\x96\xa9LoadModel\xa1m" + 2 * nothing + b"\xc2\xc2"
+    assert encode(WarmModel("m")) == b"\x92\xa9WarmModel\xa1m"
     submit = Submit("r", 1, "t", "m", [5], 3, SamplingParams(0.0, 1.0, 9), [2])
     zero, one = b"\xcb" + bytes(8), b"\xcb\x3f\xf0" + bytes(6)
     assert encode(submit) == (
@@ -160,8 +165,8 @@ def test_the_bytes_on_the_wire() -> None:
     logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (
-        b"\x93\xaaStepOutput\xa1e\x91\x97\xa1r\x01\x91\x04\x93\xa4stop\x94\x01\x00\x01"
-        + zero
+        b"\x93\xaaStepOutput\xa1e\x91\x97\xa1r\x01\x91\x04\x93\xa4stop\x95\x01\x00\x01"
+        + zero * 2
         + b"\xa0"
         + b"\x91\x92"
         + (b"\xcb\xbf\xe0" + bytes(6))

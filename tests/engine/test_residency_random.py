@@ -15,6 +15,7 @@ import torch
 
 from engine.pack import BLOB_NAME
 from engine.protocol import ModelSpec
+from engine.residency_state import Wish
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
 NUM_PAGES = 40
@@ -61,6 +62,7 @@ class Life:
                 str(self.packs[name]),
                 pinned=self.random.random() < 0.1,
                 weight=self.random.choice([0.5, 1.0, 2.0]),
+                floors=self.random.choice([(), (("t", 1 << 16),)]),
             )
             for name in names
         ]
@@ -77,8 +79,10 @@ class Life:
         choice = self.random.random()
         if not name or choice < 0.03:
             self.set_catalog()
-        elif choice < 0.35:
+        elif choice < 0.2:
             residency.request_load(name, now_s)
+        elif choice < 0.35:
+            residency.request_load(name, now_s, self.wish())
         elif choice < 0.42:
             residency.begin_drain(name, now_s, "asked for")
         elif choice < 0.55:
@@ -95,6 +99,17 @@ class Life:
                 self.rig.busy.add(name)
         elif choice < 0.9 and residency.state(name) == "resident":
             self.change_kv(name)
+
+    def wish(self) -> Wish:
+        """Of any kind."""
+        draw = self.random.random
+        return Wish(
+            waited_s=draw() * 3,
+            backlog_s=draw(),
+            prefetch=draw() < 0.5,
+            forced=draw() < 0.3,
+            to_host_tier=draw() < 0.2,
+        )
 
     def change_kv(self, name: str) -> None:
         """A request takes KV, ends, or becomes a cached prefix."""

@@ -159,7 +159,7 @@ def test_random_traffic_all_finishes_and_every_page_comes_back(seed: int, ahead:
     world = World(lag=seed % 3, ahead=ahead, share=rng.choice([1.0, 0.5]), caching=seed % 4 > 0)
     added = 0
     for _ in range(3000):
-        if added < 60 and rng.random() < 0.3:
+        if added < 40 and rng.random() < 0.3:
             added += 1
             world.add(
                 *(str(added), rng.choice("ab"), rng.randint(1, 60), rng.randint(1, 40)),
@@ -177,10 +177,10 @@ def test_random_traffic_all_finishes_and_every_page_comes_back(seed: int, ahead:
             world.settle()
             world.preempt_all(rng.choice("ab"))
         world.play()
-        if added == 60 and not world.scheduler.num_unfinished:
+        if added == 40 and not world.scheduler.num_unfinished:
             break
     world.end()
-    assert len(world.finished) == 60
+    assert len(world.finished) == 40
     assert all(r.num_generated <= r.submit.max_tokens for r in world.finished)
 
 
@@ -207,6 +207,32 @@ def test_minimum_run_then_the_model_with_less_service() -> None:
         planned[0].tag += 1.0
         order.append(planned[0].unit_id)
     assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
+
+
+def test_a_turn_is_cut_short_for_a_first_token_of_who_has_little_here() -> None:
+    world = World()
+    for number in range(3):
+        world.add(f"x{number}", "a", 4, 50, tenant="crowd")
+
+    world.play()
+    world.add("y", "b", 4, 50, tenant="lone")
+    order = []
+    for _ in range(6):
+        planned = world.play()
+        assert planned is not None
+        planned[0].tag += 1.0
+        order.append(planned[0].unit_id)
+    assert order == ["a"] + ["b"] * 3 + ["a"] * 2, "a stops when it has had more, not after three"
+
+
+def test_a_prompt_of_who_has_little_here_is_computed_before_those_of_a_crowd() -> None:
+    world = World(max_batch_tokens=24)
+    crowd = [world.add(f"x{n}", "a", 40, 5, tenant="crowd") for n in range(2)]
+    world.play()
+    lone = world.add("y", "a", 20, 5, tenant="lone")
+    world.play()
+    assert lone.num_generated == 1
+    assert [request.num_generated for request in crowd] == [0, 0]
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:

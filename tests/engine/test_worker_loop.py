@@ -12,11 +12,14 @@ from engine.protocol import (
     Refused,
     SetCatalog,
     StepOutput,
+    SwapChoice,
     UnloadModel,
+    WarmModel,
     Welcome,
     WorkerStatus,
     encode,
 )
+from engine.residency_state import Wish
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.engine.worker_rig import EPOCH, Gateway, Rig, rig, submit
 
@@ -162,6 +165,24 @@ def test_a_refused_load_leaves_the_worker_alive() -> None:
         gateway = r.connect("g")
         gateway.send(LoadModel("nope"))
         r.until(lambda: counter(gateway, "worker_controls_refused") == 1)
+
+
+def test_how_a_load_is_wanted_reaches_the_engine_and_choices_reach_everybody() -> None:
+    with rig(ScriptedEngine(states={"m": "resident", "n": "cold"})) as r:
+        one, two = r.connect("g1"), r.connect("g2")
+        one.send(LoadModel("n", 1.5, 0.5, prefetch=False, forced=True))
+        one.send(WarmModel("m"))
+        r.until(lambda: len(r.engine.wishes) == 2)
+        assert r.engine.wishes == [
+            ("n", Wish(1.5, 0.5, forced=True)),
+            ("m", Wish(to_host_tier=True)),
+        ]
+        choice = SwapChoice("n", "load", 3, 1.5, 0.25, [])
+        r.engine.choices.append(choice)
+        r.until(lambda: all(any(s.choices for s in g.all(WorkerStatus)) for g in (one, two)))
+        for gateway in (one, two):
+            told = [c for status in gateway.all(WorkerStatus) for c in status.choices]
+            assert told == [choice]
 
 
 def test_duplicate_submits_run_once() -> None:

@@ -2,10 +2,18 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.policy.batching import ModelWork, choose_model, lift, split_budget, split_time
+from engine.policy.batching import (
+    ModelWork,
+    arena_share,
+    choose_model,
+    lift,
+    split_budget,
+    split_time,
+)
 
 
 def test_smallest_tag_runs_next_but_not_before_the_minimum_run() -> None:
@@ -40,3 +48,24 @@ def test_charges_add_up_to_the_step(step_s: float, rows: list[tuple[int, int]]) 
     shares = split_time(step_s, rows)
     assert math.isclose(sum(shares), step_s, rel_tol=1e-9)
     assert all(share > 0 for share in shares)
+
+
+def test_a_turn_is_cut_short_for_a_first_token_of_who_has_had_no_more() -> None:
+    def chosen(urgent: bool, tag: float) -> str | None:
+        work = [ModelWork("runs", 5.0), ModelWork("waits", tag, urgent)]
+        return choose_model(work, "runs", 1, 4)
+
+    assert chosen(urgent=True, tag=5.0 - 1e-9) == "waits"
+    assert chosen(urgent=False, tag=1.0) == "runs"
+    assert chosen(urgent=True, tag=6.0) == "runs"
+
+
+def test_prompts_of_a_smaller_rank_come_first_and_decodes_before_all() -> None:
+    assert split_budget([40, 1, 30, 20], 60, [9, 9, 1, 1]) == [9, 1, 30, 20]
+    assert split_budget([40, 1, 30, 20], 60) == [40, 1, 19, 0]
+
+
+def test_memory_is_charged_by_positions_and_a_window_keeps_no_more_than_it() -> None:
+    assert arena_share([(0.5, float("inf"))], 40, 100) == pytest.approx(0.2)
+    assert arena_share([(0.5, float("inf")), (0.25, 16.0)], 40, 100) == pytest.approx(0.24)
+    assert arena_share([], 40, 100) == 0.0
