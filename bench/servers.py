@@ -68,16 +68,23 @@ class Polyhost:
         self._cli("tenants", "add", tenant)
         return self._cli("keys", "create", "--tenant", tenant, "--name", tenant).strip()
 
+    def pin(self, name: str, pinned: bool) -> None:
+        """Keep a model resident, or let it go again."""
+        self._cli("models", "pin" if pinned else "unpin", name)
+
     def usage(self) -> list[dict[str, Any]]:
         """Every posting, as `usage export` gives it."""
         lines = self._cli("usage", "export", "--format", "jsonl").splitlines()
         return [json.loads(line) for line in lines]
 
-    def serve(self, api_key: str, *arguments: str) -> Server:
-        """Start it on a free port and wait until it can answer requests."""
+    def serve(self, api_key: str, *arguments: str, module: Sequence[str] = ("gateway",)) -> Server:
+        """Start it on a free port and wait until it can answer requests.
+
+        `module` runs in the product's place, its own arguments behind it.
+        """
         port = free_port()
         argv = [
-            *(sys.executable, "-m", "gateway", "serve"),
+            *(sys.executable, "-m", *module, "serve"),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--data-dir", str(self._data_dir)),
             *arguments,

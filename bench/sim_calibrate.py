@@ -92,7 +92,7 @@ class Rig:
         """Bring the model in; from where, and the seconds. Raises TimeoutError, ServerFailed."""
         self._engine.load("model", time.monotonic())
         self._until("resident")
-        (swap,) = [swap for swap in self._engine.take_swaps() if swap.kind == "load"]
+        (swap,) = [swap for swap in self._engine.take_swaps()[0] if swap.kind == "load"]
         return swap.tier, swap.duration_s
 
     def unload(self) -> None:

@@ -19,7 +19,7 @@ from bench import client
 from bench.client import ChatRequest, RequestResult, Target
 from bench.processes import ServerFailed
 
-WORKER_MODULE = "engine.worker"
+WORKER_MODULES = ("engine.worker", "bench.policy_worker")
 _SWAP = re.compile(r"swap model=(\S+) kind=(load|evict) tier=(\w+) bytes=\d+ seconds=([\d.]+)")
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
@@ -58,7 +58,11 @@ def pin_server(pid: int) -> int:
 
     Raises ServerFailed where it has no worker.
     """
-    workers = [child for child in _children(pid) if WORKER_MODULE in _command(child)]
+    workers = [
+        child
+        for child in _children(pid)
+        if any(module in _command(child) for module in WORKER_MODULES)
+    ]
     if not workers:
         raise ServerFailed("the server has no worker process")
     _pin(pid, 1)

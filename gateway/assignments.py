@@ -8,7 +8,7 @@
 
 Messages are matched by (request_id, attempt) and the worker's epoch; what matches nothing is late
 and dropped, a late finish is acknowledged so that the worker forgets it. Service is charged when a
-ticket is granted (predicted) and put right when it leaves; what a lost worker did is not charged.
+ticket is granted (predicted), while it runs and when it leaves: see service_book.py.
 
 `on_left` is called for every ticket that leaves a worker, in its new state, waiting or ended.
 """
@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.protocol import Abort, Finish, Refused, Submit, TokenDelta, Usage
+from engine.protocol import Abort, Finish, Refused, RequestService, Submit, TokenDelta, Usage
 from gateway.capacity import WorkerCapacity
 from gateway.errors import (
     CONTEXT_LENGTH,
@@ -31,10 +31,11 @@ from gateway.errors import (
     unenforceable,
 )
 from gateway.fleet import Fleet
-from gateway.policy.fair_share import TenantOrder
+from gateway.policy.headroom import FRESH_S, Headroom, Wanted
 from gateway.policy.quarantine import Quarantine
-from gateway.policy.service_estimate import ServiceEstimator, units_of
+from gateway.policy.service_estimate import ServiceEstimator
 from gateway.running import StreamEnd
+from gateway.service_book import ServiceBook
 from gateway.tickets import IntegrityError, Ticket
 from gateway.unacked import UnackedFinishes
 
@@ -63,7 +64,8 @@ class Assignments:
     def __init__(
         self,
         fleet: Fleet,
-        share: TenantOrder,
+        book: ServiceBook,
+        headroom: Headroom,
         estimator: ServiceEstimator,
         quarantine: Quarantine,
         unacked: UnackedFinishes,
@@ -71,15 +73,16 @@ class Assignments:
         claim_orphan: Callable[[str, Finish], bool],
     ) -> None:
         self.counts = AssignmentCounts()
-        self.service_s: dict[str, float] = {}
         self._fleet = fleet
-        self._share = share
+        self._book = book
         self._estimator = estimator
         self._quarantine = quarantine
         self._unacked = unacked
         self._on_left = on_left
         self._claim_orphan = claim_orphan
         self._tickets: dict[tuple[str, int], Ticket] = {}
+        self._kv_bytes: dict[tuple[str, int], int] = {}
+        self._headroom = headroom
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -116,11 +119,23 @@ class Assignments:
             len(request.prompt_token_ids),
             request.max_tokens,
         )
-        prediction = ticket.prediction
-        self._share.expect(ticket.tenant_id, prediction.service_s, prediction.units)
+        self._book.grant(ticket)
+        room = worker.room(ticket, now_s)
+        kv_bytes = 0 if room is None else room.wanted_kv_bytes
         worker.grant(ticket)
+        self._kv_bytes[ticket.key] = kv_bytes
+        self._headroom.take(worker.worker_id, ticket.tenant_id, kv_bytes, now_s)
         self._tickets[ticket.key] = ticket
         return True
+
+    def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
+        """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
+        room = worker.room(ticket, now_s)
+        if room is None:
+            return True
+        fresh = first and now_s - ticket.arrival_s <= FRESH_S
+        wanted = Wanted(room.wanted_kv_bytes, room.free_requests, room.free_kv_bytes, fresh)
+        return self._headroom.may_take(worker.worker_id, ticket.tenant_id, wanted, now_s)
 
     def abort(self, ticket: Ticket) -> None:
         """Ask the worker to stop it; its finish follows."""
@@ -142,6 +157,13 @@ class Assignments:
             if delta.finish is not None:
                 self._finish(ticket, delta.finish, delta.vectors, now_s)
 
+    def progress(self, worker: WorkerCapacity, service: Sequence[RequestService]) -> None:
+        """What requests have had so far: it counts while they run."""
+        for so_far in service:
+            ticket = self._tickets.get((so_far.request_id, so_far.attempt))
+            if ticket is not None and ticket.epoch == worker.epoch:
+                self._book.progress(ticket, so_far)
+
     def refused(self, worker_id: str, refused: Refused, now_s: float) -> None:
         """A Submit was not taken; nothing ran."""
         ticket = self._tickets.get((refused.request_id, refused.attempt))
@@ -151,7 +173,8 @@ class Assignments:
         worker = self._fleet.get(worker_id, refused.epoch)
         if worker is not None:
             self._fleet.refuse(worker, ticket.key, ticket.model_name)
-        self._take_back(ticket, NOTHING_USED, now_s)
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
         if ticket.aborted:
             self._end(ticket, ABORTED_UNUSED)
         elif refused.retryable:
@@ -164,7 +187,8 @@ class Assignments:
         """A worker process is gone. Returns the (model, revision) pairs it was running."""
         mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
         for ticket in sorted(mine, key=lambda t: t.seq):
-            self._take_back(ticket, NOTHING_USED, now_s)
+            self._take_back(ticket, now_s)
+            self._book.fail(ticket)
             if ticket.state == "streaming":
                 self._end(ticket, WorkerLost(reason))
             elif ticket.aborted:
@@ -193,6 +217,10 @@ class Assignments:
             place = (ticket.worker_id, ticket.epoch)
             running[place] = running.get(place, 0) + 1
         counted = {(w.worker_id, w.epoch): w.num_running() for w in self._fleet}
+        held: dict[str, int] = {}
+        for ticket in self:
+            held[ticket.worker_id] = held.get(ticket.worker_id, 0) + 1
+        self._headroom.check_integrity(held)
         if running != {place: count for place, count in counted.items() if count}:
             raise IntegrityError(f"running {running}, workers count {counted}")
 
@@ -208,9 +236,12 @@ class Assignments:
 
     def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
         usage = finish.usage
-        self._take_back(ticket, usage, now_s)
+        self._take_back(ticket, now_s)
+        if finish.reason == "error":
+            self._book.fail(ticket, usage.device_s)
+        else:
+            self._book.end(ticket, usage)
         tenant_id, model = ticket.tenant_id, ticket.request.model
-        self.service_s[tenant_id] = self.service_s.get(tenant_id, 0.0) + usage.service_s
         if finish.reason in ("stop", "length"):
             self._quarantine.served(model.name, model.revision)
             uncached = usage.prompt_tokens - usage.cached_tokens
@@ -232,18 +263,17 @@ class Assignments:
         self.counts.late += 1
         if delta.finish is None or self._unacked.expects(delta.request_id, delta.attempt):
             return
+        self._book.late(delta.finish.usage)
         if self._claim_orphan(delta.request_id, delta.finish):
             self._unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
         else:
             self._unacked.ack_now(delta.request_id, delta.attempt, worker_id)
 
-    def _take_back(self, ticket: Ticket, used: Usage, now_s: float) -> None:
-        """It is on no worker any more; `used` is what it really had."""
+    def _take_back(self, ticket: Ticket, now_s: float) -> None:
+        """It is on no worker any more."""
         del self._tickets[ticket.key]
-        units = units_of(used.prompt_tokens - used.cached_tokens, used.generated_tokens)
-        told = ticket.prediction
-        self._share.expect(ticket.tenant_id, -told.service_s, -told.units)
-        self._share.charge(ticket.tenant_id, used.service_s, units)
+        kv_bytes = self._kv_bytes.pop(ticket.key)
+        self._headroom.give_back(ticket.worker_id, ticket.tenant_id, kv_bytes)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
             worker.release(ticket.model_name, now_s)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
-from gateway.policy.placement import ModelView, WorkerView
+from gateway.policy.fleet_view import ModelView, WorkerView
 from gateway.tickets import IntegrityError, Ticket
 
 
@@ -42,6 +42,25 @@ class _UnderWay(NamedTuple):
 
     num_requests: int
     kv_tokens: int
+
+
+class Room(NamedTuple):
+    """What a worker has for one ticket, and what the ticket takes of it.
+
+    fresh            the worker was heard of lately: an old status offers nothing
+    leased_*         left of the model's own lease; the others are of all models together
+    """
+
+    worker_id: str
+    fresh: bool
+    running: int
+    running_model: int
+    free_requests: int
+    leased_requests: int
+    leased_tokens: int
+    wanted_tokens: int
+    free_kv_bytes: int
+    wanted_kv_bytes: int
 
 
 _NOTHING = _UnderWay(0, 0)
@@ -121,6 +140,26 @@ class WorkerCapacity:
         # What an encoder's lease lacks is time; nobody's memory would help.
         self._kv_short |= not kv_fits and lease.kv_bytes_per_token > 0
         return kv_fits or lease.model_id not in self._num_running
+
+    def room(self, ticket: Ticket, now_s: float) -> "Room | None":
+        """The figures that `fits` goes by, for explanations; None without a lease."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None:
+            return None
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        wanted_tokens = _kv_tokens(ticket, lease)
+        return Room(
+            worker_id=self.worker_id,
+            fresh=self._fresh(now_s),
+            running=self._num_running_all,
+            running_model=self._num_running.get(lease.model_id, 0),
+            free_requests=self._free_requests(),
+            leased_requests=lease.num_requests - under_way.num_requests,
+            leased_tokens=lease.kv_tokens - under_way.kv_tokens,
+            wanted_tokens=wanted_tokens,
+            free_kv_bytes=self.free_kv_bytes(),
+            wanted_kv_bytes=wanted_tokens * lease.kv_bytes_per_token,
+        )
 
     def grant(self, ticket: Ticket) -> None:
         """Book a Submit that is being sent."""
@@ -214,6 +253,8 @@ class WorkerCapacity:
                     or model.model_id in pinned
                 ),
                 idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
+                pinned=model.model_id in pinned,
+                held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,
             )
             for model in status.models
         }

@@ -4,6 +4,7 @@
     models add|list|show|rm|pin|unpin|load|unload
     tenants add|list|set     keys create|list|revoke|rotate     limits set|show
     prices set|show          usage export                       db upgrade
+    why [MODEL|REQUEST_ID]   decisions        what the running server waits for, and did (cli_why)
     simulate TRACE                            a workload in modelled time (cli_simulate)
 
 Each group is a module with `configure(parser)`, imported only when it is the one asked for:
@@ -44,6 +45,8 @@ GROUPS = {
     "prices": ("gateway.cli_prices", "prices of a model"),
     "usage": ("gateway.cli_usage", "what was used and what it costs"),
     "db": ("gateway.cli_db", "the database's schema"),
+    "why": ("gateway.cli_why", "why requests wait in the running server"),
+    "decisions": ("gateway.cli_why", "what the running server decided, and why"),
     "simulate": ("gateway.cli_simulate", "run a workload in modelled time"),
 }
 

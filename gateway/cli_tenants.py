@@ -13,6 +13,7 @@ from gateway.cli_common import (
     print_json,
     print_table,
 )
+from registry.tenants import PRIORITIES
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +26,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     change = add_command(commands, "set", "change a tenant", _set, with_json=True)
     change.add_argument("name", help="name or id")
     change.add_argument("--weight", type=float)
+    change.add_argument("--priority", choices=PRIORITIES)
+    change.add_argument(
+        "--reserved-share",
+        type=float,
+        metavar="SHARE",
+        help="of each worker's places and KV memory, kept free for its requests (0 to 0.5)",
+    )
     access = change.add_mutually_exclusive_group()
     access.add_argument(
         "--disable",
@@ -54,12 +62,14 @@ def _list(options: argparse.Namespace) -> int:
         print_json([asdict(tenant) for tenant in found])
     else:
         print_table(
-            ("NAME", "ID", "WEIGHT", "STATE", "CREATED"),
+            ("NAME", "ID", "WEIGHT", "PRIORITY", "RESERVED", "STATE", "CREATED"),
             [
                 (
                     tenant.name,
                     tenant.id,
                     f"{tenant.weight:g}",
+                    tenant.priority,
+                    f"{tenant.reserved_share:g}",
                     "disabled" if tenant.disabled else "active",
                     instant(tenant.created_at),
                 )
@@ -71,10 +81,20 @@ def _list(options: argparse.Namespace) -> int:
 
 def _set(options: argparse.Namespace) -> int:
     with open_registry(options) as control:
-        tenant = service.update_tenant(control, options.name, options.weight, options.disabled)
+        tenant = service.update_tenant(
+            control,
+            options.name,
+            options.weight,
+            options.disabled,
+            options.priority,
+            options.reserved_share,
+        )
     if options.json:
         print_json(asdict(tenant))
     else:
         state = "disabled" if tenant.disabled else "active"
-        print(f"{tenant.name}: weight {tenant.weight:g}, {state}")
+        print(
+            f"{tenant.name}: weight {tenant.weight:g}, {tenant.priority}, "
+            f"{tenant.reserved_share:g} reserved, {state}"
+        )
     return 0

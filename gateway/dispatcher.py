@@ -20,30 +20,35 @@ Everything runs on the event loop in plain calls. Time comes from the `clock` gi
 called every TICK_S for time-outs, expired leases and loads.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
+from gateway.admission import Admission
 from gateway.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
 from gateway.capacity import WorkerCapacity
-from gateway.config import Settings
-from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
+from gateway.decisions import DecisionLog, DecisionRecord, of_choice
+from gateway.errors import UNAVAILABLE, ApiError, model_failed
+from gateway.explain import Look, WaitReason, find
 from gateway.fleet import Fleet
-from gateway.matching import demands, grant_round
+from gateway.loads import Loads
+from gateway.matching import grant_round
 from gateway.policy.fair_share import FairShare, TenantOrder
-from gateway.policy.placement import Demand, Placement, Placer
+from gateway.policy.headroom import Headroom
+from gateway.policy.placement import Placement
+from gateway.policy.placer import Placer
 from gateway.policy.quarantine import Quarantine
-from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
+from gateway.policy.reasons import Figures, Kind, Reason
+from gateway.policy.service_estimate import ServiceEstimator
 from gateway.running import RequestStream, StreamEnd
+from gateway.service_book import ServiceBook
 from gateway.services import DispatcherSnapshot
+from gateway.settings import Settings
 from gateway.tickets import IntegrityError, Ticket, TicketQueue, misfit
-from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from gateway.unacked import UnackedFinishes
 from gateway.worker_connection import WorkerClient
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 
@@ -65,15 +70,24 @@ class Dispatcher:
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._fleet = Fleet(placement or Placement(settings.max_load_share))
+        self.decisions = DecisionLog()
+        self.headroom = Headroom()
+        placement = placement or Placement(settings.max_load_share, settings.gather_wait_s)
+        self._fleet = Fleet(placement, self.decisions)
         self._queue = TicketQueue()
         self._share = share or FairShare(settings.fair_share_max_lead_s)
+        self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
+        self._book = ServiceBook(self._share, self._queue)
         self._estimator = ServiceEstimator()
+        self._admission = Admission(
+            settings, self._queue, self._fleet, self._estimator, self.decisions
+        )
         self._quarantine = Quarantine()
         self._unacked = UnackedFinishes(self._fleet)
         self._running = Assignments(
             self._fleet,
-            self._share,
+            self._book,
+            self.headroom,
             self._estimator,
             self._quarantine,
             self._unacked,
@@ -84,8 +98,6 @@ class Dispatcher:
         self._live: dict[str, Ticket] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._stopping = False
-        self._next_seq = 0
-        self._num_rejections = 0
         self._num_timeouts = 0
         self._num_workers_lost = 0
 
@@ -112,14 +124,18 @@ class Dispatcher:
             raise error
         failure = self.model_failure(name)
         if failure is not None:
+            self._decide("refusal", "model failed", name, principal.tenant_id, detail=failure)
             raise model_failed(name, failure)
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not request.continues:  # what was admitted is not refused half way
-            self._check_bounds(principal.tenant_id)
-        ticket = self._new_ticket(request, principal)
+            self._admission.check_bounds(principal.tenant_id, name, self._clock())
+        ticket = self._admission.new_ticket(
+            request, principal, self._clock(), self._clock, self._abort
+        )
         self._live[request.request_id] = ticket
         self._queue.add(ticket)
+        self._loads.asked(ticket)
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         if self._queue.num_of_model(name) == 1:
             # Behind others it waits for the next status or tick, as they do.
@@ -138,6 +154,8 @@ class Dispatcher:
         self._models = {model.name: model for model in models}
         self._quarantine.keep((model.name, model.revision) for model in models)
         self._estimator.keep_models(frozenset(self._models))
+        self._book.set_models(models)
+        self._loads.keep_models(models)
         self._fleet.set_catalog(models)
         for ticket in list(self._queue):
             error = ticket.misfit(self._models.get(ticket.model_name))
@@ -147,12 +165,13 @@ class Dispatcher:
 
     def load_model(self, name: str) -> None:
         """An operator wants it resident; a quarantine is lifted."""
-        self._quarantine.clear(name)
+        if self._quarantine.clear(name):
+            self._decide("quarantine", "lifted", name)
         self._fleet.load(self._clock(), name)
 
     def unload_model(self, name: str) -> None:
         """An operator wants its pages back. Waiting requests or a pin load it again."""
-        self._fleet.unload(name)
+        self._fleet.unload(self._clock(), name)
 
     def model_failure(self, model_name: str) -> str | None:
         """Why a hosted model cannot be served now; None if it can."""
@@ -185,10 +204,10 @@ class Dispatcher:
         for ticket in self._queue.overdue(now_s):
             self._num_timeouts += 1
             waited_s = now_s - ticket.arrival_s
-            message = f"no worker could take the request within {waited_s:.0f} s: try again later"
-            self._end_waiting(
-                ticket, ApiError(UNAVAILABLE, message, retry_after_s=self._wait_estimate_s())
-            )
+            figures = Figures(waited_s=waited_s, bound_s=ticket.deadline_s - ticket.arrival_s)
+            self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
+            eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
+            self._end_waiting(ticket, self._admission.timed_out(waited_s, eta_s))
         self._pump()
 
     def snapshot(self) -> DispatcherSnapshot:
@@ -200,15 +219,33 @@ class Dispatcher:
             waiting_by_model=self._queue.by_model(),
             running_by_model=dict(running),
             waiting_by_tenant=self._queue.by_tenant(),
-            service_s_by_tenant=dict(self._running.service_s),
-            num_queue_rejections=self._num_rejections,
+            service_s_by_tenant=dict(self._book.service_s),
+            num_queue_rejections=self._admission.num_rejections,
             num_queue_timeouts=self._num_timeouts,
             num_retries=self._running.counts.retries,
             num_clients_too_slow=self._running.counts.too_slow,
             num_workers_lost=self._num_workers_lost,
             num_late_messages=self._running.counts.late,
             quarantined=self._quarantine.reasons(self._clock()),
+            num_load_refusals=self._loads.num_refusals,
+            decisions={f"{k}/{r}": n for (k, r), n in self.decisions.counts().items()},
+            load_eta_s=self._loads.etas(self._clock()),
+            accounts=self._book.accounts(),
         )
+
+    def model_outlook(self, model_name: str) -> ModelOutlook:
+        """Where a hosted model is, and how soon it could answer."""
+        return self._loads.outlook(model_name, self._clock())
+
+    def look(self) -> Look:
+        """Why whatever waits does so, as of now. For operators: costs a walk over the queue."""
+        parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
+        return Look(*parts, self._running.may_take, self._clock())
+
+    def explain(self, request_id: str) -> list[WaitReason]:
+        """Of a request and its choices; none where it is not here any more."""
+        look = self.look()
+        return [look.reason(ticket) for ticket in find(self._live.values(), request_id)]
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
@@ -245,6 +282,11 @@ class Dispatcher:
             return
         now_s = self._clock()
         changes = self._fleet.update(worker, status, now_s)
+        self._running.progress(worker, status.service)
+        if changes.states:
+            self._book.status(worker_id, status, now_s)
+        for choice in status.choices:
+            self.decisions.add(of_choice(worker_id, choice, now_s))
         for swap in status.swaps:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
@@ -266,56 +308,27 @@ class Dispatcher:
         """A worker process is gone, with all it was running."""
         self._num_workers_lost += 1
         self._fleet.lose(worker_id)
+        self._book.loads.lose_worker(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
         for name in self._quarantine.worker_died(blamed, reason, self._clock()):
-            logger.error("model quarantined model=%s", name)
+            self._decide("quarantine", "workers died", name, detail=reason)
         self._fail_hopeless()
         self._pump()
 
     # The queue.
 
-    def _new_ticket(self, request: PreparedRequest, principal: Principal) -> Ticket:
-        now_s = self._clock()
-        self._next_seq += 1
-        stream = RequestStream(
-            self._settings.max_stream_buffer_tokens,
-            on_abort=lambda: self._abort(ticket),
-            queue_s=lambda: self._queue_s(ticket),
+    def _decide(
+        self,
+        kind: Kind,
+        reason: Reason,
+        model: str,
+        tenant_id: str = "",
+        figures: Figures | None = None,
+        detail: str = "",
+    ) -> None:
+        self.decisions.add(
+            DecisionRecord(self._clock(), kind, reason, model, "", figures, tenant_id, detail)
         )
-        ticket = Ticket(
-            request=request,
-            tenant_id=principal.tenant_id,
-            weight=principal.weight,
-            seq=self._next_seq,
-            arrival_s=now_s,
-            deadline_s=now_s + self._settings.queue_timeout_s,
-            ends_by_s=now_s + self._settings.request_timeout_s,
-            prediction=self._estimator.predict(
-                principal.tenant_id,
-                request.model.name,
-                len(request.prompt_token_ids),
-                request.max_tokens,
-            ),
-            stream=stream,
-        )
-        return ticket
-
-    def _check_bounds(self, tenant_id: str) -> None:
-        mine, all_ = self._queue.num_of_tenant(tenant_id), len(self._queue)
-        settings = self._settings
-        if mine < settings.max_queue_per_tenant and all_ < settings.max_queue_total:
-            return
-        self._num_rejections += 1
-        whose = "your tenant" if mine >= settings.max_queue_per_tenant else "this server"
-        raise ApiError(
-            QUEUE_FULL,
-            f"the queue of {whose} is full ({mine} of yours wait, {all_} in all): try later",
-            retry_after_s=self._wait_estimate_s(),
-        )
-
-    def _wait_estimate_s(self) -> float:
-        longest_s = self._settings.queue_timeout_s
-        return estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s)
 
     def _pump(self) -> None:
         """Grant what can be granted, then see to the models that nobody offers."""
@@ -330,22 +343,17 @@ class Dispatcher:
         with_room = [worker for worker in workers if worker.has_room(now_s)]
         if with_room:
             offering = self._fleet.offering
-            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant)
-            self._fleet.relieve(now_s, with_room, self._queue.model_names)
+            may = self._running.may_take
+            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant, may)
+            self._loads.relieve(now_s, with_room)
 
     def _place(self, now_s: float) -> None:
         """Loads for models that wait and that not every worker offers.
 
         Called when a status brings news of models, and every tick for what time alone changes.
         """
-        waiting = self._queue.model_names
-        wanting = self._fleet.wanting(waiting, now_s)
-        wanted: list[Demand] = []
-        if wanting:
-            wanted = demands(
-                self._queue, self._share, wanting, lambda name: self._models[name].pinned
-            )
-        self._fleet.place(now_s, wanted, waiting)
+        for ticket, error in self._loads.place(now_s):
+            self._end_waiting(ticket, error)
 
     def _grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
         # Out of the queue first: a tenant that leaves it sets the floor at what it had before.
@@ -388,7 +396,3 @@ class Dispatcher:
             if failure is not None:
                 for ticket in [t for t in self._queue if t.model_name == name]:
                     self._end_waiting(ticket, model_failed(name, failure))
-
-    def _queue_s(self, ticket: Ticket) -> float:
-        until_s = self._clock() if ticket.granted_s is None else ticket.granted_s
-        return until_s - ticket.arrival_s

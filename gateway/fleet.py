@@ -8,13 +8,27 @@ are kept by model, as statuses change them.
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from engine.protocol import LoadModel, ModelSpec, SetCatalog, ToWorker, UnloadModel, WorkerStatus
+from engine.protocol import (
+    LoadModel,
+    ModelSpec,
+    SetCatalog,
+    ToWorker,
+    UnloadModel,
+    WarmModel,
+    WorkerStatus,
+)
 from gateway.capacity import Changes, WorkerCapacity
-from gateway.policy.placement import Decision, Demand, Placer, WorkerView, relieve, unplaceable
+from gateway.decisions import DecisionLog, DecisionRecord
+from gateway.policy.fleet_view import AskRate, Decision, Demand, Outlook, WorkerView, load_seconds
+from gateway.policy.placement import relieve, unplaceable
+from gateway.policy.placer import Placer
+from gateway.policy.popularity import Prefetch
+from gateway.policy.reasons import Figures, Kind
 from gateway.tickets import IntegrityError
 from gateway.types import HostedModel
 from gateway.worker_connection import WorkerClient, WorkerListener, WorkerUnavailable
@@ -23,14 +37,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NEAREST = ("resident", "loading", "draining", "warm", "failed")
+"""States of a model, from the nearest to serving; cold is what is left."""
+
 
 class Fleet:
     """All workers, connected or not. Used on the event loop only."""
 
-    def __init__(self, placement: Placer) -> None:
+    def __init__(self, placement: Placer, decisions: DecisionLog) -> None:
         self._clients: dict[str, WorkerClient] = {}
         self._connected: dict[str, WorkerCapacity] = {}
         self._placement = placement
+        self._decisions = decisions
         self._models: dict[str, HostedModel] = {}
         self._specs: list[ModelSpec] = []
         self._pinned: frozenset[str] = frozenset()
@@ -89,6 +107,9 @@ class Fleet:
             self._note_offers(worker, offered)
         if changes.states:
             self._note_failures(worker, failed)
+        for swap in status.swaps:
+            if swap.kind == "load":
+                self._placement.loaded(worker.worker_id, swap.model_id, swap.duration_s, now_s)
         return changes
 
     def refuse(self, worker: WorkerCapacity, key: tuple[str, int], model_id: str) -> None:
@@ -124,6 +145,10 @@ class Fleet:
         worker = self._connected.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
+    def claimed_on(self, model_name: str) -> str | None:
+        """The worker that has been told to load the model and has not done so yet."""
+        return self._placement.claimed_on(model_name)
+
     def statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
         return [worker.status for worker in self if worker.status is not None]
@@ -145,10 +170,13 @@ class Fleet:
             and len(self.offering(name, now_s)) < len(self._connected)
         )
 
-    def place(self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str]) -> None:
+    def place(
+        self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str], asks_s: AskRate
+    ) -> bool:
         """Start the loads that policy wants; `demands` as they should be served.
 
-        Models somebody is `waiting` for are not idle anywhere.
+        Models somebody is `waiting` for are not idle anywhere. Returns whether any load is wanted
+        or under way.
         """
         self._placement.drop_claims(now_s, self._state_of)
         demanded = {demand.model_id for demand in demands}
@@ -157,38 +185,94 @@ class Fleet:
             for m in sorted(self._pinned - demanded)
             if m not in self._offering
         ]
-        if demands or pins:
+        if demands or pins or self._placement.outlooks:
             wanted = self._with_packs(waiting)
             sized = [
                 replace(d, weight_bytes=self._models[d.model_id].weight_bytes) for d in demands
             ]
-            for decision in self._placement.decide(now_s, [*sized, *pins], self._views(), wanted):
-                self._load(decision)
+            all_ = [*sized, *pins]
+            for decision in self._placement.decide(now_s, all_, self.views(), wanted, asks_s):
+                self._load(decision, now_s)
+            for demand in sized:
+                outlook = self._placement.outlooks.get(demand.model_id)
+                if outlook is not None:
+                    self._decisions.add(_held(now_s, demand, outlook))
+        return bool(demands or pins or self._placement.is_busy)
+
+    def fetch(self, now_s: float, prefetch: Prefetch) -> None:
+        """Bring a model nearer ahead of need."""
+        on_device = prefetch.tier == "device"
+        figures = Figures(demand=prefetch.asks_s, load_s=prefetch.load_s)
+        record = DecisionRecord(
+            now_s,
+            "load" if on_device else "warm",
+            "prefetch",
+            prefetch.model_id,
+            prefetch.worker_id,
+            figures,
+        )
+        self._decisions.add(record)
+        message: ToWorker = WarmModel(prefetch.model_id)
+        if on_device:
+            message = LoadModel(prefetch.model_id, prefetch=True)
+        self.send(prefetch.worker_id, message)
+
+    def demand_of(self, model_names: Iterable[str]) -> list[Demand]:
+        """Hosted ones of these, with their sizes; nobody waits."""
+        hosted = (self._models.get(name) for name in model_names)
+        return [Demand(m.name, 0, 0.0, m.pinned, m.weight_bytes) for m in hosted if m is not None]
+
+    def is_pinned(self, model_name: str) -> bool:
+        """Whether it is to stay on the device."""
+        return model_name in self._pinned
+
+    def outlook(self, model_name: str, now_s: float) -> Outlook:
+        """When the model is there for a request that comes now; `reason` where a load waits."""
+        views = [view for view in self.views() if model_name in self._models]
+        if any(view.state(model_name) == "resident" for view in views):
+            return Outlook(model_name, now_s)
+        known = self._placement.claimed(model_name, now_s)
+        known = known or self._placement.outlooks.get(model_name)
+        if known is not None:
+            return known
+        (demand,) = self.demand_of([model_name]) or [Demand(model_name, 0, 0.0, False)]
+        models = [view.model(demand) for view in views if view.may_load(demand)]
+        load_s = min((load_seconds(model) for model in models), default=math.inf)
+        return Outlook(model_name, now_s + load_s)
+
+    def residency(self, model_name: str) -> str:
+        """Where its weights are, on the worker that has it nearest."""
+        found = {worker.state(model_name) for worker in self}
+        return next((state for state in _NEAREST if state in found), "cold")
 
     def relieve(
-        self, now_s: float, workers: Iterable[WorkerCapacity], waiting: Iterable[str]
+        self,
+        now_s: float,
+        workers: Iterable[WorkerCapacity],
+        waiting: Iterable[str],
+        asks_s: AskRate,
     ) -> None:
         """Where KV memory is short, idle models make room."""
         short = [worker for worker in workers if worker.is_kv_short]
         if short:
             views = [view for worker in short if (view := self._view(worker)) is not None]
-            for decision in relieve(views, now_s, self._with_packs(waiting)):
-                self._unload(decision)
+            for decision in relieve(views, now_s, self._with_packs(waiting), asks_s):
+                self._unload(decision, now_s)
 
     def load(self, now_s: float, model_name: str) -> None:
         """An operator's wish; nothing happens where it is resident or cannot be."""
         if model_name not in self._models:
             return
         demand = Demand(model_name, 0, 0.0, False, self._models[model_name].weight_bytes)
-        decision = self._placement.claim(now_s, demand, self._views())
+        decision = self._placement.claim(now_s, demand, self.views())
         if decision is not None:
-            self._load(decision)
+            self._load(decision, now_s)
 
-    def unload(self, model_name: str) -> None:
+    def unload(self, now_s: float, model_name: str) -> None:
         """An operator's wish, for every worker that has it."""
         for worker in self:
             if worker.state(model_name) in ("resident", "loading"):
-                self._unload(Decision(model_name, worker.worker_id, "the operator asked for it"))
+                self._unload(Decision(model_name, worker.worker_id, "operator"), now_s)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a worker's books, or what is kept by model, do not agree."""
@@ -237,7 +321,8 @@ class Fleet:
         worker = self._connected.get(worker_id)
         return None if worker is None else worker.state(model_id)
 
-    def _views(self) -> list[WorkerView]:
+    def views(self) -> list[WorkerView]:
+        """The workers that have told a status, as policies see them."""
         return [view for worker in self if (view := self._view(worker)) is not None]
 
     def _view(self, worker: WorkerCapacity) -> WorkerView | None:
@@ -260,17 +345,45 @@ class Fleet:
         packs = {self._pack_of[name] for name in names if name in self._pack_of}
         return frozenset([*names, *(name for pack in packs for name in self._packs[pack])])
 
-    def _load(self, decision: Decision) -> None:
-        logger.info("load model=%s worker=%s: %s", *_words(decision))
-        self.send(decision.worker_id, LoadModel(decision.model_id))
+    def _load(self, decision: Decision, now_s: float) -> None:
+        figures = Figures(
+            waited_s=decision.waited_s,
+            backlog_s=decision.backlog_s,
+            load_s=decision.load_s,
+            num_waiting=decision.num_waiting,
+        )
+        self._decisions.add(_record(now_s, "load", decision, figures))
+        message = LoadModel(
+            decision.model_id,
+            waited_s=decision.waited_s,
+            backlog_s=decision.backlog_s,
+            forced=decision.forced,
+        )
+        self.send(decision.worker_id, message)
 
-    def _unload(self, decision: Decision) -> None:
-        logger.info("unload model=%s worker=%s: %s", *_words(decision))
+    def _unload(self, decision: Decision, now_s: float) -> None:
+        self._decisions.add(_record(now_s, "unload", decision))
         self.send(decision.worker_id, UnloadModel(decision.model_id))
 
 
-def _words(decision: Decision) -> tuple[str, str, str]:
-    return decision.model_id, decision.worker_id, decision.reason
+def _record(
+    now_s: float, kind: Kind, decision: Decision, figures: Figures | None = None
+) -> DecisionRecord:
+    return DecisionRecord(
+        now_s, kind, decision.reason, decision.model_id, decision.worker_id, figures
+    )
+
+
+def _held(now_s: float, demand: Demand, outlook: Outlook) -> DecisionRecord:
+    assert outlook.reason is not None
+    figures = Figures(waited_s=max(0.0, now_s - demand.oldest_s), num_waiting=demand.num_waiting)
+    if outlook.at_s < math.inf:
+        figures |= Figures(
+            until_s=outlook.until_s, eta_s=outlook.at_s - now_s, load_s=outlook.load_s
+        )
+    return DecisionRecord(
+        now_s, "held", outlook.reason, demand.model_id, outlook.worker_id, figures
+    )
 
 
 def _drop(table: dict[str, dict[str, T]], model_id: str, worker_id: str) -> None:

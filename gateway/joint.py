@@ -29,4 +29,5 @@ def joint_usage(usages: Sequence[Usage]) -> Usage:
         cached_tokens=min(usage.cached_tokens for usage in usages),
         generated_tokens=sum(usage.generated_tokens for usage in usages),
         service_s=sum(usage.service_s for usage in usages),
+        device_s=sum(usage.device_s for usage in usages),
     )

@@ -16,7 +16,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.protocol import SwapRecord, WorkerStatus
-from gateway.services import DispatcherSnapshot, LedgerSnapshot, RequestDispatcher, UsageLedger
+from gateway.services import (
+    Accounts,
+    DispatcherSnapshot,
+    LedgerSnapshot,
+    RequestDispatcher,
+    UsageLedger,
+)
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -175,15 +181,37 @@ def _dispatcher_metrics(state: DispatcherSnapshot) -> Iterator[Metric]:
             GaugeMetricFamily, name, doc, labels, (([k], float(v)) for k, v in figures.items())
         )
     service = (([tenant], s) for tenant, s in state.service_s_by_tenant.items())
-    yield _by(CounterMetricFamily, "service_seconds", "Device time charged.", ["tenant"], service)
+    yield _by(CounterMetricFamily, "service_seconds", "Of ended requests.", ["tenant"], service)
+    yield from _account_metrics(state.accounts)
     quarantined = (([model], 1.0) for model in state.quarantined)
     yield _by(GaugeMetricFamily, "model_quarantined", "Not served.", ["model_name"], quarantined)
+    etas = (([model], eta_s) for model, eta_s in state.load_eta_s.items())
+    yield _by(
+        GaugeMetricFamily,
+        "model_load_eta_seconds",
+        "Until a model that is waited for is there.",
+        ["model_name"],
+        etas,
+    )
+    yield _total("load_refusals", "Refused: no load in time.", state.num_load_refusals)
+    made = ((key.split("/", 1), float(n)) for key, n in state.decisions.items() if "/" in key)
+    doc = "About models and queues, by what and why."
+    yield _by(CounterMetricFamily, "decisions", doc, ["kind", "reason"], made)
     yield _total("queue_rejections", "Refused by a full queue.", state.num_queue_rejections)
     yield _total("queue_timeouts", "Waited too long for a worker.", state.num_queue_timeouts)
     yield _total("request_retries", "Sent again after a worker died.", state.num_retries)
     yield _total("workers_lost", "Workers whose process or link ended.", state.num_workers_lost)
     yield _total("clients_too_slow", "Aborted: not read in time.", state.num_clients_too_slow)
     yield _total("late_messages", "Dropped, of an earlier attempt.", state.num_late_messages)
+
+
+def _account_metrics(accounts: Accounts) -> Iterator[Metric]:
+    device = (([tenant], s) for tenant, s in accounts.device_s.items())
+    yield _by(CounterMetricFamily, "device_seconds", "Time of steps.", ["tenant"], device)
+    loads = (([tenant], s) for tenant, s in accounts.load_s.items())
+    yield _by(GaugeMetricFamily, "load_charges_seconds", "Less paid back.", ["tenant"], loads)
+    system = ((["failed"], accounts.failed_s), (["loads"], accounts.system_load_s))
+    yield _by(CounterMetricFamily, "system_seconds", "Of no tenant.", ["account"], system)
 
 
 def _worker_metrics(workers: list[WorkerStatus]) -> Iterator[Metric]:

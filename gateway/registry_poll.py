@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.directory import Directory
 from gateway.service import hosted_models
 from gateway.types import HostedModel
-from registry import api_keys, catalog, residency_requests, version
+from registry import api_keys, catalog, residency_requests, tenants, version
 from registry.api_keys import KeyRecord
 from registry.residency_requests import ResidencyRequest
 from registry.session import reading, writing
@@ -32,17 +32,22 @@ PRICES_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One snapshot of the registry. `weights`: bytes of each ready model's weights."""
+    """One snapshot of the registry.
+
+    `weights`: bytes of each ready model's weights; `reserved`: what tenants have of each worker.
+    """
 
     version: int
     keys: Sequence[KeyRecord]
     models: Sequence[HostedModel]
     weights: dict[str, int]
     wishes: Sequence[ResidencyRequest]
+    reserved: dict[str, float]
 
 
 class RegistryPoll:
-    """Calls `on_models(models, weights)` when the catalog changed and `on_wish` for each wish."""
+    """Calls `on_models(models, weights)` when the catalog changed, `on_wish` for each wish, and
+    `on_reserved(shares by tenant id)` with every view."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class RegistryPoll:
         on_models: Callable[[Sequence[HostedModel], dict[str, int]], None],
         on_wish: Callable[[ResidencyRequest], None],
         wall_clock: Callable[[], float] = time.time,
+        on_reserved: Callable[[dict[str, float]], None] = lambda shares: None,
     ) -> None:
         self._engine = engine
         self._data_path = data_path
@@ -61,6 +67,7 @@ class RegistryPoll:
         self._on_models = on_models
         self._on_wish = on_wish
         self._wall_clock = wall_clock
+        self._on_reserved = on_reserved
         self._models: Sequence[HostedModel] | None = None
         self._read_at = 0.0
         self.num_errors = 0
@@ -88,6 +95,7 @@ class RegistryPoll:
         if view.models != self._models:
             self._models = view.models
             self._on_models(view.models, view.weights)
+        self._on_reserved(view.reserved)
         for wish in view.wishes:
             self._on_wish(wish)
 
@@ -101,10 +109,11 @@ class RegistryPoll:
                 return None
             keys = api_keys.active_keys(session)
             models = hosted_models(session, self._data_path, now_at)
+            reserved = tenants.reserved_shares(session)
             weights = {m.name: m.weight_bytes for m in catalog.ready_models(session)}
         self._read_at = now_at
         wishes: Sequence[ResidencyRequest] = ()
         if moved:
             with writing(self._engine, ACTOR) as session:
                 wishes = residency_requests.take(session, now_at=now_at)
-        return View(current, keys, models, weights, wishes)
+        return View(current, keys, models, weights, wishes, reserved)

@@ -105,12 +105,23 @@ def list_tenants(control: Control) -> list[TenantRecord]:
 
 
 def update_tenant(
-    control: Control, name: str, weight: float | None = None, disabled: bool | None = None
+    control: Control,
+    name: str,
+    weight: float | None = None,
+    disabled: bool | None = None,
+    priority: str | None = None,
+    reserved_share: float | None = None,
 ) -> TenantRecord:
     """Change what is given."""
     with control.writing() as session:
         return tenants.update_tenant(
-            session, name, weight=weight, disabled=disabled, now_at=control.clock()
+            session,
+            name,
+            weight=weight,
+            disabled=disabled,
+            priority=priority,
+            reserved_share=reserved_share,
+            now_at=control.clock(),
         )
 
 

@@ -7,7 +7,7 @@ registered with `metrics_registry`, which /metrics renders.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
@@ -15,8 +15,28 @@ from prometheus_client import CollectorRegistry
 from engine.protocol import SwapRecord, WorkerStatus
 from gateway.directory import Directory
 from gateway.settings import Settings
-from gateway.types import HostedModel, PreparedRequest, Principal, RunningRequest
+from gateway.types import (
+    HostedModel,
+    ModelOutlook,
+    PreparedRequest,
+    Principal,
+    RunningRequest,
+)
 from registry.ledger import OpenRecord, Posting
+
+
+@dataclass(frozen=True, slots=True)
+class Accounts:
+    """Who has had the devices' time since the start, of requests that have ended."""
+
+    device_s: Mapping[str, float] = field(default_factory=dict)
+    """By tenant: seconds of steps."""
+    load_s: Mapping[str, float] = field(default_factory=dict)
+    """By tenant: what loads have cost it, less what others have paid back."""
+    failed_s: float = 0.0
+    """The system's: steps for attempts that came to nothing or that nobody waited for."""
+    system_load_s: float = 0.0
+    """The system's: loads that no tenant's work waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ class DispatcherSnapshot:
     running_by_model: Mapping[str, int]
     waiting_by_tenant: Mapping[str, int]
     service_s_by_tenant: Mapping[str, float]
-    """Device seconds charged to each tenant since the start (never falls)."""
+    """Service of each tenant's ended requests since the start (never falls)."""
     num_queue_rejections: int
     num_queue_timeouts: int
     num_retries: int
@@ -41,6 +61,13 @@ class DispatcherSnapshot:
     """Deltas of earlier attempts or epochs that were dropped."""
     quarantined: Mapping[str, str]
     """Model name -> why it is not served."""
+    num_load_refusals: int = 0
+    """Requests refused early: their model could not be there in time."""
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """kind/reason -> how many (decisions.py)."""
+    load_eta_s: Mapping[str, float] = field(default_factory=dict)
+    """Models that somebody waits for and that are not there -> seconds until they are."""
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +104,9 @@ class RequestDispatcher(Protocol):
 
     def model_failure(self, model_name: str) -> str | None:
         """Why a hosted model cannot be served now (quarantine, failed load); None if it can."""
+
+    def model_outlook(self, model_name: str) -> ModelOutlook:
+        """Where a hosted model is, and how soon it could answer."""
 
     def add_swap_listener(self, listener: Callable[[str, SwapRecord], None]) -> None:
         """Call `listener(worker_id, record)` once for every finished load or eviction."""

@@ -151,8 +151,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_load_share: Annotated[
         float,
         msgspec.Meta(gt=0.0, le=1.0),
-        _doc("Share of time that loads which push out a busy model may take, per worker."),
+        _doc("Share of time that loads which push out a model in demand may take, per worker."),
     ] = 0.2
+    gather_wait_s: Annotated[
+        float,
+        _CountOrZero,
+        _doc(
+            "How long requests may gather for a model whose load would push out one in demand, "
+            "before the load begins; 0: they do not."
+        ),
+    ] = 2.0
 
     # Registration.
     hub_endpoint: Annotated[str, _doc("Model hub; empty: HF_ENDPOINT, or huggingface.co.")] = ""

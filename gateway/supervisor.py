@@ -33,11 +33,14 @@ from gateway.dispatcher import TICK_S, Dispatcher
 from gateway.http_protocol import bounded_http
 from gateway.ledger import Ledger
 from gateway.logs import set_up_logging
+from gateway.operator_socket import OperatorDesk, listening, operator_socket
 from gateway.policy.budget import device_budget_bytes, host_tier_bytes, reserve_bytes
+from gateway.policy.fair_share import FairShare
 from gateway.registry_poll import RegistryPoll
 from gateway.service import tidy
 from gateway.services import Services
 from gateway.settings import Settings
+from gateway.share_file import ShareFile
 from gateway.start_block import start_block
 from gateway.types import HostedModel
 from gateway.worker_client import ZmqWorkerClient
@@ -96,8 +99,12 @@ class Server:
     ) -> None:
         self._settings = settings
         self._directory = Directory()
+        share = FairShare(settings.fair_share_max_lead_s)
+        self._share_file = ShareFile(settings.data_path, share)
         self._dispatcher = Dispatcher(
-            settings, claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish)
+            settings,
+            claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish),
+            share=share,
         )
         self._ledger = Ledger(
             engine, settings, self._directory.find_model, self._dispatcher.ack_usage
@@ -109,6 +116,7 @@ class Server:
             settings.key_cache_poll_s,
             self._on_models,
             self._on_wish,
+            on_reserved=self._on_reserved,
         )
         self._weights: dict[str, int] = {}
         self._free_bytes = machine.free_memory_bytes()
@@ -140,11 +148,23 @@ class Server:
 
     async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
         """Serve on the socket until a signal, or until a part of the server fails for good."""
+        await self._share_file.load()
         await self._poll.load()
         await self._ledger.start()
         http = self._http_server()
-        background = (self._worker.run(), self._poll.run(), self._tick(listener, demo))
-        async with _running(*background) as parts:
+        background = (
+            self._worker.run(),
+            self._poll.run(),
+            self._share_file.run(),
+            self._tick(listener, demo),
+        )
+        desk = OperatorDesk(
+            self._dispatcher, lambda name: self._directory.find_model(name) is not None
+        )
+        async with (
+            listening(operator_socket(self._settings.data_path), desk),
+            _running(*background) as parts,
+        ):
             self._dispatcher.add_worker(self._client)
             serving = asyncio.create_task(http.serve(sockets=[listener]), name="http")
             with self._signals(http):
@@ -168,6 +188,7 @@ class Server:
         if not done:
             self._dispatcher.abort_all()
         await asyncio.wait([serving])
+        await self._share_file.write()
         await self._ledger.stop(LEDGER_FLUSH_TIMEOUT_S)
         self._dispatcher.close()  # The last acknowledgements linger a moment and get through.
         await self._worker.stop(WORKER_STOP_TIMEOUT_S)
@@ -216,6 +237,9 @@ class Server:
             # The demo's own budget is too small for other models: once more, with more.
             logger.info("the device budget grows: the worker is restarted")
             self._worker.restart()
+
+    def _on_reserved(self, shares: dict[str, float]) -> None:
+        self._dispatcher.headroom.reserved = shares
 
     def _on_worker_exit(self, reason: str) -> None:
         self._client.lose(f"its process ended: {reason}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gateway.errors import ApiError, model_gone, model_replaced
+from gateway.policy.fair_share import NOTHING, Used
 from gateway.policy.service_estimate import Prediction
 from gateway.running import RequestStream
 from gateway.types import HostedModel, PreparedRequest
@@ -69,6 +70,11 @@ class Ticket:
     aborted: bool = False
     num_tokens: int = 0
     """Tokens delivered so far (of this attempt)."""
+    told: Used = NOTHING
+    told_device_s: float = 0.0
+    """What its worker has told of this attempt, and has been charged."""
+    expected: Used = NOTHING
+    """What is left of its prediction."""
 
     @property
     def model_name(self) -> str:
@@ -183,6 +189,14 @@ class TicketQueue:
         """The tenant's oldest ticket of each model, oldest first."""
         models = self._tenants.get(tenant_id, {})
         return sorted((tickets[0] for tickets in models.values()), key=lambda t: t.seq)
+
+    def num_ahead(self, ticket: Ticket) -> int:
+        """Older tickets of its tenant for its model, of a ticket that waits."""
+        return self._tenants[ticket.tenant_id][ticket.model_name].index(ticket)
+
+    def num_like(self, ticket: Ticket) -> int:
+        """Tickets of its tenant for its model, of a ticket that waits."""
+        return len(self._tenants[ticket.tenant_id][ticket.model_name])
 
     def num_of_tenant(self, tenant_id: str) -> int:
         """Tickets of one tenant."""

@@ -68,6 +68,14 @@ class HostedModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelOutlook:
+    """Where a model is, and in how many seconds it could answer; None: nobody can say."""
+
+    residency: str
+    load_eta_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A validated request in token ids. Nothing has been reserved for it yet.
 

@@ -38,7 +38,7 @@ from registry.base import (
 )
 from registry.errors import AlreadyExists, InvalidValue, NotFound
 from registry.quotas import KeyLimits, Quota
-from registry.tenants import Tenant, check_display_name
+from registry.tenants import PRIORITY_FACTORS, Tenant, check_display_name
 
 KEY_PREFIX = "sk-ph-"
 INFERENCE = "inference"
@@ -283,7 +283,7 @@ def _record(key: ApiKey, tenant: Tenant, quota: Quota | None) -> KeyRecord:
         public_id=key.public_id,
         tenant_id=tenant.id,
         tenant_name=tenant.name,
-        tenant_weight=tenant.weight,
+        tenant_weight=tenant.weight * PRIORITY_FACTORS[tenant.priority],
         tenant_disabled=tenant.disabled,
         name=key.name,
         scopes=frozenset(key.scopes),

@@ -25,7 +25,7 @@ from gateway import errors
 from gateway.app import create_app
 from gateway.cli import GROUPS, build_parser
 from gateway.metrics import Metrics, StateCollector
-from gateway.services import DispatcherSnapshot, LedgerSnapshot
+from gateway.services import Accounts, DispatcherSnapshot, LedgerSnapshot
 from gateway.settings import Settings, settings_reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,6 +158,7 @@ def metric_families() -> Iterator[Metric]:
         field.name: {"a": 1} if "Mapping" in str(field.type) else 1
         for field in dataclasses.fields(DispatcherSnapshot)
     }
+    state["accounts"] = Accounts({"a": 1.0}, {"a": 1.0})
     written = {field.name: 1 for field in dataclasses.fields(LedgerSnapshot)}
     model = ModelStatus("a", "resident", 1, 1, 1, 1, 1.0)
     worker = WorkerStatus(

@@ -43,6 +43,8 @@ class SimClient:
     error: str = ""
     refused_for: str = ""
     """The code of the error that a refused request was answered with."""
+    retry_after_s: float | None = None
+    """When it was told to come again."""
 
     def listen(self, stream: RequestStream) -> None:
         """The dispatcher has taken it."""
@@ -62,6 +64,7 @@ class SimClient:
         """It ended before it was queued, or in the queue."""
         outcome: RecordOutcome = "refused" if error.kind.status in REFUSED_STATUS else "error"
         self.refused_for = error.kind.code if outcome == "refused" else ""
+        self.retry_after_s = error.retry_after_s
         self._end(outcome, error=error.message)
 
     def _take(self) -> None:

@@ -180,6 +180,8 @@ class Fuzz:
             simulation.send(Arrival(simulation.loop.now_s, asker, number, prompt, 3, 10))
             while len(ends) == num_ends:
                 self._run_until(simulation.loop.now_s + 0.5)
+            if ends[-1].outcome != "stop":  # a refusal at once takes no time: come again as told
+                self._run_until(simulation.loop.now_s + min(20.0, ends[-1].retry_after_s or 0.5))
         simulation.on_end = before
 
     def _at_rest(self) -> None:

@@ -145,8 +145,12 @@ def _device(run: Run, rows: Columns) -> Tree:
     output = float(rows.output_tokens.sum())
     good = float(rows.output_tokens[rows.good].sum())
     both = output + float(rows.prompt_tokens[rows.finished].sum())
+    counters = run.counters
+    used_s, system_s = (counters.get(f"{n}_seconds", 0.0) for n in ("busy", "system_device"))
     return {
         "busy_s": busy_s,
+        "accounted": _over(counters.get("tenant_device_seconds", 0.0) + system_s, used_s),
+        "system_share": _over(system_s, used_s),
         "utilisation": _over(busy_s, total_s),
         "cost": cost,
         "cost_per_million_output_tokens": _over(cost * 1e6, output),

@@ -23,6 +23,7 @@ from engine.kv_cache import KvCache
 from engine.kv_plan import KvPlan
 from engine.pack import PackIndex
 from engine.page_pool import Owner, PagePool
+from engine.policy.host_tier import HeldPack, choose_drops
 from engine.request import Request
 from engine.sampler import SampleOutput
 from engine.sampling_batch import build_sampling
@@ -149,15 +150,26 @@ class HostMemory:
     used_bytes: int = 0
     num_changes: int = 0
 
-    def put(self, revision: str, size_bytes: int, in_use: Collection[str]) -> None:
-        """Keep a pack, in place of those used longest ago; not where it does not fit."""
-        idle = [name for name in self.packs if name not in in_use]
-        spare = self.capacity_bytes - self.used_bytes + sum(self.packs[name] for name in idle)
-        if revision in self.packs or size_bytes > spare:
+    def put(
+        self,
+        revision: str,
+        size_bytes: int,
+        in_use: Collection[str],
+        worth: Callable[[str], float] = lambda revision: 0.0,
+    ) -> None:
+        """Keep a pack, in place of those that the product would give up for it."""
+        if revision in self.packs:
             return
-        for name in idle:
-            if self.used_bytes + size_bytes <= self.capacity_bytes:
-                break
+        held = [
+            HeldPack(name, size, worth(name), place)
+            for place, (name, size) in enumerate(self.packs.items())
+            if name not in in_use
+        ]
+        free = self.capacity_bytes - self.used_bytes
+        drops = choose_drops(size_bytes, worth(revision), held, free)
+        if drops is None:
+            return
+        for name in drops:
             self.drop(name)
         self.packs[revision] = size_bytes
         self.used_bytes += size_bytes
@@ -203,6 +215,7 @@ class SimTiers:
         self._free_s: dict[Tier, float] = {"disk": 0.0, "host": 0.0}
         self._loads: list[SimLoad] = []
         self._fills: list[tuple[float, PackIndex]] = []
+        self._worth: Callable[[str], float] = lambda revision: 0.0
 
     @property
     def num_changes(self) -> int:
@@ -259,6 +272,19 @@ class SimTiers:
                 self._fills.append((job.ends_s + job.duration_s, job.index))
         return job.tier
 
+    def value_by(self, worth: Callable[[str], float]) -> None:
+        """By revision, what keeping a pack in the host tier is worth, a byte."""
+        self._worth = worth
+
+    def warm(self, index: PackIndex, pack_dir: Path) -> None:
+        """A copy from the disk, behind its loads."""
+        filling = any(other.revision == index.revision for _, other in self._fills)
+        if not self._host.capacity_bytes or self.is_warm(index) or filling:
+            return
+        took_s = index.total_bytes / self._figures.rates["disk"] + self._figures.overhead_s
+        start_s = max([self._clock.now_s, self._free_s["disk"], *(end for end, _ in self._fills)])
+        self._fills.append((start_s + took_s, index))
+
     def poll(self) -> None:
         """Fills whose time has come are in the host tier."""
         if not self._fills:
@@ -267,7 +293,7 @@ class SimTiers:
         in_use = {load.index.revision for load in self._loads if load.tier == "host"}
         for end_s, index in [fill for fill in self._fills if fill[0] <= now_s]:
             self._fills.remove((end_s, index))
-            self._host.put(index.revision, index.total_bytes, in_use)
+            self._host.put(index.revision, index.total_bytes, in_use, self._worth)
 
     def keep_only(self, revisions: Collection[str]) -> None:
         """Forget packs that no hosted model has."""

@@ -108,6 +108,8 @@ PARTS: dict[str, tuple[Figure, ...]] = {
     ),
     "Device and cost": (
         Figure("utilisation", "device.utilisation", plots.percent, 1),
+        Figure("device time accounted for", "device.accounted", plots.percent),
+        Figure("of it the system's", "device.system_share", plots.percent, -1),
         Figure("cost of the run", "device.cost", _hundredths),
         Figure(
             "per million output tokens", "device.cost_per_million_output_tokens", _hundredths, -1

@@ -48,6 +48,11 @@ class Sampler:
             counters["queue_timeouts"] = snapshot.num_queue_timeouts
             counters["queue_rejections"] = snapshot.num_queue_rejections
             counters["late_messages"] = snapshot.num_late_messages
+            accounts = snapshot.accounts
+            counters["tenant_device_seconds"] += sum(accounts.device_s.values())
+            counters["system_device_seconds"] += accounts.failed_s
+            counters["load_seconds_charged"] = sum(accounts.load_s.values())
+            counters["load_seconds_system"] = accounts.system_load_s
         simulation.run.counters.update(sorted(counters.items()))
 
     def keep(self, worker: SimWorker) -> None:
@@ -58,6 +63,10 @@ class Sampler:
             worker.look()
             for name, value in process.engine.status(worker.clock.now_s).counters.items():
                 self._counters[f"engine_{name}"] += value
+                if name in ("unbilled_seconds", "recompute_seconds"):
+                    self._counters["system_device_seconds"] += value
+            for request in process.engine.unfinished():
+                self._counters["tenant_device_seconds"] += request.device_s
 
     def _take(self) -> None:
         simulation = self._simulation

@@ -6,8 +6,9 @@ both. What the device decides (arena, host tier) comes from its figures unless a
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from bench.sim.baselines.choose import DispatchPolicies, make_eviction
 from bench.sim.baselines.eviction import Future
@@ -19,7 +20,7 @@ from bench.sim.types import DeviceFigures, Workload, World
 from bench.sim.worker import SimWorker, Site, WorkerFaults
 from engine.backend.sim import Roofline
 from engine.config import EngineConfig, WorkerConfig
-from engine.policy.eviction import EvictionParams
+from engine.policy.eviction import EvictionParams, EvictionPolicy, GreedyDual
 from gateway.settings import Settings
 from gateway.types import HostedModel, Limits, Principal
 
@@ -27,6 +28,9 @@ ANY_ENDPOINT = "ipc://simulated"
 OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0, "request_s": 0.0}
 """Settings of the simulation itself: one way of a message, a posting, a process's start, and what
 the gateway's HTTP, template and tokenizer take before a request is queued."""
+
+EVICTION = "eviction_"
+"""Settings of a world that begin so are parameters of our eviction (policy/eviction.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
     config = _engine_config(world)
     gateway_names = set(Settings.__struct_fields__)
     known = gateway_names | set(EngineConfig.__struct_fields__) | set(OWN_SETTINGS)
+    known |= {EVICTION + item.name for item in fields(EvictionParams)}
     unknown = sorted(set(world.settings) - known)
     if unknown:
         raise ValueError(f"no setting is called {unknown[0]!r}")
@@ -71,12 +76,7 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
             overhead_s=device.load_overhead_s,
         ),
         answers=answers,
-        eviction=make_eviction(
-            world.policies,
-            EvictionParams(starvation_s=config.starvation_s),
-            None if future is None else Future(future, len(world.models)),
-            {Path(pack_dir(number)).name: number for number in range(len(world.models))},
-        ),
+        eviction=_eviction(world, config, future),
     )
     own = {name: _number(world, name, default) for name, default in OWN_SETTINGS.items()}
     return Stage(
@@ -154,6 +154,23 @@ def _engine_config(world: World) -> EngineConfig:
     }
     chosen |= {name: value for name, value in world.settings.items() if name in names}
     return EngineConfig(**chosen)  # type: ignore[arg-type]
+
+
+def _eviction(world: World, config: EngineConfig, future: Workload | None) -> EvictionPolicy | None:
+    """None: the product's own as it is."""
+    chosen: dict[str, Any] = {
+        name.removeprefix(EVICTION): float(str(value))
+        for name, value in world.settings.items()
+        if name.startswith(EVICTION)
+    }
+    params = replace(EvictionParams(starvation_s=config.starvation_s), **chosen)
+    baseline = make_eviction(
+        world.policies,
+        params,
+        None if future is None else Future(future, len(world.models)),
+        {Path(pack_dir(number)).name: number for number in range(len(world.models))},
+    )
+    return GreedyDual(params) if chosen and baseline is None else baseline
 
 
 def _homes(world: World, packs: SimPacks) -> dict[str, str]:

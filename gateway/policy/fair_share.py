@@ -5,8 +5,8 @@ models and workers: the service it has had (device seconds), divided by its weig
 tenants the smallest counter goes first. Ours differs from the paper in four ways:
 
 - The unit is service, not tokens. A grant counts the predicted service at once, so that a burst
-  cannot slip in before its first charge; the end of the request takes the prediction back and
-  charges what was used.
+  cannot slip in before its first charge; while the request runs, what it has used takes the place
+  of what was predicted, and its end takes the rest back.
 - A tenant that comes back with nothing waiting is lifted to the smallest counter among those that
   wait (idle time is not banked), or, if nobody waits, to the counter of the tenant that stopped
   waiting last. This floor is of charges alone: predictions are taken back when they prove too
@@ -21,11 +21,21 @@ Two tenants that wait all the time and contend for one worker are apart by at mo
 it on random runs.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 FORGET_ABOVE = 10_000
 """Tenants remembered before those at or below the floor are dropped."""
+
+
+class Used(NamedTuple):
+    """Service in device seconds, and the same work in units (tokens, an output token for two)."""
+
+    service_s: float
+    units: float = 0.0
+
+
+NOTHING = Used(0.0)
 
 
 class TenantOrder(Protocol):
@@ -44,12 +54,16 @@ class TenantOrder(Protocol):
         """A ticket stopped waiting: granted, aborted or timed out."""
         ...
 
-    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add what a grant is predicted to use; below 0: take that back, the grant is over."""
+    def expect(self, tenant_id: str, used: Used) -> None:
+        """Add what a grant is predicted to use."""
         ...
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add service and work that were used."""
+    def settle(self, tenant_id: str, rest: Used) -> None:
+        """A grant is over: take back what is left of its prediction."""
+        ...
+
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
+        """Add service and work that were used; so much of it a grant had been predicted to use."""
         ...
 
     def counter(self, tenant_id: str) -> float:
@@ -105,22 +119,29 @@ class FairShare:
         del self._num_waiting[tenant_id]
         self._last_floor = max(self._last_floor, self._counters[tenant_id])
 
-    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """A grant is predicted to use so much; below 0: that grant is over.
-
-        `units` of work are for other orders: what counts here is service.
-        """
+    def expect(self, tenant_id: str, used: Used) -> None:
+        """A grant is predicted to use so much. Units are for other orders: service counts here."""
         expected_s, num_grants = self._expected.get(tenant_id, (0.0, 0))
-        num_grants += -1 if service_s < 0 else 1
-        if num_grants:
-            self._expected[tenant_id] = (expected_s + service_s, num_grants)
+        self._expected[tenant_id] = (expected_s + used.service_s, num_grants + 1)
+
+    def settle(self, tenant_id: str, rest: Used) -> None:
+        """A grant is over, with so much of its prediction unused."""
+        expected_s, num_grants = self._expected[tenant_id]
+        if num_grants > 1:
+            self._expected[tenant_id] = (expected_s - rest.service_s, num_grants - 1)
         else:  # and no rest of rounding
             del self._expected[tenant_id]
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Add service that was used."""
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
+        """Add service that was used. `expected`: what of it `expect` has counted already.
+
+        Below 0 it is given back: another pays for a load, or what was computed was lost.
+        """
         counter = self._counters.get(tenant_id, self._last_floor)
-        self._counters[tenant_id] = counter + service_s / self._weights.get(tenant_id, 1.0)
+        self._counters[tenant_id] = counter + used.service_s / self._weights.get(tenant_id, 1.0)
+        if expected.service_s:
+            expected_s, num_grants = self._expected[tenant_id]
+            self._expected[tenant_id] = (expected_s - expected.service_s, num_grants)
 
     def counter(self, tenant_id: str) -> float:
         """Service used or expected, over weight; a tenant not seen before stands at the floor."""
@@ -138,6 +159,22 @@ class FairShare:
     def waiting(self) -> Iterator[tuple[str, int]]:
         """(tenant, tickets waiting), in no order."""
         return iter(self._num_waiting.items())
+
+    def leads(self) -> dict[str, float]:
+        """How far tenants' charges are above the floor (below it: negative), where they are not
+        at it: what a restart should remember. Predictions are not in it: what runs ends with us."""
+        floor = self.floor()
+        return {name: at - floor for name, at in self._counters.items() if at != floor}
+
+    def restore_leads(self, leads: Mapping[str, float]) -> None:
+        """Begin where another life of the dispatcher stood; only before anybody has waited.
+
+        Who was behind begins at the floor, as everybody does who comes back: there is no credit.
+        """
+        if self._num_waiting or self._counters:
+            raise ValueError("leads are restored at the start, not later")
+        ahead = sorted(((lead, name) for name, lead in leads.items() if lead > 0), reverse=True)
+        self._counters = {name: self._last_floor + lead for lead, name in ahead[:FORGET_ABOVE]}
 
     def check_integrity(self) -> None:
         """Raises AssertionError if a waiting tenant has no counter or a count is not positive."""

@@ -1,103 +1,65 @@
-"""Which worker loads which model (pure). The victims of a load are the worker's own choice.
+"""Which worker loads which model, and when (pure). Victims of a load are the worker's own choice.
 
 A model is wanted where tickets wait for it and no worker offers a lease, or where it is pinned. Of
 the wanted ones, in the order of their heads in the fair queue:
 
 1. One claim per model at a time: no herd of workers loads the same model. A claim ends when the
    model is resident or failed there, when the worker is lost, or when it expires.
-2. Room that costs nobody is taken at once: free pages, and pages of models that nobody uses.
-3. A load that pushes a busy model out is claimed only if such loads stay within
-   `max_load_share` of the worker's time: after one that takes t seconds the next waits t / share.
-   So tickets of cold models always get their turn and swapping never eats the worker.
-4. A second worker takes a model that is resident elsewhere only when the backlog would take
-   longer than the load.
+2. Room that costs nobody is taken at once: free pages, and pages of models that are not in demand:
+   nobody waits for them, nothing runs, and they are asked for so seldom that swapping them out and
+   in again each time would keep within `max_load_share` (`fleet_view.WeightRoom.push_out`).
+3. A load that pushes models in demand out is held back until it pays: until its tickets have waited
+   together as long as the swap takes, which is this load and the way back of those it pushes out.
+   What is asked once in a while then shares loads with what is asked next, and waiting never costs
+   more than twice what the best choice in hindsight would (the rule of ski rental, in the form of
+   Dooly, Goldman and Scott 1998, "TCP dynamic acknowledgment delay"). Nobody waits for that longer
+   than `gather_wait_s`.
+   Not held back is what is worth more than what it pushes out by MARGIN: asked for so much oftener,
+   times the seconds of its load. That changes who is in demand, once, and is no swapping back and
+   forth; the worker judges it by its own margin and residence.
+4. Loads that are held back also keep within `max_load_share` of the worker's time
+   (`load_budget.py`), in the fair order; they are `forced`: the worker makes room whatever its
+   models are worth.
+5. A second worker takes a model that is resident elsewhere only when the backlog would take longer
+   than the load, and only room that costs nobody.
+
+Every model that waits has an `Outlook`: when it is expected, and why not yet.
 
 A model larger than every worker's arena is never claimed; `unplaceable` says why.
 
 KV pressure: where a worker is out of KV memory while a model that nobody uses lies beside it, that
-model goes (`relieve`), one at a time, the longest idle first.
-
-Workers say nothing of models that are cold there; what a load of one takes follows from its size.
+model goes (`relieve`), one at a time, the least worth first; no load takes free pages there.
 """
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-UNKNOWN_LOAD_S = 1.0
-"""Taken for a load that has never been timed."""
+from gateway.policy.fleet_view import (
+    AskRate,
+    Decision,
+    Demand,
+    ModelView,
+    Outlook,
+    WeightRoom,
+    WorkerView,
+    load_seconds,
+    nobody_asks,
+)
+from gateway.policy.load_budget import Bucket, LoadBudget
+from gateway.policy.reasons import Reason
+
 MIN_CLAIM_S = 5.0
 MIN_IDLE_S = 1.0
 """A model goes for others' KV when nobody has used it for so long."""
+MARGIN = 1.5
+"""A model is worth more than those it pushes out from so many times their worth on."""
+EPSILON_S = 1e-6
+"""Sums of waits are not exact."""
+AGAIN_S = 0.05
+"""What is known to go on, and not for how long, is expected to last so long."""
 CLAIM_LOADS = 4.0
 """A claim lives this many estimated loads, and MIN_CLAIM_S at least."""
-
-_LOADABLE = frozenset({"cold", "warm"})
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A model somebody waits for (or a pinned one, with num_waiting 0).
-
-    weight_bytes  what it takes where a worker says nothing of it
-    """
-
-    model_id: str
-    num_waiting: int
-    backlog_s: float
-    """Predicted service of its waiting tickets."""
-    pinned: bool
-    weight_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelView:
-    """A model on one worker. `idle`: nothing runs there, and it is not pinned; `idle_since_s` is
-    since when."""
-
-    state: str
-    weight_bytes: int
-    load_s: float
-    idle: bool
-    idle_since_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker as placement sees it. `kv_short`: a request lacks KV memory there.
-
-    cold_bytes_per_s  at which models that are not in `models` would be loaded; 0: not known
-    """
-
-    worker_id: str
-    free_bytes: int
-    arena_bytes: int
-    models: Mapping[str, ModelView]
-    kv_short: bool = False
-    cold_bytes_per_s: float = 0.0
-
-    def model(self, demand: Demand) -> ModelView:
-        """The model there, as told or as it must be."""
-        known = self.models.get(demand.model_id)
-        if known is not None:
-            return known
-        rate = self.cold_bytes_per_s
-        load_s = demand.weight_bytes / rate if rate > 0 and demand.weight_bytes else -1.0
-        return ModelView("cold", demand.weight_bytes, load_s, idle=False)
-
-    def state(self, model_id: str) -> str:
-        """The model's state there."""
-        known = self.models.get(model_id)
-        return "cold" if known is None else known.state
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Load `model_id` on `worker_id`; from `relieve`: unload it there."""
-
-    model_id: str
-    worker_id: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,67 +67,39 @@ class _Claim:
     worker_id: str
     expires_s: float
     weight_bytes: int
+    ready_s: float  # when the load is expected to end
+    load_s: float
+    forced: bool
 
 
-@dataclass(slots=True)
-class _Room:
-    """What one worker has left in this round: free bytes less its claims, bytes of idle models."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A load against models in demand, on one worker: when it may begin, and what it waits for."""
 
-    view: WorkerView
-    free_bytes: int
-    wanted: Container[str]
-    _idle: dict[str, int] | None = field(default=None)
-    _idle_bytes: int = 0
-
-    def with_idle(self, model_id: str) -> int:
-        """Free bytes and those of idle models other than this one."""
-        if self._idle is None:
-            self._idle = {
-                name: model.weight_bytes
-                for name, model in self.view.models.items()
-                if model.idle and model.state == "resident" and name not in self.wanted
-            }
-            self._idle_bytes = sum(self._idle.values())
-        return self.free_bytes + self._idle_bytes - self._idle.get(model_id, 0)
-
-
-class Placer(Protocol):
-    """Who loads what. `Placement` is ours; `bench/sim/baselines` has one it is compared with."""
-
-    def decide(
-        self,
-        now_s: float,
-        demands: Sequence[Demand],
-        workers: Sequence[WorkerView],
-        wanted: Container[str] = frozenset(),
-    ) -> list[Decision]:
-        """Loads to start now."""
-        ...
-
-    def claim(self, now_s: float, demand: Demand, workers: Sequence[WorkerView]) -> Decision | None:
-        """An operator's wish."""
-        ...
-
-    def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
-        """End claims that are done or too old."""
-        ...
-
-    def lose_worker(self, worker_id: str) -> None:
-        """A worker is gone."""
-        ...
-
-    def claimed_on(self, model_id: str) -> str | None:
-        """The worker that is to load the model."""
-        ...
+    start_s: float
+    loss_s: float
+    place: int  # in the order of the options
+    room: WeightRoom
+    model: ModelView
+    reason: Reason  # why not before
+    gathered_s: float
+    bucket: Bucket
 
 
 class Placement:
-    """Claims and the loads' share of each worker's time."""
+    """Claims, the loads' share of each worker's time, and what waits for what."""
 
-    def __init__(self, max_load_share: float) -> None:
+    def __init__(self, max_load_share: float, gather_wait_s: float = 0.0) -> None:
         self._max_load_share = max_load_share
+        self._gather_wait_s = gather_wait_s
+        self._budget = LoadBudget(max_load_share)
         self._claims: dict[str, _Claim] = {}
-        self._next_forced_s: dict[str, float] = {}
+        self._outlooks: dict[str, Outlook] = {}
+
+    @property
+    def outlooks(self) -> Mapping[str, Outlook]:
+        """Of the models that `decide` was asked about last and that are not claimed."""
+        return self._outlooks
 
     def decide(
         self,
@@ -173,6 +107,7 @@ class Placement:
         demands: Sequence[Demand],
         workers: Sequence[WorkerView],
         wanted: Container[str] = frozenset(),
+        asks_s: AskRate = nobody_asks,
     ) -> list[Decision]:
         """Loads to start now. `demands` come in the order in which they should be served.
 
@@ -182,37 +117,31 @@ class Placement:
         self.drop_claims(
             now_s, lambda w, model_id: by_id[w].state(model_id) if w in by_id else None
         )
-        claimed: dict[str, int] = {}
-        for claim in self._claims.values():
-            claimed[claim.worker_id] = claimed.get(claim.worker_id, 0) + claim.weight_bytes
+        claimed = self._claimed_bytes(by_id)
         rooms = [
-            _Room(worker, max(0, worker.free_bytes - claimed.get(worker.worker_id, 0)), wanted)
+            WeightRoom(worker, claimed.get(worker.worker_id, 0), wanted, asks_s)
             for worker in workers
         ]
+        self._outlooks = {}
+        buckets: dict[str, Bucket] = {}
         decisions = []
         for demand in demands:
             if demand.model_id in self._claims:
                 continue
-            found = self._place(now_s, demand, rooms)
-            if found is not None:
-                room, decision = found
-                room.free_bytes = max(0, room.free_bytes - room.view.model(demand).weight_bytes)
+            decision = self._place(now_s, demand, rooms, buckets, asks_s)
+            if decision is not None:
                 decisions.append(decision)
         return decisions
 
     def claim(self, now_s: float, demand: Demand, workers: Sequence[WorkerView]) -> Decision | None:
         """An operator's wish: place it now, whatever the share; None where it cannot be."""
-        options = [w for w in workers if _loadable(w, demand, and_failed=True)]
-        if not options or any(_resident(w, demand.model_id) for w in workers):
+        options = [w for w in workers if w.may_load(demand, and_failed=True)]
+        if not options or any(w.has(demand.model_id) for w in workers):
             return None
-        worker = max(
-            options,
-            key=lambda w: (
-                _Room(w, w.free_bytes, frozenset()).with_idle(demand.model_id),
-                w.worker_id,
-            ),
+        worker = max(options, key=lambda w: (_idle_room(w, demand.model_id), w.worker_id))
+        return self._claim(
+            now_s, WeightRoom(worker, 0, frozenset(), nobody_asks), demand, "operator"
         )
-        return self._claim(now_s, worker, demand, "the operator asked for it")
 
     def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
         """End those that are done or too old. `state_of(worker, model)`: None: no such worker."""
@@ -221,64 +150,214 @@ class Placement:
             if state in (None, "resident", "failed") or now_s >= claim.expires_s:
                 del self._claims[model_id]
 
+    def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
+        """A load has ended: the budget is charged what it took, not what was expected."""
+        self._budget.settle(worker_id, model_id, took_s, now_s)
+
     def lose_worker(self, worker_id: str) -> None:
         """Its claims are void."""
         self._claims = {m: c for m, c in self._claims.items() if c.worker_id != worker_id}
-        self._next_forced_s.pop(worker_id, None)
+        self._budget.forget([worker_id])
 
     def claimed_on(self, model_id: str) -> str | None:
         """The worker that is to load the model, if a claim stands."""
         claim = self._claims.get(model_id)
         return None if claim is None else claim.worker_id
 
-    def _place(
-        self, now_s: float, demand: Demand, rooms: Sequence[_Room]
-    ) -> tuple[_Room, Decision] | None:
-        model_id = demand.model_id
-        options = [
-            (room, room.view.model(demand)) for room in rooms if _loadable(room.view, demand)
-        ]
-        if not options:
+    def claimed(self, model_id: str, now_s: float) -> Outlook | None:
+        """When the claimed load is expected to end; None where no claim stands."""
+        claim = self._claims.get(model_id)
+        if claim is None:
             return None
-        copies = sum(_resident(room.view, model_id) for room in rooms)
-        load_s = min(_load_s(model) for _, model in options)
+        sure, there_s = self._budget.is_sure(claim.worker_id), max(now_s, claim.ready_s)
+        return Outlook(model_id, there_s, worker_id=claim.worker_id, load_s=claim.load_s, sure=sure)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any claim stands."""
+        return bool(self._claims)
+
+    def _claimed_bytes(self, by_id: Mapping[str, WorkerView]) -> dict[str, int]:
+        """By worker: what its claims have been promised and have not got."""
+        claimed: dict[str, int] = {}
+        for model_id, claim in self._claims.items():
+            view = by_id.get(claim.worker_id)
+            model = None if view is None else view.models.get(model_id)
+            held = 0 if model is None else model.held_bytes
+            missing = max(0, claim.weight_bytes - held)
+            claimed[claim.worker_id] = claimed.get(claim.worker_id, 0) + missing
+        return claimed
+
+    def _place(
+        self,
+        now_s: float,
+        demand: Demand,
+        rooms: Sequence[WeightRoom],
+        buckets: dict[str, Bucket],
+        asks_s: AskRate,
+    ) -> Decision | None:
+        model_id = demand.model_id
+        options = [(room, room.view.model(demand)) for room in rooms if room.view.may_load(demand)]
+        copies = sum(room.view.has(model_id) for room in rooms)
+        if not options:
+            if not copies:
+                leaving = any(room.view.state(model_id) == "draining" for room in rooms)
+                reason: Reason = "loads under way" if leaving else "no room"
+                reason = reason if rooms else "no worker"
+                self._outlooks[model_id] = Outlook(model_id, math.inf, reason)
+            return None
+        load_s = min(load_seconds(model) for _, model in options)
         if copies and (demand.backlog_s / copies <= load_s or not demand.num_waiting):
             return None
         # A warm copy loads sooner than a cold one; then the emptier worker.
         options.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
         for room, model in options:
             if room.free_bytes >= model.weight_bytes:
-                return room, self._claim(now_s, room.view, demand, "free pages")
-        for room, model in options:
-            if room.with_idle(model_id) >= model.weight_bytes:
-                return room, self._claim(now_s, room.view, demand, "idle models make room")
-        if copies or not demand.num_waiting:
+                return self._claim(now_s, room, demand, "replica" if copies else "free pages")
+        turns = []
+        for place, (room, model) in enumerate(options):
+            pushed = room.push_out(model.weight_bytes, load_seconds(model), self._max_load_share)
+            if pushed is not None and not pushed.num_in_demand:
+                reason = "replica" if copies else "idle models make room"
+                return self._claim(now_s, room, demand, reason)
+            gain = asks_s(model_id) * load_seconds(model)
+            if pushed is not None and not copies and gain > MARGIN * pushed.worth:
+                return self._claim(now_s, room, demand, "worth more")
+            if not copies and demand.num_waiting:
+                loss_s = math.inf if pushed is None else pushed.loss_s
+                turns.append(self._turn(now_s, demand, room, model, loss_s, place, buckets))
+        if not turns:
+            if not copies:
+                self._outlooks[model_id] = Outlook(model_id, math.inf, "no room")
             return None  # a replica, or a pin nobody waits for, pushes nobody out
-        for room, model in options:
-            worker_id = room.view.worker_id
-            if now_s >= self._next_forced_s.get(worker_id, now_s) and not _moving(room.view):
-                self._next_forced_s[worker_id] = now_s + _load_s(model) / self._max_load_share
-                reason = "its turn against busy models"
-                return room, self._claim(now_s, room.view, demand, reason)
-        return None
+        turn = min(turns, key=lambda t: (t.start_s, t.loss_s, t.place))
+        return self._take(now_s, demand, turn, buckets)
 
-    def _claim(self, now_s: float, worker: WorkerView, demand: Demand, reason: str) -> Decision:
-        model = worker.model(demand)
-        expires_s = now_s + max(MIN_CLAIM_S, CLAIM_LOADS * _load_s(model))
-        self._claims[demand.model_id] = _Claim(worker.worker_id, expires_s, model.weight_bytes)
-        return Decision(demand.model_id, worker.worker_id, reason)
+    def _turn(
+        self,
+        now_s: float,
+        demand: Demand,
+        room: WeightRoom,
+        model: ModelView,
+        loss_s: float,
+        place: int,
+        buckets: dict[str, Bucket],
+    ) -> _Turn:
+        """When the load may begin there against models in demand."""
+        worker_id = room.view.worker_id
+        gathered_s = self._gathered_s(now_s, demand, loss_s)
+        moved_s = self._moved_s(now_s, room.view)
+        bucket = buckets.get(worker_id) or self._budget.bucket(worker_id, now_s)
+        charge_s = self._budget.charge_s(worker_id, load_seconds(model))
+        afforded_s = bucket.ready_s(charge_s, max(now_s, bucket.at_s))
+        waits: list[tuple[float, Reason]] = [
+            (afforded_s, "load budget"),
+            (moved_s, "loads under way"),
+            (gathered_s, "gathering"),
+        ]
+        start_s, reason = max(waits, key=lambda wait: wait[0])
+        return _Turn(start_s, loss_s, place, room, model, reason, gathered_s, bucket)
+
+    def _take(
+        self, now_s: float, demand: Demand, turn: _Turn, buckets: dict[str, Bucket]
+    ) -> Decision | None:
+        """Begin the load, or say when. What is due keeps its place before all behind it."""
+        load_s, worker_id = load_seconds(turn.model), turn.room.view.worker_id
+        charge_s = self._budget.charge_s(worker_id, load_s)
+        if turn.gathered_s <= now_s:
+            buckets[worker_id] = turn.bucket.taken(charge_s, turn.start_s)
+        if turn.start_s > now_s:
+            self._outlooks[demand.model_id] = Outlook(
+                demand.model_id,
+                turn.start_s + load_s,
+                turn.reason,
+                turn.start_s,
+                worker_id,
+                load_s,
+                self._budget.is_sure(worker_id),
+            )
+            return None
+        self._budget.take(worker_id, demand.model_id, charge_s, now_s)
+        reason: Reason = "turn"
+        if self._gather_wait_s > 0:
+            overdue = now_s - demand.oldest_s >= self._gather_wait_s
+            reason = "bound reached" if overdue else "gathered"
+        return self._claim(now_s, turn.room, demand, reason, forced=True)
+
+    def _gathered_s(self, now_s: float, demand: Demand, loss_s: float) -> float:
+        """When waiting for more tickets ends, if no more come."""
+        if self._gather_wait_s <= 0 or not demand.num_waiting:
+            return now_s
+        pays_s = now_s + (loss_s - demand.waited_s) / demand.num_waiting
+        due_s = min(pays_s, demand.oldest_s + self._gather_wait_s)
+        return due_s if due_s > now_s + EPSILON_S else now_s
+
+    def _moved_s(self, now_s: float, view: WorkerView) -> float:
+        """When the forced load, or the drain, under way there is expected to be through."""
+        ends = [
+            claim.ready_s
+            for claim in self._claims.values()
+            if claim.forced and claim.worker_id == view.worker_id
+        ]
+        if not ends and not any(model.state == "draining" for model in view.models.values()):
+            return now_s
+        # Nothing is known of a drain, or of a load that lasts: look again soon.
+        return max([now_s + AGAIN_S, *ends])
+
+    def _claim(
+        self,
+        now_s: float,
+        room: WeightRoom,
+        demand: Demand,
+        reason: Reason,
+        forced: bool = False,
+    ) -> Decision:
+        worker, model = room.view, room.view.model(demand)
+        load_s = load_seconds(model)
+        # Loads of one worker share its way to the disk: one after the other, as seen from here.
+        before = [c.ready_s for c in self._claims.values() if c.worker_id == worker.worker_id]
+        self._claims[demand.model_id] = _Claim(
+            worker.worker_id,
+            now_s + max(MIN_CLAIM_S, CLAIM_LOADS * load_s),
+            model.weight_bytes,
+            max([now_s, *before]) + load_s,
+            load_s,
+            forced,
+        )
+        room.claimed_bytes += model.weight_bytes
+        return Decision(
+            demand.model_id,
+            worker.worker_id,
+            reason,
+            forced=forced,
+            waited_s=max(0.0, now_s - demand.oldest_s) if demand.num_waiting else 0.0,
+            backlog_s=demand.backlog_s,
+            load_s=load_s,
+            num_waiting=demand.num_waiting,
+        )
 
 
 def relieve(
-    workers: Sequence[WorkerView], now_s: float, wanted: Container[str] = frozenset()
+    workers: Sequence[WorkerView],
+    now_s: float,
+    wanted: Container[str] = frozenset(),
+    asks_s: AskRate = nobody_asks,
 ) -> list[Decision]:
-    """Idle models that should make room for others' KV; one a worker, and none while one moves."""
+    """Idle models that should make room for others' KV; one a worker, and none while one moves.
+
+    The one whose way back costs least for what it holds, at the rate it is asked for; of those that
+    nobody asks for, the longest idle.
+    """
     decisions = []
     for worker in workers:
-        if not worker.kv_short or _moving(worker):
+        if not worker.kv_short or worker.is_moving:
             continue
         idle = [
-            (-model.idle_since_s, model_id)
+            (
+                asks_s(model_id) * load_seconds(model) / max(1, model.weight_bytes),
+                model.idle_since_s,
+                model_id,
+            )
             for model_id, model in worker.models.items()
             if model.state == "resident"
             and model.idle
@@ -286,7 +365,7 @@ def relieve(
             and now_s - model.idle_since_s >= MIN_IDLE_S
         ]
         if idle:
-            decisions.append(Decision(max(idle)[1], worker.worker_id, "others need KV memory"))
+            decisions.append(Decision(min(idle)[2], worker.worker_id, "kv"))
     return decisions
 
 
@@ -300,20 +379,10 @@ def unplaceable(weight_bytes: int, largest_arena_bytes: int) -> str | None:
     )
 
 
-def _load_s(model: ModelView) -> float:
-    return model.load_s if model.load_s >= 0 else UNKNOWN_LOAD_S
-
-
-def _loadable(worker: WorkerView, demand: Demand, *, and_failed: bool = False) -> bool:
-    model = worker.model(demand)
-    if model.weight_bytes >= worker.arena_bytes:
-        return False
-    return model.state in _LOADABLE or (and_failed and model.state == "failed")
-
-
-def _resident(worker: WorkerView, model_id: str) -> bool:
-    return worker.state(model_id) in ("resident", "loading")
-
-
-def _moving(worker: WorkerView) -> bool:
-    return any(model.state in ("loading", "draining") for model in worker.models.values())
+def _idle_room(worker: WorkerView, model_id: str) -> int:
+    """Free bytes and those of idle models other than this one."""
+    return worker.free_bytes + sum(
+        model.weight_bytes
+        for name, model in worker.models.items()
+        if model.idle and model.state == "resident" and name != model_id
+    )

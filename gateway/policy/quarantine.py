@@ -67,9 +67,11 @@ class Quarantine:
             if now_s < record.until_s
         }
 
-    def clear(self, model: str) -> None:
-        """An operator wants it tried again."""
+    def clear(self, model: str) -> bool:
+        """An operator wants it tried again. True: something was held against it."""
+        before = len(self._records)
         self._records = {key: one for key, one in self._records.items() if key[0] != model}
+        return len(self._records) < before
 
     def keep(self, models: Iterable[Key]) -> None:
         """Forget (model, revision) pairs that are not hosted any more."""

@@ -1,4 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the models the caller's key may use."""
+"""GET /v1/models and /v1/models/{id}: the models the caller's key may use.
+
+Beside OpenAI's fields, which clients check, ours say what the model does and how soon it could
+answer: clients that know several models can ask the one that is there.
+"""
 
 from typing import Any
 
@@ -17,27 +21,31 @@ async def list_models(request: Request) -> Response:
     """All of them, in the order of the catalog."""
     edge: Edge = request.app.state.edge
     models = visible_models(_caller(request, edge), edge.services.directory)
-    return _json({"object": "list", "data": [_model(model) for model in models]})
+    return _json({"object": "list", "data": [_model(edge, model) for model in models]})
 
 
 async def show_model(request: Request) -> Response:
     """One of them."""
     edge: Edge = request.app.state.edge
     name = request.path_params["name"]
-    return _json(_model(find_model(_caller(request, edge), edge.services.directory, name)))
+    return _json(_model(edge, find_model(_caller(request, edge), edge.services.directory, name)))
 
 
 def _caller(request: Request, edge: Edge) -> Principal:
     return authenticate(request.headers, edge.services.directory, edge.clocks.now_at())
 
 
-def _model(model: HostedModel) -> dict[str, Any]:
+def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:
+    outlook = edge.services.dispatcher.model_outlook(model.name)
+    eta_s = outlook.load_eta_s
     return {
         "id": model.name,
         "object": "model",
         "created": model.created_at,
         "owned_by": OWNER,
         "task": model.task,
+        "residency": outlook.residency,
+        "load_eta_s": None if eta_s is None else round(eta_s, 3),
     }
 
 

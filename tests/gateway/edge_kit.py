@@ -38,7 +38,7 @@ from gateway.http_protocol import bounded_http
 from gateway.running import RequestStream, StreamEnd
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
 from gateway.settings import Settings
-from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
 from registry.ledger import OpenRecord, Posting
 from registry.quotas import KeyLimits
@@ -267,6 +267,9 @@ class ScriptedDispatcher:
     def model_failure(self, model_name: str) -> str | None:
         del model_name
         return None
+
+    def model_outlook(self, model_name: str) -> ModelOutlook:
+        return ModelOutlook("resident" if model_name == "tiny" else "cold", 0.0)
 
     def add_swap_listener(self, listener: Callable[[str, SwapRecord], None]) -> None:
         self.listeners.append(listener)

@@ -120,7 +120,9 @@ async def test_openais_own_client(kit: Kit, client: Client) -> None:
         messages.append(answer.choices[0].message.model_dump())
         await sdk.chat.completions.create(model="tiny", messages=messages)
         assert [model.id async for model in sdk.models.list()] == ["tiny"]
-        assert (await sdk.models.retrieve("tiny")).owned_by == "polyhost"
+        tiny = await sdk.models.retrieve("tiny")
+        assert tiny.owned_by == "polyhost"
+        assert tiny.model_extra == {"task": "generate", "residency": "resident", "load_eta_s": 0.0}
         with pytest.raises(openai.NotFoundError) as caught:
             await sdk.chat.completions.create(model="nobody", messages=messages)
         assert caught.value.code == "model_not_found"

@@ -2,7 +2,7 @@
 
     evict   ours, lru, lfu, size, idle or idle:SECONDS, belady, never
     share   ours, fcfs, vtc_tokens, round_robin, quota or quota:SECONDS
-    place   ours, static
+    place   ours, static, eager
 
 `ours` (or no entry) is the product's own, made by the product itself: `None` here.
 """
@@ -19,17 +19,18 @@ from bench.sim.baselines.eviction import (
     last_used,
     least_demanded,
 )
-from bench.sim.baselines.placing import StaticSplit
+from bench.sim.baselines.placing import NO_BOUND, StaticSplit
 from bench.sim.baselines.sharing import Fcfs, Quota, RoundRobin, TokenCounter
 from engine.policy.eviction import EvictionParams, EvictionPolicy
 from gateway.policy.fair_share import TenantOrder
-from gateway.policy.placement import Placer
+from gateway.policy.placement import Placement
+from gateway.policy.placer import Placer
 
 OURS = "ours"
 NAMES: dict[str, tuple[str, ...]] = {
     "evict": (OURS, "lru", "lfu", "size", "idle", "belady", "never"),
     "share": (OURS, "fcfs", "vtc_tokens", "round_robin", "quota"),
-    "place": (OURS, "static"),
+    "place": (OURS, "static", "eager"),
 }
 IDLE_TIMEOUT_S = 30.0
 QUOTA_S = 1.0
@@ -72,7 +73,7 @@ def make_eviction(
     if choice.name == "lru":
         return Ranked(last_used, params)
     if choice.name == "lfu":
-        return Ranked(least_demanded(params.half_life_s), params)
+        return Ranked(least_demanded(params.half_lives), params)
     if choice.name == "size":
         return Ranked(largest, params)
     if choice.name == "idle":
@@ -108,4 +109,6 @@ class DispatchPolicies:
     def placement(self) -> Placer | None:
         """Who loads what."""
         choice = parse_policies(self.policies).get("place", Choice(OURS))
+        if choice.name == "eager":
+            return Placement(NO_BOUND)
         return StaticSplit(self.homes) if choice.name == "static" else None

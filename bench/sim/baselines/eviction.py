@@ -1,7 +1,7 @@
 """Who leaves the device, by the books' rules: what ours (engine/policy/eviction.py) is compared to.
 
     lru       the longest unused
-    lfu       the least demanded: device seconds, halving every half-life, whatever it costs to have
+    lfu       the least demanded: device seconds, decayed as ours, whatever it costs to have
     size      the largest
     idle      who has been unused for a time-out; the longest unused once the newcomer has waited
     belady    whose next request is the furthest away; it is told the future
@@ -20,8 +20,10 @@ import bisect
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from bench.sim.types import Arrival
+from engine.policy.demand import HalfLives
 from engine.policy.eviction import Candidate, EvictionParams, Newcomer, Victims, first_that_do
 
 Worth = Callable[[Candidate, float], float]
@@ -33,7 +35,8 @@ class Ranked:
 
     def __init__(self, worth: Worth, params: EvictionParams, idle_timeout_s: float = 0.0) -> None:
         self._worth = worth
-        self._params = params
+        # The host tier goes by last use, as it does for who knows of nothing else.
+        self.params = replace(params, host_by_worth=False)
         self._idle_timeout_s = idle_timeout_s
 
     def victims(
@@ -67,9 +70,9 @@ class Ranked:
         if candidate.pinned or candidate.draining or candidate.model_id == newcomer.model_id:
             return False
         resident_s = now_s - candidate.resident_since_s
-        if not candidate.used and (candidate.busy or resident_s < self._params.first_use_grace_s):
+        if not candidate.used and (candidate.busy or resident_s < self.params.first_use_grace_s):
             return False
-        if now_s - newcomer.queued_at_s >= self._params.starvation_s:
+        if now_s - newcomer.queued_at_s >= self.params.starvation_s:
             return True
         return not candidate.busy and now_s - candidate.last_used_s >= self._idle_timeout_s
 
@@ -111,9 +114,9 @@ def last_used(candidate: Candidate, now_s: float) -> float:
     return candidate.last_used_s
 
 
-def least_demanded(half_life_s: float) -> Worth:
-    """Its device seconds, decayed."""
-    return lambda candidate, now_s: candidate.demand.rate(now_s, half_life_s)
+def least_demanded(half_lives: HalfLives) -> Worth:
+    """Its device seconds, decayed as ours are."""
+    return lambda candidate, now_s: candidate.demand.rate(now_s, half_lives)
 
 
 def largest(candidate: Candidate, now_s: float) -> float:

@@ -7,10 +7,19 @@ and a worker that is idle never helps another.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from gateway.policy.placement import Decision, Demand, Placement, WorkerView
+from gateway.policy.fleet_view import (
+    AskRate,
+    Decision,
+    Demand,
+    Outlook,
+    WorkerView,
+    nobody_asks,
+)
+from gateway.policy.placement import Placement
 
 NO_BOUND = 1.0
-"""Of the loads' share of a worker's time: at home a model always may be loaded."""
+"""Of the loads' share of a worker's time: at home a model always may be loaded. Without homes it is
+the policy `eager`: every model that is asked for is loaded at once."""
 
 
 def deal_homes(num_bytes: Mapping[str, int], worker_ids: Sequence[str]) -> dict[str, str]:
@@ -36,8 +45,10 @@ class StaticSplit:
         demands: Sequence[Demand],
         workers: Sequence[WorkerView],
         wanted: Container[str] = frozenset(),
+        asks_s: AskRate = nobody_asks,
     ) -> list[Decision]:
         """Loads at home; a model whose home is away waits for it."""
+        del asks_s  # nothing is held back
         views = {worker.worker_id: worker for worker in workers}
         by_home: dict[str, list[Demand]] = {}
         for demand in demands:
@@ -70,3 +81,26 @@ class StaticSplit:
     def claimed_on(self, model_id: str) -> str | None:
         """Its home, if a claim stands."""
         return self._placements[self._homes[model_id]].claimed_on(model_id)
+
+    def claimed(self, model_id: str, now_s: float) -> Outlook | None:
+        """When its load at home is expected to end."""
+        return self._placements[self._homes[model_id]].claimed(model_id, now_s)
+
+    def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
+        """A load has ended."""
+        if worker_id in self._placements:
+            self._placements[worker_id].loaded(worker_id, model_id, took_s, now_s)
+
+    @property
+    def outlooks(self) -> Mapping[str, Outlook]:
+        """Of all homes."""
+        return {
+            model_id: outlook
+            for placement in self._placements.values()
+            for model_id, outlook in placement.outlooks.items()
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any claim stands at any home."""
+        return any(placement.is_busy for placement in self._placements.values())

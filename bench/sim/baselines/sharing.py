@@ -12,7 +12,7 @@ All are TenantOrders: the queue, leases and heads that do not fit are the produc
 
 from collections.abc import Iterator
 
-from gateway.policy.fair_share import FairShare
+from gateway.policy.fair_share import NOTHING, FairShare, Used
 
 
 class Waiting:
@@ -37,10 +37,13 @@ class Waiting:
         else:
             del self._num_waiting[tenant_id]
 
-    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def expect(self, tenant_id: str, used: Used) -> None:
         """Nothing is counted."""
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def settle(self, tenant_id: str, rest: Used) -> None:
+        """Nothing is counted."""
+
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
         """Nothing is counted."""
 
     def waiting(self) -> Iterator[tuple[str, int]]:
@@ -99,13 +102,17 @@ class Counted:
         """A ticket stopped waiting."""
         self._share.dequeue(tenant_id)
 
-    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def expect(self, tenant_id: str, used: Used) -> None:
         """Count device seconds."""
-        self._share.expect(tenant_id, service_s)
+        self._share.expect(tenant_id, used)
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def settle(self, tenant_id: str, rest: Used) -> None:
+        """Take back device seconds."""
+        self._share.settle(tenant_id, rest)
+
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
         """Count device seconds."""
-        self._share.charge(tenant_id, service_s)
+        self._share.charge(tenant_id, used, expected)
 
     def counter(self, tenant_id: str) -> float:
         """What the tenant has had."""
@@ -126,13 +133,17 @@ class TokenCounter(Counted):
     def __init__(self) -> None:
         super().__init__(float("inf"))
 
-    def expect(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def expect(self, tenant_id: str, used: Used) -> None:
         """Count tokens, generated ones twice."""
-        self._share.expect(tenant_id, units)
+        self._share.expect(tenant_id, Used(used.units))
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
+    def settle(self, tenant_id: str, rest: Used) -> None:
+        """Take back tokens."""
+        self._share.settle(tenant_id, Used(rest.units))
+
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
         """Count tokens, generated ones twice."""
-        self._share.charge(tenant_id, units)
+        self._share.charge(tenant_id, Used(used.units), Used(expected.units))
 
 
 class Quota(Counted):

@@ -35,8 +35,8 @@ def run_of(world: World, number: int, rate: float, seed: int, *, skips: bool) ->
 )
 def test_stretches_change_nothing(seed: int, settings: dict[str, object]) -> None:
     world = small_world(settings=settings)
-    quick = run_of(world, 150, 20, seed, skips=True)
-    slow = run_of(world, 150, 20, seed, skips=False)
+    quick = run_of(world, 90, 20, seed, skips=True)
+    slow = run_of(world, 90, 20, seed, skips=False)
     for column in Records.__slots__:
         assert list(getattr(quick.records, column)) == pytest.approx(
             list(getattr(slow.records, column)), rel=1e-12, nan_ok=True

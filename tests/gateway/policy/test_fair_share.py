@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.policy import fair_share
-from gateway.policy.fair_share import FairShare
+from gateway.policy.fair_share import FairShare, Used
 
 LEAD_S = 30.0
 
@@ -16,7 +16,7 @@ def share_of(**counters: float) -> FairShare:
     for tenant_id in counters:
         share.enqueue(tenant_id, 1.0)
     for tenant_id, counter in counters.items():
-        share.charge(tenant_id, counter)
+        share.charge(tenant_id, Used(counter))
     return share
 
 
@@ -24,8 +24,8 @@ def test_a_charge_is_divided_by_the_weight() -> None:
     share = FairShare(LEAD_S)
     share.enqueue("light", 1.0)
     share.enqueue("heavy", 4.0)
-    share.charge("light", 2.0)
-    share.charge("heavy", 2.0)
+    share.charge("light", Used(2.0))
+    share.charge("heavy", Used(2.0))
     assert share.counter("light") == 2.0
     assert share.counter("heavy") == 0.5
 
@@ -45,7 +45,7 @@ def test_idle_time_is_not_banked_even_if_nobody_waits() -> None:
 
 def test_who_stays_is_not_lifted_by_more_tickets() -> None:
     share = share_of(a=5.0, b=7.0)
-    share.charge("a", -4.0)
+    share.charge("a", Used(-4.0))
     share.enqueue("a", 1.0)
     assert share.counter("a") == 1.0
 
@@ -53,14 +53,14 @@ def test_who_stays_is_not_lifted_by_more_tickets() -> None:
 def test_a_lead_is_forgiven_beyond_the_bound_when_coming_back() -> None:
     share = FairShare(LEAD_S)
     share.enqueue("busy", 2.0)
-    share.charge("busy", 1000.0)
+    share.charge("busy", Used(1000.0))
     share.dequeue("busy")
     share.enqueue("other", 1.0)
     # Alone, it set the floor; the other starts there and nothing is forgiven.
     share.enqueue("busy", 2.0)
     assert share.counter("busy") == share.counter("other") == 500.0
     share.dequeue("busy")
-    share.charge("busy", 1000.0)
+    share.charge("busy", Used(1000.0))
     share.enqueue("busy", 2.0)
     assert share.counter("busy") == 500.0 + LEAD_S / 2.0
 
@@ -68,22 +68,22 @@ def test_a_lead_is_forgiven_beyond_the_bound_when_coming_back() -> None:
 def test_a_returned_ticket_neither_lifts_nor_forgives() -> None:
     share = share_of(a=5.0, b=7.0)
     share.dequeue("a")
-    share.charge("a", -4.0)
+    share.charge("a", Used(-4.0))
     share.restore("a")
     assert share.counter("a") == 1.0
 
 
 def test_a_prediction_moves_its_tenant_and_nobody_else() -> None:
     share = share_of(a=5.0)
-    share.expect("a", 60.0)
+    share.expect("a", Used(60.0))
     assert share.counter("a") == 65.0
     share.enqueue("b", 1.0)
     share.dequeue("a")
     share.dequeue("b")
     share.enqueue("c", 1.0)
     assert share.counter("b") == share.counter("c") == 5.0
-    share.expect("a", -60.0)
-    share.charge("a", 1.0)
+    share.settle("a", Used(60.0))
+    share.charge("a", Used(1.0))
     assert share.counter("a") == 6.0
     share.check_integrity()
 
@@ -92,11 +92,58 @@ def test_who_is_served_while_it_comes_back_banks_nothing() -> None:
     """A prediction that proves too high is no credit against those who waited meanwhile."""
     share = share_of(a=0.0, b=100.0)
     share.dequeue("a")
-    share.expect("a", 100.0)
+    share.expect("a", Used(100.0))
     share.enqueue("a", 1.0)
-    share.expect("a", -100.0)
-    share.charge("a", 1.0)
+    share.settle("a", Used(100.0))
+    share.charge("a", Used(1.0))
     assert share.counter("a") == 101.0
+
+
+def test_what_a_grant_uses_takes_the_place_of_its_prediction() -> None:
+    share = share_of(a=0.0, b=0.0)
+    share.expect("a", Used(10.0))
+    share.charge("a", Used(4.0), Used(4.0))
+    assert share.counter("a") == 10.0
+    assert share.leads() == {"a": 4.0}
+    share.charge("a", Used(9.0), Used(6.0))
+    assert share.counter("a") == 13.0
+    share.settle("a", Used(0.0))
+    assert share.counter("a") == 13.0
+    share.check_integrity()
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["serve", "leave", "come"]), st.floats(0.01, 2.0)), max_size=80
+    )
+)
+def test_who_leaves_and_comes_back_gains_no_more_than_the_bound(
+    life: list[tuple[str, float]],
+) -> None:
+    """One tenant always waits, the other comes and goes; one grant at a time, charged at once.
+
+    From the moment it came back, the returning tenant never gets more than two largest charges
+    beyond what the other gets meanwhile: its time away has earned it nothing.
+    """
+    share = FairShare(max_lead_s=1e9)
+    share.enqueue("stays", 1.0)
+    share.enqueue("returns", 1.0)
+    had = {"stays": 0.0, "returns": 0.0}
+    there, largest, begin = True, max((s for _, s in life), default=0.0), dict(had)
+    for what, seconds in life:
+        if what == "leave" and there:
+            share.dequeue("returns")
+            there = False
+        elif what == "come" and not there:
+            share.enqueue("returns", 1.0)
+            there, begin = True, dict(had)
+        waiting = [name for name, _ in share.waiting()]
+        name = min(waiting, key=lambda n: (share.counter(n), n))
+        share.charge(name, Used(seconds))
+        had[name] += seconds
+        gained = had["returns"] - begin["returns"]
+        assert gained <= had["stays"] - begin["stays"] + 2 * largest + 1e-9
+    share.check_integrity()
 
 
 def test_idle_tenants_at_the_floor_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +185,11 @@ def test_gap_of_tenants_that_always_wait_is_bounded(
     for real, factor in jobs:
         if len(running) == slots:
             name, predicted, used = running.pop(0)
-            share.expect(name, -predicted)
-            share.charge(name, used)
+            share.settle(name, Used(predicted))
+            share.charge(name, Used(used))
             served[name] += used
         name = min(names, key=lambda n: (share.counter(n), n))
-        share.expect(name, real * factor)
+        share.expect(name, Used(real * factor))
         running.append((name, real * factor, real))
         gaps = [served[n] / w for n, w in zip(names, weights, strict=True)]
         assert max(gaps) - min(gaps) <= 2 * (1 + slots) * largest / min(weights)

@@ -48,7 +48,7 @@ def test_requests_that_were_still_running_add_no_second_term() -> None:
 
 
 def test_an_operator_or_a_new_revision_ends_it_at_once() -> None:
-    ends: list[Callable[[Quarantine], None]] = [
+    ends: list[Callable[[Quarantine], object]] = [
         lambda q: q.clear("m"),
         lambda q: q.keep([("m", "r2")]),
     ]

@@ -17,6 +17,7 @@ from bench.sim.types import OUTCOMES, REFUSED_COUNTER, Run, World
 from bench.sim.workloads import open_workload
 from bench.sim.worlds import make_models, make_tenants
 from engine.policy.eviction import EvictionParams
+from gateway.policy.fair_share import NOTHING, Used
 
 CALM, CROWDED = "rate=6,seconds=12", "rate=40,seconds=4"
 EVERY = [(kind, name) for kind, names in NAMES.items() for name in names]
@@ -75,23 +76,29 @@ class Ledger(Fcfs):
         self.service_s: Counter[str] = Counter()
         self.units: Counter[str] = Counter()
 
-    def charge(self, tenant_id: str, service_s: float, units: float = 0.0) -> None:
-        """Predicted first, then trued up."""
-        self.service_s[tenant_id] += service_s  # type: ignore[assignment]
-        self.units[tenant_id] += units  # type: ignore[assignment]
+    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
+        """While it runs, and for loads."""
+        self.service_s[tenant_id] += used.service_s  # type: ignore[assignment]
+        self.units[tenant_id] += used.units  # type: ignore[assignment]
 
 
 def test_charges_are_what_was_used_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger()
     monkeypatch.setattr(DispatchPolicies, "share", lambda policies: ledger)
-    records = simulated({}).records
-    service_s, units = Counter[str](), Counter[str]()
+    run = simulated({})
+    records, counters = run.records, run.counters
+    units = Counter[str]()
     for row, number in enumerate(records.tenant):
         tenant = f"tenant{number}"
         uncached = records.prompt_tokens[row] - records.cached_tokens[row]
         units[tenant] += uncached + 2 * records.output_tokens[row]
-        service_s[tenant] += records.service_s[row]  # type: ignore[assignment]
-    assert ledger.service_s == pytest.approx(service_s)
+    service_s = ledger.service_s.total() - counters["load_seconds_charged"]
+    assert service_s == pytest.approx(sum(records.service_s))
+    loads_s = counters["load_seconds_charged"] + counters["load_seconds_system"]
+    # Of loads that wait for one another nobody pays for the waiting.
+    took_s = sum(swap.duration_s for swap in run.swaps if swap.kind == "load")
+    assert 0.7 * took_s < loads_s <= took_s * (1 + 1e-9)
+    assert counters["load_seconds_charged"] > 0.5 * loads_s
     assert ledger.units == pytest.approx(units)
 
 

@@ -27,7 +27,9 @@ from engine.policy.eviction import (
     choose_victims,
 )
 
-PARAMS = EvictionParams(starvation_s=2.0, first_use_grace_s=1.0, half_life_s=10.0)
+PARAMS = EvictionParams(
+    starvation_s=2.0, first_use_grace_s=1.0, fast_half_life_s=10.0, slow_half_life_s=10.0
+)
 NOW = 1000.0
 NEW = Newcomer("new", 1000, Demand(), reload_s=0.1, weight=1.0, queued_at_s=NOW)
 STARVED = dataclasses.replace(NEW, queued_at_s=NOW - 2.0)
@@ -61,9 +63,9 @@ def order(policy: EvictionPolicy, *candidates: Candidate, new: Newcomer = NEW) -
     return found
 
 
-A = resident("a", num_bytes=3000, demand=Demand(5.0, NOW), last_used_s=NOW - 9.0)
-B = resident("b", num_bytes=1000, demand=Demand(9.0, NOW), last_used_s=NOW - 40.0)
-C = resident("c", num_bytes=2000, demand=Demand(1.0, NOW), last_used_s=NOW - 20.0)
+A = resident("a", num_bytes=3000, demand=Demand(5.0, 5.0, NOW), last_used_s=NOW - 9.0)
+B = resident("b", num_bytes=1000, demand=Demand(9.0, 9.0, NOW), last_used_s=NOW - 40.0)
+C = resident("c", num_bytes=2000, demand=Demand(1.0, 1.0, NOW), last_used_s=NOW - 20.0)
 # Model 0 comes next, model 2 later, model 1 never again.
 FUTURE = Future(
     [Arrival(NOW + at_s, 0, model, ((0, 1),), 1, 1) for at_s, model in ((-5, 1), (1, 0), (7, 2))],
@@ -75,7 +77,7 @@ FUTURE = Future(
     ("worth", "expected"),
     [
         (last_used, ["b", "c", "a"]),
-        (least_demanded(10.0), ["c", "a", "b"]),
+        (least_demanded(PARAMS.half_lives), ["c", "a", "b"]),
         (largest, ["a", "c", "b"]),
         (furthest(FUTURE, {"a": 0, "b": 1, "c": 2}), ["b", "c", "a"]),
     ],

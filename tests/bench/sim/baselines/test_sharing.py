@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from bench.sim.baselines.sharing import Counted, Fcfs, Quota, RoundRobin, TokenCounter
-from gateway.policy.fair_share import FairShare, TenantOrder
+from gateway.policy.fair_share import FairShare, TenantOrder, Used
 
 
 class Queue:
@@ -34,7 +34,7 @@ class Queue:
             )
             _, service_s, units = self.waiting[tenant].pop(0)
             self.share.dequeue(tenant)
-            self.share.charge(tenant, service_s, units)
+            self.share.charge(tenant, Used(service_s, units))
             served[tenant] += 1
         return served
 
@@ -119,5 +119,5 @@ def test_a_quota_is_more_than_nothing() -> None:
 def test_counted_counts_service() -> None:
     share = Counted(1e9)
     share.enqueue("a", 2.0)
-    share.charge("a", 3.0, 99.0)
+    share.charge("a", Used(3.0, 99.0))
     assert share.counter("a") == 1.5

@@ -1,0 +1,247 @@
+"""Workers, models and demands as placement sees them, and what it answers (pure).
+
+Workers say nothing of models that are cold there; what a load of one takes follows from its size.
+"""
+
+import math
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from gateway.policy.reasons import Reason
+
+UNKNOWN_LOAD_S = 1.0
+"""Taken for a load that has never been timed."""
+
+_LOADABLE = frozenset({"cold", "warm"})
+
+
+class AskRate(Protocol):
+    """How often a model is asked for, in asks a second."""
+
+    def __call__(self, model_id: str, /) -> float: ...
+
+
+def nobody_asks(model_id: str) -> float:
+    """An AskRate where nothing is known."""
+    del model_id
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model somebody waits for (or a pinned one, with num_waiting 0).
+
+    backlog_s     predicted service of its waiting tickets
+    weight_bytes  what it takes where a worker says nothing of it
+    oldest_s      arrival of the oldest ticket
+    waited_s      of all its tickets together, up to now
+    """
+
+    model_id: str
+    num_waiting: int
+    backlog_s: float
+    pinned: bool
+    weight_bytes: int = 0
+    oldest_s: float = math.inf
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model on one worker. `idle`: nothing runs there, and it is not pinned; `idle_since_s` is
+    since when. `held_bytes`: of its weights, what lies in pages of its own already."""
+
+    state: str
+    weight_bytes: int
+    load_s: float
+    idle: bool
+    idle_since_s: float = 0.0
+    pinned: bool = False
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as placement sees it. `kv_short`: a request lacks KV memory there.
+
+    cold_bytes_per_s  at which models that are not in `models` would be loaded; 0: not known
+    """
+
+    worker_id: str
+    free_bytes: int
+    arena_bytes: int
+    models: Mapping[str, ModelView]
+    kv_short: bool = False
+    cold_bytes_per_s: float = 0.0
+
+    def model(self, demand: Demand) -> ModelView:
+        """The model there, as told or as it must be."""
+        known = self.models.get(demand.model_id)
+        if known is not None:
+            return known
+        rate = self.cold_bytes_per_s
+        load_s = demand.weight_bytes / rate if rate > 0 and demand.weight_bytes else -1.0
+        return ModelView("cold", demand.weight_bytes, load_s, idle=False)
+
+    def state(self, model_id: str) -> str:
+        """The model's state there."""
+        known = self.models.get(model_id)
+        return "cold" if known is None else known.state
+
+    def has(self, model_id: str) -> bool:
+        """Whether it is on the device, or on its way."""
+        return self.state(model_id) in ("resident", "loading")
+
+    def may_load(self, demand: Demand, *, and_failed: bool = False) -> bool:
+        """Whether a load could be asked for there."""
+        model = self.model(demand)
+        if model.weight_bytes >= self.arena_bytes:
+            return False
+        return model.state in _LOADABLE or (and_failed and model.state == "failed")
+
+    @property
+    def is_moving(self) -> bool:
+        """Some model comes or goes."""
+        return any(model.state in ("loading", "draining") for model in self.models.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Load `model_id` on `worker_id`; from `relieve`: unload it there.
+
+    forced     it pushes models in demand out, within the load budget
+    waited_s   of its oldest ticket
+    load_s     what the load is expected to take
+    """
+
+    model_id: str
+    worker_id: str
+    reason: Reason
+    forced: bool = False
+    waited_s: float = 0.0
+    backlog_s: float = 0.0
+    load_s: float = 0.0
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """When a model that somebody waits for will be there, as far as can be said now.
+
+    at_s       when it is expected to be resident (or one more copy of it); inf: it cannot be said
+    reason     why no load has been started; empty: one has
+    until_s    when it will be, if nothing changes before
+    worker_id  where
+    sure       what loads take there has been measured
+    """
+
+    model_id: str
+    at_s: float
+    reason: Reason | None = None
+    until_s: float = 0.0
+    worker_id: str = ""
+    load_s: float = 0.0
+    sure: bool = False
+
+
+@dataclass(slots=True)
+class WeightRoom:
+    """One worker in one round: its free pages, and what would have to go for more.
+
+    Claims of loads that have not got their pages are taken off: free pages first, then the models
+    that are the first to go. Where requests lack KV memory no page is free for weights: what was
+    given up for KV a moment ago would be taken by a load, and another model have to go for KV.
+    """
+
+    view: WorkerView
+    claimed_bytes: int
+    wanted: Container[str]
+    asks_s: AskRate
+    _leavers: list["_Leaver"] | None = field(default=None)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free pages that no load has been promised."""
+        return max(0, self._unused_bytes - self.claimed_bytes)
+
+    @property
+    def _unused_bytes(self) -> int:
+        return 0 if self.view.kv_short else self.view.free_bytes
+
+    def push_out(self, num_bytes: int, load_s: float, share: float) -> "PushedOut | None":
+        """What goes for so many bytes, least loss first; None where even all would not do.
+
+        A model is in demand where somebody waits for it or it runs, or where swapping it out and
+        in again at the rate it is asked for would take more than `share` of the worker's time.
+        """
+        spare = self._unused_bytes - self.claimed_bytes
+        loss_s, worth, in_demand = 0.0, 0.0, 0
+        for leaver in self._ordered():
+            if spare >= num_bytes:
+                break
+            spare += leaver.num_bytes
+            if spare <= 0:
+                continue  # it goes for a load that was promised its pages before
+            worth += leaver.asks_s * leaver.reload_s
+            both_s = load_s + leaver.reload_s
+            if leaver.is_used or leaver.asks_s * both_s >= share:
+                loss_s += both_s
+                in_demand += 1
+        return PushedOut(loss_s, worth, in_demand) if spare >= num_bytes else None
+
+    def _ordered(self) -> list["_Leaver"]:
+        if self._leavers is None:
+            self._leavers = sorted(
+                (
+                    self._leaver(name, model)
+                    for name, model in self.view.models.items()
+                    if model.state == "resident" and not model.pinned
+                ),
+                key=lambda leaver: (leaver.is_used, leaver.loss, leaver.model_id),
+            )
+        return self._leavers
+
+    def _leaver(self, name: str, model: ModelView) -> "_Leaver":
+        asks_s, reload_s = self.asks_s(name), load_seconds(model)
+        return _Leaver(
+            name,
+            not model.idle or name in self.wanted,
+            asks_s * reload_s / max(1, model.weight_bytes),
+            asks_s,
+            reload_s,
+            model.weight_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaver:
+    """A resident model that may have to go."""
+
+    model_id: str
+    is_used: bool
+    loss: float
+    asks_s: float
+    reload_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushedOut:
+    """What a load would cost others.
+
+    loss_s         seconds of loading, its own and the way back of those in demand that it pushes
+                   out; 0: it costs nobody
+    worth          of all that it pushes out: seconds of loading a second if each ask had to
+                   bring its model back
+    num_in_demand  how many these are
+    """
+
+    loss_s: float
+    worth: float
+    num_in_demand: int
+
+
+def load_seconds(model: ModelView) -> float:
+    """What a load is expected to take there."""
+    return model.load_s if model.load_s >= 0 else UNKNOWN_LOAD_S

@@ -1,0 +1,81 @@
+"""What requests leave to others: reserved shares, and a row for who asks seldom."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.policy.headroom import RECENT_S, Headroom, Wanted, rows_of
+
+ROWS, PLACES = 64, 72
+
+
+def fill(headroom: Headroom, tenant: str, most: int = PLACES, now_s: float = 0.0) -> int:
+    """Requests that the tenant gets in of `most`, with memory for all."""
+    taken = 0
+    for number in range(most):
+        used = sum(held.num_requests for held in headroom._held.get("w", {}).values())
+        if used >= PLACES or not headroom.may_take(
+            "w", tenant, Wanted(1, PLACES - used, 999), now_s
+        ):
+            return number
+        headroom.take("w", tenant, 1, now_s)
+        taken += 1
+    return taken
+
+
+def test_alone_a_tenant_takes_every_place() -> None:
+    headroom = Headroom()
+    assert fill(headroom, "a") == PLACES
+
+
+def test_beside_others_one_row_is_left_for_who_has_none() -> None:
+    headroom = Headroom()
+    headroom.take("w", "quiet", 1, 0.0)
+    headroom.give_back("w", "quiet", 1)
+    assert fill(headroom, "flood") == ROWS - 1, "nor does it wait in the worker for a row"
+    assert headroom.may_take("w", "flood", Wanted(1, 9, 999, fresh=True), 0.0)
+    assert fill(headroom, "quiet", 1) == 1
+    assert fill(headroom, "quiet") == 0
+
+
+def test_who_has_gone_leaves_its_row_to_others() -> None:
+    headroom = Headroom()
+    headroom.take("w", "quiet", 1, 0.0)
+    headroom.give_back("w", "quiet", 1)
+    assert fill(headroom, "flood", now_s=RECENT_S + 1) == PLACES
+
+
+def test_a_reserved_share_stays_free_whoever_came_when() -> None:
+    headroom = Headroom()
+    headroom.reserved = {"gold": 0.25}
+    assert fill(headroom, "flood") == ROWS * 3 // 4
+    assert fill(headroom, "gold") == ROWS // 4
+    for _ in range(ROWS // 4):
+        headroom.give_back("w", "gold", 1)
+    assert fill(headroom, "third") == 0
+
+
+def test_reserved_memory_stays_free_but_for_a_tenants_first_request() -> None:
+    headroom = Headroom()
+    headroom.reserved = {"gold": 0.5}
+    assert headroom.may_take("w", "big", Wanted(90, PLACES, 100), 0.0), "it would never fit"
+    headroom.take("w", "big", 30, 0.0)
+    assert headroom.may_take("w", "big", Wanted(20, PLACES - 1, 70), 0.0)
+    assert not headroom.may_take("w", "big", Wanted(21, PLACES - 1, 70), 0.0)
+    assert headroom.may_take("w", "gold", Wanted(70, PLACES - 1, 70), 0.0)
+
+
+def test_books_are_checked() -> None:
+    headroom = Headroom()
+    headroom.take("w", "a", 5, 0.0)
+    headroom.check_integrity({"w": 1})
+    with pytest.raises(AssertionError):
+        headroom.check_integrity({})
+    headroom.give_back("w", "a", 5)
+    headroom.check_integrity({})
+
+
+@given(st.integers(1, 2000))
+def test_rows_are_read_off_the_places(rows: int) -> None:
+    """As engine/leases.py makes the one of the other."""
+    assert rows_of(rows + max(1, rows // 8)) == rows
