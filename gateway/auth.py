@@ -1,28 +1,39 @@
 """Stage 1: who is calling, and which models they may see.
 
-Comes in: the request's headers. Goes out: a `Principal`, or 401 `invalid_api_key`. Keys and models
-are looked up in the directory, which the registry's poll keeps fresh, so nothing here waits and a
-revoked key is refused within one poll. Making and checking secrets is registry/api_keys.py's.
+Comes in: the request's headers and the client's address. Goes out: a `Principal`, or 401
+`invalid_api_key`. Keys and models are looked up in the directory, which the registry's poll keeps
+fresh, so nothing here waits and a revoked key is refused within one poll. Making and checking
+secrets is registry/api_keys.py's.
 """
 
 from collections.abc import Mapping
 from typing import cast
 
 from gateway.directory import Directory
-from gateway.errors import FORBIDDEN, INVALID_API_KEY, MODEL_NOT_FOUND, ApiError
+from gateway.errors import (
+    FORBIDDEN,
+    INVALID_API_KEY,
+    IP_NOT_AUTHORIZED,
+    MODEL_NOT_FOUND,
+    ApiError,
+)
 from gateway.types import CacheMode, HostedModel, Limits, Principal
 from registry import api_keys
 from registry.api_keys import KeyRecord
+from registry.networks import within
 
 _BEARER = "bearer "
 _KEY_HEADERS = ("x-api-key", "api-key")
 
 
-def authenticate(headers: Mapping[str, str], directory: Directory, now_at: float) -> Principal:
+def authenticate(
+    headers: Mapping[str, str], directory: Directory, now_at: float, client: str
+) -> Principal:
     """Resolve the key in `Authorization: Bearer`, `x-api-key` or `api-key`.
 
-    Raises ApiError INVALID_API_KEY where it is missing, unknown, wrong, revoked or expired, and
-    FORBIDDEN where it is good for other things only.
+    `client` is the caller's address. Raises ApiError INVALID_API_KEY where the key is missing,
+    unknown, wrong, revoked or expired; of a key that is right, IP_NOT_AUTHORIZED where it is not
+    for this address and FORBIDDEN where it is good for other things only.
     """
     plaintext = _key_of(headers)
     if not plaintext:
@@ -34,6 +45,9 @@ def authenticate(headers: Mapping[str, str], directory: Directory, now_at: float
     record = directory.find_key(api_keys.public_id_of(plaintext))
     if record is None or not api_keys.verify(record, plaintext, now_at):
         raise ApiError(INVALID_API_KEY, "the API key is not valid, or no longer: check it")
+    if record.allowed_networks is not None and not within(client, record.allowed_networks):
+        message = f"this API key may not be used from {client or 'here'}: ask its owner"
+        raise ApiError(IP_NOT_AUTHORIZED, message)
     if api_keys.INFERENCE not in record.scopes:
         raise ApiError(FORBIDDEN, "this API key may not be used for inference: use another one")
     return _principal(record)

@@ -1,7 +1,9 @@
-"""`polyhost keys create|list|revoke|rotate`. A plaintext goes to standard output, alone, once."""
+"""`polyhost keys create|list|set|revoke|rotate`. A plaintext goes to standard output, once."""
 
 import argparse
+import math
 import time
+from dataclasses import replace
 
 from gateway import service
 from gateway.cli_common import (
@@ -14,7 +16,8 @@ from gateway.cli_common import (
     print_json,
     print_table,
 )
-from registry.api_keys import CACHE_MODES, KeyRecord
+from registry.api_keys import CACHE_MODES, KeyChanges, KeyRecord
+from registry.errors import InvalidValue
 from registry.quotas import KeyLimits
 
 
@@ -26,10 +29,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--name", required=True, help="what the key is for")
     create.add_argument("--expires-in", type=parse_duration, metavar="TIME", help="such as 30d")
     create.add_argument("--models", metavar="A,B", help="allow only these models (all)")
+    create.add_argument("--cidrs", metavar="A,B", help="allow only these networks (any)")
     create.add_argument("--cache", choices=CACHE_MODES, default="off", help="answer cache (off)")
     add_limit_options(create, default=0)
     every = add_command(commands, "list", "keys and their state", _list, with_json=True)
     every.add_argument("--tenant", help="only this tenant's")
+    change = add_command(commands, "set", "other bounds for a key", _set, with_json=True)
+    change.add_argument("key", help="id (key_...) or public id")
+    change.add_argument("--expires-in", type=_duration_or_never, metavar="TIME|never")
+    change.add_argument("--models", metavar="A,B|all", help="allow only these models")
+    change.add_argument("--cidrs", metavar="A,B|any", help="allow only these networks")
     revoke = add_command(commands, "revoke", "refuse a key from now on", _revoke)
     revoke.add_argument("key", help="id (key_...) or public id")
     rotate = add_command(commands, "rotate", "give a key a new secret", _rotate, with_json=True)
@@ -69,6 +78,7 @@ def key_fields(key: KeyRecord) -> dict[str, object]:
         "max_concurrency": key.limits.max_concurrency,
         "cache_mode": key.cache_mode,
         "allowed_models": key.allowed_models,
+        "allowed_cidrs": _cidrs(key),
         "created_at": key.created_at,
         "expires_at": key.expires_at,
         "revoked_at": key.revoked_at,
@@ -77,7 +87,6 @@ def key_fields(key: KeyRecord) -> dict[str, object]:
 
 
 def _create(options: argparse.Namespace) -> int:
-    models = [name.strip() for name in (options.models or "").split(",") if name.strip()]
     with open_registry(options) as control:
         key, plaintext = service.create_key(
             control,
@@ -85,10 +94,34 @@ def _create(options: argparse.Namespace) -> int:
             options.name,
             limits=KeyLimits(options.rpm, options.tpm, options.concurrency),
             cache_mode=options.cache,
-            allowed_models=models or None,
+            allowed_models=_listed(options.models, "all"),
             expires_in_s=options.expires_in,
+            allowed_cidrs=_listed(options.cidrs, "any"),
         )
     return _show_once(options, key, plaintext)
+
+
+def _set(options: argparse.Namespace) -> int:
+    if options.expires_in is options.models is options.cidrs is None:
+        raise InvalidValue("say what to change: --expires-in, --models or --cidrs")
+    changes = KeyChanges()
+    if options.expires_in is not None:
+        expires = None if options.expires_in == math.inf else time.time() + options.expires_in
+        changes = replace(changes, expires_at=expires)
+    if options.models is not None:
+        changes = replace(changes, allowed_models=_listed(options.models, "all"))
+    if options.cidrs is not None:
+        changes = replace(changes, allowed_cidrs=_listed(options.cidrs, "any"))
+    with open_registry(options) as control:
+        key = service.change_key(control, options.key, changes)
+    if options.json:
+        print_json(key_fields(key))
+    else:
+        models = "all" if key.allowed_models is None else ",".join(sorted(key.allowed_models))
+        networks = ",".join(_cidrs(key) or ("any",))
+        expires = "never" if key.expires_at is None else instant(key.expires_at)
+        print(f"{key.id}: models {models}; networks {networks}; expires {expires}")
+    return 0
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -99,7 +132,7 @@ def _list(options: argparse.Namespace) -> int:
         return 0
     now_at = time.time()
     print_table(
-        ("ID", "PUBLIC ID", "TENANT", "NAME", "STATE", "EXPIRES", "MODELS"),
+        ("ID", "PUBLIC ID", "TENANT", "NAME", "STATE", "EXPIRES", "MODELS", "NETWORKS"),
         [
             (
                 key.id,
@@ -109,6 +142,7 @@ def _list(options: argparse.Namespace) -> int:
                 _state(key, now_at),
                 instant(key.expires_at),
                 "all" if key.allowed_models is None else ",".join(sorted(key.allowed_models)),
+                ",".join(_cidrs(key) or ("any",)),
             )
             for key in found
         ],
@@ -139,6 +173,25 @@ def _show_once(options: argparse.Namespace, key: KeyRecord, plaintext: str) -> i
         print(plaintext)
         note(f"{key.id} of {key.tenant_name}: keep it now, it is not shown again")
     return 0
+
+
+def _listed(text: str | None, everything: str) -> list[str] | None:
+    """Names between commas; None: no bound."""
+    if text is None or text.strip() == everything:
+        return None
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise InvalidValue(f"name at least one, or write {everything}")
+    return names
+
+
+def _cidrs(key: KeyRecord) -> list[str] | None:
+    networks = key.allowed_networks
+    return None if networks is None else [str(network) for network in networks]
+
+
+def _duration_or_never(text: str) -> float:
+    return math.inf if text == "never" else parse_duration(text)
 
 
 def _state(key: KeyRecord, now_at: float) -> str:

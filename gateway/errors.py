@@ -33,6 +33,7 @@ CONTEXT_LENGTH = ErrorKind(400, "invalid_request_error", "context_length_exceede
 UNSUPPORTED_PARAMETER = ErrorKind(400, "invalid_request_error", "unsupported_parameter")
 WRONG_TASK = ErrorKind(400, "invalid_request_error", "wrong_task")
 INVALID_API_KEY = ErrorKind(401, "invalid_request_error", "invalid_api_key")
+IP_NOT_AUTHORIZED = ErrorKind(401, "invalid_request_error", "ip_not_authorized")
 FORBIDDEN = ErrorKind(403, "invalid_request_error", "permission_denied")
 MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
 NOT_FOUND = ErrorKind(404, "invalid_request_error", "not_found")

@@ -7,11 +7,14 @@ at all gets OpenAI's error object too. Bodies are bounded in app.py and routes/c
 """
 
 import asyncio
+from typing import Any
 
 import msgspec
+import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.errors import HEADERS_TOO_LARGE, INVALID_REQUEST, ApiError
+from gateway.settings import Settings
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -97,3 +100,23 @@ def bounded_http(max_head_bytes: int, head_timeout_s: float) -> type[BoundedHttp
     """What uvicorn's `http` option takes."""
     bounds = {"max_head_bytes": max_head_bytes, "head_timeout_s": head_timeout_s}
     return type("BoundedHttp", (BoundedHttp,), bounds)
+
+
+def http_config(app: Any, settings: Settings, grace_s: float) -> uvicorn.Config:
+    """How the server listens, and whom it believes. `grace_s`: for what runs at its end.
+
+    Behind `trusted_proxies` a client is the last address of X-Forwarded-For that is none of them;
+    from anybody else that header means nothing.
+    """
+    return uvicorn.Config(
+        app,
+        http=bounded_http(settings.max_head_bytes, settings.receive_timeout_s),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )

@@ -51,11 +51,13 @@ class Call:
     """One HTTP request. `answer_headers` is filled in on the way, for errors too.
 
     `receive_body` is called once, after auth: nobody without a key makes us hold a body.
-    `when_gone` takes what is to be called when the client goes away.
+    `client` is the caller's address, "" where there is none. `when_gone` takes what is to be called
+    when the client goes away.
     """
 
     kind: RequestKind
     headers: Mapping[str, str]
+    client: str
     receive_body: Callable[[], Awaitable[bytes]]
     http_id: str
     arrived_s: float
@@ -118,7 +120,7 @@ class Pipeline:
     async def _generate(self, call: Call, kind: wire.Kind) -> Answer:
         now_at = self._clocks.now_at()
         # 1 auth
-        principal = authenticate(call.headers, self._directory, now_at)
+        principal = authenticate(call.headers, self._directory, now_at, call.client)
         # 2 prepare
         asked = wire.decode(kind, await call.receive_body())
         request_id = _ID_PREFIX[kind] + call.http_id
@@ -140,7 +142,7 @@ class Pipeline:
         """The same way for an encoder: its answer is whole before anything of it leaves."""
         now_at = self._clocks.now_at()
         # 1 auth
-        principal = authenticate(call.headers, self._directory, now_at)
+        principal = authenticate(call.headers, self._directory, now_at, call.client)
         # 2 prepare
         body = await call.receive_body()
         asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)

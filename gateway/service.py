@@ -38,7 +38,7 @@ from registry import (
     revisions,
     tenants,
 )
-from registry.api_keys import KeyRecord
+from registry.api_keys import KeyChanges, KeyRecord
 from registry.catalog import ModelRecord
 from registry.errors import RegistryError
 from registry.ledger import UsageRow
@@ -134,6 +134,7 @@ def create_key(
     cache_mode: str = "off",
     allowed_models: Sequence[str] | None = None,
     expires_in_s: float | None = None,
+    allowed_cidrs: Sequence[str] | None = None,
 ) -> tuple[KeyRecord, str]:
     """A new key of a tenant, and its plaintext (shown once)."""
     now_at = control.clock()
@@ -147,6 +148,7 @@ def create_key(
             cache_mode=cache_mode,
             allowed_models=allowed_models,
             expires_at=None if expires_in_s is None else now_at + expires_in_s,
+            allowed_cidrs=allowed_cidrs,
         )
 
 
@@ -155,6 +157,12 @@ def list_keys(control: Control, tenant: str | None = None) -> list[KeyRecord]:
     with control.reading() as session:
         tenant_id = None if tenant is None else tenants.get_tenant(session, tenant).id
         return api_keys.list_keys(session, tenant_id)
+
+
+def change_key(control: Control, key: str, changes: KeyChanges) -> KeyRecord:
+    """Other bounds for a key; its secret stays."""
+    with control.writing() as session:
+        return api_keys.change(session, key, changes, now_at=control.clock())
 
 
 def revoke_key(control: Control, key: str) -> KeyRecord:

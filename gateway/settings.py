@@ -5,6 +5,7 @@ Where the values come from is config.py's. Every field carries its description a
 seconds, as the names say.
 """
 
+import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -21,6 +22,16 @@ _Seconds = msgspec.Meta(gt=0.0)
 
 def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
+
+
+def _check_proxy(text: str) -> None:
+    """Raises ValueError: a name would be compared with addresses, and never be one."""
+    if text == "*":
+        return
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"trusted_proxies: {error}") from error
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +63,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _CountOrZero,
         _doc("How long /health/ready says 503 before the server takes no more connections."),
     ] = 0.5
+    trusted_proxies: Annotated[
+        str,
+        _doc(
+            "Addresses and networks of proxies in front, with commas: X-Forwarded-For of these is "
+            "believed. `*`: anybody's. Empty: nobody's."
+        ),
+    ] = ""
     max_body_bytes: Annotated[int, _Count, _doc("Largest request body; beyond it 413.")] = 8 * _MIB
     max_head_bytes: Annotated[
         int, _Count, _doc("Largest head of a request: its address and headers; beyond it 431.")
@@ -264,6 +282,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("max_queue_per_tenant must not be above max_queue_total")
         if self.worker_heartbeat_timeout_s <= self.lease_ttl_s:
             raise ValueError("worker_heartbeat_timeout_s must be above 20 x status_interval_s")
+        for proxy in filter(None, (p.strip() for p in self.trusted_proxies.split(","))):
+            _check_proxy(proxy)
 
     @property
     def data_path(self) -> Path:

@@ -30,7 +30,7 @@ from gateway.bootstrap import DEMO_MODELS_DIR, DemoAccess, ensure_demo
 from gateway.config import worker_environment
 from gateway.directory import Directory
 from gateway.dispatcher import TICK_S, Dispatcher
-from gateway.http_protocol import bounded_http
+from gateway.http_protocol import http_config
 from gateway.ledger import Ledger
 from gateway.logs import set_up_logging
 from gateway.operator_socket import OperatorDesk, listening, operator_socket
@@ -203,18 +203,7 @@ class Server:
             metrics_registry=self._metrics_registry,
         )
         grace_s = self._settings.shutdown_timeout_s + ABORT_GRACE_S
-        return _Http(
-            uvicorn.Config(
-                create_app(services),
-                http=bounded_http(self._settings.max_head_bytes, self._settings.receive_timeout_s),
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_graceful_shutdown=max(1, round(grace_s)),
-            )
-        )
+        return _Http(http_config(create_app(services), self._settings, grace_s))
 
     async def _tick(self, listener: socket.socket, demo: DemoAccess | None) -> None:
         """The dispatcher's clock; prints the start block once a request could be served."""

@@ -20,6 +20,8 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Final
 
 from sqlalchemy import JSON, CheckConstraint, ColumnElement, ForeignKey, LargeBinary, String, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
@@ -37,6 +39,7 @@ from registry.base import (
     random_token,
 )
 from registry.errors import AlreadyExists, InvalidValue, NotFound
+from registry.networks import Network, parse_networks
 from registry.quotas import KeyLimits, Quota
 from registry.tenants import PRIORITY_FACTORS, Tenant, check_display_name
 
@@ -57,7 +60,7 @@ class KeyRecord:
     """A key as the gateway caches it, with what it needs of its tenant. Instants in epoch seconds.
 
     `previous_*` is the secret before the last rotation, good until `previous_until_at`.
-    `allowed_models` None: all models.
+    `allowed_models` None: all models. `allowed_networks` None: from anywhere.
     """
 
     id: str
@@ -79,11 +82,30 @@ class KeyRecord:
     previous_salt: bytes | None = None
     previous_digest: bytes | None = None
     previous_until_at: float | None = None
+    allowed_networks: tuple[Network, ...] | None = None
 
     def usable(self, now_at: float) -> bool:
         """Neither revoked nor expired, and the tenant is let in."""
         expired = self.expires_at is not None and now_at >= self.expires_at
         return self.revoked_at is None and not expired and not self.tenant_disabled
+
+
+class Unchanged(Enum):
+    """What `KeyChanges` does not touch; None there means: no bound."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED: Final = Unchanged.UNCHANGED
+
+
+@dataclass(frozen=True, slots=True)
+class KeyChanges:
+    """Bounds of a key to be set anew, as in `create_key`."""
+
+    expires_at: float | Unchanged | None = UNCHANGED
+    allowed_models: Sequence[str] | Unchanged | None = UNCHANGED
+    allowed_cidrs: Sequence[str] | Unchanged | None = UNCHANGED
 
 
 class ApiKey(Base):
@@ -107,6 +129,7 @@ class ApiKey(Base):
     previous_salt: Mapped[bytes | None] = mapped_column(LargeBinary)
     previous_digest: Mapped[bytes | None] = mapped_column(LargeBinary)
     previous_until_at: Mapped[OptionalInstant]
+    allowed_cidrs: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
 
 
 def generate_plaintext(public_id: str | None = None) -> str:
@@ -148,6 +171,7 @@ def create_key(
     cache_mode: str = "off",
     allowed_models: Sequence[str] | None = None,
     expires_at: float | None = None,
+    allowed_cidrs: Sequence[str] | None = None,
     plaintext: str | None = None,
 ) -> tuple[KeyRecord, str]:
     """A new key and its plaintext, which is nowhere to be had afterwards.
@@ -159,8 +183,7 @@ def create_key(
     quotas.check(limits)
     if cache_mode not in CACHE_MODES:
         raise InvalidValue(f"cache mode must be one of {', '.join(CACHE_MODES)}")
-    if expires_at is not None and expires_at <= now_at:
-        raise InvalidValue("a key must expire in the future")
+    _check_expiry(expires_at, now_at)
     if session.get(Tenant, tenant_id) is None:
         raise NotFound(f"no tenant {tenant_id!r}: see `polyhost tenants list`")
     plaintext = generate_plaintext() if plaintext is None else _checked_plaintext(plaintext)
@@ -175,11 +198,12 @@ def create_key(
         name=name,
         scopes=sorted(SCOPES),
         cache_mode=cache_mode,
-        allowed_models=None if allowed_models is None else sorted(set(allowed_models)),
+        allowed_models=_names(allowed_models),
         created_at=now_at,
         expires_at=expires_at,
         salt=salt,
         digest=_digest(salt, _secret_of(plaintext)),
+        allowed_cidrs=_cidrs(allowed_cidrs),
     )
     session.add(row)
     session.flush()
@@ -202,6 +226,27 @@ def active_keys(session: Session) -> list[KeyRecord]:
     """Keys that are not revoked and whose tenant is let in, for the gateway's cache (which checks
     expiry at each request)."""
     return _records(session, ApiKey.revoked_at.is_(None), Tenant.disabled.is_(False))
+
+
+def change(
+    session: Session, id_or_public_id: str, changes: KeyChanges, *, now_at: float
+) -> KeyRecord:
+    """Other bounds for a key; its secret stays. Raises NotFound or InvalidValue."""
+    row = _row(session, id_or_public_id)
+    if row.revoked_at is not None:
+        raise InvalidValue(f"key {row.id} is revoked: create a new one")
+    before = _public(row)
+    if not isinstance(changes.expires_at, Unchanged):
+        _check_expiry(changes.expires_at, now_at)
+        row.expires_at = changes.expires_at
+    if not isinstance(changes.allowed_models, Unchanged):
+        row.allowed_models = _names(changes.allowed_models)
+    if not isinstance(changes.allowed_cidrs, Unchanged):
+        row.allowed_cidrs = _cidrs(changes.allowed_cidrs)
+    session.flush()
+    if _public(row) != before:
+        audit.record(session, now_at, "key.change", row.id, before, _public(row))
+    return get_key(session, row.id)
 
 
 def revoke(session: Session, id_or_public_id: str, *, now_at: float) -> KeyRecord:
@@ -257,6 +302,19 @@ def _checked_plaintext(plaintext: str) -> str:
     return plaintext
 
 
+def _check_expiry(expires_at: float | None, now_at: float) -> None:
+    if expires_at is not None and expires_at <= now_at:
+        raise InvalidValue("a key must expire in the future")
+
+
+def _names(names: Sequence[str] | None) -> list[str] | None:
+    return None if names is None else sorted(set(names))
+
+
+def _cidrs(cidrs: Sequence[str] | None) -> list[str] | None:
+    return None if cidrs is None else [str(network) for network in parse_networks(cidrs)]
+
+
 def _row(session: Session, id_or_public_id: str) -> ApiKey:
     row = session.scalar(
         select(ApiKey).where((ApiKey.id == id_or_public_id) | (ApiKey.public_id == id_or_public_id))
@@ -301,6 +359,7 @@ def _record(key: ApiKey, tenant: Tenant, quota: Quota | None) -> KeyRecord:
         previous_salt=key.previous_salt,
         previous_digest=key.previous_digest,
         previous_until_at=key.previous_until_at,
+        allowed_networks=None if key.allowed_cidrs is None else parse_networks(key.allowed_cidrs),
     )
 
 
@@ -313,6 +372,7 @@ def _public(row: ApiKey) -> JsonObject:
         "scopes": row.scopes,
         "cache_mode": row.cache_mode,
         "allowed_models": row.allowed_models,
+        "allowed_cidrs": row.allowed_cidrs,
         "expires_at": row.expires_at,
         "revoked_at": row.revoked_at,
     }

@@ -31,6 +31,7 @@ async def complete(request: Request, kind: RequestKind) -> Response:
     call = Call(
         kind=kind,
         headers=request.headers,
+        client=client_of(request),
         receive_body=receive_body,
         http_id=request.state.http_id,
         arrived_s=request.state.arrived_s,
@@ -52,6 +53,11 @@ async def complete(request: Request, kind: RequestKind) -> Response:
         answer.close()
 
     return EventStream(answer.events, close, {}, timeout_s)
+
+
+def client_of(request: Request) -> str:
+    """The caller's address: the connection's, or what a trusted proxy says it is."""
+    return request.client.host if request.client else ""
 
 
 async def _body(request: Request, timeout_s: float) -> bytes:

@@ -34,7 +34,7 @@ from gateway.app import create_app
 from gateway.directory import Directory
 from gateway.edge import Edge, build_edge
 from gateway.errors import ApiError
-from gateway.http_protocol import bounded_http
+from gateway.http_protocol import http_config
 from gateway.running import RequestStream, StreamEnd
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
 from gateway.settings import Settings
@@ -411,20 +411,12 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, head_timeout_s: float = 60.0) -> AsyncIterator[str]:
+async def serving(app: Any, settings: Settings | None = None) -> AsyncIterator[str]:
     """The application behind a real server on loopback; yields its address."""
     # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms an answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(
-            app,
-            http=bounded_http(65_536, head_timeout_s),
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-        )
-        server = _Server(config)
+        server = _Server(http_config(app, settings or Settings(), 20.0))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.is_up.wait()
         try:

@@ -9,6 +9,7 @@ from gateway.directory import Directory
 from gateway.errors import ApiError
 from gateway.types import HostedModel
 from registry.api_keys import KeyRecord, generate_plaintext
+from registry.networks import parse_networks
 from registry.quotas import KeyLimits
 from tests.gateway.edge_kit import key_record
 
@@ -22,9 +23,11 @@ def directory(*keys: KeyRecord) -> Directory:
     return found
 
 
-def refused(headers: dict[str, str], *keys: KeyRecord, now_at: float = 100.0) -> ApiError:
+def refused(
+    headers: dict[str, str], *keys: KeyRecord, now_at: float = 100.0, client: str = ""
+) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        authenticate(headers, directory(*keys), now_at)
+        authenticate(headers, directory(*keys), now_at, client)
     return caught.value
 
 
@@ -42,7 +45,7 @@ def refused(headers: dict[str, str], *keys: KeyRecord, now_at: float = 100.0) ->
 def test_keys_are_found(headers: dict[str, str]) -> None:
     limits = KeyLimits(1, 2, 3)
     key = key_record(PLAINTEXT, limits=limits, cache_mode="exact")
-    principal = authenticate(headers, directory(key), 100.0)
+    principal = authenticate(headers, directory(key), 100.0, "")
     assert (principal.tenant_id, principal.key_id) == ("ten_1", "key_1")
     assert principal.limits.tokens_per_minute == 2
     assert principal.limits.max_concurrency == 3
@@ -89,8 +92,22 @@ def test_a_key_for_other_things() -> None:
     assert (error.kind.status, error.kind.code) == (403, "permission_denied")
 
 
+def test_a_key_of_a_network() -> None:
+    networks = parse_networks(["192.0.2.0/24", "2001:db8::/32"])
+    key = replace(key_record(PLAINTEXT), allowed_networks=networks)
+    right = {"api-key": PLAINTEXT}
+    for client in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"):
+        assert authenticate(right, directory(key), 1.0, client).key_id == "key_1"
+    for client in ("192.0.3.7", "", "unix:", "2001:db9::1"):
+        error = refused(right, key, client=client)
+        assert (error.kind.status, error.kind.code) == (401, "ip_not_authorized")
+    # Who has no right key does not learn that there is a list.
+    wrong = {"api-key": generate_plaintext(PLAINTEXT.split("-")[2])}
+    assert refused(wrong, key, client="192.0.3.7").kind.code == "invalid_api_key"
+
+
 def test_models_of_a_key() -> None:
-    everything = authenticate({"api-key": PLAINTEXT}, directory(key_record(PLAINTEXT)), 1.0)
+    everything = authenticate({"api-key": PLAINTEXT}, directory(key_record(PLAINTEXT)), 1.0, "")
     assert [m.name for m in visible_models(everything, directory())] == ["a", "b", "org/c"]
     some = replace(everything, allowed_models=frozenset({"org/c", "gone"}))
     assert [m.name for m in visible_models(some, directory())] == ["org/c"]

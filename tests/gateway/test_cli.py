@@ -93,6 +93,23 @@ def test_a_key_is_rotated_and_revoked(run: Run) -> None:
     assert "revoked" in run("keys", "rotate", made["id"], status=2)
 
 
+def test_a_keys_bounds(run: Run) -> None:
+    run("tenants", "add", "acme")
+    create = ("keys", "create", "--tenant", "acme", "--name", "ci", "--json")
+    made = as_json(run(*create, "--cidrs", "10.0.0.0/8, 192.0.2.7"))
+    assert made["allowed_cidrs"] == ["10.0.0.0/8", "192.0.2.7/32"]
+    assert "10.0.0.0/8,192.0.2.7/32" in run("keys", "list")
+    said = run("keys", "set", made["id"], "--models", "a,b", "--cidrs", "any")
+    assert "models a,b; networks any; expires never" in said
+    changed = as_json(run("keys", "set", made["id"], "--expires-in", "1h", "--json"))
+    assert changed["allowed_models"] == ["a", "b"]
+    assert changed["expires_at"] > made["created_at"]
+    assert "expires never" in run("keys", "set", made["id"], "--expires-in", "never")
+    assert "what to change" in run("keys", "set", made["id"], status=2)
+    assert "10.0.0.1/8" in run("keys", "set", made["id"], "--cidrs", "10.0.0.1/8", status=2)
+    assert "at least one" in run("keys", "set", made["id"], "--models", ",", status=2)
+
+
 def test_a_disabled_tenant(run: Run) -> None:
     run("tenants", "add", "acme")
     run("keys", "create", "--tenant", "acme", "--name", "ci")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from gateway.settings import Settings
 from tests.gateway.edge_kit import serving
 
 HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
@@ -34,7 +35,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
-    async with serving(app, head_timeout_s=0.1) as base:
+    async with serving(app, Settings(receive_timeout_s=0.1)) as base:
         yield int(base.rpartition(":")[2])
 
 
@@ -111,3 +112,33 @@ async def test_a_connection_serves_one_request_after_the_other(port: int) -> Non
 async def test_what_is_no_http_gets_the_error_object(port: int) -> None:
     for what in (b"\x16\x03\x01\x02\x00\x01", CHUNKED + b"zz\r\nabc"):
         assert error_of(await talk(port, what)) == (400, "invalid_request")
+
+
+async def who_asks(scope: Scope, receive: Receive, send: Send) -> None:
+    """Says which client the server takes the connection for."""
+    if scope["type"] != "http":
+        return
+    text = str(scope["client"][0]).encode()
+    headers = [(b"content-length", b"%d" % len(text))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
+
+
+@pytest.mark.parametrize(
+    ("trusted", "said", "client"),
+    [
+        ("", "192.0.2.7", "127.0.0.1"),
+        ("10.0.0.0/8", "192.0.2.7", "127.0.0.1"),
+        ("127.0.0.0/8", "192.0.2.7", "192.0.2.7"),
+        # What the client itself has put in front is not believed.
+        ("127.0.0.0/8, 10.0.0.1", "8.8.8.8, 192.0.2.7, 10.0.0.1", "192.0.2.7"),
+    ],
+)
+async def test_only_trusted_proxies_say_who_the_client_is(
+    trusted: str, said: str, client: str
+) -> None:
+    request = WHOLE.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    request = request.replace(b"Host: x", b"Host: x\r\nX-Forwarded-For: " + said.encode())
+    async with serving(who_asks, Settings(trusted_proxies=trusted)) as base:
+        answer = await talk(int(base.rpartition(":")[2]), request)
+    assert answer.endswith(b"\r\n\r\n" + client.encode())

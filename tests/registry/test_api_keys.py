@@ -1,6 +1,6 @@
 """Keys: format, proof, rotation, revocation; nothing secret is stored."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine
 
 from registry import api_keys, audit, tenants
-from registry.api_keys import KeyRecord, generate_plaintext, public_id_of, verify
+from registry.api_keys import KeyChanges, KeyRecord, generate_plaintext, public_id_of, verify
 from registry.errors import AlreadyExists, InvalidValue, NotFound
+from registry.networks import parse_networks
 from registry.quotas import KeyLimits
 from registry.session import reading, writing
+from registry.version import current
 
 NOW = 1_000_000.0
 
@@ -148,13 +150,40 @@ def test_a_key_carries_what_the_gateway_needs(engine: Engine) -> None:
             limits=KeyLimits(1, 2, 3),
             cache_mode="exact",
             allowed_models=["b", "a", "b"],
+            allowed_cidrs=["10.0.0.0/8", "192.0.2.7"],
             now_at=NOW,
         )
     assert record.tenant_weight == 2.0
     assert record.limits == KeyLimits(1, 2, 3)
     assert record.allowed_models == frozenset({"a", "b"})
     assert record.scopes == {"inference"}
+    assert record.allowed_networks == parse_networks(["10.0.0.0/8", "192.0.2.7/32"])
     assert stored(engine, record.id) == record
+
+
+def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
+    record, plaintext = make_key(engine)
+    bounds = KeyChanges(NOW + 5, ["a"], ["10.0.0.0/8"])
+    with writing(engine, "test") as session:
+        bound = api_keys.change(session, record.id, bounds, now_at=NOW)
+        [entry, *_] = audit.latest(session)
+        version = current(session)
+        assert api_keys.change(session, record.id, bounds, now_at=NOW) == bound
+        assert current(session) == version  # nothing changed: nobody has to read anew
+    assert entry.action == "key.change"
+    assert (bound.expires_at, bound.allowed_models) == (NOW + 5, frozenset({"a"}))
+    assert bound.allowed_networks == parse_networks(["10.0.0.0/8"])
+    assert verify(bound, plaintext, NOW)
+    with writing(engine, "test") as session:
+        some = api_keys.change(session, record.id, KeyChanges(expires_at=None), now_at=NOW)
+        assert some == replace(bound, expires_at=None)
+        lifted = KeyChanges(allowed_models=None, allowed_cidrs=None)
+        assert api_keys.change(session, record.id, lifted, now_at=NOW) == record
+        with pytest.raises(InvalidValue, match="future"):
+            api_keys.change(session, record.id, KeyChanges(expires_at=NOW), now_at=NOW)
+        api_keys.revoke(session, record.id, now_at=NOW)
+        with pytest.raises(InvalidValue, match="revoked"):
+            api_keys.change(session, record.id, lifted, now_at=NOW)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +193,8 @@ def test_a_key_carries_what_the_gateway_needs(engine: Engine) -> None:
         {"expires_at": NOW},
         {"limits": KeyLimits(requests_per_minute=-1)},
         {"name": ""},
+        {"allowed_cidrs": ["10.0.0.1/8"]},
+        {"allowed_cidrs": []},
         {"name": "line\nbreak"},
     ],
 )

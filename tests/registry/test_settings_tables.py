@@ -36,6 +36,9 @@ CHANGES: dict[str, Callable[[Session, str], object]] = {
         s, tenants.get_tenant(s, "acme").id, "second", now_at=NOW
     ),
     "key.revoke": lambda s, k: api_keys.revoke(s, k, now_at=NOW),
+    "key.change": lambda s, k: api_keys.change(
+        s, k, api_keys.KeyChanges(allowed_cidrs=["10.0.0.0/8"]), now_at=NOW
+    ),
     "key.rotate": lambda s, k: api_keys.rotate(s, k, now_at=NOW),
     "limits.set": lambda s, k: quotas.set_limits(s, k, max_concurrency=2, now_at=NOW),
     "price.set": lambda s, k: prices.set_price(s, PriceRecord("tiny", NOW, 1, 1, 1), now_at=NOW),
