@@ -17,7 +17,7 @@ from gateway.errors import (
     MODEL_NOT_FOUND,
     ApiError,
 )
-from gateway.types import CacheMode, HostedModel, Limits, Principal
+from gateway.types import CacheMode, HostedModel, Principal
 from registry import api_keys
 from registry.api_keys import KeyRecord
 from registry.networks import within
@@ -83,16 +83,12 @@ def _key_of(headers: Mapping[str, str]) -> str:
 
 
 def _principal(record: KeyRecord) -> Principal:
-    limits = record.limits
     return Principal(
         tenant_id=record.tenant_id,
         key_id=record.id,
         scopes=record.scopes,
-        limits=Limits(
-            requests_per_minute=limits.requests_per_minute,
-            tokens_per_minute=limits.tokens_per_minute,
-            max_concurrency=limits.max_concurrency,
-        ),
+        limits=record.limits,
+        tenant_limits=record.tenant_limits,
         weight=record.tenant_weight,
         cache_mode=cast(CacheMode, record.cache_mode),
         allowed_models=record.allowed_models,

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, date, datetime
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any, Protocol
 
 from gateway.config import load_settings
@@ -194,6 +194,17 @@ def size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def parse_units(text: str) -> int:
+    """Nano-units of a decimal number of units."""
+    try:
+        nanos = Decimal(text) * NANOS
+    except InvalidOperation as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sum such as 12.50") from error
+    if not nanos.is_finite() or nanos != nanos.to_integral_value():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sum in steps of 0.000000001")
+    return int(nanos)
 
 
 def units(nanos: int) -> str:

@@ -18,7 +18,7 @@ from gateway.cli_common import (
 )
 from registry.api_keys import CACHE_MODES, KeyChanges, KeyRecord
 from registry.errors import InvalidValue
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +92,7 @@ def _create(options: argparse.Namespace) -> int:
             control,
             options.tenant,
             options.name,
-            limits=KeyLimits(options.rpm, options.tpm, options.concurrency),
+            limits=Limits(options.rpm, options.tpm, options.concurrency),
             cache_mode=options.cache,
             allowed_models=_listed(options.models, "all"),
             expires_in_s=options.expires_in,

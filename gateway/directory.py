@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from gateway.types import HostedModel
 from registry.api_keys import KeyRecord
+from registry.quotas import UNLIMITED, Limits
 
 
 class Directory:
@@ -18,6 +19,8 @@ class Directory:
         self._version = -1
         self._keys: dict[str, KeyRecord] = {}
         self._models: dict[str, HostedModel] = {}
+        self.limits = UNLIMITED
+        """Of all requests together."""
 
     @property
     def version(self) -> int:
@@ -25,9 +28,14 @@ class Directory:
         return self._version
 
     def replace(
-        self, version: int, keys: Iterable[KeyRecord], models: Iterable[HostedModel]
+        self,
+        version: int,
+        keys: Iterable[KeyRecord],
+        models: Iterable[HostedModel],
+        limits: Limits = UNLIMITED,
     ) -> None:
         """Put a new view in place."""
+        self.limits = limits
         self._keys = {key.public_id: key for key in keys}
         self._models = {model.name: model for model in models}
         self._version = version
@@ -39,6 +47,10 @@ class Directory:
     def find_model(self, name: str) -> HostedModel | None:
         """The model of this public name if it is `ready`."""
         return self._models.get(name)
+
+    def keys(self) -> Iterable[KeyRecord]:
+        """All usable keys."""
+        return self._keys.values()
 
     def models(self) -> list[HostedModel]:
         """All `ready` models, in the order of the catalog."""

@@ -41,9 +41,15 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
     """Build stages 1 to 4, 9 and 10, and register their metrics."""
     settings = services.settings
     metrics = Metrics(services.metrics_registry)
-    store = MemoryStore()
+    store = services.limit_store
     cache = SemanticCache(settings.cache_max_bytes, settings.cache_ttl_s, clocks.now_s)
-    limiter = Limiter(store, clocks.now_s, lambda name: metrics.limit_rejections.labels(name).inc())
+    limiter = Limiter(
+        store,
+        clocks.now_s,
+        on_rejection=lambda meter: metrics.limit_rejections.labels(meter).inc(),
+        gateway_limits=lambda: services.directory.limits,
+        wall_clock=clocks.now_at,
+    )
     codecs = Codecs(
         PreparePool(settings.prepare_threads, settings.max_prepare_pending),
         settings.max_tokenizers,

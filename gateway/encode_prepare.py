@@ -25,6 +25,7 @@ from gateway.encode_wire import EncodeAsk
 from gateway.encoder_codec import EncoderCodec, EncoderInput, TooLong
 from gateway.errors import CONTEXT_LENGTH, INVALID_REQUEST, WRONG_TASK, ApiError, wrong_task
 from gateway.joint import choice_id
+from gateway.lengths import lengths_of
 from gateway.policy import cache_rule
 from gateway.policy.cache_rule import CacheAsk, CacheDecision
 from gateway.types import HostedModel, PreparedRequest, Principal
@@ -100,6 +101,8 @@ class EncodePreparer:
             created_at=int(now_at),
             encode=EncodeInputs([len(item.ids) for item in inputs], _type_ids(inputs)),
         )
+        lengths = lengths_of(principal, model, self._directory.limits)
+        lengths.check_prompt(asked.param, len(request.prompt_token_ids))
         return EncodePrepared(asked, request, width, cache_rule.decide(ask))
 
     async def _inputs(

@@ -1,108 +1,247 @@
 """Stage 3: hold what a request may cost, settle once what it did cost.
 
 Comes in: a principal and a prepared request. Goes out: a `Hold`, with the x-ratelimit headers, or
-429 with how long to wait. The arithmetic is policy/rate_limit.py's, the counts are the store's.
+429 with how long to wait. A request draws on the limits of its key, its tenant, its model and the
+whole gateway, all or nothing. The arithmetic is policy/rate_limit.py's, the counts are the store's.
 
     open -> settled    the request ended: tokens not used are given back
     open -> released   it was refused, or we failed it: everything is given back
 """
 
 import math
-from collections.abc import Callable, MutableMapping
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import NamedTuple
 
-from gateway.errors import RATE_LIMITED, ApiError
-from gateway.policy.rate_limit import Figures, Refusal, Reservation
+from gateway.errors import INSUFFICIENT_QUOTA, RATE_LIMITED, ApiError
+from gateway.ledger import prices_of
+from gateway.periods import PeriodKind, period_of
+from gateway.policy.pricing import most_nanos
+from gateway.policy.rate_limit import (
+    DAY_S,
+    MINUTE_S,
+    Draw,
+    Figures,
+    Meter,
+    Refusal,
+    Reservation,
+    Used,
+)
 from gateway.store.base import LimitStore
 from gateway.types import PreparedRequest, Principal
+from registry.quotas import UNLIMITED, Limits, LimitScope
 
-_UNITS = {
-    "requests": "requests per minute",
-    "tokens": "tokens per minute",
-    "concurrency": "requests at one time",
-}
+
+class Rate(NamedTuple):
+    """One field of `Limits` as the arithmetic sees it, and what people call it."""
+
+    field: str
+    meter: Meter
+    window_s: int
+    words: str
+
+
+RATES = (
+    Rate("requests_per_minute", "requests", MINUTE_S, "requests per minute"),
+    Rate("requests_per_day", "requests", DAY_S, "requests per day"),
+    Rate("tokens_per_minute", "tokens", MINUTE_S, "tokens per minute"),
+    Rate("tokens_per_day", "tokens", DAY_S, "tokens per day"),
+    Rate("input_tokens_per_minute", "input_tokens", MINUTE_S, "input tokens per minute"),
+    Rate("input_tokens_per_day", "input_tokens", DAY_S, "input tokens per day"),
+    Rate("output_tokens_per_minute", "output_tokens", MINUTE_S, "output tokens per minute"),
+    Rate("output_tokens_per_day", "output_tokens", DAY_S, "output tokens per day"),
+    Rate("max_concurrency", "concurrency", 0, "requests at one time"),
+)
+# OpenAI's clients wait no longer than this and would ask again, twice, at once.
+LONGEST_RETRY_S = 120.0
+_WORDS = {(rate.meter, rate.window_s): rate.words for rate in RATES}
+_WHOSE = {"key": "the key's", "tenant": "your tenant's", "model": "the model's"}
+_GATEWAY_WHOSE = "this server's"
+# What OpenAI's headers have names for. Where several limits bind, they tell the tightest.
+_HEADERS: tuple[tuple[str, frozenset[Meter]], ...] = (
+    ("requests", frozenset({"requests"})),
+    ("tokens", frozenset({"tokens", "input_tokens", "output_tokens"})),
+)
 
 
 class Hold:
-    """One request's share of its key's limits. Closes once; what comes later changes nothing."""
+    """One request's share of its limits. Closes once; what comes later changes nothing."""
 
-    def __init__(self, store: LimitStore, key_id: str, reservation: Reservation) -> None:
+    def __init__(self, store: LimitStore, reservation: Reservation) -> None:
         self._store = store
-        self._key_id = key_id
         self._reservation = reservation
         self.is_open = True
 
-    async def settle(self, tokens: int) -> None:
-        """The request used this many tokens."""
+    async def settle(self, input_tokens: int, output_tokens: int, cost_nanos: int) -> None:
+        """The request used so many tokens, and is billed so much."""
         if self.is_open:
             self.is_open = False
-            await self._store.settle(self._key_id, self._reservation, tokens)
+            used = Used(input_tokens, output_tokens, cost_nanos)
+            await self._store.settle(self._reservation, used)
 
     async def release(self) -> None:
         """As if the request had never come."""
         if self.is_open:
             self.is_open = False
-            await self._store.release(self._key_id, self._reservation)
+            await self._store.release(self._reservation)
 
 
 class Limiter:
-    """Reserves for requests. `on_rejection` is told the dimension that was exhausted."""
+    """Reserves for requests. `on_rejection` is told the meter that was exhausted;
+    `gateway_limits` are those of all requests together."""
 
     def __init__(
-        self, store: LimitStore, clock: Callable[[], float], on_rejection: Callable[[str], None]
+        self,
+        store: LimitStore,
+        clock: Callable[[], float],
+        on_rejection: Callable[[str], None],
+        gateway_limits: Callable[[], Limits] = lambda: UNLIMITED,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._clock = clock
         self._on_rejection = on_rejection
+        self._gateway_limits = gateway_limits
+        self._wall_clock = wall_clock
 
     async def reserve(
         self, principal: Principal, request: PreparedRequest, headers: MutableMapping[str, str]
     ) -> Hold:
-        """Hold one request, its prompt, and max_tokens for each choice. Fills in `headers` whether
-        granted or not.
+        """Hold one request, its prompt, max_tokens for each choice, and what these may cost. Fills
+        in `headers` whether granted or not.
 
-        Raises ApiError RATE_LIMITED; nothing was taken then.
+        Raises ApiError RATE_LIMITED or INSUFFICIENT_QUOTA; nothing was taken then.
         """
         now_s = self._clock()
-        tokens = len(request.prompt_token_ids) + request.num_choices * request.max_tokens
-        key_id, limits = principal.key_id, principal.limits
-        result = await self._store.reserve(key_id, limits, tokens, now_s)
-        requests, per_minute = await self._store.figures(key_id, limits, now_s)
-        _add_headers(headers, "requests", requests)
-        _add_headers(headers, "tokens", per_minute)
+        draws = self._draws(principal, request)
+        result = await self._store.reserve(draws, now_s)
+        if draws:
+            _add_headers(headers, draws, await self._store.figures(draws, now_s))
         if isinstance(result, Refusal):
-            self._on_rejection(result.dimension)
-            if result.wait_s is None:
+            self._on_rejection(result.draw.meter)
+            if result.draw.meter == "cost":
+                headers["x-should-retry"] = "false"
+                raise ApiError(INSUFFICIENT_QUOTA, _explain_budget(result))
+            if result.wait_s is None or result.wait_s > LONGEST_RETRY_S:
                 headers["x-should-retry"] = "false"
             raise ApiError(RATE_LIMITED, _explain(result), retry_after_s=result.wait_s)
-        return Hold(self._store, key_id, result)
+        return Hold(self._store, result)
+
+    def _draws(self, principal: Principal, request: PreparedRequest) -> list[Draw]:
+        num_prompt, num_output = (
+            len(request.prompt_token_ids),
+            request.num_choices * request.max_tokens,
+        )
+        most = most_nanos(prices_of(request.model), num_prompt, num_output)
+        used = Used(num_prompt, num_output, most)
+        scopes: tuple[tuple[LimitScope, str, Limits], ...] = (
+            ("key", principal.key_id, principal.limits),
+            ("tenant", principal.tenant_id, principal.tenant_limits),
+            ("model", request.model.name, request.model.limits),
+            ("gateway", "", self._gateway_limits()),
+        )
+        draws = [
+            Draw(
+                name=count_name(scope, owner, rate),
+                meter=rate.meter,
+                window_s=rate.window_s,
+                limit=limit,
+                cost=used.of(rate.meter),
+            )
+            for scope, owner, limits in scopes
+            for rate, limit in limited(limits)
+        ]
+        budgets = [
+            (scope, owner, kind, limit)
+            for scope, owner, limits in scopes
+            for kind, limit in budgets_of(limits)
+        ]
+        if budgets:
+            now_at = self._wall_clock()
+            for scope, owner, kind, limit in budgets:
+                period, name = period_of(kind, now_at), budget_name(scope, owner, kind)
+                resets_in_s = period.ends_at - now_at
+                draws.append(Draw(name, "cost", 0, limit, most, period.number, resets_in_s))
+        return draws
+
+
+def limited(limits: Limits) -> Iterator[tuple[Rate, int]]:
+    """The rates that are bounded, and by how much."""
+    if limits != UNLIMITED:
+        for rate in RATES:
+            limit: int = getattr(limits, rate.field)
+            if limit:
+                yield rate, limit
+
+
+def budgets_of(limits: Limits) -> Iterator[tuple[PeriodKind, int]]:
+    """The budgets that are set."""
+    if limits.day_budget_nanos:
+        yield "day", limits.day_budget_nanos
+    if limits.month_budget_nanos:
+        yield "month", limits.month_budget_nanos
+
+
+def budget_name(scope: LimitScope, owner: str, kind: PeriodKind) -> str:
+    """As `count_name`."""
+    return f"{scope} {owner} cost {kind}"
+
+
+def count_name(scope: LimitScope, owner: str, rate: Rate) -> str:
+    """What a store counts it under. A model's name may hold anything but a space."""
+    return f"{scope} {owner} {rate.meter} {rate.window_s}"
 
 
 def go_duration(seconds: float) -> str:
-    """As OpenAI writes resets: 250ms, 1s, 59.5s, 6m0s. Rounded up to whole milliseconds."""
+    """As OpenAI writes resets: 250ms, 1s, 59.5s, 6m0s, 23h59m0s. Rounded up to milliseconds."""
     milliseconds = math.ceil(seconds * 1000)
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"
     minutes, rest = divmod(milliseconds, 60_000)
-    text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
-    return f"{minutes}m{text}s" if minutes else f"{text}s"
+    text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if not minutes:
+        return text
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}"
 
 
-def _add_headers(headers: MutableMapping[str, str], name: str, figures: Figures | None) -> None:
-    if figures is not None:
-        headers[f"x-ratelimit-limit-{name}"] = str(figures.limit)
-        headers[f"x-ratelimit-remaining-{name}"] = str(figures.remaining)
-        headers[f"x-ratelimit-reset-{name}"] = go_duration(figures.reset_s)
+def _add_headers(
+    headers: MutableMapping[str, str], draws: Sequence[Draw], figures: Sequence[Figures]
+) -> None:
+    for name, meters in _HEADERS:
+        of_name = [f for draw, f in zip(draws, figures, strict=True) if draw.meter in meters]
+        if of_name:
+            tightest = min(of_name, key=lambda f: (f.remaining, f.limit))
+            headers[f"x-ratelimit-limit-{name}"] = str(tightest.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(tightest.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = go_duration(tightest.reset_s)
+
+
+def _explain_budget(refusal: Refusal) -> str:
+    draw = refusal.draw
+    whose = _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+    kind = draw.name.rpartition(" ")[2]
+    left = max(0, draw.limit - refusal.used)
+    return (
+        f"{whose} budget for this {kind} is used up or promised to requests under way: "
+        f"{_money(left)} of {_money(draw.limit)} is left and this request may cost "
+        f"{_money(draw.cost)}; it begins anew in {go_duration(draw.resets_in_s)} (UTC)"
+    )
+
+
+def _money(nanos: int) -> str:
+    """Units of the currency, no zeros at the end."""
+    return f"{nanos // 10**9}.{nanos % 10**9:09d}".rstrip("0").rstrip(".")
 
 
 def _explain(refusal: Refusal) -> str:
-    unit = _UNITS[refusal.dimension]
-    figures = f"limit {refusal.limit}, used {refusal.used}, this request {refusal.cost}"
+    draw = refusal.draw
+    whose = _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+    limit = f"{whose} {_WORDS[draw.meter, draw.window_s]}"
+    figures = f"limit {draw.limit}, used {refusal.used}, this request {draw.cost}"
     if refusal.wait_s is None:
         return (
-            f"this request alone is over the key's {unit} ({figures}): "
+            f"this request alone is over {limit} ({figures}): "
             "send a shorter prompt, a smaller max_tokens or a smaller n"
         )
-    return (
-        f"rate limit reached for the key's {unit} ({figures}): "
-        f"try again in {go_duration(refusal.wait_s)}"
-    )
+    return f"rate limit reached for {limit} ({figures}): try again in {go_duration(refusal.wait_s)}"

@@ -96,9 +96,7 @@ class Metrics:
             ["model_name", "outcome"],
         )
         self.request_errors = counter("request_errors", "Answers other than 2xx.", ["code"])
-        self.limit_rejections = counter(
-            "limit_rejections", "Refused by a key's limits.", ["dimension"]
-        )
+        self.limit_rejections = counter("limit_rejections", "Refused by a limit.", ["dimension"])
         self.cache_requests = counter(
             "semantic_cache_requests", "Requests that asked for the cache.", ["result"]
         )

@@ -202,13 +202,15 @@ class Pipeline:
         hold: Hold,
         hit: CachedAnswer,
     ) -> Answer:
-        """Posted before it is sent, so it needs no open record. Takes a request, no tokens."""
+        """Posted before it is sent, so it needs no open record. Takes a request and its price, no
+        tokens."""
         request, pieces = prepared.request, prepared.codec.pieces
         parser = prepared.new_parser()
         piece = Piece(0, [*parser.feed(hit.text), *parser.flush()])
         reason = finish_reason(hit.finish_reason, parser.num_calls)
-        await hold.settle(0)
-        await self._ledger.post(self._hit_posting(call, request, principal, hit))
+        posting = self._hit_posting(call, request, principal, hit)
+        await hold.settle(0, 0, posting.cost_nanos)
+        await self._ledger.post(posting)
         usage = UsageFigures(len(request.prompt_token_ids), hit.completion_tokens)
         if not request.stream:
             whole = WholeChoice(request, 0, pieces)

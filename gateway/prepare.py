@@ -18,6 +18,7 @@ from gateway.chat_prompt import Prompt, chat_prompt
 from gateway.codecs import Codecs
 from gateway.directory import Directory
 from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
+from gateway.lengths import Lengths, lengths_of
 from gateway.output_parser import IdentityParser, OutputParser
 from gateway.policy import cache_rule
 from gateway.policy.cache_rule import CacheAsk, CacheDecision
@@ -74,7 +75,8 @@ class Preparer:
     ) -> Prepared:
         """Raises ApiError: unknown model, a prompt that does not fit or cannot be rendered."""
         model = find_model(principal, self._directory, asked.model)
-        self._check(asked, model)
+        lengths = lengths_of(principal, model, self._directory.limits)
+        self._check(asked, model, lengths)
         ask = CacheAsk(
             key_mode=principal.cache_mode,
             requested=semantic_cache.requested_mode(headers),
@@ -84,6 +86,7 @@ class Preparer:
         )
         codec = await self._codecs.text(model)
         prompt = await self._encode(codec, model, asked)
+        lengths.check_prompt(_param(asked), len(prompt.ids))
         decision = cache_rule.decide(ask)
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
@@ -91,7 +94,7 @@ class Preparer:
             kind=asked.kind,
             model=model,
             prompt_token_ids=prompt.ids,
-            max_tokens=self._max_tokens(asked, model, len(prompt.ids)),
+            max_tokens=self._max_tokens(asked, model, len(prompt.ids), lengths),
             sampling=_sampling(asked),
             stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
             stop_strings=asked.stop,
@@ -112,12 +115,13 @@ class Preparer:
         )
         return Prepared(request, codec, decision, prompt.plan.new_parser)
 
-    def _check(self, asked: WireRequest, model: HostedModel) -> None:
+    def _check(self, asked: WireRequest, model: HostedModel, lengths: Lengths) -> None:
         """What can be said without reading texts. Raises ApiError."""
         if model.task != "generate":
             raise wrong_task(model.name, model.task)
         if asked.n > self._bounds.max_choices:
             raise invalid("n", f"n must not be above {self._bounds.max_choices}")
+        lengths.check_output("max_tokens", asked.max_tokens or 0)
         last = model.vocab_size - 1
         if asked.logit_bias and max(asked.logit_bias) > last:
             raise invalid("logit_bias", f"logit_bias names a token id outside 0 to {last}")
@@ -169,9 +173,11 @@ class Preparer:
         ):
             self._check_length(asked, model, model.max_context + 1, "at least ")
 
-    def _max_tokens(self, asked: WireRequest, model: HostedModel, num_prompt: int) -> int:
+    def _max_tokens(
+        self, asked: WireRequest, model: HostedModel, num_prompt: int, lengths: Lengths
+    ) -> int:
         room = self._check_length(asked, model, num_prompt)
-        bound = min(self._bounds.default_max_tokens, room)
+        bound = min(self._bounds.default_max_tokens, room, lengths.output or room)
         # Where nothing is wanted the worker makes one token all the same, which is dropped.
         wanted = bound if asked.max_tokens is None else max(1, asked.max_tokens)
         if asked.min_tokens > wanted:

@@ -15,12 +15,27 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
+from gateway import limit_history
 from gateway.directory import Directory
+from gateway.limit_history import SLOT_S
+from gateway.periods import period_of
+from gateway.policy.rate_limit import DAY_S
 from gateway.service import hosted_models
+from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
-from registry import api_keys, catalog, residency_requests, tenants, version
+from registry import (
+    api_keys,
+    catalog,
+    ledger,
+    quotas,
+    residency_requests,
+    tenants,
+    version,
+)
 from registry.api_keys import KeyRecord
+from registry.quotas import Limits
 from registry.residency_requests import ResidencyRequest
 from registry.session import reading, writing
 
@@ -31,18 +46,36 @@ PRICES_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What counts begin with that were not limited before.
+
+    counted  names of all counts by the day and of budgets
+    amounts  what was used: (since when, amount)
+    spent    of budgets: (period, nano-units)
+    """
+
+    counted: frozenset[str]
+    amounts: dict[str, list[tuple[float, int]]]
+    spent: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """One snapshot of the registry.
 
-    `weights`: bytes of each ready model's weights; `reserved`: what tenants have of each worker.
+    weights   bytes of each ready model's weights
+    reserved  what tenants have of each worker
+    history   what counts of limits that are new here begin with
     """
 
     version: int
     keys: Sequence[KeyRecord]
     models: Sequence[HostedModel]
+    limits: Limits
     weights: dict[str, int]
     wishes: Sequence[ResidencyRequest]
     reserved: dict[str, float]
+    history: History
 
 
 class RegistryPoll:
@@ -57,8 +90,10 @@ class RegistryPoll:
         interval_s: float,
         on_models: Callable[[Sequence[HostedModel], dict[str, int]], None],
         on_wish: Callable[[ResidencyRequest], None],
+        limit_store: MemoryStore,
         wall_clock: Callable[[], float] = time.time,
         on_reserved: Callable[[dict[str, float]], None] = lambda shares: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._data_path = data_path
@@ -66,8 +101,11 @@ class RegistryPoll:
         self._interval_s = interval_s
         self._on_models = on_models
         self._on_wish = on_wish
+        self._limit_store = limit_store
         self._wall_clock = wall_clock
         self._on_reserved = on_reserved
+        self._clock = clock
+        self._counted: frozenset[str] = frozenset()
         self._models: Sequence[HostedModel] | None = None
         self._read_at = 0.0
         self.num_errors = 0
@@ -91,13 +129,25 @@ class RegistryPoll:
         view = await asyncio.to_thread(self._read, self._directory.version)
         if view is None:
             return
-        self._directory.replace(view.version, view.keys, view.models)
+        self._restore(view)
+        self._directory.replace(view.version, view.keys, view.models, view.limits)
         if view.models != self._models:
             self._models = view.models
             self._on_models(view.models, view.weights)
         self._on_reserved(view.reserved)
         for wish in view.wishes:
             self._on_wish(wish)
+
+    def _restore(self, view: View) -> None:
+        """Counts by the day and budgets that are new here begin with what the ledger knows."""
+        now_s, now_at = self._clock(), self._wall_clock()
+        for name, used in view.history.amounts.items():
+            # As if all of a slot had come at its end: this process cuts its slots elsewhere.
+            aged = [(max(0.0, now_at - began_at - SLOT_S), amount) for began_at, amount in used]
+            self._limit_store.restore(name, DAY_S, aged, now_s)
+        for name, (period, nanos) in view.history.spent.items():
+            self._limit_store.restore_spend(name, period, nanos)
+        self._counted = view.history.counted
 
     def _read(self, known_version: int) -> View | None:
         """In a thread. None where nothing can have changed."""
@@ -110,10 +160,37 @@ class RegistryPoll:
             keys = api_keys.active_keys(session)
             models = hosted_models(session, self._data_path, now_at)
             reserved = tenants.reserved_shares(session)
+            limits = quotas.get_limits(session, "gateway")
             weights = {m.name: m.weight_bytes for m in catalog.ready_models(session)}
+            history = self._history(session, now_at, keys, models, limits)
         self._read_at = now_at
         wishes: Sequence[ResidencyRequest] = ()
         if moved:
             with writing(self._engine, ACTOR) as session:
                 wishes = residency_requests.take(session, now_at=now_at)
-        return View(current, keys, models, weights, wishes, reserved)
+        return View(current, keys, models, limits, weights, wishes, reserved, history)
+
+    def _history(
+        self,
+        session: Session,
+        now_at: float,
+        keys: Sequence[KeyRecord],
+        models: Sequence[HostedModel],
+        limits: Limits,
+    ) -> History:
+        days = limit_history.day_counts(keys, models, limits)
+        budgets = limit_history.budgets(keys, models, limits)
+        new_days = {name: c for name, c in days.items() if name not in self._counted}
+        new_budgets = {name: b for name, b in budgets.items() if name not in self._counted}
+        amounts: dict[str, list[tuple[float, int]]] = {}
+        if new_days:
+            since_at = now_at - DAY_S - SLOT_S
+            usage = ledger.usage_by_slot(session, since_at, SLOT_S)
+            amounts = limit_history.amounts(new_days, usage)
+        periods = {b.kind: period_of(b.kind, now_at) for b in new_budgets.values()}
+        spending = {k: ledger.spend_since(session, p.began_at) for k, p in periods.items()}
+        spent = {
+            name: (periods[new_budgets[name].kind].number, nanos)
+            for name, nanos in limit_history.spent(new_budgets, spending).items()
+        }
+        return History(frozenset({*days, *budgets}), amounts, spent)

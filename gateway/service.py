@@ -43,7 +43,7 @@ from registry.catalog import ModelRecord
 from registry.errors import RegistryError
 from registry.ledger import UsageRow
 from registry.prices import PriceRecord
-from registry.quotas import KeyLimits
+from registry.quotas import UNLIMITED, Limits
 from registry.residency_requests import ResidencyAction
 from registry.revisions import RevisionRecord
 from registry.session import make_engine, reading, writing
@@ -130,7 +130,7 @@ def create_key(
     tenant: str,
     name: str,
     *,
-    limits: KeyLimits | None = None,
+    limits: Limits | None = None,
     cache_mode: str = "off",
     allowed_models: Sequence[str] | None = None,
     expires_in_s: float | None = None,
@@ -175,33 +175,6 @@ def rotate_key(control: Control, key: str, grace_s: float = 0.0) -> tuple[KeyRec
     """A new secret (shown once); the old one works for `grace_s` more seconds."""
     with control.writing() as session:
         return api_keys.rotate(session, key, grace_s, now_at=control.clock())
-
-
-def set_limits(
-    control: Control,
-    key: str,
-    requests_per_minute: int | None = None,
-    tokens_per_minute: int | None = None,
-    max_concurrency: int | None = None,
-) -> KeyRecord:
-    """Change the limits that are given; 0 means unlimited."""
-    with control.writing() as session:
-        record = api_keys.get_key(session, key)
-        quotas.set_limits(
-            session,
-            record.id,
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            max_concurrency=max_concurrency,
-            now_at=control.clock(),
-        )
-        return api_keys.get_key(session, record.id)
-
-
-def show_key(control: Control, key: str) -> KeyRecord:
-    """One key with its limits."""
-    with control.reading() as session:
-        return api_keys.get_key(session, key)
 
 
 # Prices and usage.
@@ -331,6 +304,7 @@ def remove_model(control: Control, name: str) -> bool:
 def hosted_models(session: Session, data_dir: Path, now_at: float) -> list[HostedModel]:
     """The ready models as the request path needs them, with the prices that hold at `now_at`."""
     price_of = prices.prices_at(session, now_at)
+    limits = quotas.all_limits(session, "model")
     hosted = []
     for model in catalog.ready_models(session):
         price = price_of.get(model.name, PriceRecord(model.name, 0.0))
@@ -352,6 +326,7 @@ def hosted_models(session: Session, data_dir: Path, now_at: float) -> list[Hoste
                 dim=model.dim,
                 labels=tuple(model.labels),
                 multi_label=model.multi_label,
+                limits=limits.get(model.name, UNLIMITED),
             )
         )
     return hosted

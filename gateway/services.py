@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from engine.protocol import SwapRecord, WorkerStatus
 from gateway.directory import Directory
 from gateway.settings import Settings
+from gateway.store.memory import MemoryStore
 from gateway.types import (
     HostedModel,
     ModelOutlook,
@@ -138,6 +139,8 @@ class Services:
     dispatcher: RequestDispatcher
     ledger: UsageLedger
     metrics_registry: CollectorRegistry
+    limit_store: MemoryStore = field(default_factory=MemoryStore)
+    """Counts of limits; the registry poll fills in what a restart has lost."""
 
 
 __all__ = [

@@ -126,10 +126,11 @@ class Settlement:
     async def end(self, ending: Ending) -> None:
         """Call once. Limits first: the client's next request must find them settled."""
         if ending.outcome is None or ending.outcome == "failed":
-            await (self._hold.settle(0) if ending.keeps_request else self._hold.release())
+            await (self._hold.settle(0, 0, 0) if ending.keeps_request else self._hold.release())
         else:
             num_prompt = len(self._request.prompt_token_ids)
-            await self._hold.settle(num_prompt + ending.completion_tokens)
+            cost = self._cost_nanos(ending, ending.outcome)
+            await self._hold.settle(num_prompt, ending.completion_tokens, cost)
         self._count(ending)
         # Whatever became of it, post or void ends it; a failure to open has been raised already.
         await asyncio.gather(self._opening, return_exceptions=True)
@@ -164,10 +165,22 @@ class Settlement:
         for reason in ending.finish_reasons:
             metrics.request_success.labels(name, reason).inc()
 
+    def _cached_tokens(self, ending: Ending) -> int:
+        return min(ending.usage.cached_tokens, len(self._request.prompt_token_ids))
+
+    def _cost_nanos(self, ending: Ending, outcome: Settled) -> int:
+        """What is billed: the budget is settled with it, and the posting says it."""
+        return cost_nanos(
+            prices_of(self._request.model),
+            outcome,
+            len(self._request.prompt_token_ids),
+            self._cached_tokens(ending),
+            ending.completion_tokens,
+        )
+
     def _posting(self, ending: Ending, outcome: Settled) -> Posting:
         request, principal = self._request, self._principal
         prompt_tokens, completion_tokens = len(request.prompt_token_ids), ending.completion_tokens
-        cached_tokens = min(ending.usage.cached_tokens, prompt_tokens)
         first_s = ending.first_token_s
         return Posting(
             request_id=request.request_id,
@@ -178,11 +191,9 @@ class Settlement:
             kind=request.kind,
             outcome=outcome,
             prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
+            cached_tokens=self._cached_tokens(ending),
             completion_tokens=completion_tokens,
-            cost_nanos=cost_nanos(
-                prices_of(request.model), outcome, prompt_tokens, cached_tokens, completion_tokens
-            ),
+            cost_nanos=self._cost_nanos(ending, outcome),
             service_s=ending.usage.service_s,
             queue_s=ending.queue_s,
             ttft_s=0.0 if first_s is None else first_s - self._arrived_s,

@@ -42,6 +42,7 @@ from gateway.services import Services
 from gateway.settings import Settings
 from gateway.share_file import ShareFile
 from gateway.start_block import start_block
+from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
 from gateway.worker_client import ZmqWorkerClient
 from gateway.worker_process import WORKER_COMMAND, WorkerProcess
@@ -109,6 +110,7 @@ class Server:
         self._ledger = Ledger(
             engine, settings, self._directory.find_model, self._dispatcher.ack_usage
         )
+        self._limit_store = MemoryStore()
         self._poll = RegistryPoll(
             engine,
             settings.data_path,
@@ -116,6 +118,7 @@ class Server:
             settings.key_cache_poll_s,
             self._on_models,
             self._on_wish,
+            self._limit_store,
             on_reserved=self._on_reserved,
         )
         self._weights: dict[str, int] = {}
@@ -201,6 +204,7 @@ class Server:
             dispatcher=self._dispatcher,
             ledger=self._ledger,
             metrics_registry=self._metrics_registry,
+            limit_store=self._limit_store,
         )
         grace_s = self._settings.shutdown_timeout_s + ABORT_GRACE_S
         return _Http(http_config(create_app(services), self._settings, grace_s))

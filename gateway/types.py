@@ -10,6 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 import msgspec
 
 from engine.protocol import Constraint, EncodeInputs, Finish, SamplingParams, TokenLogprobs
+from registry.quotas import UNLIMITED, Limits
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
 EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
@@ -19,17 +20,8 @@ Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of one key. 0 means unlimited."""
-
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    max_concurrency: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Principal:
-    """What an API key resolves to."""
+    """What an API key resolves to. `limits` are the key's own."""
 
     tenant_id: str
     key_id: str
@@ -38,6 +30,7 @@ class Principal:
     weight: float = 1.0
     cache_mode: CacheMode = "off"
     allowed_models: frozenset[str] | None = None
+    tenant_limits: Limits = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +58,7 @@ class HostedModel:
     dim: int = 0
     labels: tuple[str, ...] = ()
     multi_label: bool = False
+    limits: Limits = UNLIMITED
 
 
 @dataclass(frozen=True, slots=True)

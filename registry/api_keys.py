@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Final
 
 from sqlalchemy import JSON, CheckConstraint, ColumnElement, ForeignKey, LargeBinary, String, select
-from sqlalchemy.orm import Mapped, Session, mapped_column
+from sqlalchemy.orm import Mapped, Session, aliased, mapped_column
 
 from registry import audit, quotas
 from registry.base import (
@@ -40,7 +40,7 @@ from registry.base import (
 )
 from registry.errors import AlreadyExists, InvalidValue, NotFound
 from registry.networks import Network, parse_networks
-from registry.quotas import KeyLimits, Quota
+from registry.quotas import UNLIMITED, Limits, Quota
 from registry.tenants import PRIORITY_FACTORS, Tenant, check_display_name
 
 KEY_PREFIX = "sk-ph-"
@@ -71,7 +71,7 @@ class KeyRecord:
     tenant_disabled: bool
     name: str
     scopes: frozenset[str]
-    limits: KeyLimits
+    limits: Limits
     cache_mode: str
     allowed_models: frozenset[str] | None
     created_at: float
@@ -83,6 +83,7 @@ class KeyRecord:
     previous_digest: bytes | None = None
     previous_until_at: float | None = None
     allowed_networks: tuple[Network, ...] | None = None
+    tenant_limits: Limits = UNLIMITED
 
     def usable(self, now_at: float) -> bool:
         """Neither revoked nor expired, and the tenant is let in."""
@@ -167,7 +168,7 @@ def create_key(
     name: str,
     *,
     now_at: float,
-    limits: KeyLimits | None = None,
+    limits: Limits | None = None,
     cache_mode: str = "off",
     allowed_models: Sequence[str] | None = None,
     expires_at: float | None = None,
@@ -179,7 +180,7 @@ def create_key(
     `plaintext` makes a key of a given text. Raises NotFound, AlreadyExists or InvalidValue.
     """
     check_display_name("key", name)
-    limits = limits or KeyLimits()
+    limits = limits or Limits()
     quotas.check(limits)
     if cache_mode not in CACHE_MODES:
         raise InvalidValue(f"cache mode must be one of {', '.join(CACHE_MODES)}")
@@ -207,7 +208,7 @@ def create_key(
     )
     session.add(row)
     session.flush()
-    quotas.put(session, row.id, limits)
+    quotas.put(session, "key", row.id, limits)
     audit.record(session, now_at, "key.create", row.id, None, _public(row))
     return get_key(session, row.id), plaintext
 
@@ -325,17 +326,19 @@ def _row(session: Session, id_or_public_id: str) -> ApiKey:
 
 
 def _records(session: Session, *where: ColumnElement[bool]) -> list[KeyRecord]:
+    own, shared = aliased(Quota), aliased(Quota)
     query = (
-        select(ApiKey, Tenant, Quota)
+        select(ApiKey, Tenant, own, shared)
         .join(Tenant, Tenant.id == ApiKey.tenant_id)
-        .outerjoin(Quota, Quota.key_id == ApiKey.id)
+        .outerjoin(own, (own.scope == "key") & (own.owner == ApiKey.id))
+        .outerjoin(shared, (shared.scope == "tenant") & (shared.owner == Tenant.id))
         .where(*where)
         .order_by(ApiKey.created_at, ApiKey.id)
     )
-    return [_record(key, tenant, quota) for key, tenant, quota in session.execute(query)]
+    return [_record(*row) for row in session.execute(query)]
 
 
-def _record(key: ApiKey, tenant: Tenant, quota: Quota | None) -> KeyRecord:
+def _record(key: ApiKey, tenant: Tenant, own: Quota | None, shared: Quota | None) -> KeyRecord:
     record = KeyRecord(
         id=key.id,
         public_id=key.public_id,
@@ -345,7 +348,8 @@ def _record(key: ApiKey, tenant: Tenant, quota: Quota | None) -> KeyRecord:
         tenant_disabled=tenant.disabled,
         name=key.name,
         scopes=frozenset(key.scopes),
-        limits=KeyLimits() if quota is None else quotas.limits_of(quota),
+        limits=quotas.limits_of(own),
+        tenant_limits=quotas.limits_of(shared),
         cache_mode=key.cache_mode,
         allowed_models=None if key.allowed_models is None else frozenset(key.allowed_models),
         created_at=key.created_at,

@@ -12,7 +12,18 @@ caller's transaction (`registry.session.writing`).
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from sqlalchemy import CheckConstraint, Double, Index, String, delete, func, select, tuple_
+from sqlalchemy import (
+    CheckConstraint,
+    Double,
+    Index,
+    Integer,
+    String,
+    cast,
+    delete,
+    func,
+    select,
+    tuple_,
+)
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry.api_keys import ApiKey
@@ -129,6 +140,68 @@ class PostingRow(Base):
 def open_many(session: Session, records: Sequence[OpenRecord]) -> None:
     """Write open records; one that is already open stays as it was."""
     insert_ignore(session, OpenRecordRow, "request_id", [asdict(record) for record in records])
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUsage:
+    """What one key used of one model in the slot that began at `began_at`."""
+
+    tenant_id: str
+    key_id: str
+    model: str
+    began_at: float
+    num_requests: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpendRow:
+    """What one key was billed for one model."""
+
+    tenant_id: str
+    key_id: str
+    model: str
+    cost_nanos: int
+
+
+def spend_since(session: Session, since_at: float) -> list[SpendRow]:
+    """All that was billed since then."""
+    who = (PostingRow.tenant_id, PostingRow.key_id, PostingRow.model)
+    rows = session.execute(
+        select(*who, func.sum(PostingRow.cost_nanos))
+        .where(PostingRow.posted_at >= since_at, PostingRow.cost_nanos > 0)
+        .group_by(*who)
+    )
+    return [SpendRow(tenant, key, model, int(cost)) for tenant, key, model, cost in rows]
+
+
+def usage_by_slot(session: Session, since_at: float, slot_s: int) -> list[SlotUsage]:
+    """What counted against limits since then, by slots of `slot_s` seconds: nothing of requests
+    that we failed, and no tokens of answers from the cache. Oldest slots first."""
+    number = PostingRow.posted_at / slot_s
+    # Not every build of SQLite has floor(), and PostgreSQL's cast would round.
+    on_sqlite = session.get_bind().dialect.name == "sqlite"
+    slot = (cast(number, Integer) if on_sqlite else func.floor(number)).label("slot")
+    spent = PostingRow.outcome != "cache_hit"
+    rows = session.execute(
+        select(
+            PostingRow.tenant_id,
+            PostingRow.key_id,
+            PostingRow.model,
+            slot,
+            func.count(),
+            func.coalesce(func.sum(PostingRow.prompt_tokens).filter(spent), 0),
+            func.coalesce(func.sum(PostingRow.completion_tokens).filter(spent), 0),
+        )
+        .where(PostingRow.posted_at >= since_at, PostingRow.outcome != "failed")
+        .group_by(PostingRow.tenant_id, PostingRow.key_id, PostingRow.model, slot)
+        .order_by(slot)
+    )
+    return [
+        SlotUsage(tenant, key, model, float(begun) * slot_s, num, int(prompt), int(completion))
+        for tenant, key, model, begun, num, prompt, completion in rows
+    ]
 
 
 def post_many(session: Session, postings: Sequence[Posting]) -> set[str]:

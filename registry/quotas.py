@@ -1,83 +1,121 @@
-"""Limits per key: requests and tokens a minute, requests at a time. 0 means unlimited.
+"""Limits that the operator set: of a key, a tenant, a model, and of the whole gateway.
 
-The arithmetic of limits is not here (gateway/policy/rate_limit.py); this is what the operator set.
+A request has to pass all of them. The arithmetic is not here (gateway/policy/rate_limit.py).
+Windows slide: a day is any 24 hours. Budgets are of calendar days and months.
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, TypeAlias, get_args
 
-from sqlalchemy import BigInteger, ForeignKey
+from sqlalchemy import String, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import audit
-from registry.base import Base, Count, Id
+from registry.base import Base, Count, Name, Nanos
 from registry.errors import InvalidValue
 
 MAX_LIMIT = 2**53
 
+LimitScope: TypeAlias = Literal["key", "tenant", "model", "gateway"]
+"""Whose limits: `owner` is the key's or tenant's id, the model's name, or "" for the gateway."""
+
 
 @dataclass(frozen=True, slots=True)
-class KeyLimits:
-    """Limits of one key; the fields of gateway.types.Limits."""
+class Limits:
+    """0 means unlimited.
+
+    input_tokens are of prompts, output_tokens of answers, tokens both; max_concurrency is requests
+    at one time; max_prompt_tokens and max_output_tokens are of one request (of each answer);
+    budgets are money of a calendar day or month (UTC), never overrun.
+    """
 
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
     max_concurrency: int = 0
+    requests_per_day: int = 0
+    tokens_per_day: int = 0
+    input_tokens_per_minute: int = 0
+    input_tokens_per_day: int = 0
+    output_tokens_per_minute: int = 0
+    output_tokens_per_day: int = 0
+    max_prompt_tokens: int = 0
+    max_output_tokens: int = 0
+    day_budget_nanos: int = 0
+    month_budget_nanos: int = 0
+
+
+LIMIT_NAMES = tuple(field.name for field in fields(Limits))
+UNLIMITED = Limits()
 
 
 class Quota(Base):
-    """See KeyLimits. A key without a row is unlimited."""
+    """See Limits. Who has no row is unlimited."""
 
-    __tablename__ = "quotas"
+    __tablename__ = "limits"
 
-    key_id: Mapped[Id] = mapped_column(
-        ForeignKey("api_keys.id", ondelete="CASCADE"), primary_key=True
-    )
+    scope: Mapped[str] = mapped_column(String(16), primary_key=True)
+    owner: Mapped[Name] = mapped_column(primary_key=True)
     requests_per_minute: Mapped[Count]
     tokens_per_minute: Mapped[Count]
-    max_concurrency: Mapped[int] = mapped_column(BigInteger)
+    max_concurrency: Mapped[Count]
+    requests_per_day: Mapped[Count]
+    tokens_per_day: Mapped[Count]
+    input_tokens_per_minute: Mapped[Count]
+    input_tokens_per_day: Mapped[Count]
+    output_tokens_per_minute: Mapped[Count]
+    output_tokens_per_day: Mapped[Count]
+    max_prompt_tokens: Mapped[Count]
+    max_output_tokens: Mapped[Count]
+    day_budget_nanos: Mapped[Nanos]
+    month_budget_nanos: Mapped[Nanos]
 
 
-def limits_of(row: Quota) -> KeyLimits:
+def limits_of(row: Quota | None) -> Limits:
     """The row as a value."""
-    return KeyLimits(row.requests_per_minute, row.tokens_per_minute, row.max_concurrency)
+    return UNLIMITED if row is None else Limits(*(getattr(row, name) for name in LIMIT_NAMES))
 
 
-def get_limits(session: Session, key_id: str) -> KeyLimits:
-    """The key's limits; unlimited where none were set."""
-    row = session.get(Quota, key_id)
-    return KeyLimits() if row is None else limits_of(row)
+def get_limits(session: Session, scope: LimitScope, owner: str = "") -> Limits:
+    """Unlimited where none were set."""
+    return limits_of(session.get(Quota, (scope, owner)))
+
+
+def all_limits(session: Session, scope: LimitScope) -> dict[str, Limits]:
+    """By owner, for those that have some."""
+    rows = session.scalars(select(Quota).where(Quota.scope == scope).order_by(Quota.owner))
+    return {row.owner: limits_of(row) for row in rows}
 
 
 def set_limits(
     session: Session,
-    key_id: str,
+    scope: LimitScope,
+    owner: str,
+    changes: Mapping[str, int],
     *,
-    requests_per_minute: int | None = None,
-    tokens_per_minute: int | None = None,
-    max_concurrency: int | None = None,
     now_at: float,
-) -> KeyLimits:
-    """Change what is given. The key must exist. Raises InvalidValue."""
-    before = get_limits(session, key_id)
-    given = {
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-        "max_concurrency": max_concurrency,
-    }
-    after = replace(before, **{name: value for name, value in given.items() if value is not None})
-    put(session, key_id, after)
-    audit.record(session, now_at, "limits.set", key_id, asdict(before), asdict(after))
+) -> Limits:
+    """Change those that are named (fields of Limits). The owner must exist. Raises InvalidValue."""
+    unknown = sorted(set(changes) - set(LIMIT_NAMES))
+    if unknown or scope not in get_args(LimitScope):
+        raise InvalidValue(f"there is no limit {unknown[0] if unknown else scope!r}")
+    before = get_limits(session, scope, owner)
+    after = replace(before, **changes)
+    if after != before:
+        put(session, scope, owner, after)
+        subject = owner or scope
+        audit.record(session, now_at, "limits.set", subject, asdict(before), asdict(after))
     return after
 
 
-def put(session: Session, key_id: str, limits: KeyLimits) -> None:
+def put(session: Session, scope: LimitScope, owner: str, limits: Limits) -> None:
     """Store limits without a trace: for `set_limits` and for the creation of a key."""
     check(limits)
-    session.merge(Quota(key_id=key_id, **asdict(limits)))
+    session.merge(Quota(scope=scope, owner=owner, **asdict(limits)))
     session.flush()
 
 
-def check(limits: KeyLimits) -> None:
+def check(limits: Limits) -> None:
     """Raises InvalidValue for a limit below 0 or absurdly high."""
     for name, value in asdict(limits).items():
         if not 0 <= value <= MAX_LIMIT:

@@ -22,7 +22,8 @@ from engine.backend.sim import Roofline
 from engine.config import EngineConfig, WorkerConfig
 from engine.policy.eviction import EvictionParams, EvictionPolicy, GreedyDual
 from gateway.settings import Settings
-from gateway.types import HostedModel, Limits, Principal
+from gateway.types import HostedModel, Principal
+from registry.quotas import Limits
 
 ANY_ENDPOINT = "ipc://simulated"
 OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0, "request_s": 0.0}

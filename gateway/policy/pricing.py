@@ -22,6 +22,13 @@ class TokenPrices:
     completion_nanos: int
 
 
+def most_nanos(prices: TokenPrices, prompt_tokens: int, completion_tokens: int) -> int:
+    """What a request may cost at most, whatever becomes of it and whatever a cache holds of it."""
+    return prompt_tokens * max(prices.prompt_nanos, prices.cached_nanos) + (
+        completion_tokens * max(prices.completion_nanos, prices.cached_nanos)
+    )
+
+
 def cost_nanos(
     prices: TokenPrices,
     outcome: Literal["finished", "disconnected", "failed", "cache_hit"],

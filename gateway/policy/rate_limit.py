@@ -1,55 +1,109 @@
-"""Stage 3's arithmetic: requests and tokens in a sliding minute, and requests at one time.
+"""Stage 3's arithmetic: amounts in sliding windows, and requests at one time.
 
 Pure: callers pass `now_s` (any clock that never runs backwards) and get decisions. `store/` holds
-the state and acts; `store/redis` will run the same arithmetic and be tested against this file.
+the counts and acts; a store shared by several gateways runs the same arithmetic and is tested
+against this file.
 
-What a key was granted is kept by half-second slots of the last minute, so a settlement corrects
-the very slot in which the reservation was made, and nothing where that slot has left the window. A
-token bucket cannot do that: a refund after the bucket has refilled is capacity that was never lost,
-and reserving and refunding in turns multiplies the burst. A slot counts until a full minute after
-its end, so no interval of 60 s ever holds more than the limit.
+A request draws on several counts at once: of its key, its tenant, its model and the whole gateway,
+by the minute and by the day. It gets all or nothing.
 
-    reserve   one request, the tokens it may use at most, one of the places at a time: all or none
-    settle    give back the tokens that were not used (more may have been: debt), and the place
+    reserve   what it may cost at most of each: all or none
+    settle    correct that to what it did cost (more may have been: debt), and give its places back
     release   give back everything, as if the request had never come
+
+What was granted is kept by slots, SLOTS to a window, so a settlement corrects the very slot in
+which the reservation was made, and nothing where that slot has left the window. A token bucket
+cannot do that: a refund after the bucket has refilled is capacity that was never lost, and
+reserving and refunding in turns multiplies the burst. A slot counts until a full window after its
+end, so no interval of that length ever holds more than the limit.
 """
 
+import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from gateway.types import Limits
+Meter: TypeAlias = Literal[
+    "requests", "input_tokens", "output_tokens", "tokens", "concurrency", "cost"
+]
 
-Dimension: TypeAlias = Literal["requests", "tokens", "concurrency"]
-
-WINDOW_S = 60.0
-SLOTS_PER_S = 2
+MINUTE_S = 60
+DAY_S = 86_400
+SLOTS = 120
+"""Of a window: half a second of a minute, twelve minutes of a day."""
 # Nobody can know when a running request ends; a client that asks again after this is polite.
 CONCURRENCY_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """What was taken for one request, and in which slot. Closed once, by settle or release."""
+class Draw:
+    """What one request takes of one count.
 
+    name         of the count: who shares it, what is counted, over how long
+    window_s     0: places at one time, or money (spend.py)
+    period       of money: the calendar period's number
+    resets_in_s  of money: how long this period still is
+    """
+
+    name: str
+    meter: Meter
+    window_s: int
+    limit: int
+    cost: int
+    period: int = 0
+    resets_in_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a draw took, and in which slot."""
+
+    name: str
+    meter: Meter
+    window_s: int
     slot: int
-    tokens: int
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """All that was taken for one request. Closed once, by settle or release."""
+
+    taken: tuple[Taken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request may not go now. `wait_s` None: it never may, its cost is over the limit."""
 
-    dimension: Dimension
-    limit: int
+    draw: Draw
     used: int
-    cost: int
     wait_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
+class Used:
+    """What a request used in the end."""
+
+    input_tokens: int
+    output_tokens: int
+    cost_nanos: int = 0
+
+    def of(self, meter: Meter) -> int:
+        """As the meter counts it."""
+        if meter == "input_tokens":
+            return self.input_tokens
+        if meter == "output_tokens":
+            return self.output_tokens
+        if meter == "cost":
+            return self.cost_nanos
+        return self.input_tokens + self.output_tokens if meter == "tokens" else 1
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
-    """One rate for the x-ratelimit headers. `reset_s`: until nothing of it is used."""
+    """One count for the x-ratelimit headers. `reset_s`: until nothing of it is used."""
 
     limit: int
     remaining: int
@@ -57,107 +111,140 @@ class Figures:
 
 
 @dataclass(slots=True)
-class Window:
-    """Amounts of the last minute by slot, oldest first; `total` is their sum."""
+class Count:
+    """Amounts of the last `window_s` by slot, oldest first; `total` is their sum. With window 0
+    there are no slots: places that are taken."""
 
+    window_s: int
     slots: deque[list[int]] = field(default_factory=deque)
     total: int = 0
 
+    def refresh(self, draw: Draw, now_s: float) -> None:
+        """As `expire`."""
+        self.expire(now_s)
+
     def expire(self, now_s: float) -> None:
-        """Forget what has left the window. At most 122 slots are ever held."""
-        while self.slots and _expires_s(self.slots[0][0]) <= now_s:
+        """Forget what has left the window. At most SLOTS + 2 slots are ever held."""
+        while self.slots and self._expires_s(self.slots[0][0]) <= now_s:
             self.total -= self.slots.popleft()[1]
 
-    def add(self, slot: int, amount: int) -> None:
-        """Charge the newest slot."""
-        if self.slots and self.slots[-1][0] >= slot:
-            self.slots[-1][1] += amount
-        else:
-            self.slots.append([slot, amount])
-        self.total += amount
+    def take(self, draw: Draw, now_s: float) -> Taken:
+        """Charge the newest slot; a later one where the clock's last tick was rounded."""
+        slot = self._slot(now_s)
+        if self.window_s:
+            if self.slots and self.slots[-1][0] >= slot:
+                slot = self.slots[-1][0]
+                self.slots[-1][1] += draw.cost
+            else:
+                self.slots.append([slot, draw.cost])
+        self.total += draw.cost
+        return Taken(draw.name, draw.meter, self.window_s, slot, draw.cost)
 
     def correct(self, slot: int, amount: int) -> None:
-        """Change what an earlier `add` charged; nothing where its slot has left the window."""
+        """Change what an earlier `take` charged; nothing where its slot has left the window."""
+        if not self.window_s:
+            self.total += amount
+            return
         for entry in reversed(self.slots):
             if entry[0] == slot:
                 entry[1] += amount
                 self.total += amount
                 return
 
-    def wait_s(self, limit: int, cost: int, now_s: float) -> float | None:
-        """How long until `cost` fits: 0 now, None never."""
-        if cost > limit:
+    def restore(self, age_s: float, amount: int, now_s: float) -> None:
+        """Put back what was granted so long ago, older amounts before younger ones. For counts
+        that a restart has lost."""
+        slot = self._slot(now_s - age_s)
+        if self._expires_s(slot) <= now_s:
+            return
+        if self.slots and self.slots[-1][0] >= slot:
+            self.slots[-1][1] += amount
+        else:
+            self.slots.append([slot, amount])
+        self.total += amount
+
+    def wait_s(self, draw: Draw, now_s: float) -> float | None:
+        """How long until it fits: 0 now, None never."""
+        if draw.cost > draw.limit:
             return None
-        excess = self.total + cost - limit
+        excess = self.total + draw.cost - draw.limit
         if excess <= 0:
             return 0.0
+        if not self.window_s:
+            return CONCURRENCY_RETRY_S
         slots = iter(self.slots)
         slot = 0
         while excess > 0:  # ends: the slots add up to `total`, and cost <= limit
             slot, amount = next(slots)
             excess -= amount
-        return _expires_s(slot) - now_s
+        return self._expires_s(slot) - now_s
 
-    def figures(self, limit: int, now_s: float) -> Figures:
+    def close(self, taken: Taken, used: int) -> None:
+        """End a reservation with what was used."""
+        self.correct(taken.slot, used - taken.cost)
+
+    def figures(self, draw: Draw, now_s: float) -> Figures:
         """For the headers."""
-        used_up_s = next((_expires_s(s) - now_s for s, amount in reversed(self.slots) if amount), 0)
-        return Figures(limit, max(0, limit - self.total), max(0.0, used_up_s))
-
-
-@dataclass(slots=True)
-class KeyState:
-    """What one key has been granted. All counts are kept even where the limit is 0 (unlimited),
-    so that a limit set later finds them right."""
-
-    requests: Window = field(default_factory=Window)
-    tokens: Window = field(default_factory=Window)
-    num_open: int = 0
+        last = next((slot for slot, amount in reversed(self.slots) if amount), None)
+        reset_s = 0.0 if last is None else max(0.0, self._expires_s(last) - now_s)
+        return Figures(draw.limit, max(0, draw.limit - self.total), reset_s)
 
     def is_idle(self, now_s: float) -> bool:
-        """Nothing is counted any more: forgetting this state changes no decision."""
-        self.requests.expire(now_s)
-        self.tokens.expire(now_s)
-        return not self.num_open and not self.requests.slots and not self.tokens.slots
+        """Nothing is counted any more: forgetting this count changes no decision."""
+        self.expire(now_s)
+        return not self.slots and not self.total
+
+    def _slot(self, now_s: float) -> int:
+        return math.floor(now_s * SLOTS / self.window_s) if self.window_s else 0
+
+    def _expires_s(self, slot: int) -> float:
+        return (slot + 1) * self.window_s / SLOTS + self.window_s
 
 
-def reserve(state: KeyState, limits: Limits, tokens: int, now_s: float) -> Reservation | Refusal:
-    """Take one request and `tokens`, or change nothing and say what is in the way longest."""
-    state.requests.expire(now_s)
-    state.tokens.expire(now_s)
+class Counted(Protocol):
+    """What `reserve` draws on: a `Count`, or a `Spend` of spend.py."""
+
+    total: int
+
+    def refresh(self, draw: Draw, now_s: float) -> None:
+        """Forget what is over."""
+
+    def wait_s(self, draw: Draw, now_s: float) -> float | None:
+        """How long until it fits: 0 now, None never."""
+
+    def take(self, draw: Draw, now_s: float) -> Taken:
+        """Charge it."""
+
+    def close(self, taken: Taken, used: int) -> None:
+        """Correct a charge to what was used; nothing where that is not counted any more."""
+
+    def figures(self, draw: Draw, now_s: float) -> Figures:
+        """How it stands."""
+
+    def is_idle(self, now_s: float) -> bool:
+        """Forgetting it changes no decision."""
+
+
+def reserve(
+    counts: Sequence[Counted], draws: Sequence[Draw], now_s: float
+) -> tuple[Taken, ...] | Refusal:
+    """Take every draw of its count, or change nothing and say what is in the way longest."""
     refusals: list[Refusal] = []
-    if limits.max_concurrency and state.num_open >= limits.max_concurrency:
-        refusals.append(
-            Refusal("concurrency", limits.max_concurrency, state.num_open, 1, CONCURRENCY_RETRY_S)
-        )
-    rates: tuple[tuple[Dimension, Window, int, int], ...] = (
-        ("requests", state.requests, limits.requests_per_minute, 1),
-        ("tokens", state.tokens, limits.tokens_per_minute, tokens),
-    )
-    for dimension, window, limit, cost in rates:
-        wait_s = window.wait_s(limit, cost, now_s) if limit else 0.0
+    for count, draw in zip(counts, draws, strict=True):
+        count.refresh(draw, now_s)
+        wait_s = count.wait_s(draw, now_s)
         if wait_s is None or wait_s > 0:
-            refusals.append(Refusal(dimension, limit, window.total, cost, wait_s))
+            refusals.append(Refusal(draw, count.total, wait_s))
     if refusals:
-        return max(refusals, key=lambda r: float("inf") if r.wait_s is None else r.wait_s)
-    slot = int(now_s * SLOTS_PER_S)
-    state.requests.add(slot, 1)
-    state.tokens.add(slot, tokens)
-    state.num_open += 1
-    # `add` charges the newest slot, which is a later one where the clock's last tick was rounded.
-    return Reservation(state.requests.slots[-1][0], tokens)
+        return max(refusals, key=lambda r: math.inf if r.wait_s is None else r.wait_s)
+    return tuple(count.take(draw, now_s) for count, draw in zip(counts, draws, strict=True))
 
 
-def settle(state: KeyState, reservation: Reservation, tokens: int) -> None:
-    """Close a reservation with what was really used."""
-    state.tokens.correct(reservation.slot, tokens - reservation.tokens)
-    state.num_open -= 1
+def settle(count: Counted, taken: Taken, used: Used) -> None:
+    """Close one draw with what was really used."""
+    count.close(taken, 0 if taken.meter == "concurrency" else used.of(taken.meter))
 
 
-def release(state: KeyState, reservation: Reservation) -> None:
-    """Close a reservation as if it had never been."""
-    state.requests.correct(reservation.slot, -1)
-    settle(state, reservation, 0)
-
-
-def _expires_s(slot: int) -> float:
-    return (slot + 1) / SLOTS_PER_S + WINDOW_S
+def release(count: Counted, taken: Taken) -> None:
+    """Close one draw as if it had never been."""
+    count.close(taken, 0)

@@ -1,75 +1,113 @@
 """Counts of limits in this process: the store of a server that runs one gateway.
 
-Nothing awaits, so each call is atomic in the event loop. A key whose minute has passed and that
-runs nothing is forgotten; what is held is bounded by the keys used in the last minute.
+Nothing awaits, so each call is atomic in the event loop. Only what is limited is counted. A count
+whose window has passed is forgotten; what is held is bounded by the budgets that are set and the
+limits drawn on in the last day.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 from gateway.policy import rate_limit
-from gateway.policy.rate_limit import Figures, KeyState, Refusal, Reservation
-from gateway.types import Limits
+from gateway.policy.rate_limit import Count, Draw, Figures, Refusal, Reservation, Used
+from gateway.policy.spend import Spend
 
 
 class MemoryStore:
-    """See store/base.py. Keys are in the order in which they are next looked at."""
+    """See store/base.py. Counts are in the order in which they are next looked at."""
 
     def __init__(self) -> None:
-        self._states: OrderedDict[str, KeyState] = OrderedDict()
+        self._counts: OrderedDict[str, Count | Spend] = OrderedDict()
+        self._num_open = 0
 
-    async def reserve(
-        self, key_id: str, limits: Limits, tokens: int, now_s: float
-    ) -> Reservation | Refusal:
+    async def reserve(self, draws: Sequence[Draw], now_s: float) -> Reservation | Refusal:
         """See LimitStore."""
         self._forget_idle(now_s)
-        state = self._states.setdefault(key_id, KeyState())
-        self._states.move_to_end(key_id)
-        return rate_limit.reserve(state, limits, tokens, now_s)
+        counts = [self._count(draw) for draw in draws]
+        taken = rate_limit.reserve(counts, draws, now_s)
+        if isinstance(taken, Refusal):
+            return taken
+        self._num_open += 1
+        return Reservation(taken)
 
-    async def settle(self, key_id: str, reservation: Reservation, tokens: int) -> None:
+    async def settle(self, reservation: Reservation, used: Used) -> None:
         """See LimitStore."""
-        rate_limit.settle(self._states[key_id], reservation, tokens)
+        self._num_open -= 1
+        for taken in reservation.taken:
+            if taken.name in self._counts:  # or its window has passed, and it is forgotten
+                rate_limit.settle(self._counts[taken.name], taken, used)
 
-    async def release(self, key_id: str, reservation: Reservation) -> None:
+    async def release(self, reservation: Reservation) -> None:
         """See LimitStore."""
-        rate_limit.release(self._states[key_id], reservation)
+        self._num_open -= 1
+        for taken in reservation.taken:
+            if taken.name in self._counts:
+                rate_limit.release(self._counts[taken.name], taken)
 
-    async def figures(
-        self, key_id: str, limits: Limits, now_s: float
-    ) -> tuple[Figures | None, Figures | None]:
+    async def figures(self, draws: Sequence[Draw], now_s: float) -> list[Figures]:
         """See LimitStore."""
-        state = self._states.get(key_id, KeyState())
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        return (
-            state.requests.figures(requests, now_s) if requests else None,
-            state.tokens.figures(tokens, now_s) if tokens else None,
-        )
+        return [
+            (self._counts.get(draw.name) or _new_count(draw)).figures(draw, now_s) for draw in draws
+        ]
+
+    def knows(self, name: str) -> bool:
+        """Whether something is counted under the name."""
+        return name in self._counts
+
+    def restore(
+        self, name: str, window_s: int, amounts: Iterable[tuple[float, int]], now_s: float
+    ) -> None:
+        """Begin a count with what is known of its past: (age, amount), the oldest first."""
+        count = Count(window_s)
+        for age_s, amount in amounts:
+            count.restore(age_s, amount, now_s)
+        self._counts[name] = count
+
+    def restore_spend(self, name: str, period: int, spent: int) -> None:
+        """Begin a budget's count with what was spent of it before."""
+        self._counts[name] = Spend(period, spent)
 
     @property
-    def num_keys(self) -> int:
-        """Keys with counts."""
-        return len(self._states)
+    def num_counts(self) -> int:
+        """Counts held."""
+        return len(self._counts)
 
     @property
     def num_open(self) -> int:
         """Reservations that nobody has closed yet."""
-        return sum(state.num_open for state in self._states.values())
+        return self._num_open
 
     def check_integrity(self) -> None:
         """Raises AssertionError where totals and slots disagree or a place is owed."""
-        for key_id, state in self._states.items():
-            for window in (state.requests, state.tokens):
-                total = sum(amount for _, amount in window.slots)
-                if window.total != total or any(amount < 0 for _, amount in window.slots):
-                    raise AssertionError(f"{key_id}: window {window.total} != {total} or below 0")
-            if state.num_open < 0:
-                raise AssertionError(f"{key_id}: {state.num_open} open reservations")
+        for name, count in self._counts.items():
+            if isinstance(count, Spend):
+                if not 0 <= count.reserved <= count.total:
+                    raise AssertionError(f"{name}: {count.reserved} reserved of {count.total}")
+                continue
+            total = sum(amount for _, amount in count.slots) if count.window_s else count.total
+            if count.total != total or any(amount < 0 for _, amount in count.slots):
+                raise AssertionError(f"{name}: {count.total} != {total} or below 0")
+            if count.total < 0:
+                raise AssertionError(f"{name}: {count.total} places taken")
+        if self._num_open < 0:
+            raise AssertionError(f"{self._num_open} open reservations")
+
+    def _count(self, draw: Draw) -> Count | Spend:
+        count = self._counts.get(draw.name)
+        if count is None:
+            count = self._counts[draw.name] = _new_count(draw)
+        self._counts.move_to_end(draw.name)
+        return count
 
     def _forget_idle(self, now_s: float) -> None:
-        """Amortised: every call looks at two keys, so that all come round."""
-        for _ in range(min(2, len(self._states))):
-            key_id = next(iter(self._states))
-            if self._states[key_id].is_idle(now_s):
-                del self._states[key_id]
+        """Amortised: every call looks at two counts, so that all come round."""
+        for _ in range(min(2, len(self._counts))):
+            name = next(iter(self._counts))
+            if self._counts[name].is_idle(now_s):
+                del self._counts[name]
             else:
-                self._states.move_to_end(key_id)
+                self._counts.move_to_end(name)
+
+
+def _new_count(draw: Draw) -> Count | Spend:
+    return Spend(draw.period) if draw.meter == "cost" else Count(draw.window_s)

@@ -41,7 +41,7 @@ from gateway.settings import Settings
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
 from registry.ledger import OpenRecord, Posting
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 
 KEY = "test-key-for-everything"
 CHAT_TEMPLATE = (
@@ -120,7 +120,7 @@ def write_model(folder: Path, template: str | None = CHAT_TEMPLATE) -> Tokenizer
 def key_record(
     plaintext: str = KEY,
     key_id: str = "key_1",
-    limits: KeyLimits | None = None,
+    limits: Limits | None = None,
     cache_mode: str = "off",
     allowed_models: frozenset[str] | None = None,
     expires_at: float | None = None,
@@ -140,7 +140,7 @@ def key_record(
         tenant_disabled=False,
         name="key",
         scopes=frozenset({"inference"}),
-        limits=limits or KeyLimits(),
+        limits=limits or Limits(),
         cache_mode=cache_mode,
         allowed_models=allowed_models,
         created_at=0.0,

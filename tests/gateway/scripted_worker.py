@@ -30,8 +30,9 @@ from engine.protocol import (
 )
 from gateway.dispatcher import Dispatcher
 from gateway.settings import Settings
-from gateway.types import HostedModel, Limits, PreparedRequest, Principal
+from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.worker_connection import WorkerListener, WorkerUnavailable
+from registry.quotas import Limits
 
 KV_BYTES = 10
 WEIGHT_BYTES = 1000

@@ -193,7 +193,7 @@ async def test_bad_requests_do_nothing(
     assert (status, error["code"], error["param"]) == (400, code, param)
     assert kit.dispatcher.requests == []
     assert kit.ledger.opened == []
-    assert kit.edge.store.num_keys == 0
+    assert kit.edge.store.num_counts == 0
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff", b"[" * 100_000])

@@ -10,7 +10,7 @@ from gateway.errors import ApiError
 from gateway.types import HostedModel
 from registry.api_keys import KeyRecord, generate_plaintext
 from registry.networks import parse_networks
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import key_record
 
 PLAINTEXT = generate_plaintext()
@@ -43,7 +43,7 @@ def refused(
     ],
 )
 def test_keys_are_found(headers: dict[str, str]) -> None:
-    limits = KeyLimits(1, 2, 3)
+    limits = Limits(1, 2, 3)
     key = key_record(PLAINTEXT, limits=limits, cache_mode="exact")
     principal = authenticate(headers, directory(key), 100.0, "")
     assert (principal.tenant_id, principal.key_id) == ("ten_1", "key_1")

@@ -11,7 +11,7 @@ import pytest
 
 from engine.protocol import FinishReason
 from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, WorkerLost
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record, make_kit
 
 CHAT = "/v1/chat/completions"
@@ -128,7 +128,7 @@ async def test_choices_that_are_out_of_time_before_any_token(kit: Kit, client: C
 
 
 async def test_a_choice_that_cannot_be_queued(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(max_concurrency=1)))
+    kit.use_keys(key_record(limits=Limits(max_concurrency=1)))
 
     def script(running: Running) -> None:
         del running
@@ -190,7 +190,7 @@ async def test_choices_stop_each_for_itself(kit: Kit, client: Client, stream: bo
 
 
 async def test_limits_count_every_choice(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(tokens_per_minute=100)))
+    kit.use_keys(key_record(limits=Limits(tokens_per_minute=100)))
     kit.dispatcher.script = kit.speak("x")
     status, body = await client.chat(n=4, max_tokens=30)
     assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")

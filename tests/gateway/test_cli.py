@@ -69,7 +69,7 @@ def test_a_tenant_gets_a_key_with_limits(run: Run, data_dir: Path) -> None:
     assert shown["requests_per_minute"] == 60
     assert shown["tokens_per_minute"] == 1000
     assert shown["max_concurrency"] == 4
-    assert "unlimited" not in run("limits", "show", key["id"])
+    assert "requests_per_day          unlimited" in run("limits", "show", key["id"])
     assert plaintext not in run("keys", "list")
     assert "acme" in run("tenants", "list")
 
@@ -91,6 +91,31 @@ def test_a_key_is_rotated_and_revoked(run: Run) -> None:
     assert "revoked" in run("keys", "revoke", made["id"])
     assert "revoked" in run("keys", "list", "--tenant", "acme")
     assert "revoked" in run("keys", "rotate", made["id"], status=2)
+
+
+def test_limits_of_tenants_models_and_the_gateway(run: Run) -> None:
+    run("tenants", "add", "acme")
+    tenant = as_json(
+        run("limits", "set", "--tenant", "acme", "--tpd", "9", "--max-output", "4", "--json")
+    )
+    assert (tenant["scope"], tenant["name"], tenant["tokens_per_day"]) == ("tenant", "acme", 9)
+    run("limits", "set", "--gateway", "--concurrency", "100")
+    assert as_json(run("limits", "show", "--gateway", "--json"))["max_concurrency"] == 100
+    listed = as_json(run("limits", "list", "--json"))
+    assert [(one["scope"], one["name"]) for one in listed] == [
+        ("gateway", "gateway"),
+        ("tenant", "acme"),
+    ]
+    assert "tpd 9, max-output 4" in run("limits", "list")
+    run("limits", "set", "--tenant", "acme", "--tpd", "0", "--max-output", "0")
+    assert [one["scope"] for one in as_json(run("limits", "list", "--json"))] == ["gateway"]
+    assert "none" in run("limits", "set", "--model", "none", "--rpm", "1", status=1)
+    assert "0 (unlimited) or more" in run("limits", "set", "--gateway", "--rpm", "-1", status=2)
+    assert "such as --rpm" in run("limits", "set", "--gateway", status=2)
+    paid = as_json(run("limits", "set", "--tenant", "acme", "--budget-month", "12.5", "--json"))
+    assert paid["month_budget_nanos"] == 12_500_000_000
+    assert "12.500000000" in run("limits", "show", "--tenant", "acme")
+    assert "budget-month 12.500000000" in run("limits", "list")
 
 
 def test_a_keys_bounds(run: Run) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from engine.protocol import FinishReason
 from gateway.errors import MODEL_FAILED, QUEUE_FULL, UNAVAILABLE, ApiError
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import Client, Kit, Running, client_of, key_record
 from tests.gateway.encoder_kit import answering, make_encoder_kit, rows_of
 
@@ -133,7 +133,7 @@ ENDS: list[tuple[FinishReason, int, str]] = [
 async def test_a_piece_that_fails_fails_all_at_no_cost(
     kit: Kit, client: Client, number: int, reason: FinishReason, status: int, code: str
 ) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(requests_per_minute=1, tokens_per_minute=100)))
+    kit.use_keys(key_record(limits=Limits(requests_per_minute=1, tokens_per_minute=100)))
 
     def script(running: Running) -> None:
         if len(kit.dispatcher.requests) > number:
@@ -184,7 +184,7 @@ async def test_workers_lost_too_often_are_a_clean_503(kit: Kit, client: Client) 
 
 
 async def test_a_client_that_leaves_stops_the_workers(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(requests_per_minute=1, tokens_per_minute=100)))
+    kit.use_keys(key_record(limits=Limits(requests_per_minute=1, tokens_per_minute=100)))
     kit.dispatcher.script = silent
     task = asyncio.create_task(embed(client))
     running = await waiting(kit, 2)
@@ -252,7 +252,7 @@ async def test_answers_in_the_making_are_bounded_by_tenant(tmp_path: Path) -> No
 
 
 async def test_limits_take_what_was_asked(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(tokens_per_minute=40)))
+    kit.use_keys(key_record(limits=Limits(tokens_per_minute=40)))
     async with client.post("/v1/embeddings", {"model": "embed", "input": INPUTS}) as answer:
         assert answer.status == 200
         assert answer.headers["x-ratelimit-remaining-tokens"] == str(40 - sum(map(len, INPUTS)))

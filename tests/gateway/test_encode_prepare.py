@@ -18,7 +18,8 @@ from gateway.encode_prepare import EncodePreparer, pieces_of
 from gateway.encode_wire import EncodeAsk
 from gateway.encoder_codec import EncoderCodec, EncoderInput
 from gateway.errors import ApiError
-from gateway.types import Limits, PreparedRequest, Principal
+from gateway.types import PreparedRequest, Principal
+from registry.quotas import Limits
 from tests.gateway.encoder_kit import encoder_models, write_encoder
 from tests.gateway.scripted_worker import prepared
 

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import KEY, Client, Kit, client_of, key_record
 from tests.gateway.encoder_kit import MAX_CONTEXT, WORDS, make_encoder_kit, rows_of
 
@@ -204,7 +204,7 @@ async def test_inputs_over_the_context_are_refused_or_cut(kit: Kit, client: Clie
 async def test_refusals_come_before_limits_are_touched(
     kit: Kit, client: Client, route: str, body: dict[str, Any], code: str, param: str
 ) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(requests_per_minute=1)))
+    kit.use_keys(key_record(limits=Limits(requests_per_minute=1)))
     for _ in range(2):
         status, answer = await ask(client, route, **body)
         assert (status, answer["error"]["code"]) == (400, code), answer

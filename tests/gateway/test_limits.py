@@ -1,12 +1,16 @@
-"""The acting half of limits: headers, words and holds that close once."""
+"""The acting half of limits: whose they are, headers, words and holds that close once."""
+
+from dataclasses import replace
 
 import pytest
 
 from engine.protocol import SamplingParams
 from gateway.errors import ApiError
-from gateway.limits import Limiter, go_duration
+from gateway.lengths import Lengths, lengths_of
+from gateway.limits import RATES, Hold, Limiter, go_duration
 from gateway.store.memory import MemoryStore
-from gateway.types import HostedModel, Limits, PreparedRequest, Principal
+from gateway.types import HostedModel, PreparedRequest, Principal
+from registry.quotas import LIMIT_NAMES, UNLIMITED, Limits
 
 MODEL = HostedModel("m", "r", "p", 100, 100, 0)
 
@@ -15,26 +19,32 @@ def principal(**limits: int) -> Principal:
     return Principal("t", "k", frozenset(), Limits(**limits))
 
 
-def request(num_prompt: int = 3, max_tokens: int = 7) -> PreparedRequest:
-    ids = [1] * num_prompt
-    return PreparedRequest("id", "chat", MODEL, ids, max_tokens, SamplingParams(), [])
+def request(model: HostedModel = MODEL) -> PreparedRequest:
+    return PreparedRequest("id", "chat", model, [1] * 3, 7, SamplingParams(), [])
 
 
-def limiter(store: MemoryStore, rejected: list[str]) -> Limiter:
-    return Limiter(store, lambda: 1000.0, rejected.append)
+def limiter(store: MemoryStore, rejected: list[str], gateway: Limits = UNLIMITED) -> Limiter:
+    return Limiter(store, lambda: 1000.0, rejected.append, lambda: gateway)
+
+
+async def refusal(limits: Limiter, who: Principal, what: PreparedRequest) -> str:
+    with pytest.raises(ApiError) as caught:
+        await limits.reserve(who, what, {})
+    return caught.value.message
 
 
 async def test_a_hold_closes_once() -> None:
     store = MemoryStore()
-    hold = await limiter(store, []).reserve(principal(tokens_per_minute=100), request(), {})
-    await hold.settle(4)
-    await hold.settle(1)
+    who = principal(tokens_per_minute=100)
+    hold = await limiter(store, []).reserve(who, request(), {})
+    await hold.settle(3, 1, 0)
+    await hold.settle(1, 0, 0)
     await hold.release()
     store.check_integrity()
-    _, tokens = await store.figures("k", Limits(tokens_per_minute=100), 1000.0)
-    assert tokens is not None
-    assert tokens.remaining == 96
-    assert store.num_open == 0
+    headers: dict[str, str] = {}
+    await limiter(store, []).reserve(who, request(), headers)
+    assert headers["x-ratelimit-remaining-tokens"] == "86"
+    assert store.num_open == 1
 
 
 async def test_headers_of_granted_and_refused() -> None:
@@ -60,6 +70,28 @@ async def test_headers_of_granted_and_refused() -> None:
     assert rejected == ["tokens"]
 
 
+async def test_headers_tell_of_the_tightest_limit() -> None:
+    who = replace(
+        principal(tokens_per_minute=500, output_tokens_per_day=40),
+        tenant_limits=Limits(requests_per_day=3),
+    )
+    headers: dict[str, str] = {}
+    limits = limiter(MemoryStore(), [], Limits(requests_per_minute=9))
+    await limits.reserve(who, request(), headers)
+    assert (headers["x-ratelimit-limit-tokens"], headers["x-ratelimit-remaining-tokens"]) == (
+        "40",
+        "33",
+    )
+    assert headers["x-ratelimit-limit-requests"] == "3"
+    assert headers["x-ratelimit-reset-requests"] == "24h7m20s"
+    assert "x-should-retry" not in headers
+    for _ in range(2):
+        await limits.reserve(who, request(), headers)
+    with pytest.raises(ApiError, match="try again in 24h7m20s"):
+        await limits.reserve(who, request(), headers)
+    assert headers["x-should-retry"] == "false"  # no client waits for a day
+
+
 async def test_what_never_fits_is_not_to_be_retried() -> None:
     headers: dict[str, str] = {}
     with pytest.raises(ApiError, match="this request alone") as caught:
@@ -68,10 +100,100 @@ async def test_what_never_fits_is_not_to_be_retried() -> None:
     assert headers["x-should-retry"] == "false"
 
 
-async def test_unlimited_keys_have_no_headers() -> None:
+async def test_keys_of_a_tenant_share_its_limits_and_tenants_the_models() -> None:
+    store = MemoryStore()
+    model = replace(MODEL, limits=Limits(input_tokens_per_minute=8))
+    limits = limiter(store, [], Limits(max_concurrency=3))
+    tenant = Limits(requests_per_minute=1)
+
+    def who(tenant_id: str, key_id: str) -> Principal:
+        return Principal(tenant_id, key_id, frozenset(), UNLIMITED, tenant_limits=tenant)
+
+    await limits.reserve(who("a", "a1"), request(model), {})
+    said = await refusal(limits, who("a", "a2"), request(model))
+    assert "your tenant's requests per minute" in said
+    await limits.reserve(who("b", "b1"), request(model), {})
+    said = await refusal(limits, who("c", "c1"), request(model))
+    assert "the model's input tokens per minute (limit 8, used 6, this request 3)" in said
+    hold = await limits.reserve(who("c", "c1"), request(), {})
+    said = await refusal(limits, who("d", "d1"), request())
+    assert "this server's requests at one time" in said
+    await hold.release()
+    await limits.reserve(who("d", "d1"), request(), {})
+    store.check_integrity()
+
+
+async def test_what_is_not_limited_has_no_headers_and_is_not_counted() -> None:
     headers: dict[str, str] = {}
-    await limiter(MemoryStore(), []).reserve(principal(), request(), headers)
+    store = MemoryStore()
+    await limiter(store, []).reserve(principal(max_output_tokens=5), request(), headers)
     assert headers == {}
+    assert store.num_counts == 0
+
+
+def test_every_limit_is_a_rate_a_length_or_a_budget() -> None:
+    others = {"max_prompt_tokens", "max_output_tokens", "day_budget_nanos", "month_budget_nanos"}
+    assert {rate.field for rate in RATES} | others == set(LIMIT_NAMES)
+
+
+PRICED = replace(MODEL, price_prompt_nanos=10, price_cached_nanos=1, price_completion_nanos=100)
+WORST_NANOS = 3 * 10 + 7 * 100
+
+
+async def test_a_budget_is_never_overrun_by_a_unit() -> None:
+    store = MemoryStore()
+    limits = limiter(store, [])
+    who = principal(month_budget_nanos=100 * WORST_NANOS + WORST_NANOS - 1)
+    held, refused = list[Hold](), list[ApiError]()
+    headers: dict[str, str] = {}
+    for _ in range(500):
+        try:
+            held.append(await limits.reserve(who, request(PRICED), headers))
+        except ApiError as error:
+            refused.append(error)
+    told = {(e.kind.status, e.kind.code, e.retry_after_s) for e in refused}
+    assert told == {(429, "insufficient_quota", None)}
+    assert headers["x-should-retry"] == "false"
+    assert len(held) == 100
+    await held[0].settle(3, 7, WORST_NANOS)
+    await held[1].release()
+    await held[2].settle(3, 7, WORST_NANOS - 1)  # some of its prompt was cached
+    said = await refusal(limits, replace(who, limits=Limits(month_budget_nanos=1)), request(PRICED))
+    assert "0 of 0.000000001 is left and this request may cost 0.00000073" in said
+    await limits.reserve(who, request(PRICED), {})
+    await limits.reserve(who, request(PRICED), {})
+    assert "budget for this month" in await refusal(limits, who, request(PRICED))
+    store.check_integrity()
+
+
+async def test_budgets_of_all_scopes_hold() -> None:
+    store = MemoryStore()
+    model = replace(PRICED, limits=Limits(day_budget_nanos=2 * WORST_NANOS))
+    limits = limiter(store, [], Limits(month_budget_nanos=3 * WORST_NANOS))
+    who = replace(principal(), tenant_limits=Limits(day_budget_nanos=WORST_NANOS))
+    await limits.reserve(who, request(model), {})
+    assert "your tenant's budget for this day" in await refusal(limits, who, request(model))
+    other = replace(who, tenant_id="u")
+    await limits.reserve(other, request(model), {})
+    third = replace(who, tenant_id="v")
+    assert "the model's budget for this day" in await refusal(limits, third, request(model))
+    await limits.reserve(third, request(PRICED), {})
+    said = await refusal(limits, replace(who, tenant_id="w"), request(PRICED))
+    assert "this server's budget for this month" in said
+
+
+def test_lengths_are_the_shortest_of_all() -> None:
+    who = replace(principal(max_prompt_tokens=9), tenant_limits=Limits(max_prompt_tokens=7))
+    model = replace(MODEL, limits=Limits(max_output_tokens=4))
+    assert lengths_of(who, model, Limits(max_prompt_tokens=8)) == Lengths(7, 4)
+    assert lengths_of(principal(), MODEL, UNLIMITED) == Lengths(0, 0)
+    lengths = Lengths(7, 4)
+    lengths.check_prompt("messages", 7)
+    with pytest.raises(ApiError, match="8 tokens, but your limit is 7"):
+        lengths.check_prompt("messages", 8)
+    lengths.check_output("max_tokens", 4)
+    with pytest.raises(ApiError, match="max_tokens is 5, but your limit is 4"):
+        lengths.check_output("max_tokens", 5)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +207,7 @@ async def test_unlimited_keys_have_no_headers() -> None:
         (60, "1m0s"),
         (360, "6m0s"),
         (61.234, "1m1.234s"),
+        (86_400, "24h0m0s"),
     ],
 )
 def test_durations_as_openai_writes_them(seconds: float, text: str) -> None:

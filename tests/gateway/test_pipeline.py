@@ -13,7 +13,7 @@ import pytest
 from engine.protocol import FinishReason, SamplingParams
 from gateway.errors import UNAVAILABLE, ApiError, WorkerLost
 from gateway.settlement import TaskSet
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import (
     KEY,
     Client,
@@ -195,7 +195,7 @@ async def test_tokens_made_until_the_abort_are_billed(kit: Kit, client: Client) 
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), ApiError(UNAVAILABLE, "no worker")])
 async def test_our_failure_before_tokens(kit: Kit, client: Client, error: Exception) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(requests_per_minute=1)))
+    kit.use_keys(key_record(limits=Limits(requests_per_minute=1)))
     kit.dispatcher.script = lambda running: running.fail(error)
     status, body = await client.chat()
     assert status == 503
@@ -413,7 +413,7 @@ async def test_an_event_that_cannot_be_sent_ends_the_request(tmp_path: Path) -> 
 
 
 async def test_limits_are_settled_before_the_answer_ends(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(max_concurrency=1, tokens_per_minute=400)))
+    kit.use_keys(key_record(limits=Limits(max_concurrency=1, tokens_per_minute=400)))
     kit.dispatcher.script = kit.speak("The game is afoot!")
     for _ in range(5):
         assert (await client.chat())[0] == 200
@@ -422,7 +422,7 @@ async def test_limits_are_settled_before_the_answer_ends(kit: Kit, client: Clien
 
 
 async def test_limit_headers_and_refusals(kit: Kit, client: Client) -> None:
-    limits = KeyLimits(requests_per_minute=2, tokens_per_minute=10_000, max_concurrency=5)
+    limits = Limits(requests_per_minute=2, tokens_per_minute=10_000, max_concurrency=5)
     kit.use_keys(key_record(limits=limits))
     kit.dispatcher.script = kit.speak("x")
     async with client.post(URL, CHAT) as answer:
@@ -442,7 +442,7 @@ async def test_limit_headers_and_refusals(kit: Kit, client: Client) -> None:
 
 
 async def test_concurrency_and_requests_that_never_fit(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(limits=KeyLimits(max_concurrency=1, tokens_per_minute=60)))
+    kit.use_keys(key_record(limits=Limits(max_concurrency=1, tokens_per_minute=60)))
     async with client.post(URL, {**CHAT, "max_tokens": 100}) as answer:
         assert answer.status == 429
         assert answer.headers["x-should-retry"] == "false"

@@ -17,8 +17,9 @@ from gateway.errors import ApiError
 from gateway.prepare import PrepareBounds, Prepared, Preparer
 from gateway.tokenization import TextCodec, load_codec
 from gateway.tool_types import CalledFunction, FunctionSpec, JsonObjectFormat, Tool, ToolCall
-from gateway.types import Limits, Principal
+from gateway.types import Principal
 from gateway.wire import WireRequest
+from registry.quotas import Limits
 from tests.gateway.edge_kit import hosted_model, write_model
 
 WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
@@ -305,3 +306,22 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
     assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
     stage.close()
+
+
+async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    who = replace(WHO, limits=Limits(max_prompt_tokens=2, max_output_tokens=9))
+
+    async def ask(**fields: Any) -> Prepared:
+        asked = replace(ASK, prompt=(1, 2), **fields)
+        return await stage.prepare(asked, who, {}, "cmpl-1", 0.0)
+
+    assert (await ask()).request.max_tokens == 9  # less than the default of 16
+    assert (await ask(max_tokens=9)).request.max_tokens == 9
+    for fields, said in (
+        ({"max_tokens": 10}, "your limit is 9"),
+        ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, but your limit is 2"),
+    ):
+        with pytest.raises(ApiError, match=said) as caught:
+            await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
+        assert caught.value.kind.status == 400

@@ -1,6 +1,7 @@
 """The registry's view in the gateway: reloaded when the version moved, kept when it cannot be."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,14 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.directory import Directory
+from gateway.periods import period_of
+from gateway.policy.rate_limit import Draw, Meter
 from gateway.registry_poll import PRICES_S, RegistryPoll
+from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
-from registry import api_keys, catalog, prices, residency_requests, tenants
+from registry import api_keys, catalog, ledger, prices, quotas, residency_requests, tenants
 from registry.catalog import PackFacts
+from registry.ledger import Posting
 from registry.prices import PriceRecord
 from registry.session import make_engine, upgrade, writing
 
@@ -28,6 +33,7 @@ class Watch:
         self.catalogs: list[list[str]] = []
         self.weights: dict[str, int] = {}
         self.wishes: list[str] = []
+        self.store = MemoryStore()
         self.poll = RegistryPoll(
             engine,
             folder,
@@ -35,7 +41,9 @@ class Watch:
             0.5,
             self._on_models,
             lambda wish: self.wishes.append(f"{wish.action} {wish.model}"),
+            self.store,
             wall_clock=lambda: self.now_at,
+            clock=lambda: self.now_at - 1000.0,
         )
 
     def add_model(self, name: str) -> None:
@@ -122,3 +130,83 @@ async def test_a_database_that_is_gone_leaves_the_view(watch: Watch, tmp_path: P
     with pytest.raises(SQLAlchemyError):
         await watch.poll.poll()
     assert watch.directory.find_model("m") is not None
+
+
+def posting(number: int, posted_at: float, key_id: str, outcome: str = "finished") -> Posting:
+    who = ("ten_1", key_id, "m", "r", "chat", outcome)
+    return Posting(f"id-{number}", *who, 10, 0, 5, 0, 0.0, 0.0, 0.0, 0.0, posted_at)
+
+
+async def test_counts_by_the_day_outlive_a_restart(watch: Watch) -> None:
+    day_s = 86_400.0
+    watch.now_at = 2 * day_s
+    with writing(watch.engine, "test") as session:
+        tenant = tenants.create_tenant(session, "acme", now_at=watch.now_at)
+        key, _ = api_keys.create_key(session, tenant.id, "first", now_at=watch.now_at)
+        changes = {"requests_per_day": 5, "tokens_per_day": 100, "tokens_per_minute": 50}
+        quotas.set_limits(session, "key", key.id, changes, now_at=watch.now_at)
+        ledger.post_many(
+            session,
+            [
+                posting(1, watch.now_at - 1.1 * day_s, key.id),  # has left the window
+                posting(2, watch.now_at - 0.9 * day_s, key.id),
+                posting(3, watch.now_at - 0.9 * day_s, key.id, "failed"),
+                posting(4, watch.now_at - 3600, key.id, "cache_hit"),
+                posting(5, watch.now_at - 3600, "another"),
+            ],
+        )
+    await watch.poll.load()
+
+    def draw(meter: Meter) -> Draw:
+        return Draw(f"key {key.id} {meter} 86400", meter, 86_400, 100, 1)
+
+    async def used(*draws: Draw) -> list[int]:
+        figures = await watch.store.figures(draws, watch.now_at - 1000.0)
+        return [100 - one.remaining for one in figures]
+
+    assert await used(draw("requests"), draw("tokens")) == [2, 15]
+    assert not watch.store.knows(f"key {key.id} tokens 60")
+    # A limit that is new begins with what was used; one that was there is not counted twice.
+    with writing(watch.engine, "test") as session:
+        quotas.set_limits(session, "gateway", "", {"input_tokens_per_day": 9}, now_at=watch.now_at)
+        ledger.post_many(session, [posting(6, watch.now_at, key.id)])
+    await watch.poll.poll()
+    everybody = Draw("gateway  input_tokens 86400", "input_tokens", 86_400, 100, 1)
+    assert await used(draw("requests"), everybody) == [2, 30]
+    assert watch.directory.limits.input_tokens_per_day == 9
+    # What was restored leaves the window when a day has passed.
+    watch.now_at += 0.12 * day_s
+    await watch.store.reserve([draw("requests")], watch.now_at - 1000.0)
+    assert await used(draw("requests")) == [2]
+
+
+async def test_budgets_outlive_a_restart(watch: Watch) -> None:
+    watch.now_at = 1_772_000_000.0  # 25 February 2026
+    with writing(watch.engine, "test") as session:
+        quotas.set_limits(
+            session,
+            "gateway",
+            "",
+            {"month_budget_nanos": 100, "day_budget_nanos": 50},
+            now_at=watch.now_at,
+        )
+        spent = [(1, 40 * 86_400, 7), (2, 10 * 86_400, 20), (3, 60, 11)]
+        ledger.post_many(
+            session,
+            [
+                replace(posting(n, watch.now_at - age_s, "k"), cost_nanos=nanos)
+                for n, age_s, nanos in spent
+            ],
+        )
+    await watch.poll.load()
+    month, day = period_of("month", watch.now_at), period_of("day", watch.now_at)
+    draws = [
+        Draw("gateway  cost month", "cost", 0, 100, 1, month.number),
+        Draw("gateway  cost day", "cost", 0, 50, 1, day.number),
+    ]
+    assert [f.remaining for f in await watch.store.figures(draws, 0.0)] == [69, 39]
+    with writing(watch.engine, "test") as session:
+        ledger.post_many(session, [replace(posting(4, watch.now_at, "k"), cost_nanos=5)])
+        quotas.set_limits(session, "gateway", "", {"day_budget_nanos": 60}, now_at=watch.now_at)
+    await watch.poll.poll()  # what this process has counted itself is not read again
+    assert [f.remaining for f in await watch.store.figures(draws, 0.0)] == [69, 39]

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record, make_kit
 
 CHAT = "/v1/chat/completions"
@@ -74,7 +74,7 @@ async def test_calls_through_the_sdks_accumulator(kit: Kit, client: Client) -> N
 
 
 async def test_a_kept_answer_is_read_again(kit: Kit, client: Client) -> None:
-    kit.use_keys(key_record(cache_mode="exact", limits=KeyLimits()))
+    kit.use_keys(key_record(cache_mode="exact", limits=Limits()))
     answers = []
     for _ in range(2):
         _, body = await client.chat(tools=[TOOL], temperature=0)

@@ -12,7 +12,7 @@ from registry import api_keys, audit, tenants
 from registry.api_keys import KeyChanges, KeyRecord, generate_plaintext, public_id_of, verify
 from registry.errors import AlreadyExists, InvalidValue, NotFound
 from registry.networks import parse_networks
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from registry.session import reading, writing
 from registry.version import current
 
@@ -147,14 +147,14 @@ def test_a_key_carries_what_the_gateway_needs(engine: Engine) -> None:
             session,
             tenant.id,
             "full",
-            limits=KeyLimits(1, 2, 3),
+            limits=Limits(1, 2, 3),
             cache_mode="exact",
             allowed_models=["b", "a", "b"],
             allowed_cidrs=["10.0.0.0/8", "192.0.2.7"],
             now_at=NOW,
         )
     assert record.tenant_weight == 2.0
-    assert record.limits == KeyLimits(1, 2, 3)
+    assert record.limits == Limits(1, 2, 3)
     assert record.allowed_models == frozenset({"a", "b"})
     assert record.scopes == {"inference"}
     assert record.allowed_networks == parse_networks(["10.0.0.0/8", "192.0.2.7/32"])
@@ -191,7 +191,7 @@ def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
     [
         {"cache_mode": "semantic"},
         {"expires_at": NOW},
-        {"limits": KeyLimits(requests_per_minute=-1)},
+        {"limits": Limits(requests_per_minute=-1)},
         {"name": ""},
         {"allowed_cidrs": ["10.0.0.1/8"]},
         {"allowed_cidrs": []},

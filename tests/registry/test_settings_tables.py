@@ -6,11 +6,20 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from registry import api_keys, audit, catalog, prices, quotas, residency_requests, tenants
+from registry import (
+    api_keys,
+    audit,
+    catalog,
+    prices,
+    quotas,
+    residency_requests,
+    tenants,
+    version,
+)
 from registry.catalog import PackFacts
 from registry.errors import AlreadyExists, InvalidValue, NotFound
 from registry.prices import PriceRecord
-from registry.quotas import KeyLimits
+from registry.quotas import Limits
 from registry.session import reading, writing
 from registry.version import current
 
@@ -40,7 +49,7 @@ CHANGES: dict[str, Callable[[Session, str], object]] = {
         s, k, api_keys.KeyChanges(allowed_cidrs=["10.0.0.0/8"]), now_at=NOW
     ),
     "key.rotate": lambda s, k: api_keys.rotate(s, k, now_at=NOW),
-    "limits.set": lambda s, k: quotas.set_limits(s, k, max_concurrency=2, now_at=NOW),
+    "limits.set": lambda s, k: quotas.set_limits(s, "key", k, {"max_concurrency": 2}, now_at=NOW),
     "price.set": lambda s, k: prices.set_price(s, PriceRecord("tiny", NOW, 1, 1, 1), now_at=NOW),
     "model.add": lambda s, k: catalog.add_model(s, "new", "/m", now_at=NOW),
     "model.pin": lambda s, k: catalog.set_pinned(s, "tiny", True, now_at=NOW),
@@ -98,15 +107,31 @@ def test_tenants(engine: Engine, key_id: str) -> None:
 
 def test_limits(engine: Engine, key_id: str) -> None:
     with writing(engine, "test") as session:
-        assert quotas.get_limits(session, key_id) == KeyLimits()
-        quotas.set_limits(session, key_id, requests_per_minute=60, now_at=NOW)
-        quotas.set_limits(session, key_id, tokens_per_minute=1000, now_at=NOW)
-        assert quotas.get_limits(session, key_id) == KeyLimits(60, 1000, 0)
-        with pytest.raises(InvalidValue):
-            quotas.set_limits(session, key_id, max_concurrency=-1, now_at=NOW)
-        assert quotas.get_limits(session, key_id) == KeyLimits(60, 1000, 0)
+        assert quotas.get_limits(session, "key", key_id) == Limits()
+        for changes in ({"requests_per_minute": 60}, {"tokens_per_minute": 1000}):
+            quotas.set_limits(session, "key", key_id, changes, now_at=NOW)
+        assert quotas.get_limits(session, "key", key_id) == Limits(60, 1000, 0)
+        for wrong in ({"max_concurrency": -1}, {"tokens_per_minute": 2**60}, {"no_such": 1}):
+            with pytest.raises(InvalidValue):
+                quotas.set_limits(session, "key", key_id, wrong, now_at=NOW)
+        assert quotas.get_limits(session, "key", key_id) == Limits(60, 1000, 0)
+        tenant_id = api_keys.get_key(session, key_id).tenant_id
+        quotas.set_limits(session, "tenant", tenant_id, {"tokens_per_day": 7}, now_at=NOW)
+        quotas.set_limits(session, "gateway", "", {"max_prompt_tokens": 8}, now_at=NOW)
     with reading(engine) as session:
-        assert api_keys.get_key(session, key_id).limits == KeyLimits(60, 1000, 0)
+        key = api_keys.get_key(session, key_id)
+        assert key.limits == Limits(60, 1000, 0)
+        assert key.tenant_limits == Limits(tokens_per_day=7)
+        assert quotas.get_limits(session, "gateway") == Limits(max_prompt_tokens=8)
+        assert quotas.all_limits(session, "tenant") == {tenant_id: Limits(tokens_per_day=7)}
+
+
+def test_limits_that_stay_as_they_are_are_no_change(engine: Engine, key_id: str) -> None:
+    with writing(engine, "test") as session:
+        quotas.set_limits(session, "key", key_id, {"tokens_per_minute": 5}, now_at=NOW)
+        before = version.current(session)
+        quotas.set_limits(session, "key", key_id, {"tokens_per_minute": 5}, now_at=NOW)
+        assert version.current(session) == before
 
 
 def test_prices_are_dated(engine: Engine, key_id: str) -> None:

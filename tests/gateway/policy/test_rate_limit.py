@@ -1,5 +1,6 @@
-"""The sliding minute: never more than the limit in any 60 s, never a token lost or made up."""
+"""Sliding windows: never more than the limit in any of them, never a token lost or made up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -8,116 +9,169 @@ from hypothesis import strategies as st
 
 from gateway.policy.rate_limit import (
     CONCURRENCY_RETRY_S,
-    WINDOW_S,
-    KeyState,
+    DAY_S,
+    MINUTE_S,
+    SLOTS,
+    Count,
+    Draw,
+    Meter,
     Refusal,
-    Reservation,
+    Taken,
+    Used,
     release,
     reserve,
     settle,
 )
-from gateway.types import Limits
-
-UNLIMITED = Limits()
 
 
-def take(state: KeyState, limits: Limits, tokens: int, now_s: float) -> Reservation:
-    result = reserve(state, limits, tokens, now_s)
-    assert isinstance(result, Reservation), result
-    return result
+class Counts:
+    """Requests, tokens and places of one key, as a store keeps them."""
+
+    def __init__(self, window_s: int = MINUTE_S) -> None:
+        self.window_s = window_s
+        self.by_meter: dict[Meter, Count] = {
+            "requests": Count(window_s),
+            "tokens": Count(window_s),
+            "concurrency": Count(0),
+        }
+
+    def draws(
+        self, tokens: int, requests_limit: int = 0, tokens_limit: int = 0, places: int = 0
+    ) -> list[Draw]:
+        """Those of the limits that are not 0."""
+        every = (
+            Draw("requests", "requests", self.window_s, requests_limit, 1),
+            Draw("tokens", "tokens", self.window_s, tokens_limit, tokens),
+            Draw("places", "concurrency", 0, places, 1),
+        )
+        return [draw for draw in every if draw.limit]
+
+    def reserve(self, draws: Sequence[Draw], now_s: float) -> tuple[Taken, ...] | Refusal:
+        return reserve([self.by_meter[draw.meter] for draw in draws], draws, now_s)
+
+    def take(self, draws: Sequence[Draw], now_s: float) -> tuple[Taken, ...]:
+        result = self.reserve(draws, now_s)
+        assert isinstance(result, tuple), result
+        return result
+
+    def refuse(self, draws: Sequence[Draw], now_s: float) -> Refusal:
+        result = self.reserve(draws, now_s)
+        assert isinstance(result, Refusal), result
+        return result
+
+    def settle(self, taken: Sequence[Taken], tokens: int) -> None:
+        for one in taken:
+            settle(self.by_meter[one.meter], one, Used(tokens, 0))
+
+    def release(self, taken: Sequence[Taken]) -> None:
+        for one in taken:
+            release(self.by_meter[one.meter], one)
 
 
-def refuse(state: KeyState, limits: Limits, tokens: int, now_s: float) -> Refusal:
-    result = reserve(state, limits, tokens, now_s)
-    assert isinstance(result, Refusal), result
-    return result
-
-
-def test_requests_are_limited_and_come_back_after_a_minute() -> None:
-    state, limits = KeyState(), Limits(requests_per_minute=2)
+@pytest.mark.parametrize("window_s", [MINUTE_S, DAY_S])
+def test_requests_are_limited_and_come_back_after_the_window(window_s: int) -> None:
+    counts = Counts(window_s)
+    draws = counts.draws(5, requests_limit=2)
     for _ in range(2):
-        take(state, limits, 5, 100.0)
-    refusal = refuse(state, limits, 5, 110.0)
-    assert (refusal.dimension, refusal.limit, refusal.used) == ("requests", 2, 2)
+        counts.take(draws, 100.0)
+    refusal = counts.refuse(draws, 110.0)
+    assert (refusal.draw.meter, refusal.draw.limit, refusal.used) == ("requests", 2, 2)
     assert refusal.wait_s is not None
-    assert refuse(state, limits, 5, 110.0 + refusal.wait_s - 0.01).wait_s is not None
-    take(state, limits, 5, 110.0 + refusal.wait_s)
+    assert window_s - 10 <= refusal.wait_s <= window_s * (1 + 1 / SLOTS)
+    assert counts.refuse(draws, 110.0 + refusal.wait_s - 0.01).wait_s is not None
+    counts.take(draws, 110.0 + refusal.wait_s)
 
 
 def test_settling_gives_back_what_was_not_used() -> None:
-    state, limits = KeyState(), Limits(tokens_per_minute=100)
-    held = take(state, limits, 80, 10.0)
-    assert refuse(state, limits, 30, 10.0).dimension == "tokens"
-    settle(state, held, 20)
-    take(state, limits, 80, 10.0)
+    counts = Counts()
+    held = counts.take(counts.draws(80, tokens_limit=100), 10.0)
+    assert counts.refuse(counts.draws(30, tokens_limit=100), 10.0).draw.meter == "tokens"
+    counts.settle(held, 20)
+    counts.take(counts.draws(80, tokens_limit=100), 10.0)
 
 
 def test_more_than_was_reserved_is_debt() -> None:
-    state, limits = KeyState(), Limits(tokens_per_minute=100)
-    settle(state, take(state, limits, 50, 10.0), 150)
-    refusal = refuse(state, limits, 1, 11.0)
+    counts = Counts()
+    counts.settle(counts.take(counts.draws(50, tokens_limit=100), 10.0), 150)
+    refusal = counts.refuse(counts.draws(1, tokens_limit=100), 11.0)
     assert refusal.used == 150
     assert refusal.wait_s is not None
-    take(state, limits, 100, 11.0 + refusal.wait_s)
+    counts.take(counts.draws(100, tokens_limit=100), 11.0 + refusal.wait_s)
 
 
 def test_a_release_leaves_no_trace() -> None:
-    state, limits = KeyState(), Limits(1, 100, 1)
-    release(state, take(state, limits, 100, 10.0))
-    take(state, limits, 100, 10.0)
+    counts = Counts()
+    draws = counts.draws(100, 1, 100, 1)
+    counts.release(counts.take(draws, 10.0))
+    counts.take(draws, 10.0)
 
 
 def test_a_late_refund_makes_nothing_out_of_nothing() -> None:
     """The bucket's fault: its refund after the refill would be a second helping."""
-    state, limits = KeyState(), Limits(tokens_per_minute=100)
-    held = take(state, limits, 100, 0.0)
-    take(state, limits, 100, 61.0)
-    settle(state, held, 0)
-    assert refuse(state, limits, 1, 61.0).used == 100
+    counts = Counts()
+    held = counts.take(counts.draws(100, tokens_limit=100), 0.0)
+    counts.take(counts.draws(100, tokens_limit=100), 61.0)
+    counts.settle(held, 0)
+    assert counts.refuse(counts.draws(1, tokens_limit=100), 61.0).used == 100
 
 
 def test_concurrency_counts_what_is_open() -> None:
-    state, limits = KeyState(), Limits(max_concurrency=2)
-    first = take(state, limits, 1, 0.0)
-    take(state, limits, 1, 0.0)
-    assert refuse(state, limits, 1, 1.0).wait_s == CONCURRENCY_RETRY_S
-    settle(state, first, 1)
-    take(state, limits, 1, 1.0)
+    counts = Counts()
+    draws = counts.draws(1, places=2)
+    first = counts.take(draws, 0.0)
+    counts.take(draws, 0.0)
+    assert counts.refuse(draws, 1.0).wait_s == CONCURRENCY_RETRY_S
+    counts.settle(first, 1)
+    counts.take(draws, 1.0)
 
 
 def test_a_cost_over_the_limit_never_fits() -> None:
-    state = KeyState()
-    assert refuse(state, Limits(tokens_per_minute=10), 11, 0.0).wait_s is None
+    counts = Counts()
+    assert counts.refuse(counts.draws(11, tokens_limit=10), 0.0).wait_s is None
 
 
 def test_the_longest_wait_is_named() -> None:
-    state, limits = KeyState(), Limits(requests_per_minute=1, max_concurrency=1)
-    take(state, limits, 1, 0.0)
-    assert refuse(state, limits, 1, 0.0).dimension == "requests"
+    counts = Counts()
+    draws = counts.draws(1, requests_limit=1, places=1)
+    counts.take(draws, 0.0)
+    assert counts.refuse(draws, 0.0).draw.meter == "requests"
 
 
-def test_a_limit_set_later_finds_the_counts() -> None:
-    state = KeyState()
-    take(state, UNLIMITED, 70, 0.0)
-    assert refuse(state, Limits(tokens_per_minute=100), 40, 1.0).used == 70
+def test_a_limit_that_is_lowered_finds_the_counts() -> None:
+    counts = Counts()
+    counts.take(counts.draws(70, tokens_limit=1000), 0.0)
+    assert counts.refuse(counts.draws(40, tokens_limit=100), 1.0).used == 70
+
+
+@pytest.mark.parametrize(
+    ("meter", "used"), [("input_tokens", 3), ("output_tokens", 4), ("tokens", 7), ("requests", 1)]
+)
+def test_each_meter_keeps_what_it_counts(meter: Meter, used: int) -> None:
+    count = Count(MINUTE_S)
+    draw = Draw("n", meter, MINUTE_S, 100, Used(10, 20).of(meter))
+    taken = reserve([count], [draw], 0.0)
+    assert isinstance(taken, tuple)
+    settle(count, taken[0], Used(3, 4))
+    assert count.total == used
 
 
 def test_figures_for_headers() -> None:
-    state, limits = KeyState(), Limits(tokens_per_minute=100)
-    take(state, limits, 30, 0.25)
-    figures = state.tokens.figures(100, 0.25)
+    count = Count(MINUTE_S)
+    draw = Draw("n", "tokens", MINUTE_S, 100, 30)
+    count.take(draw, 0.25)
+    figures = count.figures(draw, 0.25)
     assert (figures.limit, figures.remaining) == (100, 70)
     assert figures.reset_s == pytest.approx(60.25)
-    state.tokens.expire(0.25 + figures.reset_s)
-    assert state.tokens.figures(100, 0.25 + figures.reset_s).remaining == 100
+    count.expire(0.25 + figures.reset_s)
+    assert count.figures(draw, 0.25 + figures.reset_s).remaining == 100
 
 
 @dataclass
-class Taken:
+class Held:
     """A reservation as the model of the test knows it."""
 
     at_s: float
-    reservation: Reservation
+    taken: tuple[Taken, ...]
     tokens: int
     is_open: bool = True
 
@@ -126,79 +180,86 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["reserve", "settle", "release"]),
         st.integers(0, 120),
-        st.floats(0, 45),
+        st.floats(0, 0.75),
         st.integers(0, 1_000_000),
     ),
     max_size=60,
 )
 
 
-@given(STEPS, st.integers(1, 6), st.integers(1, 300), st.integers(1, 4))
+@given(
+    STEPS,
+    st.integers(1, 6),
+    st.integers(1, 300),
+    st.integers(1, 4),
+    st.sampled_from([MINUTE_S, DAY_S]),
+)
 def test_never_over_the_limit_and_never_a_wrong_refund(
-    steps: list[tuple[str, int, float, int]], rpm: int, tpm: int, concurrency: int
+    steps: list[tuple[str, int, float, int]],
+    max_requests: int,
+    max_tokens: int,
+    places: int,
+    window_s: int,
 ) -> None:
-    state, limits = KeyState(), Limits(rpm, tpm, concurrency)
-    now_s, taken, released = 1000.0, list[Taken](), list[Taken]()
-    for action, tokens, pause_s, pick in steps:
-        now_s += pause_s
-        still_open = [t for t in taken if t.is_open]
+    counts, slot_s = Counts(window_s), window_s / SLOTS
+    requests, in_tokens = counts.by_meter["requests"], counts.by_meter["tokens"]
+    now_s, held = 1000.0, list[Held]()
+    for action, tokens, pause, pick in steps:
+        now_s += pause * window_s
+        still_open = [h for h in held if h.is_open]
         if action == "reserve":
-            result = reserve(state, limits, tokens, now_s)
-            if isinstance(result, Reservation):
-                taken.append(Taken(now_s, result, tokens))
-                recent = [t for t in taken if t.at_s > now_s - WINDOW_S]
-                assert len(recent) <= rpm
-                assert sum(t.tokens for t in recent) <= tpm
-                assert len(still_open) < concurrency
-            elif result.wait_s is not None and result.dimension != "concurrency":
-                assert 0 < result.wait_s <= WINDOW_S + 1
+            result = counts.reserve(counts.draws(tokens, max_requests, max_tokens, places), now_s)
+            if isinstance(result, tuple):
+                held.append(Held(now_s, result, tokens))
+                recent = [h for h in held if h.at_s > now_s - window_s]
+                assert len(recent) <= max_requests
+                assert sum(h.tokens for h in recent) <= max_tokens
+                assert len(still_open) < places
+            elif result.wait_s is not None and result.draw.meter != "concurrency":
+                assert 0 < result.wait_s <= window_s + 2 * slot_s
         elif still_open:
             chosen = still_open[pick % len(still_open)]
             chosen.is_open = False
             if action == "settle":
-                used = min(tokens, chosen.tokens)
-                settle(state, chosen.reservation, used)
-                chosen.tokens = used
+                chosen.tokens = min(tokens, chosen.tokens)
+                counts.settle(chosen.taken, chosen.tokens)
             else:
-                release(state, chosen.reservation)
-                taken.remove(chosen)
-                released.append(chosen)
-        # What is counted lies between the last 60 s and the last 60.5 s of what was taken.
-        state.requests.expire(now_s)
-        state.tokens.expire(now_s)
-        inner = [t for t in taken if t.at_s > now_s - WINDOW_S]
-        outer = [t for t in taken if t.at_s > now_s - WINDOW_S - 0.5]
-        assert len(inner) <= state.requests.total <= len(outer)
-        assert sum(t.tokens for t in inner) <= state.tokens.total <= sum(t.tokens for t in outer)
-        assert state.num_open == sum(t.is_open for t in taken)
-        assert len(state.tokens.slots) <= 122
+                counts.release(chosen.taken)
+                held.remove(chosen)
+        # What is counted lies between the last window and the last window and a slot.
+        requests.expire(now_s)
+        in_tokens.expire(now_s)
+        inner = [h for h in held if h.at_s > now_s - window_s]
+        outer = [h for h in held if h.at_s > now_s - window_s - slot_s]
+        assert len(inner) <= requests.total <= len(outer)
+        assert sum(h.tokens for h in inner) <= in_tokens.total <= sum(h.tokens for h in outer)
+        assert counts.by_meter["concurrency"].total == sum(h.is_open for h in held)
+        assert len(in_tokens.slots) <= SLOTS + 2
 
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.floats(0, 30)), max_size=30), st.integers(1, 100))
 def test_waiting_as_told_is_enough_and_no_more(history: list[tuple[int, float]], cost: int) -> None:
-    state, limits = KeyState(), Limits(tokens_per_minute=100)
+    counts = Counts()
     now_s = 0.0
     for tokens, pause_s in history:
         now_s += pause_s
-        reserve(state, limits, tokens, now_s)
-    result = reserve(state, limits, cost, now_s)
+        counts.reserve(counts.draws(tokens, tokens_limit=100), now_s)
+    draws = counts.draws(cost, tokens_limit=100)
+    result = counts.reserve(draws, now_s)
     if isinstance(result, Refusal):
         assert result.wait_s is not None
         if result.wait_s > 0.01:
-            assert isinstance(reserve(state, limits, cost, now_s + result.wait_s - 0.01), Refusal)
-        assert isinstance(reserve(state, limits, cost, now_s + result.wait_s), Reservation)
+            counts.refuse(draws, now_s + result.wait_s - 0.01)
+        counts.take(draws, now_s + result.wait_s)
 
 
-def test_an_idle_key_can_be_forgotten() -> None:
-    state = KeyState()
-    held = take(state, UNLIMITED, 1, 0.0)
-    assert not state.is_idle(10.0)
-    settle(state, held, 1)
-    assert not state.is_idle(20.0)
-    assert state.is_idle(100.0)
-
-
-def test_an_open_request_keeps_a_key_busy() -> None:
-    state = KeyState()
-    take(state, UNLIMITED, 1, 0.0)
-    assert not state.is_idle(1000.0)
+def test_an_idle_count_can_be_forgotten() -> None:
+    count, places = Count(MINUTE_S), Count(0)
+    draws = [Draw("n", "tokens", MINUTE_S, 9, 1), Draw("p", "concurrency", 0, 9, 1)]
+    taken = reserve([count, places], draws, 0.0)
+    assert isinstance(taken, tuple)
+    assert not count.is_idle(20.0)
+    assert count.is_idle(100.0)
+    assert not places.is_idle(1000.0)
+    settle(places, taken[1], Used(1, 0))
+    assert places.is_idle(1000.0)

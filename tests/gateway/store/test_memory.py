@@ -1,41 +1,68 @@
-"""The in-process store: the policy's decisions kept per key, idle keys forgotten."""
+"""The in-process store: the policy's decisions kept by name, idle counts forgotten."""
 
-from gateway.policy.rate_limit import Refusal, Reservation
+from gateway.policy.rate_limit import Draw, Refusal, Reservation, Used
 from gateway.store.base import LimitStore
 from gateway.store.memory import MemoryStore
-from gateway.types import Limits
-
-LIMITS = Limits(requests_per_minute=1, tokens_per_minute=100)
 
 
-async def test_keys_do_not_share_limits() -> None:
+def draws(key: str, tokens: int = 10) -> list[Draw]:
+    return [
+        Draw(f"{key} requests", "requests", 60, 1, 1),
+        Draw(f"{key} tokens", "tokens", 60, 100, tokens),
+        Draw("all places", "concurrency", 0, 60, 1),
+    ]
+
+
+async def test_names_do_not_share_counts_and_shared_names_do() -> None:
     store: LimitStore = MemoryStore()
-    assert isinstance(await store.reserve("a", LIMITS, 10, 0.0), Reservation)
-    assert isinstance(await store.reserve("b", LIMITS, 10, 0.0), Reservation)
-    assert isinstance(await store.reserve("a", LIMITS, 10, 0.0), Refusal)
+    assert isinstance(await store.reserve(draws("a"), 0.0), Reservation)
+    assert isinstance(await store.reserve(draws("b"), 0.0), Reservation)
+    assert isinstance(await store.reserve(draws("a"), 0.0), Refusal)
+    _, tokens, places = await store.figures(draws("a"), 0.0)
+    assert (tokens.remaining, places.remaining) == (90, 58)
 
 
-async def test_figures_only_where_limited() -> None:
+async def test_a_refusal_has_taken_nothing_of_any_count() -> None:
     store = MemoryStore()
-    await store.reserve("a", LIMITS, 10, 0.0)
-    requests, tokens = await store.figures("a", Limits(tokens_per_minute=100), 0.0)
-    assert requests is None
-    assert tokens is not None
-    assert tokens.remaining == 90
+    await store.reserve(draws("a"), 0.0)
+    assert isinstance(await store.reserve(draws("a"), 1.0), Refusal)
+    assert [f.remaining for f in await store.figures(draws("a"), 1.0)] == [0, 90, 59]
+    assert store.num_open == 1
+    store.check_integrity()
 
 
-async def test_idle_keys_are_forgotten_and_busy_ones_are_not() -> None:
+async def test_figures_of_what_was_never_drawn_on() -> None:
     store = MemoryStore()
-    busy = await store.reserve("busy", LIMITS, 10, 0.0)
+    assert [f.remaining for f in await store.figures(draws("a"), 0.0)] == [1, 100, 60]
+    assert store.num_counts == 0
+
+
+async def test_idle_counts_are_forgotten_and_busy_ones_are_not() -> None:
+    store = MemoryStore()
+    busy = await store.reserve(draws("busy"), 0.0)
     assert isinstance(busy, Reservation)
     for n in range(50):
-        held = await store.reserve(f"key-{n}", LIMITS, 10, 1.0)
+        held = await store.reserve(draws(f"key-{n}"), 1.0)
         assert isinstance(held, Reservation)
-        await store.settle(f"key-{n}", held, 5)
-    assert store.num_keys == 51
-    for n in range(60):
-        await store.reserve("again", Limits(), 1, 200.0 + n / 1000)
-    assert store.num_keys == 2
-    await store.release("busy", busy)
+        await store.settle(held, Used(3, 2))
+    assert store.num_counts == 2 * 51 + 1
+    for n in range(120):
+        await store.reserve([], 200.0 + n / 1000)
+    assert store.num_counts == 1  # the places, of which one is taken
+    assert store.num_open == 121
+    await store.release(busy)  # whose windows have passed and are gone
     store.check_integrity()
-    assert store.num_open == 60
+    assert [f.remaining for f in await store.figures(draws("busy"), 201.0)] == [1, 100, 60]
+
+
+async def test_a_count_goes_on_from_its_past() -> None:
+    store = MemoryStore()
+    store.restore("day", 86_400, [(90_000.0, 7), (50_000.0, 3), (10.0, 4)], 1000.0)
+    day = Draw("day", "tokens", 86_400, 10, 4)
+    refusal = await store.reserve([day], 1000.0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.used == 7
+    assert refusal.wait_s is not None
+    assert 36_400 <= refusal.wait_s <= 36_400 + 720
+    assert isinstance(await store.reserve([day], 1000.0 + refusal.wait_s), Reservation)
+    store.check_integrity()
