@@ -263,7 +263,7 @@ class Assignments:
         self.counts.late += 1
         if delta.finish is None or self._unacked.expects(delta.request_id, delta.attempt):
             return
-        self._book.late(delta.finish.usage)
+        self._book.late((delta.request_id, delta.attempt), delta.finish.usage)
         if self._claim_orphan(delta.request_id, delta.finish):
             self._unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
         else:

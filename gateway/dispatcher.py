@@ -171,6 +171,7 @@ class Dispatcher:
 
     def unload_model(self, name: str) -> None:
         """An operator wants its pages back. Waiting requests or a pin load it again."""
+        self._loads.unloaded(name)
         self._fleet.unload(self._clock(), name)
 
     def model_failure(self, model_name: str) -> str | None:

@@ -332,8 +332,10 @@ class Fleet:
     def _by_pack(self, view: WorkerView) -> WorkerView:
         """Models of one pack share its weights: idle together, and then counted once."""
         models = dict(view.models)
-        for names in self._packs.values():
-            known = [name for name in names if name in models]
+        # A worker tells of a few models, the catalog may have thousands of packs.
+        packs = {self._pack_of[name]: None for name in models if name in self._pack_of}
+        for pack in packs:
+            known = [name for name in self._packs[pack] if name in models]
             all_idle = all(models[name].idle for name in known)
             for name in known[1:] if all_idle else known:
                 models[name] = replace(models[name], idle=False)

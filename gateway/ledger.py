@@ -65,7 +65,8 @@ class Ledger:
     """Implements services.UsageLedger.
 
     `find_model(name)` gives current prices for recovered records; `on_durable(request_ids)` is
-    called on the event loop after their postings or voids are durable.
+    called on the event loop after their postings or voids are durable; `on_recovered(posting)` is
+    told what an earlier server's requests used, when it is written.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Ledger:
         find_model: Callable[[str], HostedModel | None],
         on_durable: Callable[[Sequence[str]], None],
         wall_clock: Callable[[], float] = time.time,
+        on_recovered: Callable[[Posting], None] = lambda posting: None,
     ) -> None:
         self._engine = engine
         self._settings = settings
         self._find_model = find_model
         self._on_durable = on_durable
         self._wall_clock = wall_clock
+        self._on_recovered = on_recovered
         self._writer = LedgerWriter(
             engine, settings.ledger_flush_interval_s, settings.ledger_max_batch
         )
@@ -219,6 +222,7 @@ class Ledger:
     def _close(self, record: OpenRecord, finish: Finish | None) -> None:
         posting = closing(record, finish, self._find_model(record.model), self._wall_clock())
         self._num_recovered += 1
+        self._on_recovered(posting)
         self._write(posting, posting.request_id)
 
 

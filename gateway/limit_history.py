@@ -13,7 +13,7 @@ from gateway.periods import PeriodKind
 from gateway.policy.rate_limit import DAY_S, SLOTS, Used
 from gateway.types import HostedModel
 from registry.api_keys import KeyRecord
-from registry.ledger import SlotUsage, SpendRow
+from registry.ledger import Posting, SlotUsage, SpendRow
 from registry.quotas import Limits, LimitScope
 
 SLOT_S = DAY_S // SLOTS
@@ -67,17 +67,21 @@ def spent(
     sums = dict.fromkeys(counts, 0)
     for kind, rows in usage.items():
         for row in rows:
-            owners: tuple[tuple[LimitScope, str], ...] = (
-                ("key", row.key_id),
-                ("tenant", row.tenant_id),
-                ("model", row.model),
-                ("gateway", ""),
-            )
-            for scope, owner in owners:
+            for scope, owner in owners_of(row):
                 name = budget_name(scope, owner, kind)
                 if name in sums:
                     sums[name] += row.cost_nanos
     return sums
+
+
+def owners_of(row: SlotUsage | SpendRow | Posting) -> tuple[tuple[LimitScope, str], ...]:
+    """All whose limits it counts against."""
+    return (
+        ("key", row.key_id),
+        ("tenant", row.tenant_id),
+        ("model", row.model),
+        ("gateway", ""),
+    )
 
 
 def _owned(
@@ -101,13 +105,7 @@ def amounts(
     sums: dict[str, dict[float, int]] = {name: {} for name in counts}
     for row in usage:
         used = Used(row.prompt_tokens, row.completion_tokens)
-        owners: tuple[tuple[LimitScope, str], ...] = (
-            ("key", row.key_id),
-            ("tenant", row.tenant_id),
-            ("model", row.model),
-            ("gateway", ""),
-        )
-        for owner in owners:
+        for owner in owners_of(row):
             for name, rate in by_owner.get(owner, ()):
                 amount = row.num_requests if rate.meter == "requests" else used.of(rate.meter)
                 sums[name][row.began_at] = sums[name].get(row.began_at, 0) + amount

@@ -57,6 +57,7 @@ LONGEST_RETRY_S = 120.0
 _WORDS = {(rate.meter, rate.window_s): rate.words for rate in RATES}
 _WHOSE = {"key": "the key's", "tenant": "your tenant's", "model": "the model's"}
 _GATEWAY_WHOSE = "this server's"
+_OWN = (_WHOSE["key"], _WHOSE["tenant"])
 # What OpenAI's headers have names for. Where several limits bind, they tell the tightest.
 _HEADERS: tuple[tuple[str, frozenset[Meter]], ...] = (
     ("requests", frozenset({"requests"})),
@@ -72,11 +73,17 @@ class Hold:
         self._reservation = reservation
         self.is_open = True
 
-    async def settle(self, input_tokens: int, output_tokens: int, cost_nanos: int) -> None:
-        """The request used so many tokens, and is billed so much."""
+    async def settle(
+        self, input_tokens: int, output_tokens: int, cost_nanos: int, posted_at: float
+    ) -> None:
+        """The request used so many tokens, and is billed so much in a posting of `posted_at`."""
         if self.is_open:
             self.is_open = False
-            used = Used(input_tokens, output_tokens, cost_nanos)
+            day = month = 0
+            if any(taken.meter == "cost" for taken in self._reservation.taken):
+                day = period_of("day", posted_at).number
+                month = period_of("month", posted_at).number
+            used = Used(input_tokens, output_tokens, cost_nanos, day, month)
             await self._store.settle(self._reservation, used)
 
     async def release(self) -> None:
@@ -115,8 +122,13 @@ class Limiter:
         now_s = self._clock()
         draws = self._draws(principal, request)
         result = await self._store.reserve(draws, now_s)
-        if draws:
-            _add_headers(headers, draws, await self._store.figures(draws, now_s))
+        try:
+            if draws:
+                _add_headers(headers, draws, await self._store.figures(draws, now_s))
+        except BaseException:  # nobody else knows of it yet
+            if isinstance(result, Reservation):
+                await self._store.release(result)
+            raise
         if isinstance(result, Refusal):
             self._on_rejection(result.draw.meter)
             if result.draw.meter == "cost":
@@ -161,7 +173,7 @@ class Limiter:
             for scope, owner, kind, limit in budgets:
                 period, name = period_of(kind, now_at), budget_name(scope, owner, kind)
                 resets_in_s = period.ends_at - now_at
-                draws.append(Draw(name, "cost", 0, limit, most, period.number, resets_in_s))
+                draws.append(Draw(name, "cost", 0, limit, most, period.number, resets_in_s, kind))
         return draws
 
 
@@ -221,11 +233,22 @@ def _explain_budget(refusal: Refusal) -> str:
     draw = refusal.draw
     whose = _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
     kind = draw.name.rpartition(" ")[2]
+    if refusal.wait_s is None:
+        budget = f"{whose} budget for a {kind}" + (
+            f", {_money(draw.limit)}" if whose in _OWN else ""
+        )
+        return (
+            f"this request alone may cost {_money(draw.cost)}, which is over {budget}: "
+            "send a shorter prompt, a smaller max_tokens or a smaller n"
+        )
+    says = f"{whose} budget for this {kind} is used up or promised to requests under way"
+    begins = f"it begins anew in {go_duration(draw.resets_in_s)} (UTC)"
+    if whose not in _OWN:  # what others spend is none of the caller's business
+        return f"{says}: this request may cost {_money(draw.cost)}; {begins}"
     left = max(0, draw.limit - refusal.used)
     return (
-        f"{whose} budget for this {kind} is used up or promised to requests under way: "
-        f"{_money(left)} of {_money(draw.limit)} is left and this request may cost "
-        f"{_money(draw.cost)}; it begins anew in {go_duration(draw.resets_in_s)} (UTC)"
+        f"{says}: {_money(left)} of {_money(draw.limit)} is left and this request may cost "
+        f"{_money(draw.cost)}; {begins}"
     )
 
 

@@ -5,6 +5,10 @@ policy/placement.py says what is loaded, policy/popularity.py what is fetched ah
 ticket is refused early whose load would not even begin before its time in the queue is up: loads
 against models in demand have a bounded share of the time, so a long line of them is known
 beforehand, and who asks is told when to come again.
+
+It is told to come a little before its turn, and its model keeps its place among equals until then.
+Otherwise those who ask again and again would always stand in line before it, and who comes when it
+is told would never be served.
 """
 
 import math
@@ -24,6 +28,13 @@ from gateway.types import HostedModel, ModelOutlook
 
 PREFETCH_S = 1.0
 """How often something may be fetched ahead of need."""
+EARLY_SHARE = 0.5
+"""Who is refused is told to come so much of the time that it may wait before its load's turn."""
+LOOK_PAUSE_S = 0.05
+"""Pauses between looks at what waits begin here: a shorter one is none."""
+PAUSE_PER_MODEL_S, PAUSE_PER_TICKET_S = 5e-4, 1e-5
+"""A look takes about a tenth of that for each model and ticket that waits: so whoever asks for a
+thousand cold models does not have the event loop think of nothing else."""
 
 
 class Loads:
@@ -39,6 +50,9 @@ class Loads:
         self._popularity = Popularity()
         self._prefetcher = Prefetcher()
         self._prefetched_s = -math.inf
+        self._next_look_s = -math.inf
+        # Of models whose requests were refused: the place of the first, and how long it is kept.
+        self._places: dict[str, tuple[int, float]] = {}
         self.num_refusals = 0
 
     def asked(self, ticket: Ticket) -> None:
@@ -47,19 +61,32 @@ class Loads:
 
     def keep_models(self, models: Iterable[HostedModel]) -> None:
         """Forget the demand for models that are not hosted any more."""
-        self._popularity.keep_models({model.name for model in models})
+        hosted = {model.name for model in models}
+        self._popularity.keep_models(hosted)
+        self._places = {name: kept for name, kept in self._places.items() if name in hosted}
+
+    def unloaded(self, model_name: str) -> None:
+        """An operator wants its pages back: it is not fetched ahead before somebody asks for it."""
+        self._popularity.forget(model_name)
 
     def place(self, now_s: float) -> list[tuple[Ticket, ApiError]]:
         """Loads for models that wait and that not every worker offers.
 
         Called when a status brings news of models, and every tick for what time alone changes.
-        Returns the tickets that would wait in vain, each with the answer it should have now.
+        Returns the tickets that would wait in vain, each with the answer it should have now. Where
+        very much waits, most calls come to nothing.
         """
+        if now_s < self._next_look_s:
+            return []
         waiting = self._queue.model_names
+        pause_s = len(waiting) * PAUSE_PER_MODEL_S + len(self._queue) * PAUSE_PER_TICKET_S
+        self._next_look_s = now_s + pause_s if pause_s > LOOK_PAUSE_S else now_s
         wanting = self._fleet.wanting(waiting, now_s)
         wanted: list[Demand] = []
         if wanting:
-            wanted = demands(self._queue, self._share, wanting, self._fleet.is_pinned, now_s)
+            places = self._kept_places(now_s)
+            is_pinned = self._fleet.is_pinned
+            wanted = demands(self._queue, self._share, wanting, is_pinned, now_s, places)
 
         busy = self._fleet.place(now_s, wanted, waiting, self._asks(now_s))
         if not busy and now_s - self._prefetched_s >= PREFETCH_S:
@@ -96,6 +123,13 @@ class Loads:
         for prefetch in self._prefetcher.decide(now_s, self._popularity, candidates, views):
             self._fleet.fetch(now_s, prefetch)
 
+    def _kept_places(self, now_s: float) -> dict[str, int]:
+        """Until a load begins, or those who were told to come have not."""
+        for name, (_, until_s) in list(self._places.items()):
+            if now_s >= until_s or self._fleet.claimed_on(name) is not None:
+                del self._places[name]
+        return {name: place for name, (place, _) in self._places.items()}
+
     def _hopeless(self, now_s: float, wanted: Iterable[Demand]) -> list[tuple[Ticket, ApiError]]:
         late: dict[str, Outlook] = {}
         for demand in wanted:
@@ -117,6 +151,11 @@ class Loads:
 
     def _refusal(self, now_s: float, ticket: Ticket, outlook: Outlook) -> ApiError:
         eta_s = outlook.at_s - now_s
+        bound_s = min(ticket.deadline_s, ticket.ends_by_s) - ticket.arrival_s
+        come_s = max(1.0, eta_s - outlook.load_s - EARLY_SHARE * bound_s)
+        place, until_s = self._places.get(ticket.model_name, (ticket.seq, 0.0))
+        until_s = max(until_s, now_s + come_s + bound_s)
+        self._places[ticket.model_name] = min(place, ticket.seq), until_s
         self.num_refusals += 1
         self._decisions.add(
             DecisionRecord(
@@ -127,15 +166,15 @@ class Loads:
                 outlook.worker_id,
                 Figures(
                     eta_s=eta_s,
-                    bound_s=ticket.deadline_s - ticket.arrival_s,
+                    bound_s=bound_s,
                     waited_s=now_s - ticket.arrival_s,
-                    retry_after_s=eta_s,
+                    retry_after_s=come_s,
                 ),
                 ticket.tenant_id,
             )
         )
         message = (
             f"the model {ticket.model_name!r} is expected to be loaded in {eta_s:.0f} s, later "
-            "than this request may wait: try again then"
+            f"than this request may wait: try again in {come_s:.0f} s"
         )
-        return ApiError(UNAVAILABLE, message, retry_after_s=max(1.0, eta_s))
+        return ApiError(UNAVAILABLE, message, retry_after_s=come_s)

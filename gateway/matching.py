@@ -5,7 +5,7 @@ reads the queue, the counters and the workers' capacities; `grant` does the rest
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from gateway.capacity import WorkerCapacity
@@ -17,6 +17,7 @@ Offering: TypeAlias = Callable[[str, float], list[WorkerCapacity]]
 """(model, now) -> the workers that offer it, full or not."""
 MayTake: TypeAlias = Callable[[Ticket, WorkerCapacity, float, bool], bool]
 """(ticket, worker, now, whether its tenant is the first) -> it leaves what is kept for others."""
+NO_PLACES: Mapping[str, int] = {}
 
 
 def grant_round(
@@ -64,12 +65,14 @@ def demands(
     wanting: frozenset[str],
     is_pinned: Callable[[str], bool],
     now_s: float,
+    places: Mapping[str, int] = NO_PLACES,
 ) -> list[Demand]:
     """Of the models `wanting`, in the order of the smallest counter that waits for each.
 
-    Equal counters (one tenant that waits for several models) go by the oldest ticket.
+    Equal counters (one tenant that waits for several models, or one that came back and was lifted)
+    go by the oldest ticket, or by the place that a model has kept.
     """
-    oldest: dict[str, int] = {}
+    oldest = dict(places)
     counters: dict[str, float] = {}
     backlog_s: dict[str, float] = {}
     arrived_s: dict[str, float] = {}

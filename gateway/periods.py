@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-PeriodKind: TypeAlias = Literal["day", "month"]
+from gateway.policy import rate_limit
+
+PeriodKind: TypeAlias = rate_limit.PeriodKind
+PERIOD_KINDS: tuple[PeriodKind, ...] = ("day", "month")
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,7 @@ class Pipeline:
         piece = Piece(0, [*parser.feed(hit.text), *parser.flush()])
         reason = finish_reason(hit.finish_reason, parser.num_calls)
         posting = self._hit_posting(call, request, principal, hit)
-        await hold.settle(0, 0, posting.cost_nanos)
+        await hold.settle(0, 0, posting.cost_nanos, posting.posted_at)
         await self._ledger.post(posting)
         usage = UsageFigures(len(request.prompt_token_ids), hit.completion_tokens)
         if not request.stream:

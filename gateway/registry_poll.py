@@ -2,15 +2,16 @@
 
 When the registry's version has moved, keys and hosted models are read in one snapshot and put into
 the Directory, a changed catalog goes on to the dispatcher, and operators' residency wishes are
-taken. Prices are dated, so they change by time alone: the snapshot is also renewed every
-PRICES_S. Reads run in a thread; a database that does not answer leaves the last view in place.
+taken. Prices are dated, so they change by time alone: models are also read every PRICES_S, keys are
+not (there may be many). Reads run in a thread; a database that does not answer leaves the last view
+in place.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -20,8 +21,9 @@ from sqlalchemy.orm import Session
 from gateway import limit_history
 from gateway.directory import Directory
 from gateway.limit_history import SLOT_S
-from gateway.periods import period_of
-from gateway.policy.rate_limit import DAY_S
+from gateway.limits import RATES, budget_name, count_name
+from gateway.periods import PERIOD_KINDS, period_of
+from gateway.policy.rate_limit import DAY_S, Used
 from gateway.service import hosted_models
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
@@ -35,6 +37,7 @@ from registry import (
     version,
 )
 from registry.api_keys import KeyRecord
+from registry.ledger import Posting
 from registry.quotas import Limits
 from registry.residency_requests import ResidencyRequest
 from registry.session import reading, writing
@@ -107,6 +110,7 @@ class RegistryPoll:
         self._clock = clock
         self._counted: frozenset[str] = frozenset()
         self._models: Sequence[HostedModel] | None = None
+        self._view: View | None = None
         self._read_at = 0.0
         self.num_errors = 0
 
@@ -131,6 +135,7 @@ class RegistryPoll:
             return
         self._restore(view)
         self._directory.replace(view.version, view.keys, view.models, view.limits)
+        self._view = view
         if view.models != self._models:
             self._models = view.models
             self._on_models(view.models, view.weights)
@@ -149,6 +154,24 @@ class RegistryPoll:
             self._limit_store.restore_spend(name, period, nanos)
         self._counted = view.history.counted
 
+    def count_posting(self, posting: Posting) -> None:
+        """A request of an earlier server was posted: nobody here has reserved for it, and limits by
+        the day and budgets were restored without it."""
+        if posting.outcome == "failed":
+            return
+        now_s = self._clock()
+        used = Used(posting.prompt_tokens, posting.completion_tokens, posting.cost_nanos)
+        for scope, owner in limit_history.owners_of(posting):
+            for rate in RATES:
+                name = count_name(scope, owner, rate)
+                if rate.window_s == DAY_S and name in self._counted:
+                    self._limit_store.add(name, DAY_S, used.of(rate.meter), now_s)
+            for kind in PERIOD_KINDS:
+                name = budget_name(scope, owner, kind)
+                if name in self._counted:
+                    period = period_of(kind, posting.posted_at).number
+                    self._limit_store.add_spend(name, period, used.cost_nanos)
+
     def _read(self, known_version: int) -> View | None:
         """In a thread. None where nothing can have changed."""
         now_at = self._wall_clock()
@@ -157,8 +180,11 @@ class RegistryPoll:
             moved = current != known_version
             if not moved and now_at - self._read_at < PRICES_S:
                 return None
-            keys = api_keys.active_keys(session)
             models = hosted_models(session, self._data_path, now_at)
+            if not moved and self._view is not None:
+                self._read_at = now_at
+                return replace(self._view, models=models, wishes=(), history=self._nothing_new())
+            keys = api_keys.active_keys(session)
             reserved = tenants.reserved_shares(session)
             limits = quotas.get_limits(session, "gateway")
             weights = {m.name: m.weight_bytes for m in catalog.ready_models(session)}
@@ -169,6 +195,9 @@ class RegistryPoll:
             with writing(self._engine, ACTOR) as session:
                 wishes = residency_requests.take(session, now_at=now_at)
         return View(current, keys, models, limits, weights, wishes, reserved, history)
+
+    def _nothing_new(self) -> History:
+        return History(self._counted, {}, {})
 
     def _history(
         self,

@@ -12,6 +12,7 @@ nobody. What a worker did after its last status and before it died nobody knows.
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from engine.protocol import RequestService, Usage, WorkerStatus
@@ -21,6 +22,9 @@ from gateway.policy.service_estimate import units_of
 from gateway.services import Accounts
 from gateway.tickets import Ticket, TicketQueue
 from gateway.types import HostedModel
+
+MAX_BOOKED = 10_000
+"""Attempts that left their worker, whose end may be told again; the oldest are forgotten."""
 
 
 class ServiceBook:
@@ -35,6 +39,7 @@ class ServiceBook:
         self.service_s: dict[str, float] = {}
         self.device_s: dict[str, float] = {}
         """By tenant, of requests that have ended."""
+        self._booked_s: OrderedDict[tuple[str, int], float] = OrderedDict()  # of what has left
         self.failed_s = 0.0
         """The system's: device time of attempts that came to nothing or that nobody waited for."""
 
@@ -69,6 +74,7 @@ class ServiceBook:
         self._share.settle(ticket.tenant_id, ticket.expected)
         _add(self.service_s, ticket.tenant_id, usage.service_s)
         _add(self.device_s, ticket.tenant_id, usage.device_s)
+        self._note(ticket.key, usage.device_s)
 
     def fail(self, ticket: Ticket, device_s: float = 0.0) -> None:
         """The attempt came to nothing: the tenant gets back what it was charged."""
@@ -76,11 +82,21 @@ class ServiceBook:
         if told != NOTHING:
             self._share.charge(ticket.tenant_id, Used(-told.service_s, -told.units))
         self._share.settle(ticket.tenant_id, ticket.expected)
-        self.failed_s += max(device_s, ticket.told_device_s)
+        device_s = max(device_s, ticket.told_device_s)
+        self.failed_s += device_s
+        self._note(ticket.key, device_s)
 
-    def late(self, usage: Usage) -> None:
-        """A request has ended that nobody here waits for."""
-        self.failed_s += usage.device_s
+    def late(self, key: tuple[str, int], usage: Usage) -> None:
+        """A request has ended that nobody here waits for, or its end is told again: workers do so
+        after every Hello. What has been booked of it before is not booked twice."""
+        booked_s = self._booked_s.get(key, 0.0)
+        self.failed_s += max(0.0, usage.device_s - booked_s)
+        self._note(key, max(booked_s, usage.device_s))
+
+    def _note(self, key: tuple[str, int], device_s: float) -> None:
+        self._booked_s[key] = device_s
+        if len(self._booked_s) > MAX_BOOKED:
+            self._booked_s.popitem(last=False)
 
     def _true_up(self, ticket: Ticket, total: Used, device_s: float) -> None:
         """Charges take the place of the prediction, as far as that goes."""

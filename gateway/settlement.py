@@ -125,19 +125,24 @@ class Settlement:
 
     async def end(self, ending: Ending) -> None:
         """Call once. Limits first: the client's next request must find them settled."""
+        # Once for both: budgets count it in the period in which it is posted.
+        ended_at = self._clocks.now_at()
         if ending.outcome is None or ending.outcome == "failed":
-            await (self._hold.settle(0, 0, 0) if ending.keeps_request else self._hold.release())
+            if ending.keeps_request:
+                await self._hold.settle(0, 0, 0, ended_at)
+            else:
+                await self._hold.release()
         else:
             num_prompt = len(self._request.prompt_token_ids)
             cost = self._cost_nanos(ending, ending.outcome)
-            await self._hold.settle(num_prompt, ending.completion_tokens, cost)
+            await self._hold.settle(num_prompt, ending.completion_tokens, cost, ended_at)
         self._count(ending)
         # Whatever became of it, post or void ends it; a failure to open has been raised already.
         await asyncio.gather(self._opening, return_exceptions=True)
         if ending.outcome is None:
             await self._ledger.void(self._request.request_id)
         else:
-            await self._ledger.post(self._posting(ending, ending.outcome))
+            await self._ledger.post(self._posting(ending, ending.outcome, ended_at))
 
     async def _open(self) -> None:
         request, principal = self._request, self._principal
@@ -178,7 +183,7 @@ class Settlement:
             ending.completion_tokens,
         )
 
-    def _posting(self, ending: Ending, outcome: Settled) -> Posting:
+    def _posting(self, ending: Ending, outcome: Settled, posted_at: float) -> Posting:
         request, principal = self._request, self._principal
         prompt_tokens, completion_tokens = len(request.prompt_token_ids), ending.completion_tokens
         first_s = ending.first_token_s
@@ -198,5 +203,5 @@ class Settlement:
             queue_s=ending.queue_s,
             ttft_s=0.0 if first_s is None else first_s - self._arrived_s,
             duration_s=self._clocks.now_s() - self._arrived_s,
-            posted_at=self._clocks.now_at(),
+            posted_at=posted_at,
         )

@@ -70,7 +70,15 @@ def read_leads(path: Path) -> dict[str, float]:
             raise ValueError("a counter is no number")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
         logger.warning("%s cannot be used, all tenants begin alike: %s", path.name, error)
         return {}
     return leads

@@ -108,7 +108,11 @@ class Server:
             share=share,
         )
         self._ledger = Ledger(
-            engine, settings, self._directory.find_model, self._dispatcher.ack_usage
+            engine,
+            settings,
+            self._directory.find_model,
+            self._dispatcher.ack_usage,
+            on_recovered=lambda posting: self._poll.count_posting(posting),
         )
         self._limit_store = MemoryStore()
         self._poll = RegistryPoll(

@@ -6,6 +6,7 @@ both) is that IPv4 address.
 
 import ipaddress
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import TypeAlias
 
 from registry.errors import InvalidValue
@@ -37,7 +38,9 @@ def within(client: str, networks: Iterable[Network]) -> bool:
     return any(address in network for network in networks)
 
 
+@lru_cache(4096)
 def _network(text: str) -> Network:
+    """Kept: a poll reads the networks of all keys again, and many keys share them."""
     try:
         network = ipaddress.ip_network(text)
     except ValueError as error:

@@ -119,4 +119,4 @@ def check(limits: Limits) -> None:
     """Raises InvalidValue for a limit below 0 or absurdly high."""
     for name, value in asdict(limits).items():
         if not 0 <= value <= MAX_LIMIT:
-            raise InvalidValue(f"{name} must be 0 (unlimited) or more, got {value}")
+            raise InvalidValue(f"{name} must be 0 (unlimited) or more, {MAX_LIMIT} at most")

@@ -4,8 +4,10 @@ Fixtures of a room live in that room's own conftest.
 """
 
 import gc
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ E2E = "tests/e2e/"
 # core: 90, 30, 30, 20, and some 10 each.
 LONGEST = (
     E2E,
+    "tests/kernels/test_aot.py",
     "tests/engine/test_constrained_rows.py",
     "tests/engine/test_engine_pressure.py",
     "tests/engine/test_engine.py",
@@ -38,6 +41,15 @@ LONGEST = (
 # Kernels are interpreted. Triton reads this when it is imported, which any test may be the first to
 # do; kernels run only where a test launches them, so nothing else is touched.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """Benches that are run in this process switch logging off."""
+    before = logging.root.manager.disable
+    yield
+    logging.disable(before)
+
 
 settings.register_profile(
     "ci",

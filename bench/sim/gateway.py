@@ -250,7 +250,7 @@ class SimGateway:
     def _ended(self, client: SimClient) -> None:
         del self.clients[client.request_id]
         if client.hold is not None:
-            used = client.usage.prompt_tokens, client.usage.generated_tokens, 0
+            used = client.usage.prompt_tokens, client.usage.generated_tokens, 0, 0.0
             run_now(client.hold.settle(*used) if client.num_tokens else client.hold.release())
         if client.error != "the gateway died":
             self._close_record(client)

@@ -85,11 +85,7 @@ class Headroom:
         own = held.get(tenant_id, Held())
         num_places = wanted.free_requests + sum(each.num_requests for each in held.values())
         num_rows = rows_of(num_places)
-        left = 0
-        for name, share in self.reserved.items():
-            if name != tenant_id:
-                mine = held.get(name, Held()).num_requests
-                left += max(0, math.ceil(share * num_rows) - mine)
+        left = self._rows_left(held, tenant_id, num_rows)
         own_rows = max(1, math.ceil(self.reserved.get(tenant_id, 0.0) * num_rows))
         backlog = not wanted.fresh and own.num_requests >= own_rows
         if backlog and self._others_came(tenant_id, now_s):
@@ -111,6 +107,22 @@ class Headroom:
         """The two that were served last will do to know."""
         last = [name for name, _ in zip(reversed(self._served), range(2), strict=False)]
         return any(name != tenant_id and now_s - self._served[name] <= RECENT_S for name in last)
+
+    def _rows_left(self, held: Mapping[str, Held], tenant_id: str, num_rows: int) -> int:
+        """Rows that the others have reserved and do not use.
+
+        Rounded up together: many small shares with a row each would be more rows than there are,
+        and nobody's turn. Who has a row of its own to come leaves whole rows only: shares of less
+        than one have theirs in common.
+        """
+
+        def unused(name: str, share: float) -> float:
+            return max(0.0, share * num_rows - held.get(name, Held()).num_requests)
+
+        others = [unused(name, share) for name, share in self.reserved.items() if name != tenant_id]
+        if unused(tenant_id, self.reserved.get(tenant_id, 0.0)):
+            return sum(map(int, others))
+        return math.ceil(sum(others) - 1e-9)
 
     def _leaves_memory(self, held: Mapping[str, Held], tenant_id: str, wanted: Wanted) -> bool:
         if not wanted.kv_bytes or not self.reserved:

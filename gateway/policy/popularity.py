@@ -93,6 +93,10 @@ class Popularity:
         """Forget models that are not hosted any more."""
         self._rates = {name: kept for name, kept in self._rates.items() if name in model_ids}
 
+    def forget(self, model_id: str) -> None:
+        """It counts as never asked for."""
+        self._rates.pop(model_id, None)
+
     def known(self) -> Collection[str]:
         """Models that have been asked for."""
         return self._rates.keys()

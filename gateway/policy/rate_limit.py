@@ -27,6 +27,7 @@ from typing import Literal, Protocol, TypeAlias
 Meter: TypeAlias = Literal[
     "requests", "input_tokens", "output_tokens", "tokens", "concurrency", "cost"
 ]
+PeriodKind: TypeAlias = Literal["day", "month"]
 
 MINUTE_S = 60
 DAY_S = 86_400
@@ -44,6 +45,7 @@ class Draw:
     window_s     0: places at one time, or money (spend.py)
     period       of money: the calendar period's number
     resets_in_s  of money: how long this period still is
+    kind         of money: of days or of months
     """
 
     name: str
@@ -53,6 +55,7 @@ class Draw:
     cost: int
     period: int = 0
     resets_in_s: float = 0.0
+    kind: PeriodKind = "day"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Taken:
     window_s: int
     slot: int
     cost: int
+    kind: PeriodKind = "day"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +88,14 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a request used in the end."""
+    """What a request used in the end. `day`, `month`: numbers of the periods in which it is posted;
+    0: of those in which it was reserved."""
 
     input_tokens: int
     output_tokens: int
     cost_nanos: int = 0
+    day: int = 0
+    month: int = 0
 
     def of(self, meter: Meter) -> int:
         """As the meter counts it."""
@@ -164,7 +171,9 @@ class Count:
         self.total += amount
 
     def wait_s(self, draw: Draw, now_s: float) -> float | None:
-        """How long until it fits: 0 now, None never."""
+        """How long until it fits: 0 now, None never. What takes nothing always fits."""
+        if not draw.cost:
+            return 0.0
         if draw.cost > draw.limit:
             return None
         excess = self.total + draw.cost - draw.limit
@@ -179,9 +188,20 @@ class Count:
             excess -= amount
         return self._expires_s(slot) - now_s
 
-    def close(self, taken: Taken, used: int) -> None:
+    def close(self, taken: Taken, used: int, period: int = 0) -> None:
         """End a reservation with what was used."""
         self.correct(taken.slot, used - taken.cost)
+
+    def carry(self, taken: Taken) -> None:
+        """Put back what an open reservation took, in its very slot: where a count begins anew."""
+        at = next((i for i, (slot, _) in enumerate(self.slots) if slot >= taken.slot), None)
+        if at is None:
+            self.slots.append([taken.slot, taken.cost])
+        elif self.slots[at][0] == taken.slot:
+            self.slots[at][1] += taken.cost
+        else:
+            self.slots.insert(at, [taken.slot, taken.cost])
+        self.total += taken.cost
 
     def figures(self, draw: Draw, now_s: float) -> Figures:
         """For the headers."""
@@ -215,8 +235,9 @@ class Counted(Protocol):
     def take(self, draw: Draw, now_s: float) -> Taken:
         """Charge it."""
 
-    def close(self, taken: Taken, used: int) -> None:
-        """Correct a charge to what was used; nothing where that is not counted any more."""
+    def close(self, taken: Taken, used: int, period: int = 0) -> None:
+        """Correct a charge to what was used; nothing where that is not counted any more.
+        `period`: of money, the one in which it is posted, where that is known."""
 
     def figures(self, draw: Draw, now_s: float) -> Figures:
         """How it stands."""
@@ -242,7 +263,8 @@ def reserve(
 
 def settle(count: Counted, taken: Taken, used: Used) -> None:
     """Close one draw with what was really used."""
-    count.close(taken, 0 if taken.meter == "concurrency" else used.of(taken.meter))
+    amount = 0 if taken.meter == "concurrency" else used.of(taken.meter)
+    count.close(taken, amount, used.month if taken.kind == "month" else used.day)
 
 
 def release(count: Counted, taken: Taken) -> None:

@@ -22,13 +22,17 @@ class Spend:
     reserved: int = 0
 
     def refresh(self, draw: Draw, now_s: float) -> None:
+        """As `roll`."""
+        self.roll(draw.period)
+
+    def roll(self, period: int) -> None:
         """Begin a new period with what is under way. A clock that goes back changes nothing."""
-        if draw.period > self.period:
-            self.period, self.total = draw.period, self.reserved
+        if period > self.period:
+            self.period, self.total = period, self.reserved
 
     def wait_s(self, draw: Draw, now_s: float) -> float | None:
         """0 where it fits. Otherwise the period's end; None where it could never fit."""
-        if self.total + draw.cost <= draw.limit:
+        if not draw.cost or self.total + draw.cost <= draw.limit:
             return 0.0
         return None if draw.cost > draw.limit else draw.resets_in_s
 
@@ -36,11 +40,13 @@ class Spend:
         """Reserve the draw's cost."""
         self.total += draw.cost
         self.reserved += draw.cost
-        return Taken(draw.name, draw.meter, draw.window_s, self.period, draw.cost)
+        return Taken(draw.name, draw.meter, draw.window_s, self.period, draw.cost, draw.kind)
 
-    def close(self, taken: Taken, spent: int) -> None:
-        """End a reservation with what was spent."""
-        self.total += spent - taken.cost
+    def close(self, taken: Taken, used: int, period: int = 0) -> None:
+        """End a reservation with what was spent. It is posted in `period`, which may have begun
+        with nobody reserving in it yet: then it begins here, or this would be forgotten."""
+        self.roll(period)
+        self.total += used - taken.cost
         self.reserved -= taken.cost
 
     def figures(self, draw: Draw, now_s: float) -> Figures:

@@ -18,7 +18,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, Count | Spend] = OrderedDict()
-        self._num_open = 0
+        self._open: dict[int, Reservation] = {}  # by identity: two may be equal
 
     async def reserve(self, draws: Sequence[Draw], now_s: float) -> Reservation | Refusal:
         """See LimitStore."""
@@ -27,19 +27,20 @@ class MemoryStore:
         taken = rate_limit.reserve(counts, draws, now_s)
         if isinstance(taken, Refusal):
             return taken
-        self._num_open += 1
-        return Reservation(taken)
+        reservation = Reservation(taken)
+        self._open[id(reservation)] = reservation
+        return reservation
 
     async def settle(self, reservation: Reservation, used: Used) -> None:
         """See LimitStore."""
-        self._num_open -= 1
+        del self._open[id(reservation)]
         for taken in reservation.taken:
             if taken.name in self._counts:  # or its window has passed, and it is forgotten
                 rate_limit.settle(self._counts[taken.name], taken, used)
 
     async def release(self, reservation: Reservation) -> None:
         """See LimitStore."""
-        self._num_open -= 1
+        del self._open[id(reservation)]
         for taken in reservation.taken:
             if taken.name in self._counts:
                 rate_limit.release(self._counts[taken.name], taken)
@@ -57,15 +58,49 @@ class MemoryStore:
     def restore(
         self, name: str, window_s: int, amounts: Iterable[tuple[float, int]], now_s: float
     ) -> None:
-        """Begin a count with what is known of its past: (age, amount), the oldest first."""
+        """Begin a count with what is known of its past: (age, amount), the oldest first.
+
+        A limit that was lifted for a while is still counted here, and requests may hold on to it:
+        what they took goes along, and the count that knows of more is the right one.
+        """
         count = Count(window_s)
         for age_s, amount in amounts:
             count.restore(age_s, amount, now_s)
+        old = self._counts.get(name)
+        if isinstance(old, Count):
+            for reservation in self._open.values():
+                for taken in reservation.taken:
+                    if taken.name == name:
+                        count.carry(taken)
+            old.expire(now_s)
+            if old.total > count.total:
+                return
         self._counts[name] = count
 
     def restore_spend(self, name: str, period: int, spent: int) -> None:
-        """Begin a budget's count with what was spent of it before."""
-        self._counts[name] = Spend(period, spent)
+        """Begin a budget's count with what was spent of it before; as `restore` where there is
+        one already."""
+        old = self._counts.get(name)
+        if not isinstance(old, Spend):
+            self._counts[name] = Spend(period, spent)
+            return
+        old.roll(period)
+        if old.period == period:  # or a new one began while the ledger was read
+            old.total = max(old.total, spent + old.reserved)
+
+    def add(self, name: str, window_s: int, amount: int, now_s: float) -> None:
+        """Count what nobody reserved, as if it had been granted now."""
+        count = self._counts.setdefault(name, Count(window_s))
+        if isinstance(count, Count):
+            count.expire(now_s)
+            count.restore(0.0, amount, now_s)
+
+    def add_spend(self, name: str, period: int, spent: int) -> None:
+        """Count money that nobody reserved."""
+        count = self._counts.setdefault(name, Spend(period))
+        if isinstance(count, Spend):
+            count.roll(period)
+            count.total += spent
 
     @property
     def num_counts(self) -> int:
@@ -75,7 +110,7 @@ class MemoryStore:
     @property
     def num_open(self) -> int:
         """Reservations that nobody has closed yet."""
-        return self._num_open
+        return len(self._open)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where totals and slots disagree or a place is owed."""
@@ -89,8 +124,6 @@ class MemoryStore:
                 raise AssertionError(f"{name}: {count.total} != {total} or below 0")
             if count.total < 0:
                 raise AssertionError(f"{name}: {count.total} places taken")
-        if self._num_open < 0:
-            raise AssertionError(f"{self._num_open} open reservations")
 
     def _count(self, draw: Draw) -> Count | Spend:
         count = self._counts.get(draw.name)

@@ -25,7 +25,9 @@ def test_probabilities_of_any_logits(logits: np.ndarray, multi_label: bool) -> N
     assert ((found >= 0) & (found <= 1)).all()
     if not multi_label:
         np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
-        assert (found.argmax(axis=1) == logits.argmax(axis=1)).all()
+        # The likeliest class stays the likeliest; tiny differences of logits may round away.
+        rows = np.arange(len(logits))
+        assert (found[rows, logits.argmax(axis=1)] == found.max(axis=1)).all()
 
 
 def test_one_class_is_a_yes_or_no() -> None:

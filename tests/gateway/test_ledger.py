@@ -39,16 +39,22 @@ def find_model(name: str) -> HostedModel | None:
     return PRICED if name == "m" else None
 
 
-def ledger_on(engine: Engine, acked: list[str] | None = None, **settings: object) -> Ledger:
-    """A ledger that reports what it may acknowledge into `acked`."""
+def ledger_on(
+    engine: Engine,
+    acked: list[str] | None = None,
+    recovered: list[Posting] | None = None,
+    **settings: object,
+) -> Ledger:
+    """A ledger that reports what it may acknowledge into `acked`, and what it `recovered`."""
     heard: list[str] = [] if acked is None else acked
+    told: list[Posting] = [] if recovered is None else recovered
 
     def on_durable(request_ids: Sequence[str]) -> None:
         heard.extend(request_ids)
 
     defaults: dict[str, object] = {"ledger_recovery_wait_s": 0.0}
     chosen = Settings(**{**defaults, **settings})  # type: ignore[arg-type]
-    return Ledger(engine, chosen, find_model, on_durable, wall_clock=lambda: 1000.0)
+    return Ledger(engine, chosen, find_model, on_durable, lambda: 1000.0, told.append)
 
 
 @asynccontextmanager
@@ -269,8 +275,8 @@ async def test_what_a_killed_server_left_open_is_closed_for_nothing(engine: Engi
 
 async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     await killed_with_open(engine, "a", "b", "c", "d", "e", "f")
-    acked: list[str] = []
-    ledger = ledger_on(engine, acked, ledger_recovery_wait_s=3600.0)
+    acked, recovered = list[str](), list[Posting]()
+    ledger = ledger_on(engine, acked, recovered, ledger_recovery_wait_s=3600.0)
     async with started(ledger):
         assert ledger.claim("a", finish("stop"))
         assert not ledger.claim("a", finish("stop"))  # told again: closed already
@@ -287,6 +293,8 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     assert (rows["e"].outcome, rows["e"].cost_nanos) == ("failed", 0)
     assert (rows["f"].outcome, rows["f"].cost_nanos) == ("disconnected", rows["a"].cost_nanos)
     assert sorted(acked) == ["a", "b", "d", "e", "f"]
+    bills = {posting.request_id: posting.cost_nanos for posting in recovered}
+    assert bills == {name: row.cost_nanos for name, row in rows.items()}  # for the limits
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
 
 

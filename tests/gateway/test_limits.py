@@ -1,5 +1,7 @@
 """The acting half of limits: whose they are, headers, words and holds that close once."""
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ from engine.protocol import SamplingParams
 from gateway.errors import ApiError
 from gateway.lengths import Lengths, lengths_of
 from gateway.limits import RATES, Hold, Limiter, go_duration
+from gateway.policy.rate_limit import Draw, Figures
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel, PreparedRequest, Principal
 from registry.quotas import LIMIT_NAMES, UNLIMITED, Limits
@@ -37,14 +40,26 @@ async def test_a_hold_closes_once() -> None:
     store = MemoryStore()
     who = principal(tokens_per_minute=100)
     hold = await limiter(store, []).reserve(who, request(), {})
-    await hold.settle(3, 1, 0)
-    await hold.settle(1, 0, 0)
+    await hold.settle(3, 1, 0, 0.0)
+    await hold.settle(1, 0, 0, 0.0)
     await hold.release()
     store.check_integrity()
     headers: dict[str, str] = {}
     await limiter(store, []).reserve(who, request(), headers)
     assert headers["x-ratelimit-remaining-tokens"] == "86"
     assert store.num_open == 1
+
+
+async def test_who_goes_away_before_the_hold_is_theirs_leaves_nothing_held() -> None:
+    class Gone(MemoryStore):
+        async def figures(self, draws: Sequence[Draw], now_s: float) -> list[Figures]:
+            raise asyncio.CancelledError
+
+    store = Gone()
+    with pytest.raises(asyncio.CancelledError):
+        await limiter(store, []).reserve(principal(max_concurrency=1), request(), {})
+    assert store.num_open == 0
+    store.check_integrity()
 
 
 async def test_headers_of_granted_and_refused() -> None:
@@ -155,14 +170,16 @@ async def test_a_budget_is_never_overrun_by_a_unit() -> None:
     assert told == {(429, "insufficient_quota", None)}
     assert headers["x-should-retry"] == "false"
     assert len(held) == 100
-    await held[0].settle(3, 7, WORST_NANOS)
+    await held[0].settle(3, 7, WORST_NANOS, 0.0)
     await held[1].release()
-    await held[2].settle(3, 7, WORST_NANOS - 1)  # some of its prompt was cached
+    await held[2].settle(3, 7, WORST_NANOS - 1, 0.0)  # some of its prompt was cached
     said = await refusal(limits, replace(who, limits=Limits(month_budget_nanos=1)), request(PRICED))
-    assert "0 of 0.000000001 is left and this request may cost 0.00000073" in said
+    assert "alone may cost 0.00000073, which is over the key's budget for a month, 0.0000" in said
     await limits.reserve(who, request(PRICED), {})
     await limits.reserve(who, request(PRICED), {})
-    assert "budget for this month" in await refusal(limits, who, request(PRICED))
+    said = await refusal(limits, who, request(PRICED))
+    assert "budget for this month" in said
+    assert "0 of 0.000073729 is left and this request may cost 0.00000073" in said
     store.check_integrity()
 
 
@@ -180,6 +197,28 @@ async def test_budgets_of_all_scopes_hold() -> None:
     await limits.reserve(third, request(PRICED), {})
     said = await refusal(limits, replace(who, tenant_id="w"), request(PRICED))
     assert "this server's budget for this month" in said
+    assert "left" not in said  # what others have spent
+    assert "may cost 0.00000073" in said
+
+
+async def test_what_is_posted_after_midnight_is_of_the_new_day() -> None:
+    midnight, now_at = 1_772_064_000.0, [1_772_064_000.0 - 1]  # 26 February 2026
+    store = MemoryStore()
+    limits = Limiter(store, lambda: 1.0, lambda meter: None, wall_clock=lambda: now_at[0])
+    who = principal(day_budget_nanos=WORST_NANOS, month_budget_nanos=2 * WORST_NANOS)
+    before = await limits.reserve(who, request(PRICED), {})
+    now_at[0] = midnight + 1
+    await before.settle(3, 7, WORST_NANOS, now_at[0])
+    assert "key's budget for this day" in await refusal(limits, who, request(PRICED))
+    now_at[0] += 86_400
+    day_after = await limits.reserve(who, request(PRICED), {})
+    await day_after.settle(3, 7, WORST_NANOS, midnight + 5 * 86_400)  # 3 March
+    now_at[0] = midnight + 6 * 86_400
+    in_march = await limits.reserve(who, request(PRICED), {})
+    await in_march.settle(3, 7, WORST_NANOS, now_at[0])
+    now_at[0] += 86_400
+    assert "key's budget for this month" in await refusal(limits, who, request(PRICED))
+    store.check_integrity()
 
 
 def test_lengths_are_the_shortest_of_all() -> None:

@@ -1,9 +1,14 @@
 """Loads as the dispatcher asks for them: gathering, early refusals, expected times, prefetching."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from engine.protocol import LoadModel, SwapRecord, WarmModel
 from gateway.errors import UNAVAILABLE, ApiError
+from gateway.policy.fleet_view import Demand
 from gateway.policy.load_budget import MIN_TIMED
 from gateway.settings import Settings
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
@@ -76,11 +81,75 @@ async def test_who_cannot_be_served_in_time_is_told_when_to_come_again() -> None
         await anext(stream)
     assert caught.value.kind == UNAVAILABLE
     # 2.5 s of budget lack at 0.1 a second, and the load takes 0.5 s.
-    assert caught.value.retry_after_s == pytest.approx(25.5)
+    # It comes again half of its time before its load's turn.
+    assert caught.value.retry_after_s == pytest.approx(25.0 - 2.5)
     assert "in 26 s" in caught.value.message or "in 25 s" in caught.value.message
     assert rig.dispatcher.snapshot().num_load_refusals == 1
     assert rig.dispatcher.snapshot().num_waiting == 0
     rig.dispatcher.check_integrity()
+
+
+async def test_who_comes_when_told_is_served_before_who_never_went_away() -> None:
+    rig, worker = busy_rig(gather_wait_s=0.0, queue_timeout_s=5.0, max_load_share=0.1)
+    rig.dispatcher.set_catalog([hosted(name) for name in "mnxy"])
+    took(worker, "m", *[0.5] * MIN_TIMED)
+    rig.dispatcher.run(prepared("b", "n"), principal("t"))
+    worker.states = {"m": "resident", "n": "resident", "x": "cold", "y": "cold"}
+    took(worker, "n", 3.0)
+    polite = rig.dispatcher.run(prepared("p1", "x"), principal("p"))
+    with pytest.raises(ApiError) as caught:
+        await anext(polite)
+    assert caught.value.retry_after_s == pytest.approx(22.5)
+    rig.advance(20.5)
+    for number in range(9):  # both that are there stay in demand
+        rig.dispatcher.run(prepared(f"c{number}", "mn"[number % 2]), principal("t"))
+    rig.dispatcher.run(prepared("q", "y"), principal("q"))
+    rig.advance(2.0)
+    rig.dispatcher.run(prepared("p2", "x"), principal("p"))
+    assert worker.loads == ["n"]
+    rig.advance(2.5)
+    assert worker.loads == ["n", "x"]
+    assert rig.dispatcher.snapshot().num_load_refusals == 2, "y has to come again, and is told"
+
+
+def test_a_place_is_not_kept_for_ever() -> None:
+    rig, worker = busy_rig(gather_wait_s=0.0, queue_timeout_s=5.0, max_load_share=0.1)
+    took(worker, "m", *[0.5] * MIN_TIMED)
+    rig.dispatcher.run(prepared("b", "n"), principal("t"))
+    worker.states = {"m": "resident", "n": "resident", "x": "cold"}
+    took(worker, "n", 3.0)
+    rig.dispatcher.run(prepared("p", "x"), principal("p"))
+    loads, now_s = rig.dispatcher._loads, rig.clock.now_s
+    assert list(loads._kept_places(now_s + 27.4)) == ["x"]
+    assert list(loads._kept_places(now_s + 27.6)) == []
+    assert loads._places == {}
+
+
+def test_a_spray_of_cold_models_does_not_take_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig, worker = busy_rig(max_queue_per_tenant=1000.0, max_queue_total=1000.0)
+    names = [f"c{number}" for number in range(400)]
+    models = [replace(hosted(name), weight_bytes=1000) for name in ("m", *names)]
+    rig.dispatcher.set_catalog(models)
+    num_looked_at = 0
+    place = rig.dispatcher._fleet.place
+
+    def counted(now_s: float, demands: Sequence[Demand], *rest: Any) -> bool:
+        nonlocal num_looked_at
+        num_looked_at += len(demands)
+        return place(now_s, demands, *rest)
+
+    monkeypatch.setattr(rig.dispatcher._fleet, "place", counted)
+    for name in names:
+        rig.dispatcher.run(prepared(f"r-{name}", name), principal("spray"))
+    assert num_looked_at < 6000, "400 looks would have been at 80,000"
+    num_looked_at = 0
+    for _ in range(20):
+        rig.advance(0.05)
+    assert 0 < num_looked_at < 2500, "20 ticks, and not 8,000"
+    rig.advance(0.5)
+    assert worker.loads, "what is due is loaded all the same"
 
 
 def test_nobody_is_refused_for_a_guess() -> None:
@@ -108,6 +177,24 @@ def test_what_was_popular_is_fetched_when_a_worker_is_back() -> None:
     (load,) = messages(worker)
     assert (load.model_id, load.prefetch, load.forced) == ("m", True, False)
     assert not [m for m in worker.sent if isinstance(m, WarmModel)], "n was never asked for"
+
+
+def test_what_an_operator_unloads_is_not_fetched_back() -> None:
+    rig = Rig()
+    worker = rig.worker(arena_bytes=20_000)
+    for number in range(10):
+        rig.dispatcher.run(prepared(f"a{number}"), principal("t"))
+        worker.tokens(f"a{number}", 7)
+        worker.finish(f"a{number}")
+        worker.status()
+    rig.dispatcher.unload_model("m")
+    worker.states = {"m": "cold", "n": "cold"}
+    worker.status()
+    for _ in range(3):
+        rig.advance(1.1)
+    assert messages(worker) == []
+    rig.dispatcher.run(prepared("b"), principal("t"))
+    assert [load.model_id for load in messages(worker)] == ["m"], "who asks for it gets it"
 
 
 def test_nothing_is_fetched_while_somebody_waits_for_a_load() -> None:

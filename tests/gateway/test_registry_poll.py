@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from gateway.directory import Directory
 from gateway.periods import period_of
-from gateway.policy.rate_limit import Draw, Meter
+from gateway.policy.rate_limit import Draw, Meter, Reservation, Used
 from gateway.registry_poll import PRICES_S, RegistryPoll
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
 from registry import api_keys, catalog, ledger, prices, quotas, residency_requests, tenants
+from registry.api_keys import KeyRecord
 from registry.catalog import PackFacts
 from registry.ledger import Posting
 from registry.prices import PriceRecord
@@ -210,3 +212,80 @@ async def test_budgets_outlive_a_restart(watch: Watch) -> None:
         quotas.set_limits(session, "gateway", "", {"day_budget_nanos": 60}, now_at=watch.now_at)
     await watch.poll.poll()  # what this process has counted itself is not read again
     assert [f.remaining for f in await watch.store.figures(draws, 0.0)] == [69, 39]
+
+
+async def test_what_an_earlier_server_left_open_counts_when_it_is_posted(watch: Watch) -> None:
+    watch.now_at = 1_772_000_000.0
+    with writing(watch.engine, "test") as session:
+        changes = {"requests_per_day": 5, "tokens_per_day": 100, "tokens_per_minute": 50}
+        quotas.set_limits(session, "gateway", "", changes, now_at=watch.now_at)
+        changes = {"month_budget_nanos": 100, "day_budget_nanos": 50}
+        quotas.set_limits(session, "gateway", "", changes, now_at=watch.now_at)
+    await watch.poll.load()
+    left = replace(posting(1, watch.now_at, "k", "disconnected"), cost_nanos=30)
+    watch.poll.count_posting(left)
+    watch.poll.count_posting(replace(left, outcome="failed", cost_nanos=0))
+    month, day = period_of("month", watch.now_at), period_of("day", watch.now_at)
+    draws = [
+        Draw("gateway  cost month", "cost", 0, 100, 1, month.number),
+        Draw("gateway  cost day", "cost", 0, 50, 1, day.number),
+        Draw("gateway  requests 86400", "requests", 86_400, 5, 1),
+        Draw("gateway  tokens 86400", "tokens", 86_400, 100, 1),
+    ]
+    assert [f.remaining for f in await watch.store.figures(draws, 0.0)] == [70, 20, 4, 85]
+    assert watch.store.num_counts == len(draws)  # nobody limits keys, tenants and models
+    watch.store.check_integrity()
+
+
+async def test_a_tenant_that_was_locked_out_owes_what_still_runs(watch: Watch) -> None:
+    watch.now_at = 1_772_000_000.0
+    with writing(watch.engine, "test") as session:
+        tenant = tenants.create_tenant(session, "acme", now_at=watch.now_at)
+        api_keys.create_key(session, tenant.id, "first", now_at=watch.now_at)
+        changes = {"day_budget_nanos": 50}
+        quotas.set_limits(session, "tenant", tenant.id, changes, now_at=watch.now_at)
+    await watch.poll.load()
+    day = period_of("day", watch.now_at)
+    draw = Draw(f"tenant {tenant.id} cost day", "cost", 0, 50, 40, day.number)
+    held = await watch.store.reserve([draw], 0.0)
+    assert isinstance(held, Reservation)
+    for disabled in (True, False):
+        with writing(watch.engine, "test") as session:
+            tenants.update_tenant(session, tenant.id, disabled=disabled, now_at=watch.now_at)
+        await watch.poll.poll()
+    assert [f.remaining for f in await watch.store.figures([draw], 0.0)] == [10]
+    await watch.store.settle(held, Used(0, 0, 35))
+    assert [f.remaining for f in await watch.store.figures([draw], 0.0)] == [15]
+    watch.store.check_integrity()
+
+
+async def test_keys_are_not_read_again_for_prices(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing(watch.engine, "test") as session:
+        tenant = tenants.create_tenant(session, "acme", now_at=watch.now_at)
+        key, _ = api_keys.create_key(session, tenant.id, "first", now_at=watch.now_at)
+        quotas.set_limits(session, "gateway", "", {"requests_per_day": 9}, now_at=watch.now_at)
+    await watch.poll.load()
+    num_reads = 0
+    read = api_keys.active_keys
+
+    def counted(session: Session) -> list[KeyRecord]:
+        nonlocal num_reads
+        num_reads += 1
+        return read(session)
+
+    monkeypatch.setattr(api_keys, "active_keys", counted)
+    draw = Draw("gateway  requests 86400", "requests", 86_400, 9, 1)
+    await watch.store.reserve([draw], 0.0)
+    watch.now_at += PRICES_S
+    await watch.poll.poll()
+    assert num_reads == 0
+    assert watch.directory.find_key(key.public_id) == key
+    assert watch.directory.limits.requests_per_day == 9
+    assert (await watch.store.figures([draw], 0.0))[0].remaining == 8
+    with writing(watch.engine, "test") as session:
+        api_keys.revoke(session, key.id, now_at=watch.now_at)
+    await watch.poll.poll()
+    assert num_reads == 1
+    assert watch.directory.find_key(key.public_id) is None

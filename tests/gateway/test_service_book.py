@@ -107,7 +107,7 @@ async def test_a_load_that_nobody_waited_for_is_the_systems() -> None:
 async def test_usage_that_nobody_waits_for_is_the_systems() -> None:
     rig = Rig()
     rig.worker()
-    rig.dispatcher._book.late(Usage(1, 0, 1, 3.0, 2.0))
+    rig.dispatcher._book.late(("gone", 1), Usage(1, 0, 1, 3.0, 2.0))
     assert rig.dispatcher.snapshot().accounts.failed_s == 2.0
 
 
@@ -125,3 +125,17 @@ async def test_reserved_places_wait_for_their_tenant() -> None:
     assert sum(name.startswith("g") for name in worker.submitted) == 4
     assert len(worker.submitted) == 9, "what is left beyond is everybody's"
     rig.dispatcher.check_integrity()
+
+
+async def test_what_was_booked_of_a_lost_attempt_is_not_booked_again_when_its_end_is_told() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    rig.dispatcher.run(prepared("a"), principal("t"))
+    worker.tokens("a", 1)
+    tell(worker, RequestService("a", 1, 5.0, 4.0))
+    worker.die()
+    book = rig.dispatcher._book
+    assert book.failed_s == 4.0
+    for _ in range(2):  # the connection broke, the worker lives and says what it did meanwhile
+        book.late(("a", 1), Usage(1, 0, 1, 6.0, 4.5))
+        assert book.failed_s == 4.5

@@ -48,6 +48,7 @@ async def test_a_debt_is_clamped_as_ever_when_its_tenant_comes_back(tmp_path: Pa
         '{"version": 1, "leads": {"a": "much"}}',
         '{"version": 1, "leads": {"a": Infinity}}',
         '{"version": 1, "leads": {"a": NaN}}',
+        '{"version": 1, "leads": {"a": 1' + "0" * 400 + "}}",
         "[" * 100_000,
     ],
 )

@@ -86,5 +86,10 @@ def a_run(seed: int = 1, scale: float = 1.0) -> Run:
         Swap(20.0, 0, 0, "load", "host", 0.5, 1000),
         Swap(25.0, 1, 0, "load", "disk", 1.5, 1000),
     ]
+    run.counters |= {
+        "busy_seconds": 150.0,
+        "tenant_device_seconds": 147.0,
+        "system_device_seconds": 3.0,
+    }
     run.wall_s = 12.5 * seed
     return run

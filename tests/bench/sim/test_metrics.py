@@ -23,6 +23,7 @@ def test_figures_of_a_known_run() -> None:
     assert tree["throughput"]["output_tok_s"] == 40.0
     assert tree["throughput"]["goodput_tok_s"] == 30.0
     assert tree["device"]["utilisation"] == 0.75
+    assert (tree["device"]["accounted"], tree["device"]["system_share"]) == (1.0, 0.02)
     assert tree["prefix"] == {"cached_share": 0.4, "cached_tokens": 8000}
     assert tree["fairness"]["jain_mean"] == 1.0
     assert tree["device"]["pages_mean"]["weights"] == 30

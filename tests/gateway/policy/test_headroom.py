@@ -55,6 +55,24 @@ def test_a_reserved_share_stays_free_whoever_came_when() -> None:
     assert fill(headroom, "third") == 0
 
 
+@pytest.mark.parametrize("places", [2, 3, 5, 9, PLACES])
+@pytest.mark.parametrize("num_tenants", [1, 10, 1000])
+def test_many_small_shares_leave_half_of_the_rows_to_others(places: int, num_tenants: int) -> None:
+    headroom = Headroom()
+    headroom.reserved = {f"gold-{n}": 0.5 / num_tenants for n in range(num_tenants)}
+    num_taken = 0
+    while headroom.may_take("w", "other", Wanted(1, places - num_taken, 999), 0.0):
+        headroom.take("w", "other", 1, 0.0)
+        num_taken += 1
+    assert num_taken == max(1, rows_of(places) // 2)
+    for n in range(places):
+        gold = f"gold-{n % num_tenants}"
+        if headroom.may_take("w", gold, Wanted(1, places - num_taken, 999), 0.0):
+            headroom.take("w", gold, 1, 0.0)
+            num_taken += 1
+    assert num_taken >= rows_of(places), "the other half is theirs, however it is cut"
+
+
 def test_reserved_memory_stays_free_but_for_a_tenants_first_request() -> None:
     headroom = Headroom()
     headroom.reserved = {"gold": 0.5}

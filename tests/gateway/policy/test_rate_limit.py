@@ -130,6 +130,12 @@ def test_a_cost_over_the_limit_never_fits() -> None:
     assert counts.refuse(counts.draws(11, tokens_limit=10), 0.0).wait_s is None
 
 
+def test_what_takes_nothing_passes_a_limit_that_was_lowered() -> None:
+    counts = Counts()
+    counts.take(counts.draws(70, tokens_limit=1000), 0.0)
+    counts.take(counts.draws(0, tokens_limit=50), 1.0)
+
+
 def test_the_longest_wait_is_named() -> None:
     counts = Counts()
     draws = counts.draws(1, requests_limit=1, places=1)

@@ -61,6 +61,17 @@ def test_a_new_period_begins_with_what_is_under_way() -> None:
     assert spend.period == 2
 
 
+def test_what_ends_first_in_a_new_period_is_of_that_one() -> None:
+    spend = Spend(1)
+    long, longer = take(spend, 60, 100), take(spend, 10, 100)
+    settle(spend, long, Used(0, 0, 60, day=2))  # nobody has reserved in the second one yet
+    refusal = reserve([spend], [draw(31, 100, 2)], 0.0)
+    assert isinstance(refusal, Refusal)
+    assert refusal.used == 70
+    settle(spend, longer, Used(0, 0, 10, day=2))
+    assert (spend.period, spend.total, spend.reserved) == (2, 70, 0)
+
+
 def test_what_could_never_be_paid_is_told() -> None:
     refusal = reserve([Spend(1)], [draw(101, 100)], 0.0)
     assert isinstance(refusal, Refusal)
@@ -88,10 +99,9 @@ def test_no_period_is_billed_more_than_its_budget(steps: list[tuple[str, int, in
             result = reserve([spend], [draw(cost, limit, period)], 0.0)
             held += result if isinstance(result, tuple) else ()
         elif action in ("settle", "release") and held:
-            spend.refresh(draw(0, limit, period), 0.0)
             taken = held.pop(pick % len(held))
             used = min(cost, taken.cost) if action == "settle" else 0
-            settle(spend, taken, Used(0, 0, used))
+            settle(spend, taken, Used(0, 0, used, day=period))
             billed[period] = billed.get(period, 0) + used
         assert spend.reserved == sum(taken.cost for taken in held)
         assert all(sum_ <= limit for sum_ in billed.values())

@@ -1,5 +1,7 @@
 """The in-process store: the policy's decisions kept by name, idle counts forgotten."""
 
+from dataclasses import replace
+
 from gateway.policy.rate_limit import Draw, Refusal, Reservation, Used
 from gateway.store.base import LimitStore
 from gateway.store.memory import MemoryStore
@@ -66,3 +68,28 @@ async def test_a_count_goes_on_from_its_past() -> None:
     assert 36_400 <= refusal.wait_s <= 36_400 + 720
     assert isinstance(await store.reserve([day], 1000.0 + refusal.wait_s), Reservation)
     store.check_integrity()
+
+
+async def test_a_limit_that_was_lifted_goes_on_with_what_holds_on_to_it() -> None:
+    store = MemoryStore()
+    tokens = Draw("day", "tokens", 86_400, 100, 10)
+    money = Draw("cost", "cost", 0, 100, 10, 7)
+    held = [await store.reserve([tokens, money], 50_000.0 + n) for n in (0, 1000, 2000)]
+    # Lifted for a while, and set again: so much is in the ledger by now.
+    store.restore("day", 86_400, [(1500.0, 40)], 52_500.0)
+    store.restore_spend("cost", 7, 40)
+    store.check_integrity()
+    assert [f.remaining for f in await store.figures([tokens, money], 52_500.0)] == [30, 30]
+    for one in held:
+        assert isinstance(one, Reservation)
+        await store.settle(one, Used(1, 1, 2))
+        store.check_integrity()
+    assert [f.remaining for f in await store.figures([tokens, money], 52_500.0)] == [54, 54]
+    # The ledger is behind: what is known here is more.
+    store.restore("day", 86_400, [(1500.0, 3)], 52_500.0)
+    store.restore_spend("cost", 7, 3)
+    assert [f.remaining for f in await store.figures([tokens, money], 52_500.0)] == [54, 54]
+    # A new period has begun since the ledger was read.
+    await store.reserve([replace(money, period=8)], 52_500.0)
+    store.restore_spend("cost", 7, 40)
+    assert (await store.figures([money], 52_500.0))[0].remaining == 90
