@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch.nn import functional
 
-from kernels.triton_api import Declared, cdiv, jit, tl
+from kernels.triton_api import Declared, cdiv, check_out, check_rows, jit, tl
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "gelu"]
 
@@ -70,6 +70,8 @@ def gate_mul(
     rows = x.view(-1, x.shape[-1])
     if out is None:
         out = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+    check_rows(rows)
+    check_out(out)
     if len(rows):
         _gate_mul_kernel[(len(rows), cdiv(columns, BLOCK))](
             rows,

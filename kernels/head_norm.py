@@ -10,7 +10,7 @@ token; values are left alone.
 
 import torch
 
-from kernels.triton_api import Declared, jit, next_power_of_2, tl
+from kernels.triton_api import Declared, check_rows, jit, next_power_of_2, tl
 
 
 def head_norm_ref_(
@@ -77,6 +77,7 @@ def head_norm_(
     dim = q_norm.shape[0]
     if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * dim:
         raise ValueError(f"rows of {qkv.shape[1]} for {num_heads} + 2 x {num_kv_heads} x {dim}")
+    check_rows(qkv)
     if len(qkv):
         block = min(16, next_power_of_2(num_heads + num_kv_heads))
         _head_norm_kernel[(len(qkv), -(-(num_heads + num_kv_heads) // block))](

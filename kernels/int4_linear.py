@@ -19,7 +19,7 @@ eight. More rows: tl.dot, a plane of 32 at a time, summed by group and scaled in
 import torch
 
 from kernels.int4_layouts import BLOCK, NIBBLES, PLANE, Int4Weight, dequantize
-from kernels.triton_api import Declared, cdiv, jit, tl
+from kernels.triton_api import Declared, cdiv, check_out, check_rows, jit, tl
 
 FEW_BLOCK_N = 8
 FEW_WORDS = 128
@@ -30,6 +30,8 @@ TILES = (
     # Taller ones spill: two sums are kept, one of a group and one of all.
     (1 << 62, (64, 128, 8, 2)),
 )
+# Groups of 32 have eight sums a block: more than the few rows above want a narrower tile.
+FINE_TILE = (64, 32, 4, 2)
 
 
 def int4_linear_ref(
@@ -151,6 +153,8 @@ def int4_linear(
         rows = rows[:, weight.order]
     if out is None:
         out = torch.empty(*x.shape[:-1], weight.n, dtype=x.dtype, device=x.device)
+    check_rows(rows)
+    check_out(out)
     flags = {"HAS_BIAS": bias is not None, "PLANES": planes_for(weight)}
     tensors = (rows, weight.words, weight.scale, weight.zero, bias, out)
     sizes = (weight.n, weight.k, weight.words.shape[1], weight.group)
@@ -159,7 +163,7 @@ def int4_linear(
             *tensors, *sizes, **flags, BLOCK_N=FEW_BLOCK_N, WORDS=FEW_WORDS, num_warps=4
         )
     elif len(rows):
-        block_m, block_n, warps, stages = tile_for(len(rows))
+        block_m, block_n, warps, stages = tile_for(len(rows), flags["PLANES"])
         _rows_kernel[(cdiv(len(rows), block_m), cdiv(weight.n, block_n))](
             *tensors,
             len(rows),
@@ -179,8 +183,10 @@ def planes_for(weight: Int4Weight) -> int:
     return weight.group // PLANE if weight.group < BLOCK and weight.group < weight.k else NIBBLES
 
 
-def tile_for(num_rows: int) -> tuple[int, int, int, int]:
+def tile_for(num_rows: int, planes: int) -> tuple[int, int, int, int]:
     """Rows and channels of a tile, warps and stages."""
+    if planes == 1 and num_rows > TILES[0][0]:
+        return FINE_TILE
     return next(tile for limit, tile in TILES if num_rows <= limit)
 
 
@@ -191,13 +197,14 @@ def _declared() -> tuple[Declared, ...]:
     flags = {"HAS_BIAS": True, "PLANES": 4}
     few = {"BLOCK_N": FEW_BLOCK_N, "WORDS": FEW_WORDS}
     found = [Declared("int4_linear/one-row", _one_row_kernel, pointers | sizes, flags | few)]
-    for _, (block_m, block_n, warps, stages) in (TILES[0], TILES[2]):
+    tiles = ((TILES[0][1], 4), (TILES[2][1], 4), (FINE_TILE, 1))
+    for (block_m, block_n, warps, stages), planes in tiles:
         found.append(
             Declared(
                 f"int4_linear/rows-{block_m}x{block_n}",
                 _rows_kernel,
                 pointers | sizes | {"m": "i32", "x_stride": "i32:16"},
-                flags | {"BLOCK_M": block_m, "BLOCK_N": block_n},
+                flags | {"PLANES": planes, "BLOCK_M": block_m, "BLOCK_N": block_n},
                 num_warps=warps,
                 num_stages=stages,
             )

@@ -18,7 +18,7 @@ it forbids.
 
 import torch
 
-from kernels.triton_api import Declared, cdiv, jit, tl
+from kernels.triton_api import Declared, cdiv, check_rows, jit, tl
 
 ENTRIES = 256
 MASK_BLOCK = 2048
@@ -116,6 +116,7 @@ def edit_(
     replace: bool = False,
 ) -> None:
     """`edit_ref_` by the kernel."""
+    check_rows(logits)
     if len(rows):
         _entries_kernel[(cdiv(len(rows), ENTRIES),)](
             logits,
@@ -143,6 +144,7 @@ def penalize_(
     repetition: torch.Tensor,
 ) -> None:
     """`penalize_ref_` by the kernel."""
+    check_rows(logits)
     if len(rows):
         _entries_kernel[(cdiv(len(rows), ENTRIES),)](
             logits,
@@ -162,6 +164,7 @@ def penalize_(
 
 def mask_(logits: torch.Tensor, mask: torch.Tensor) -> None:
     """`mask_ref_` by the kernel; for some of the rows, pass a slice of the logits."""
+    check_rows(logits, mask)
     if len(mask):
         vocab_size = logits.shape[1]
         _mask_kernel[(len(mask), cdiv(vocab_size, MASK_BLOCK))](

@@ -48,7 +48,7 @@ from kernels.paged_rows import (
     page_bases,
 )
 from kernels.paged_rows import scaled_attention_ref as paged_decode_ref
-from kernels.triton_api import ARCHS, Declared, cdiv, jit, next_power_of_2, tl
+from kernels.triton_api import ARCHS, Declared, cdiv, check_out, jit, next_power_of_2, tl
 
 __all__ = ["DECLARED", "choose_splits", "paged_decode", "paged_decode_ref"]
 
@@ -284,6 +284,9 @@ def paged_decode(
             query.new_empty(*shape, layer.v_dim, dtype=torch.float32),
             query.new_empty(*shape, 2, dtype=torch.float32),
         )
+        if parts.shape != (*shape, layer.v_dim) or stats.shape != (*shape, 2):
+            raise ValueError(f"parts of {list(parts.shape)} for {list(shape)}")
+        check_out(parts, stats)
     # Where the constants say that something is not there, any address will do.
     sinks, k_scale, v_scale = (out if t is None else t for t in (sinks, k_scale, v_scale))
     head_blocks = cdiv(constants["GROUP"], constants["BLOCK_M"])

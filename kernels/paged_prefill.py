@@ -241,7 +241,8 @@ def _prefill_kernel(
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.exp2(sink - higher)
         acc = acc * shrink[:, None]
-    factor = 1.0 / tl.where(is_query, total, 1.0)
+    # Nothing is summed up in a padding row; 0 / 0 would be NaN.
+    factor = 1.0 / tl.where(is_query & (total > 0), total, 1.0)
     if HAS_SCALES:
         factor = factor * tl.load(v_scale_ptr + kv_head)
     place = ((token + query) * NUM_HEADS + head) * V_DIM

@@ -19,7 +19,7 @@ A row is one program: it is read once and stays in registers.
 
 import torch
 
-from kernels.triton_api import Declared, jit, next_power_of_2, tl
+from kernels.triton_api import Declared, check_out, check_rows, jit, next_power_of_2, tl
 
 # A row has to stay in the registers of one block.
 MAX_COLUMNS = 32768
@@ -110,6 +110,8 @@ def rms_norm(
         torch.empty(x.shape, dtype=x.dtype, device=x.device),
         x if residual is None else torch.empty_like(residual),
     )
+    check_rows(rows)
+    check_out(y, h if residual is not None else y)
     if len(rows):
         block = next_power_of_2(columns)
         _rms_norm_kernel[(len(rows),)](

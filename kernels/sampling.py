@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
+from kernels.triton_api import Declared, cdiv, check_rows, jit, next_power_of_2, tl
 
 SPLIT = 4096
 TILE = 2048
@@ -63,7 +63,7 @@ def draw_of(
     each = zip(temperature, min_p, top_k, top_p, strict=True)
     cut = [i for i, (t, m, k, p) in enumerate(each) if t > 0 and (m > 0 or k > 0 or p < 1)]
     return Draw(
-        torch.tensor(temperature, dtype=torch.float32).to(device),
+        torch.tensor([t and max(t, 1e-33) for t in temperature], dtype=torch.float32).to(device),
         torch.tensor(number, dtype=torch.float64).to(device),
         torch.tensor(min_p, dtype=torch.float32).to(device),
         torch.tensor([min(k, _NO_LIMIT) or _NO_LIMIT for k in top_k], dtype=torch.int32).to(device),
@@ -317,6 +317,7 @@ def _cut_kernel(
 
 def draw(logits: torch.Tensor, how: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """`draw_ref` by the kernels, in two launches, or three where a row cuts a tail."""
+    check_rows(logits)
     num_rows, vocab_size = logits.shape
     num_splits = cdiv(vocab_size, SPLIT)
     device, stride = logits.device, logits.stride(0)

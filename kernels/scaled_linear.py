@@ -21,7 +21,7 @@ value / 2^8, subnormal ones too. Ampere has no instruction for it, and the inter
 
 import torch
 
-from kernels.triton_api import Declared, cdiv, jit, tl
+from kernels.triton_api import Declared, cdiv, check_out, check_rows, jit, tl
 
 FEW_BLOCK_N = 8
 FEW_BLOCK_K = 1024
@@ -149,6 +149,8 @@ def scaled_linear(
     rows = x.view(-1, k)
     if out is None:
         out = torch.empty(*x.shape[:-1], n, dtype=x.dtype, device=x.device)
+    check_rows(rows)
+    check_out(out)
     flags = {"HAS_BIAS": bias is not None, "FP8": weight.dtype == torch.float8_e4m3fn}
     raw = weight.view(torch.uint8) if flags["FP8"] else weight
     if len(rows) == 1:

@@ -13,7 +13,7 @@ it move five times that.
 
 import torch
 
-from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
+from kernels.triton_api import Declared, cdiv, check_rows, jit, next_power_of_2, tl
 
 SPLIT = 4096
 MAX_COUNT = 32
@@ -107,6 +107,7 @@ def top_logprobs(
     num_rows, vocab_size = logits.shape
     if not 0 <= count <= min(MAX_COUNT, vocab_size):
         raise ValueError(f"{count} of {vocab_size} logprobs, at most {MAX_COUNT}")
+    check_rows(logits)
     splits, device = cdiv(vocab_size, SPLIT), logits.device
     peaks = torch.empty(num_rows, splits, dtype=torch.float32, device=device)
     list_ids = torch.empty(num_rows, splits, count, dtype=torch.int32, device=device)

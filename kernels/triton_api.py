@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 if TYPE_CHECKING:
     import triton
     import triton.language as tl
@@ -32,6 +34,8 @@ __all__ = [
     "Declared",
     "TritonMissing",
     "cdiv",
+    "check_out",
+    "check_rows",
     "jit",
     "next_power_of_2",
     "tl",
@@ -100,6 +104,18 @@ class Declared:
     num_warps: int = 4
     num_stages: int = 2
     archs: tuple[int, ...] = ARCHS
+
+
+def check_rows(*rows: torch.Tensor) -> None:
+    """Raises ValueError where elements of a row do not lie side by side: no kernel would notice."""
+    if any(tensor.shape[-1] > 1 and tensor.stride(-1) != 1 for tensor in rows):
+        raise ValueError("the last stride is 1")
+
+
+def check_out(*outs: torch.Tensor) -> None:
+    """Raises ValueError where what a kernel writes is not contiguous."""
+    if not all(out.is_contiguous() for out in outs):
+        raise ValueError("out is contiguous")
 
 
 def cdiv(a: int, b: int) -> int:

@@ -92,11 +92,10 @@ class Guards:
                 f"{held.name}: {int(changed.sum())} bytes outside were written"
             )
             if held.is_output:
-                left = _bytes(held.view) == _bytes(
-                    poisoned(*held.view.shape, dtype=held.view.dtype)
-                )
-                size = held.view.dtype.itemsize
-                holes = left.view(-1, size).all(-1)
+                size, holes = held.view.dtype.itemsize, torch.tensor(False)
+                for is_output in (False, True):  # what was read from a guard; what stood here
+                    poison = poisoned(*held.view.shape, dtype=held.view.dtype, is_output=is_output)
+                    holes = holes | (_bytes(held.view) == _bytes(poison)).view(-1, size).all(-1)
                 if held.view.dtype.is_floating_point:
                     holes |= held.view.contiguous().view(-1).float().isnan()
                 assert not holes.any(), (

@@ -170,6 +170,13 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     case = PagedCase(LayerGeometry(2, 16, 16), [(5, 2)], 4)
     with pytest.raises(ValueError, match="one token"):
         launch(case, 1)
+    case = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4)
+    room = torch.empty(2, 4, 2, 16), torch.empty(2, 4, 2, 2)  # of a row too many
+    with pytest.raises(ValueError, match="parts of"):
+        paged_decode.paged_decode(
+            case.arena, case.geometry, case.chunk_table, case.flat, case.query, case.out, SCALE,
+            num_splits=2, partial=room,
+        )  # fmt: skip
     odd = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4, block_tokens=3)
     with pytest.raises(ValueError, match="power of two"):
         launch(odd, 1)

@@ -73,6 +73,15 @@ def test_float16_in_blocks_of_16() -> None:
     assert case.difference() < 2e-3
 
 
+def test_padding_rows_give_zeros() -> None:
+    """Also where they are longer than a tile of positions."""
+    case = PagedCase(LayerGeometry(1, 16, 16), [(5, 2), (300, 300), (7, 1)], 2)
+    case.flat.context_len[1:] = 0
+    launch(case)
+    assert not case.out[2:].any()
+    assert case.out[:2].isfinite().all()
+
+
 ERRORS = {
     "mask: the next token": ("place[None, :] <= q_place", "place[None, :] <= 1 + q_place"),
     "mask: left out at the diagonal": (

@@ -121,6 +121,14 @@ def test_numbers_at_the_ends_of_their_range() -> None:
     assert int(tokens[3]) in kept[1].tolist()
 
 
+def test_a_temperature_under_float32_is_the_coldest() -> None:
+    """Not greedy with a tail cut off by what was never computed."""
+    logits = logits_of(2, 2, ties=False)
+    how = draw_of([1e-50] * 2, [0.5] * 2, [0.0] * 2, [40, 0], [1.0, 0.5])
+    tokens, _ = guarded_draw(module, logits, how)
+    assert tokens.tolist() == draw_ref(logits, how)[0].tolist() == logits.argmax(-1).tolist()
+
+
 def test_broken_rows() -> None:
     logits = logits_of(5, 1, ties=False)
     logits[0, 4321], logits[1, 17], logits[2] = float("nan"), float("inf"), float("-inf")
