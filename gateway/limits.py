@@ -220,8 +220,10 @@ def go_duration(seconds: float) -> str:
 def _add_headers(
     headers: MutableMapping[str, str], draws: Sequence[Draw], figures: Sequence[Figures]
 ) -> None:
+    # Of what all tenants share, what others use is none of the caller's business.
+    own = [(d, f) for d, f in zip(draws, figures, strict=True) if _whose(d) in _OWN]
     for name, meters in _HEADERS:
-        of_name = [f for draw, f in zip(draws, figures, strict=True) if draw.meter in meters]
+        of_name = [f for draw, f in own if draw.meter in meters]
         if of_name:
             tightest = min(of_name, key=lambda f: (f.remaining, f.limit))
             headers[f"x-ratelimit-limit-{name}"] = str(tightest.limit)
@@ -231,7 +233,7 @@ def _add_headers(
 
 def _explain_budget(refusal: Refusal) -> str:
     draw = refusal.draw
-    whose = _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+    whose = _whose(draw)
     kind = draw.name.rpartition(" ")[2]
     if refusal.wait_s is None:
         budget = f"{whose} budget for a {kind}" + (
@@ -252,6 +254,10 @@ def _explain_budget(refusal: Refusal) -> str:
     )
 
 
+def _whose(draw: Draw) -> str:
+    return _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+
+
 def _money(nanos: int) -> str:
     """Units of the currency, no zeros at the end."""
     return f"{nanos // 10**9}.{nanos % 10**9:09d}".rstrip("0").rstrip(".")
@@ -259,9 +265,10 @@ def _money(nanos: int) -> str:
 
 def _explain(refusal: Refusal) -> str:
     draw = refusal.draw
-    whose = _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+    whose = _whose(draw)
     limit = f"{whose} {_WORDS[draw.meter, draw.window_s]}"
-    figures = f"limit {draw.limit}, used {refusal.used}, this request {draw.cost}"
+    used = f"used {refusal.used}, " if whose in _OWN else ""
+    figures = f"limit {draw.limit}, {used}this request {draw.cost}"
     if refusal.wait_s is None:
         return (
             f"this request alone is over {limit} ({figures}): "
