@@ -2,14 +2,14 @@
 
 Comes in: the queue whose turn it is. Goes out: the requests that start now, with references on
 what the prefix cache has of them. One that finds too little is noted (`ModelQueue.short`) and holds
-up what came after it. It is looked at again only when that can have another outcome, and looking
-changes nothing: waiting costs neither time nor anybody's place in the cache.
+up what came after it, except where rows are lacking: a tenant that has next to nothing here does
+not wait for one (`tenants_here.py`). It is looked at again only when that can have another outcome,
+and looking changes nothing: waiting costs neither time nor anybody's place in the cache.
 
 Moves no request between states, reserves nothing and preempts nobody: `scheduler.py` does.
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 from engine.errors import IntegrityError
@@ -18,6 +18,11 @@ from engine.model_queue import KvSupply, ModelQueue, Short, running_in
 from engine.policy.kv_share import Share, may_start, share_of
 from engine.request import Request
 from engine.request_kv import NO_HIT, Demand
+from engine.tenants_here import TenantsHere
+
+TAKEN_OVER_SHARE = 8
+"""One request in so many rows may start beyond them, at most: the share of requests that leases
+offer beyond the rows (leases.py)."""
 
 
 class Admission:
@@ -26,16 +31,19 @@ class Admission:
     def __init__(
         self,
         queues: Mapping[str, ModelQueue],
-        num_by_tenant: Counter[str],
+        tenants: TenantsHere,
         supply: KvSupply,
         max_num_seqs: int,
         tenant_kv_share: float,
     ) -> None:
-        """`num_by_tenant`: unfinished requests; it and `queues` are the scheduler's own."""
+        """`tenants` and `queues` are the scheduler's own."""
         self._queues = queues
-        self._num_by_tenant = num_by_tenant
+        self._tenants = tenants
         self._supply = supply
         self._max_num_seqs = max_num_seqs
+        self._max_running = max_num_seqs + min(
+            max(1, max_num_seqs // TAKEN_OVER_SHARE), max_num_seqs - 1
+        )
         self._tenant_kv_share = tenant_kv_share
         # The tenant's request that its share holds back: none that came after it may pass it.
         self._held_back: dict[str, Request] = {}
@@ -49,12 +57,12 @@ class Admission:
         if not queue.waiting:
             return admitted
         promised = _lacking(queue, cache)
-        oldest_short = self._oldest_short()
+        oldest_short, oldest_lacking = self._oldest_short()
         share = self.share()
         held: dict[str, float] = {}
         if share.contended:
             held = self._held_by_tenant({r.submit.tenant_id for r in queue.waiting})
-        num_running = sum(len(q.running) for q in self._queues.values() if not q.encodes)
+        num_running = self._num_running()
         spare = self._spare_pages(queue)
         for request in queue.waiting:
             if request.num_pending:
@@ -68,15 +76,18 @@ class Admission:
                 self._held_back[tenant_id] = request
                 continue
             if request.order > oldest_short or num_running >= self._max_num_seqs:
-                queue.short = Short(request)
-                break
+                queue.short = queue.short or Short(request)
+                if request.order > oldest_lacking or num_running >= self._max_running:
+                    break
+                if not self._tenants.may_take_over(request):
+                    continue
             known = short if short is not None and short.request is request else Short(request)
             # With nobody running there is nobody to leave pages for.
             fits, found = _look(
                 cache, known, promised, spare if num_running else 0, alone=not num_running
             )
             if not fits:
-                queue.short = found
+                queue.short = queue.short or found
                 break
             assert request.kv is not None
             assert found.needed is not None
@@ -97,10 +108,17 @@ class Admission:
 
     def share(self) -> Share:
         """What a tenant may hold now."""
-        if self._tenant_kv_share >= 1 or len(self._num_by_tenant) < 2:
+        if self._tenant_kv_share >= 1 or self._tenants.num < 2:
             return Share(math.inf, contended=False)
-        num_tenants = len(self._num_by_tenant)
-        return share_of(self._supply.num_kv_pages(), self._tenant_kv_share, num_tenants)
+        return share_of(self._supply.num_kv_pages(), self._tenant_kv_share, self._tenants.num)
+
+    def takes_over(self, queue: ModelQueue) -> bool:
+        """Whether somebody who waits there might start although all rows are taken."""
+        return (
+            self._tenants.num > 1
+            and self._num_running() < self._max_running
+            and any(map(self._tenants.may_take_over, queue.waiting))
+        )
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where somebody waits for a request that does not wait."""
@@ -118,16 +136,16 @@ class Admission:
                 lacking += other.cache.pages_of(_lacking(other, other.cache))
         return lacking
 
-    def _oldest_short(self) -> float:
-        """Order of the oldest request that waits for memory or a row; infinite if none does."""
-        return min(
-            (
-                q.short.request.order
-                for q in self._queues.values()
-                if q.short is not None and q.cache is not None
-            ),
-            default=math.inf,
-        )
+    def _num_running(self) -> int:
+        return sum(len(q.running) for q in self._queues.values() if not q.encodes)
+
+    def _oldest_short(self) -> tuple[float, float]:
+        """Orders of the oldest that waits for memory or a row, and of those of the oldest that has
+        found too little memory; infinite if none does."""
+        shorts = [q.short for q in self._queues.values() if q.short and q.cache is not None]
+        oldest = min((short.request.order for short in shorts), default=math.inf)
+        lacking = [short.request.order for short in shorts if short.needed is not None]
+        return oldest, min(lacking, default=math.inf)
 
     def _held_by_tenant(self, tenants: Collection[str]) -> dict[str, float]:
         """KV pages of those of the tenants with a running request.

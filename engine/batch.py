@@ -177,13 +177,14 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
         sampling=build_sampling([row.request.sample_input for row in sampling_rows], device),
         pending_index=tensor(pending),
         pending_source=tensor([row.source for row in rows if row.source >= 0]),
-        scoring=_scoring(rows, starts, device),
+        scoring=score_positions(rows, starts, device),
     )
 
 
-def _scoring(
+def score_positions(
     rows: Sequence[ScheduledRow], starts: BlockIds, device: torch.device
 ) -> Scoring | None:
+    """Whose logprobs were asked for in this step. `starts`: where each row begins in the batch."""
     scored: list[tuple[ScheduledRow, range]] = []
     index: list[int] = []
     next_ids: list[int] = []

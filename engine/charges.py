@@ -33,6 +33,8 @@ class Charges:
         """The step's time to its rows; what has no request any more to the engine itself."""
         rows = [item.row for item in ended.rows]
         shares = split_time(ended.device_s, [(row.num_tokens, row_context(row)) for row in rows])
+        sizes = [row.num_tokens for row in rows]
+        ended.queue.pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
         began_s = self._counters["busy_seconds"]
         busy_s = began_s + ended.device_s
         rates = ended.queue.page_rates
@@ -47,6 +49,8 @@ class Charges:
                 self._counters["recompute_seconds"] += lost_s
                 share -= lost_s
             request.device_s += share
+            if row.first < request.num_prompt:
+                request.prefill_s += share
             if request.state == "running":
                 since_s = began_s if request.held_since_s is None else request.held_since_s
                 held = arena_share(rates, row.end, self._num_pages)

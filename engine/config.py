@@ -69,6 +69,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reserve_bytes: int = 0
     """Device memory outside the arena for activations and logits: a model whose steps need more
     is not loaded. 0: not checked."""
+    attention_in_place: bool = False
+    """Attention reads K and V where they lie, so steps need no memory for copies of them."""
     load_threads: int = 2
     """Threads that read one pack."""
     verify_packs: bool = True
@@ -140,6 +142,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     endpoint: str
     """`ipc://` path the ROUTER socket binds. (tcp waits for CURVE keys: refused until then.)"""
     engine: EngineConfig
+    device: str = "cpu"
+    """"cpu"; a GPU by torch's name and its number; or "auto": the first GPU where there is one."""
+    device_arena_bytes: int = 0
+    """`engine.arena_bytes` where the device is a GPU; 0: what it has free but for the reserve."""
+    device_reserve_bytes: int = -1
+    """Memory of a GPU outside the arena, for steps; 0 or less: a sixteenth of what is free."""
+    graph_bytes: int = -1
+    """Memory of a GPU for recorded decode steps, beside both; -1: a part of what is free."""
     parent_pid: int = 0
     """The supervisor; the worker exits when it is gone. 0: started by hand."""
     status_interval_s: float = 0.1

@@ -5,7 +5,8 @@
 One process works in a folder at a time (flock on the folder itself, dropped by the kernel when the
 process is gone); others wait, and mostly find the pack made when it is their turn. The folder goes
 when the pack is there or when trying again is of no use; after an interruption it stays, and the
-gateway removes it in the end (`gateway/registration_files.py`, which spells its name too).
+gateway removes it in the end (`gateway/registration/registration_files.py`, which spells its name
+too).
 
 A pack that came from a hub carries one small file an origin (repository, commit, dtype as asked
 for), so that the same commit is not fetched twice. It goes when the pack goes.

@@ -29,7 +29,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.encoder_batch import EncoderBatch
 from engine.encoder_families import FAMILIES
 from engine.pack import EncoderRecord, Task
-from engine.transformers_backend import bind_weights, parameters_on_meta, unbind_weights
+from engine.transformers_backend import (
+    bind_weights,
+    buffers_to,
+    parameters_on_meta,
+    unbind_weights,
+)
 from kernels.ragged_attention import Groups, ragged_attention_ref
 
 ATTENTION_NAME = "polyhost_ragged"
@@ -89,6 +94,10 @@ class EncoderModel:
         self._record = record
         family = FAMILIES[config.model_type]
         self._pad: int | None = config.pad_token_id if family.positions_from_pad else None
+
+    def to(self, device: torch.device) -> None:
+        """What was computed, to where the steps run."""
+        buffers_to(self._model, device)
 
     def bind(self, tensors: dict[str, torch.Tensor]) -> None:
         """Use these weights."""

@@ -41,6 +41,7 @@ class EncoderRunner:
         )
         dtype = getattr(torch, index.dtype)
         self._model = EncoderModel(pack_dir, index.task, index.encoder, dtype)
+        self._model.to(device)
         self._generation: int | None = None
 
     def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:

@@ -11,6 +11,9 @@ EngineError
 +-- ConstraintRefused   a constraint that is unsupported, too large or impossible
 +-- ConstraintBroken    a request's constraint cannot be followed any further
 |   +-- ConstraintSpent for what it costs itself; the message is for the client
++-- DeviceUnusable      a device that cannot be used; the message is one line for the operator
++-- DeviceLost          a device that has failed: its memory is lost, and the worker with it
++-- CaptureFailed       steps that cannot be recorded: they are launched one by one
 +-- DownloadInterrupted a hub that cannot be reached, or a transfer cut off: may be tried again
 +-- RegistrationRefused a model folder that cannot be hosted, with the reason for the operator
 """
@@ -62,6 +65,18 @@ class ConstraintBroken(EngineError):
 
 class ConstraintSpent(ConstraintBroken):
     """Its matcher is out of fuel: a constraint too costly for where the output has come to."""
+
+
+class DeviceUnusable(EngineError):
+    """No driver, one too old, an unsupported GPU, too little memory: said in one line."""
+
+
+class DeviceLost(EngineError):
+    """Never caught: the worker dies and is restarted."""
+
+
+class CaptureFailed(EngineError):
+    """Nothing was recorded and nothing has run."""
 
 
 class DownloadInterrupted(EngineError):

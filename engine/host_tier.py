@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from engine.errors import IntegrityError
 from engine.policy.host_tier import HeldPack, choose_drops
@@ -38,6 +39,16 @@ from engine.policy.host_tier import HeldPack, choose_drops
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 8 << 20
 _REVISION = "[0-9a-f]+"
+
+
+class Pinning(Protocol):
+    """A device that reads mappings directly (backend/pinning.py)."""
+
+    def hold(self, mapping: mmap.mmap) -> None:
+        """From now on it may; returns at once."""
+
+    def let_go(self, mapping: mmap.mmap) -> None:
+        """It is about to be unmapped; nobody reads it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,13 +79,14 @@ class Fill:
     num_bytes: int
     descriptor: int
     map: mmap.mmap | None = None
+    protection: int = mmap.PROT_READ
 
     def populate(self) -> None:
         """Map what was written, pages and all. The last thing a loader thread does.
 
         In pieces: madvise holds the GIL (0.14 s a GB), and the steps must go on.
         """
-        filled = mmap.mmap(self.descriptor, self.num_bytes, prot=mmap.PROT_READ)
+        filled = mmap.mmap(self.descriptor, self.num_bytes, prot=self.protection)
         with contextlib.suppress(OSError):  # older kernels: the first load takes the faults
             for start in range(0, self.num_bytes, _POPULATE_BYTES):
                 piece = min(_POPULATE_BYTES, self.num_bytes - start)
@@ -85,7 +97,18 @@ class Fill:
 class HostTier:
     """Bounded by `capacity_bytes`; 0: no tier. `num_changes` counts packs that came or went."""
 
-    def __init__(self, directory: Path, prefix: str, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        prefix: str,
+        capacity_bytes: int,
+        pinning: Pinning | None = None,
+    ) -> None:
+        """`pinning`: of the device that loads go to, where it reads pinned memory faster."""
+        self._pinning = pinning
+        # Drivers pin what may be written only.
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        self._protection = mmap.PROT_READ if pinning is None else writable
         self._directory = directory
         self._prefix = prefix
         self._capacity = capacity_bytes
@@ -127,7 +150,8 @@ class HostTier:
             return None
         if slab.map is None:
             try:
-                slab.map = _map(slab.path, num_bytes)
+                slab.map = _map(slab.path, num_bytes, self._protection)
+                self._hold(slab.map)
             except (OSError, ValueError):  # removed by hand, or of another size
                 self._drop(slab)
                 return None
@@ -152,7 +176,7 @@ class HostTier:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         except OSError:
             return None
-        fill = Fill(revision, path, num_bytes, descriptor)
+        fill = Fill(revision, path, num_bytes, descriptor, protection=self._protection)
         self._fills[revision] = fill
         return fill
 
@@ -169,6 +193,8 @@ class HostTier:
         self._slabs[fill.revision] = Slab(
             fill.revision, final, fill.num_bytes, self._tick(), map=fill.map
         )
+        if fill.map is not None:
+            self._hold(fill.map)
 
     def abandon(self, fill: Fill) -> None:
         """Forget a fill that failed or was cancelled."""
@@ -189,7 +215,9 @@ class HostTier:
             self.abandon(fill)
         for slab in list(self._slabs.values()):
             if keep:
-                slab.map = None
+                kept, slab.map = slab.map, None
+                if kept is not None and self._pinning is not None:
+                    self._deletions.append(self._deleter.submit(self._pinning.let_go, kept))
             else:
                 self._drop(slab)
         self._deleter.shutdown(wait=True)
@@ -254,16 +282,23 @@ class HostTier:
         except OSError:  # removed by hand
             nameless = None
         if nameless is not None or mapped is not None:
-            self._deletions.append(self._deleter.submit(_give_back, nameless, mapped))
+            give_back = self._deleter.submit(_give_back, nameless, mapped, self._pinning)
+            self._deletions.append(give_back)
+
+    def _hold(self, mapping: mmap.mmap) -> None:
+        if self._pinning is not None:
+            self._pinning.hold(mapping)
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
 
-def _give_back(path: Path | None, mapped: mmap.mmap | None) -> None:
-    """Both release the GIL."""
+def _give_back(path: Path | None, mapped: mmap.mmap | None, pinning: Pinning | None) -> None:
+    """All of it releases the GIL."""
     if mapped is not None:
+        if pinning is not None:
+            pinning.let_go(mapped)
         with contextlib.suppress(BufferError):  # somebody has a view: it goes with that
             mapped.close()
     if path is not None:
@@ -271,11 +306,11 @@ def _give_back(path: Path | None, mapped: mmap.mmap | None) -> None:
             path.unlink()
 
 
-def _map(path: Path, num_bytes: int) -> mmap.mmap:
-    with path.open("rb") as file:
+def _map(path: Path, num_bytes: int, protection: int) -> mmap.mmap:
+    with path.open("r+b" if protection & mmap.PROT_WRITE else "rb") as file:
         if os.fstat(file.fileno()).st_size != num_bytes:
             raise ValueError(f"{path} is not of {num_bytes} bytes")
-        return mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ)
+        return mmap.mmap(file.fileno(), num_bytes, prot=protection)
 
 
 def _is_alive(pid: int) -> bool:

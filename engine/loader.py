@@ -29,6 +29,9 @@ from engine.host_tier import Fill, Slab
 from engine.pack import BLOB_NAME, CHUNK_BYTES, Chunk, PackIndex
 from engine.weights import check_files, read_chunk
 
+HOST_PART_BYTES = 64 << 20
+"""Of a load from the host tier; a cancelled one ends within the time of one part."""
+
 
 class Job:
     """Progress of one load or fill; subclasses say what a part does.
@@ -40,7 +43,8 @@ class Job:
     def __init__(self, index: PackIndex, files_of: Path | None = None) -> None:
         self.index = index
         self._files_of = files_of if index.files else None
-        self.num_parts = len(index.chunks) + (self._files_of is not None)
+        self._chunks = self.cut(index)
+        self.num_parts = len(self._chunks) + (self._files_of is not None)
         self._lock = threading.Lock()
         self._num_left = self.num_parts
         self._futures: list[Future[None]] = []
@@ -84,10 +88,14 @@ class Job:
         """Called in loader threads."""
         if self._cancelled:
             return
-        if number < len(self.index.chunks):
-            self.work(self.index.chunks[number])
+        if number < len(self._chunks):
+            self.work(self._chunks[number])
         elif self._files_of is not None:
             check_files(self._files_of, self.index)
+
+    def cut(self, index: PackIndex) -> Sequence[Chunk]:
+        """What the parts are: what has a checksum of its own."""
+        return index.chunks
 
     def work(self, chunk: Chunk) -> None:
         """Do one part; return early once `cancelled`."""
@@ -198,8 +206,12 @@ class HostLoad(Job):
         self._backend = backend
         self._offsets = segment_offsets
 
+    def cut(self, index: PackIndex) -> Sequence[Chunk]:
+        """Neighbours together: to a device a copy of 8 MiB takes less time than starting it."""
+        return joined(index.chunks, HOST_PART_BYTES)
+
     def work(self, chunk: Chunk) -> None:
-        """One chunk into the arena. Its checksum was verified when the tier was filled."""
+        """One part into the arena. Its checksum was verified when the tier was filled."""
         start = self.index.segments[chunk.segment].offset + chunk.offset
         self._backend.copy_in(
             self._offsets[chunk.segment] + chunk.offset,
@@ -229,6 +241,23 @@ class HostFill(_FileJob):
             done += os.pwrite(self.fill.descriptor, staged[done:], start + done)
         if chunk is self.index.chunks[-1]:
             self.fill.populate()
+
+
+def joined(chunks: Sequence[Chunk], most_bytes: int) -> list[Chunk]:
+    """Runs of neighbours in one segment, up to so many bytes, without a checksum."""
+    runs: list[Chunk] = []
+    for chunk in chunks:
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and last.segment == chunk.segment
+            and last.offset + last.num_bytes == chunk.offset
+            and last.num_bytes + chunk.num_bytes <= most_bytes
+        ):
+            runs[-1] = Chunk(last.segment, last.offset, last.num_bytes + chunk.num_bytes, 0)
+        else:
+            runs.append(Chunk(chunk.segment, chunk.offset, chunk.num_bytes, 0))
+    return runs
 
 
 class PackLoader:

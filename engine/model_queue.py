@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.kv_cache import KvCache
+from engine.policy.step_pace import StepPace
 from engine.request import Request
 from engine.request_kv import Demand, Hit
 
@@ -47,6 +48,7 @@ class ModelQueue:
     tag     the service it has had
     short   whom the queue waits for; nobody younger overtakes it
     page_rates  what its requests' positions take of the arena (charges.py)
+    pace    what its steps have taken
     """
 
     unit_id: str
@@ -56,6 +58,7 @@ class ModelQueue:
     tag: float = 0.0
     short: Short | None = None
     page_rates: tuple[tuple[float, float], ...] = ()
+    pace: StepPace = field(default_factory=StepPace)
 
     @property
     def num_unfinished(self) -> int:

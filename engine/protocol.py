@@ -29,7 +29,7 @@ from engine.protocol_status import SwapCandidate as SwapCandidate
 from engine.protocol_status import SwapChoice as SwapChoice
 from engine.protocol_status import SwapRecord as SwapRecord
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 PACK_VERSION = 2
 """Of the packs' format (engine/pack.py): what workers of this build read."""
@@ -125,10 +125,15 @@ class ModelSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(_Message, frozen=True):
-    """First message of a peer; answered by Welcome and by every unacknowledged Finish."""
+    """First message of a peer; answered by Welcome and by every unacknowledged Finish.
+
+    `observes`: a dispatcher of several gateways, which submits nothing and is told of what all of
+    them have submitted.
+    """
 
     protocol_version: int
     gateway_id: str
+    observes: bool = False
 
 
 class SetCatalog(_Message, frozen=True):
@@ -213,6 +218,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     time of the device multiplied by the share of the arena it held, where that is the larger.
     cached_tokens: prompt tokens whose KV was already there when it was first admitted; at most
     prompt_tokens - 1. What it finds again after a preemption is not counted.
+    prefill_s: of device_s, the part for prompt tokens; the rest is for those generated.
+    load_s: of its model's load, what it has paid; known to the dispatcher, 0 from a worker.
     """
 
     prompt_tokens: int
@@ -220,6 +227,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     generated_tokens: int
     service_s: float
     device_s: float = 0.0
+    prefill_s: float = 0.0
+    load_s: float = 0.0
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True):
@@ -293,7 +302,8 @@ class WorkerStatus(_Message, frozen=True):
     thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
     known). `choices` are decisions about who leaves, since the previous status: of those that found
     nobody who may, only the first of a kind. `service`: what running requests of the receiving
-    gateway have had so far, so that they count while they run.
+    gateway have had so far, so that they count while they run. A peer that observes hears of all
+    running requests there, and in `taken` which Submits have come since its previous status.
     """
 
     epoch: str
@@ -312,6 +322,7 @@ class WorkerStatus(_Message, frozen=True):
     cold_bytes_per_s: float = 0.0
     choices: list[SwapChoice] = []
     service: list[RequestService] = []
+    taken: list[tuple[str, int]] = []
 
 
 class Welcome(_Message, frozen=True):

@@ -13,7 +13,7 @@ Nothing large is fetched or written before the configuration and the list of fil
 safe, the sizes to fit, and the family to come out right. Every refusal removes what was fetched;
 only an interruption ("network") leaves it for another try. SIGTERM ends the process like a
 refusal, without a word; the death of `--parent-pid` ends it like kill -9, and whoever looks next
-clears up (gateway/registration_files.py).
+clears up (gateway/registration/registration_files.py).
 """
 
 import argparse

@@ -62,7 +62,7 @@ class Request:
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
     order          order of arrival over all models: the youngest is preempted first
     deadline_s     it ends with reason `timeout` from then on
-    device_s, memory_s  what it is charged (charges.py)
+    device_s, memory_s  what it is charged (charges.py); prefill_s, of device_s, for its prompt
     held_since_s   second of the device's work up to which its memory is charged; None: holds none
     num_lost       leading positions that a preemption threw away: computing them again is free
     """
@@ -81,6 +81,7 @@ class Request:
     order: int = 0
     deadline_s: float = math.inf
     device_s: float = 0.0
+    prefill_s: float = 0.0
     memory_s: float = 0.0
     held_since_s: float | None = None
     num_lost: int = 0
@@ -195,6 +196,7 @@ class Request:
             generated_tokens=self.num_generated,
             service_s=self.service_s,
             device_s=self.device_s,
+            prefill_s=self.prefill_s,
         )
 
     def move(self, state: RequestState) -> None:

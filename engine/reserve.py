@@ -37,6 +37,8 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     hidden, widest = _widths(index)
     activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
     logits = rows * index.vocab_size * (LOGIT_BYTES + item)
+    if config.attention_in_place:
+        return activations + logits
     attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)
     return activations + logits + attention
 

@@ -7,7 +7,10 @@ only then a running request is preempted: its blocks are given back and it is co
 Who that is says `policy/kv_share.py`; the oldest request of all always makes progress.
 
 Who of those that wait is let in says `admission.py`: while the oldest request of a unit waits for
-memory or for a row, no younger request of another unit is let in before it.
+memory or for a row, no younger request of another unit is let in before it, but for a first request
+or two of whoever has next to nothing here: they start beyond the rows. A step has no more rows for
+it; the youngest requests of the tenants with most of them sit out, with their KV, until a row is
+free.
 
 Requests may have tokens in flight (`Request.num_pending`): they are scheduled as if these were
 known. Encoder requests (`encoder_queue.py`) need no memory: nobody is preempted for them, nor they
@@ -28,6 +31,7 @@ from engine.policy.kv_share import Holding, choose_victim
 from engine.protocol import FinishReason
 from engine.request import Request
 from engine.request_kv import RequestKv
+from engine.tenants_here import TenantsHere
 
 
 class Scheduler:
@@ -49,9 +53,9 @@ class Scheduler:
         self._queues: dict[str, ModelQueue] = {}
         self._tags: dict[str, float] = {}
         self._by_key: dict[tuple[str, int], Request] = {}
-        self._num_by_tenant: Counter[str] = Counter()
+        self._tenants = TenantsHere()
         self._admission = Admission(
-            self._queues, self._num_by_tenant, supply, max_num_seqs, tenant_kv_share
+            self._queues, self._tenants, supply, max_num_seqs, tenant_kv_share
         )
         self._current: str | None = None
         self._steps_run = 0
@@ -143,7 +147,7 @@ class Scheduler:
         request.order = self._next_order
         queue.waiting.append(request)
         self._by_key[request.key] = request
-        self._num_by_tenant[request.submit.tenant_id] += 1
+        self._tenants.add(request.submit.tenant_id)
 
     def schedule(self, now_s: float) -> tuple[ModelQueue, list[ScheduledRow]] | None:
         """The next step: a unit and its rows, blocks reserved. None when nothing can run."""
@@ -168,12 +172,11 @@ class Scheduler:
 
     def is_urgent(self, queue: ModelQueue) -> bool:
         """Whether somebody with fewer requests here than the mean waits for a first token there."""
-        total, num_tenants = len(self._by_key), len(self._num_by_tenant)
-        return num_tenants > 1 and any(
-            not (request.num_generated or request.num_pending)
-            and self._num_by_tenant[request.submit.tenant_id] * num_tenants < total
-            for request in queue.requests()
-        )
+        return self._tenants.num > 1 and any(map(self._tenants.is_newcomer, queue.requests()))
+
+    def takes_over(self, queue: ModelQueue) -> bool:
+        """Whether somebody who waits may start although every row is taken."""
+        return self._admission.takes_over(queue)
 
     @property
     def current(self) -> tuple[str | None, int]:
@@ -203,9 +206,7 @@ class Scheduler:
         request.finish(reason, error)
         self._admission.let_pass(request)
         del self._by_key[request.key]
-        self._num_by_tenant[request.submit.tenant_id] -= 1
-        if not self._num_by_tenant[request.submit.tenant_id]:
-            del self._num_by_tenant[request.submit.tenant_id]
+        self._tenants.remove(request.submit.tenant_id, now_s)
         self._drop_idle(queue)
 
     def check_integrity(self) -> None:
@@ -232,7 +233,8 @@ class Scheduler:
             elif live:
                 raise IntegrityError(f"{queue.unit_id} is not resident but holds blocks")
         self._admission.check_integrity()
-        if tenants.total() != len(self._by_key) or tenants != self._num_by_tenant:
+        self._tenants.check_integrity(tenants)
+        if tenants.total() != len(self._by_key):
             raise IntegrityError(f"{len(self._by_key)} requests booked, {tenants} found")
 
     def _drop_idle(self, queue: ModelQueue) -> None:
@@ -258,10 +260,8 @@ class Scheduler:
             self._start(queue, request)
         # One whose last token is on its way only waits to be told so.
         running = [r for r in queue.running if not (r.is_complete or r.waits_for_token)]
-        # Who has little here has its prompt computed before those of a crowd.
-        ranks = [self._num_by_tenant[r.submit.tenant_id] for r in running]
-        granted = split_budget([r.num_runnable for r in running], self._max_batch_tokens, ranks)
         rows: list[ScheduledRow] = []
+        running, granted = self._split(queue, running, now_s)
         for request, tokens in zip(running, granted, strict=True):
             if (
                 tokens
@@ -273,6 +273,25 @@ class Scheduler:
         # Whoever was preempted to make room is mostly younger, but not where a tenant's share said
         # otherwise.
         return [row for row in rows if row.request.state == "running"]
+
+    def _split(
+        self, queue: ModelQueue, running: list[Request], now_s: float
+    ) -> tuple[list[Request], list[int]]:
+        """Who has a row of the next step, and its tokens.
+
+        Who has little here keeps its row, and its prompt is computed before those of a crowd.
+        """
+        rank = self._tenants.rank
+        if len(running) > self._max_num_seqs:
+            kept = sorted(range(len(running)), key=lambda place: rank(running[place]))
+            running = [running[place] for place in sorted(kept[: self._max_num_seqs])]
+        ranks = [rank(request) for request in running]
+        wanted = [request.num_runnable for request in running]
+        most = self._max_batch_tokens
+        if not self._tenants.is_shared(now_s):
+            return running, split_budget(wanted, most, ranks)
+        crowd_tokens = queue.pace.crowd_tokens(wanted.count(1), most)
+        return running, split_budget(wanted, most, ranks, self._tenants.mean, crowd_tokens)
 
     def _start(self, queue: ModelQueue, request: Request) -> None:
         self._admission.let_pass(request)

@@ -133,7 +133,8 @@ class Skipper:
             rows = queue.running
             stops = (
                 (bool(queue.waiting) and not is_full)
-                or len(rows) > self._config.max_batch_tokens
+                or self._scheduler.takes_over(queue)
+                or len(rows) > self._config.max_num_seqs
                 or not all(map(_decodes, rows))
             )
             found.append(Decode(queue, queue.cache, list(rows), stops))
@@ -281,6 +282,8 @@ class Skipper:
                 request.device_s, request.memory_s = used_s, held_s
                 request.held_since_s = ends_s[-1]
         decode.queue.tag = _plus(decode.queue.tag, device_s)
+        for seconds in device_s:
+            decode.queue.pace.observe(seconds, len(decode.rows), 0)
         used = [(steps.starts_s[number], steps.device_s[number]) for number in numbers]
         self._residency.touch_often(decode.queue.unit_id, used)
 

@@ -9,11 +9,11 @@ real. It is built once per model and kept for ever; a swap only points parameter
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,18 +21,31 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from engine.kv_plan import KvPlan
+from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
 ATTENTION_NAME = "polyhost_paged"
 
 
+Attended: TypeAlias = Callable[
+    [int, torch.Tensor, float, float, torch.Tensor | None], tuple[LayerForm, LayerStep]
+]
+"""(layer, query [T, heads, dim], scale, softcap, sinks) -> how and over what it attends."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What attention needs to know of the step that is running; `groups` by layer group."""
+    """What attention needs to know of the step that is running; `groups` by layer group.
+
+    attended     on a device: the step's rows as its operations take them, in place of `groups`
+    operations   those that write K and V and attend there
+    """
 
     arena: torch.Tensor
     plan: KvPlan
     groups: tuple[PagedBatch, ...]
+    attended: Attended | None = None
+    operations: Operations | None = None
 
 
 _STEP: ContextVar[StepContext] = ContextVar("polyhost_step")
@@ -68,13 +81,18 @@ def paged_attention_forward(
     step = _STEP.get()
     layer = module.layer_idx
     assert isinstance(layer, int)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if step.attended is not None and step.operations is not None:
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
+        flat[0] = step.operations.write(*flat, form, where)
+        return step.operations.attend(flat[0], form, where)[None], None
     group, place = step.plan.layer_group[layer]
     batch, geometry = step.groups[group], step.plan.groups[group].block
     table = batch.table[place]
     write_kv_ref(
         step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = paged_attention_ref(
         step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
     )
@@ -125,6 +143,14 @@ def build_skeleton(
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     assert isinstance(model, nn.Module)
     return model.eval()
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """What was computed (rotary frequencies) to where the steps run."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
 
 
 def bind_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:

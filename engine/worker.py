@@ -22,9 +22,10 @@ import msgspec
 import torch
 import zmq
 
-from engine.backend.cpu import CpuBackend
+from engine.backend.choose import open_device
 from engine.config import WorkerConfig, decode_worker_config
 from engine.engine import Engine
+from engine.errors import DeviceUnusable
 from engine.worker_link import WorkerLink
 from engine.worker_loop import Worker
 from engine.worker_process import (
@@ -51,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_logging(config.worker_id)
     try:
         return serve(config)
+    except DeviceUnusable as error:
+        logger.error("device %s cannot be used: %s", config.device, error)
+        return EXIT_FAILED
     except Exception:
         logger.exception("the worker failed")
         return EXIT_FAILED
@@ -62,11 +66,9 @@ def serve(config: WorkerConfig) -> int:
     num_threads = config.engine.num_threads or auto_num_threads(available_cores())
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
-    backend = CpuBackend(
-        config.engine.num_pages * config.engine.resolved_page_bytes,
-        execution="thread" if config.engine.steps_ahead else "inline",
-    )
-    engine = Engine(config.engine, backend)
+    opened = open_device(config)
+    config, backend = msgspec.structs.replace(config, engine=opened.config), opened.backend
+    engine = Engine(config.engine, backend, opened.parts)
     context = zmq.Context()
     link = WorkerLink(context, config)
     worker = Worker(config, engine, link, epoch=secrets.token_hex(8), device=backend.name)
@@ -78,7 +80,6 @@ def serve(config: WorkerConfig) -> int:
         config.engine.num_pages,
         config.engine.resolved_page_bytes,
     )
-    backend.commit()
     worker.run()
     engine.close()
     backend.close()

@@ -5,9 +5,9 @@ status if one is due -> rest if there is nothing to run. One thread, no locks, n
 on a gateway.
 
 What lives here: who asked for which request, what happens to it when that gateway goes, and the way
-to the end of the process (draining). Sockets and frames are `worker_link.py`, unacknowledged
-finishes `usage_outbox.py`, statuses `worker_status.py`, the process around it (signals, threads,
-logs) `worker.py`. Models, memory and scheduling are the engine's.
+to the end of the process (draining). Peers are `peers.py`, sockets and frames `worker_link.py`,
+unacknowledged finishes `usage_outbox.py`, statuses `worker_status.py`, the process around it
+(signals, threads, logs) `worker.py`. Models, memory and scheduling are the engine's.
 
 A peer is a connection that said Hello. It is lost when a send to it fails, or when its gateway
 says Hello on another connection: its requests are aborted, their finishes are kept for its
@@ -18,7 +18,7 @@ was sent on the old one may not have arrived.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import get_args
 
 import msgspec
@@ -26,6 +26,7 @@ import msgspec
 from engine.config import WorkerConfig
 from engine.engine_like import EngineLike
 from engine.errors import IntegrityError, RequestRefused
+from engine.peers import Peer, WorkerCounters
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -60,30 +61,6 @@ ABORT_GRACE_S = 1.0
 
 _REFUSAL_CODES: dict[str, RefusalCode] = {code: code for code in get_args(RefusalCode)}
 _RETRYABLE: frozenset[RefusalCode] = frozenset({"not_resident", "overloaded", "draining"})
-
-
-@dataclass(slots=True, eq=False)
-class Peer:
-    """A gateway's connection. `requests` are those it submitted that have not ended."""
-
-    identity: bytes
-    gateway_id: str
-    num_received: int = 0
-    connected: bool = True
-    requests: set[RequestKey] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class WorkerCounters:
-    """What went wrong or hit a bound; in WorkerStatus.counters, each prefixed `worker_`."""
-
-    submits_refused: int = 0
-    submits_duplicate: int = 0
-    messages_without_hello: int = 0
-    controls_refused: int = 0
-    deltas_unknown: int = 0
-    peers_lost: int = 0
-    peers_refused: int = 0
 
 
 class Worker:
@@ -229,15 +206,13 @@ class Worker:
             peer = self._join(identity, hello.gateway_id)
         if peer is None:
             return
-        peer.num_received = 0
+        peer.num_received, peer.observes, peer.taken = 0, hello.observes, []
         self._send(peer, self._welcome())
         kept = self._outbox.unacked(peer.gateway_id)
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
         status = self._board.greeting(now_s, draining=self._draining)
-        self._send(
-            peer, msgspec.structs.replace(status, num_received=peer.num_received, service=[])
-        )
+        self._send(peer, msgspec.structs.replace(peer.status(status, {}), service=[]))
 
     def _join(self, identity: bytes, gateway_id: str) -> Peer | None:
         """A new peer in place of those it stands for; None where there are too many."""
@@ -264,6 +239,9 @@ class Worker:
     def _submit(self, peer: Peer, request: Submit, now_s: float) -> None:
         peer.num_received += 1
         key = (request.request_id, request.attempt)
+        for other in self._peers.values():
+            if other.observes:
+                other.taken.append(key)
         if key in self._requests or key in self._outbox:
             self.counters.submits_duplicate += 1
             return
@@ -330,15 +308,7 @@ class Worker:
         if status is None:
             return
         for peer in list(self._peers.values()):
-            own = [
-                each
-                for each in status.service
-                if self._requests.get((each.request_id, each.attempt)) is peer
-            ]
-            self._send(
-                peer,
-                msgspec.structs.replace(status, num_received=peer.num_received, service=own),
-            )
+            self._send(peer, peer.status(status, self._requests))
 
     def _send(self, peer: Peer, message: FromWorker) -> None:
         """Send, or lose the peer. Nothing is kept for later but finishes."""

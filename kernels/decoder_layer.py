@@ -81,25 +81,28 @@ class LayerForm:
     center: bool = False
     softcap: float = 0.0
     interleaved: bool = False
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """Where a step's tokens are in one layer's cache, and the angles of their positions.
 
-    cos, sin [T, rotary_dim / 2]. rows, tiles and num_splits are what the kernels want to know:
-    `paged_rows.flat_rows`, `paged_prefill.tiles_of`; a step whose rows have one token each decodes.
+    cos, sin [T, rotary_dim / 2], None: nothing is rotated. rows, tiles and num_splits are what the
+    kernels want to know: `paged_rows.flat_rows`, `paged_prefill.tiles_of`; a step whose rows have
+    one token each decodes. `decode`: such rows beside others, attending in a launch of their own.
     """
 
     arena: torch.Tensor
     geometry: BlockGeometry
     chunk_table: torch.Tensor
     batch: PagedBatch
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
     rows: FlatRows | None = None
     tiles: torch.Tensor | None = None
     num_splits: int = 1
+    decode: FlatRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,22 +223,25 @@ def _attend_ref(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.
         query.transpose(0, 1),
         form.scale,
         form.softcap,
+        form.sinks,
     )
 
 
 def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
-    rows = step.rows
-    if rows is None:
-        raise ValueError("the kernels want the step's rows laid out flat")
+    rows, decode = step.rows, step.decode
     out = query.new_empty(len(query), form.num_heads, step.geometry.layer.v_dim)
-    cache = (step.arena, step.geometry, step.chunk_table, rows)
-    if all(length == 1 for length in rows.q_lens):
+    if decode is None and rows is not None and all(length == 1 for length in rows.q_lens):
+        rows, decode = None, rows
+    if rows is None and decode is None:
+        raise ValueError("the kernels want the step's rows laid out flat")
+    cache, how = (step.arena, step.geometry, step.chunk_table), (form.scale, form.softcap)
+    if decode is not None:
         splits = step.num_splits
-        paged_decode(*cache, query, out, form.scale, form.softcap, num_splits=splits)
-    else:
+        paged_decode(*cache, decode, query, out, *how, form.sinks, num_splits=splits)
+    if rows is not None:
         if step.tiles is None:
             raise ValueError("rows of several tokens want tiles")
-        paged_prefill(*cache, step.tiles, query, out, form.scale, form.softcap)
+        paged_prefill(*cache, rows, step.tiles, query, out, *how, form.sinks)
     return out
 
 

@@ -123,7 +123,7 @@ def page_copy(arena: torch.Tensor, moves: Sequence[Move]) -> None:
             for source, target, size in run
             for start in range(0, size, PIECE_BYTES)
         ]
-        table = torch.tensor(pieces, dtype=torch.int64).to(arena.device)
+        table = _on_device(torch.tensor(pieces, dtype=torch.int64), arena.device)
         _copy_kernel[(len(pieces),)](
             words,
             table,
@@ -132,6 +132,13 @@ def page_copy(arena: torch.Tensor, moves: Sequence[Move]) -> None:
             UNROLL=UNROLL,
             num_warps=NUM_WARPS,
         )
+
+
+def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """From pinned memory, so that nobody waits until the device has come to it."""
+    if device.type == "cpu":
+        return table
+    return table.pin_memory().to(device, non_blocking=True)
 
 
 DECLARED = (

@@ -42,8 +42,12 @@ def launch_shape(layer: LayerGeometry, capability: int) -> Shape:
     return SHAPES["wide" if width > WIDE else "narrow" if width <= NARROW else "usual"]
 
 
-def tiles_of(rows: FlatRows, group: int, block_m: int = 128) -> torch.Tensor:
-    """int32 [tiles, 2] on the rows' device: each program's row and its first query in the row.
+def tiles_of(
+    rows: FlatRows, group: int, block_m: int = 128, device: torch.device | None = None
+) -> torch.Tensor:
+    """int32 [tiles, 2]: each program's row and its first query in the row.
+
+    On the rows' device unless another is named.
 
     Depends on the group and the shape alone, so one serves all layers of a step.
     """
@@ -55,7 +59,7 @@ def tiles_of(rows: FlatRows, group: int, block_m: int = 128) -> torch.Tensor:
     ]
     tiles.sort(key=lambda tile: -tile[0])
     flat = [[row, start] for _, row, start in tiles]
-    return torch.tensor(flat, dtype=torch.int32).view(-1, 2).to(rows.first.device)
+    return torch.tensor(flat, dtype=torch.int32).view(-1, 2).to(device or rows.first.device)
 
 
 def capability(device: torch.device) -> int:

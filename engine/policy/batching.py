@@ -3,12 +3,15 @@
 Takes plain numbers, returns plain numbers; the scheduler beside it acts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 # A token's compute against reading one cached position: attending over this many positions costs
 # about what one more token in the batch costs. Only the split of a step's time depends on it.
 POSITIONS_PER_TOKEN = 1024
+LEAST_SHARE = 0.25
+"""Of a crowd's prompt tokens a step, what it has beside prompts of those who ask seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,18 @@ def lift(tag: float, active_tags: Sequence[float]) -> float:
 
 
 def split_budget(
-    uncomputed: Sequence[int], max_tokens: int, ranks: Sequence[int] = ()
+    uncomputed: Sequence[int],
+    max_tokens: int,
+    ranks: Sequence[int] = (),
+    crowd_rank: float = math.inf,
+    crowd_tokens: int = 0,
 ) -> list[int]:
     """Tokens each running request computes in this step, in order of the requests.
 
     Decodes (one token left) come first so that a long prompt never stalls a stream; what is left
     of the budget goes to prompts in chunks, those of the smallest rank first, then in order.
+    Prompts of `crowd_rank` and above take what those before them leave of `crowd_tokens`, and
+    LEAST_SHARE of these at least.
     """
     granted = [0] * len(uncomputed)
     left = max_tokens
@@ -70,8 +79,14 @@ def split_budget(
     prompts = [i for i, tokens in enumerate(uncomputed) if tokens > 1]
     if ranks:
         prompts.sort(key=lambda i: ranks[i])
+    crowd_left, least = crowd_tokens, math.ceil(crowd_tokens * LEAST_SHARE)
     for i in prompts:
-        granted[i] = min(uncomputed[i], left)
+        if not ranks or ranks[i] < crowd_rank:
+            granted[i] = min(uncomputed[i], left)
+            crowd_left = max(crowd_left - granted[i], min(crowd_left, least))
+        else:
+            granted[i] = min(uncomputed[i], left, crowd_left)
+            crowd_left -= granted[i]
         left -= granted[i]
     return granted
 

@@ -6,8 +6,8 @@ step perhaps in flight. This is the only place where tests of the whole engine t
 
 import random
 from collections import Counter
+from typing import Protocol
 
-from engine.backend.cpu import CpuBackend
 from engine.engine import Engine
 from engine.page_pool import Owner, PageRun
 from engine.room import may_move, weights_of
@@ -79,7 +79,14 @@ def move_weights(engine: Engine, rng: random.Random) -> int:
     return 1
 
 
-def poison_what_is_freed(engine: Engine, backend: CpuBackend) -> None:
+class Poisons(Protocol):
+    """A backend that can overwrite memory."""
+
+    def poison(self, offset: int, num_bytes: int) -> None:
+        """With NaN, at once."""
+
+
+def poison_what_is_freed(engine: Engine, backend: Poisons) -> None:
     """Overwrite each page the moment its fence has passed: nobody may look at it any more."""
     pool = engine.pool
     retire, size = pool.retire, pool.page_bytes

@@ -252,7 +252,7 @@ def test_seeded_rows_repeat_alone_batched_preempted_and_after_a_swap(
     for number in numbers:
         ask(rig, f"swapped {number}", number)
     rig.finish_all(*(f"swapped {number}" for number in numbers))
-    small = rigs(mode=mode, num_pages=weight_pages(models["llama"]) + 6, load_kv_tokens=16)
+    small = rigs(mode=mode, num_pages=weight_pages(models["llama"]) + 5, load_kv_tokens=16)
     for number in numbers:
         ask(small, f"preempted {number}", number)
     small.finish_all(*(f"preempted {number}" for number in numbers))

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.backend.base import Backend
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -162,17 +163,23 @@ class Mix:
                 "prefix cache" if config.prefix_cache else "no prefix cache": 1,
             }
         )
-        self.backend = CpuBackend(
-            config.arena_bytes, rng.choice((0, 0, 1, 3)), "thread" if threaded else "inline"
-        )
-        self.backend.poison(0, config.arena_bytes)
-        self.engine = Engine(config, self.backend)
-        poison_what_is_freed(self.engine, self.backend)
+        self.backend: Backend
+        self.engine = self._open(config, threaded)
         self.now_s = 0.0
         self.asked: dict[str, Asked] = {}
         self.engine.set_catalog(
             [ModelSpec(name, str(book.models[name].pack_dir)) for name in self.names], 0.0
         )
+
+    def _open(self, config: EngineConfig, threaded: bool) -> Engine:
+        backend = CpuBackend(
+            config.arena_bytes, self.rng.choice((0, 0, 1, 3)), "thread" if threaded else "inline"
+        )
+        backend.poison(0, config.arena_bytes)
+        self.backend = backend
+        engine = Engine(config, backend)
+        poison_what_is_freed(engine, backend)
+        return engine
 
     def run(self) -> Counter[str]:
         """The whole life of the mix; raises where a token is wrong."""
@@ -288,12 +295,14 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     return make_tiny_models(tmp_path_factory.mktemp("families"), configs)
 
 
-def run_mixes(book: Book, seeds: Sequence[int]) -> Counter[str]:
+def run_mixes(
+    book: Book, seeds: Sequence[int], make: Callable[[Book, int], Mix] = Mix
+) -> Counter[str]:
     """All of them; their events together."""
     total: Counter[str] = Counter()
     for seed in seeds:
         try:
-            total.update(Mix(book, seed).run())
+            total.update(make(book, seed).run())
         except BaseException:
             print(f"mix of seed {seed}")
             raise

@@ -143,7 +143,7 @@ def test_what_a_hostile_peer_would_send(frame: bytes) -> None:
 
 def test_the_bytes_on_the_wire() -> None:
     """Both sides may be of different builds: a change here needs a new PROTOCOL_VERSION."""
-    assert encode(Hello(1, "g")) == b"\x93\xa5Hello\x01\xa1g"
+    assert encode(Hello(1, "g")) == b"\x94\xa5Hello\x01\xa1g\xc2"
     assert encode(Abort("r", 2)) == b"\x93\xa5Abort\xa1r\x02"
     assert encode(AckUsage([("r", 2)])) == b"\x92\xa8AckUsage\x91\x92\xa1r\x02"
     nothing = b"\xcb" + bytes(8)  # a float of 0
@@ -165,8 +165,8 @@ def test_the_bytes_on_the_wire() -> None:
     logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (
-        b"\x93\xaaStepOutput\xa1e\x91\x97\xa1r\x01\x91\x04\x93\xa4stop\x95\x01\x00\x01"
-        + zero * 2
+        b"\x93\xaaStepOutput\xa1e\x91\x97\xa1r\x01\x91\x04\x93\xa4stop\x97\x01\x00\x01"
+        + zero * 4
         + b"\xa0"
         + b"\x91\x92"
         + (b"\xcb\xbf\xe0" + bytes(6))

@@ -1,6 +1,7 @@
 """The registration process: its lines, its codes, its exit status.
 
-Called in this process; as one of its own it runs in tests/e2e and tests/gateway/test_registration.
+Called in this process; as one of its own it runs in tests/e2e and in
+tests/gateway/registration/test_registration.py.
 """
 
 import io

@@ -19,11 +19,13 @@ from engine.kv_plan import plan_kv
 from engine.kv_supply import PoolSupply
 from engine.model_queue import ModelQueue
 from engine.page_pool import Owner, PagePool
+from engine.policy.step_pace import FEWEST_TOKENS
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
 from engine.sampler import SampleOutput
 from engine.scheduler import Scheduler
 from engine.step_pipeline import StepPipeline
+from engine.tenants_here import RECENT_S
 from kernels.paged_attention import LayerGeometry
 
 CPU = torch.device("cpu")
@@ -233,6 +235,62 @@ def test_a_prompt_of_who_has_little_here_is_computed_before_those_of_a_crowd() -
     world.play()
     assert lone.num_generated == 1
     assert [request.num_generated for request in crowd] == [0, 0]
+
+
+def test_who_has_next_to_nothing_here_does_not_wait_for_a_row() -> None:
+    world = World(max_num_seqs=4, max_batch_tokens=64)
+    crowd = [world.add(f"x{n}", "a", 4, 12, tenant="crowd") for n in range(4)]
+    world.play()
+    waiting = world.add("later", "a", 4, 12, tenant="crowd")
+    world.add("lone", "a", 4, 3, tenant="lone")
+    second = world.add("second", "a", 4, 3, tenant="other")
+    planned = world.play()
+    assert planned is not None
+    names = [row.request.submit.request_id for row in planned[1]]
+    assert names == ["x0", "x1", "x2", "lone"], "the crowd's youngest sits out"
+    assert crowd[3].state == "running"
+    assert crowd[3].num_preemptions == 0
+    assert (waiting.state, second.state) == ("waiting", "waiting"), "one beyond four rows"
+    world.end()
+    assert len(world.finished) == 7
+
+
+def test_no_memory_is_no_row_and_nobody_passes_who_waits_for_it() -> None:
+    world = World(max_num_seqs=8)
+    running = world.add("running", "a", 200, 60, tenant="crowd")
+    while not running.num_generated:
+        world.play()
+    large = [world.add(f"l{n}", "a", 200, 8, tenant="crowd", token=9 + n) for n in range(6)]
+    world.play()
+    lone = world.add("lone", "b", 4, 4, tenant="lone")
+    world.scheduler.queue("b").tag = -1.0
+    world.play()
+    assert [request.state for request in large] == ["waiting"] * 6
+    assert lone.state == "waiting"
+    world.end()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_prompts_of_a_crowd_come_in_pieces_while_others_ask_or_lately_did(gone: bool) -> None:
+    world = World(max_num_seqs=4, max_batch_tokens=200)
+    pace = world.scheduler.queue("a").pace
+    pace.observe(0.2, 200, 200)  # a millisecond a token
+    if gone:
+        lone = world.add("lone", "a", 4, 1, tenant="lone")
+        world.end_of(lone)
+    else:
+        world.add("lone", "b", 4, 30, tenant="lone")
+        world.scheduler.queue("b").tag = 9.0
+    world.add("x0", "a", 90, 2, tenant="crowd")
+    world.add("x1", "a", 60, 2, tenant="crowd")
+    planned = world.play()
+    assert planned is not None
+    assert [row.num_tokens for row in planned[1]] == [FEWEST_TOKENS]
+    world.now_s += RECENT_S + 1
+    planned = world.play()
+    assert planned is not None
+    assert sum(row.num_tokens for row in planned[1]) == (118 if gone else FEWEST_TOKENS)
+    world.end()
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed_in_chunks() -> None:

@@ -2,7 +2,7 @@
 
 import time
 
-from engine.protocol import AckUsage, StepOutput, WorkerStatus
+from engine.protocol import PROTOCOL_VERSION, AckUsage, Hello, StepOutput, WorkerStatus
 from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit
 
 
@@ -149,3 +149,24 @@ def test_statuses_discover_a_gateway_that_is_gone_and_asked_nothing() -> None:
         r.until(lambda: r.worker.counters.peers_lost == 1)
         told = len(watcher.all(WorkerStatus))
         r.until(lambda: len(watcher.all(WorkerStatus)) > told)
+
+
+def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> None:
+    with rig() as r:
+        one, two, watcher = r.connect("g1"), r.connect("g2"), r.connect("d", hello=False)
+        watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        one.send(submit("a", max_tokens=10**6))
+        two.send(submit("b", max_tokens=10**6))
+        two.send(submit("b", max_tokens=10**6))  # a duplicate arrives too
+
+        def taken(gateway: Gateway) -> list[tuple[str, int]]:
+            gateway.pump()
+            return [key for status in gateway.all(WorkerStatus) for key in status.taken]
+
+        r.until(lambda: sorted(taken(watcher)) == [("a", 1), ("b", 1), ("b", 1)])
+        assert taken(one) == taken(two) == []
+        assert watcher.status.num_received == 0
+        assert watcher.all(StepOutput) == []
+        watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        two.send(submit("c", max_tokens=1))
+        r.until(lambda: taken(watcher)[3:] == [("c", 1)])

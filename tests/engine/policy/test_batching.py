@@ -69,3 +69,29 @@ def test_memory_is_charged_by_positions_and_a_window_keeps_no_more_than_it() -> 
     assert arena_share([(0.5, float("inf"))], 40, 100) == pytest.approx(0.2)
     assert arena_share([(0.5, float("inf")), (0.25, 16.0)], 40, 100) == pytest.approx(0.24)
     assert arena_share([], 40, 100) == 0.0
+
+
+def test_prompts_of_a_crowd_take_what_others_leave_of_a_step() -> None:
+    ranks, tokens = [9, 9, 1, 9], [400, 1, 30, 400]
+    assert split_budget(tokens, 600, ranks, 5.0, 100) == [70, 1, 30, 0]
+    assert split_budget(tokens, 600, ranks) == [400, 1, 30, 169]
+    assert split_budget([400, 1, 300, 400], 600, ranks, 5.0, 100) == [25, 1, 300, 0]
+    assert split_budget([400, 1, 598, 400], 600, ranks, 5.0, 100) == [1, 1, 598, 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 600), st.integers(1, 9)), max_size=40),
+    st.integers(1, 512),
+    st.integers(1, 512),
+)
+def test_a_crowd_takes_no_more_than_it_may_and_never_nothing(
+    rows: list[tuple[int, int]], budget: int, crowd_tokens: int
+) -> None:
+    uncomputed, ranks = [n for n, _ in rows], [rank for _, rank in rows]
+    granted = split_budget(uncomputed, budget, ranks, 5.0, crowd_tokens)
+    assert sum(granted) <= budget
+    assert all(0 <= g <= u for g, u in zip(granted, uncomputed, strict=True))
+    crowd = [g for g, u, rank in zip(granted, uncomputed, ranks, strict=True) if u > 1 and rank > 4]
+    assert sum(crowd) <= crowd_tokens
+    if crowd and sum(granted) < budget:
+        assert sum(crowd) > 0

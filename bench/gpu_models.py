@@ -1,0 +1,134 @@
+"""Packs for GPU benchmarks: true shapes with random weights, made in seconds and not in minutes.
+
+A folder of a true shape with holes for weights is converted by the product's own code; then the
+blob is filled with random numbers, a block of them over and over, each tensor at the scale that
+keeps activations as they are, and its checksums are written anew. What a GPU computes with them has
+the power and the speed of real weights, which zeros would not. `twins` are further packs over the
+same bytes: other units to the engine, no further room on the disk.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from transformers import AutoConfig
+
+from bench import shapes
+from engine import convert
+from engine.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
+
+BLOCK_ELEMENTS = 4 << 20
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+"""What a dry run makes of any shape."""
+
+
+DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen/Qwen3-1.7B": ("Qwen/Qwen3-0.6B", {"hidden_size": 2048, "intermediate_size": 6144}),
+}
+"""Shapes that differ from one of model_shapes.json in these."""
+
+
+def shape_of(name: str, dry: bool) -> dict[str, Any]:
+    """A shape by its public name; the same family in small for dry runs."""
+    base, change = DERIVED.get(name, (name, {}))
+    shape = {**shapes.read_shapes()[base], **change}
+    if not dry:
+        return shape
+    shape.pop("rope_scaling", None)
+    return {**shape, **TINY}
+
+
+def make_pack(name: str, work_dir: Path, dry: bool, seed: int = 0) -> tuple[Path, PackIndex]:
+    """The pack of a shape, made once. Raises KeyError for a shape that is not known."""
+    label = f"{name.replace('/', '-')}{'-tiny' if dry else ''}-{seed}"
+    marker = work_dir / f"{label}.pack"
+    if marker.exists():
+        pack_dir = Path(marker.read_text(encoding="utf-8"))
+        return pack_dir, read_index(pack_dir)
+    folder = work_dir / label
+    shapes.build_sparse({name: shape_of(name, dry)}, name, folder)
+    candidate = convert.inspect(folder)
+    pack_dir, index = convert.write_pack(
+        candidate, work_dir / f"packs-{seed}", "auto", lambda *_: None
+    )
+    shutil.rmtree(folder)
+    index = _fill(pack_dir, index, seed)
+    marker.write_text(str(pack_dir), encoding="utf-8")
+    return pack_dir, index
+
+
+def twins(pack_dir: Path, count: int) -> list[Path]:
+    """`count` packs over the same blob, each with a revision of its own."""
+    index, made = read_index(pack_dir), []
+    for number in range(count):
+        twin = pack_dir.with_name(f"{pack_dir.name}-twin{number}")
+        if not twin.exists():
+            shutil.copytree(pack_dir, twin, ignore=shutil.ignore_patterns(BLOB_NAME))
+            os.link(pack_dir / BLOB_NAME, twin / BLOB_NAME)
+            fields: dict[str, Any] = {n: getattr(index, n) for n in index.__struct_fields__}
+            revision = f"{number:04x}{index.revision[4:]}"
+            write_index(twin, PackIndex(**fields | {"revision": revision}))
+        made.append(twin)
+    return made
+
+
+def config_of(pack_dir: Path) -> Any:
+    """The transformers configuration."""
+    return AutoConfig.from_pretrained(str(pack_dir))
+
+
+def step_weight_bytes(index: PackIndex) -> int:
+    """What a decode step reads of the weights: all but the embeddings, unless they are the head."""
+    tied = set(index.tied.values())
+    return sum(
+        entry.num_bytes
+        for entry in index.tensors
+        if "embed_tokens" not in entry.name or entry.name in tied
+    )
+
+
+def kv_bytes_per_token(index: PackIndex) -> int:
+    """Of all layers."""
+    itemsize: int = getattr(torch, index.kv_dtype).itemsize
+    return sum(
+        len(group.layers) * group.num_kv_heads * (group.k_dim + group.v_dim) * itemsize
+        for group in index.kv_groups
+    )
+
+
+def _fill(pack_dir: Path, index: PackIndex, seed: int) -> PackIndex:
+    generator = torch.Generator().manual_seed(seed)
+    block = torch.randn(BLOCK_ELEMENTS, generator=generator)
+    blob = np.memmap(pack_dir / BLOB_NAME, dtype=np.uint8, mode="r+")
+    for entry in index.tensors:
+        dtype = getattr(torch, entry.dtype)
+        scale = shapes.NORM_STD if len(entry.shape) < 2 else entry.shape[-1] ** -0.5
+        centre = 1.0 if entry.name.endswith("norm.weight") else 0.0
+        part = (block * scale + centre).to(dtype).view(torch.uint8).numpy()
+        start = index.segments[entry.segment].offset + entry.offset
+        for done in range(0, entry.num_bytes, len(part)):
+            size = min(len(part), entry.num_bytes - done)
+            blob[start + done : start + done + size] = part[:size]
+    chunks = []
+    for chunk in index.chunks:
+        start = index.segments[chunk.segment].offset + chunk.offset
+        digest = xxhash.xxh3_64_intdigest(blob[start : start + chunk.num_bytes].data)
+        chunks.append(Chunk(chunk.segment, chunk.offset, chunk.num_bytes, digest))
+    blob.flush()
+    fields: dict[str, Any] = {name: getattr(index, name) for name in index.__struct_fields__}
+    filled = PackIndex(**fields | {"chunks": tuple(chunks)})
+    write_index(pack_dir, filled)
+    return filled

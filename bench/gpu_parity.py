@@ -1,0 +1,122 @@
+"""Greedy tokens of six families in bf16: the engine on the GPU beside transformers on the GPU.
+
+Small models with random weights whose answers do not repeat themselves. In bf16 two ways of the
+same arithmetic may choose differently where the two best logits are closer than their rounding:
+such a token is a tie and is counted. Anything else is wrong, and a goal missed.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from bench.gpu_rig import Settings, rig
+from engine import convert
+
+VOCAB = 512
+NEW_TOKENS = 24
+TIE = 0.03
+"""A margin of the two best logits, as a share of the largest: eight steps of bf16."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 40},
+    "gemma": {},
+    "gemma3_text": {
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+
+
+def parity(settings: Settings) -> dict[str, Any]:
+    """Families, tokens compared, ties, wrong ones."""
+    device = "cpu" if settings.dry else torch.device("cuda", 0)
+    found: dict[str, Any] = {}
+    packs: dict[str, Path] = {}
+    references: dict[str, Any] = {}
+    for seed, (family, options) in enumerate(FAMILIES.items()):
+        folder = settings.work_dir / f"parity-{family}"
+        references[family] = _model(family, options, folder, seed).to(device)
+        packs[family], _ = convert.write_pack(
+            convert.inspect(folder), settings.work_dir / "parity-packs", "auto", lambda *_: None
+        )
+    rng = random.Random(7)
+    count = settings.scaled(16, 2)
+    longest = settings.scaled(200, 40)
+    with rig(settings) as made:
+        made.host(packs)
+        for family in packs:
+            made.load(family)
+        asks = {}
+        for family in packs:
+            for _ in range(count):
+                prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, longest))]
+                asks[made.submit(family, prompt, NEW_TOKENS)] = (family, prompt)
+        said = made.run_out(list(asks))
+        for family in packs:
+            runner: Any = made.engine.runner(made.engine._hosting.catalog.unit(family))
+            found[family] = {"fused": runner.fused is not None, "same": 0, "ties": 0, "wrong": 0}
+    for name, (family, prompt) in asks.items():
+        for key, value in compare(references[family], prompt, said[name]).items():
+            found[family][key] += value
+    wrong = sum(row["wrong"] for row in found.values())
+    found["goals"] = {"wrong tokens": {"reached": wrong, "wanted": 0, "met": wrong == 0}}
+    return found
+
+
+def compare(reference: Any, prompt: list[int], said: list[int]) -> dict[str, int]:
+    """One answer: tokens that are the reference's, and whether it then ends in a tie."""
+    device = next(reference.parameters()).device
+    ids = torch.tensor([prompt + said], device=device)
+    with torch.inference_mode():
+        logits = reference(input_ids=ids, use_cache=False).logits[0].float()
+    counts = {"same": 0, "ties": 0, "wrong": 0}
+    for place, token in enumerate(said, start=len(prompt) - 1):
+        top = logits[place].topk(2)
+        if token == int(top.indices[0]):
+            counts["same"] += 1
+            continue
+        # The reference is given our own tokens, so it can be asked about each: how far below?
+        below = float(top.values[0] - logits[place, token])
+        close = below <= TIE * float(logits[place].abs().max())
+        counts["ties" if close else "wrong"] += 1
+        if not close:
+            break
+    return counts
+
+
+def _model(family: str, options: dict[str, Any], folder: Path, seed: int) -> Any:
+    config = CONFIG_MAPPING[family](**SIZES, **options)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    model.save_pretrained(folder)
+    vocab = {f"t{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 512}', encoding="utf-8")
+    return model

@@ -1,0 +1,165 @@
+"""The door to devices: from a worker's configuration to a backend and what goes with it.
+
+`auto` takes the first GPU that a driver shows, and where there is none the CPU, without loading a
+driver; a GPU that is there and cannot be used is an error and no reason to be slow. Raises
+DeviceUnusable, whose message is one line for the operator.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from engine.backend.base import Backend
+from engine.backend.cpu import CpuBackend
+from engine.backend.cuda import CudaBackend, Mover
+from engine.backend.cuda_device import CudaDevice, num_devices
+from engine.backend.device import Device
+from engine.config import EngineConfig, WorkerConfig
+from engine.device_batch import DeviceLayOut
+from engine.device_runner import DeviceRunner, DeviceTools
+from engine.device_sampling import SAMPLING_KERNELS, SamplingOperations
+from engine.device_step import InputBuffer
+from engine.encoder_runner import EncoderRunner
+from engine.errors import DeviceUnusable
+from engine.graphs import DecodeGraphs
+from engine.host_tier import HostTier
+from engine.pack import PackIndex
+from engine.page_pool import PagePool
+from engine.parts import AnyRunner, EngineParts
+from engine.tiers import Tiers
+from kernels.decoder_layer import KERNELS, Operations
+from kernels.page_copy import page_copy
+
+RESERVE_SHARE = 1 / 16
+GRAPH_SHARE = 1 / 32
+LEAST_RESERVE_BYTES = 1 << 30
+LEAST_GRAPH_BYTES = 256 << 20
+LEAST_ARENA_BYTES = 1 << 30
+"""Of a GPU; with less, no model of any use has room."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A device in use, and the configuration that fits it."""
+
+    backend: Backend
+    config: EngineConfig
+    parts: EngineParts
+    graphs: DecodeGraphs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A GPU's memory, in bytes."""
+
+    arena: int
+    reserve: int
+    graphs: int
+
+
+def open_device(config: WorkerConfig) -> Opened:
+    """Raises DeviceUnusable."""
+    name = config.device
+    if name == "auto":
+        name = "cuda:0" if num_devices() else "cpu"
+    if name == "cpu":
+        return open_cpu(config.engine)
+    number = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if number is None:
+        raise DeviceUnusable(f"device {name!r} is none of auto, cpu, cuda:0, cuda:1, ...")
+    device = CudaDevice(int(number.group(1) or 0))
+    budget = budget_of(config, *device.memory())
+    return open_streams(device, on_gpu(config.engine, budget), budget.graphs)
+
+
+def open_cpu(config: EngineConfig) -> Opened:
+    """Host memory, of which all is taken in the background."""
+    backend = CpuBackend(
+        config.num_pages * config.resolved_page_bytes,
+        execution="thread" if config.steps_ahead else "inline",
+    )
+    backend.commit()
+    return Opened(backend, config, EngineParts())
+
+
+def budget_of(config: WorkerConfig, free_bytes: int, total_bytes: int) -> Budget:
+    """How a GPU's free memory is divided where nobody says. Raises DeviceUnusable."""
+    reserve, graphs = config.device_reserve_bytes, config.graph_bytes
+    if reserve <= 0:
+        reserve = max(LEAST_RESERVE_BYTES, int(free_bytes * RESERVE_SHARE))
+    if graphs < 0:
+        graphs = max(LEAST_GRAPH_BYTES, int(free_bytes * GRAPH_SHARE))
+    most = free_bytes - reserve - graphs
+    arena = config.device_arena_bytes or most
+    if most < LEAST_ARENA_BYTES or arena > most:
+        wanted = max(LEAST_ARENA_BYTES, config.device_arena_bytes)
+        raise DeviceUnusable(
+            f"the GPU has {free_bytes} of {total_bytes} bytes free; an arena of {wanted}, "
+            f"{reserve} for steps and {graphs} for recorded steps do not fit: end what else uses "
+            "it, or lower device_budget_bytes"
+        )
+    return Budget(arena, reserve, graphs)
+
+
+def on_gpu(config: EngineConfig, budget: Budget) -> EngineConfig:
+    """The engine's configuration for a GPU: its memory, one step ahead, attention in place."""
+    return msgspec.structs.replace(
+        config,
+        arena_bytes=budget.arena,
+        reserve_bytes=budget.reserve,
+        steps_ahead=1,
+        attention_in_place=True,
+    )
+
+
+def open_streams(
+    device: Device,
+    config: EngineConfig,
+    graph_bytes: int,
+    operations: Operations = KERNELS,
+    sampling: SamplingOperations = SAMPLING_KERNELS,
+    move: Mover = page_copy,
+) -> Opened:
+    """A backend with streams over any device. Raises DeviceUnusable."""
+    backend = CudaBackend(device, config.num_pages * config.resolved_page_bytes, move)
+    graphs = DecodeGraphs(device, graph_bytes, backend.mark)
+    tools = DeviceTools(device, backend.arena, InputBuffer(device), graphs, operations, sampling)
+
+    def make_runner(
+        unit_id: str,
+        pack_dir: Path,
+        index: PackIndex,
+        on: Backend,
+        pool: PagePool,
+        settings: EngineConfig,
+    ) -> AnyRunner:
+        if index.task != "generate":
+            where = on.device
+            return EncoderRunner(unit_id, pack_dir, index, where, pool, settings.block_tokens)
+        return DeviceRunner(
+            unit_id,
+            pack_dir,
+            index,
+            tools,
+            pool,
+            settings.block_tokens,
+            caching=settings.prefix_cache,
+            max_chunk=settings.max_batch_tokens,
+        )
+
+    def make_tiers(on: Backend, settings: EngineConfig) -> Tiers:
+        folder = Path(settings.shm_dir)
+        host = HostTier(folder, settings.shm_prefix, settings.host_tier_bytes, backend.pinner)
+        return Tiers(on, host, settings.load_threads, settings.verify_packs)
+
+    parts = EngineParts(
+        make_tiers=make_tiers,
+        make_runner=make_runner,
+        lay_out=DeviceLayOut(device, config.max_num_seqs),
+    )
+    return Opened(backend, config, parts, graphs)
