@@ -18,7 +18,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final
@@ -48,6 +48,7 @@ INFERENCE = "inference"
 SCOPES = frozenset({INFERENCE})
 CACHE_MODES = ("off", "exact")
 MAX_PLAINTEXT_LEN = 512
+ID_SLICE = 500  # SQLite's oldest builds take 999 variables a statement.
 
 _OUR_FORMAT = re.compile(r"sk-ph-([a-z2-7]{16})-([A-Za-z0-9_-]{43})")
 _PUBLIC_ID_BYTES = 10
@@ -227,6 +228,23 @@ def active_keys(session: Session) -> list[KeyRecord]:
     """Keys that are not revoked and whose tenant is let in, for the gateway's cache (which checks
     expiry at each request)."""
     return _records(session, ApiKey.revoked_at.is_(None), Tenant.disabled.is_(False))
+
+
+def keys_of(
+    session: Session, key_ids: Iterable[str], tenant_ids: Iterable[str]
+) -> tuple[list[KeyRecord], list[str]]:
+    """These keys, and all of these tenants: those that `active_keys` has, and the ids of the
+    others. Names that are no ids are passed over."""
+    wanted: set[str] = set()
+    for column, ids in ((ApiKey.id, sorted(key_ids)), (ApiKey.tenant_id, sorted(tenant_ids))):
+        for start in range(0, len(ids), ID_SLICE):
+            some = column.in_(ids[start : start + ID_SLICE])
+            wanted.update(session.scalars(select(ApiKey.id).where(some)))
+    found, ids = [], sorted(wanted)
+    for start in range(0, len(ids), ID_SLICE):
+        some = ApiKey.id.in_(ids[start : start + ID_SLICE])
+        found += _records(session, some, ApiKey.revoked_at.is_(None), Tenant.disabled.is_(False))
+    return found, sorted(wanted.difference(record.id for record in found))
 
 
 def change(

@@ -23,6 +23,8 @@ NAMING = {
 }
 
 MAX_NAME_LEN = 128
+LATEST_AT = 253_402_300_799.0
+"""The end of the year 9999: what is later cannot be written as a date."""
 JsonObject: TypeAlias = dict[str, Any]
 
 

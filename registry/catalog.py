@@ -3,13 +3,13 @@
     registering -> ready | failed | removed        failed  -> registering | removed
     ready       -> removed                         removed -> registering
 
-A registration is run by some process (gateway/registrar.py) that writes its progress and a
-heartbeat here under a `registration` token; a row taken over by another registration, or removed,
-no longer answers to the old token. A registering row whose process died becomes failed
+A registration is run by some process (gateway/registration/registrar.py) that writes its progress
+and a heartbeat here under a `registration` token; a row taken over by another registration, or
+removed, no longer answers to the old token. A registering row whose process died becomes failed
 ("interrupted") by the hand of whoever lists next. A removed row stays as a tombstone: its name can
 be added again, and nothing that was posted for it is touched.
 
-Not here: folders on disk (gateway/service.py), prices (registry/prices.py).
+Not here: folders on disk (gateway/service/models.py), prices (registry/prices.py).
 """
 
 import math
@@ -70,7 +70,7 @@ class ModelRecord:
     """A catalog entry. Instants in epoch seconds, sizes in bytes.
 
     `pack` is the pack folder's name inside `<data_dir>/packs` (its path is not stored, so that a
-    data folder can be moved); `gateway.service.hosted_models` joins the two and adds prices.
+    data folder can be moved); `gateway.service.models.hosted_models` joins the two and adds prices.
     `reason_code` and `reason` say why a model failed. `dim` is how long an embedding is, `labels`
     name a classifier's classes; `multi_label`: they do not exclude one another.
     """

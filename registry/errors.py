@@ -6,6 +6,8 @@ RegistryError
 +-- InvalidValue       a value outside what the column means
 +-- IllegalTransition  a state change outside the model's state table; nothing was changed
 +-- SchemaError        the database is missing, older or newer than this build
++-- Forbidden          who asks may not do this
++-- RegistryBusy       somebody else is changing it; nothing was changed, it may be tried again
 """
 
 
@@ -31,3 +33,11 @@ class IllegalTransition(RegistryError):
 
 class SchemaError(RegistryError):
     """The database does not have the schema this build needs."""
+
+
+class RegistryBusy(RegistryError):
+    """Others are changing the registry and took too long; nothing was changed."""
+
+
+class Forbidden(RegistryError):
+    """Who asks may not do this."""

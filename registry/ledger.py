@@ -1,16 +1,24 @@
 """The ledger's tables: open records and postings. Stage 10 writes here, exports read here.
 
-An open record is made durable before a request's first token leaves the gateway; a posting closes
-it. Postings are immutable (the database itself refuses UPDATE and DELETE) and their primary key is
-the request's id, so posting twice is the same as posting once. They hold the names of tenant, key
-and model as they were, and no foreign keys: a bill outlives what it was for.
+An open record is durable before a request's first token leaves the gateway; a posting closes it.
+Both come here from the gateway's journal, in batches and in their order, and after a kill some come
+again: every function is the same done twice. A posting's key is its request's id, so posting twice
+is posting once. Postings are immutable: the database itself refuses UPDATE, and DELETE of what
+retention has not given up (retention.py). They hold the names of tenant, key and model as they
+were, and no foreign keys: a bill outlives what it was for. A mistake is put right by a posting of
+its own that names the wrong one (corrections.py).
+
+`seq` numbers postings in the order in which they came here: what derives from them (rollups.py)
+goes by it. On PostgreSQL numbers are drawn before a commit, so a writer holds `WRITERS_LOCK` shared
+meanwhile; whoever gets it alone knows that every number drawn so far is there or never will be.
 
 What this file does not do: decide prices or outcomes, batch writes, or commit. It runs inside the
 caller's transaction (`registry.session.writing`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from sqlalchemy import (
     CheckConstraint,
@@ -18,28 +26,39 @@ from sqlalchemy import (
     Index,
     Integer,
     String,
+    UniqueConstraint,
+    bindparam,
     cast,
-    delete,
     func,
     select,
+    text,
     tuple_,
+    update,
 )
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
+from registry import bulk
 from registry.api_keys import ApiKey
-from registry.base import Base, Count, Id, Instant, Name, Nanos, insert_ignore
+from registry.base import Base, Count, Id, Instant, Name, Nanos, Serial
 from registry.errors import RegistryError
 from registry.tenants import Tenant
 
-OUTCOMES = ("finished", "disconnected", "failed", "cache_hit")
+OUTCOMES = ("finished", "disconnected", "failed", "cache_hit", "correction")
+CORRECTION = "correction"
+WRITERS_LOCK = 0x706F7374
+"""Of PostgreSQL's advisory locks; any number that nothing else uses."""
 PAGE_ROWS = 1000
-# SQLite's oldest builds take 999 variables a statement; ids are deleted in slices below that.
-ID_SLICE = 500
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRecord:
-    """A request that may produce tokens: who pays, for which model, since when (epoch seconds)."""
+    """A request that may produce tokens: who pays, for which model, since when (epoch seconds).
+
+    gateway_id      whose request it is, among all servers at this database: only that gateway
+                    closes what a kill left open
+    reserved_nanos  what it may cost at most
+    streamed_tokens what the client of a stream had been sent at the last checkpoint
+    """
 
     request_id: str
     tenant_id: str
@@ -48,14 +67,33 @@ class OpenRecord:
     revision: str
     prompt_tokens: int
     opened_at: float
+    gateway_id: str = ""
+    reserved_nanos: int = 0
+    streamed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the client of an open request has been sent so far."""
+
+    request_id: str
+    streamed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Posting:
     """What one request used and costs. Durations in seconds, money in nano-units.
 
-    `outcome` is one of OUTCOMES; a `failed` posting costs nothing. A time that never came (no
-    first token) is 0.
+    outcome    one of OUTCOMES; a `failed` posting costs nothing. A time that never came (no first
+               token) is 0
+    service_s  what fair shares count: the device's time, or that of the memory it held, the larger
+    prefill_s, decode_s  the device's time, of the prompt and of what was generated
+    load_s     what it has paid of its model's load
+    arrived_at the instant whose prices hold (epoch seconds); 0: not known
+    input_nanos ... load_nanos  what cost_nanos is made of, exactly; all 0 in postings made before
+               there were parts
+    list_nanos what it would have cost without the tenant's plan
+    corrects   of a correction, the request it corrects: amounts are what is added, below 0 too
     """
 
     request_id: str
@@ -74,6 +112,17 @@ class Posting:
     ttft_s: float
     duration_s: float
     posted_at: float
+    arrived_at: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    load_s: float = 0.0
+    input_nanos: int = 0
+    cached_nanos: int = 0
+    output_nanos: int = 0
+    service_nanos: int = 0
+    load_nanos: int = 0
+    list_nanos: int = 0
+    corrects: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +138,7 @@ class OpenRecordRow(Base):
     """See OpenRecord."""
 
     __tablename__ = "open_records"
+    __table_args__ = (Index(None, "gateway_id"),)
 
     request_id: Mapped[Id] = mapped_column(primary_key=True)
     tenant_id: Mapped[Id]
@@ -97,6 +147,9 @@ class OpenRecordRow(Base):
     revision: Mapped[Name]
     prompt_tokens: Mapped[Count]
     opened_at: Mapped[Instant]
+    gateway_id: Mapped[Id]
+    reserved_nanos: Mapped[Nanos]
+    streamed_tokens: Mapped[Count]
 
 
 class PostingRow(Base):
@@ -104,20 +157,26 @@ class PostingRow(Base):
 
     __tablename__ = "postings"
     __table_args__ = (
+        UniqueConstraint("request_id"),
         CheckConstraint(
-            "outcome IN ('finished', 'disconnected', 'failed', 'cache_hit')", name="outcome"
+            "outcome IN ('finished', 'disconnected', 'failed', 'cache_hit', 'correction')",
+            name="outcome",
         ),
         CheckConstraint("outcome <> 'failed' OR cost_nanos = 0", name="failed_is_free"),
+        CheckConstraint("(outcome = 'correction') = (corrects <> '')", name="corrects"),
         CheckConstraint(
-            "prompt_tokens >= 0 AND cached_tokens >= 0 AND completion_tokens >= 0"
-            " AND cost_nanos >= 0",
+            "outcome = 'correction' OR (prompt_tokens >= 0 AND cached_tokens >= 0"
+            " AND completion_tokens >= 0 AND cost_nanos >= 0)",
             name="not_negative",
         ),
         Index(None, "posted_at", "request_id"),
         Index(None, "tenant_id", "posted_at"),
+        Index(None, "corrects"),
+        {"sqlite_autoincrement": True},
     )
 
-    request_id: Mapped[Id] = mapped_column(primary_key=True)
+    seq: Mapped[Serial] = mapped_column(primary_key=True)
+    request_id: Mapped[Id]
     tenant_id: Mapped[Id]
     tenant_name: Mapped[Name]
     key_id: Mapped[Id]
@@ -135,11 +194,43 @@ class PostingRow(Base):
     ttft_s: Mapped[float] = mapped_column(Double)
     duration_s: Mapped[float] = mapped_column(Double)
     posted_at: Mapped[Instant]
+    arrived_at: Mapped[Instant]
+    prefill_s: Mapped[float] = mapped_column(Double)
+    decode_s: Mapped[float] = mapped_column(Double)
+    load_s: Mapped[float] = mapped_column(Double)
+    input_nanos: Mapped[Nanos]
+    cached_nanos: Mapped[Nanos]
+    output_nanos: Mapped[Nanos]
+    service_nanos: Mapped[Nanos]
+    load_nanos: Mapped[Nanos]
+    list_nanos: Mapped[Nanos]
+    corrects: Mapped[Id]
+
+
+_OPEN_NAMES = tuple(field.name for field in fields(OpenRecord))
+_POSTING_NAMES = tuple(field.name for field in fields(Posting))
+_open_values = attrgetter(*_OPEN_NAMES)
+_posting_values = attrgetter(*_POSTING_NAMES)
 
 
 def open_many(session: Session, records: Sequence[OpenRecord]) -> None:
     """Write open records; one that is already open stays as it was."""
-    insert_ignore(session, OpenRecordRow, "request_id", [asdict(record) for record in records])
+    rows = [_open_values(record) for record in records]
+    bulk.insert_new(session, OpenRecordRow, "request_id", _OPEN_NAMES, rows)
+
+
+def checkpoint_many(session: Session, checkpoints: Mapping[str, Checkpoint]) -> None:
+    """How far streams have come, by request id; those that are not open are passed over."""
+    if not checkpoints:
+        return
+    table = OpenRecordRow.__table__
+    statement = (
+        update(table)  # type: ignore[arg-type]
+        .where(table.c.request_id == bindparam("of"))
+        .values(streamed_tokens=bindparam("tokens"))
+    )
+    values = [{"of": c.request_id, "tokens": c.streamed_tokens} for c in checkpoints.values()]
+    session.connection().execute(statement, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +256,9 @@ class SpendRow:
     cost_nanos: int
 
 
-def spend_since(session: Session, since_at: float) -> list[SpendRow]:
-    """All that was billed since then."""
-    who = (PostingRow.tenant_id, PostingRow.key_id, PostingRow.model)
-    rows = session.execute(
-        select(*who, func.sum(PostingRow.cost_nanos))
-        .where(PostingRow.posted_at >= since_at, PostingRow.cost_nanos > 0)
-        .group_by(*who)
-    )
-    return [SpendRow(tenant, key, model, int(cost)) for tenant, key, model, cost in rows]
-
-
 def usage_by_slot(session: Session, since_at: float, slot_s: int) -> list[SlotUsage]:
-    """What counted against limits since then, by slots of `slot_s` seconds: nothing of requests
-    that we failed, and no tokens of answers from the cache. Oldest slots first."""
+    """What counted against limits since then, by slots of `slot_s` seconds: no requests that we
+    failed, no corrections, and no tokens of answers from the cache. Oldest slots first."""
     number = PostingRow.posted_at / slot_s
     # Not every build of SQLite has floor(), and PostgreSQL's cast would round.
     on_sqlite = session.get_bind().dialect.name == "sqlite"
@@ -194,7 +274,7 @@ def usage_by_slot(session: Session, since_at: float, slot_s: int) -> list[SlotUs
             func.coalesce(func.sum(PostingRow.prompt_tokens).filter(spent), 0),
             func.coalesce(func.sum(PostingRow.completion_tokens).filter(spent), 0),
         )
-        .where(PostingRow.posted_at >= since_at, PostingRow.outcome != "failed")
+        .where(PostingRow.posted_at >= since_at, PostingRow.outcome.not_in(("failed", CORRECTION)))
         .group_by(PostingRow.tenant_id, PostingRow.key_id, PostingRow.model, slot)
         .order_by(slot)
     )
@@ -204,40 +284,54 @@ def usage_by_slot(session: Session, since_at: float, slot_s: int) -> list[SlotUs
     ]
 
 
-def post_many(session: Session, postings: Sequence[Posting]) -> set[str]:
-    """Write postings and close their open records. Returns the request ids newly posted.
+def post_many(session: Session, postings: Sequence[Posting]) -> int:
+    """Write postings and close their open records. See `insert_postings`."""
+    num_posted = insert_postings(session, postings)
+    void_many(session, [posting.request_id for posting in postings])
+    return num_posted
 
-    A request that was posted before keeps its first posting; its id is not in the answer.
+
+def insert_postings(session: Session, postings: Sequence[Posting]) -> int:
+    """Returns how many are newly posted; open records are the caller's to close.
+
+    A request that was posted before keeps its first posting.
     """
+    if not postings:
+        return 0
     tenant_names = _names(session, Tenant, {posting.tenant_id for posting in postings})
     key_names = _names(session, ApiKey, {posting.key_id for posting in postings})
     rows = [
-        {
-            **asdict(posting),
-            "tenant_name": tenant_names.get(posting.tenant_id, ""),
-            "key_name": key_names.get(posting.key_id, ""),
-        }
+        (
+            *_posting_values(posting),
+            tenant_names.get(posting.tenant_id, ""),
+            key_names.get(posting.key_id, ""),
+        )
         for posting in postings
     ]
-    posted = insert_ignore(session, PostingRow, "request_id", rows)
-    void_many(session, [posting.request_id for posting in postings])
-    return posted
+    if session.get_bind().dialect.name == "postgresql":
+        lock = text("SELECT pg_advisory_xact_lock_shared(:lock)")
+        session.execute(lock, {"lock": WRITERS_LOCK})
+    names = (*_POSTING_NAMES, "tenant_name", "key_name")
+    return bulk.insert_new(session, PostingRow, "request_id", names, rows)
 
 
 def void_many(session: Session, request_ids: Sequence[str]) -> None:
     """Close open records without a posting: nothing was produced, nothing is billed."""
-    for start in range(0, len(request_ids), ID_SLICE):
-        ids = request_ids[start : start + ID_SLICE]
-        session.execute(delete(OpenRecordRow).where(OpenRecordRow.request_id.in_(ids)))
+    bulk.delete_keys(session, OpenRecordRow, "request_id", request_ids)
 
 
-def open_left(session: Session) -> list[OpenRecord]:
-    """Open records that nobody has closed, oldest first."""
-    rows = session.scalars(
-        select(OpenRecordRow).order_by(OpenRecordRow.opened_at, OpenRecordRow.request_id)
-    )
-    names = [field.name for field in fields(OpenRecord)]
-    return [OpenRecord(**{name: getattr(row, name) for name in names}) for row in rows]
+def open_left(session: Session, gateway_id: str | None = None) -> list[OpenRecord]:
+    """Open records that nobody has closed, of one gateway or of all, oldest first."""
+    query = select(OpenRecordRow).order_by(OpenRecordRow.opened_at, OpenRecordRow.request_id)
+    if gateway_id is not None:
+        query = query.where(OpenRecordRow.gateway_id == gateway_id)
+    return [OpenRecord(*_open_values(row)) for row in session.scalars(query)]
+
+
+def adopt(session: Session, gateway_id: str, by: str) -> int:
+    """Open records of a gateway that never starts again are another's to close from here on."""
+    left = update(OpenRecordRow).where(OpenRecordRow.gateway_id == gateway_id)
+    return session.connection().execute(left.values(gateway_id=by)).rowcount
 
 
 def usage_page(
@@ -283,9 +377,7 @@ def check_integrity(session: Session) -> None:
 
 
 def _usage_row(row: PostingRow) -> UsageRow:
-    names = [field.name for field in fields(Posting)]
-    posting = Posting(**{name: getattr(row, name) for name in names})
-    return UsageRow(posting, row.tenant_name, row.key_name)
+    return UsageRow(Posting(*_posting_values(row)), row.tenant_name, row.key_name)
 
 
 def _names(

@@ -1,8 +1,9 @@
-"""Dated prices per model, in nano-units of the operator's currency per token.
+"""Dated prices per model, in nano-units of the operator's currency.
 
 A price belongs to the public name (what stands on the bill), not to a catalog row, so it outlives
 the model's removal. It holds from `valid_from` until the next one; setting a price never changes
 an earlier one, except that the same instant may be corrected. No price means free of charge.
+What single tenants pay instead is in plans.py.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,17 +18,29 @@ from registry.errors import InvalidValue
 # 2^40 nano-units are about 1100 units for one token: more is a slip of the keyboard, and it keeps
 # any request's cost (tokens x price) far below 2^63.
 MAX_PRICE_NANOS = 2**40
+PRICE_NAMES = (
+    "prompt_nanos",
+    "cached_nanos",
+    "completion_nanos",
+    "embedding_nanos",
+    "service_second_nanos",
+    "load_second_nanos",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PriceRecord:
-    """Nano-units per token: prompt, prompt tokens found in a cache, and generated."""
+    """Nano-units per token: prompt, prompt tokens found in a cache, generated, an encoder's input;
+    and per second of service and of loading."""
 
     model: str
     valid_from: float
     prompt_nanos: int = 0
     cached_nanos: int = 0
     completion_nanos: int = 0
+    embedding_nanos: int = 0
+    service_second_nanos: int = 0
+    load_second_nanos: int = 0
 
 
 class Price(Base):
@@ -40,6 +53,17 @@ class Price(Base):
     prompt_nanos: Mapped[Nanos]
     cached_nanos: Mapped[Nanos]
     completion_nanos: Mapped[Nanos]
+    embedding_nanos: Mapped[Nanos] = mapped_column(server_default="0")
+    service_second_nanos: Mapped[Nanos] = mapped_column(server_default="0")
+    load_second_nanos: Mapped[Nanos] = mapped_column(server_default="0")
+
+
+def check_prices(price: PriceRecord) -> None:
+    """Raises InvalidValue on a price that nobody can mean."""
+    for name in PRICE_NAMES:
+        value = getattr(price, name)
+        if not 0 <= value <= MAX_PRICE_NANOS:
+            raise InvalidValue(f"{name} must be between 0 and {MAX_PRICE_NANOS}, got {value}")
 
 
 def set_price(session: Session, price: PriceRecord, *, now_at: float) -> PriceRecord:
@@ -47,10 +71,7 @@ def set_price(session: Session, price: PriceRecord, *, now_at: float) -> PriceRe
 
     A start in the past is refused: what was posted meanwhile was billed at the old price.
     """
-    for name in ("prompt_nanos", "cached_nanos", "completion_nanos"):
-        value = getattr(price, name)
-        if not 0 <= value <= MAX_PRICE_NANOS:
-            raise InvalidValue(f"{name} must be between 0 and {MAX_PRICE_NANOS}, got {value}")
+    check_prices(price)
     if price.valid_from < now_at:
         raise InvalidValue("a price cannot begin in the past: postings keep what they cost")
     before = price_at(session, price.model, price.valid_from)
@@ -87,13 +108,5 @@ def list_prices(session: Session, model: str | None = None) -> list[PriceRecord]
     return [_record(row) for row in session.scalars(query)]
 
 
-def next_change_at(session: Session, after: float) -> float | None:
-    """When the next dated price begins. The registry's version does not move at that instant, so
-    whoever caches prices reloads then."""
-    return session.scalar(select(func.min(Price.valid_from)).where(Price.valid_from > after))
-
-
 def _record(row: Price) -> PriceRecord:
-    return PriceRecord(
-        row.model, row.valid_from, row.prompt_nanos, row.cached_nanos, row.completion_nanos
-    )
+    return PriceRecord(row.model, row.valid_from, *(getattr(row, name) for name in PRICE_NAMES))

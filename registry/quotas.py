@@ -4,7 +4,7 @@ A request has to pass all of them. The arithmetic is not here (gateway/policy/ra
 Windows slide: a day is any 24 hours. Budgets are of calendar days and months.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal, TypeAlias, get_args
 
@@ -85,6 +85,12 @@ def all_limits(session: Session, scope: LimitScope) -> dict[str, Limits]:
     """By owner, for those that have some."""
     rows = session.scalars(select(Quota).where(Quota.scope == scope).order_by(Quota.owner))
     return {row.owner: limits_of(row) for row in rows}
+
+
+def has_any(session: Session, scope: LimitScope, owners: Collection[str]) -> bool:
+    """Was ever a limit set of one of these?"""
+    query = select(Quota.owner).where(Quota.scope == scope, Quota.owner.in_(sorted(owners)))
+    return session.scalar(query.limit(1)) is not None
 
 
 def set_limits(

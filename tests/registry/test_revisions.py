@@ -203,7 +203,7 @@ def test_the_migration_up_and_down_with_data_in_place(url: str) -> None:
     )
     values = (
         "'mdl_1', 'm', '/m', 'auto', 'ready', 'done', 0, 0, '', '', '', 0, 'r', 'rev0', 'rev0',"
-        " 'llama', 'float32', 1, 2, 3, 0, 1, 0"
+        " 'llama', 'float32', 1, 2, 3, FALSE, 1, 0"
     )
     engine = make_engine(url)
     with writing(engine, "test") as session:

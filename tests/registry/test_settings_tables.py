@@ -148,8 +148,6 @@ def test_prices_are_dated(engine: Engine, key_id: str) -> None:
         assert prices.price_at(session, "tiny", NOW + 100) == later
         assert prices.prices_at(session, NOW + 200) == {"tiny": later, "other": other}
         assert prices.list_prices(session, "tiny") == [first, later]
-        assert prices.next_change_at(session, NOW) == NOW + 100
-        assert prices.next_change_at(session, NOW + 100) is None
 
 
 def test_prices_that_cannot_be(engine: Engine, key_id: str) -> None:

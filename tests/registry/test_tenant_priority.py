@@ -44,7 +44,7 @@ def test_the_migration_up_and_down_with_data_in_place(url: str) -> None:
     upgrade(url, "0003")
     engine = make_engine(url)
     with writing(engine, "test") as session:
-        values = "'ten_1', 'old', 2, 0, 0"
+        values = "'ten_1', 'old', 2, FALSE, 0"
         session.execute(
             text(f"INSERT INTO tenants (id, name, weight, disabled, created_at) VALUES ({values})")
         )

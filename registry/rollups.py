@@ -1,0 +1,232 @@
+"""Sums of postings by hour and by day: derived, kept up behind the postings, made anew at will.
+
+    roll      what came since the last time is added, in slices; sums and the mark up to which they
+              go (ledger_state.rolled_seq) move in one transaction, so each posting counts once
+    rebuild   what retention has kept is summed anew
+    check     compares the two
+
+Everything is integers (times are microseconds, each posting's rounded once), so that sums are the
+same in whatever order they are made. A row tells of one span, tenant, key, model, revision, kind
+and outcome, with the names that tenant and key had. It counts at the time of its posting.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Index,
+    Integer,
+    Select,
+    String,
+    cast,
+    delete,
+    func,
+    literal,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from registry.base import Base, Count, Id, Instant, Name, Nanos
+from registry.errors import RegistryError
+from registry.ledger import WRITERS_LOCK, PostingRow
+
+HOUR_S = 3600
+DAY_S = 86_400
+SPANS_S = (HOUR_S, DAY_S)
+SLICE_ROWS = 20_000
+"""Postings of one transaction at most."""
+ONLY_ROW = 1
+
+
+class LedgerStateRow(Base):
+    """One row, made by the migration.
+
+    rolled_seq  postings up to here are in the roll-ups
+    kept_from   start of a day: postings before it may be deleted (retention.py)
+    """
+
+    __tablename__ = "ledger_state"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    rolled_seq: Mapped[Count]
+    kept_from: Mapped[Instant]
+
+
+class RollupRow(Base):
+    """See the module."""
+
+    __tablename__ = "usage_rollups"
+    __table_args__ = (Index(None, "tenant_id", "span_s", "began_at"),)
+
+    span_s: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=False)
+    began_at: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    tenant_id: Mapped[Id] = mapped_column(primary_key=True)
+    key_id: Mapped[Id] = mapped_column(primary_key=True)
+    model: Mapped[Name] = mapped_column(primary_key=True)
+    revision: Mapped[Name] = mapped_column(primary_key=True)
+    kind: Mapped[str] = mapped_column(String(32), primary_key=True)
+    outcome: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_name: Mapped[Name]
+    key_name: Mapped[Name]
+    num_postings: Mapped[Count]
+    prompt_tokens: Mapped[Count]
+    cached_tokens: Mapped[Count]
+    completion_tokens: Mapped[Count]
+    cost_nanos: Mapped[Nanos]
+    input_nanos: Mapped[Nanos]
+    cached_nanos: Mapped[Nanos]
+    output_nanos: Mapped[Nanos]
+    service_nanos: Mapped[Nanos]
+    load_nanos: Mapped[Nanos]
+    list_nanos: Mapped[Nanos]
+    service_us: Mapped[Count]
+    prefill_us: Mapped[Count]
+    decode_us: Mapped[Count]
+    load_us: Mapped[Count]
+    queue_us: Mapped[Count]
+    ttft_us: Mapped[Count]
+    duration_us: Mapped[Count]
+
+
+KEY = ("span_s", "began_at", "tenant_id", "key_id", "model", "revision", "kind", "outcome")
+NAMES = ("tenant_name", "key_name")
+COUNTS = (
+    *("prompt_tokens", "cached_tokens", "completion_tokens", "cost_nanos", "input_nanos"),
+    *("cached_nanos", "output_nanos", "service_nanos", "load_nanos", "list_nanos"),
+)
+TIMES = ("service", "prefill", "decode", "load", "queue", "ttft", "duration")
+SUMS = ("num_postings", *COUNTS, *(f"{name}_us" for name in TIMES))
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerState:
+    """How far derived things go."""
+
+    rolled_seq: int
+    kept_from: float
+    num_behind: int
+    """Postings that are not in the roll-ups yet."""
+
+
+def state(session: Session) -> LedgerState:
+    """As of this session's transaction."""
+    row = session.get_one(LedgerStateRow, ONLY_ROW)
+    behind = select(func.count()).select_from(PostingRow).where(PostingRow.seq > row.rolled_seq)
+    return LedgerState(row.rolled_seq, row.kept_from, session.scalar(behind) or 0)
+
+
+def newest_seq(session: Session) -> int:
+    """The number up to which every posting is there. In a transaction of its own, which does
+    nothing else: on PostgreSQL it waits for postings being committed, and holds others up."""
+    if session.get_bind().dialect.name == "postgresql":
+        session.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": WRITERS_LOCK})
+    return session.scalar(select(func.max(PostingRow.seq))) or 0
+
+
+def roll(session: Session, upto_seq: int, slice_rows: int = SLICE_ROWS) -> int:
+    """Add the next slice of postings up to that number. Returns how many; 0: nothing is left, or
+    another process is at it."""
+    rolled = _claim(session)
+    if rolled is None or rolled >= upto_seq:
+        return 0
+    later = (PostingRow.seq > rolled, PostingRow.seq <= upto_seq)
+    bound = select(PostingRow.seq).where(*later).order_by(PostingRow.seq)
+    last = session.scalar(bound.offset(slice_rows - 1).limit(1)) or upto_seq
+    num = _add(session, (PostingRow.seq > rolled, PostingRow.seq <= last))
+    session.execute(update(LedgerStateRow).values(rolled_seq=last))
+    return num
+
+
+def rebuild(session: Session) -> int:
+    """Sum anew what retention has kept. Returns the postings summed; those behind the mark stay
+    for `roll`."""
+    rolled = _claim(session, wait=True)
+    kept_from = session.get_one(LedgerStateRow, ONLY_ROW).kept_from
+    session.execute(delete(RollupRow).where(RollupRow.began_at >= kept_from))
+    return _add(session, (PostingRow.seq <= (rolled or 0), PostingRow.posted_at >= kept_from))
+
+
+def check_integrity(session: Session) -> None:
+    """Raises RegistryError unless the roll-ups are the sums of what retention has kept."""
+    row = session.get_one(LedgerStateRow, ONLY_ROW)
+    on_sqlite = session.get_bind().dialect.name == "sqlite"
+    kept = (PostingRow.seq <= row.rolled_seq, PostingRow.posted_at >= row.kept_from)
+    for span_s in SPANS_S:
+        told = {
+            tuple(found[: len(KEY)]): tuple(int(value) for value in found[len(KEY) :])
+            for found in session.execute(
+                select(*(getattr(RollupRow, name) for name in (*KEY, *SUMS))).where(
+                    RollupRow.span_s == span_s, RollupRow.began_at >= row.kept_from
+                )
+            )
+        }
+        summed = {
+            tuple(found[: len(KEY)]): tuple(int(value) for value in found[len(KEY) :])
+            for found in session.execute(_sums(span_s, kept, on_sqlite, with_names=False))
+        }
+        wrong = [key for key in {*told, *summed} if told.get(key) != summed.get(key)]
+        if wrong:
+            raise RegistryError(
+                f"{len(wrong)} roll-ups by {span_s} s are not the sums of their postings, among "
+                f"them {min(wrong)}: `polyhost usage rebuild` makes them anew"
+            )
+
+
+def _claim(session: Session, wait: bool = False) -> int | None:
+    """The mark, this transaction's alone from here on; None where another has it."""
+    query = select(LedgerStateRow.rolled_seq).where(LedgerStateRow.id == ONLY_ROW)
+    return session.scalar(query.with_for_update(skip_locked=not wait))
+
+
+def _add(session: Session, which: Sequence[ColumnElement[bool]]) -> int:
+    """Sums of these postings onto what is there."""
+    names = [*KEY, *NAMES, *SUMS]
+    on_sqlite = session.get_bind().dialect.name == "sqlite"
+    dialect = sqlite if on_sqlite else postgresql
+    for span_s in SPANS_S:
+        insert = dialect.insert(RollupRow).from_select(names, _sums(span_s, which, on_sqlite))
+        more = {name: getattr(RollupRow, name) + insert.excluded[name] for name in SUMS}
+        newer = {name: insert.excluded[name] for name in NAMES}
+        session.execute(
+            insert.on_conflict_do_update(index_elements=list(KEY), set_={**newer, **more})
+        )
+    count = select(func.count()).select_from(PostingRow).where(*which)
+    return session.scalar(count) or 0
+
+
+def _sums(
+    span_s: int, which: Sequence[ColumnElement[bool]], on_sqlite: bool, with_names: bool = True
+) -> Select[Any]:
+    """Columns as KEY, NAMES, SUMS have them."""
+    # Not every build of SQLite has floor(), and PostgreSQL's cast would round.
+    number = PostingRow.posted_at / span_s
+    whole = number if on_sqlite else func.floor(number)
+    began_at = (cast(whole, BigInteger) * span_s).label("began_at")
+    owners = [getattr(PostingRow, name) for name in KEY[2:]]
+    names = [func.max(getattr(PostingRow, name)).label(name) for name in NAMES]
+    counts = [func.sum(getattr(PostingRow, name)).label(name) for name in COUNTS]
+    times = [
+        func.sum(
+            cast(func.round(getattr(PostingRow, f"{name}_s") * 1_000_000.0), BigInteger)
+        ).label(f"{name}_us")
+        for name in TIMES
+    ]
+    return (
+        select(
+            literal(span_s, Integer).label("span_s"),
+            began_at,
+            *owners,
+            *(names if with_names else ()),
+            func.count().label("num_postings"),
+            *counts,
+            *times,
+        )
+        .where(*which)
+        .group_by(began_at, *owners)
+    )

@@ -1,0 +1,218 @@
+"""Users: people who may see or change things, what they may, and their passwords.
+
+A user has a role for the whole installation, or for single tenants, or both. What a role may do is
+not known here (gateway/policy/permissions.py). Names are unique; a removed user's name stays in the
+audit log. As long as there are users, one of them is an owner of the installation who is let in.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+from sqlalchemy import CheckConstraint, ForeignKey, String, delete, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from registry import audit, passwords, tenants
+from registry.base import Base, Id, Instant, JsonObject, Name, new_id
+from registry.errors import AlreadyExists, IllegalTransition, InvalidValue, NotFound
+
+Role: TypeAlias = Literal["owner", "admin", "viewer"]
+
+ROLES: tuple[Role, ...] = get_args(Role)
+INSTALLATION: Final = ""
+"""Where a tenant's id would stand: the role is for everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserRecord:
+    """A user. `roles` by tenant id, INSTALLATION for all of it; `tenant_names` for people."""
+
+    id: str
+    name: str
+    disabled: bool
+    created_at: float
+    password_set_at: float
+    roles: dict[str, Role]
+    tenant_names: dict[str, str]
+
+    @property
+    def is_owner(self) -> bool:
+        """Of the whole installation, and let in."""
+        return not self.disabled and self.roles.get(INSTALLATION) == "owner"
+
+
+class User(Base):
+    """See UserRecord."""
+
+    __tablename__ = "users"
+
+    id: Mapped[Id] = mapped_column(primary_key=True)
+    name: Mapped[Name] = mapped_column(unique=True)
+    password_digest: Mapped[str] = mapped_column(String(255))
+    disabled: Mapped[bool]
+    created_at: Mapped[Instant]
+    password_set_at: Mapped[Instant]
+
+
+class UserRole(Base):
+    """A user's role for a tenant, or for the installation (tenant_id "")."""
+
+    __tablename__ = "user_roles"
+    __table_args__ = (CheckConstraint("role IN ('owner', 'admin', 'viewer')", name="role"),)
+
+    user_id: Mapped[Id] = mapped_column(
+        ForeignKey("users.id", ondelete="CASCADE"), primary_key=True
+    )
+    tenant_id: Mapped[Id] = mapped_column(primary_key=True)
+    role: Mapped[str] = mapped_column(String(16))
+
+
+def create_user(
+    session: Session, name: str, password: str, role: str, tenant: str = "", *, now_at: float
+) -> UserRecord:
+    """With one role, of a tenant (name or id) or the installation. The first must be an owner.
+
+    Raises AlreadyExists, InvalidValue, NotFound or IllegalTransition.
+    """
+    tenants.check_display_name("user", name)
+    if session.scalar(select(User.id).where(User.name == name)) is not None:
+        raise AlreadyExists(f"user {name!r} exists already")
+    row = User(
+        id=new_id("usr"),
+        name=name,
+        password_digest=passwords.digest(password),
+        disabled=False,
+        created_at=now_at,
+        password_set_at=now_at,
+    )
+    session.add(row)
+    session.flush()
+    _put_role(session, row.id, _tenant_id(session, tenant), role)
+    user = get_user(session, name)
+    _check_owned(session, name)
+    audit.record(session, now_at, "user.create", name, None, _public(user))
+    return user
+
+
+def list_users(session: Session) -> list[UserRecord]:
+    """All users by name."""
+    return [_record(session, row) for row in session.scalars(select(User).order_by(User.name))]
+
+
+def get_user(session: Session, name_or_id: str) -> UserRecord:
+    """Raises NotFound."""
+    return _record(session, _row(session, name_or_id))
+
+
+def set_role(
+    session: Session, name: str, role: str | None, tenant: str = "", *, now_at: float
+) -> UserRecord:
+    """The user's role for a tenant, or for the installation; None takes it away.
+
+    Raises NotFound, InvalidValue, or IllegalTransition for the last owner's.
+    """
+    before = get_user(session, name)
+    tenant_id = _tenant_id(session, tenant)
+    session.execute(
+        delete(UserRole).where(UserRole.user_id == before.id, UserRole.tenant_id == tenant_id)
+    )
+    if role is not None:
+        _put_role(session, before.id, tenant_id, role)
+    return _changed(session, "user.role", before, now_at)
+
+
+def set_disabled(session: Session, name: str, disabled: bool, *, now_at: float) -> UserRecord:
+    """Whether the user is let in. Raises NotFound, or IllegalTransition for the last owner."""
+    before = get_user(session, name)
+    _row(session, name).disabled = disabled
+    return _changed(session, "user.disable" if disabled else "user.enable", before, now_at)
+
+
+def set_password(session: Session, name: str, password: str, *, now_at: float) -> UserRecord:
+    """Raises NotFound or InvalidValue."""
+    before = get_user(session, name)
+    row = _row(session, name)
+    row.password_digest, row.password_set_at = passwords.digest(password), now_at
+    return _changed(session, "user.password", before, now_at)
+
+
+def remove_user(session: Session, name: str, *, now_at: float) -> UserRecord:
+    """Raises NotFound, or IllegalTransition for the last owner, whoever else there is."""
+    before = get_user(session, name)
+    session.execute(delete(UserRole).where(UserRole.user_id == before.id))
+    session.delete(_row(session, name))
+    session.flush()
+    _check_owned(session, before.name)
+    audit.record(session, now_at, "user.remove", before.name, _public(before), None)
+    return before
+
+
+def authenticate(session: Session, name: str, password: str) -> UserRecord | None:
+    """The user of that name and password who is let in, else None, after as long."""
+    row = session.scalar(select(User).where(User.name == name))
+    right = passwords.verify(passwords.NOBODY if row is None else row.password_digest, password)
+    return _record(session, row) if row is not None and right and not row.disabled else None
+
+
+def _changed(session: Session, action: str, before: UserRecord, now_at: float) -> UserRecord:
+    session.flush()
+    _check_owned(session, before.name)
+    after = get_user(session, before.id)
+    audit.record(session, now_at, action, before.name, _public(before), _public(after))
+    return after
+
+
+def _check_owned(session: Session, name: str) -> None:
+    """Raises IllegalTransition where a change left users and no owner."""
+    if not any(user.is_owner for user in list_users(session)):
+        raise IllegalTransition(
+            f"there must be an owner who is let in, and without {name!r} as one there is none: "
+            "make another user an owner first"
+        )
+
+
+def _put_role(session: Session, user_id: str, tenant_id: str, role: str) -> None:
+    if role not in ROLES:
+        raise InvalidValue(f"role must be one of {', '.join(ROLES)}, got {role!r}")
+    session.add(UserRole(user_id=user_id, tenant_id=tenant_id, role=role))
+    session.flush()
+
+
+def _tenant_id(session: Session, tenant: str) -> str:
+    return tenants.get_tenant(session, tenant).id if tenant else INSTALLATION
+
+
+def _row(session: Session, name_or_id: str) -> User:
+    row = session.scalar(select(User).where(User.id == name_or_id)) or session.scalar(
+        select(User).where(User.name == name_or_id)
+    )
+    if row is None:
+        raise NotFound(f"no user {name_or_id!r}: see `polyhost users list`")
+    return row
+
+
+def _record(session: Session, row: User) -> UserRecord:
+    query = (
+        select(UserRole.tenant_id, UserRole.role, tenants.Tenant.name)
+        .outerjoin(tenants.Tenant, tenants.Tenant.id == UserRole.tenant_id)
+        .where(UserRole.user_id == row.id)
+        .order_by(UserRole.tenant_id)
+    )
+    roles: dict[str, Role] = {}
+    names: dict[str, str] = {}
+    for tenant_id, role, tenant_name in session.execute(query):
+        roles[tenant_id] = next(known for known in ROLES if known == role)
+        if tenant_id != INSTALLATION:
+            names[tenant_id] = tenant_name or tenant_id
+    return UserRecord(
+        row.id, row.name, row.disabled, row.created_at, row.password_set_at, roles, names
+    )
+
+
+def _public(user: UserRecord) -> JsonObject:
+    """What the audit log may hold of a user: no digest."""
+    return {
+        "name": user.name,
+        "disabled": user.disabled,
+        "password_set_at": user.password_set_at,
+        "roles": {tenant_id or "*": role for tenant_id, role in user.roles.items()},
+    }

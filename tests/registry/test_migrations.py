@@ -1,0 +1,207 @@
+"""Every migration, up and down, with rows in place, on both databases.
+
+Nothing here knows a single migration: rows are made from what the database says of its tables, one
+in every table when it appears and one more whenever its columns change. A new column with a CHECK
+needs an example in EXAMPLES; all else is found out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from alembic.script import ScriptDirectory
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Engine,
+    Inspector,
+    LargeBinary,
+    MetaData,
+    Numeric,
+    String,
+    Table,
+    inspect,
+    select,
+    text,
+)
+from sqlalchemy.types import Float, Integer
+
+from registry import schema
+from registry.session import alembic_config, downgrade, make_engine, upgrade
+from tests.registry.test_schema import drift
+
+# Values that a CHECK asks for, by column or by table and column; of the migration's number.
+EXAMPLES: dict[str, object] = {
+    "limits.scope": lambda number: "key" if number == 6 else "gateway",
+    "limits.owner": lambda number: "id-5" if number == 6 else "",  # a key that there is
+    "state": "ready",
+    "cache_mode": "off",
+    "action": "load",
+    "audit_log.action": "tenant.create",
+    "outcome": "finished",
+    "scope": "key",
+    "priority": "standard",
+    "task": "generate",
+    "role": "owner",
+    "corrects": "",
+    "parent_id": None,
+}
+# What goes with a table that is split or replaced; tests of the migration itself say where to.
+REPLACED = frozenset({"quotas"})
+ALEMBIC = "alembic_version"
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class State:
+    """A database at one revision: what its tables are and what is in them."""
+
+    tables: dict[str, frozenset[str]]
+    rows: Rows
+
+
+@pytest.fixture
+def bare(url: str) -> Iterator[Engine]:
+    """An engine over a database without tables."""
+    engine = make_engine(url)
+    yield engine
+    engine.dispose()
+
+
+def revisions() -> list[str]:
+    script = ScriptDirectory.from_config(alembic_config())
+    return [found.revision for found in reversed(list(script.walk_revisions()))]
+
+
+def reflect(engine: Engine) -> MetaData:
+    found = MetaData()
+    found.reflect(engine)
+    found.remove(found.tables[ALEMBIC])
+    return found
+
+
+def fill(engine: Engine, number: int, before: State) -> None:
+    """A row in each table that is new or changed since `before`."""
+    found = reflect(engine)
+    with engine.begin() as connection:
+        for table in found.sorted_tables:
+            columns = frozenset(table.columns.keys())
+            one_row = table.name in ("registry_version", "ledger_state")
+            if one_row or before.tables.get(table.name, frozenset()) >= columns:
+                continue
+            row = {c.name: example(c, table, number) for c in table.columns}
+            for column in table.columns:
+                for key in column.foreign_keys:
+                    row[column.name] = connection.scalar(select(key.column).limit(1))
+            connection.execute(table.insert(), row)
+
+
+def example(column: Column[Any], table: Table, number: int) -> object:
+    for name in (f"{table.name}.{column.name}", column.name):
+        if name in EXAMPLES:
+            value = EXAMPLES[name]
+            return value(number) if callable(value) else value
+    if isinstance(column.type, Boolean):
+        return False
+    if isinstance(column.type, String):
+        return f"{column.name}-{number}"[: column.type.length]
+    if isinstance(column.type, LargeBinary):
+        return bytes([number])
+    if isinstance(column.type, JSON):
+        return ["of", number]
+    assert isinstance(column.type, Integer | Float | Numeric), (table.name, column)
+    return number
+
+
+def state(engine: Engine) -> State:
+    found = reflect(engine)
+    rows: Rows = {}
+    with engine.connect() as connection:
+        for table in found.sorted_tables:
+            every = connection.execute(select(table)).mappings().all()
+            rows[table.name] = [dict(row) for row in every]
+    inspector = inspect(engine)
+    return State({name: shape(engine, inspector, name) for name in rows}, rows)
+
+
+def shape(engine: Engine, inspector: Inspector, table: str) -> frozenset[str]:
+    """All that the database knows of a table, in words; columns come by their bare names too."""
+    columns = inspector.get_columns(table)
+    words = {c["name"] for c in columns}
+    words |= {f"{c['name']} {c['type']} null={c['nullable']} {c['default']}" for c in columns}
+    key = inspector.get_pk_constraint(table)
+    words.add(f"key {key['name']} {key['constrained_columns']}")
+    words |= {
+        f"unique {u['name']} {u['column_names']}" for u in inspector.get_unique_constraints(table)
+    }
+    words |= {f"check {c['name']} {c['sqltext']}" for c in inspector.get_check_constraints(table)}
+    words |= {
+        f"foreign {f['name']} {f['constrained_columns']} {f['referred_table']} {f['options']}"
+        for f in inspector.get_foreign_keys(table)
+    }
+    words |= {f"index {i['name']} {i['column_names']}" for i in inspector.get_indexes(table)}
+    query = {
+        "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
+        "postgresql": "SELECT tgname FROM pg_trigger WHERE tgrelid = to_regclass(:table)"
+        " AND NOT tgisinternal",
+    }[engine.dialect.name]
+    with engine.connect() as connection:
+        names = connection.scalars(text(query), {"table": table}).all()
+    return frozenset(words | {f"trigger {name}" for name in names})
+
+
+def kept(before: State, after: State) -> None:
+    """What both have of a table is the same in both."""
+    for table in before.rows.keys() & after.rows.keys():
+        assert len(before.rows[table]) == len(after.rows[table]), table
+        if not before.rows[table]:
+            continue
+        common = sorted(before.rows[table][0].keys() & after.rows[table][0].keys())
+        old = [tuple(repr(row[name]) for name in common) for row in before.rows[table]]
+        new = [tuple(repr(row[name]) for name in common) for row in after.rows[table]]
+        assert sorted(old) == sorted(new), table
+
+
+def test_up_and_down_step_by_step_with_rows_in_place(url: str, bare: Engine) -> None:
+    chain, engine = revisions(), bare
+    assert chain[-1] == schema.HEAD
+    at: dict[str, State] = {}
+    last = State({}, {})
+    for number, revision in enumerate(chain, 1):
+        upgrade(url, revision)
+        now = state(engine)
+        kept(last, now)
+        assert not last.rows.keys() - now.rows.keys() - REPLACED
+        fill(engine, number, last)
+        last = at[revision] = state(engine)
+        empty = [name for name, rows in last.rows.items() if not rows]
+        assert not empty
+    assert drift(engine) == []
+    for above, revision in zip(reversed(chain), reversed(chain[:-1]), strict=False):
+        downgrade(url, revision)
+        now = state(engine)
+        assert now.tables == at[revision].tables, f"{above} does not go back to {revision}"
+        kept(last, now)
+        last = now
+    upgrade(url)
+    now = state(engine)
+    kept(last, now)
+    assert now.tables == at[schema.HEAD].tables
+    downgrade(url, "base")
+    assert set(inspect(engine).get_table_names()) <= {ALEMBIC}
+
+
+def test_a_downgrade_that_forgets_would_be_seen(url: str, bare: Engine) -> None:
+    upgrade(url, "0001")
+    engine = bare
+    before = state(engine)
+    with engine.begin() as connection:
+        connection.execute(text("CREATE INDEX forgotten ON tenants (weight)"))
+    assert state(engine).tables != before.tables
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE registry_version SET version = 5"))
+    with pytest.raises(AssertionError, match="registry_version"):
+        kept(before, state(engine))
