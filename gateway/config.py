@@ -14,9 +14,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.settings import ENV_PREFIX, Settings
+from gateway.settings import ENV_PREFIX, Settings, annotations
 
 DEFAULT_CONFIG_FILE = Path("polyhost.toml")
+SECRETS = ("admin_password", "database_url", "demo_api_key", "hub_token", "redis_url")
+"""Settings that may hold what only the gateway is to know."""
 
 
 class SettingsError(ValueError):
@@ -57,14 +59,22 @@ def load_settings(
         raise SettingsError(str(error)) from error
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a gateway or dispatcher process: this one's. Settings it has from its
+    parent, as these were read."""
+    return dict(os.environ)
+
+
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """The environment of a worker process: this one's, with OpenMP told to yield when it waits.
+    """The environment of a worker process: this one's without the gateway's secrets, and with
+    OpenMP told to yield when it waits.
 
     On two cores shared with a busy gateway, threads that spin at OpenMP's barrier cost a scheduler
     slice (~8 ms) per small product; waiting passively costs microseconds. Whatever the operator has
     set already wins. `num_threads` 0 leaves the count to the worker.
     """
-    environment = dict(os.environ)
+    hidden = {ENV_PREFIX + name.upper() for name in SECRETS}
+    environment = {name: text for name, text in os.environ.items() if name not in hidden}
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     environment.setdefault("GOMP_SPINCOUNT", "1000")
     environment.setdefault("KMP_BLOCKTIME", "1")
@@ -90,7 +100,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _parse_env(name: str, text: str) -> Any:
     """Text of a variable as the field's type where it parses; `_check` complains where not."""
-    kind = Settings.__annotations__[name].__origin__
+    kind = annotations()[name].__origin__
     if kind is bool:
         return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)
     if kind is str:
@@ -104,6 +114,6 @@ def _parse_env(name: str, text: str) -> Any:
 def _check(name: str, value: Any, origin: str) -> Any:
     """The value as its field's type (an int where a float is wanted becomes one)."""
     try:
-        return msgspec.convert(value, Settings.__annotations__[name], strict=True)
+        return msgspec.convert(value, annotations()[name], strict=True)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{name} = {value!r} from {origin}: {error}") from error

@@ -1,12 +1,14 @@
 """What the request path knows of the registry: keys by public id, hosted models by name.
 
 Stage 1 (auth) and stage 2 (prepare) look things up here; nothing here touches the database. The
-supervisor's poll (`gateway/registry_poll.py`) puts a whole new view in place when the registry's
-version changes, so a lookup sees one version and never half of two.
+supervisor's poll (`gateway/registry_poll.py`) puts a new view in place, or changes this one, when
+the registry's version changes, at once, so a lookup sees one version and never half of two.
 """
 
 from collections.abc import Iterable
 
+from gateway.policy.price_book import PriceBook
+from gateway.policy.pricing import Rates
 from gateway.types import HostedModel
 from registry.api_keys import KeyRecord
 from registry.quotas import UNLIMITED, Limits
@@ -18,7 +20,9 @@ class Directory:
     def __init__(self) -> None:
         self._version = -1
         self._keys: dict[str, KeyRecord] = {}
+        self._public_ids: dict[str, str] = {}
         self._models: dict[str, HostedModel] = {}
+        self._book = PriceBook()
         self.limits = UNLIMITED
         """Of all requests together."""
 
@@ -33,12 +37,30 @@ class Directory:
         keys: Iterable[KeyRecord],
         models: Iterable[HostedModel],
         limits: Limits = UNLIMITED,
+        book: PriceBook | None = None,
     ) -> None:
-        """Put a new view in place."""
+        """Put a new view in place; prices stay where none are given."""
+        self._book = self._book if book is None else book
         self.limits = limits
         self._keys = {key.public_id: key for key in keys}
+        self._public_ids = {key.id: public_id for public_id, key in self._keys.items()}
         self._models = {model.name: model for model in models}
         self._version = version
+
+    def update(self, version: int, keys: Iterable[KeyRecord], gone: Iterable[str]) -> None:
+        """These keys are new or have changed, those ids are not usable any more; all else stays."""
+        for key_id in gone:
+            self._keys.pop(self._public_ids.pop(key_id, ""), None)
+        for key in keys:
+            self._keys[key.public_id] = key
+            self._public_ids[key.id] = key.public_id
+        self._version = version
+
+    def update_models(self, models: Iterable[HostedModel], limits: Limits, book: PriceBook) -> None:
+        """All but the keys, anew."""
+        self._models = {model.name: model for model in models}
+        self.limits = limits
+        self._book = book
 
     def find_key(self, public_id: str) -> KeyRecord | None:
         """The usable key with this public id. The caller still verifies secret and expiry."""
@@ -47,6 +69,10 @@ class Directory:
     def find_model(self, name: str) -> HostedModel | None:
         """The model of this public name if it is `ready`."""
         return self._models.get(name)
+
+    def rates(self, tenant_id: str, model: str, at: float) -> Rates:
+        """What a request that arrived at `at` is billed by; of models that are gone, too."""
+        return self._book.rates(tenant_id, model, at)
 
     def keys(self) -> Iterable[KeyRecord]:
         """All usable keys."""

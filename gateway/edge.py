@@ -6,16 +6,16 @@ No HTTP in here, so that everything behind the routes can be built and tested wi
 import time
 from dataclasses import dataclass
 
-from gateway.codecs import Codecs, PreparePool
-from gateway.encode_prepare import EncodePreparer
-from gateway.limits import Limiter
-from gateway.metrics import Metrics, StateCollector
+from gateway.ledger.settlement import Clocks
+from gateway.limits.limits import Limiter
+from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.pipeline import Pipeline
-from gateway.prepare import PrepareBounds, Preparer
+from gateway.prepare.codecs import Codecs, PreparePool
+from gateway.prepare.encode_prepare import EncodePreparer
+from gateway.prepare.prepare import PrepareBounds, Preparer
 from gateway.semantic_cache import SemanticCache
 from gateway.services import Services
-from gateway.settlement import Clocks
-from gateway.store.memory import MemoryStore
+from gateway.store.base import LimitStore
 
 REAL_CLOCKS = Clocks(now_s=time.monotonic, now_at=time.time)
 
@@ -27,7 +27,7 @@ class Edge:
     services: Services
     pipeline: Pipeline
     preparer: Preparer
-    store: MemoryStore
+    store: LimitStore
     metrics: Metrics
     clocks: Clocks
 
@@ -51,7 +51,9 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
         wall_clock=clocks.now_at,
     )
     codecs = Codecs(
-        PreparePool(settings.prepare_threads, settings.max_prepare_pending),
+        PreparePool(
+            settings.prepare_threads, settings.max_prepare_pending, settings.prepare_inline_s
+        ),
         settings.max_tokenizers,
     )
     bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
@@ -64,6 +66,7 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
             services.ledger,
             num_open_holds=lambda: store.num_open,
             cache_bytes=lambda: cache.size_bytes,
+            limits_degraded=lambda: store.is_degraded,
         )
     )
     pipeline = Pipeline(services, preparer, encode_preparer, limiter, cache, metrics, clocks)

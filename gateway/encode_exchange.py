@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol import Finish, Usage
-from gateway.choice import check_end, worker_was_lost
+from gateway.answer.choice import check_end, worker_was_lost
+from gateway.dispatch.joint import joint_usage
 from gateway.errors import DEADLINE_EXCEEDED, SERVER_ERROR, ApiError, ClientGone, WorkerLost
-from gateway.settlement import CLOSE_WAIT_S, Ending, Settlement, TaskSet
+from gateway.ledger.settlement import CLOSE_WAIT_S, Ending, Settlement, TaskSet, wait_for
 from gateway.types import PreparedRequest, RunningRequest
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class EncodeExchange:
 
     async def close(self) -> None:
         """Settle and post. Returns when that is durable, or goes on alone after CLOSE_WAIT_S."""
-        await asyncio.wait({self._close_once()}, timeout=CLOSE_WAIT_S)
+        await wait_for(self._close_once(), CLOSE_WAIT_S)
 
     def abandon(self) -> None:
         """Nobody takes the answer any further: close it, whatever state it is in."""
@@ -153,7 +154,7 @@ class EncodeExchange:
         await self._settlement.end(
             Ending(
                 "finished" if served else None,
-                Usage(0, 0, 0, sum(usage.service_s for usage in self._usages)),
+                joint_usage(self._usages) if served else Usage(0, 0, 0, 0.0),
                 queue_s=self._first.queue_s,
                 keeps_request=self.is_gone and not served and not self._failed,
                 finish_reasons=("stop",) if served else (),

@@ -7,6 +7,7 @@
 Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -50,6 +51,8 @@ UNAVAILABLE = ErrorKind(503, "server_error", "service_unavailable")
 MODEL_FAILED = ErrorKind(503, "server_error", "model_failed")
 
 DEADLINE_EXCEEDED = ErrorKind(504, "server_error", "deadline_exceeded")
+# By their status SDKs would ask again: to be told the same, or to wait as long once more.
+_NOT_TO_BE_RETRIED = (INSUFFICIENT_QUOTA, MODEL_FAILED, DEADLINE_EXCEEDED)
 
 
 class ApiError(Exception):
@@ -67,6 +70,22 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What SDKs obey: how long to wait, and whether it is of any use to ask again."""
+        headers = []
+        if self.retry_after_s is not None:
+            seconds = max(1, math.ceil(self.retry_after_s))
+            headers.append((b"retry-after", b"%d" % seconds))
+            milliseconds = max(1, math.ceil(self.retry_after_s * 1000))
+            headers.append((b"retry-after-ms", b"%d" % milliseconds))
+        if self.kind in _NOT_TO_BE_RETRIED:
+            headers.append((b"x-should-retry", b"false"))
+        if self.kind is REQUEST_TIMEOUT:  # What may yet come of the body is nothing to read.
+            headers.append((b"connection", b"close"))
+        if self.kind.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
 
     def body(self) -> dict[str, object]:
         """OpenAI's error object."""

@@ -22,17 +22,23 @@ others are stopped. It is billed for its prompt once and for the tokens of all c
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from engine.protocol import Usage
-from gateway.answer import UsageFigures
-from gateway.choice import Choice, Merged, Piece
-from gateway.errors import ApiError
-from gateway.joint import joint_usage
-from gateway.limits import Hold
-from gateway.prepare import Prepared
-from gateway.settlement import CLOSE_WAIT_S, Ending, Settled, Settlement, Surroundings
-from gateway.types import Principal, RunningRequest
+from gateway.answer.answer import UsageFigures
+from gateway.answer.choice import Choice, Merged, Piece
+from gateway.dispatch.joint import joint_usage
+from gateway.ledger.settlement import (
+    CLOSE_WAIT_S,
+    Ending,
+    Settled,
+    Settlement,
+    Surroundings,
+    wait_for,
+)
+from gateway.limits.limits import Hold
+from gateway.prepare.prepare import Prepared
+from gateway.types import Principal, RunningRequest, Sink
 
 
 class Exchange:
@@ -61,15 +67,16 @@ class Exchange:
                 running,
                 prepared.codec.pieces,
                 prepared.new_parser(),
-                self._before_tokens,
+                self._opened,
+                self._on_tokens,
             )
             for index, running in enumerate(runnings)
         ]
-        self._merged = Merged(self.choices, lambda: self.is_gone)
+        self._merged = Merged(self.choices, self._is_gone)
         self._first: Piece | None = None
         self._failed = False
         self._first_token_s: float | None = None
-        self._token_latency = around.metrics.inter_token_latency.labels(self.request.model.name)
+        self._token_latency = around.metrics.inter_token_latency.of(self.request.model.name)
         self._closing: asyncio.Task[None] | None = None
         self._settlement = Settlement(self.request, principal, hold, around, arrived_s)
 
@@ -86,9 +93,29 @@ class Exchange:
         return all(choice.is_complete for choice in self.choices)
 
     def client_gone(self) -> None:
-        """The client went away: stop the worker within one step."""
-        self.is_gone = True
+        """The client went away: stop the worker within one step. Where we failed before that, it
+        owes nothing."""
+        self.is_gone = self.is_gone or not self._failed
         self._abort()
+
+    async def ready(self, timeout_s: float) -> bool:
+        """Whether there is something to begin with within the time. Takes nothing."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+
+        def tell(is_ready: bool = True) -> None:
+            if not waiter.done():
+                waiter.set_result(is_ready)
+
+        timer = loop.call_later(timeout_s, tell, False)
+        try:
+            for choice in self.choices:
+                choice.running.listen(tell)
+            return await waiter
+        finally:
+            timer.cancel()
+            for choice in self.choices:
+                choice.running.listen(None)
 
     async def begin(self) -> None:
         """Wait for the first tokens. Raises ApiError: until here it can still be an HTTP status."""
@@ -99,11 +126,61 @@ class Exchange:
         if self._first is not None:
             yield self._first
         while not self._merged.is_over:
+            if self.request.stream:  # What was yielded before has been sent.
+                self._settlement.streamed(self._num_tokens)
             yield await self._next()
+
+    async def push(self, send: Callable[[Piece], None], sink: Sink) -> None:
+        """Hand the pieces on as they are made, while the client reads: what it does not read waits
+        in the dispatcher's streams, where the bound is. Ends as `pieces` does. Raises ApiError.
+
+        One choice is handed on by plain calls, as far as from the worker's message to the socket:
+        they run inside the dispatcher, to which nothing is raised.
+        """
+        try:
+            await self._push(send, sink)
+        except Exception:  # an ApiError, or a bug: neither is the client's to pay for
+            self._failed = True
+            self._abort()
+            raise
+
+    async def _push(self, send: Callable[[Piece], None], sink: Sink) -> None:
+        if len(self.choices) > 1:
+            async for piece in self.pieces():
+                send(piece)
+                await sink.drained()
+            return
+        send(self._first or await self._next())
+        if self._merged.is_over:
+            return
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        choice = self.choices[0]
+        is_busy = False
+
+        def on_event() -> None:
+            nonlocal is_busy
+            if is_busy or over.done():  # busy: an abort from within may bring the last event
+                return
+            is_busy = True
+            try:
+                self._hand_on(choice, send, sink)
+            except Exception as error:  # noqa: BLE001  carried to who awaits below
+                over.set_exception(error)
+            else:
+                if choice.has_ended:
+                    over.set_result(None)
+            is_busy = False
+
+        sink.when_drained(on_event)
+        choice.running.listen(on_event)
+        try:
+            await over
+        finally:
+            choice.running.listen(None)
 
     async def close(self) -> None:
         """Settle and post. Returns when that is durable, or goes on alone after CLOSE_WAIT_S."""
-        await asyncio.wait({self._close_once()}, timeout=CLOSE_WAIT_S)
+        await wait_for(self._close_once(), CLOSE_WAIT_S)
 
     def abandon(self) -> None:
         """Nobody takes the answer any further: close it, whatever state it is in."""
@@ -139,22 +216,37 @@ class Exchange:
     async def _next(self) -> Piece:
         try:
             return await self._merged.next()
-        except ApiError:
+        except Exception:  # an ApiError, or a bug: neither is the client's to pay for
             self._failed = True
             self._abort()
             raise
 
-    async def _before_tokens(self, choice: Choice, num_tokens: int) -> None:
+    def _hand_on(self, choice: Choice, send: Callable[[Piece], None], sink: Sink) -> None:
+        """All there is, unless the client does not read."""
+        while not sink.is_full:
+            piece = choice.take(self._is_gone)
+            if piece is None:
+                return
+            send(piece)
+            if choice.has_ended:
+                return
+            self._settlement.streamed(self._num_tokens)
+
+    def _is_gone(self) -> bool:
+        return self.is_gone
+
+    async def _opened(self) -> None:
         """No token leaves before its open record is durable."""
         await self._settlement.opened()
+
+    def _on_tokens(self, choice: Choice, num_tokens: int) -> None:
         now_s = self._clocks.now_s()
         if self._first_token_s is None:
             self._first_token_s = now_s
-            first = self._metrics.time_to_first_token.labels(self.request.model.name)
+            first = self._metrics.time_to_first_token.of(self.request.model.name)
             first.observe(now_s - self._arrived_s)
         if choice.last_token_s is not None:
-            for _ in range(num_tokens):
-                self._token_latency.observe((now_s - choice.last_token_s) / num_tokens)
+            self._token_latency.observe((now_s - choice.last_token_s) / num_tokens, num_tokens)
         choice.last_token_s = now_s
 
     def _close_once(self) -> "asyncio.Task[None]":

@@ -7,33 +7,36 @@ module it names; what must be undone when a later stage fails is held by `exchan
 """
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import replace
 
 import msgspec
 
-from gateway import encode_answer, encode_wire, wire
-from gateway.answer import DONE, Chunks, UsageFigures, WholeChoice, error_event, json_answer
-from gateway.answer_room import AnswerRoom
+from gateway.answer import encode_answer
+from gateway.answer.answer import DONE, Chunks, WholeChoice, error_event, json_answer
+from gateway.answer.answer_room import AnswerRoom
+from gateway.answer.choice import Piece
 from gateway.auth import authenticate
-from gateway.choice import Piece
+from gateway.cache_hits import CacheHits, Flight
+from gateway.call import Answer, Call, EventAnswer, JsonAnswer
+from gateway.dispatch.joint import choice_id
 from gateway.encode_exchange import EncodeExchange
-from gateway.encode_prepare import EncodePrepared, EncodePreparer, pieces_of
 from gateway.errors import ApiError, ClientGone
 from gateway.exchange import Exchange
-from gateway.joint import choice_id
-from gateway.ledger import prices_of
-from gateway.limits import Hold, Limiter
-from gateway.metrics import Metrics
-from gateway.policy.pricing import cost_nanos
-from gateway.prepare import SEED_MASK, Prepared, Preparer
-from gateway.semantic_cache import RESULT_HEADER, CachedAnswer, SemanticCache
+from gateway.ledger.settlement import Clocks, Settlement, Surroundings, TaskSet
+from gateway.limits.limits import Hold, Limiter
+from gateway.metrics.metrics import Metrics
+from gateway.prepare import encode_wire, wire
+from gateway.prepare.encode_prepare import EncodePrepared, EncodePreparer, pieces_of
+from gateway.prepare.prepare import SEED_MASK, Prepared, Preparer
+from gateway.semantic_cache import CachedAnswer, SemanticCache
 from gateway.services import Services
-from gateway.settlement import Clocks, Settlement, Surroundings, TaskSet
-from gateway.tool_deltas import finish_reason
-from gateway.types import EncodeKind, PreparedRequest, Principal, RequestKind, RunningRequest
-from registry.ledger import Posting
+from gateway.types import (
+    EncodeKind,
+    PreparedRequest,
+    Principal,
+    RunningRequest,
+    Sink,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,44 +47,6 @@ _ID_PREFIX = {
     "classify": "classify-",
     "rerank": "rerank-",
 }
-
-
-@dataclass(slots=True)
-class Call:
-    """One HTTP request. `answer_headers` is filled in on the way, for errors too.
-
-    `receive_body` is called once, after auth: nobody without a key makes us hold a body.
-    `client` is the caller's address, "" where there is none. `when_gone` takes what is to be called
-    when the client goes away.
-    """
-
-    kind: RequestKind
-    headers: Mapping[str, str]
-    client: str
-    receive_body: Callable[[], Awaitable[bytes]]
-    http_id: str
-    arrived_s: float
-    when_gone: Callable[[Callable[[], None]], None]
-    answer_headers: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class JsonAnswer:
-    """A whole answer, in parts. Whoever sends it calls `close` at the end, however it ends."""
-
-    parts: Sequence[bytes]
-    close: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class EventAnswer:
-    """A streamed answer. Whoever takes the events calls `close` at the end, however it ends."""
-
-    events: AsyncGenerator[bytes, None]
-    close: Callable[[], None]
-
-
-Answer: TypeAlias = JsonAnswer | EventAnswer
 
 
 class Pipeline:
@@ -104,11 +69,14 @@ class Pipeline:
         self._preparer = preparer
         self._encode_preparer = encode_preparer
         self._limiter = limiter
-        self._cache = cache
+        timeout_s = services.settings.request_timeout_s
+        self._hits = CacheHits(cache, self._ledger, metrics, clocks, timeout_s)
         self._metrics = metrics
         self._clocks = clocks
         self._answer_room = AnswerRoom(services.settings.max_encode_answer_bytes)
-        self._around = Surroundings(self._ledger, metrics, TaskSet(), clocks)
+        self._around = Surroundings(
+            self._ledger, metrics, TaskSet(), clocks, services.settings.ledger_checkpoint_tokens
+        )
 
     async def handle(self, call: Call) -> Answer:
         """Serve one request. Raises ApiError, or ClientGone where nobody waits for the answer."""
@@ -128,15 +96,24 @@ class Pipeline:
         # 3 limits
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
         # 4 semantic cache
-        hit = self._look_up(call, prepared, principal)
-        if hit is not None:
-            return await self._answer_hit(call, prepared, principal, hold, hit)
+        found = await self._hits.find(call, prepared, principal, hold)
+        if isinstance(found, CachedAnswer):
+            return await self._hits.answer(call, prepared, principal, hold, found)
         # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
-        exchange = await self._dispatch(call, prepared, principal, hold)
+        try:
+            exchange = await self._dispatch(call, prepared, principal, hold)
+        except BaseException:
+            found.end(None)
+            raise
         # 9 stream, 10 ledger
         if asked.stream:
-            return EventAnswer(self._events(exchange, prepared, principal), exchange.abandon)
-        return JsonAnswer([await self._whole(exchange, prepared, principal)])
+
+            def close() -> None:
+                exchange.abandon()
+                found.end(None)
+
+            return EventAnswer(lambda sink: self._events(exchange, prepared, found, sink), close)
+        return JsonAnswer([await self._whole(exchange, prepared, found)])
 
     async def _encode(self, call: Call, kind: EncodeKind) -> Answer:
         """The same way for an encoder: its answer is whole before anything of it leaves."""
@@ -163,7 +140,7 @@ class Pipeline:
         # 3 limits
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
         # 4 semantic cache
-        self._look_up(call, prepared, principal)
+        self._hits.note(call, prepared.cache, None)
         # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
         exchange = await self._dispatch_pieces(call, prepared, principal, hold)
         try:
@@ -181,49 +158,11 @@ class Pipeline:
         """At shutdown: wait until every request that ended is settled and posted."""
         await self._around.tasks.drain(timeout_s)
 
-    def _look_up(
-        self, call: Call, prepared: Prepared | EncodePrepared, principal: Principal
-    ) -> CachedAnswer | None:
-        if prepared.cache == "off":
-            return None
-        hit = None
-        if prepared.cache == "lookup":
-            hit = self._cache.find(principal.tenant_id, prepared.request)
-        result = "hit" if hit else "miss" if prepared.cache == "lookup" else "bypass"
-        call.answer_headers[RESULT_HEADER] = result
-        self._metrics.cache_requests.labels(result).inc()
-        return hit
-
-    async def _answer_hit(
-        self,
-        call: Call,
-        prepared: Prepared,
-        principal: Principal,
-        hold: Hold,
-        hit: CachedAnswer,
-    ) -> Answer:
-        """Posted before it is sent, so it needs no open record. Takes a request and its price, no
-        tokens."""
-        request, pieces = prepared.request, prepared.codec.pieces
-        parser = prepared.new_parser()
-        piece = Piece(0, [*parser.feed(hit.text), *parser.flush()])
-        reason = finish_reason(hit.finish_reason, parser.num_calls)
-        posting = self._hit_posting(call, request, principal, hit)
-        await hold.settle(0, 0, posting.cost_nanos, posting.posted_at)
-        await self._ledger.post(posting)
-        usage = UsageFigures(len(request.prompt_token_ids), hit.completion_tokens)
-        if not request.stream:
-            whole = WholeChoice(request, 0, pieces)
-            whole.add(piece)
-            return JsonAnswer([json_answer(request, [whole.body(reason)], usage)])
-        chunks = Chunks(request, pieces)
-        body = chunks.piece(piece) + chunks.last(0, reason)
-        return EventAnswer(_single(body + chunks.usage(usage) + DONE), lambda: None)
-
     async def _dispatch(
         self, call: Call, prepared: Prepared, principal: Principal, hold: Hold
     ) -> Exchange:
-        """Queue it and wait for its first tokens: until then a refusal is an HTTP status."""
+        """Queue it and wait for its first tokens: until then a refusal is an HTTP status. A stream
+        begins without them where they take longer than `stream_heartbeat_s`."""
         runnings: list[RunningRequest] = []
         failure: Exception | None = None
         try:
@@ -241,7 +180,9 @@ class Pipeline:
         began = False
         try:
             call.when_gone(exchange.client_gone)
-            await exchange.begin()
+            wait_s = self._settings.stream_heartbeat_s if prepared.request.stream else 0.0
+            if not wait_s or await exchange.ready(wait_s):
+                await exchange.begin()
             began = not exchange.is_gone
         finally:
             if not began:
@@ -273,72 +214,43 @@ class Pipeline:
         return exchange
 
     async def _events(
-        self, exchange: Exchange, prepared: Prepared, principal: Principal
-    ) -> AsyncGenerator[bytes, None]:
+        self, exchange: Exchange, prepared: Prepared, flight: Flight, sink: Sink
+    ) -> None:
         chunks = Chunks(exchange.request, prepared.codec.pieces)
+
+        def send(piece: Piece) -> None:
+            event = chunks.piece(piece)
+            if event:
+                sink.write(event)
+
         try:
-            async for piece in exchange.pieces():
-                event = chunks.piece(piece)
-                if event:
-                    yield event
+            await exchange.push(send, sink)
             await exchange.close()
         except ApiError as error:
             await exchange.close()
-            yield error_event(error)
+            sink.write(error_event(error))
             return
         if exchange.is_gone:
             return
-        self._keep(exchange, principal)
+        flight.end(_answer_of(exchange))
         ends = b"".join(chunks.last(c.index, c.finish_reason) for c in exchange.choices)
-        yield ends + chunks.usage(exchange.usage) + DONE
+        sink.write(ends + chunks.usage(exchange.usage) + DONE)
 
-    async def _whole(self, exchange: Exchange, prepared: Prepared, principal: Principal) -> bytes:
+    async def _whole(self, exchange: Exchange, prepared: Prepared, flight: Flight) -> bytes:
         request, pieces = exchange.request, prepared.codec.pieces
         whole = [WholeChoice(request, choice.index, pieces) for choice in exchange.choices]
         try:
             async for piece in exchange.pieces():
                 whole[piece.index].add(piece)
             await exchange.close()
+            if exchange.is_gone:
+                raise ClientGone
+            flight.end(_answer_of(exchange))
         finally:
             exchange.abandon()
-        if exchange.is_gone:
-            raise ClientGone
-        self._keep(exchange, principal)
+            flight.end(None)
         choices = [whole[c.index].body(c.finish_reason) for c in exchange.choices]
         return json_answer(request, choices, exchange.usage)
-
-    def _keep(self, exchange: Exchange, principal: Principal) -> None:
-        if exchange.request.cache_mode == "exact" and exchange.is_complete:
-            only = exchange.choices[0]
-            reason = "length" if only.finish_reason == "length" else "stop"
-            answer = CachedAnswer(only.text, reason, exchange.usage.completion_tokens)
-            self._cache.keep(principal.tenant_id, exchange.request, answer)
-
-    def _hit_posting(
-        self, call: Call, request: PreparedRequest, principal: Principal, hit: CachedAnswer
-    ) -> Posting:
-        num_prompt = len(request.prompt_token_ids)
-        duration_s = self._clocks.now_s() - call.arrived_s
-        return Posting(
-            request_id=request.request_id,
-            tenant_id=principal.tenant_id,
-            key_id=principal.key_id,
-            model=request.model.name,
-            revision=request.model.revision,
-            kind=request.kind,
-            outcome="cache_hit",
-            prompt_tokens=num_prompt,
-            cached_tokens=0,
-            completion_tokens=hit.completion_tokens,
-            cost_nanos=cost_nanos(
-                prices_of(request.model), "cache_hit", num_prompt, 0, hit.completion_tokens
-            ),
-            service_s=0.0,
-            queue_s=0.0,
-            ttft_s=duration_s,
-            duration_s=duration_s,
-            posted_at=self._clocks.now_at(),
-        )
 
 
 def _choices(request: PreparedRequest) -> list[PreparedRequest]:
@@ -356,5 +268,10 @@ def _choices(request: PreparedRequest) -> list[PreparedRequest]:
     ]
 
 
-async def _single(event: bytes) -> AsyncGenerator[bytes, None]:
-    yield event
+def _answer_of(exchange: Exchange) -> CachedAnswer | None:
+    """What may be given to others that ask the same; None where it is not whole."""
+    if not exchange.is_complete:
+        return None
+    only = exchange.choices[0]
+    reason = "length" if only.finish_reason == "length" else "stop"
+    return CachedAnswer(only.text, reason, exchange.usage.completion_tokens)

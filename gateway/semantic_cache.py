@@ -43,14 +43,14 @@ class SemanticCache:
             max_bytes, ttl_s, timer=clock, getsizeof=_size_bytes
         )
 
-    def find(self, tenant_id: str, request: PreparedRequest) -> CachedAnswer | None:
-        """The answer to this very request, if it is kept."""
-        return self._answers.get(_key(tenant_id, request))
+    def find(self, key: bytes) -> CachedAnswer | None:
+        """The answer to this very request (`key_of`), if it is kept."""
+        return self._answers.get(key)
 
-    def keep(self, tenant_id: str, request: PreparedRequest, answer: CachedAnswer) -> None:
+    def keep(self, key: bytes, answer: CachedAnswer) -> None:
         """Remember an answer; one that is larger than the whole cache is not kept."""
         if _size_bytes(answer) <= self._answers.maxsize:
-            self._answers[_key(tenant_id, request)] = answer
+            self._answers[key] = answer
 
     @property
     def size_bytes(self) -> int:
@@ -72,7 +72,8 @@ def requested_mode(headers: Mapping[str, str]) -> CacheMode | None:
     )
 
 
-def _key(tenant_id: str, request: PreparedRequest) -> bytes:
+def key_of(tenant_id: str, request: PreparedRequest) -> bytes:
+    """What the answer depends on, as one name."""
     sampling = request.sampling
     greedy = sampling.temperature == 0
     scope = (

@@ -6,7 +6,7 @@ edge alone (limiter, cache, pipeline, its own metrics) is built by `create_app`;
 registered with `metrics_registry`, which /metrics renders.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from engine.protocol import SwapRecord, WorkerStatus
 from gateway.directory import Directory
 from gateway.settings import Settings
+from gateway.store.base import LimitStore
 from gateway.store.memory import MemoryStore
 from gateway.types import (
     HostedModel,
@@ -38,6 +39,8 @@ class Accounts:
     """The system's: steps for attempts that came to nothing or that nobody waited for."""
     system_load_s: float = 0.0
     """The system's: loads that no tenant's work waited for."""
+    num_unsound: int = 0
+    """Figures of workers that were no times, and were taken for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +76,33 @@ class DispatcherSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSnapshot:
-    """The ledger writer's figures at one moment."""
+    """The ledger's figures at one moment."""
 
     num_pending: int
+    """Records that the database does not have yet."""
     lag_s: float
-    """Age of the oldest record that is not durable yet; 0 when there is none."""
+    """Age of the oldest of them; 0 when there is none."""
     num_opened: int
     num_posted: int
     num_voided: int
     num_write_errors: int
     num_recovered: int
     """Records an earlier process left open and this one closed."""
+    num_unsynced: int = 0
+    """Records that are not durable yet."""
+    num_open: int = 0
+    journal_bytes: int = 0
+    refuses: bool = False
+    """Whether nothing new is opened now."""
+    num_sync_errors: int = 0
+    num_damaged: int = 0
+    num_put_aside: int = 0
+    num_rolled: int = 0
+    """Postings added to roll-ups."""
 
 
 class RequestDispatcher(Protocol):
-    """The fair queue in front of the workers (`gateway/dispatcher.py`)."""
+    """The fair queue in front of the workers (`gateway/dispatch/dispatcher.py`)."""
 
     @property
     def ready(self) -> bool:
@@ -114,10 +129,13 @@ class RequestDispatcher(Protocol):
 
 
 class UsageLedger(Protocol):
-    """Durable usage (`gateway/ledger.py`). All are safe to repeat with the same request_id."""
+    """Durable usage (`gateway/ledger/`). All are safe to repeat with the same request_id."""
 
     async def open(self, record: OpenRecord) -> None:
-        """Durable on return. Raises ApiError(UNAVAILABLE) where the write buffer is full."""
+        """Durable on return. Raises ApiError(UNAVAILABLE) where nothing new is taken."""
+
+    def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
+        """The client of an open request has been sent so much of its stream."""
 
     async def post(self, posting: Posting) -> None:
         """Post once by request_id; durable on return, and only then the worker forgets it."""
@@ -139,8 +157,10 @@ class Services:
     dispatcher: RequestDispatcher
     ledger: UsageLedger
     metrics_registry: CollectorRegistry
-    limit_store: MemoryStore = field(default_factory=MemoryStore)
+    limit_store: LimitStore = field(default_factory=MemoryStore)
     """Counts of limits; the registry poll fills in what a restart has lost."""
+    scrape: Callable[[], Awaitable[bytes]] | None = None
+    """What /metrics answers where this process is one of several; None: `metrics_registry`."""
 
 
 __all__ = [

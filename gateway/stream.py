@@ -1,147 +1,185 @@
 """Stage 9, the sending half: answers on their way to a client that may go away.
 
-Comes in: the bytes of an answer, event by event, as answer.py writes them, or whole. Who pays for
-it is exchange.py's.
+Comes in: the bytes of an answer, whole, or a `run` that writes events as answer.py makes them. Who
+pays for it is exchange.py's; what a connection is, and how long one may not read, is
+http_protocol.py's.
 
-A client that goes away shows only as an ASGI message, so one task per request waits for it
-(`DisconnectWatch`) while the answer is made, streamed or not.
+Events are written straight to the connection, by plain calls: no task and no message an event.
+Where the client does not read, `is_full` says so, and whoever writes stops until `when_drained`
+calls; what it writes all the same is kept. In a stream that says nothing for `heartbeat_s` comments
+go out (lines with a colon, which clients of server-sent events pass over), so that nobody on the
+way takes it for dead: while a request waits in the queue, a model loads, or a long prompt is read.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
+
+from gateway.types import Sink
 
 _SLICE_BYTES = 262_144
+HEARTBEAT = b": still here\n\n"
+
+Headers = list[tuple[bytes, bytes]]
 
 
-class DisconnectWatch:
-    """Calls back once when the client goes away. Begin after the body has been read."""
+class ClientConnection(Protocol):
+    """What a request may know of the connection it came by (`http_protocol.BoundedHttp`)."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    @property
+    def is_full(self) -> bool:
+        """The client does not read."""
+
+    @property
+    def is_gone(self) -> bool:
+        """There is nobody to write to."""
+
+    @property
+    def has_body(self) -> bool:
+        """The body of the request that is being served is all there."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """A part of a streamed answer whose head has been sent."""
+
+    def watch(self, watch: "ClientWatch") -> None:
+        """Tell it what becomes of the client."""
+
+    def unwatch(self, watch: "ClientWatch") -> None:
+        """No longer."""
+
+
+class ClientWatch:
+    """Hears on behalf of one request what becomes of its client."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self.connection = connection
+        self.gone = connection.is_gone
         self._callbacks: list[Callable[[], None]] = []
-        self._task: asyncio.Task[None] | None = None
-        self.gone = False
-
-    def start(self) -> None:
-        """From now on `receive` belongs to the watch."""
-        self._task = asyncio.create_task(self._wait())
+        self._on_drained: Callable[[], None] | None = None
+        connection.watch(self)
 
     def stop(self) -> None:
         """The answer is complete; who goes away now breaks nothing off."""
-        if self._task is not None:
-            self._task.cancel()
+        self.connection.unwatch(self)
+        self._callbacks.clear()
+        self._on_drained = None
 
     def when_gone(self, callback: Callable[[], None]) -> None:
-        """Call `callback` when the client goes away, at once if it has."""
+        """Call `callback` once when the client goes away, at once if it has."""
         if self.gone:
             callback()
         else:
             self._callbacks.append(callback)
 
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever the client reads again, or is gone."""
+        self._on_drained = callback
+
+    def on_gone(self) -> None:
+        """The connection's word, once."""
         self.gone = True
-        for callback in self._callbacks:
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             callback()
+        self.on_drained()
+
+    def on_drained(self) -> None:
+        """The connection's word."""
+        if self._on_drained is not None:
+            self._on_drained()
 
 
-class ClientStalled(Exception):
-    """The client holds the connection but has not read for too long."""
-
-
-class WholeAnswer(Response):
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
     """A JSON answer, a slice at a time: one of megabytes does not lie in buffers for a client that
-    does not read it. Raises ClientStalled where a slice takes longer than `write_timeout_s`.
-
-    A part that is too large is cut; parts that are small are sent as they are. `close` is called
-    when no more is sent, however that comes.
+    does not read it. A part that is too large is cut; parts that are small are sent as they are.
     """
 
-    media_type = "application/json"
+    parts: Sequence[bytes]
+
+    async def send(self, headers: Headers, send: Send) -> None:
+        """All of it; returns early, without a sound, where the client goes away."""
+        length = str(sum(map(len, self.parts))).encode()
+        headers = [
+            *headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", length),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, part in enumerate(self.parts, 1):
+            for at in range(0, len(part), _SLICE_BYTES):
+                body = part if len(part) <= _SLICE_BYTES else part[at : at + _SLICE_BYTES]
+                more = number < len(self.parts) or at + _SLICE_BYTES < len(part)
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class EventStream:
+    """A streamed answer. Implements types.Sink for whoever makes its events."""
 
     def __init__(
-        self,
-        parts: Sequence[bytes],
-        write_timeout_s: float,
-        close: Callable[[], None] = lambda: None,
+        self, run: Callable[[Sink], Awaitable[None]], watch: ClientWatch, heartbeat_s: float
     ) -> None:
-        self.status_code = 200
-        self.background = None
-        self._parts = parts
-        self._write_timeout_s = write_timeout_s
-        self._close = close
-        self.init_headers({"content-length": str(sum(map(len, parts)))})
+        """`heartbeat_s` 0: none."""
+        self._run = run
+        self._watch = watch
+        self._connection = watch.connection
+        self._write_chunk = watch.connection.write_chunk
+        self._heartbeat_s = heartbeat_s
+        self._is_silent = True
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of this answer."""
+    @property
+    def is_full(self) -> bool:
+        """See Sink."""
+        return self._connection.is_full
+
+    def write(self, event: bytes) -> None:
+        """See Sink."""
+        self._is_silent = False
+        self._write_chunk(event)
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """See Sink."""
+        self._watch.when_drained(callback)
+
+    async def drained(self) -> None:
+        """See Sink."""
+        if self.is_full:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+            def tell() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+            self.when_drained(tell)
+            await waiter
+
+    async def send(self, headers: Headers, send: Send) -> None:
+        """Head, events, end."""
+        headers = [
+            *headers,
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),  # a proxy in front must not hold events back
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if self._heartbeat_s:
+            self._beat_later()
         try:
-            await self._send(send)
+            await self._run(self)
         finally:
-            self._close()
+            if self._timer is not None:
+                self._timer.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        now_s = asyncio.get_running_loop().time
-        timer = asyncio.timeout(None)
-        try:
-            async with timer:
-                for number, part in enumerate(self._parts, 1):
-                    for at in range(0, len(part), _SLICE_BYTES):
-                        timer.reschedule(now_s() + self._write_timeout_s)
-                        body = part if len(part) <= _SLICE_BYTES else part[at : at + _SLICE_BYTES]
-                        more = number < len(self._parts) or at + _SLICE_BYTES < len(part)
-                        await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError as error:
-            if timer.expired():
-                raise ClientStalled from error
-            raise
+    def _beat_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._beat)
 
-
-class EventStream(Response):
-    """Sends events as they come. `close` is called when no more are taken, however that comes.
-
-    Raises ClientStalled where one event takes longer than `write_timeout_s` to send.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        close: Callable[[], None],
-        headers: Mapping[str, str],
-        write_timeout_s: float,
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self._events = events
-        self._close = close
-        self._write_timeout_s = write_timeout_s
-        # x-accel-buffering: a proxy in front must not hold events back.
-        self.init_headers({**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application of this answer."""
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        now_s = asyncio.get_running_loop().time
-        # One timer for the whole stream, armed while something is being sent.
-        timer = asyncio.timeout(None)
-        try:
-            async with timer:
-                await send(start)
-                async for event in self._events:
-                    timer.reschedule(now_s() + self._write_timeout_s)
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    timer.reschedule(None)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError as error:
-            if timer.expired():
-                raise ClientStalled from error
-            raise
-        finally:
-            self._close()
-            await self._events.aclose()
+    def _beat(self) -> None:
+        if self._is_silent and not self.is_full:
+            self._connection.write_chunk(HEARTBEAT)
+        self._is_silent = True
+        self._beat_later()

@@ -3,13 +3,14 @@
 Times named `now_s` are monotonic seconds; wall-clock instants are `*_at` in UTC epoch seconds.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
 from engine.protocol import Constraint, EncodeInputs, Finish, SamplingParams, TokenLogprobs
+from gateway.policy.pricing import FREE, Rates
 from registry.quotas import UNLIMITED, Limits
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
@@ -50,9 +51,6 @@ class HostedModel:
     created_at: int
     pinned: bool = False
     weight: float = 1.0
-    price_prompt_nanos: int = 0
-    price_cached_nanos: int = 0
-    price_completion_nanos: int = 0
     weight_bytes: int = 0
     task: Task = "generate"
     dim: int = 0
@@ -81,6 +79,8 @@ class PreparedRequest:
 
     `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
     `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
+    `priority`: among its tenant's waiting requests the lowest goes first.
+    `rates`: what it is billed by, as of its arrival.
     """
 
     request_id: str
@@ -105,6 +105,42 @@ class PreparedRequest:
     shown_token_ids: frozenset[int] = frozenset()
     encode: EncodeInputs | None = None
     continues: bool = False
+    rates: Rates = FREE
+    priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+        return len(self.prompt_token_ids)
+
+
+class Asked(Protocol):
+    """What the dispatcher has to know of a request: a `PreparedRequest`, or a ticket from another
+    process, which has no prompt."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name towards workers."""
+
+    @property
+    def model(self) -> HostedModel:
+        """As it was hosted when the request was prepared."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How long the prompt is."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens generated at most."""
+
+    @property
+    def continues(self) -> bool:
+        """A full queue does not refuse it."""
+
+    @property
+    def priority(self) -> int:
+        """Among its tenant's waiting requests the lowest goes first."""
 
 
 class TokenEvent(msgspec.Struct, frozen=True):
@@ -140,5 +176,28 @@ class RunningRequest(Protocol):
         """Events until one carries `finish`. Raises errors.ApiError if it is refused before any
         token, and errors.WorkerLost if the worker dies after some."""
 
+    def take(self) -> TokenEvent | None:
+        """The next event if there is one, without waiting; raises as iteration does."""
+
+    def listen(self, on_event: Callable[[], None] | None) -> None:
+        """Call `on_event` whenever something may be taken, now if so; None: no longer."""
+
     def abort(self) -> None:
         """Stop within one step; the last event follows (at once if it was still queued)."""
+
+
+class Sink(Protocol):
+    """Where the events of a streamed answer go, by plain calls."""
+
+    @property
+    def is_full(self) -> bool:
+        """The client does not read: write no more for now."""
+
+    def write(self, event: bytes) -> None:
+        """Send an event; kept where the client does not read."""
+
+    def when_drained(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever the client reads again, or is gone."""
+
+    async def drained(self) -> None:
+        """Returns when it is not full."""

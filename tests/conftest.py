@@ -33,10 +33,13 @@ LONGEST = (
     "tests/engine/test_encoder_engine.py",
     "tests/engine/test_sampler.py",
     "tests/engine/test_constraints.py",
-    "tests/gateway/test_registration.py",
-    "tests/gateway/test_registration_kills.py",
-    "tests/gateway/test_cli_simulate.py",
+    "tests/gateway/registration/test_registration.py",
+    "tests/gateway/registration/test_registration_kills.py",
+    "tests/gateway/cli/test_simulate.py",
+    "tests/registry/test_migrations.py",
 )
+
+pytest_plugins = ("tests.postgres",)
 
 # Kernels are interpreted. Triton reads this when it is imported, which any test may be the first to
 # do; kernels run only where a test launches them, so nothing else is touched.

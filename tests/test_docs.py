@@ -23,8 +23,8 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.protocol import ModelStatus, WorkerStatus
 from gateway import errors
 from gateway.app import create_app
-from gateway.cli import GROUPS, build_parser
-from gateway.metrics import Metrics, StateCollector
+from gateway.cli.main import GROUPS, build_parser
+from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.services import Accounts, DispatcherSnapshot, LedgerSnapshot
 from gateway.settings import Settings, settings_reference
 
@@ -159,7 +159,7 @@ def metric_families() -> Iterator[Metric]:
         for field in dataclasses.fields(DispatcherSnapshot)
     }
     state["accounts"] = Accounts({"a": 1.0}, {"a": 1.0})
-    written = {field.name: 1 for field in dataclasses.fields(LedgerSnapshot)}
+    written: dict[str, typing.Any] = {f.name: 1 for f in dataclasses.fields(LedgerSnapshot)}
     model = ModelStatus("a", "resident", 1, 1, 1, 1, 1.0)
     worker = WorkerStatus(
         "e", "w", 0, 1, 1, 1.0, 1, 1, {"a/kv": 1}, [model], [], [], {"preemptions": 1.0}

@@ -244,4 +244,4 @@ class PushedOut:
 
 def load_seconds(model: ModelView) -> float:
     """What a load is expected to take there."""
-    return model.load_s if model.load_s >= 0 else UNKNOWN_LOAD_S
+    return model.load_s if 0 <= model.load_s < math.inf else UNKNOWN_LOAD_S

@@ -4,15 +4,15 @@ Two reasons to leave some:
 
 - An operator has reserved a share of each worker for a tenant. What of it the tenant does not use
   stays free: request places (rows of a step) and KV memory.
-- Others were served lately. One row in LEAVE_ONE_IN (none of a few) is then left free by whoever
-  has a backlog, so that who asks for less than its share finds a row at once and not when the next
-  answer ends. The row is for a request that has just come, of a tenant that is first in the fair
-  order: so nobody gains service by it, and of those who all have a backlog nobody takes it. Where
-  nobody else was served for RECENT_S, all rows are taken.
+- Others were served lately. A worker takes in some requests more than it has rows, so that a row
+  that becomes free is filled in the next step; half of these places are then left free by whoever
+  has a backlog. A request that has just come, of a tenant that is first in the fair order, is sent
+  to the worker at once, where it need not wait for a row either (engine/tenants_here.py). So nobody
+  gains service by it, no row stands idle, and of those who all have a backlog nobody takes it.
+  Where nobody else was served for RECENT_S, all places are taken.
 
-A worker takes in some requests more than it has rows, so that a row that becomes free is filled in
-the next step. Who has to leave rows has none of these places either: a request there would go
-before one that came for the free row.
+Who has to leave rows to a reservation has none of these places: a request there would go before one
+that came for the free row.
 
 A tenant with nothing on a worker is never held back by a reservation of memory: its request might
 be larger than what reservations leave, and would wait for ever.
@@ -22,7 +22,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-LEAVE_ONE_IN = 64
 LOOKAHEAD_SHARE = 8
 """A worker with n rows takes n + n/8 requests (engine/leases.py)."""
 RECENT_S = 60.0
@@ -86,11 +85,13 @@ class Headroom:
         num_places = wanted.free_requests + sum(each.num_requests for each in held.values())
         num_rows = rows_of(num_places)
         left = self._rows_left(held, tenant_id, num_rows)
-        own_rows = max(1, math.ceil(self.reserved.get(tenant_id, 0.0) * num_rows))
+        own_rows = math.ceil(self.reserved.get(tenant_id, 0.0) * num_rows)
+        lookahead = num_places - num_rows
+        places = left + lookahead if left else 0
         backlog = not wanted.fresh and own.num_requests >= own_rows
-        if backlog and self._others_came(tenant_id, now_s):
-            left += (num_rows + LEAVE_ONE_IN // 4) // LEAVE_ONE_IN
-        if left and wanted.free_requests - 1 < left + num_places - num_rows:
+        if num_rows > 1 and backlog and self._others_came(tenant_id, now_s):
+            places = max(places, left + -(-lookahead // 2))
+        if wanted.free_requests - 1 < places:
             return not own.num_requests and num_rows <= 1
         return not own.num_requests or self._leaves_memory(held, tenant_id, wanted)
 

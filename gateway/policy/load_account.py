@@ -86,6 +86,11 @@ class LoadAccount:
         back = [Transfer(name, -share * paid_s) for name, share in debt.shares.items()]
         return self._noted([Transfer(tenant_id, paid_s), *back])
 
+    def owed_s(self, residency: Residency) -> float:
+        """Of its load, what is not paid back yet."""
+        debt = self._debts.get(residency)
+        return 0.0 if debt is None else debt.left_s
+
     def end(self, residency: Residency) -> None:
         """The model has left the worker, or its load came to nothing."""
         self._causes.pop(residency, None)

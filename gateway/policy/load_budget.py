@@ -7,8 +7,9 @@ filled up first. So within any window of T seconds the loads begun take at most
 
     share * T + max(share * BURST_S, the longest load)
 
-seconds. When a load has ended, what it really took is settled (`settle`). A worker's first
-estimates are guesses, so its first loads take little beforehand, the rest when they have ended.
+seconds. When a load has ended, what it really took is settled (`settle`), and one that came to
+nothing gives back what it took. A worker's first estimates are guesses, so its first loads take
+little beforehand, the rest when they have ended.
 """
 
 from collections.abc import Iterable
@@ -77,6 +78,12 @@ class LoadBudget:
             self._buckets[worker_id] = self.bucket(worker_id, now_s).taken(
                 took_s - charged_s, now_s
             )
+
+    def call_off(self, worker_id: str, model_id: str, now_s: float) -> None:
+        """A load came to nothing: what it took is given back."""
+        charged_s = self._charged.pop((worker_id, model_id), None)
+        if charged_s is not None:
+            self._buckets[worker_id] = self.bucket(worker_id, now_s).taken(-charged_s, now_s)
 
     def is_sure(self, worker_id: str) -> bool:
         """Whether what loads take there has been measured: the first estimates are guesses."""

@@ -16,7 +16,8 @@ the wanted ones, in the order of their heads in the fair queue:
    than `gather_wait_s`.
    Not held back is what is worth more than what it pushes out by MARGIN: asked for so much oftener,
    times the seconds of its load. That changes who is in demand, once, and is no swapping back and
-   forth; the worker judges it by its own margin and residence.
+   forth; the worker judges it by its own margin and residence. It takes nothing out of the budget:
+   a debt for it is waited off by those who come after, beyond their bound.
 4. Loads that are held back also keep within `max_load_share` of the worker's time
    (`load_budget.py`), in the fair order; they are `forced`: the worker makes room whatever its
    models are worth.
@@ -149,9 +150,12 @@ class Placement:
             state = state_of(claim.worker_id, model_id)
             if state in (None, "resident", "failed") or now_s >= claim.expires_s:
                 del self._claims[model_id]
+                if state not in (None, "resident", "failed", "loading"):
+                    self._budget.call_off(claim.worker_id, model_id, now_s)
 
     def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
         """A load has ended: the budget is charged what it took, not what was expected."""
+        took_s = took_s if 0 <= took_s < math.inf else 0.0
         self._budget.settle(worker_id, model_id, took_s, now_s)
 
     def lose_worker(self, worker_id: str) -> None:

@@ -72,30 +72,35 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """All that was taken for one request. Closed once, by settle or release."""
+    """All that was taken for one request. `id` names it in the store that holds it. Closed once, by
+    settle or release."""
 
+    id: str
     taken: tuple[Taken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request may not go now. `wait_s` None: it never may, its cost is over the limit."""
+    """Why a request may not go now. `wait_s` None: it never may, its cost is over the limit.
+    `is_unknown`: nobody can say at present what is used, and the limit is not to be overrun."""
 
     draw: Draw
     used: int
     wait_s: float | None
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
     """What a request used in the end. `day`, `month`: numbers of the periods in which it is posted;
-    0: of those in which it was reserved."""
+    0: of those in which it was reserved. `posted_at`: when, in epoch seconds."""
 
     input_tokens: int
     output_tokens: int
     cost_nanos: int = 0
     day: int = 0
     month: int = 0
+    posted_at: float = 0.0
 
     def of(self, meter: Meter) -> int:
         """As the meter counts it."""
@@ -205,6 +210,7 @@ class Count:
 
     def figures(self, draw: Draw, now_s: float) -> Figures:
         """For the headers."""
+        self.expire(now_s)
         last = next((slot for slot, amount in reversed(self.slots) if amount), None)
         reset_s = 0.0 if last is None else max(0.0, self._expires_s(last) - now_s)
         return Figures(draw.limit, max(0, draw.limit - self.total), reset_s)

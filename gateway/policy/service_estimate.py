@@ -1,11 +1,13 @@
 """What a request will cost, before it runs: predicted output and device seconds (pure).
 
-Two averages, both exponential over finished requests: output tokens per (tenant, model), and
-seconds per unit of work per model, where a unit is one uncached prompt token or 1/OUTPUT_UNITS of
-an output token. Before anything has finished, the output is taken as `max_tokens` and the rate as
-DEFAULT_UNIT_S; the same guess for everyone is fair, and each end trues it up.
+Averages, all exponential over finished requests: output tokens per (tenant, model), per model for
+tenants of which none has finished there, and seconds per unit of work per model, where a unit is
+one uncached prompt token or 1/OUTPUT_UNITS of an output token. Before anything has finished, the
+output is taken as `max_tokens` and the rate as DEFAULT_UNIT_S; the same guess for everyone is fair,
+and each end trues it up.
 """
 
+import math
 from dataclasses import dataclass
 
 OUTPUT_UNITS = 2.0
@@ -30,13 +32,16 @@ class ServiceEstimator:
 
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, str], float] = {}
+        self._model_outputs: dict[str, float] = {}
         self._unit_s: dict[str, float] = {}
 
     def predict(
         self, tenant_id: str, model_id: str, prompt_tokens: int, max_tokens: int
     ) -> Prediction:
         """Before a grant. The output is between 1 and `max_tokens`; none for an encoder (0)."""
-        usual = self._outputs.get((tenant_id, model_id), float(max_tokens))
+        usual = self._outputs.get((tenant_id, model_id))
+        if usual is None:
+            usual = self._model_outputs.get(model_id, float(max_tokens))
         output = min(max_tokens, max(1, round(usual)))
         unit_s = self._unit_s.get(model_id, DEFAULT_UNIT_S)
         units = units_of(prompt_tokens, output)
@@ -56,8 +61,10 @@ class ServiceEstimator:
         if len(self._outputs) >= MAX_OUTPUTS:
             del self._outputs[next(iter(self._outputs))]
         self._outputs[key] = before + NEWEST_SHARE * (output_tokens - before)
+        of_all = self._model_outputs.get(model_id, float(output_tokens))
+        self._model_outputs[model_id] = of_all + NEWEST_SHARE * (output_tokens - of_all)
         units = units_of(uncached_tokens, output_tokens)
-        if units > 0 and service_s > 0:
+        if units > 0 and 0 < service_s < math.inf:
             rate = service_s / units
             before_s = self._unit_s.get(model_id, rate)
             self._unit_s[model_id] = before_s + NEWEST_SHARE * (rate - before_s)
@@ -66,6 +73,7 @@ class ServiceEstimator:
         """Forget models that are not hosted any more."""
         self._unit_s = {m: rate for m, rate in self._unit_s.items() if m in model_ids}
         self._outputs = {key: n for key, n in self._outputs.items() if key[1] in model_ids}
+        self._model_outputs = {m: n for m, n in self._model_outputs.items() if m in model_ids}
 
 
 def units_of(prompt_tokens: int, output_tokens: int) -> float:

@@ -1,8 +1,8 @@
 """Stage 3's arithmetic for money: what was spent of a budget in a calendar day or month (UTC).
 
-Pure, beside rate_limit.py; when periods begin says gateway/periods.py. A request reserves the most
-that it may cost, and settles what it did cost, so a budget is never overrun, not by parallel
-requests either.
+Pure, beside rate_limit.py; when periods begin says gateway/limits/periods.py. A request reserves
+the most that it may cost, and settles what it did cost, so a budget is never overrun, not by
+parallel requests either.
 
 Requests that are under way when a period ends are posted in the next one; what they have reserved
 goes along, or the new period could be overrun by it.
@@ -49,8 +49,15 @@ class Spend:
         self.total += used - taken.cost
         self.reserved -= taken.cost
 
+    def add(self, spent: int, period: int) -> None:
+        """Count what nobody reserved, and was posted in `period`."""
+        self.roll(period)
+        if period == self.period:
+            self.total += spent
+
     def figures(self, draw: Draw, now_s: float) -> Figures:
         """As of rates."""
+        self.roll(draw.period)
         return Figures(draw.limit, max(0, draw.limit - self.total), draw.resets_in_s)
 
     def is_idle(self, now_s: float) -> bool:

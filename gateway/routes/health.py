@@ -27,7 +27,11 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     edge: Edge = request.app.state.edge
-    body = generate_latest(edge.services.metrics_registry)
+    services = edge.services
+    if services.scrape is None:
+        body = generate_latest(services.metrics_registry)
+    else:
+        body = await services.scrape()
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from gateway.auth import authenticate, find_model, visible_models
 from gateway.edge import Edge
-from gateway.routes.chat import client_of
+from gateway.routes.post import client_of
 from gateway.types import HostedModel, Principal
 
 OWNER = "polyhost"
@@ -34,7 +34,7 @@ async def show_model(request: Request) -> Response:
 
 def _caller(request: Request, edge: Edge) -> Principal:
     now_at = edge.clocks.now_at()
-    return authenticate(request.headers, edge.services.directory, now_at, client_of(request))
+    return authenticate(request.headers, edge.services.directory, now_at, client_of(request.scope))
 
 
 def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:

@@ -6,11 +6,12 @@ limits drawn on in the last day.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gateway.policy import rate_limit
-from gateway.policy.rate_limit import Count, Draw, Figures, Refusal, Reservation, Used
+from gateway.policy.rate_limit import Count, Draw, Figures, Refusal, Reservation, Taken, Used
 from gateway.policy.spend import Spend
+from gateway.store.base import Decision, Loss, Past
 
 
 class MemoryStore:
@@ -18,30 +19,30 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, Count | Spend] = OrderedDict()
-        self._open: dict[int, Reservation] = {}  # by identity: two may be equal
+        self._open: dict[str, Reservation] = {}
 
-    async def reserve(self, draws: Sequence[Draw], now_s: float) -> Reservation | Refusal:
+    async def reserve(self, reservation_id: str, draws: Sequence[Draw], now_s: float) -> Decision:
         """See LimitStore."""
         self._forget_idle(now_s)
-        counts = [self._count(draw) for draw in draws]
-        taken = rate_limit.reserve(counts, draws, now_s)
-        if isinstance(taken, Refusal):
-            return taken
-        reservation = Reservation(taken)
-        self._open[id(reservation)] = reservation
-        return reservation
+        reservation, refusal = self._open.get(reservation_id), None
+        if reservation is None:
+            counts = [self._count(draw) for draw in draws]
+            taken = rate_limit.reserve(counts, draws, now_s)
+            if isinstance(taken, Refusal):
+                refusal = taken
+            else:
+                reservation = self._open[reservation_id] = Reservation(reservation_id, taken)
+        return Decision(tuple(await self.figures(draws, now_s)), reservation, refusal)
 
     async def settle(self, reservation: Reservation, used: Used) -> None:
         """See LimitStore."""
-        del self._open[id(reservation)]
-        for taken in reservation.taken:
+        for taken in self._close(reservation):
             if taken.name in self._counts:  # or its window has passed, and it is forgotten
                 rate_limit.settle(self._counts[taken.name], taken, used)
 
     async def release(self, reservation: Reservation) -> None:
         """See LimitStore."""
-        del self._open[id(reservation)]
-        for taken in reservation.taken:
+        for taken in self._close(reservation):
             if taken.name in self._counts:
                 rate_limit.release(self._counts[taken.name], taken)
 
@@ -51,56 +52,51 @@ class MemoryStore:
             (self._counts.get(draw.name) or _new_count(draw)).figures(draw, now_s) for draw in draws
         ]
 
+    async def carry(self, reservations: Sequence[Reservation], now_s: float) -> None:
+        """See LimitStore."""
+        for reservation in reservations:
+            if reservation.id not in self._open:
+                taken = tuple(self._carried(one, now_s) for one in reservation.taken)
+                self._open[reservation.id] = Reservation(reservation.id, taken)
+
+    async def restore(self, pasts: Sequence[Past], now_s: float) -> None:
+        """A limit that was lifted for a while is still counted here, and requests may hold on to
+        it: what they took goes along, and the count that knows of more is the right one."""
+        for past in pasts:
+            if past.window_s:
+                self._restore_rate(past, now_s)
+            else:
+                self._restore_spend(past)
+
+    async def add(self, pasts: Sequence[Past], now_s: float) -> None:
+        """See LimitStore."""
+        for past in pasts:
+            if past.window_s:
+                count = self._counts.setdefault(past.name, Count(past.window_s))
+                if isinstance(count, Count):
+                    count.expire(now_s)
+                    count.restore(0.0, sum(amount for _, amount in past.amounts), now_s)
+            else:
+                spend = self._counts.setdefault(past.name, Spend(past.period))
+                if isinstance(spend, Spend):
+                    spend.add(past.spent, past.period)
+
+    async def loss(self) -> Loss | None:
+        """What is lost here is this process, whose next start restores everything."""
+        return None
+
+    async def restore_loss(self, loss: Loss, pasts: Sequence[Past], now_s: float) -> None:
+        """Never asked for."""
+        raise AssertionError("this store loses nothing")
+
     def knows(self, name: str) -> bool:
         """Whether something is counted under the name."""
         return name in self._counts
 
-    def restore(
-        self, name: str, window_s: int, amounts: Iterable[tuple[float, int]], now_s: float
-    ) -> None:
-        """Begin a count with what is known of its past: (age, amount), the oldest first.
-
-        A limit that was lifted for a while is still counted here, and requests may hold on to it:
-        what they took goes along, and the count that knows of more is the right one.
-        """
-        count = Count(window_s)
-        for age_s, amount in amounts:
-            count.restore(age_s, amount, now_s)
-        old = self._counts.get(name)
-        if isinstance(old, Count):
-            for reservation in self._open.values():
-                for taken in reservation.taken:
-                    if taken.name == name:
-                        count.carry(taken)
-            old.expire(now_s)
-            if old.total > count.total:
-                return
-        self._counts[name] = count
-
-    def restore_spend(self, name: str, period: int, spent: int) -> None:
-        """Begin a budget's count with what was spent of it before; as `restore` where there is
-        one already."""
-        old = self._counts.get(name)
-        if not isinstance(old, Spend):
-            self._counts[name] = Spend(period, spent)
-            return
-        old.roll(period)
-        if old.period == period:  # or a new one began while the ledger was read
-            old.total = max(old.total, spent + old.reserved)
-
-    def add(self, name: str, window_s: int, amount: int, now_s: float) -> None:
-        """Count what nobody reserved, as if it had been granted now."""
-        count = self._counts.setdefault(name, Count(window_s))
-        if isinstance(count, Count):
-            count.expire(now_s)
-            count.restore(0.0, amount, now_s)
-
-    def add_spend(self, name: str, period: int, spent: int) -> None:
-        """Count money that nobody reserved."""
-        count = self._counts.setdefault(name, Spend(period))
-        if isinstance(count, Spend):
-            count.roll(period)
-            count.total += spent
+    @property
+    def is_degraded(self) -> bool:
+        """Never: they are here."""
+        return False
 
     @property
     def num_counts(self) -> int:
@@ -124,6 +120,45 @@ class MemoryStore:
                 raise AssertionError(f"{name}: {count.total} != {total} or below 0")
             if count.total < 0:
                 raise AssertionError(f"{name}: {count.total} places taken")
+
+    def _close(self, reservation: Reservation) -> tuple[Taken, ...]:
+        """What it holds; nothing where it is closed already."""
+        held = self._open.pop(reservation.id, None)
+        return () if held is None else held.taken
+
+    def _carried(self, taken: Taken, now_s: float) -> Taken:
+        """Taken once more, in the present: where it was before says nothing about here."""
+        draw = Draw(
+            taken.name, taken.meter, taken.window_s, 0, taken.cost, taken.slot, kind=taken.kind
+        )
+        count = self._count(draw)
+        count.refresh(draw, now_s)
+        return count.take(draw, now_s)
+
+    def _restore_rate(self, past: Past, now_s: float) -> None:
+        count = Count(past.window_s)
+        for age_s, amount in past.amounts:
+            count.restore(age_s, amount, now_s)
+        old = self._counts.get(past.name)
+        if isinstance(old, Count):
+            for reservation in self._open.values():
+                for taken in reservation.taken:
+                    if taken.name == past.name:
+                        count.carry(taken)
+            count.expire(now_s)
+            old.expire(now_s)
+            if old.total > count.total:
+                return
+        self._counts[past.name] = count
+
+    def _restore_spend(self, past: Past) -> None:
+        old = self._counts.get(past.name)
+        if not isinstance(old, Spend):
+            self._counts[past.name] = Spend(past.period, past.spent)
+            return
+        old.roll(past.period)
+        if old.period == past.period:  # or a new one began while the ledger was read
+            old.total = max(old.total, past.spent + old.reserved)
 
     def _count(self, draw: Draw) -> Count | Spend:
         count = self._counts.get(draw.name)

@@ -19,7 +19,6 @@ import aiohttp
 import numpy as np
 import uvicorn
 from prometheus_client import CollectorRegistry
-from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.protocol import (
@@ -30,14 +29,19 @@ from engine.protocol import (
     Usage,
     WorkerStatus,
 )
-from gateway.app import create_app
+from gateway.app import Application, create_app
 from gateway.directory import Directory
+from gateway.dispatch.running import RequestStream, StreamEnd
 from gateway.edge import Edge, build_edge
 from gateway.errors import ApiError
-from gateway.http_protocol import http_config
-from gateway.running import RequestStream, StreamEnd
+from gateway.policy.price_book import PriceBook
+from gateway.policy.pricing import Prices
+from gateway.server.connections import Connections
+from gateway.server.http_protocol import http_config
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
 from gateway.settings import Settings
+from gateway.store.memory import MemoryStore
+from gateway.stream import ClientWatch
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
 from registry.ledger import OpenRecord, Posting
@@ -151,6 +155,9 @@ def key_record(
     )
 
 
+PRICES = Prices(prompt_nanos=2, cached_nanos=1, completion_nanos=5)
+
+
 def hosted_model(folder: Path, name: str = "tiny", max_context: int = 256) -> HostedModel:
     """A catalog entry over `write_model`'s files."""
     return HostedModel(
@@ -160,9 +167,6 @@ def hosted_model(folder: Path, name: str = "tiny", max_context: int = 256) -> Ho
         max_context=max_context,
         vocab_size=403,
         created_at=1_700_000_000,
-        price_prompt_nanos=2,
-        price_cached_nanos=1,
-        price_completion_nanos=5,
     )
 
 
@@ -186,9 +190,15 @@ class Running:
             prompt = [score(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]]
         self.stream.put(token_ids, scores, prompt)
 
-    def end(self, reason: FinishReason, cached_tokens: int = 0, error: str = "") -> None:
+    def end(
+        self,
+        reason: FinishReason,
+        cached_tokens: int = 0,
+        error: str = "",
+        service_s: float = 0.25,
+    ) -> None:
         """The finish comes, telling what was said."""
-        usage = Usage(len(self.request.prompt_token_ids), cached_tokens, self.num_sent, 0.25)
+        usage = Usage(len(self.request.prompt_token_ids), cached_tokens, self.num_sent, service_s)
         self.stream.finish(Finish(reason, usage, error))
 
     def answer(self, rows: np.ndarray[Any, Any] | bytes, service_s: float = 0.25) -> None:
@@ -282,6 +292,7 @@ class RecordingLedger:
     opened: list[OpenRecord] = field(default_factory=list)
     posted: list[Posting] = field(default_factory=list)
     voided: list[str] = field(default_factory=list)
+    checkpoints: list[tuple[str, int]] = field(default_factory=list)
     open_error: ApiError | None = None
     delay_s: float = 0.0
 
@@ -290,6 +301,10 @@ class RecordingLedger:
             raise self.open_error
         await asyncio.sleep(self.delay_s)
         self.opened.append(record)
+
+    def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
+        assert request_id in {record.request_id for record in self.opened}
+        self.checkpoints.append((request_id, streamed_tokens))
 
     async def post(self, posting: Posting) -> None:
         await asyncio.sleep(self.delay_s)
@@ -316,7 +331,7 @@ class RecordingLedger:
 class Kit:
     """An application over scripted neighbours, with the model `tiny` and the key KEY."""
 
-    app: Starlette
+    app: Application
     edge: Edge
     dispatcher: ScriptedDispatcher
     ledger: RecordingLedger
@@ -365,6 +380,7 @@ class Kit:
 
     def check_closed(self) -> None:
         """Nothing is held any more: every request that was opened has ended."""
+        assert isinstance(self.edge.store, MemoryStore)
         self.edge.store.check_integrity()
         assert self.edge.store.num_open == 0
         ended = {*(p.request_id for p in self.ledger.posted), *self.ledger.voided}
@@ -378,7 +394,8 @@ def make_kit(
     tokenizer = write_model(folder, template)
     directory, dispatcher, ledger = Directory(), ScriptedDispatcher(), RecordingLedger()
     model = hosted_model(folder, max_context=max_context)
-    directory.replace(1, [key_record()], [model])
+    book = PriceBook({model.name: [(0.0, PRICES)]})
+    directory.replace(1, [key_record()], [model], book=book)
     services = Services(
         settings=Settings(**{"default_max_tokens": 32, **settings}),
         directory=directory,
@@ -411,12 +428,14 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def serving(app: Any, settings: Settings | None = None) -> AsyncIterator[str]:
+async def serving(
+    app: Any, settings: Settings | None = None, connections: Connections | None = None
+) -> AsyncIterator[str]:
     """The application behind a real server on loopback; yields its address."""
     # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms an answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        server = _Server(http_config(app, settings or Settings(), 20.0))
+        server = _Server(http_config(app, settings or Settings(), 20.0, connections))
         task = asyncio.create_task(server.serve(sockets=[listener]))
         await server.is_up.wait()
         try:
@@ -424,6 +443,39 @@ async def serving(app: Any, settings: Settings | None = None) -> AsyncIterator[s
         finally:
             server.is_over.set()
             await task
+
+
+@dataclass
+class FakeConnection:
+    """Implements stream.ClientConnection; the test says when it is full, drained or gone."""
+
+    is_full: bool = False
+    is_gone: bool = False
+    has_body: bool = True
+    chunks: list[bytes] = field(default_factory=list)
+    watches: list[ClientWatch] = field(default_factory=list)
+
+    def write_chunk(self, data: bytes) -> None:
+        self.chunks.append(data)
+
+    def watch(self, watch: ClientWatch) -> None:
+        self.watches.append(watch)
+
+    def unwatch(self, watch: ClientWatch) -> None:
+        if watch in self.watches:
+            self.watches.remove(watch)
+
+    def drain(self) -> None:
+        """The client reads again."""
+        self.is_full = False
+        for watch in list(self.watches):
+            watch.on_drained()
+
+    def leave(self) -> None:
+        """The client goes away."""
+        self.is_gone, self.is_full = True, False
+        for watch in list(self.watches):
+            watch.on_gone()
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from gateway.policy.price_book import PriceBook
+from gateway.policy.pricing import Prices
 from gateway.types import HostedModel, PreparedRequest
 from tests.gateway.edge_kit import Kit, Running, key_record, make_kit
 
@@ -59,7 +61,6 @@ def encoder_models(folder: Path) -> list[HostedModel]:
         max_context=MAX_CONTEXT,
         vocab_size=len(SPECIAL) + len(WORDS) + 10,
         created_at=1_700_000_000,
-        price_prompt_nanos=3,
         task="embed",
         dim=DIM,
     )
@@ -101,6 +102,8 @@ def make_encoder_kit(folder: Path, **settings: Any) -> Kit:
     """`make_kit` with the encoders in its catalog."""
     kit = make_kit(folder / "tiny", **settings)
     write_encoder(folder / "encoder")
-    kit.directory.replace(2, [key_record()], [kit.model, *encoder_models(folder / "encoder")])
+    models = encoder_models(folder / "encoder")
+    prices = {model.name: [(0.0, Prices(prompt_nanos=4, embedding_nanos=3))] for model in models}
+    kit.directory.replace(2, [key_record()], [kit.model, *models], book=PriceBook(prices))
     kit.dispatcher.script = answering
     return kit

@@ -18,8 +18,8 @@ from typing import IO, Any
 import torch
 
 from engine import register
-from gateway import register_process, registrar, registration
-from gateway.service import open_control
+from gateway.registration import register_process, registrar, registration
+from gateway.service.control import open_control
 from gateway.settings import Settings
 
 

@@ -28,10 +28,10 @@ from engine.protocol import (
     Usage,
     WorkerStatus,
 )
-from gateway.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.dispatch.worker_connection import WorkerListener, WorkerUnavailable
 from gateway.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.worker_connection import WorkerListener, WorkerUnavailable
 from registry.quotas import Limits
 
 KV_BYTES = 10

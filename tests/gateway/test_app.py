@@ -9,8 +9,10 @@ from typing import Any
 
 import openai
 import pytest
+from multidict import CIMultiDict
 
-from gateway.errors import QUEUE_FULL, ApiError
+from gateway.errors import DEADLINE_EXCEEDED, MODEL_FAILED, QUEUE_FULL, UNAVAILABLE, ApiError
+from gateway.store.memory import MemoryStore
 from tests.gateway.edge_kit import KEY, Client, Kit, client_of, key_record, make_kit
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
@@ -193,6 +195,7 @@ async def test_bad_requests_do_nothing(
     assert (status, error["code"], error["param"]) == (400, code, param)
     assert kit.dispatcher.requests == []
     assert kit.ledger.opened == []
+    assert isinstance(kit.edge.store, MemoryStore)
     assert kit.edge.store.num_counts == 0
 
 
@@ -316,3 +319,61 @@ async def test_many_at_a_time(kit: Kit, client: Client) -> None:
     assert [status for status, _ in answers] == [200] * 40
     assert len({body["id"] for _, body in answers}) == 40
     assert len({posting.request_id for posting in kit.ledger.posted}) == 40
+
+
+async def test_web_pages_may_call_where_their_origin_is_named(tmp_path: Path) -> None:
+    origins = "https://app.example.com, https://b.example.com"
+    kit = make_kit(tmp_path / "tiny", cors_origins=origins)
+    kit.dispatcher.script = kit.speak("x")
+    async with client_of(kit) as client:
+        url = client.base + "/v1/chat/completions"
+        for origin, allowed in (("https://app.example.com", True), ("https://evil.test", False)):
+            asks = {
+                "origin": origin,
+                "access-control-request-method": "POST",
+                "access-control-request-headers": "authorization,content-type",
+            }
+            async with client.session.options(url, headers=asks) as answer:
+                assert (answer.status == 200) == allowed
+            async with client.post("/v1/chat/completions", CHAT, origin=origin) as answer:
+                assert answer.status == 200
+                told = answer.headers.get("access-control-allow-origin")
+                assert told == (origin if allowed else None)
+
+
+async def test_no_web_page_may_call_by_default(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("x")
+    async with client.post("/v1/chat/completions", CHAT, origin="https://a.test") as answer:
+        assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+    asks = {"origin": "https://a.test", "access-control-request-method": "POST"}
+    url = client.base + "/v1/chat/completions"
+    async with client.session.options(url, headers=asks) as answer:
+        assert answer.status == 405
+
+
+@pytest.mark.parametrize(
+    ("error", "should_retry", "after_ms"),
+    [
+        (ApiError(QUEUE_FULL, "full", retry_after_s=0.25), None, "250"),
+        (ApiError(DEADLINE_EXCEEDED, "late"), "false", None),
+        (ApiError(MODEL_FAILED, "broken"), "false", None),
+        (ApiError(UNAVAILABLE, "soon", retry_after_s=3), None, "3000"),
+    ],
+    ids=lambda value: getattr(value, "message", str(value)),
+)
+async def test_sdks_are_told_whether_and_when_to_ask_again(
+    kit: Kit, client: Client, error: ApiError, should_retry: str | None, after_ms: str | None
+) -> None:
+    kit.dispatcher.refusal = error
+    async with client.post("/v1/chat/completions", CHAT) as answer:
+        assert answer.status == error.kind.status
+        assert answer.headers.get("x-should-retry") == should_retry
+        assert answer.headers.get("retry-after-ms") == after_ms
+
+
+async def test_the_first_of_several_headers_counts(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("x")
+    url = client.base + "/v1/chat/completions"
+    headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
+    async with client.session.post(url, json=CHAT, headers=CIMultiDict(headers)) as answer:
+        assert answer.status == 200

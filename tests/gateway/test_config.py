@@ -1,7 +1,9 @@
 """Settings: sources and their order, clear errors, and a reference that is complete."""
 
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway import config
@@ -69,9 +71,24 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_environment_variables_are_others_business() -> None:
-    assert load_settings(environ={"POLYHOST_ADMIN_PASSWORD": "x", "PORT": "1"}) == load_settings(
+    assert load_settings(environ={"POLYHOST_NOT_A_SETTING": "x", "PORT": "1"}) == load_settings(
         environ={}
     )
+
+
+def test_every_setting_may_come_from_the_environment_and_from_a_file(tmp_path: Path) -> None:
+    rows = settings_reference()
+    assert {row.name for row in rows} == {field.name for field in msgspec.structs.fields(Settings)}
+    plain = {row.name: row.default for row in rows}
+    environ = {
+        row.env: str(row.default).lower() if row.type == "bool" else str(row.default)
+        for row in rows
+    }
+    assert load_settings(environ=environ) == Settings()
+    file = tmp_path / "polyhost.toml"
+    lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
+    file.write_text("\n".join(lines))
+    assert load_settings(file, environ={}) == Settings()
 
 
 def test_the_reference_describes_every_field_with_its_default() -> None:
@@ -86,7 +103,7 @@ def test_the_reference_describes_every_field_with_its_default() -> None:
 def test_derived_values(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path / "a" / ".." / "b"))
     assert settings.data_path == tmp_path / "b"
-    assert settings.database_url == f"sqlite:///{tmp_path / 'b' / 'polyhost.db'}"
+    assert settings.registry_url == f"sqlite:///{tmp_path / 'b' / 'polyhost.db'}"
     assert settings.lease_ttl_s == pytest.approx(2.0)
 
 
@@ -101,3 +118,10 @@ def test_workers_yield_when_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["KMP_BLOCKTIME"] == "7"
     assert environment["HOME"] == "/home/somebody"
     assert "OMP_NUM_THREADS" not in config.worker_environment(num_threads=0)
+
+
+def test_workers_are_not_told_the_gateways_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(config.SECRETS) <= set(Settings.__struct_fields__)
+    for name in config.SECRETS:
+        monkeypatch.setenv(f"POLYHOST_{name.upper()}", "hunter2")
+    assert "hunter2" not in config.worker_environment(num_threads=0).values()

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import AsyncIterator, MutableMapping
+import math
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 
 from engine.protocol import FinishReason, SamplingParams
 from gateway.errors import UNAVAILABLE, ApiError, WorkerLost
-from gateway.settlement import TaskSet
+from gateway.ledger.settlement import TaskSet
 from registry.quotas import Limits
 from tests.gateway.edge_kit import (
     KEY,
     Client,
+    FakeConnection,
     Kit,
     Running,
     client_of,
@@ -91,6 +93,22 @@ async def test_finished(kit: Kit, client: Client) -> None:
     assert (posting.service_s, posting.queue_s) == (0.25, 0.125)
     assert 0 < posting.ttft_s <= posting.duration_s
     assert (posting.tenant_id, posting.key_id, posting.kind) == ("ten_1", "key_1", "chat")
+
+
+@pytest.mark.parametrize("bad_s", [math.nan, math.inf, 1e305])
+async def test_a_time_that_is_none_is_settled_and_posted_as_nothing(
+    kit: Kit, client: Client, bad_s: float
+) -> None:
+    def script(running: Running) -> None:
+        running.say(kit.ids("the end is"))
+        running.end("length", service_s=bad_s)
+
+    kit.dispatcher.script = script
+    await client.chat(max_tokens=3)
+    posting = kit.ledger.only
+    assert (posting.outcome, posting.service_s, posting.service_nanos) == ("finished", 0.0, 0)
+    assert posting.cost_nanos == 2 * posting.prompt_tokens + 5 * posting.completion_tokens
+    kit.check_closed()
 
 
 async def test_length_and_cached_tokens(kit: Kit, client: Client) -> None:
@@ -390,24 +408,34 @@ def _asgi_request(body: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         "raw_path": URL.encode(),
         "query_string": b"",
         "headers": [(b"authorization", f"Bearer {KEY}".encode())],
-        "state": {},
+        "state": {"connection": FakeConnection()},
     }
     return scope, receive, send
 
 
-async def test_an_event_that_cannot_be_sent_ends_the_request(tmp_path: Path) -> None:
-    kit = make_kit(tmp_path / "tiny", stream_write_timeout_s=0.05)
-    kit.dispatcher.script = lambda running: running.say(kit.ids("The game"))
-    scope, receive, _ = _asgi_request({**CHAT, "stream": True})
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    await asyncio.wait_for(kit.app(scope, receive, send), 5)
+async def test_who_does_not_read_and_leaves_ends_the_request(kit: Kit) -> None:
+    scope, receive, send = _asgi_request({**CHAT, "stream": True})
+    connection = scope["state"]["connection"]
+    ids = kit.ids("The game is afoot!")
+    kit.dispatcher.script = lambda running: running.say(ids[:1])
+    task = asyncio.create_task(kit.app(scope, receive, send))
+    running = await begun(kit)
+    while not connection.chunks:  # noqa: ASYNC110  until the first token was handed on
+        await asyncio.sleep(0.005)
+    connection.is_full = True
+    running.say(ids[1:2])
+    running.say(ids[2:3])
+    assert len(connection.chunks) == 1  # with the role and the first token
+    connection.drain()
+    assert len(connection.chunks) == 2  # what had come meanwhile, in one
+    connection.is_full = True
+    running.say(ids[3:4])
+    connection.leave()
+    await asyncio.wait_for(task, 5)
     await settled(kit)
     assert kit.ledger.only.outcome == "disconnected"
-    assert kit.dispatcher.requests[0].aborted
+    assert kit.ledger.only.completion_tokens == 4
+    assert running.aborted
     kit.check_closed()
     await kit.edge.close(1)
 

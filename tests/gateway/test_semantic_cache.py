@@ -7,7 +7,7 @@ import pytest
 
 from engine.protocol import SamplingParams
 from gateway.errors import ApiError
-from gateway.semantic_cache import CachedAnswer, SemanticCache, requested_mode
+from gateway.semantic_cache import CachedAnswer, SemanticCache, key_of, requested_mode
 from gateway.types import HostedModel, PreparedRequest
 
 MODEL = HostedModel("m", "rev", "p", 100, 100, 0)
@@ -25,11 +25,11 @@ class Clock:
 def test_entries_live_their_time_and_no_hit_prolongs_it() -> None:
     clock = Clock()
     cache = SemanticCache(10_000, 60.0, clock)
-    cache.keep("t", REQUEST, ANSWER)
+    cache.keep(key_of("t", REQUEST), ANSWER)
     for clock.now_s in (10.0, 30.0, 59.0):
-        assert cache.find("t", REQUEST) == ANSWER
+        assert cache.find(key_of("t", REQUEST)) == ANSWER
     clock.now_s = 60.0
-    assert cache.find("t", REQUEST) is None
+    assert cache.find(key_of("t", REQUEST)) is None
     assert cache.size_bytes == 0
 
 
@@ -50,37 +50,37 @@ def test_entries_live_their_time_and_no_hit_prolongs_it() -> None:
 )
 def test_everything_the_text_depends_on_is_in_the_key(change: dict[str, Any]) -> None:
     cache = SemanticCache(10_000, 60.0, Clock())
-    cache.keep("t", REQUEST, ANSWER)
-    assert cache.find("t", replace(REQUEST, **change)) is None
+    cache.keep(key_of("t", REQUEST), ANSWER)
+    assert cache.find(key_of("t", replace(REQUEST, **change))) is None
 
 
 def test_what_the_text_does_not_depend_on_is_not() -> None:
     cache = SemanticCache(10_000, 60.0, Clock())
     greedy = replace(REQUEST, sampling=SamplingParams(0.0, 0.5, 1))
-    cache.keep("t", greedy, ANSWER)
+    cache.keep(key_of("t", greedy), ANSWER)
     same = replace(greedy, request_id="b", stream=True, sampling=SamplingParams(0.0, 1.0, 2))
-    assert cache.find("t", same) == ANSWER
+    assert cache.find(key_of("t", same)) == ANSWER
 
 
 def test_tenants_never_share() -> None:
     cache = SemanticCache(10_000, 60.0, Clock())
-    cache.keep("t", REQUEST, ANSWER)
-    assert cache.find("u", REQUEST) is None
+    cache.keep(key_of("t", REQUEST), ANSWER)
+    assert cache.find(key_of("u", REQUEST)) is None
 
 
 def test_bytes_are_bounded_and_the_least_recently_used_goes() -> None:
     cache = SemanticCache(4_000, 60.0, Clock())
     asks = [replace(REQUEST, max_tokens=n) for n in range(1, 6)]
     for ask in asks[:4]:
-        cache.keep("t", ask, CachedAnswer("x" * 400, "stop", 1))
-    assert cache.find("t", asks[0]) is not None
-    cache.keep("t", asks[4], CachedAnswer("x" * 400, "stop", 1))
+        cache.keep(key_of("t", ask), CachedAnswer("x" * 400, "stop", 1))
+    assert cache.find(key_of("t", asks[0])) is not None
+    cache.keep(key_of("t", asks[4]), CachedAnswer("x" * 400, "stop", 1))
     assert cache.size_bytes <= 4_000
-    assert cache.find("t", asks[0]) is not None
-    assert cache.find("t", asks[1]) is None
-    cache.keep("t", REQUEST, CachedAnswer("x" * 5_000, "stop", 1))
-    assert cache.find("t", REQUEST) is None
-    SemanticCache(0, 60.0, Clock()).keep("t", REQUEST, ANSWER)
+    assert cache.find(key_of("t", asks[0])) is not None
+    assert cache.find(key_of("t", asks[1])) is None
+    cache.keep(key_of("t", REQUEST), CachedAnswer("x" * 5_000, "stop", 1))
+    assert cache.find(key_of("t", REQUEST)) is None
+    SemanticCache(0, 60.0, Clock()).keep(key_of("t", REQUEST), ANSWER)
 
 
 def test_modes_of_the_header() -> None:

@@ -192,6 +192,17 @@ def test_what_is_worth_more_by_a_margin_does_not_wait_for_its_turn() -> None:
     assert first(found) == ("worth more", False)
 
 
+@pytest.mark.parametrize("came", [True, False])
+def test_a_load_that_comes_to_nothing_gives_its_share_back(came: bool) -> None:
+    placement = Placement(0.2, 0.0)
+    timed(placement, "w")
+    busy = view(a="warm", b="resident", load_s=2.0)
+    assert placement.decide(0.0, [waits("a", 0.0, -1.0)], [busy])
+    placement.drop_claims(8.5, lambda w, m: "resident" if came else "warm")
+    level_s = placement._budget.bucket("w", 0.0).level(0.0)
+    assert level_s == pytest.approx(0.0 if came else BURST_S * 0.2)
+
+
 def test_a_replica_costs_nobody_anything() -> None:
     there, idle = view("one", a="resident"), view("two", idle=True, a="cold", b="resident")
     queue = waits("a", 9.0, *[0.0] * 9, backlog_s=50.0)

@@ -28,14 +28,23 @@ def test_alone_a_tenant_takes_every_place() -> None:
     assert fill(headroom, "a") == PLACES
 
 
-def test_beside_others_one_row_is_left_for_who_has_none() -> None:
+def test_beside_others_every_row_is_taken_and_places_beyond_are_left() -> None:
     headroom = Headroom()
     headroom.take("w", "quiet", 1, 0.0)
     headroom.give_back("w", "quiet", 1)
-    assert fill(headroom, "flood") == ROWS - 1, "nor does it wait in the worker for a row"
-    assert headroom.may_take("w", "flood", Wanted(1, 9, 999, fresh=True), 0.0)
-    assert fill(headroom, "quiet", 1) == 1
-    assert fill(headroom, "quiet") == 0
+    assert fill(headroom, "flood") == ROWS + (PLACES - ROWS) // 2
+    free = (PLACES - ROWS) // 2
+    assert headroom.may_take("w", "flood", Wanted(1, free, 999, fresh=True), 0.0)
+    assert headroom.may_take("w", "quiet", Wanted(1, free, 999, fresh=True), 0.0)
+    assert fill(headroom, "quiet") == 0, "what has waited is a backlog too"
+
+
+def test_who_has_nothing_here_is_not_therefore_before_others() -> None:
+    headroom = Headroom()
+    for tenant in ("a", "b"):
+        headroom.take("w", tenant, 1, 0.0)
+    assert not headroom.may_take("w", "c", Wanted(1, 1, 999), 0.0), "it is not its turn"
+    assert headroom.may_take("w", "c", Wanted(1, 1, 999, fresh=True), 0.0)
 
 
 def test_who_has_gone_leaves_its_row_to_others() -> None:
@@ -49,8 +58,9 @@ def test_a_reserved_share_stays_free_whoever_came_when() -> None:
     headroom = Headroom()
     headroom.reserved = {"gold": 0.25}
     assert fill(headroom, "flood") == ROWS * 3 // 4
-    assert fill(headroom, "gold") == ROWS // 4
-    for _ in range(ROWS // 4):
+    beyond = (PLACES - ROWS) // 2
+    assert fill(headroom, "gold") == ROWS // 4 + beyond
+    for _ in range(ROWS // 4 + beyond):
         headroom.give_back("w", "gold", 1)
     assert fill(headroom, "third") == 0
 

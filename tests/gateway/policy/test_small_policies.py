@@ -1,8 +1,6 @@
-"""Pricing, service estimates and budgets: small tables of decisions."""
+"""Service estimates and budgets: small tables of decisions."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gateway.policy import service_estimate
 from gateway.policy.budget import (
@@ -12,30 +10,9 @@ from gateway.policy.budget import (
     host_tier_bytes,
     reserve_bytes,
 )
-from gateway.policy.pricing import TokenPrices, cost_nanos
 from gateway.policy.service_estimate import ServiceEstimator, estimate_wait_s
 
-PRICES = TokenPrices(prompt_nanos=100, cached_nanos=10, completion_nanos=1000)
 GB = 1 << 30
-
-
-def test_prices_by_outcome() -> None:
-    assert cost_nanos(PRICES, "finished", 7, 3, 2) == 4 * 100 + 3 * 10 + 2 * 1000
-    assert cost_nanos(PRICES, "disconnected", 7, 3, 2) == cost_nanos(PRICES, "finished", 7, 3, 2)
-    assert cost_nanos(PRICES, "failed", 7, 3, 2) == 0
-    assert cost_nanos(PRICES, "cache_hit", 7, 0, 2) == 9 * 10
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 2**40))
-def test_a_bill_is_exact_however_large(prompt: int, completion: int, price: int) -> None:
-    prices = TokenPrices(price, price, price)
-    assert cost_nanos(prices, "finished", prompt, 0, completion) == (prompt + completion) * price
-
-
-@pytest.mark.parametrize("counts", [(1, 2, 0), (-1, 0, 0), (1, 0, -1), (1, -1, 0)])
-def test_counts_that_cannot_be_are_refused(counts: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="prompt"):
-        cost_nanos(PRICES, "finished", *counts)
 
 
 def test_before_anything_ended_the_guess_is_the_bound() -> None:
@@ -53,6 +30,17 @@ def test_an_encoder_is_guessed_by_its_prompt_alone() -> None:
     assert prediction.service_s == pytest.approx(0.25)
 
 
+def test_a_tenants_first_request_is_expected_to_be_like_those_of_others() -> None:
+    estimator = ServiceEstimator()
+    for _ in range(3):
+        estimator.observe("t", "m", 10, 40, 0.5)
+    assert estimator.predict("new", "m", 10, 400).output_tokens == 40
+    assert estimator.predict("new", "m", 10, 30).output_tokens == 30
+    assert estimator.predict("new", "other", 10, 400).output_tokens == 400
+    estimator.keep_models(frozenset())
+    assert estimator.predict("new", "m", 10, 400).output_tokens == 400
+
+
 def test_guesses_follow_what_was_used() -> None:
     estimator = ServiceEstimator()
     for _ in range(40):
@@ -61,7 +49,8 @@ def test_guesses_follow_what_was_used() -> None:
     assert prediction.output_tokens == 10
     assert prediction.service_s == pytest.approx(0.24)
     assert estimator.predict("t", "m", 100, 5).output_tokens == 5
-    # Another tenant's lengths are its own, the model's speed is everybody's.
+    # The model's speed is everybody's; so are lengths, until a tenant has its own.
+    estimator.observe("u", "m", 100, 50, 0.4)
     other = estimator.predict("u", "m", 100, 50)
     assert other.output_tokens == 50
     assert other.service_s == pytest.approx(200 * 0.002)

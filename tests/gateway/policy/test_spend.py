@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.periods import PeriodKind, period_of
+from gateway.limits.periods import PeriodKind, period_of
 from gateway.policy.rate_limit import Draw, Refusal, Taken, Used, release, reserve, settle
 from gateway.policy.spend import Spend
 

@@ -1,0 +1,245 @@
+"""Bills in the form of FOCUS 1.2 (FinOps Open Cost and Usage Specification, focus.finops.org).
+
+One row for each hour, key, model and meter: input, cached, output, an encoder's input, seconds of
+service and of loading; another one where a price changed inside the hour. Units are tokens (and
+seconds), never requests; the billing period is the calendar month, UTC. `focus_columns.json` is the
+specification's table of columns, and says why those that are left out are.
+
+`BilledCost` and `EffectiveCost` are the ledger's nano-units and add up to it; `ListCost` and
+`ContractedCost` are quantity times price, unrounded: the parts of a nano-unit that rounding each
+bill leaves to the client are the difference. A correction is an Adjustment row of its own, of class
+"Correction" where it puts an earlier month right.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+from gateway.billing.export_rows import decimal_text, harmless, short_decimal
+from gateway.policy.price_book import PriceBook
+from gateway.policy.pricing import WHOLE, Prices, Rates
+from registry.exports import HOUR_AMOUNTS, HOUR_S, Corrected, HourSum
+
+COLUMNS_PATH = Path(__file__).with_name("focus_columns.json")
+SERVICE_NAME = "Polyhost"
+MICROS_PLACES = 6
+NANOS_PLACES = 9
+SHARE_PLACES = 8
+"""WHOLE is 10^8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seller:
+    """Who bills, and in what currency (ISO 4217)."""
+
+    issuer: str
+    currency: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One meter of an HourSum: `quantity` in units of 10^-places."""
+
+    meter: str
+    unit: str
+    places: int
+    quantity: int
+    billed_nanos: int
+    listed_nanos: int
+    agreed_nanos: int
+
+
+def columns() -> list[str]:
+    """What is written, in order."""
+    table = json.loads(COLUMNS_PATH.read_text(encoding="utf-8"))
+    return [row["column"] for row in table if not row["left_out"]] + ["x_Model"]
+
+
+def header() -> bytes:
+    """The first line."""
+    return (",".join(columns()) + "\n").encode()
+
+
+class FocusWriter:
+    """Rows as CSV. `changes` are the instants that segments of HourSums are counted by, `before_at`
+    one before the first of them from which on nothing else changed."""
+
+    def __init__(
+        self, book: PriceBook, before_at: float, changes: Sequence[float], seller: Seller
+    ) -> None:
+        self._book = book
+        self._instants = (before_at, *changes)
+        self._seller = seller
+        self._columns = columns()
+
+    def usage(self, rows: Iterable[HourSum]) -> bytes:
+        """Lines of hours' sums."""
+        return self._lines(self._usage_row(row, line) for row in rows for line in self.lines(row))
+
+    def corrections(self, rows: Iterable[Corrected]) -> bytes:
+        """Lines of corrections."""
+        return self._lines(self._correction_row(row) for row in rows)
+
+    def merged(self, rows: Iterable[HourSum]) -> Iterator[HourSum]:
+        """Neighbours that differ in nothing but somebody else's change of prices as one."""
+        last: HourSum | None = None
+        for row in rows:
+            if last is not None and _key(last) == _key(row) and self._alike(last, row):
+                last = _added(last, row)
+                continue
+            if last is not None:
+                yield last
+            last = row
+        if last is not None:
+            yield last
+
+    def lines(self, row: HourSum) -> Iterator[Line]:
+        """The meters that were used."""
+        rates = self._rates(row)
+        for line in _meters(row, rates.listed, rates.agreed, rates.share):
+            if line.quantity or line.billed_nanos:
+                yield line
+
+    def _rates(self, row: HourSum) -> Rates:
+        return self._book.rates(row.tenant_id, row.model, self._instants[row.segment])
+
+    def _alike(self, one: HourSum, other: HourSum) -> bool:
+        return replace(self._rates(one), at=0.0) == replace(self._rates(other), at=0.0)
+
+    def _lines(self, rows: Iterator[dict[str, str]]) -> bytes:
+        buffer = io.StringIO(newline="")
+        writer = csv.writer(buffer, lineterminator="\n")
+        writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
+        return buffer.getvalue().encode()
+
+    def _usage_row(self, row: HourSum, line: Line) -> dict[str, str]:
+        quantity = short_decimal(line.quantity, line.places)
+        billed = decimal_text(line.billed_nanos, NANOS_PLACES)
+        sku = f"{row.model}/{line.meter.lower().replace(' ', '-')}"
+        details = {"x_Model": row.model, "x_Meter": line.meter}
+        return {
+            **self._account(row.tenant_id, row.tenant_name, row.key_id, row.key_name, row.model),
+            **_period(row.began_at),
+            "BilledCost": billed,
+            "EffectiveCost": billed,
+            "ChargeCategory": "Usage",
+            "ChargeDescription": f"{row.model}: {line.meter.lower()}",
+            "ChargeFrequency": "Usage-Based",
+            "ConsumedQuantity": quantity,
+            "ConsumedUnit": line.unit,
+            "PricingCategory": "Standard",
+            "PricingQuantity": quantity,
+            "PricingUnit": line.unit,
+            "ListUnitPrice": short_decimal(line.listed_nanos, NANOS_PLACES + SHARE_PLACES),
+            "ListCost": _cost(line.quantity * line.listed_nanos, line.places),
+            "ContractedUnitPrice": short_decimal(line.agreed_nanos, NANOS_PLACES + SHARE_PLACES),
+            "ContractedCost": _cost(line.quantity * line.agreed_nanos, line.places),
+            "ServiceSubcategory": "Machine Learning" if row.is_encoder else "Generative AI",
+            "SkuId": sku,
+            "SkuMeter": line.meter,
+            "SkuPriceId": sku,
+            "SkuPriceDetails": json.dumps(details, separators=(",", ":")),
+        }
+
+    def _correction_row(self, row: Corrected) -> dict[str, str]:
+        amount = decimal_text(row.cost_nanos, NANOS_PLACES)
+        hour = int(row.posted_at // HOUR_S) * HOUR_S
+        period = _period(hour)
+        earlier = _month(row.corrected_at)[0] < period["BillingPeriodStart"]
+        return {
+            **self._account(row.tenant_id, row.tenant_name, row.key_id, row.key_name, row.model),
+            **period,
+            **dict.fromkeys(("BilledCost", "EffectiveCost", "ListCost", "ContractedCost"), amount),
+            "ChargeCategory": "Adjustment",
+            "ChargeClass": "Correction" if earlier else "",
+            "ChargeDescription": f"Correction of {row.corrects}",
+            "ChargeFrequency": "One-Time",
+            "ServiceSubcategory": "Generative AI",
+        }
+
+    def _account(
+        self, tenant_id: str, tenant_name: str, key_id: str, key_name: str, model: str
+    ) -> dict[str, str]:
+        issuer = harmless(self._seller.issuer)
+        return {
+            "BillingAccountId": tenant_id,
+            "BillingAccountName": harmless(tenant_name),
+            "BillingCurrency": self._seller.currency,
+            "InvoiceIssuerName": issuer,
+            "ProviderName": issuer,
+            "PublisherName": issuer,
+            "ServiceCategory": "AI and Machine Learning",
+            "ServiceName": SERVICE_NAME,
+            "SubAccountId": key_id,
+            "SubAccountName": harmless(key_name),
+            "SubAccountType": "API Key" if key_id else "",
+            "x_Model": model,
+        }
+
+
+def _key(row: HourSum) -> tuple[object, ...]:
+    return row.began_at, row.tenant_id, row.key_id, row.model, row.is_encoder
+
+
+def _added(one: HourSum, other: HourSum) -> HourSum:
+    return replace(
+        one, **{name: getattr(one, name) + getattr(other, name) for name in HOUR_AMOUNTS}
+    )
+
+
+def _meters(row: HourSum, listed: Prices, agreed: Prices, share: int) -> Iterator[Line]:
+    fresh = "embedding_nanos" if row.is_encoder else "prompt_nanos"
+    meters = (
+        ("Input Tokens", fresh, row.input_tokens, row.input_nanos),
+        ("Cached Input Tokens", "cached_nanos", row.cached_tokens, row.cached_nanos),
+        ("Output Tokens", "completion_nanos", row.output_tokens, row.output_nanos),
+        ("Service Seconds", "service_second_nanos", row.service_us, row.service_nanos),
+        ("Loading Seconds", "load_second_nanos", row.load_us, row.load_nanos),
+    )
+    for meter, price, quantity, billed in meters:
+        of_list, of_plan = getattr(listed, price), getattr(agreed, price)
+        is_time = meter.endswith("Seconds")
+        # Every request takes seconds; they are a meter only where they have a price.
+        if is_time and not (of_list or of_plan or billed):
+            continue
+        yield Line(
+            meter,
+            "Seconds" if is_time else "Tokens",
+            MICROS_PLACES if is_time else 0,
+            quantity,
+            billed,
+            of_list * WHOLE,
+            of_plan * share,
+        )
+
+
+def _cost(exact: int, places: int) -> str:
+    return short_decimal(exact, NANOS_PLACES + SHARE_PLACES + places)
+
+
+def _period(hour: int) -> dict[str, str]:
+    began, ended = _month(hour)
+    return {
+        "BillingPeriodStart": began,
+        "BillingPeriodEnd": ended,
+        "ChargePeriodStart": _instant(hour),
+        "ChargePeriodEnd": _instant(hour + HOUR_S),
+    }
+
+
+@lru_cache(maxsize=4096)
+def _month(at: float) -> tuple[str, str]:
+    """Start and end of the calendar month."""
+    day = datetime.fromtimestamp(at, UTC)
+    later = (day.year + day.month // 12, day.month % 12 + 1)
+    return f"{day.year:04}-{day.month:02}-01T00:00:00Z", "{:04}-{:02}-01T00:00:00Z".format(*later)
+
+
+@lru_cache(maxsize=4096)
+def _instant(at: int) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,66 @@
+"""`polyhost serve`: runs the gateway in this process until it is told to stop.
+
+The only command that imports the server. Options here are those one tries out; every other setting
+is in polyhost.toml or POLYHOST_* (gateway/config.py).
+"""
+
+import argparse
+
+import uvloop
+
+from gateway.cli.common import add_common_options, parse_size, settings_of
+from gateway.server import supervisor
+
+OVERRIDES = (
+    "demo",
+    "host",
+    "port",
+    "gateway_processes",
+    "device_budget_bytes",
+    "host_tier_bytes",
+    "num_threads",
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command's options; one that is not given leaves its setting alone."""
+    add_common_options(parser)
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        default=None,
+        help="register the demo models, the tenant `demo` and its key",
+    )
+    parser.add_argument("--host", help="address to listen on (127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on (8000)")
+    parser.add_argument(
+        "--gateway-processes",
+        dest="gateway_processes",
+        type=int,
+        metavar="N",
+        help="processes that serve HTTP (1); more share one fair queue",
+    )
+    parser.add_argument(
+        "--device-budget",
+        dest="device_budget_bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory for the weights and KV of all models, such as 2GiB",
+    )
+    parser.add_argument(
+        "--host-tier",
+        dest="host_tier_bytes",
+        type=parse_size,
+        metavar="SIZE",
+        help="shared memory that keeps packs warm; 0: none",
+    )
+    parser.add_argument(
+        "--threads", dest="num_threads", type=int, metavar="N", help="threads of one operator"
+    )
+    parser.set_defaults(run=_serve)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    settings = settings_of(options, {name: getattr(options, name) for name in OVERRIDES})
+    uvloop.run(supervisor.serve(settings))
+    return 0

@@ -1,0 +1,380 @@
+"""Tickets in the workers' hands: granting them, and what workers say about them (stage 5 -> 6).
+
+    granted --tokens--> streaming        put into the request's stream
+    granted --Refused(retryable)--> waiting, at its old place
+    granted --worker lost--> waiting as attempt 2, once; then ended with UNAVAILABLE
+    streaming --worker lost--> ended with WorkerLost
+    granted, streaming --finish--> ended
+
+Messages are matched by (request_id, attempt) and the worker's epoch; what matches nothing is late
+and dropped, a late finish is acknowledged so that the worker forgets it. Service is charged when a
+ticket is granted (predicted), while it runs and when it leaves: see service_book.py.
+
+`on_left` is called for every ticket that leaves a worker, in its new state, waiting or ended.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.protocol import Abort, Finish, Refused, RequestService, TokenDelta, Usage
+from gateway.dispatch.capacity import WorkerCapacity
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.running import StreamEnd
+from gateway.dispatch.service_book import ServiceBook
+from gateway.dispatch.submits import submit_of
+from gateway.dispatch.tickets import IntegrityError, Ticket
+from gateway.dispatch.unacked import UnackedFinishes
+from gateway.errors import (
+    CONTEXT_LENGTH,
+    INVALID_REQUEST,
+    MODEL_NOT_FOUND,
+    SERVER_ERROR,
+    UNAVAILABLE,
+    WRONG_TASK,
+    ApiError,
+    WorkerLost,
+    unenforceable,
+)
+from gateway.policy.fair_share import Used
+from gateway.policy.headroom import FRESH_S, Headroom, Wanted
+from gateway.policy.quarantine import Quarantine
+from gateway.policy.service_estimate import ServiceEstimator
+from gateway.types import PreparedRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 2
+RESTART_WAIT_S = 5.0
+"""What a client is told to wait where a worker has to come back first."""
+NOTHING_USED = Usage(0, 0, 0, 0.0)
+ABORTED_UNUSED = Finish("abort", NOTHING_USED)
+"""The end of a request that was aborted before it used anything."""
+
+
+@dataclass(slots=True)
+class AssignmentCounts:
+    """Running totals for metrics."""
+
+    retries: int = 0
+    late: int = 0
+    too_slow: int = 0
+
+
+class Assignments:
+    """Granted and streaming tickets by (request_id, attempt)."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        book: ServiceBook,
+        headroom: Headroom,
+        estimator: ServiceEstimator,
+        quarantine: Quarantine,
+        unacked: UnackedFinishes,
+        on_left: Callable[[Ticket], None],
+        claim_orphan: Callable[[str, Finish], bool],
+        send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
+    ) -> None:
+        """`send` has a granted request submitted; without one it is done from here."""
+        self.counts = AssignmentCounts()
+        self._fleet = fleet
+        self._book = book
+        self._estimator = estimator
+        self._quarantine = quarantine
+        self._unacked = unacked
+        self._on_left = on_left
+        self._claim_orphan = claim_orphan
+        self._send = send or self._submit
+        self._tickets: dict[tuple[str, int], Ticket] = {}
+        self._kv_bytes: dict[tuple[str, int], int] = {}
+        self._adopted: set[tuple[str, int]] = set()
+        self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        self._headroom = headroom
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self._tickets.values())
+
+    def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        """Send the request. False: the worker cannot be reached, nothing was changed."""
+        if not self._send(ticket, worker, now_s):
+            return False
+        self._book_grant(ticket, worker, now_s)
+        worker.grant(ticket)
+        return True
+
+    def _submit(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        request = ticket.request
+        assert isinstance(request, PreparedRequest)  # what waits in this process
+        submit = submit_of(request, ticket.tenant_id, ticket.attempt, ticket.timeout_s(now_s))
+        return self._fleet.send(worker.worker_id, submit)
+
+    def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
+        request = ticket.request
+        ticket.move("granted")
+        ticket.granted_s = now_s
+        ticket.worker_id, ticket.epoch = worker.worker_id, worker.epoch
+        ticket.prediction = self._estimator.predict(
+            ticket.tenant_id, ticket.model_name, request.num_prompt_tokens, request.max_tokens
+        )
+        self._book.grant(ticket)
+        room = worker.room(ticket, now_s)
+        kv_bytes = 0 if room is None else room.wanted_kv_bytes
+        self._kv_bytes[ticket.key] = kv_bytes
+        self._headroom.take(worker.worker_id, ticket.tenant_id, kv_bytes, now_s)
+        self._tickets[ticket.key] = ticket
+
+    def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
+        """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
+        room = worker.room(ticket, now_s)
+        if room is None:
+            return True
+        fresh = first and now_s - ticket.arrival_s <= FRESH_S
+        wanted = Wanted(room.wanted_kv_bytes, room.free_requests, room.free_kv_bytes, fresh)
+        return self._headroom.may_take(worker.worker_id, ticket.tenant_id, wanted, now_s)
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ask the worker to stop it; its finish follows."""
+        if not ticket.aborted:
+            ticket.aborted = True
+            self._fleet.send(ticket.worker_id, Abort(*ticket.key))
+
+    def deltas(
+        self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta], now_s: float
+    ) -> None:
+        """One step's output."""
+        for delta in deltas:
+            ticket = self._tickets.get((delta.request_id, delta.attempt))
+            if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, epoch):
+                self._late(worker_id, epoch, delta)
+                continue
+            if delta.token_ids:
+                self._tokens(ticket, delta)
+            if delta.finish is not None:
+                self._finish(ticket, delta.finish, delta.vectors, now_s)
+
+    def progress(self, worker: WorkerCapacity, service: Sequence[RequestService]) -> None:
+        """What requests have had so far: it counts while they run."""
+        for so_far in service:
+            ticket = self._tickets.get((so_far.request_id, so_far.attempt))
+            if ticket is None or ticket.epoch != worker.epoch:
+                continue
+            if ticket.key in self._adopted:  # what it had before has been charged there
+                self._adopted.discard(ticket.key)
+                ticket.told = Used(so_far.service_s)
+                ticket.told_device_s = so_far.device_s
+            self._book.progress(ticket, so_far)
+
+    def refused(self, worker_id: str, refused: Refused, now_s: float) -> None:
+        """A Submit was not taken; nothing ran."""
+        ticket = self._tickets.get((refused.request_id, refused.attempt))
+        if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, refused.epoch):
+            self.counts.late += 1
+            return
+        worker = self._fleet.get(worker_id, refused.epoch)
+        if worker is not None:
+            self._fleet.refuse(worker, ticket.key, ticket.model_name)
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
+        if ticket.aborted:
+            self._end(ticket, ABORTED_UNUSED)
+        elif refused.retryable:
+            logger.info("refused request=%s code=%s: requeued", refused.request_id, refused.code)
+            self._requeue(ticket)
+        else:
+            self._end(ticket, refusal_of(ticket, refused))
+
+    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
+        """A worker process is gone. Returns the (model, revision) pairs it was running."""
+        mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
+        for ticket in sorted(mine, key=lambda t: t.seq):
+            self._lost(ticket, reason, now_s)
+        told = self._lost_there.pop((worker_id, epoch), set())
+        return {(t.model_name, t.request.model.revision) for t in mine} | told
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless keys, states and workers' counts agree."""
+        running: dict[tuple[str, str], int] = {}
+        for key, ticket in self._tickets.items():
+            if ticket.key != key or ticket.state not in ("granted", "streaming"):
+                raise IntegrityError(f"{key} is booked as running but is {ticket.state}")
+            if ticket.state == "granted" and ticket.num_tokens:
+                raise IntegrityError(f"{key} has tokens but is not streaming")
+            place = (ticket.worker_id, ticket.epoch)
+            running[place] = running.get(place, 0) + 1
+        counted = {(w.worker_id, w.epoch): w.num_running() for w in self._fleet}
+        held: dict[str, int] = {}
+        for ticket in self:
+            held[ticket.worker_id] = held.get(ticket.worker_id, 0) + 1
+        self._headroom.check_integrity(held)
+        if running != {place: count for place, count in counted.items() if count}:
+            raise IntegrityError(f"running {running}, workers count {counted}")
+
+    # What other processes say about requests of theirs (ticket_dispatcher.py).
+
+    def find(self, key: tuple[str, int]) -> Ticket | None:
+        """A granted ticket by the name under which its worker has it."""
+        return self._tickets.get(key)
+
+    def adopt(self, ticket: Ticket, worker: WorkerCapacity, num_tokens: int, now_s: float) -> None:
+        """Another dispatcher granted it, and its worker's status counts it."""
+        self._book_grant(ticket, worker, now_s)
+        worker.adopt(ticket.model_name)
+        self._adopted.add(ticket.key)
+        self.told_tokens(ticket, num_tokens)
+
+    def told_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+        """So many tokens have come, all in all."""
+        if num_tokens and ticket.state == "granted":
+            ticket.move("streaming")
+        ticket.num_tokens = num_tokens
+
+    def told_finish(self, ticket: Ticket, finish: Finish, num_tokens: int, now_s: float) -> None:
+        """Its worker has ended it; whoever has it sees to the rest."""
+        ticket.num_tokens = num_tokens
+        self._close_books(ticket, finish, now_s)
+        self._end(ticket, finish)
+
+    def told_lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
+        """Its worker was lost where it is, before any token."""
+        self._blame(ticket)
+        self._withdraw(ticket)
+        self._lost(ticket, reason, now_s)
+
+    def told_gone(self, ticket: Ticket, now_s: float, *, is_lost: bool) -> None:
+        """Nobody waits for it any more; what its worker still does about it is an abort."""
+        if is_lost:
+            self._blame(ticket)
+        self._withdraw(ticket)
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
+        self._end(ticket, ABORTED_UNUSED)
+
+    def _blame(self, ticket: Ticket) -> None:
+        """Others may see a worker die before this process does."""
+        model = ticket.request.model
+        place = ticket.worker_id, ticket.epoch
+        self._lost_there.setdefault(place, set()).add((model.name, model.revision))
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        worker = self._fleet.get(ticket.worker_id, ticket.epoch)
+        if worker is not None:
+            worker.withdraw(ticket.key)
+
+    def _lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
+        if ticket.state == "streaming":
+            self._end(ticket, WorkerLost(reason))
+        elif ticket.aborted:
+            self._end(ticket, ABORTED_UNUSED)
+        elif ticket.attempt < MAX_ATTEMPTS:
+            ticket.attempt += 1
+            ticket.deadline_s = now_s + (ticket.deadline_s - ticket.arrival_s)
+            ticket.stream.retry(ticket.attempt)
+            self.counts.retries += 1
+            self._requeue(ticket)
+        else:
+            message = f"{MAX_ATTEMPTS} workers ended while they had the request: try again later"
+            self._end(ticket, ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S))
+
+    def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
+        if ticket.state == "granted":
+            ticket.move("streaming")
+        ticket.num_tokens += len(delta.token_ids)
+        taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
+        if not taken and not ticket.aborted:
+            self.counts.too_slow += 1
+            logger.info("client too slow request=%s: aborted", ticket.request.request_id)
+            self.abort(ticket)
+
+    def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
+        self._close_books(ticket, finish, now_s)
+        if ticket.load_s:
+            usage = msgspec.structs.replace(finish.usage, load_s=ticket.load_s)
+            finish = msgspec.structs.replace(finish, usage=usage)
+        request_id = ticket.request.request_id
+        if ticket.num_tokens or vectors:
+            self._unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
+            self._end(ticket, finish, vectors)
+        else:
+            self._unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
+            self._end(ticket, end_without_tokens(ticket, finish))
+        if finish.reason == "error":
+            logger.error("worker failed request=%s: %s", request_id, finish.error)
+
+    def _close_books(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
+        usage = finish.usage
+        self._take_back(ticket, now_s)
+        if finish.reason == "error":
+            self._book.fail(ticket, usage.device_s)
+        else:
+            self._book.end(ticket, usage)
+        model = ticket.request.model
+        if finish.reason in ("stop", "length"):
+            self._quarantine.served(model.name, model.revision)
+            uncached = usage.prompt_tokens - usage.cached_tokens
+            self._estimator.observe(
+                ticket.tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
+            )
+
+    def _late(self, worker_id: str, epoch: str, delta: TokenDelta) -> None:
+        """An earlier attempt, an earlier epoch, or a finish told again after a Hello."""
+        self.counts.late += 1
+        if delta.finish is None or self._unacked.expects(delta.request_id, delta.attempt):
+            return
+        self._book.late((delta.request_id, delta.attempt), delta.finish.usage)
+        if self._claim_orphan(delta.request_id, delta.finish):
+            self._unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
+        else:
+            self._unacked.ack_now(delta.request_id, delta.attempt, worker_id)
+
+    def _take_back(self, ticket: Ticket, now_s: float) -> None:
+        """It is on no worker any more."""
+        del self._tickets[ticket.key]
+        self._adopted.discard(ticket.key)
+        kv_bytes = self._kv_bytes.pop(ticket.key)
+        self._headroom.give_back(ticket.worker_id, ticket.tenant_id, kv_bytes)
+        worker = self._fleet.get(ticket.worker_id, ticket.epoch)
+        if worker is not None:
+            worker.release(ticket.model_name, now_s)
+
+    def _requeue(self, ticket: Ticket) -> None:
+        ticket.move("waiting")
+        ticket.num_tokens = 0
+        self._on_left(ticket)
+
+    def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
+        ticket.move("ended")
+        ticket.stream.finish(end, vectors)
+        self._on_left(ticket)
+
+
+def refusal_of(ticket: Ticket, refused: Refused) -> ApiError:
+    """How a request ends that a worker refused for good."""
+    if refused.code == "context_length_exceeded":
+        return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
+    if refused.code == "invalid_constraint":
+        return unenforceable(refused.message)
+    if refused.code == "invalid_sampling":
+        return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
+    if refused.code == "wrong_task":
+        return ApiError(WRONG_TASK, f"the model cannot do this: {refused.message}", "model")
+    if refused.code == "unknown_model":
+        return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is not hosted any more")
+    return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")
+
+
+def end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
+    """How a request ends that its worker ended before any token."""
+    if finish.reason == "refused":  # what was asked for was compiled beside the prompt
+        return unenforceable(finish.error)
+    if finish.reason == "error":
+        text = f"the model {ticket.model_name!r} failed on this request"
+        return ApiError(SERVER_ERROR, text)
+    return finish

@@ -1,0 +1,325 @@
+"""What one worker can still take, as of now: its last status less the grants still under way.
+
+A status speaks of the Submits the worker had received (`num_received`); those sent later are not
+in its figures and are subtracted here, from the model's lease and from what all leases share. A
+status too old (`lease_ttl_s`) offers nothing. A model the worker refused offers nothing until the
+next status, so that a refusal is not asked for again at once.
+
+One rule goes beyond the lease: a model that has nothing on the worker may always send one request,
+whatever the KV figures say. Otherwise a request larger than what is free beside other models would
+wait for ever. Where KV memory was short, `view` says so, and placement has idle models make room.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from engine.protocol import Lease, ModelStatus, WorkerStatus
+from gateway.dispatch.tickets import IntegrityError, Ticket
+from gateway.policy.fleet_view import ModelView, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a status brought: other models on offer, other states of models."""
+
+    offers: bool
+    states: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Grant:
+    number: int
+    key: tuple[str, int]
+    model_id: str
+    kv_tokens: int
+    kv_bytes: int
+
+
+class _UnderWay(NamedTuple):
+    """Grants that no status knows of yet, of one model."""
+
+    num_requests: int
+    kv_tokens: int
+
+
+class Room(NamedTuple):
+    """What a worker has for one ticket, and what the ticket takes of it.
+
+    fresh            the worker was heard of lately: an old status offers nothing
+    leased_*         left of the model's own lease; the others are of all models together
+    """
+
+    worker_id: str
+    fresh: bool
+    running: int
+    running_model: int
+    free_requests: int
+    leased_requests: int
+    leased_tokens: int
+    wanted_tokens: int
+    free_kv_bytes: int
+    wanted_kv_bytes: int
+
+
+_NOTHING = _UnderWay(0, 0)
+
+
+class WorkerCapacity:
+    """One connection to one worker process (one epoch). A new epoch gets a new object."""
+
+    def __init__(self, worker_id: str, epoch: str, now_s: float) -> None:
+        self.worker_id = worker_id
+        self.epoch = epoch
+        self.status: WorkerStatus | None = None
+        self._connected_s = now_s
+        self._received_s = now_s
+        self._leases: dict[str, Lease] = {}
+        self._models: dict[str, ModelStatus] = {}
+        self._in_flight: deque[_Grant] = deque()
+        self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
+        self._kv_bytes_under_way = 0
+        self._num_sent = 0
+        self._num_received_before = 0
+        self._num_running: dict[str, int] = {}
+        self._num_running_all = 0
+        self._idle_since_s: dict[str, float] = {}
+        self._kv_short = False
+        self._view: WorkerView | None = None
+        self._pinned: frozenset[str] = frozenset()
+
+    def update(self, status: WorkerStatus, now_s: float) -> Changes:
+        """Take in a heartbeat. Says what is not as it was."""
+        if self.status is None:
+            # The worker may count on from an earlier connection of this gateway.
+            self._num_received_before = status.num_received
+        is_first, self.status = self.status is None, status
+        self._received_s = now_s
+        before, leased = self._models, self._leases.keys()
+        self._leases = {lease.model_id: lease for lease in status.leases}
+        self._models = {model.model_id: model for model in status.models}
+        self._kv_short = False
+        self._view = None
+        for model in status.models:
+            busy = model.num_running or model.num_waiting or model.state != "resident"
+            if busy or model.model_id in self._num_running:
+                self._idle_since_s[model.model_id] = now_s
+        num_received = status.num_received - self._num_received_before
+        while self._in_flight and self._in_flight[0].number <= num_received:
+            self._arrived(self._in_flight.popleft())
+        if status.taken and self._in_flight:  # several gateways submit: in any order
+            taken = frozenset(status.taken)
+            for grant in [grant for grant in self._in_flight if grant.key in taken]:
+                self._in_flight.remove(grant)
+                self._arrived(grant)
+        return Changes(
+            offers=is_first or leased != self._leases.keys(),
+            states=is_first
+            or bool(status.swaps)
+            or before.keys() != self._models.keys()
+            or any(before[name].state != model.state for name, model in self._models.items()),
+        )
+
+    def leased(self, model_id: str, now_s: float) -> bool:
+        """Whether the worker offers the model at all, full or not."""
+        return model_id in self._leases and self._fresh(now_s)
+
+    def has_room(self, now_s: float) -> bool:
+        """Whether anything at all could be granted."""
+        return self._fresh(now_s) and self._free_requests() > 0 and bool(self._leases)
+
+    def fits(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether the ticket may be granted now."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None or not self._fresh(now_s) or self._free_requests() < 1:
+            return False
+        kv_tokens = _kv_tokens(ticket, lease)
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        if lease.num_requests - under_way.num_requests < 1:
+            return False
+        kv_bytes = kv_tokens * lease.kv_bytes_per_token
+        kv_fits = (
+            kv_tokens <= lease.kv_tokens - under_way.kv_tokens and kv_bytes <= self.free_kv_bytes()
+        )
+        # What an encoder's lease lacks is time; nobody's memory would help.
+        self._kv_short |= not kv_fits and lease.kv_bytes_per_token > 0
+        return kv_fits or lease.model_id not in self._num_running
+
+    def room(self, ticket: Ticket, now_s: float) -> "Room | None":
+        """The figures that `fits` goes by, for explanations; None without a lease."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None:
+            return None
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        wanted_tokens = _kv_tokens(ticket, lease)
+        return Room(
+            worker_id=self.worker_id,
+            fresh=self._fresh(now_s),
+            running=self._num_running_all,
+            running_model=self._num_running.get(lease.model_id, 0),
+            free_requests=self._free_requests(),
+            leased_requests=lease.num_requests - under_way.num_requests,
+            leased_tokens=lease.kv_tokens - under_way.kv_tokens,
+            wanted_tokens=wanted_tokens,
+            free_kv_bytes=self.free_kv_bytes(),
+            wanted_kv_bytes=wanted_tokens * lease.kv_bytes_per_token,
+        )
+
+    def grant(self, ticket: Ticket) -> None:
+        """Book a Submit that is being sent."""
+        lease = self._leases[ticket.model_name]
+        self._num_sent += 1
+        kv_tokens = _kv_tokens(ticket, lease)
+        kv_bytes = kv_tokens * lease.kv_bytes_per_token
+        self._in_flight.append(
+            _Grant(self._num_sent, ticket.key, lease.model_id, kv_tokens, kv_bytes)
+        )
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        self._under_way[lease.model_id] = _UnderWay(
+            under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
+        )
+        self._kv_bytes_under_way += kv_bytes
+        self.adopt(lease.model_id)
+
+    def adopt(self, model_id: str) -> None:
+        """A request runs there that another process granted, and the status counts it."""
+        self._num_running[model_id] = self._num_running.get(model_id, 0) + 1
+        self._num_running_all += 1
+        self._view = None
+
+    def release(self, model_id: str, now_s: float) -> None:
+        """A granted request ended or came back."""
+        self._view = None
+        self._idle_since_s[model_id] = now_s
+        self._num_running[model_id] -= 1
+        self._num_running_all -= 1
+        if not self._num_running[model_id]:
+            del self._num_running[model_id]
+
+    def refuse(self, key: tuple[str, int], model_id: str) -> None:
+        """The worker did not take this Submit: nothing more for the model until it says so."""
+        self._leases.pop(model_id, None)
+        self._view = None
+        self.withdraw(key)
+
+    def withdraw(self, key: tuple[str, int]) -> None:
+        """This Submit is not on its way any more."""
+        for grant in [grant for grant in self._in_flight if grant.key == key]:
+            self._in_flight.remove(grant)
+            self._arrived(grant)
+
+    def free_kv_bytes(self) -> int:
+        """KV memory that no grant has been promised."""
+        if self.status is None:
+            return 0
+        return self.status.free_kv_bytes - self._kv_bytes_under_way
+
+    def num_running(self) -> int:
+        """Requests granted to the worker that have not ended."""
+        return self._num_running_all
+
+    @property
+    def offers(self) -> Iterable[str]:
+        """Models with a lease, whatever is left of it."""
+        return self._leases.keys()
+
+    @property
+    def failures(self) -> Iterator[ModelStatus]:
+        """Models that failed there, as of the last status."""
+        return (model for model in self._models.values() if model.state == "failed")
+
+    @property
+    def is_kv_short(self) -> bool:
+        """A request lacked KV memory there since the last status."""
+        return self._kv_short
+
+    def model(self, model_id: str) -> ModelStatus | None:
+        """What the last status said of the model; nothing is said of cold ones."""
+        return self._models.get(model_id)
+
+    def state(self, model_id: str) -> str:
+        """The model's residency there, as of the last status."""
+        model = self._models.get(model_id)
+        return "cold" if model is None else model.state
+
+    def view(self, pinned: frozenset[str]) -> WorkerView | None:
+        """The worker as placement sees it; None before its first status. Kept until it changes."""
+        if self.status is None:
+            return None
+        if self._view is None or pinned is not self._pinned:
+            self._view, self._pinned = self._look(self.status, pinned), pinned
+        if self._view.kv_short != self._kv_short:
+            self._view = replace(self._view, kv_short=self._kv_short)
+        return self._view
+
+    def _look(self, status: WorkerStatus, pinned: frozenset[str]) -> WorkerView:
+        models = {
+            model.model_id: ModelView(
+                state=model.state,
+                weight_bytes=model.weight_bytes,
+                load_s=model.load_s_estimate,
+                idle=not (
+                    model.num_running
+                    or model.num_waiting
+                    or self._num_running.get(model.model_id)
+                    or model.model_id in pinned
+                ),
+                idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
+                pinned=model.model_id in pinned,
+                held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,
+            )
+            for model in status.models
+        }
+        return WorkerView(
+            worker_id=self.worker_id,
+            free_bytes=max(0, self.free_kv_bytes()),
+            arena_bytes=status.num_pages * status.page_bytes,
+            models=models,
+            kv_short=self._kv_short,
+            cold_bytes_per_s=status.cold_bytes_per_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless the grants under way are numbered, counted and running."""
+        numbers = [grant.number for grant in self._in_flight]
+        if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > self._num_sent):
+            raise IntegrityError(f"worker {self.worker_id}: grants {numbers} of {self._num_sent}")
+        sums: dict[str, _UnderWay] = {}
+        for grant in self._in_flight:
+            so_far = sums.get(grant.model_id, _NOTHING)
+            sums[grant.model_id] = _UnderWay(
+                so_far.num_requests + 1, so_far.kv_tokens + grant.kv_tokens
+            )
+        if sums != self._under_way or self._kv_bytes_under_way != sum(
+            grant.kv_bytes for grant in self._in_flight
+        ):
+            raise IntegrityError(f"worker {self.worker_id}: under way {self._under_way}")
+        if self._num_running_all != sum(self._num_running.values()) or any(
+            count < 1 for count in self._num_running.values()
+        ):
+            raise IntegrityError(f"worker {self.worker_id}: running {self._num_running}")
+
+    def _arrived(self, grant: _Grant) -> None:
+        """The worker has it, or has refused it."""
+        under_way = self._under_way[grant.model_id]
+        if under_way.num_requests == 1:
+            del self._under_way[grant.model_id]
+        else:
+            self._under_way[grant.model_id] = _UnderWay(
+                under_way.num_requests - 1, under_way.kv_tokens - grant.kv_tokens
+            )
+        self._kv_bytes_under_way -= grant.kv_bytes
+
+    def _fresh(self, now_s: float) -> bool:
+        return self.status is not None and now_s - self._received_s <= self.status.lease_ttl_s
+
+    def _free_requests(self) -> int:
+        if self.status is None:
+            return 0
+        return self.status.free_requests - len(self._in_flight)
+
+
+def _kv_tokens(ticket: Ticket, lease: Lease) -> int:
+    """What the ticket takes of the lease: whole blocks."""
+    return -(-ticket.kv_tokens // lease.block_tokens) * lease.block_tokens

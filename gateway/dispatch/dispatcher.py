@@ -1,0 +1,396 @@
+"""The dispatcher: one fair queue over all models and workers (stage 5).
+
+    run -> waiting -> granted -> streaming -> ended        (tickets.py has the table)
+
+Tickets wait here and are granted at the last moment. Of the waiting tenants the one with the
+smallest counter goes first (policy/fair_share.py), with its oldest ticket. The rule for a head
+that does not fit:
+
+- If some worker offers its model (a lease, even a used-up one), that worker is kept for it: no
+  ticket behind it is granted there until it fits. It is waited for and never overtaken on a worker
+  that could run it; workers that do not have its model go on.
+- If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
+  in the fair order, and placement (policy/placement.py) has the model loaded.
+
+A dead worker loses no waiting ticket. What was granted there and had no token waits again as
+attempt 2, at its old place; what had tokens ends with WorkerLost. Messages are matched by
+(request_id, attempt) and the worker's epoch; others are late and dropped.
+
+Everything runs on the event loop in plain calls. Time comes from the `clock` given; `tick` must be
+called every TICK_S for time-outs, expired leases and loads.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
+from gateway.dispatch.admission import Admission
+from gateway.dispatch.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
+from gateway.dispatch.capacity import WorkerCapacity
+from gateway.dispatch.decisions import DecisionLog, DecisionRecord, of_choice
+from gateway.dispatch.dispatcher_snapshot import take_snapshot
+from gateway.dispatch.explain import Look, WaitReason, find
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.loads import Loads
+from gateway.dispatch.matching import grant_round
+from gateway.dispatch.running import RequestStream, StreamEnd
+from gateway.dispatch.service_book import ServiceBook
+from gateway.dispatch.tickets import IntegrityError, Ticket, TicketQueue, misfit
+from gateway.dispatch.unacked import UnackedFinishes
+from gateway.dispatch.worker_connection import WorkerClient
+from gateway.errors import UNAVAILABLE, ApiError, model_failed
+from gateway.policy.fair_share import FairShare, TenantOrder
+from gateway.policy.headroom import Headroom
+from gateway.policy.placement import Placement
+from gateway.policy.placer import Placer
+from gateway.policy.quarantine import Quarantine
+from gateway.policy.reasons import Figures, Kind, Reason
+from gateway.policy.service_estimate import ServiceEstimator
+from gateway.services import DispatcherSnapshot
+from gateway.settings import Settings
+from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
+
+TICK_S = 0.05
+
+
+class Dispatcher:
+    """Implements services.RequestDispatcher and worker_connection.WorkerListener.
+
+    `claim_orphan(request_id, finish)` is asked about a finish that no request here waits for; True
+    means that its usage will be posted and acknowledged through `ack_usage`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        claim_orphan: Callable[[str, Finish], bool] = lambda _request_id, _finish: False,
+        share: TenantOrder | None = None,
+        placement: Placer | None = None,
+        send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock
+        self.decisions = DecisionLog()
+        self.headroom = Headroom()
+        placement = placement or Placement(settings.max_load_share, settings.gather_wait_s)
+        self._fleet = Fleet(placement, self.decisions)
+        self._queue = TicketQueue()
+        self._share = share or FairShare(settings.fair_share_max_lead_s)
+        self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
+        self._book = ServiceBook(self._share, self._queue)
+        self._estimator = ServiceEstimator()
+        self._admission = Admission(
+            settings, self._queue, self._fleet, self._estimator, self.decisions
+        )
+        self._quarantine = Quarantine()
+        self._unacked = UnackedFinishes(self._fleet)
+        self._running = Assignments(
+            self._fleet,
+            self._book,
+            self.headroom,
+            self._estimator,
+            self._quarantine,
+            self._unacked,
+            self._left_worker,
+            claim_orphan,
+            send,
+        )
+        self._models: dict[str, HostedModel] = {}
+        self._live: dict[str, Ticket] = {}
+        self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
+        self._stopping = False
+        self._num_timeouts = 0
+        self._num_workers_lost = 0
+
+    # What the edge and the supervisor call.
+
+    @property
+    def ready(self) -> bool:
+        """A request could be served now: a worker answers and the gateway is not stopping."""
+        return not self._stopping and bool(self._fleet.statuses())
+
+    @property
+    def stopping(self) -> bool:
+        """`begin_drain` was called."""
+        return self._stopping
+
+    def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
+        """Queue a request. Raises ApiError at once where it cannot be or a bound bites."""
+        self._check(request, principal.tenant_id)
+        ticket, stream = self._admission.new_ticket(
+            request, principal, self._clock(), self._clock, self._abort
+        )
+        self._enter(ticket)
+        return stream
+
+    def _check(self, request: Asked, tenant_id: str) -> None:
+        """Raises ApiError where it cannot be or a bound bites."""
+        name = request.model.name
+        if self._stopping and not request.continues:
+            message = "the server is stopping: send the request again"
+            raise ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
+        error = misfit(request, self._models.get(name))
+        if error is not None:
+            raise error
+        failure = self.model_failure(name)
+        if failure is not None:
+            self._decide("refusal", "model failed", name, tenant_id, detail=failure)
+            raise model_failed(name, failure)
+        if request.request_id in self._live:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if not request.continues:  # what was admitted is not refused half way
+            self._admission.check_bounds(tenant_id, name, self._clock())
+
+    def _enter(self, ticket: Ticket) -> None:
+        """A new ticket waits; what can be done for it at once is done."""
+        name, now_s = ticket.model_name, self._clock()
+        self._live[ticket.request.request_id] = ticket
+        self._queue.add(ticket)
+        self._loads.asked(ticket)
+        self._share.enqueue(ticket.tenant_id, ticket.weight)
+        if self._queue.num_of_model(name) == 1 or self._queue.is_newcomer(ticket.tenant_id):
+            # Behind others it waits for the next status or tick, as they do.
+            offering = self._fleet.offering(name, now_s)
+            self._match(now_s, offering)
+            if not offering:
+                self._place(now_s)
+
+    def add_worker(self, client: WorkerClient) -> None:
+        """Begin to connect to one more worker."""
+        self._fleet.add(client, self)
+
+    def set_catalog(self, models: Sequence[HostedModel]) -> None:
+        """The `ready` models. Waiting requests of a model that is gone or replaced are ended."""
+        self._models = {model.name: model for model in models}
+        self._quarantine.keep((model.name, model.revision) for model in models)
+        self._estimator.keep_models(frozenset(self._models))
+        self._book.set_models(models)
+        self._loads.keep_models(models)
+        self._fleet.set_catalog(models)
+        for ticket in list(self._queue):
+            error = ticket.misfit(self._models.get(ticket.model_name))
+            if error is not None:
+                self._end_waiting(ticket, error)
+        self._pump()
+
+    def load_model(self, name: str) -> None:
+        """An operator wants it resident; a quarantine is lifted."""
+        if self._quarantine.clear(name):
+            self._decide("quarantine", "lifted", name)
+        self._fleet.load(self._clock(), name)
+
+    def unload_model(self, name: str) -> None:
+        """An operator wants its pages back. Waiting requests or a pin load it again."""
+        self._loads.unloaded(name)
+        self._fleet.unload(self._clock(), name)
+
+    def model_failure(self, model_name: str) -> str | None:
+        """Why a hosted model cannot be served now; None if it can."""
+        model = self._models.get(model_name)
+        reason = None
+        if model is not None:
+            reason = self._quarantine.reason(model.name, model.revision, self._clock())
+        return reason or self._fleet.failure(model_name)
+
+    def ack_usage(self, request_ids: Iterable[str]) -> None:
+        """Their usage is durable: the workers may forget it."""
+        self._unacked.ack(request_ids)
+
+    def begin_drain(self) -> None:
+        """Not ready any more; take nothing new, finish what is here."""
+        self._stopping = True
+
+    def abort_all(self) -> None:
+        """End what is left."""
+        for ticket in list(self._live.values()):
+            self._abort(ticket)
+
+    def close(self) -> None:
+        """Close the connections; call it last."""
+        self._fleet.close()
+
+    def tick(self) -> None:
+        """Time-outs, and whatever became possible by time alone."""
+        now_s = self._clock()
+        for ticket in self._queue.overdue(now_s):
+            self._num_timeouts += 1
+            waited_s = now_s - ticket.arrival_s
+            figures = Figures(waited_s=waited_s, bound_s=ticket.deadline_s - ticket.arrival_s)
+            self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
+            eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
+            self._end_waiting(ticket, self._admission.timed_out(waited_s, eta_s))
+        self._pump()
+
+    def snapshot(self) -> DispatcherSnapshot:
+        """Figures for metrics."""
+        parts = (self._queue, self._running, self._admission, self._loads, self._book)
+        counts = (self._num_timeouts, self._num_workers_lost)
+        return take_snapshot(*parts, self._quarantine, self.decisions, *counts, self._clock())
+
+    def model_outlook(self, model_name: str) -> ModelOutlook:
+        """Where a hosted model is, and how soon it could answer."""
+        return self._loads.outlook(model_name, self._clock())
+
+    def look(self) -> Look:
+        """Why whatever waits does so, as of now. For operators: costs a walk over the queue."""
+        parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
+        return Look(*parts, self._running.may_take, self._clock())
+
+    def explain(self, request_id: str) -> list[WaitReason]:
+        """Of a request and its choices; none where it is not here any more."""
+        look = self.look()
+        return [look.reason(ticket) for ticket in find(self._live.values(), request_id)]
+
+    def worker_statuses(self) -> list[WorkerStatus]:
+        """The last status of each connected worker."""
+        return self._fleet.statuses()
+
+    def add_swap_listener(self, listener: Callable[[str, SwapRecord], None]) -> None:
+        """Call `listener(worker_id, record)` once for every finished load or eviction."""
+        self._swap_listeners.append(listener)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queue, share, assignments and workers agree."""
+        self._queue.check_integrity()
+        self._share.check_integrity()
+        self._running.check_integrity()
+        self._fleet.check_integrity()
+        if dict(self._share.waiting()) != self._queue.by_tenant():
+            raise IntegrityError(f"share counts {dict(self._share.waiting())}")
+        held = [*self._queue, *self._running]
+        if {id(t) for t in held} != {id(t) for t in self._live.values()} or len(held) != len(
+            self._live
+        ):
+            raise IntegrityError(f"{len(self._live)} live requests, {len(held)} tickets held")
+
+    # What workers say (worker_connection.WorkerListener).
+
+    def on_connected(self, worker_id: str, epoch: str) -> None:
+        """A worker process answered; nothing is running there for this gateway."""
+        self._fleet.connect(worker_id, epoch, self._clock())
+
+    def on_status(self, worker_id: str, status: WorkerStatus) -> None:
+        """A heartbeat: leases, residency, swaps."""
+        worker = self._fleet.get(worker_id, status.epoch)
+        if worker is None:
+            return
+        now_s = self._clock()
+        changes = self._fleet.update(worker, status, now_s)
+        self._running.progress(worker, status.service)
+        if changes.states:
+            self._book.status(worker_id, status, now_s)
+        for choice in status.choices:
+            self.decisions.add(of_choice(worker_id, choice, now_s))
+        for swap in status.swaps:
+            for listener in self._swap_listeners:
+                listener(worker_id, swap)
+        if changes.states:
+            self._fail_hopeless()
+        self._match(now_s, [worker])
+        if changes.states:
+            self._place(now_s)
+
+    def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
+        """One step's output. What it freed is granted when the worker's status says so."""
+        self._running.deltas(worker_id, epoch, deltas, self._clock())
+
+    def on_refused(self, worker_id: str, refused: Refused) -> None:
+        """A Submit that was not taken."""
+        self._running.refused(worker_id, refused, self._clock())
+
+    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+        """A worker process is gone, with all it was running."""
+        self._num_workers_lost += 1
+        self._fleet.lose(worker_id)
+        self._book.loads.lose_worker(worker_id)
+        blamed = self._running.lost(worker_id, epoch, reason, self._clock())
+        for name in self._quarantine.worker_died(blamed, reason, self._clock()):
+            self._decide("quarantine", "workers died", name, detail=reason)
+        self._fail_hopeless()
+        self._pump()
+
+    # The queue.
+
+    def _decide(
+        self,
+        kind: Kind,
+        reason: Reason,
+        model: str,
+        tenant_id: str = "",
+        figures: Figures | None = None,
+        detail: str = "",
+    ) -> None:
+        self.decisions.add(
+            DecisionRecord(self._clock(), kind, reason, model, "", figures, tenant_id, detail)
+        )
+
+    def _pump(self) -> None:
+        """Grant what can be granted, then see to the models that nobody offers."""
+        now_s = self._clock()
+        self._match(now_s, list(self._fleet))
+        self._place(now_s)
+
+    def _match(self, now_s: float, workers: Sequence[WorkerCapacity]) -> None:
+        """Grant what these workers can take; where KV memory is short, make room."""
+        if not len(self._queue):
+            return
+        with_room = [worker for worker in workers if worker.has_room(now_s)]
+        if with_room:
+            offering = self._fleet.offering
+            may = self._running.may_take
+            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant, may)
+            self._loads.relieve(now_s, with_room)
+
+    def _place(self, now_s: float) -> None:
+        """Loads for models that wait and that not every worker offers.
+
+        Called when a status brings news of models, and every tick for what time alone changes.
+        """
+        for ticket, error in self._loads.place(now_s):
+            self._end_waiting(ticket, error)
+
+    def _grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
+        # Out of the queue first: a tenant that leaves it sets the floor at what it had before.
+        self._queue.remove(ticket)
+        self._share.dequeue(ticket.tenant_id)
+        if self._running.grant(ticket, worker, self._clock()):
+            return True
+        self._queue.add(ticket)
+        self._share.restore(ticket.tenant_id)
+        return False
+
+    def _left_worker(self, ticket: Ticket) -> None:
+        """A ticket is on no worker any more: it waits again or has ended."""
+        if ticket.state == "ended":
+            self._forget(ticket)
+            return
+        self._queue.add(ticket)
+        self._share.restore(ticket.tenant_id)
+        error = ticket.misfit(self._models.get(ticket.model_name))
+        if error is not None:
+            self._end_waiting(ticket, error)
+
+    def _abort(self, ticket: Ticket) -> None:
+        if ticket.state == "waiting":
+            self._end_waiting(ticket, ABORTED_UNUSED)
+        elif ticket.state != "ended":
+            self._running.abort(ticket)
+
+    def _end_waiting(self, ticket: Ticket, end: StreamEnd) -> None:
+        self._queue.remove(ticket)
+        self._share.dequeue(ticket.tenant_id)
+        ticket.move("ended")
+        self._forget(ticket)
+        ticket.stream.finish(end)
+
+    def _forget(self, ticket: Ticket) -> None:
+        del self._live[ticket.request.request_id]
+
+    def _fail_hopeless(self) -> None:
+        """End waiting tickets of models that failed to load or are quarantined."""
+        for name in list(self._queue.model_names):
+            failure = self.model_failure(name)
+            if failure is not None:
+                for ticket in [t for t in self._queue if t.model_name == name]:
+                    self._end_waiting(ticket, model_failed(name, failure))

@@ -1,0 +1,395 @@
+"""The workers as the dispatcher has them: connections, capacities, the catalog, loads on their way.
+
+Between dispatcher.py (which tickets go) and worker_connection.py (one connection). Knows no tickets
+beyond what capacity.py books for them; decides nothing: placement is policy/placement.py's.
+
+Questions about one model must not cost a look at every worker: who offers it and where it failed
+are kept by model, as statuses change them.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from engine.protocol import (
+    LoadModel,
+    ModelSpec,
+    SetCatalog,
+    ToWorker,
+    UnloadModel,
+    WarmModel,
+    WorkerStatus,
+)
+from gateway.dispatch.capacity import Changes, WorkerCapacity
+from gateway.dispatch.decisions import DecisionLog, DecisionRecord
+from gateway.dispatch.tickets import IntegrityError
+from gateway.dispatch.worker_connection import WorkerClient, WorkerListener, WorkerUnavailable
+from gateway.policy.fleet_view import AskRate, Decision, Demand, Outlook, WorkerView, load_seconds
+from gateway.policy.placement import relieve, unplaceable
+from gateway.policy.placer import Placer
+from gateway.policy.popularity import Prefetch
+from gateway.policy.reasons import Figures, Kind
+from gateway.types import HostedModel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NEAREST = ("resident", "loading", "draining", "warm", "failed")
+"""States of a model, from the nearest to serving; cold is what is left."""
+
+
+class Fleet:
+    """All workers, connected or not. Used on the event loop only."""
+
+    def __init__(self, placement: Placer, decisions: DecisionLog) -> None:
+        self._clients: dict[str, WorkerClient] = {}
+        self._connected: dict[str, WorkerCapacity] = {}
+        self._placement = placement
+        self._decisions = decisions
+        self._models: dict[str, HostedModel] = {}
+        self._specs: list[ModelSpec] = []
+        self._pinned: frozenset[str] = frozenset()
+        self._packs: dict[str, list[str]] = {}
+        self._pack_of: dict[str, str] = {}  # of models that share theirs
+        # By model, in the order in which the workers came.
+        self._offering: dict[str, dict[str, WorkerCapacity]] = {}
+        self._failed: dict[str, dict[str, str]] = {}  # worker -> why
+        self._num_heard = 0  # workers with a status
+        self._largest_arena_bytes = 0
+
+    def add(self, client: WorkerClient, listener: WorkerListener) -> None:
+        """Begin to connect to one more worker."""
+        self._clients[client.worker_id] = client
+        client.start(listener)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for client in self._clients.values():
+            client.close()
+        self._connected.clear()
+
+    def set_catalog(self, models: Sequence[HostedModel]) -> None:
+        """Tell every worker which models there are, now and whenever one connects."""
+        self._models = {model.name: model for model in models}
+        self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight) for m in models]
+        self._pinned = frozenset(m.name for m in models if m.pinned)
+        packs: dict[str, list[str]] = {}
+        for model in models:
+            packs.setdefault(model.pack_dir, []).append(model.name)
+        self._packs = {pack: names for pack, names in packs.items() if len(names) > 1}
+        self._pack_of = {name: pack for pack, names in self._packs.items() for name in names}
+        for worker_id in self._connected:
+            self.send(worker_id, SetCatalog(self._specs))
+
+    def connect(self, worker_id: str, epoch: str, now_s: float) -> None:
+        """A worker process answered. It offers nothing before its first status."""
+        self._forget(worker_id)
+        self._connected[worker_id] = WorkerCapacity(worker_id, epoch, now_s)
+        self.send(worker_id, SetCatalog(self._specs))
+
+    def lose(self, worker_id: str) -> None:
+        """Its process is gone."""
+        self._forget(worker_id)
+        self._placement.lose_worker(worker_id)
+
+    def update(self, worker: WorkerCapacity, status: WorkerStatus, now_s: float) -> Changes:
+        """Take in a heartbeat."""
+        if worker.status is None:
+            self._num_heard += 1
+        arena_bytes = status.num_pages * status.page_bytes
+        self._largest_arena_bytes = max(self._largest_arena_bytes, arena_bytes)
+        offered, failed = list(worker.offers), [model.model_id for model in worker.failures]
+        changes = worker.update(status, now_s)
+        if changes.offers:
+            self._note_offers(worker, offered)
+        if changes.states:
+            self._note_failures(worker, failed)
+        for swap in status.swaps:
+            if swap.kind == "load":
+                self._placement.loaded(worker.worker_id, swap.model_id, swap.duration_s, now_s)
+        return changes
+
+    def refuse(self, worker: WorkerCapacity, key: tuple[str, int], model_id: str) -> None:
+        """The worker did not take a Submit: it offers nothing of the model until it says so."""
+        worker.refuse(key, model_id)
+        self._note_offers(worker, [model_id])
+
+    def offering(self, model_id: str, now_s: float) -> list[WorkerCapacity]:
+        """Workers that offer the model, full or not."""
+        offering = self._offering.get(model_id)
+        if offering is None:
+            return []
+        return [worker for worker in offering.values() if worker.leased(model_id, now_s)]
+
+    def send(self, worker_id: str, message: ToWorker) -> bool:
+        """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
+        try:
+            self._clients[worker_id].send(message)
+        except WorkerUnavailable as error:
+            logger.info("not sent message=%s: %s", type(message).__name__, error)
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[WorkerCapacity]:
+        """Connected workers."""
+        return iter(self._connected.values())
+
+    def __len__(self) -> int:
+        return len(self._connected)
+
+    def get(self, worker_id: str, epoch: str) -> WorkerCapacity | None:
+        """The connected worker if it is still this process."""
+        worker = self._connected.get(worker_id)
+        return worker if worker is not None and worker.epoch == epoch else None
+
+    def claimed_on(self, model_name: str) -> str | None:
+        """The worker that has been told to load the model and has not done so yet."""
+        return self._placement.claimed_on(model_name)
+
+    def statuses(self) -> list[WorkerStatus]:
+        """The last status of each connected worker."""
+        return [worker.status for worker in self if worker.status is not None]
+
+    def failure(self, model_name: str) -> str | None:
+        """Why no connected worker can run the model; None if one may, or none is connected."""
+        failed = self._failed.get(model_name)
+        if failed and len(failed) == self._num_heard:
+            return next(iter(failed.values())) or "it could not be loaded"
+        model = self._models.get(model_name)
+        return unplaceable(model.weight_bytes if model else 0, self._largest_arena_bytes)
+
+    def wanting(self, model_names: Iterable[str], now_s: float) -> frozenset[str]:
+        """Those that some worker does not offer and that nobody has been told to load."""
+        return frozenset(
+            name
+            for name in model_names
+            if self._placement.claimed_on(name) is None
+            and len(self.offering(name, now_s)) < len(self._connected)
+        )
+
+    def place(
+        self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str], asks_s: AskRate
+    ) -> bool:
+        """Start the loads that policy wants; `demands` as they should be served.
+
+        Models somebody is `waiting` for are not idle anywhere. Returns whether any load is wanted
+        or under way.
+        """
+        self._placement.drop_claims(now_s, self._state_of)
+        demanded = {demand.model_id for demand in demands}
+        pins = [
+            Demand(m, 0, 0.0, True, self._models[m].weight_bytes)
+            for m in sorted(self._pinned - demanded)
+            if m not in self._offering
+        ]
+        if demands or pins or self._placement.outlooks:
+            wanted = self._with_packs(waiting)
+            sized = [
+                replace(d, weight_bytes=self._models[d.model_id].weight_bytes) for d in demands
+            ]
+            all_ = [*sized, *pins]
+            for decision in self._placement.decide(now_s, all_, self.views(), wanted, asks_s):
+                self._load(decision, now_s)
+            for demand in sized:
+                outlook = self._placement.outlooks.get(demand.model_id)
+                if outlook is not None:
+                    self._decisions.add(_held(now_s, demand, outlook))
+        return bool(demands or pins or self._placement.is_busy)
+
+    def fetch(self, now_s: float, prefetch: Prefetch) -> None:
+        """Bring a model nearer ahead of need."""
+        on_device = prefetch.tier == "device"
+        figures = Figures(demand=prefetch.asks_s, load_s=prefetch.load_s)
+        record = DecisionRecord(
+            now_s,
+            "load" if on_device else "warm",
+            "prefetch",
+            prefetch.model_id,
+            prefetch.worker_id,
+            figures,
+        )
+        self._decisions.add(record)
+        message: ToWorker = WarmModel(prefetch.model_id)
+        if on_device:
+            message = LoadModel(prefetch.model_id, prefetch=True)
+        self.send(prefetch.worker_id, message)
+
+    def demand_of(self, model_names: Iterable[str]) -> list[Demand]:
+        """Hosted ones of these, with their sizes; nobody waits."""
+        hosted = (self._models.get(name) for name in model_names)
+        return [Demand(m.name, 0, 0.0, m.pinned, m.weight_bytes) for m in hosted if m is not None]
+
+    def is_pinned(self, model_name: str) -> bool:
+        """Whether it is to stay on the device."""
+        return model_name in self._pinned
+
+    def outlook(self, model_name: str, now_s: float) -> Outlook:
+        """When the model is there for a request that comes now; `reason` where a load waits."""
+        views = [view for view in self.views() if model_name in self._models]
+        if any(view.state(model_name) == "resident" for view in views):
+            return Outlook(model_name, now_s)
+        known = self._placement.claimed(model_name, now_s)
+        known = known or self._placement.outlooks.get(model_name)
+        if known is not None:
+            return known
+        (demand,) = self.demand_of([model_name]) or [Demand(model_name, 0, 0.0, False)]
+        models = [view.model(demand) for view in views if view.may_load(demand)]
+        load_s = min((load_seconds(model) for model in models), default=math.inf)
+        return Outlook(model_name, now_s + load_s)
+
+    def residency(self, model_name: str) -> str:
+        """Where its weights are, on the worker that has it nearest."""
+        found = {worker.state(model_name) for worker in self}
+        return next((state for state in _NEAREST if state in found), "cold")
+
+    def relieve(
+        self,
+        now_s: float,
+        workers: Iterable[WorkerCapacity],
+        waiting: Iterable[str],
+        asks_s: AskRate,
+    ) -> None:
+        """Where KV memory is short, idle models make room."""
+        short = [worker for worker in workers if worker.is_kv_short]
+        if short:
+            views = [view for worker in short if (view := self._view(worker)) is not None]
+            for decision in relieve(views, now_s, self._with_packs(waiting), asks_s):
+                self._unload(decision, now_s)
+
+    def load(self, now_s: float, model_name: str) -> None:
+        """An operator's wish; nothing happens where it is resident or cannot be."""
+        if model_name not in self._models:
+            return
+        demand = Demand(model_name, 0, 0.0, False, self._models[model_name].weight_bytes)
+        decision = self._placement.claim(now_s, demand, self.views())
+        if decision is not None:
+            self._load(decision, now_s)
+
+    def unload(self, now_s: float, model_name: str) -> None:
+        """An operator's wish, for every worker that has it."""
+        for worker in self:
+            if worker.state(model_name) in ("resident", "loading"):
+                self._unload(Decision(model_name, worker.worker_id, "operator"), now_s)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError if a worker's books, or what is kept by model, do not agree."""
+        offering: dict[str, set[str]] = {}
+        failed: dict[str, set[str]] = {}
+        for worker in self:
+            worker.check_integrity()
+            for model_id in worker.offers:
+                offering.setdefault(model_id, set()).add(worker.worker_id)
+            for model in worker.failures:
+                failed.setdefault(model.model_id, set()).add(worker.worker_id)
+        kept = {model_id: set(workers) for model_id, workers in self._offering.items()}
+        kept_failed = {model_id: set(workers) for model_id, workers in self._failed.items()}
+        if (kept, kept_failed) != (offering, failed):
+            raise IntegrityError(f"offers {offering}, failures {failed}: kept are {kept}")
+        if self._num_heard != len(self.statuses()):
+            raise IntegrityError(f"{self._num_heard} workers have told a status")
+
+    def _forget(self, worker_id: str) -> None:
+        worker = self._connected.pop(worker_id, None)
+        if worker is None or worker.status is None:
+            return
+        self._num_heard -= 1
+        for model_id in worker.offers:
+            _drop(self._offering, model_id, worker_id)
+        for model in worker.failures:
+            _drop(self._failed, model.model_id, worker_id)
+        statuses = self.statuses()
+        self._largest_arena_bytes = max((s.num_pages * s.page_bytes for s in statuses), default=0)
+
+    def _note_offers(self, worker: WorkerCapacity, before: Iterable[str]) -> None:
+        offered = set(worker.offers)
+        for model_id in before:
+            if model_id not in offered:
+                _drop(self._offering, model_id, worker.worker_id)
+        for model_id in worker.offers:
+            self._offering.setdefault(model_id, {})[worker.worker_id] = worker
+
+    def _note_failures(self, worker: WorkerCapacity, before: Iterable[str]) -> None:
+        for model_id in before:
+            _drop(self._failed, model_id, worker.worker_id)
+        for model in worker.failures:
+            self._failed.setdefault(model.model_id, {})[worker.worker_id] = model.reason
+
+    def _state_of(self, worker_id: str, model_id: str) -> str | None:
+        worker = self._connected.get(worker_id)
+        return None if worker is None else worker.state(model_id)
+
+    def views(self) -> list[WorkerView]:
+        """The workers that have told a status, as policies see them."""
+        return [view for worker in self if (view := self._view(worker)) is not None]
+
+    def _view(self, worker: WorkerCapacity) -> WorkerView | None:
+        view = worker.view(self._pinned)
+        return view if view is None or not self._packs else self._by_pack(view)
+
+    def _by_pack(self, view: WorkerView) -> WorkerView:
+        """Models of one pack share its weights: idle together, and then counted once."""
+        models = dict(view.models)
+        # A worker tells of a few models, the catalog may have thousands of packs.
+        packs = {self._pack_of[name]: None for name in models if name in self._pack_of}
+        for pack in packs:
+            known = [name for name in self._packs[pack] if name in models]
+            all_idle = all(models[name].idle for name in known)
+            for name in known[1:] if all_idle else known:
+                models[name] = replace(models[name], idle=False)
+        return replace(view, models=models)
+
+    def _with_packs(self, names: Iterable[str]) -> frozenset[str]:
+        """These models and those that share their weights."""
+        names = list(names)
+        packs = {self._pack_of[name] for name in names if name in self._pack_of}
+        return frozenset([*names, *(name for pack in packs for name in self._packs[pack])])
+
+    def _load(self, decision: Decision, now_s: float) -> None:
+        figures = Figures(
+            waited_s=decision.waited_s,
+            backlog_s=decision.backlog_s,
+            load_s=decision.load_s,
+            num_waiting=decision.num_waiting,
+        )
+        self._decisions.add(_record(now_s, "load", decision, figures))
+        message = LoadModel(
+            decision.model_id,
+            waited_s=decision.waited_s,
+            backlog_s=decision.backlog_s,
+            forced=decision.forced,
+        )
+        self.send(decision.worker_id, message)
+
+    def _unload(self, decision: Decision, now_s: float) -> None:
+        self._decisions.add(_record(now_s, "unload", decision))
+        self.send(decision.worker_id, UnloadModel(decision.model_id))
+
+
+def _record(
+    now_s: float, kind: Kind, decision: Decision, figures: Figures | None = None
+) -> DecisionRecord:
+    return DecisionRecord(
+        now_s, kind, decision.reason, decision.model_id, decision.worker_id, figures
+    )
+
+
+def _held(now_s: float, demand: Demand, outlook: Outlook) -> DecisionRecord:
+    assert outlook.reason is not None
+    figures = Figures(waited_s=max(0.0, now_s - demand.oldest_s), num_waiting=demand.num_waiting)
+    if outlook.at_s < math.inf:
+        figures |= Figures(
+            until_s=outlook.until_s, eta_s=outlook.at_s - now_s, load_s=outlook.load_s
+        )
+    return DecisionRecord(
+        now_s, "held", outlook.reason, demand.model_id, outlook.worker_id, figures
+    )
+
+
+def _drop(table: dict[str, dict[str, T]], model_id: str, worker_id: str) -> None:
+    workers = table.get(model_id, {})
+    workers.pop(worker_id, None)
+    if not workers:
+        table.pop(model_id, None)

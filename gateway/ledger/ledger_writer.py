@@ -1,0 +1,238 @@
+"""From the journal into the database: one thread, batches, in order (stage 10, below ledger.py).
+
+Reads what is durable in the journal and writes it in transactions of many records. What was opened
+and ended within one batch leaves no open record behind. When all of a segment is in the database
+the journal may delete it. First comes what an earlier process left: some of that is in the database
+already, and writing it again changes nothing.
+
+A batch that the database cannot take now (locked, full, gone) is kept and tried again with growing
+pauses, for ever: nothing is dropped and nothing overtakes. Of a batch that it will never take (a
+value it refuses) the records are written one by one, and what is at fault is put aside, in a file
+beside the journal: an operator decides.
+
+Between batches, roll-ups are kept up (registry/rollups.py).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+
+from gateway.ledger.journal import Journal
+from gateway.ledger.journal_format import Record, RecordCodec
+from gateway.ledger.journal_types import Position
+from registry import ledger, rollups
+from registry.ledger import Checkpoint, OpenRecord, Posting
+from registry.session import appending
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "gateway"
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 5.0
+RECORD_BYTES = 500
+"""A record's usual size: how much is read at once for a batch."""
+
+
+@dataclass(slots=True)
+class WriterCounts:
+    """Running totals; written by the thread, read by anyone."""
+
+    opened: int = 0
+    posted: int = 0
+    voided: int = 0
+    write_errors: int = 0
+    put_aside: int = 0
+    rolled: int = 0
+    written: int = 0
+    """Records of this process that the writer is through with."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """What records come to. `again`: some of them may have been written before."""
+
+    opens: dict[str, OpenRecord]
+    checkpoints: dict[str, Checkpoint]
+    postings: list[Posting]
+    ended: list[str]
+    num_voids: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[Record], again: bool) -> "Batch":
+        """In their order."""
+        batch = cls({}, {}, [], [])
+        for record in records:
+            name = record.request_id
+            if isinstance(record, OpenRecord):
+                batch.opens.setdefault(name, record)
+            elif isinstance(record, Checkpoint):
+                if name in batch.opens:
+                    tokens = record.streamed_tokens
+                    batch.opens[name] = replace(batch.opens[name], streamed_tokens=tokens)
+                if name not in batch.opens or again:
+                    batch.checkpoints[name] = record
+            else:
+                if isinstance(record, Posting):
+                    batch.postings.append(record)
+                else:
+                    batch.num_voids += 1
+                batch.checkpoints.pop(name, None)
+                if batch.opens.pop(name, None) is None or again:
+                    batch.ended.append(name)
+        return batch
+
+
+class LedgerWriter:
+    """`start`, then everything happens in its thread. `append` records to the journal to be
+    written."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        journal: Journal,
+        aside: Path,
+        *,
+        max_batch: int,
+        interval_s: float,
+        rollup_interval_s: float,
+    ) -> None:
+        """`aside`: the file for records that the database will never take."""
+        self.counts = WriterCounts()
+        self.replayed = False
+        """Whether all that an earlier process left is in the database."""
+        self._engine = engine
+        self._journal = journal
+        self._aside = aside
+        self._max_batch = max_batch
+        self._interval_s = interval_s
+        self._rollup_interval_s = rollup_interval_s
+        self._rolled_s = time.monotonic()
+        self._at = Position(0)
+        self._stop = threading.Event()
+        self._give_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
+
+    def start(self, at: Position) -> None:
+        """Begin to write what comes from there on."""
+        self._at = at
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Write what the journal has, then end; blocks. False: given up, the journal keeps it."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+        in_time = not self._thread.is_alive()
+        self._give_up.set()
+        self._thread.join()
+        return in_time and self.is_at(self._journal.durable)
+
+    def is_at(self, position: Position) -> bool:
+        """Whether all that is before it is in the database."""
+        return self._at >= position
+
+    def _run(self) -> None:
+        while not self._give_up.is_set():
+            stopping = self._stop.is_set()  # Before reading: then nothing comes behind it.
+            try:
+                records, after = self._journal.read(self._at, self._max_batch * RECORD_BYTES)
+            except OSError as error:
+                self.counts.write_errors += 1
+                logger.error("ledger cannot read the journal: %s", error)
+                self._give_up.wait(LONGEST_PAUSE_S)
+                continue
+            again = self._journal.is_old(self._at)
+            if not self._write(records, again):
+                return
+            moved = after != self._at
+            self._at = after
+            if not again:
+                self.counts.written += len(records)
+                self._journal.written(self.counts.written)
+            if moved:
+                self._release()
+            self.replayed = self.replayed or not self._journal.is_old(after)
+            self._roll()
+            if not moved and stopping:
+                return
+            if self.replayed and len(records) < self._max_batch:
+                self._stop.wait(self._interval_s)
+
+    def _write(self, records: Sequence[Record], again: bool) -> bool:
+        """False: it is time to give up, and they are not in the database."""
+        pause_s = FIRST_PAUSE_S
+        while records:
+            try:
+                self._commit(Batch.of(records, again))
+            except (SQLAlchemyError, ValueError, OverflowError) as error:
+                self.counts.write_errors += 1
+                if not _passes(error):
+                    return self._split(records, again, error)
+                logger.warning("ledger write failed records=%d: %s", len(records), _cause(error))
+                if self._give_up.wait(pause_s):
+                    return False
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            else:
+                return True
+        return True
+
+    def _commit(self, batch: Batch) -> None:
+        with appending(self._engine, ACTOR) as session:
+            ledger.open_many(session, list(batch.opens.values()))
+            ledger.checkpoint_many(session, batch.checkpoints)
+            num_posted = ledger.insert_postings(session, batch.postings)
+            ledger.void_many(session, batch.ended)
+        self.counts.opened += len(batch.opens)
+        self.counts.posted += num_posted
+        self.counts.voided += batch.num_voids
+
+    def _split(self, records: Sequence[Record], again: bool, error: BaseException) -> bool:
+        """One of them is at fault; each is written alone."""
+        if len(records) > 1:
+            return all(self._write([record], again) for record in records)
+        logger.error("LEDGER REFUSES record=%r: %s; put aside", records[0], _cause(error))
+        try:
+            with self._aside.open("ab") as stream:
+                stream.write(RecordCodec().frame(records[0]))
+        except OSError as problem:
+            logger.error("cannot be put aside either: %s", problem)
+            return False
+        self.counts.put_aside += 1
+        return True
+
+    def _release(self) -> None:
+        try:
+            self._journal.release(self._at)
+        except OSError as error:
+            logger.error("journal segment cannot be deleted: %s", error)
+
+    def _roll(self) -> None:
+        """A slice of the roll-ups, where it is time."""
+        now_s = time.monotonic()
+        if not self._rollup_interval_s or now_s - self._rolled_s < self._rollup_interval_s:
+            return
+        try:
+            with appending(self._engine, ACTOR) as session:
+                upto = rollups.newest_seq(session)
+            with appending(self._engine, ACTOR) as session:
+                num = rollups.roll(session, upto)
+        except SQLAlchemyError as error:
+            logger.warning("roll-ups wait: %s", _cause(error))
+            num = 0
+        self.counts.rolled += num
+        if num < rollups.SLICE_ROWS:
+            self._rolled_s = now_s
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same write may succeed later: locked, full, unreachable, not yet migrated."""
+    return isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError)
+
+
+def _cause(error: BaseException) -> object:
+    return getattr(error, "orig", None) or error

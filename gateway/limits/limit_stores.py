@@ -1,0 +1,61 @@
+"""Which store of limits a process has, and what runs beside it.
+
+redis_url is set    Redis, shared with whoever has the same one       store/shared.py
+otherwise           this process (of several: the dispatcher's)       store/memory.py, remote.py
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from gateway.settings import Settings
+from gateway.store.base import LimitStore
+from gateway.store.bell import Bell
+from gateway.store.memory import MemoryStore
+from gateway.store.redis import RedisLimits
+from gateway.store.shared import SharedStore
+
+CANCEL_AGAIN_S = 0.1
+
+
+def open_store(settings: Settings, gateway_id: str) -> MemoryStore | SharedStore:
+    """The store of a process that serves requests. `gateway_id` is its own in this data folder, and
+    the same over its restarts."""
+    if not settings.redis_url:
+        return MemoryStore()
+    # Gateways meet in Redis from several machines, and several data folders of one.
+    name = f"{socket.gethostname()}:{settings.data_path}:{gateway_id}"
+    redis = RedisLimits(
+        settings.redis_url, name, settings.redis_timeout_s, prefix=settings.redis_prefix
+    )
+    return SharedStore(
+        redis, time.monotonic, settings.budgets_fail_open, settings.limit_fallback_gateways
+    )
+
+
+@asynccontextmanager
+async def sharing(
+    store: LimitStore, settings: Settings, on_change: Callable[[], None]
+) -> AsyncIterator[None]:
+    """What a shared store needs while it is used; `on_change` is called when another process says
+    that the registry has changed."""
+    if not isinstance(store, SharedStore):
+        yield
+        return
+    await store.start()
+    bell = Bell(settings.redis_url, settings.redis_prefix)
+    tasks = [
+        asyncio.create_task(store.run(), name="limits-shared"),
+        asyncio.create_task(bell.listen(on_change), name="registry-bell"),
+    ]
+    try:
+        yield
+    finally:
+        # More than once: redis-py may take a cancellation for an end of its own waiting.
+        while left := [task for task in tasks if not task.done()]:
+            for task in left:
+                task.cancel()
+            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        await store.close()

@@ -1,0 +1,292 @@
+"""Stage 3: hold what a request may cost, settle once what it did cost.
+
+Comes in: a principal and a prepared request. Goes out: a `Hold`, with the x-ratelimit headers, or
+429 with how long to wait. A request draws on the limits of its key, its tenant, its model and the
+whole gateway, all or nothing. The arithmetic is policy/rate_limit.py's, the counts are the store's.
+
+    open -> settled    the request ended: tokens not used are given back
+    open -> released   it was refused, or we failed it: everything is given back
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+from gateway.errors import INSUFFICIENT_QUOTA, RATE_LIMITED, UNAVAILABLE, ApiError
+from gateway.limits.periods import PeriodKind, period_of
+from gateway.policy.pricing import most_nanos
+from gateway.policy.rate_limit import (
+    DAY_S,
+    MINUTE_S,
+    Draw,
+    Figures,
+    Meter,
+    Refusal,
+    Reservation,
+    Used,
+)
+from gateway.store.base import LimitStore
+from gateway.types import PreparedRequest, Principal
+from registry.quotas import UNLIMITED, Limits, LimitScope
+
+
+class Rate(NamedTuple):
+    """One field of `Limits` as the arithmetic sees it, and what people call it."""
+
+    field: str
+    meter: Meter
+    window_s: int
+    words: str
+
+
+RATES = (
+    Rate("requests_per_minute", "requests", MINUTE_S, "requests per minute"),
+    Rate("requests_per_day", "requests", DAY_S, "requests per day"),
+    Rate("tokens_per_minute", "tokens", MINUTE_S, "tokens per minute"),
+    Rate("tokens_per_day", "tokens", DAY_S, "tokens per day"),
+    Rate("input_tokens_per_minute", "input_tokens", MINUTE_S, "input tokens per minute"),
+    Rate("input_tokens_per_day", "input_tokens", DAY_S, "input tokens per day"),
+    Rate("output_tokens_per_minute", "output_tokens", MINUTE_S, "output tokens per minute"),
+    Rate("output_tokens_per_day", "output_tokens", DAY_S, "output tokens per day"),
+    Rate("max_concurrency", "concurrency", 0, "requests at one time"),
+)
+# OpenAI's clients wait no longer than this and would ask again, twice, at once.
+LONGEST_RETRY_S = 120.0
+MAX_COST_NANOS = 2**54
+"""No budget is so large (registry/quotas.py), and a shared store may count it in 64 bits."""
+_WORDS = {(rate.meter, rate.window_s): rate.words for rate in RATES}
+_WHOSE = {"key": "the key's", "tenant": "your tenant's", "model": "the model's"}
+_GATEWAY_WHOSE = "this server's"
+_UNKNOWN = "what is left of a budget cannot be told at the moment: try again"
+_OWN = (_WHOSE["key"], _WHOSE["tenant"])
+# What OpenAI's headers have names for. Where several limits bind, they tell the tightest.
+_HEADERS: tuple[tuple[str, frozenset[Meter]], ...] = (
+    ("requests", frozenset({"requests"})),
+    ("tokens", frozenset({"tokens", "input_tokens", "output_tokens"})),
+)
+
+
+_Budget: TypeAlias = tuple[str, PeriodKind, int]
+
+
+class Hold:
+    """One request's share of its limits. Closes once; what comes later changes nothing."""
+
+    def __init__(self, store: LimitStore, reservation: Reservation) -> None:
+        self._store = store
+        self._reservation = reservation
+        self.is_open = True
+
+    async def settle(
+        self, input_tokens: int, output_tokens: int, cost_nanos: int, posted_at: float
+    ) -> None:
+        """The request used so many tokens, and is billed so much in a posting of `posted_at`."""
+        if self.is_open:
+            self.is_open = False
+            day = month = 0
+            if any(taken.meter == "cost" for taken in self._reservation.taken):
+                day = period_of("day", posted_at).number
+                month = period_of("month", posted_at).number
+            used = Used(input_tokens, output_tokens, cost_nanos, day, month, posted_at)
+            await self._store.settle(self._reservation, used)
+
+    async def release(self) -> None:
+        """As if the request had never come."""
+        if self.is_open:
+            self.is_open = False
+            await self._store.release(self._reservation)
+
+
+class Limiter:
+    """Reserves for requests. `on_rejection` is told the meter that was exhausted;
+    `gateway_limits` are those of all requests together."""
+
+    def __init__(
+        self,
+        store: LimitStore,
+        clock: Callable[[], float],
+        on_rejection: Callable[[str], None],
+        gateway_limits: Callable[[], Limits] = lambda: UNLIMITED,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._on_rejection = on_rejection
+        self._gateway_limits = gateway_limits
+        self._wall_clock = wall_clock
+
+    async def reserve(
+        self, principal: Principal, request: PreparedRequest, headers: MutableMapping[str, str]
+    ) -> Hold:
+        """Hold one request, its prompt, max_tokens for each choice, and what these may cost. Fills
+        in `headers` whether granted or not.
+
+        Raises ApiError RATE_LIMITED or INSUFFICIENT_QUOTA, or UNAVAILABLE where nobody can say what
+        is left of a budget; nothing was taken then.
+        """
+        draws = self._draws(principal, request)
+        decision = await self._store.reserve(request.request_id, draws, self._clock())
+        if decision.figures:
+            _add_headers(headers, draws, decision.figures)
+        if decision.reservation is not None:
+            return Hold(self._store, decision.reservation)
+        refusal = decision.refusal
+        if refusal is None:
+            raise AssertionError("a store neither granted nor refused")
+        self._on_rejection(refusal.draw.meter)
+        raise _error(refusal, headers)
+
+    def _draws(self, principal: Principal, request: PreparedRequest) -> list[Draw]:
+        num_prompt, num_output = (
+            len(request.prompt_token_ids),
+            request.num_choices * request.max_tokens,
+        )
+        most = min(MAX_COST_NANOS, most_nanos(request.rates, num_prompt, num_output))
+        used = Used(num_prompt, num_output, most)
+        scopes: tuple[tuple[LimitScope, str, Limits], ...] = (
+            ("key", principal.key_id, principal.limits),
+            ("tenant", principal.tenant_id, principal.tenant_limits),
+            ("model", request.model.name, request.model.limits),
+            ("gateway", "", self._gateway_limits()),
+        )
+        draws, budgets = list[Draw](), list[_Budget]()
+        for scope, owner, limits in scopes:
+            if limits != UNLIMITED:
+                rates, own = _counts(scope, owner, limits)
+                draws += (
+                    Draw(name, rate.meter, rate.window_s, limit, used.of(rate.meter))
+                    for name, rate, limit in rates
+                )
+                budgets += own
+        if budgets:
+            now_at = self._wall_clock()
+            for name, kind, limit in budgets:
+                period = period_of(kind, now_at)
+                resets_in_s = period.ends_at - now_at
+                draws.append(Draw(name, "cost", 0, limit, most, period.number, resets_in_s, kind))
+        return draws
+
+
+@lru_cache(4096)
+def _counts(
+    scope: LimitScope, owner: str, limits: Limits
+) -> tuple[tuple[tuple[str, Rate, int], ...], tuple[_Budget, ...]]:
+    """Its rates and budgets by the names of their counts. Kept: every request asks for four."""
+    return (
+        tuple((count_name(scope, owner, rate), rate, limit) for rate, limit in limited(limits)),
+        tuple((budget_name(scope, owner, kind), kind, sum_) for kind, sum_ in budgets_of(limits)),
+    )
+
+
+def limited(limits: Limits) -> Iterator[tuple[Rate, int]]:
+    """The rates that are bounded, and by how much."""
+    if limits != UNLIMITED:
+        for rate in RATES:
+            limit: int = getattr(limits, rate.field)
+            if limit:
+                yield rate, limit
+
+
+def budgets_of(limits: Limits) -> Iterator[tuple[PeriodKind, int]]:
+    """The budgets that are set."""
+    if limits.day_budget_nanos:
+        yield "day", limits.day_budget_nanos
+    if limits.month_budget_nanos:
+        yield "month", limits.month_budget_nanos
+
+
+def budget_name(scope: LimitScope, owner: str, kind: PeriodKind) -> str:
+    """As `count_name`."""
+    return f"{scope} {owner} cost {kind}"
+
+
+def count_name(scope: LimitScope, owner: str, rate: Rate) -> str:
+    """What a store counts it under. A model's name may hold anything but a space."""
+    return f"{scope} {owner} {rate.meter} {rate.window_s}"
+
+
+def go_duration(seconds: float) -> str:
+    """As OpenAI writes resets: 250ms, 1s, 59.5s, 6m0s, 23h59m0s. Rounded up to milliseconds."""
+    milliseconds = math.ceil(seconds * 1000)
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if not minutes:
+        return text
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}"
+
+
+def _add_headers(
+    headers: MutableMapping[str, str], draws: Sequence[Draw], figures: Sequence[Figures]
+) -> None:
+    # Of what all tenants share, what others use is none of the caller's business.
+    own = [(d, f) for d, f in zip(draws, figures, strict=True) if _whose(d) in _OWN]
+    for name, meters in _HEADERS:
+        of_name = [f for draw, f in own if draw.meter in meters]
+        if of_name:
+            tightest = min(of_name, key=lambda f: (f.remaining, f.limit))
+            headers[f"x-ratelimit-limit-{name}"] = str(tightest.limit)
+            headers[f"x-ratelimit-remaining-{name}"] = str(tightest.remaining)
+            headers[f"x-ratelimit-reset-{name}"] = go_duration(tightest.reset_s)
+
+
+def _error(refusal: Refusal, headers: MutableMapping[str, str]) -> ApiError:
+    """As clients are told. Where waiting does not help, `x-should-retry` says so."""
+    if refusal.is_unknown:
+        return ApiError(UNAVAILABLE, _UNKNOWN, retry_after_s=refusal.wait_s)
+    if refusal.draw.meter == "cost":
+        headers["x-should-retry"] = "false"
+        return ApiError(INSUFFICIENT_QUOTA, _explain_budget(refusal))
+    if refusal.wait_s is None or refusal.wait_s > LONGEST_RETRY_S:
+        headers["x-should-retry"] = "false"
+    return ApiError(RATE_LIMITED, _explain(refusal), retry_after_s=refusal.wait_s)
+
+
+def _explain_budget(refusal: Refusal) -> str:
+    draw = refusal.draw
+    whose = _whose(draw)
+    kind = draw.name.rpartition(" ")[2]
+    if refusal.wait_s is None:
+        budget = f"{whose} budget for a {kind}" + (
+            f", {_money(draw.limit)}" if whose in _OWN else ""
+        )
+        return (
+            f"this request alone may cost {_money(draw.cost)}, which is over {budget}: "
+            "send a shorter prompt, a smaller max_tokens or a smaller n"
+        )
+    says = f"{whose} budget for this {kind} is used up or promised to requests under way"
+    begins = f"it begins anew in {go_duration(draw.resets_in_s)} (UTC)"
+    if whose not in _OWN:  # what others spend is none of the caller's business
+        return f"{says}: this request may cost {_money(draw.cost)}; {begins}"
+    left = max(0, draw.limit - refusal.used)
+    return (
+        f"{says}: {_money(left)} of {_money(draw.limit)} is left and this request may cost "
+        f"{_money(draw.cost)}; {begins}"
+    )
+
+
+def _whose(draw: Draw) -> str:
+    return _WHOSE.get(draw.name.partition(" ")[0], _GATEWAY_WHOSE)
+
+
+def _money(nanos: int) -> str:
+    """Units of the currency, no zeros at the end."""
+    return f"{nanos // 10**9}.{nanos % 10**9:09d}".rstrip("0").rstrip(".")
+
+
+def _explain(refusal: Refusal) -> str:
+    draw = refusal.draw
+    whose = _whose(draw)
+    limit = f"{whose} {_WORDS[draw.meter, draw.window_s]}"
+    used = f"used {refusal.used}, " if whose in _OWN else ""
+    figures = f"limit {draw.limit}, {used}this request {draw.cost}"
+    if refusal.wait_s is None:
+        return (
+            f"this request alone is over {limit} ({figures}): "
+            "send a shorter prompt, a smaller max_tokens or a smaller n"
+        )
+    return f"rate limit reached for {limit} ({figures}): try again in {go_duration(refusal.wait_s)}"

@@ -1,0 +1,362 @@
+"""Registers models: runs `python -m engine.register` and relays its progress into the catalog.
+
+The engine's part (fetch, check, convert, probe) is a subprocess (register_process.py); the row it
+works for was begun by `registration.py`. This file writes its progress and a heartbeat into the
+model's row, and ends the row as ready or failed. A row that is no longer this registration's
+(cancelled, removed, taken over) stops the subprocess within half a second. Used by `polyhost models
+add|update|retry`, by the demo's bootstrap (several models in one subprocess), and as a process of
+its own for `--no-wait`:
+
+    python -m gateway.registration.registrar NAME
+                                         settings as JSON on standard input; forks, and returns
+                                         while the child works
+
+While packs are written, packs.lock is held shared, by the subprocess too. What it may leave behind
+is swept by `registration_files.py`.
+"""
+
+import argparse
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Session
+
+from gateway.registration import register_process
+from gateway.registration.register_process import (
+    INTERNAL_ERROR,
+    REGISTER_COMMAND,
+    RegisterEvent,
+    source_name,
+)
+from gateway.registration.registration_files import CRASHED, LOGS_FOLDER, RESUMABLE
+from gateway.service.control import Control, open_control
+from gateway.service.models import list_models
+from gateway.settings import Settings
+from registry import catalog, locks, revisions
+from registry.catalog import CANCELLED, INTERRUPTED, NEXT, ModelRecord, PackFacts
+from registry.errors import RegistryBusy, RegistryError
+
+HEARTBEAT_S = 1.0
+OWNER_POLL_S = 0.25
+PACKS_LOCK_TIMEOUT_S = 60.0
+PATIENCE_S = 120.0
+AGAIN_S = 0.5
+_MAX_REASON_LEN = 2000
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a registration is, for whoever shows it. `preflight` comes once, in its phase."""
+
+    model: str
+    phase: str
+    done_bytes: int
+    total_bytes: int
+    preflight: RegisterEvent | None = None
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One subprocess and the rows it works for, by source."""
+
+    control: Control
+    on_progress: OnProgress
+    waiting: dict[str, list[ModelRecord]] = field(default_factory=lambda: defaultdict(list))
+    latest: dict[str, RegisterEvent] = field(default_factory=dict)
+    told_of_bug: bool = False
+
+
+def run(
+    control: Control,
+    models: Sequence[ModelRecord],
+    on_progress: OnProgress = lambda progress: None,
+    command: Sequence[str] | None = None,
+) -> list[ModelRecord]:
+    """Register models that `begin` returned; one subprocess for each dtype. Blocks until done.
+
+    Returns the rows as they are afterwards: ready, failed, or whatever another hand made of them;
+    of an update that went well the updated model's. When interrupted (KeyboardInterrupt) the
+    subprocess is stopped and the rows fail.
+    """
+    by_dtype: dict[str, list[ModelRecord]] = defaultdict(list)
+    for model in models:
+        by_dtype[model.requested_dtype].append(model)
+    try:
+        for dtype, group in by_dtype.items():
+            _run_group(control, dtype, group, on_progress, command or REGISTER_COMMAND)
+    except BaseException as error:
+        by_hand = isinstance(error, KeyboardInterrupt)
+        reason = "stopped by hand" if by_hand else f"stopped by {type(error).__name__}: {error}"
+        _fail(control, models, CANCELLED if by_hand else INTERRUPTED, reason)
+        raise
+    finally:
+        list_models(control)  # sweeps what the subprocess could not
+    with control.reading() as session:
+        found = [
+            catalog.find_model(session, model.name)
+            or catalog.find_model(session, model.name.removesuffix(NEXT))
+            for model in models
+        ]
+    return [model for model in found if model is not None]
+
+
+def run_detached(control: Control, model: ModelRecord) -> None:
+    """Hand a registration that `begin` made to a background process, and return.
+
+    The launcher forks and leaves at once, so that the registration is nobody's child: it lives on
+    when this process and its terminal are gone. Output goes to `<data_dir>/logs`.
+    """
+    launched = subprocess.run(
+        [sys.executable, "-m", "gateway.registration.registrar", model.name],
+        input=msgspec.json.encode(control.settings),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    if launched.returncode:
+        reason = launched.stderr.decode(errors="replace").strip()
+        reason = reason or f"exit status {launched.returncode}"
+        _fail(control, [model], "not_started", reason)
+        raise RegistryError(f"the registration could not be started: {reason}")
+
+
+def _run_group(
+    control: Control,
+    dtype: str,
+    models: Sequence[ModelRecord],
+    on_progress: OnProgress,
+    command: Sequence[str],
+) -> None:
+    job = _Run(control, on_progress)
+    for model in models:
+        job.waiting[source_name(model)].append(model)
+    arguments = register_process.arguments(control.settings, control.data_dir, dtype, models)
+    control.packs_dir.mkdir(parents=True, exist_ok=True)
+    lock_path = control.data_dir / locks.PACKS_LOCK
+    with (
+        locks.hold(lock_path, shared=True, timeout_s=PACKS_LOCK_TIMEOUT_S) as lock,
+        tempfile.TemporaryFile() as errors,
+    ):
+        with register_process.started(
+            [*command, *arguments], control.settings, errors, lock
+        ) as process:
+            _relay(job, process)
+        if job.waiting or job.told_of_bug:
+            register_process.keep_log(errors, control.data_dir)
+        if job.waiting:
+            status = process.returncode
+            last = register_process.last_words(errors)
+            reason = last or f"the registering process ended with status {status}"
+            for rows in job.waiting.values():
+                _fail(control, rows, CRASHED, reason)
+
+
+def _relay(job: _Run, process: subprocess.Popen[bytes]) -> None:
+    """Handle events until the subprocess has closed its output; beat once a second meanwhile."""
+    events, reader = register_process.read_events(process)
+    next_beat = next_look = 0.0
+    while True:
+        try:
+            event = events.get(timeout=OWNER_POLL_S)
+        except queue.Empty:
+            pass
+        else:
+            if event is None:
+                break
+            changed_phase = _handle(job, event)
+            next_beat = 0.0 if changed_phase else next_beat
+        now_s = time.monotonic()
+        if now_s >= next_beat:
+            _beat(job)
+            next_beat = now_s + HEARTBEAT_S
+        if now_s >= next_look:
+            _give_up_lost(job)
+            next_look = now_s + OWNER_POLL_S
+        if not job.waiting:
+            break
+    if not job.waiting:
+        # All is said, or other hands ended the rows: what it might still do is of no use.
+        register_process.stop(process)
+    reader.join()
+
+
+def _handle(job: _Run, event: RegisterEvent) -> bool:
+    """Apply one event; True if it is worth writing down at once."""
+    rows = job.waiting.get(event.source, [])
+    control = job.control
+    if event.event == "progress" and rows:
+        before = job.latest.get(event.source)
+        job.latest[event.source] = event
+        for row in rows:
+            job.on_progress(Progress(row.name, event.phase, event.done_bytes, event.total_bytes))
+        return before is None or before.phase != event.phase
+    if event.event == "preflight":
+        for row in rows:
+            job.on_progress(Progress(row.name, "preflight", 0, 0, event))
+    if event.event == "resolved":
+        for row in rows:
+            note = partial(catalog.note_commit, registration=row.registration, commit=event.commit)
+            lasting(control.writing, note)
+    if event.event == "ready":
+        facts = _facts(event)
+        keep = control.settings.model_revisions_kept
+        for row in job.waiting.pop(event.source, []):
+            finish = partial(
+                revisions.finish,
+                registration=row.registration,
+                facts=facts,
+                keep=keep,
+                now_at=control.clock(),
+            )
+            if lasting(control.writing, finish):
+                size = event.weight_bytes
+                job.on_progress(Progress(row.name, "ready", size, size))
+    if event.event == "refused":
+        job.told_of_bug |= event.code == INTERNAL_ERROR
+        _fail(control, job.waiting.pop(event.source, []), event.code, event.message)
+    return False
+
+
+def _facts(event: RegisterEvent) -> PackFacts:
+    return PackFacts(
+        revision=event.revision,
+        pack=Path(event.pack_dir).name,
+        family=event.family,
+        dtype=event.dtype,
+        weight_bytes=event.weight_bytes,
+        max_context=event.max_context,
+        vocab_size=event.vocab_size,
+        task=event.task,
+        dim=event.dim,
+        labels=event.labels,
+        multi_label=event.multi_label,
+    )
+
+
+def _beat(job: _Run) -> None:
+    """Write progress and heartbeat."""
+    for source, rows in job.waiting.items():
+        event = job.latest.get(source) or RegisterEvent("progress", source, phase="start")
+        for row in rows:
+            beat = partial(
+                catalog.progress,
+                registration=row.registration,
+                phase=event.phase[:32],
+                done_bytes=event.done_bytes,
+                total_bytes=event.total_bytes,
+                now_at=job.control.clock(),
+            )
+            lasting(job.control.writing, beat)
+
+
+def _give_up_lost(job: _Run) -> None:
+    """Forget rows that are no longer this registration's."""
+    for source, rows in list(job.waiting.items()):
+        found = {
+            row.registration: lasting(
+                job.control.reading, partial(catalog.find_model, name=row.name)
+            )
+            for row in rows
+        }
+        kept = [row for row in rows if _is_same(row, found[row.registration])]
+        if kept:
+            job.waiting[source] = kept
+        else:
+            del job.waiting[source]
+
+
+def _is_same(row: ModelRecord, now: ModelRecord | None) -> bool:
+    return now is not None and (now.registration, now.state) == (row.registration, "registering")
+
+
+def _fail(control: Control, rows: Iterable[ModelRecord], code: str, reason: str) -> None:
+    for row in rows:
+        then = ""
+        if code in RESUMABLE:
+            then = f" (`polyhost models retry {row.name.removesuffix(NEXT)}` tries again)"
+        # It quotes hubs, files and libraries: one line, and nothing that a terminal would obey.
+        plain = "".join(c if c.isprintable() else " " for c in reason[:_MAX_REASON_LEN])
+        text = " ".join(plain.split()) + then
+        fail = partial(
+            catalog.fail,
+            registration=row.registration,
+            code=code,
+            reason=text,
+            now_at=control.clock(),
+        )
+        lasting(control.writing, fail)
+
+
+def lasting(
+    opened: Callable[[], AbstractContextManager[Session]], work: Callable[[Session], Found]
+) -> Found:
+    """`work` in a transaction of its own, once more for as long as the database is away or busy.
+
+    A registration may have fetched for hours: it outlives PATIENCE_S without a database. Raises
+    what the last try raised.
+    """
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with opened() as session:
+                return work(session)
+        except (OperationalError, RegistryBusy):
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(AGAIN_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The background process of `--no-wait`: fork, let the parent return, register in the child."""
+    parser = argparse.ArgumentParser(prog="python -m gateway.registration.registrar")
+    parser.add_argument("name")
+    options = parser.parse_args(argv)
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    log = settings.data_path / LOGS_FOLDER / f"register-{options.name.replace('/', '--')}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    child = os.fork()
+    if child:
+        # The row must name the child before this process is gone, or it would look interrupted.
+        with open_control(settings, "registrar") as control:
+            _adopt(control, options.name, child)
+        return 0
+    os.setsid()
+    with log.open("ab", buffering=0) as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    with open_control(settings, "registrar") as control:
+        model = _adopt(control, options.name, os.getpid())
+        ended = run(control, [model])
+    return 0 if all(model.state == "ready" for model in ended) else 1
+
+
+def _adopt(control: Control, name: str, pid: int) -> ModelRecord:
+    with control.writing() as session:
+        model = catalog.get_model(session, name)
+        catalog.adopt(
+            session, model.registration, socket.gethostname(), pid, now_at=control.clock()
+        )
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

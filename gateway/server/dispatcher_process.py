@@ -1,0 +1,323 @@
+"""The dispatcher as a process: `python -m gateway.server.dispatcher_process NAME CONFIG`.
+
+    standby --the lock is free--> active        (there is no way back: an active one ends)
+
+Two of them run. The kernel gives the lock (flock) to one, and frees it in the moment in which that
+one dies; the other looks every LOOK_S. Whoever becomes active takes the next epoch, reads the
+registry, the counts of limits as the ledger knows them and what tenants were ahead by
+(share_file.py), connects to the workers, and then listens for gateway processes, which tell it the
+rest (dispatcher_protocol.py). A load that was under way is the worker's and goes on: its statuses
+say so.
+
+What a change of dispatcher forgets: predictions of what requests use, the decisions that were
+recorded, who was served lately, strikes of models that crashed workers, how loads were budgeted,
+and counts by the minute.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from pathlib import Path
+
+import uvloop
+import zmq
+from prometheus_client import CollectorRegistry, Gauge
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.alerts.alerts import AlertWatch
+from gateway.directory import Directory
+from gateway.dispatch.dispatcher import TICK_S
+from gateway.dispatch.dispatcher_server import DispatcherServer
+from gateway.dispatch.operator_socket import OperatorDesk, listening, operator_socket
+from gateway.dispatch.share_file import ShareFile
+from gateway.dispatch.ticket_dispatcher import TicketDispatcher
+from gateway.dispatch.worker_client import ZmqWorkerClient
+from gateway.metrics.metrics import Metrics, StateCollector
+from gateway.policy.fair_share import FairShare
+from gateway.registry_poll import RegistryPoll
+from gateway.server import ipc, process_config
+from gateway.server.http_server import running
+from gateway.server.hub import HubLink
+from gateway.server.logs import set_up_logging
+from gateway.server.process_config import ProcessConfig
+from gateway.services import LedgerSnapshot
+from gateway.store.memory import MemoryStore
+from gateway.types import HostedModel
+from registry.ledger import OpenRecord, Posting
+from registry.residency_requests import ResidencyRequest
+from registry.session import make_engine
+
+logger = logging.getLogger(__name__)
+
+PEER_NAME = "dispatcher"
+"""What workers know every dispatcher by: the newest Hello takes the place of the one before."""
+LOOK_S = 0.05
+WORKERS_LOOK_S = 0.01
+WORKERS_WAIT_S = 0.5
+"""How long one that becomes active waits for workers: what runs there is then taken in."""
+READ_AGAIN_S = (3.0, 12.0)
+"""Pauses after which counts are compared with the ledger once more: what was being posted while the
+last dispatcher died is in the database by then."""
+
+
+class Active:
+    """The active dispatcher's parts."""
+
+    def __init__(
+        self,
+        config: ProcessConfig,
+        epoch: int,
+        engine: Engine,
+        context: zmq.Context[zmq.Socket[bytes]],
+        registry: CollectorRegistry,
+    ) -> None:
+        settings = self._settings = config.settings
+        self._directory = Directory()
+        share = FairShare(settings.fair_share_max_lead_s)
+        self._share_file = ShareFile(settings.data_path, share)
+        self._dispatcher = TicketDispatcher(settings, share=share)
+        self._store = MemoryStore()
+        self._server = DispatcherServer(
+            self._dispatcher,
+            self._store,
+            epoch,
+            settings.dispatcher_timeout_s,
+            time.monotonic,
+            self._look_now,
+            settings.gateway_processes,
+        )
+        self._poll = RegistryPoll(
+            engine,
+            settings.data_path,
+            self._directory,
+            settings.key_cache_poll_s,
+            self._on_models,
+            self._on_wish,
+            self._store,
+            on_reserved=self._on_reserved,
+        )
+        self.clients = {
+            worker_id: ZmqWorkerClient(
+                context,
+                worker_id,
+                endpoint,
+                PEER_NAME,
+                settings.worker_heartbeat_timeout_s,
+                observes=True,
+            )
+            for worker_id, endpoint in config.workers
+        }
+        self._alerts = AlertWatch(engine, settings.alert_interval_s, registry)
+        self._look: asyncio.Task[None] | None = None
+        self.weights: dict[str, int] = {}
+        self.on_weights: Callable[[], None] = lambda: None
+        self._dispatcher.add_swap_listener(Metrics(registry).on_swap)
+        registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0, lambda: 0))
+        Gauge(
+            "polyhost_dispatcher_epoch",
+            "Which dispatcher since the data folder was made; rises when a standby takes over.",
+            registry=registry,
+        ).set(epoch)
+
+    @property
+    def ready(self) -> bool:
+        """A request could be granted now."""
+        return self._dispatcher.ready
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Dispatch until `stop`."""
+        settings = self._settings
+        await self._share_file.load()
+        await self._poll.load()
+        for client in self.clients.values():
+            self._dispatcher.add_worker(client)
+        await self._await_workers()
+        desk = OperatorDesk(
+            self._dispatcher, lambda name: self._directory.find_model(name) is not None
+        )
+        async with (
+            listening(operator_socket(settings.data_path), desk),
+            ipc.listening(process_config.dispatcher_socket(settings), self._server.new_channel),
+            running(
+                self._poll.run(),
+                self._share_file.run(),
+                self._tick(),
+                self._read_again(),
+                self._alerts.run(),
+            ) as parts,
+        ):
+            logger.info("dispatching")
+            asked = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait([asked, *parts], return_when=asyncio.FIRST_COMPLETED)
+            asked.cancel()
+            self._server.close()
+        for part in done - {asked}:
+            part.result()  # Raises what ended it.
+        await self._share_file.write()
+        self._dispatcher.close()
+
+    async def _await_workers(self) -> None:
+        for _ in range(round(WORKERS_WAIT_S / WORKERS_LOOK_S)):
+            if all(client.state == "connected" for client in self.clients.values()):
+                return
+            await asyncio.sleep(WORKERS_LOOK_S)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._dispatcher.tick()
+            self._server.tick()
+
+    async def _read_again(self) -> None:
+        for pause_s in READ_AGAIN_S:
+            await asyncio.sleep(pause_s)
+            if await self._read(again=True):
+                self._server.read_again()
+        await asyncio.Event().wait()
+
+    async def _read(self, *, again: bool) -> bool:
+        try:
+            await self._poll.poll(again=again)
+        except SQLAlchemyError as error:
+            logger.warning("the registry could not be read: %s", error)
+            return False
+        return True
+
+    def _look_now(self) -> None:
+        """A gateway process has read of a model that is not known here."""
+        if self._look is None or self._look.done():
+            self._look = asyncio.create_task(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        while self._server.num_held:
+            num_behind = self._server.num_behind
+            await self._read(again=False)
+            self._server.caught_up(num_behind)
+
+    def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
+        self.weights = weights
+        self._dispatcher.set_catalog(models)
+        self.on_weights()
+
+    def _on_reserved(self, shares: dict[str, float]) -> None:
+        self._dispatcher.headroom.reserved = shares
+
+    def _on_wish(self, wish: ResidencyRequest) -> None:
+        if wish.action == "load":
+            self._dispatcher.load_model(wish.model)
+        else:
+            self._dispatcher.unload_model(wish.model)
+
+
+class _NoLedger:
+    """Each gateway process tells of its own."""
+
+    async def open(self, record: OpenRecord) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    async def post(self, posting: Posting) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    async def void(self, request_id: str) -> None:
+        """Never called."""
+        raise NotImplementedError
+
+    def snapshot(self) -> LedgerSnapshot:
+        """Nothing."""
+        return LedgerSnapshot(0, 0.0, 0, 0, 0, 0, 0)
+
+
+@contextlib.asynccontextmanager
+async def my_turn(lock: Path, stop: asyncio.Event) -> AsyncIterator[int | None]:
+    """Wait for the lock and hold it; the epoch that comes with it. None: told to stop before."""
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        while not stop.is_set():
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                await asyncio.sleep(LOOK_S)
+                continue
+            text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
+            epoch = (int(text) if text.isdigit() else 0) + 1
+            os.pwrite(descriptor, str(epoch).encode(), 0)
+            yield epoch
+            return
+        yield None
+    finally:
+        os.close(descriptor)
+
+
+async def run(name: str, config: ProcessConfig) -> None:
+    """The process' life. Raises what ends it."""
+    set_up_logging(name)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    registry = CollectorRegistry()
+    active: list[Active] = []
+
+    def worker_ended(worker_id: str, reason: str) -> None:
+        for one in active:
+            _lose(one.clients.items(), worker_id, reason)
+
+    hub = HubLink(name, registry, lambda: any(one.ready for one in active), worker_ended, stop.set)
+    await hub.connect(process_config.hub_socket(config.settings))
+    engine = make_engine(config.settings.registry_url)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    try:
+        await _warm_up(config, engine)
+        async with my_turn(Path(config.lock), stop) as epoch:
+            if epoch is not None:
+                logger.info("active name=%s epoch=%d", name, epoch)
+                one = Active(config, epoch, engine, context, registry)
+                one.on_weights = lambda: hub.tell_weights(one.weights)
+                active.append(one)
+                await one.run(stop)
+    finally:
+        context.destroy(linger=0)
+        engine.dispose()
+        hub.close()
+
+
+async def _warm_up(config: ProcessConfig, engine: Engine) -> None:
+    """Read once what an active one reads first: the second time is several times as fast."""
+    settings = config.settings
+    for_nobody = RegistryPoll(
+        engine,
+        settings.data_path,
+        Directory(),
+        settings.key_cache_poll_s,
+        lambda models, weights: None,
+        lambda wish: None,
+        MemoryStore(),
+        takes_wishes=False,
+    )
+    try:
+        await for_nobody.load()
+    except SQLAlchemyError as error:
+        logger.warning("the registry could not be read: %s", error)
+
+
+def _lose(clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason: str) -> None:
+    for name, client in clients:
+        if name == worker_id:
+            client.lose(f"its process ended: {reason}")
+
+
+if __name__ == "__main__":
+    _, name_, config_ = sys.argv
+    uvloop.run(run(name_, process_config.read(config_)))

@@ -1,0 +1,193 @@
+"""`serve` with several gateway processes: starts them all, keeps them alive, ends them in order.
+
+    this process          data folder's lock, listening socket, schema, demo, start block, hub
+      gateway-0 .. N-1    HTTP and stages 1 to 4, 9, 10 (front.py)
+      dispatcher-0, -1    one active, one in waiting (dispatcher_process.py)
+      worker-0            stages 6 to 8
+
+    down  gateways: not ready -> running requests finish within the bound -> ledger written
+          -> dispatchers -> worker
+
+The port is bound here, so that it is this server's alone, and not listened on: each gateway has a
+socket of its own on it. A child of any kind that ends is started again, with the same pause that
+doubles; one that hangs is ended first. This process serves nothing and keeps nothing that they
+would miss; when it is gone, they stop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter
+
+from gateway.config import child_environment
+from gateway.registration.bootstrap import DemoAccess
+from gateway.server import ipc, process_config
+from gateway.server.http_server import ABORT_GRACE_S, running
+from gateway.server.hub import Hub
+from gateway.server.process_config import ProcessConfig
+from gateway.server.start_block import start_block
+from gateway.server.worker_home import WORKER_ID, WorkerHome
+from gateway.server.worker_process import WORKER_STOP_TIMEOUT_S, WorkerProcess
+from gateway.service.models import hosted_models
+from gateway.settings import Settings
+from gateway.types import HostedModel
+from registry import catalog
+from registry.session import make_engine, reading
+
+logger = logging.getLogger(__name__)
+
+NUM_DISPATCHERS = 2
+LAST_STEPS_S = 15.0
+"""Beyond the requests' own bound: what a gateway process may take to write its ledger and end."""
+READY_LOOK_S = 0.1
+
+
+class ProcessGroup:
+    """All processes of one server."""
+
+    def __init__(
+        self, settings: Settings, listener: socket.socket, lock: str, worker_command: Sequence[str]
+    ) -> None:
+        """`lock`: see process_config.py."""
+        self._settings = settings
+        self._listener = listener
+        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit)
+        # Bound alone, or another server would not have been noticed; from here on with children.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port = listener.getsockname()[1]
+        config = ProcessConfig(settings, [(WORKER_ID, self._worker.endpoint)], port, lock)
+        self._config_path = process_config.write(config)
+        self._gateways = [
+            self._child(f"gateway-{index}", "gateway.server.front")
+            for index in range(settings.gateway_processes)
+        ]
+        self._dispatchers = [
+            self._child(f"dispatcher-{index}", "gateway.server.dispatcher_process")
+            for index in range(NUM_DISPATCHERS)
+        ]
+        self._stop_asked = asyncio.Event()
+        self._registry = CollectorRegistry()
+        self._worker_restarts = Counter(
+            "polyhost_worker_restarts",
+            "Worker processes that ended while the server ran and were started again.",
+            ["worker"],
+            registry=self._registry,
+        ).labels(WORKER_ID)
+        self._restarts = Counter(
+            "polyhost_process_restarts",
+            "Gateway and dispatcher processes that ended while the server ran.",
+            ["process"],
+            registry=self._registry,
+        )
+        self._hub = Hub(
+            self._registry,
+            settings.dispatcher_timeout_s,
+            self._worker.set_weights,
+            self._on_silent,
+        )
+
+    async def run(self, demo: DemoAccess | None) -> None:
+        """Serve until a signal, or until a process cannot be started at all."""
+        _, weights = await asyncio.to_thread(_ready_models, self._settings)
+        self._worker.set_weights(weights)
+        children = [*self._dispatchers, *self._gateways]
+        hub_path = process_config.hub_socket(self._settings)
+        async with (
+            ipc.listening(hub_path, self._hub.new_channel),
+            running(
+                self._worker.process.run(),
+                *(child.run() for child in children),
+                self._hub.run(),
+                self._announce(demo),
+            ) as parts,
+        ):
+            with self._signals():
+                asked = asyncio.create_task(self._stop_asked.wait())
+                done, _ = await asyncio.wait([asked, *parts], return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                await self._stop()
+        self._config_path.unlink(missing_ok=True)
+        for part in done - {asked}:
+            part.result()  # Raises what ended the server.
+
+    async def _stop(self) -> None:
+        logger.info("stopping")
+        self._stop_asked.set()
+        settings = self._settings
+        bound_s = settings.shutdown_notice_s + settings.shutdown_timeout_s + ABORT_GRACE_S
+        await asyncio.gather(*(child.stop(bound_s + LAST_STEPS_S) for child in self._gateways))
+        await asyncio.gather(*(child.stop(WORKER_STOP_TIMEOUT_S) for child in self._dispatchers))
+        await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
+        logger.info("stopped")
+
+    async def _announce(self, demo: DemoAccess | None) -> None:
+        """The start block, once every gateway could serve a request."""
+        names = [f"gateway-{index}" for index in range(self._settings.gateway_processes)]
+        while True:
+            await asyncio.sleep(READY_LOOK_S)
+            if all(self._hub.is_ready(name) for name in names):
+                break
+        models, _ = await asyncio.to_thread(_ready_models, self._settings)
+        host, port = self._listener.getsockname()[:2]
+        print(start_block(host, port, self._settings, models, demo), flush=True)
+        await asyncio.Event().wait()
+
+    def _child(self, name: str, module: str) -> WorkerProcess:
+        return WorkerProcess(
+            name,
+            lambda: str(self._config_path),
+            child_environment(),
+            self._settings.worker_restart_backoff_s,
+            lambda reason: self._on_exit(name),
+            command=(sys.executable, "-m", module, name),
+        )
+
+    def _on_exit(self, name: str) -> None:
+        if not self._stop_asked.is_set():
+            self._restarts.labels(name).inc()
+
+    def _on_silent(self, name: str) -> None:
+        logger.error("process=%s has been silent for too long: it is ended", name)
+        for child in (*self._gateways, *self._dispatchers):
+            if child.name == name:
+                child.kill()
+
+    def _on_worker_exit(self, reason: str) -> None:
+        self._hub.worker_ended(WORKER_ID, reason)
+        if not self._stop_asked.is_set():
+            self._worker_restarts.inc()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGTERM or SIGINT stops in order, the second does not wait for requests."""
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if self._stop_asked.is_set():
+                for child in self._gateways:
+                    child.hurry()
+            self._stop_asked.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def _ready_models(settings: Settings) -> tuple[Sequence[HostedModel], dict[str, int]]:
+    """What is hosted, and the bytes of its weights."""
+    engine = make_engine(settings.registry_url)
+    try:
+        with reading(engine) as session:
+            weights = {m.name: m.weight_bytes for m in catalog.ready_models(session)}
+            return hosted_models(session, settings.data_path), weights
+    finally:
+        engine.dispose()

@@ -1,0 +1,271 @@
+"""`serve`: puts the gateway together, keeps the worker alive, and takes everything down in order.
+
+    up    lock, socket, schema, packs swept, demo, lost journals adopted, ledger,
+          registry view, what the ledger left open, worker, HTTP, start block
+    down  not ready (503 on /health/ready) -> no new connections, running requests finish
+          -> what is left is aborted -> ledger written -> worker ended by its pid -> files closed
+
+One worker process on this machine's CPU. Every decision is elsewhere: which request goes
+(dispatcher.py), how much memory (policy/budget.py), when a worker is restarted
+(worker_process.py). What ends the server on its own: a part of it that fails for good. With
+`gateway_processes` above 1 this process serves nothing itself: process_group.py.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+
+import zmq
+from prometheus_client import CollectorRegistry, Counter
+from sqlalchemy import Engine
+
+from gateway.alerts.alerts import AlertWatch
+from gateway.directory import Directory
+from gateway.dispatch.dispatcher import TICK_S, Dispatcher
+from gateway.dispatch.operator_socket import OperatorDesk, listening, operator_socket
+from gateway.dispatch.share_file import ShareFile
+from gateway.dispatch.worker_client import ZmqWorkerClient
+from gateway.ledger.adoption import adopt
+from gateway.ledger.ledger import Ledger
+from gateway.ledger.owners import owner_of
+from gateway.limits import limit_stores
+from gateway.policy.fair_share import FairShare
+from gateway.registration.bootstrap import DemoAccess, ensure_demo
+from gateway.registry_poll import RegistryPoll
+from gateway.server import machine, process_config
+from gateway.server.http_server import HttpServer, listen, running
+from gateway.server.logs import set_up_logging
+from gateway.server.process_group import ProcessGroup
+from gateway.server.start_block import start_block
+from gateway.server.worker_home import WORKER_ID, WorkerHome, shm_prefix
+from gateway.server.worker_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S
+from gateway.service.models import tidy
+from gateway.service.users import ensure_admin
+from gateway.services import Services
+from gateway.settings import Settings
+from gateway.types import HostedModel
+from registry import locks
+from registry.errors import RegistryError
+from registry.residency_requests import ResidencyRequest
+from registry.session import make_engine, upgrade
+
+logger = logging.getLogger(__name__)
+
+GATEWAY_ID = "gateway-0"
+LEDGER_FLUSH_TIMEOUT_S = 10.0
+
+
+class ServerFailed(RegistryError):
+    """The server cannot go on; one line for the operator."""
+
+
+async def serve(settings: Settings, worker_command: Sequence[str] = WORKER_COMMAND) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises RegistryError (another server holds the data folder, the schema is newer) or OSError (the
+    port is taken) before anything is served, ServerFailed where it cannot go on.
+    """
+    set_up_logging()
+    data_path = settings.data_path
+    data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (
+        locks.hold(data_path / locks.SERVER_LOCK),
+        listen(settings.host, settings.port) as listener,
+    ):
+        await asyncio.to_thread(upgrade, settings.registry_url)
+        await asyncio.to_thread(tidy, settings)
+        await asyncio.to_thread(ensure_admin, settings)
+        demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
+        gateway_ids = [f"gateway-{index}" for index in range(settings.gateway_processes)]
+        await asyncio.to_thread(adopt, settings, gateway_ids, by=GATEWAY_ID)
+        if settings.gateway_processes > 1:
+            try:
+                with process_config.dispatcher_lock(settings) as lock:
+                    await ProcessGroup(settings, listener, lock, worker_command).run(demo)
+            finally:
+                remove_host_tier(settings)
+            return
+        engine = make_engine(settings.registry_url)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        try:
+            await Server(settings, engine, context, worker_command).run(listener, demo)
+        finally:
+            context.destroy(linger=0)
+            engine.dispose()
+            remove_host_tier(settings)
+
+
+class Server:
+    """The parts of a running gateway and the order in which they start and stop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        context: zmq.Context[zmq.Socket[bytes]],
+        worker_command: Sequence[str],
+    ) -> None:
+        self._settings = settings
+        self._directory = Directory()
+        share = FairShare(settings.fair_share_max_lead_s)
+        self._share_file = ShareFile(settings.data_path, share)
+        self._dispatcher = Dispatcher(
+            settings,
+            claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish),
+            share=share,
+        )
+        self._ledger = Ledger(
+            engine,
+            settings,
+            self._directory.rates,
+            self._dispatcher.ack_usage,
+            on_recovered=lambda posting: self._poll.count_posting(posting),
+        )
+        self._limit_store = limit_stores.open_store(settings, GATEWAY_ID)
+        self._poll = RegistryPoll(
+            engine,
+            settings.data_path,
+            self._directory,
+            settings.key_cache_poll_s,
+            self._on_models,
+            self._on_wish,
+            self._limit_store,
+            on_reserved=self._on_reserved,
+            gateway_id=owner_of(settings.data_path, GATEWAY_ID),
+        )
+        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit)
+        self._client = ZmqWorkerClient(
+            context,
+            WORKER_ID,
+            self._worker.endpoint,
+            GATEWAY_ID,
+            settings.worker_heartbeat_timeout_s,
+        )
+        self._stop_asked = asyncio.Event()
+        self._metrics_registry = CollectorRegistry()
+        self._alerts = AlertWatch(engine, settings.alert_interval_s, self._metrics_registry)
+        self._restarts = Counter(
+            "polyhost_worker_restarts",
+            "Worker processes that ended while the server ran and were started again.",
+            ["worker"],
+            registry=self._metrics_registry,
+        ).labels(WORKER_ID)
+
+    async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
+        """Serve on the socket until a signal, or until a part of the server fails for good."""
+        await self._share_file.load()
+        await self._ledger.start()  # First: spend is restored from the database alone.
+        async with limit_stores.sharing(self._limit_store, self._settings, self._poll.poke):
+            await self._serve(listener, demo)
+
+    async def _serve(self, listener: socket.socket, demo: DemoAccess | None) -> None:
+        await self._poll.load()
+        await self._ledger.recover()
+        http = self._http_server()
+        background = (
+            self._worker.process.run(),
+            self._poll.run(),
+            self._share_file.run(),
+            self._alerts.run(),
+            self._tick(listener, demo),
+        )
+        desk = OperatorDesk(
+            self._dispatcher, lambda name: self._directory.find_model(name) is not None
+        )
+        async with (
+            listening(operator_socket(self._settings.data_path), desk),
+            running(*background) as parts,
+        ):
+            self._dispatcher.add_worker(self._client)
+            serving = http.start(listener)
+            with self._signals(http):
+                asked = asyncio.create_task(self._stop_asked.wait())
+                done, _ = await asyncio.wait(
+                    [asked, serving, *parts], return_when=asyncio.FIRST_COMPLETED
+                )
+                asked.cancel()
+                await self._stop(http, serving)
+        if asked not in done:
+            for part in done:
+                part.result()  # Raises what ended the server.
+            raise ServerFailed("the HTTP server ended by itself: its log lines say why")
+
+    async def _stop(self, http: HttpServer, serving: "asyncio.Task[None]") -> None:
+        logger.info("stopping")
+        self._dispatcher.begin_drain()
+        await http.drain(serving, self._dispatcher.abort_all)
+        await self._share_file.write()
+        await self._ledger.stop(LEDGER_FLUSH_TIMEOUT_S)
+        self._dispatcher.close()  # The last acknowledgements linger a moment and get through.
+        await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
+        logger.info("stopped")
+
+    def _http_server(self) -> HttpServer:
+        services = Services(
+            settings=self._settings,
+            directory=self._directory,
+            dispatcher=self._dispatcher,
+            ledger=self._ledger,
+            metrics_registry=self._metrics_registry,
+            limit_store=self._limit_store,
+        )
+        return HttpServer(services)
+
+    async def _tick(self, listener: socket.socket, demo: DemoAccess | None) -> None:
+        """The dispatcher's clock; prints the start block once a request could be served."""
+        announced = False
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._dispatcher.tick()
+            if self._dispatcher.ready and not announced:
+                announced = True
+                host, port = listener.getsockname()[:2]
+                models = self._directory.models()
+                print(start_block(host, port, self._settings, models, demo), flush=True)
+
+    def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
+        self._dispatcher.set_catalog(models)
+        self._worker.set_weights(weights)
+
+    def _on_reserved(self, shares: dict[str, float]) -> None:
+        self._dispatcher.headroom.reserved = shares
+
+    def _on_worker_exit(self, reason: str) -> None:
+        self._client.lose(f"its process ended: {reason}")
+        if not self._dispatcher.stopping:
+            self._restarts.inc()
+
+    def _on_wish(self, wish: ResidencyRequest) -> None:
+        if wish.action == "load":
+            self._dispatcher.load_model(wish.model)
+        else:
+            self._dispatcher.unload_model(wish.model)
+
+    @contextlib.contextmanager
+    def _signals(self, http: HttpServer) -> Iterator[None]:
+        """The first SIGTERM or SIGINT stops in order, the second does not wait for requests."""
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if self._stop_asked.is_set():
+                http.force_exit = True
+                self._dispatcher.abort_all()
+            self._stop_asked.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+def remove_host_tier(settings: Settings) -> None:
+    """A stopped server gives its shared memory back; one that was killed leaves it to the next."""
+    for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()

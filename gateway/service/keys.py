@@ -1,0 +1,67 @@
+"""The verbs on API keys, for the CLI and, later, the admin API and pages (control.py)."""
+
+from collections.abc import Sequence
+
+from gateway.service.control import Control, find_key, find_tenant, visible
+from registry import api_keys
+from registry.api_keys import KeyChanges, KeyRecord
+from registry.quotas import Limits
+
+
+def create_key(
+    control: Control,
+    tenant: str,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    cache_mode: str = "off",
+    allowed_models: Sequence[str] | None = None,
+    expires_in_s: float | None = None,
+    allowed_cidrs: Sequence[str] | None = None,
+) -> tuple[KeyRecord, str]:
+    """A new key of a tenant, and its plaintext (shown once)."""
+    now_at = control.clock()
+    with control.writing() as session:
+        return api_keys.create_key(
+            session,
+            find_tenant(control, session, tenant, "keys.write").id,
+            name,
+            now_at=now_at,
+            limits=limits,
+            cache_mode=cache_mode,
+            allowed_models=allowed_models,
+            expires_at=None if expires_in_s is None else now_at + expires_in_s,
+            allowed_cidrs=allowed_cidrs,
+        )
+
+
+def list_keys(control: Control, tenant: str | None = None) -> list[KeyRecord]:
+    """Keys of one tenant or of all, revoked ones included."""
+    seen = visible(control, "keys.read")
+    with control.reading() as session:
+        if tenant is not None:
+            one = find_tenant(control, session, tenant, "keys.read")
+            return api_keys.list_keys(session, one.id)
+        every = api_keys.list_keys(session)
+    return [key for key in every if seen is None or key.tenant_id in seen]
+
+
+def change_key(control: Control, key: str, changes: KeyChanges) -> KeyRecord:
+    """Other bounds for a key; its secret stays."""
+    with control.writing() as session:
+        found = find_key(control, session, key, "keys.write")
+        return api_keys.change(session, found.id, changes, now_at=control.clock())
+
+
+def revoke_key(control: Control, key: str) -> KeyRecord:
+    """Refuse the key from now on."""
+    with control.writing() as session:
+        found = find_key(control, session, key, "keys.write")
+        return api_keys.revoke(session, found.id, now_at=control.clock())
+
+
+def rotate_key(control: Control, key: str, grace_s: float = 0.0) -> tuple[KeyRecord, str]:
+    """A new secret (shown once); the old one works for `grace_s` more seconds."""
+    with control.writing() as session:
+        found = find_key(control, session, key, "keys.write")
+        return api_keys.rotate(session, found.id, grace_s, now_at=control.clock())

@@ -1,0 +1,138 @@
+"""What a gateway holds of shared limits, and what Redis has not been told of it. No I/O.
+
+open    reservations that nobody has closed; `local_ids` of those Redis does not know
+ended   closed here, not there yet; closing twice changes nothing, so it may be told again
+owed    used of days and budgets while Redis was away, by count and when
+pasts   what counts begin with (LimitStore.restore) and Redis has not been told
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gateway.policy.rate_limit import DAY_S, Reservation, Used
+from gateway.store.base import Past
+
+MAX_STAMPS = 128
+"""Of one count: in a longer outage, when something was used is known less exactly."""
+
+_Owed: TypeAlias = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A reservation that Redis has not been told the end of; `used` None: given back."""
+
+    reservation: Reservation
+    used: Used | None
+
+
+class Arrears:
+    """See above. Bounded by what is open when Redis goes away, and by the limits there are."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, Reservation] = {}
+        self.local_ids: set[str] = set()
+        self.ended: dict[str, Ended] = {}
+        self.pasts: dict[str, Past] = {}
+        self._owed: dict[_Owed, list[tuple[float, int]]] = {}
+        self._began_at = 0.0
+        self._strangers: frozenset[str] = frozenset()
+
+    @property
+    def is_behind(self) -> bool:
+        """There is something that only this gateway counts."""
+        return bool(self.local_ids or self._owed)
+
+    def begin_epoch(self, began_at: float, is_restored: bool) -> None:
+        """Redis knows nothing of us: all that is open is to be told, and of what has ended what no
+        ledger tells, since only what was posted before the epoch is restored from there.
+        `is_restored`: that has been done; otherwise it will tell of what counts begin with."""
+        self._began_at = began_at
+        for key, stamped in list(self._owed.items()):
+            self._owed[key] = [(at, amount) for at, amount in stamped if at >= began_at]
+            if not self._owed[key]:
+                del self._owed[key]
+        if not is_restored:
+            self.pasts.clear()
+        for ended in self.ended.values():
+            if ended.used is not None:
+                self.owe_used(ended.reservation, ended.used)
+        self.ended.clear()
+        self.local_ids = set(self.open)
+
+    def in_doubt(self, reservation_id: str) -> None:
+        """Redis may hold it, and nobody here does."""
+        self.ended[reservation_id] = Ended(Reservation(reservation_id, ()), None)
+
+    def told(self, ids: Iterable[str]) -> None:
+        """These were local and are known to Redis; what has ended meanwhile is given back."""
+        for one in ids:
+            self.local_ids.discard(one)
+            if one not in self.open:
+                self.in_doubt(one)
+
+    def told_ends(self, ended: Iterable[Ended]) -> None:
+        """These ends are known to Redis."""
+        for one in ended:
+            if self.ended.get(one.reservation.id) is one:
+                del self.ended[one.reservation.id]
+
+    def compare(self, held: Iterable[str]) -> None:
+        """What Redis holds in our name and nobody here knows, at two looks, is given back."""
+        strangers = frozenset(held).difference(self.open, self.ended)
+        for one in strangers & self._strangers:
+            self.in_doubt(one)
+        self._strangers = strangers
+
+    def owe_used(self, reservation: Reservation, used: Used) -> None:
+        """What a request has used, unseen by Redis."""
+        if used.posted_at < self._began_at:
+            return
+        for taken in reservation.taken:
+            if taken.meter == "cost":
+                period = used.month if taken.kind == "month" else used.day
+                self._owe((taken.name, 0, period or taken.slot), used.cost_nanos, used.posted_at)
+            elif taken.window_s == DAY_S:
+                self._owe((taken.name, DAY_S, 0), used.of(taken.meter), used.posted_at)
+
+    def owe(self, past: Past, posted_at: float) -> None:
+        """What nobody has reserved, unseen by Redis."""
+        amount = past.spent + sum(amount for _, amount in past.amounts)
+        self._owe((past.name, past.window_s, past.period), amount, posted_at)
+
+    def owed(self) -> list[Past]:
+        """All of that."""
+        return [
+            Past(name, window_s, ((0.0, amount),) if window_s else (), period, amount)
+            for (name, window_s, period), stamped in self._owed.items()
+            for amount in (sum(each for _, each in stamped),)
+        ]
+
+    def paid(self, pasts: Iterable[Past]) -> None:
+        """Redis counts these now: the oldest of what is owed."""
+        for past in pasts:
+            key, paid, left = (past.name, past.window_s, past.period), past.spent, []
+            for at, amount in self._owed.pop(key, []):
+                part = min(paid, amount)
+                paid -= part
+                if amount > part:
+                    left.append((at, amount - part))
+            if left:
+                self._owed[key] = left
+
+    def restored(self, pasts: Iterable[Past]) -> None:
+        """Redis has been told of these."""
+        for past in pasts:
+            if self.pasts.get(past.name) is past:
+                del self.pasts[past.name]
+
+    def _owe(self, key: _Owed, amount: int, posted_at: float) -> None:
+        if not amount:
+            return
+        stamped = self._owed.setdefault(key, [])
+        stamped.append((posted_at, amount))
+        if len(stamped) > MAX_STAMPS:
+            # Two neighbours become the later one: rather counted twice than not at all.
+            i = min(range(1, MAX_STAMPS), key=lambda n: stamped[n + 1][0] - stamped[n - 1][0])
+            stamped[i : i + 2] = [(stamped[i + 1][0], stamped[i][1] + stamped[i + 1][1])]

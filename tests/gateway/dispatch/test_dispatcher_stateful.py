@@ -1,0 +1,200 @@
+"""The dispatcher under random histories: two workers, four tenants, everything that can happen.
+
+After every step check_integrity() holds and no worker holds more than it offered. At the end
+everything is let run out: every request ends exactly once, and the queue is empty.
+"""
+
+import asyncio
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.protocol import FinishReason
+from gateway.dispatch.running import RequestStream
+from gateway.errors import ApiError, WorkerLost
+from gateway.settings import Settings
+from gateway.types import TokenEvent
+from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
+
+TENANTS = st.sampled_from(["a", "b", "c", "d"])
+MODELS = st.sampled_from(["m", "n", "o"])
+WORKERS = st.integers(0, 1)
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """One event loop for the futures inside the streams; nothing here ever waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.rig = Rig(Settings(max_queue_per_tenant=8, max_queue_total=20, queue_timeout_s=30.0))
+        self.workers: list[ScriptedWorker] = []
+        self.streams: dict[str, RequestStream] = {}
+        self.num_refused = 0
+
+    def teardown(self) -> None:
+        self.loop.close()
+
+    @initialize()
+    def start(self) -> None:
+        self.rig.dispatcher.set_catalog([hosted("m"), hosted("n"), hosted("o")])
+        self.workers = [
+            self.rig.worker("one", num_requests=3, kv_tokens=60, states=_states("m", "n", "o")),
+            self.rig.worker("two", num_requests=2, kv_tokens=40, states=_states("n", "m", "o")),
+        ]
+
+    @rule(tenant=TENANTS, model=MODELS, prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
+    def arrive(self, tenant: str, model: str, prompt: int, max_tokens: int) -> None:
+        request_id = f"r{len(self.streams) + self.num_refused}"
+        request = prepared(request_id, model, prompt=prompt, max_tokens=max_tokens)
+        try:
+            stream = self.rig.dispatcher.run(request, principal(tenant, 1.0 + (tenant == "d")))
+        except ApiError:
+            self.num_refused += 1
+        else:
+            self.streams[request_id] = stream
+
+    @rule(which=WORKERS, tokens=st.integers(1, 3))
+    def step(self, which: int, tokens: int) -> None:
+        """Every request on the worker gets tokens."""
+        for request_id, attempt in list(self.workers[which].running):
+            self.workers[which].tokens(request_id, *range(tokens), attempt=attempt)
+
+    @rule(which=WORKERS, pick=st.integers(0, 9), service_s=st.floats(0.0, 2.0))
+    def finish(self, which: int, pick: int, service_s: float) -> None:
+        worker = self.workers[which]
+        if worker.running:
+            request_id, attempt = list(worker.running)[pick % len(worker.running)]
+            reason: FinishReason = "error" if pick == 9 else "stop"
+            if request_id in worker.aborted:
+                reason = "abort"
+            worker.finish(request_id, reason, attempt=attempt, service_s=service_s)
+
+    @rule(which=WORKERS, lag=st.integers(0, 2))
+    def heartbeat(self, which: int, lag: int) -> None:
+        """A status, perhaps from before the last Submits arrived."""
+        worker = self.workers[which]
+        if worker.reachable:
+            sent = len(worker.submitted) - worker.num_sent_earlier
+            worker.status(num_received=max(worker.num_received, sent - lag))
+
+    @rule(which=WORKERS, pick=st.integers(0, 9))
+    def refuse(self, which: int, pick: int) -> None:
+        worker = self.workers[which]
+        if worker.running:
+            request_id, _ = list(worker.running)[pick % len(worker.running)]
+            if self._has_no_token(request_id):
+                worker.refuse(request_id, "overloaded", retryable=pick % 2 == 0)
+
+    @rule(which=WORKERS)
+    def die(self, which: int) -> None:
+        if self.workers[which].reachable:
+            self.workers[which].die()
+
+    @rule(which=WORKERS)
+    def come_back(self, which: int) -> None:
+        if not self.workers[which].reachable:
+            self.workers[which].connect()
+
+    @rule(which=WORKERS, model=MODELS)
+    def swap(self, which: int, model: str) -> None:
+        """The worker obeys its loads and drops another model."""
+        worker = self.workers[which]
+        for name in worker.loads[-2:]:
+            worker.states[name] = "resident"
+        if not any(submit.model_id == model for submit in worker.running.values()):
+            worker.states[model] = "cold"
+        if worker.reachable:
+            worker.status()
+
+    @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.streams)
+    def abort(self, pick: int) -> None:
+        list(self.streams.values())[pick % len(self.streams)].abort()
+
+    @rule(seconds=st.floats(0.0, 8.0))
+    def wait(self, seconds: float) -> None:
+        self.rig.clock.now_s += seconds
+        self.rig.dispatcher.tick()
+
+    @rule(revision=st.sampled_from(["r1", "r1", "r2"]), with_o=st.booleans())
+    def catalog(self, revision: str, with_o: bool) -> None:
+        models = [hosted("m"), hosted("n", revision), *([hosted("o")] if with_o else [])]
+        self.rig.dispatcher.set_catalog(models)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.rig.dispatcher.check_integrity()
+
+    @invariant()
+    def no_worker_holds_more_than_it_offered(self) -> None:
+        for worker in self.workers:
+            assert len(worker.running) <= worker.num_requests
+            tokens = {
+                key: len(s.prompt_token_ids) + s.max_tokens for key, s in worker.running.items()
+            }
+            # One request of each model may go beyond what is free.
+            largest: dict[str, int] = {}
+            for key, submit in worker.running.items():
+                largest[submit.model_id] = max(largest.get(submit.model_id, 0), tokens[key])
+            assert sum(tokens.values()) <= worker.kv_tokens + sum(largest.values())
+
+    def _has_no_token(self, request_id: str) -> bool:
+        return any(
+            ticket.request.request_id == request_id and not ticket.num_tokens
+            for ticket in self.rig.dispatcher._running
+        )
+
+
+def _states(resident: str, *cold: str) -> dict[str, object]:
+    return {resident: "resident", **dict.fromkeys(cold, "cold")}
+
+
+class RunOutMachine(DispatcherMachine):
+    """Adds the end of the story."""
+
+    def teardown(self) -> None:
+        if self.workers:
+            self._run_out()
+            self.loop.run_until_complete(self._every_stream_ended())
+        super().teardown()
+
+    def _run_out(self) -> None:
+        for _ in range(200):
+            self.rig.clock.now_s += 0.5
+            for worker in self.workers:
+                if not worker.reachable:
+                    worker.connect()
+                for name in worker.loads[-3:]:
+                    worker.states[name] = "resident"
+                for request_id, attempt in list(worker.running):
+                    aborted = request_id in worker.aborted
+                    reason: FinishReason = "abort" if aborted else "stop"
+                    worker.finish(request_id, reason, attempt=attempt)
+                worker.status()
+            self.rig.dispatcher.tick()
+        snapshot = self.rig.dispatcher.snapshot()
+        assert (snapshot.num_waiting, snapshot.num_running) == (0, 0)
+        self.rig.dispatcher.check_integrity()
+
+    async def _every_stream_ended(self) -> None:
+        for stream in self.streams.values():
+            ends = await asyncio.wait_for(_ends(stream), timeout=5.0)
+            assert ends == 1
+
+
+async def _ends(stream: RequestStream) -> int:
+    """How often the stream ended: by a finish or by an error."""
+    ends = 0
+    try:
+        async for event in stream:
+            assert isinstance(event, TokenEvent)
+            ends += event.finish is not None
+    except (ApiError, WorkerLost):
+        ends += 1
+    return ends
+
+
+TestDispatcher = RunOutMachine.TestCase
+TestDispatcher.settings = hypothesis_settings(max_examples=60, stateful_step_count=50)

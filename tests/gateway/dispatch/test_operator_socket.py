@@ -1,0 +1,161 @@
+"""The operator's questions to a running server: the desk's answers, the socket, the commands."""
+
+import asyncio
+import json
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.cli.main import main
+from gateway.cli.operator_client import ask
+from gateway.dispatch.decisions import DecisionRecord
+from gateway.dispatch.operator_socket import (
+    MAX_CALLERS,
+    MAX_QUESTION_BYTES,
+    OperatorDesk,
+    listening,
+    operator_socket,
+)
+from gateway.policy.reasons import Figures
+from gateway.server import machine
+from gateway.service import tenants as service_tenants
+from gateway.service.control import open_control
+from gateway.settings import Settings
+from registry.errors import RegistryError
+from registry.session import upgrade
+from tests.gateway.scripted_worker import Rig, prepared, principal
+
+WALL_S = 1_000_000.0
+
+
+def desk_of(rig: Rig) -> OperatorDesk:
+    def wall_clock() -> float:
+        return WALL_S + rig.clock.now_s
+
+    return OperatorDesk(rig.dispatcher, {"m", "n"}.__contains__, rig.clock, wall_clock)
+
+
+def waiting_rig(tenant: str = "t") -> Rig:
+    """One request runs, one waits for the same worker, one for a load."""
+    rig = Rig()
+    rig.worker(num_requests=1)
+    for request_id, model in (("a", "m"), ("b", "m"), ("c", "n")):
+        rig.dispatcher.run(prepared(request_id, model), principal(tenant))
+    return rig
+
+
+def answer(rig: Rig, **question: object) -> dict[str, Any]:
+    found = desk_of(rig).answer(json.dumps(question).encode())
+    json.dumps(found, default=lambda value: None)  # whatever is in it has a form
+    return found
+
+
+async def test_all_that_waits_one_model_and_one_request() -> None:
+    rig = waiting_rig()
+    every = answer(rig, ask="why")
+    assert every["num_waiting"] == 2
+    assert {(row["model"], row["code"]) for row in every["waiting"]} == {
+        ("m", "worker full"),
+        ("n", "loading"),
+    }
+    one = answer(rig, ask="why", what="n")
+    assert [row["request_id"] for row in one["waiting"]] == ["c"]
+    assert one["model"] == {"name": "n", "failure": None, "workers": {"w": "cold"}}
+    (request,) = answer(rig, ask="why", what="b")["requests"]
+    assert (request["code"], request["rooms"][0]["free_requests"]) == ("worker full", 0)
+    assert answer(rig, ask="why", tenant="nobody")["waiting"] == []
+    assert "neither" in answer(rig, ask="why", what="x")["error"]
+
+
+async def test_decisions_have_the_time_of_the_wall() -> None:
+    rig = waiting_rig()
+    figures = Figures(until_s=rig.clock.now_s + 2.0)
+    record = DecisionRecord(rig.clock.now_s, "held", "gathering", "m", figures=figures)
+    rig.dispatcher.decisions.add(record)
+    found = answer(rig, ask="decisions", model="m")
+    (row,) = found["decisions"]
+    assert (row["kind"], row["at"]) == ("held", WALL_S + rig.clock.now_s)
+    assert row["figures"]["until_s"] == pytest.approx(row["at"] + 2.0)
+    assert {"kind": "held", "reason": "gathering", "count": 1} in found["counts"]
+    assert [row["model"] for row in answer(rig, ask="decisions")["decisions"]] == ["m", "n"]
+    assert len(answer(rig, ask="decisions", limit=1)["decisions"]) == 1
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"x", b"[]", b'{"ask": "why", "to": 1}', b'{"ask": 1}', b"[" * 3000, b"\xff"]
+)
+def test_what_is_no_question_is_told_so(line: bytes) -> None:
+    assert "not a question" in desk_of(Rig()).answer(line)["error"]
+
+
+async def test_the_socket_is_this_users_alone_and_goes_with_the_server(tmp_path: Path) -> None:
+    path = operator_socket(tmp_path)
+    path.write_text("left by a server that was killed")
+    async with listening(path, desk_of(waiting_rig())):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.parent.stat().st_mode & 0o077 == 0
+        found = await asyncio.to_thread(ask, tmp_path, ask="why")
+        assert found["num_waiting"] == 2
+        with pytest.raises(RegistryError, match="nothing is known of 'when'"):
+            await asyncio.to_thread(ask, tmp_path, ask="when")
+    assert not path.exists()
+    with pytest.raises(RegistryError, match="no server is running"):
+        ask(tmp_path, ask="why")
+
+
+async def test_callers_beyond_the_bound_and_endless_lines_are_sent_away(tmp_path: Path) -> None:
+    path = operator_socket(tmp_path)
+    async with listening(path, desk_of(waiting_rig())):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"x" * (2 * MAX_QUESTION_BYTES))
+        assert await reader.read() == b""
+        writer.close()
+        await writer.wait_closed()
+        silent = [await asyncio.open_unix_connection(path) for _ in range(MAX_CALLERS)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(RegistryError, match="no answer"):
+            await asyncio.to_thread(ask, tmp_path, ask="why")
+    for silent_reader, silent_writer in silent:
+        assert await silent_reader.read() == b""
+        silent_writer.close()
+        await silent_writer.wait_closed()
+
+
+def test_a_socket_nobody_listens_on_is_no_server(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(machine.socket_path(tmp_path, "operator")))
+    with pytest.raises(RegistryError, match="no server is running"):
+        ask(tmp_path, ask="why")
+
+
+async def test_the_commands_show_tenants_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(data_dir=str(tmp_path))
+    upgrade(settings.registry_url)
+    with open_control(settings, "test") as control:
+        tenant = service_tenants.create_tenant(control, "acme")
+    rig = waiting_rig(tenant.id)
+
+    async def run(*arguments: str) -> str:
+        status = await asyncio.to_thread(main, [*arguments, "--data-dir", str(tmp_path)])
+        out, err = capsys.readouterr()
+        return out if status == 0 else f"{status}: {err}"
+
+    async with listening(operator_socket(tmp_path), desk_of(rig)):
+        shown = await run("why")
+        assert "acme" in shown
+        assert "worker full: w is full: it runs 1 requests" in shown
+        assert "loading: n is being loaded on w (free pages)" in shown
+        assert "own older ones" in await run("why", "b")
+        assert (await run("why", "m")).startswith("m: resident on w\n")
+        assert json.loads(await run("why", "--json", "--tenant", "acme"))["num_waiting"] == 2
+        assert (await run("why", "--tenant", "other")).startswith("1: polyhost: no tenant")
+        assert "free pages" in await run("decisions")
+        rows = json.loads(await run("decisions", "--model", "n", "--json"))["decisions"]
+        assert [row["kind"] for row in rows] == ["load"]
+        assert (await run("why", "nothing")).startswith("1: polyhost: 'nothing' is neither")
+    assert (await run("decisions")).startswith("1: polyhost: no server is running")

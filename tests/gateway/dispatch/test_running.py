@@ -1,0 +1,101 @@
+"""A request's events: order, merging, bounds, ends."""
+
+import asyncio
+
+import pytest
+
+from engine.protocol import Finish, Usage
+from gateway.dispatch.running import RequestStream
+from gateway.errors import WorkerLost
+from gateway.types import TokenEvent
+
+STOP = Finish("stop", Usage(3, 0, 2, 0.5))
+
+
+def stream_of(max_buffer_tokens: int = 100) -> RequestStream:
+    return RequestStream(max_buffer_tokens, on_abort=lambda: None, queue_s=lambda: 1.5)
+
+
+async def collect(stream: RequestStream) -> list[TokenEvent]:
+    return [event async for event in stream]
+
+
+async def test_tokens_that_wait_are_one_event_and_the_finish_comes_with_them() -> None:
+    stream = stream_of()
+    assert stream.put([1])
+    assert stream.put([2, 3])
+    assert (await anext(stream)).token_ids == [1, 2, 3]
+    stream.put([4])
+    stream.finish(STOP)
+    assert await collect(stream) == [TokenEvent([4], STOP)]
+    assert await collect(stream) == []
+
+
+async def test_a_waiting_consumer_is_woken() -> None:
+    stream = stream_of()
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)
+    stream.put([1])
+    await asyncio.sleep(0)
+    stream.put([2])
+    stream.finish(STOP)
+    assert await task == [TokenEvent([1]), TokenEvent([2], STOP)]
+
+
+async def test_an_error_comes_after_the_tokens_and_once() -> None:
+    stream = stream_of()
+    stream.put([1])
+    stream.finish(WorkerLost("killed"))
+    stream.finish(STOP)
+    assert await anext(stream) == TokenEvent([1])
+    with pytest.raises(WorkerLost, match="killed"):
+        await anext(stream)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+
+
+async def test_a_reader_that_does_not_read_loses_tokens_but_not_the_end() -> None:
+    stream = stream_of(max_buffer_tokens=2)
+    assert stream.put([1, 2])
+    assert not stream.put([3])
+    assert stream.overflowed
+    assert not stream.put([4])
+    stream.finish(STOP)
+    assert await collect(stream) == [TokenEvent([1, 2], STOP)]
+
+
+async def test_abort_is_passed_on_until_the_end() -> None:
+    aborts: list[int] = []
+    stream = RequestStream(9, on_abort=lambda: aborts.append(1), queue_s=lambda: 0.0)
+    stream.abort()
+    stream.finish(STOP)
+    stream.abort()
+    assert aborts == [1]
+
+
+async def test_a_cancelled_wait_leaves_the_stream_usable() -> None:
+    stream = stream_of()
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    stream.put([7])
+    stream.finish(STOP)
+    assert await collect(stream) == [TokenEvent([7], STOP)]
+
+
+async def test_one_consumer_only() -> None:
+    stream = stream_of()
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="one consumer"):
+        await anext(stream)
+    stream.finish(STOP)
+    await task
+
+
+async def test_attempt_and_queue_time_are_visible() -> None:
+    stream = stream_of()
+    assert (stream.attempt, stream.queue_s) == (1, 1.5)
+    stream.retry(2)
+    assert stream.attempt == 2

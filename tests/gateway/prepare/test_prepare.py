@@ -1,0 +1,333 @@
+"""Stage 2 beside HTTP: loading once, bounds that bite, defaults filled in."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.protocol import Constraint
+from gateway.directory import Directory
+from gateway.errors import ApiError
+from gateway.prepare import codecs as module
+from gateway.prepare import tokenization
+from gateway.prepare.codecs import Codecs, PreparePool
+from gateway.prepare.prepare import PrepareBounds, Prepared, Preparer
+from gateway.prepare.tokenization import TextCodec, load_codec
+from gateway.prepare.tool_types import (
+    CalledFunction,
+    FunctionSpec,
+    JsonObjectFormat,
+    Tool,
+    ToolCall,
+)
+from gateway.prepare.wire import WireRequest
+from gateway.types import Principal
+from registry.quotas import Limits
+from tests.gateway.edge_kit import hosted_model, write_model
+
+WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
+ASK = WireRequest("completion", "tiny", prompt="The game")
+
+
+def preparer(tmp_path: Path, *names: str, **bounds: int) -> Preparer:
+    write_model(tmp_path)
+    directory = Directory()
+    models = [hosted_model(tmp_path, name) for name in names or ("tiny",)]
+    directory.replace(1, [], models)
+    codecs = Codecs(PreparePool(2, bounds.pop("max_pending", 8)), max_codecs=2)
+    return Preparer(directory, codecs, PrepareBounds(**{"default_max_tokens": 16, **bounds}))
+
+
+async def prepared(stage: Preparer, asked: WireRequest = ASK) -> Prepared:
+    return await stage.prepare(asked, WHO, {}, "cmpl-1", 1_700_000_000.9)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Records which folders are really read."""
+    loaded: list[Path] = []
+
+    def load(folder: Path) -> TextCodec:
+        loaded.append(folder)
+        return load_codec(folder)
+
+    monkeypatch.setattr(module, "load_codec", load)
+    return loaded
+
+
+async def test_many_at_once_load_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path)
+    results = await asyncio.gather(*(prepared(stage) for _ in range(6)))
+    assert len(loaded) == 1
+    assert len({id(result.codec) for result in results}) == 1
+    assert results[0].request.created_at == 1_700_000_000
+    assert results[0].request.max_tokens == 16
+    stage.close()
+
+
+async def test_the_least_recently_used_codec_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path, "a", "b", "c")
+    for name in ("a", "b", "a", "c", "a", "b"):
+        await prepared(stage, WireRequest("completion", name, prompt="x"))
+    assert len(loaded) == 4
+    stage.close()
+
+
+async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    stage = preparer(tmp_path)
+    first = asyncio.create_task(prepared(stage))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(prepared(stage))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).request.prompt_token_ids
+    assert len(loaded) == 1
+    stage.close()
+
+
+async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = preparer(tmp_path, max_pending=3)
+    codec = (await prepared(stage)).codec
+    gate = threading.Event()
+
+    def slow(text: str) -> list[int]:
+        gate.wait(5)
+        return [1]
+
+    monkeypatch.setattr(codec, "encode_prompt", slow)
+    tasks = [asyncio.create_task(prepared(stage)) for _ in range(5)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    errors = [task.exception() for task in done]
+    gate.set()
+    assert errors
+    for error in errors:
+        assert isinstance(error, ApiError)
+        assert (error.kind.code, error.retry_after_s) == ("queue_full", 1.0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(result, Prepared) for result in results) == 3
+    assert (await prepared(stage)).request.prompt_token_ids == [1]
+    stage.close()
+
+
+async def test_a_model_whose_files_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage)
+    assert caught.value.kind.code == "model_failed"
+    assert str(tmp_path) not in caught.value.message
+    assert str(tmp_path) in caplog.text
+    write_model(tmp_path)
+    assert (await prepared(stage)).request.prompt_token_ids
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "param"),
+    [
+        (WireRequest("completion", "tiny", prompt=""), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1, 403)), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(-1,)), "invalid_request", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1,) * 256), "context_length_exceeded", "prompt"),
+        (WireRequest("completion", "tiny", prompt=(1,), max_tokens=256),
+         "context_length_exceeded", "prompt"),
+        (WireRequest("completion", "nobody", prompt="x"), "model_not_found", "model"),
+    ],
+)  # fmt: skip
+async def test_refusals(tmp_path: Path, asked: WireRequest, code: str, param: str) -> None:
+    stage = preparer(tmp_path)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+    stage.close()
+
+
+async def test_the_last_token_of_the_context_can_be_used(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    result = await prepared(stage, WireRequest("completion", "tiny", prompt=(1,) * 255))
+    assert result.request.max_tokens == 1
+    asked = WireRequest("completion", "tiny", prompt=(1,), max_tokens=255)
+    assert (await prepared(stage, asked)).request.max_tokens == 255
+    stage.close()
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no system role') }}"])
+async def test_templates_that_refuse(tmp_path: Path, template: str | None) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    if template is not None:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    messages: Any = ({"role": "user", "content": "x"},)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, WireRequest("chat", "tiny", messages=messages))
+    assert (caught.value.kind.status, caught.value.param) == (400, "messages")
+    assert ("no system role" if template else "/v1/completions") in caught.value.message
+    stage.close()
+
+
+async def test_seeds_are_explicit_from_here_on(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    seeds = set()
+    for seed in (None, None, 0, 7, -1, 2**70 + 7):
+        asked = WireRequest("completion", "tiny", prompt="x", seed=seed)
+        drawn = (await prepared(stage, asked)).request.sampling.seed
+        assert 0 <= drawn < 2**63
+        seeds.add(drawn)
+    assert {0, 7, 2**63 - 1} < seeds
+    assert len(seeds) == 5
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "param"),
+    [
+        (replace(ASK, n=3), "invalid_request", "n"),
+        (replace(ASK, logit_bias={403: 1.0}), "invalid_request", "logit_bias"),
+        (replace(ASK, min_tokens=17), "invalid_request", "min_tokens"),
+        (replace(ASK, min_tokens=300), "context_length_exceeded", "prompt"),
+        (WireRequest("chat", "tiny", messages=({"role": "user", "content": "x"},) * 300),
+         "context_length_exceeded", "messages"),
+        (replace(ASK, prompt=(1,) * 300), "context_length_exceeded", "prompt"),
+    ],
+)  # fmt: skip
+async def test_refusals_before_any_text_is_read(
+    tmp_path: Path, asked: WireRequest, code: str, param: str
+) -> None:
+    stage = preparer(tmp_path, max_choices=2)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert (caught.value.kind.code, caught.value.param) == (code, param)
+    stage.close()
+
+
+WORDS = "the cat sat on the mat "
+
+
+@pytest.mark.parametrize("text", [WORDS * 100_000, "a" * 2_000_000, "<|im_end|>" * 200_000])
+@pytest.mark.parametrize("place", ["prompt", "user", "assistant", "tool"])
+async def test_absurd_lengths_are_not_read_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+) -> None:
+    stage = preparer(tmp_path)
+    num_chars = 0
+    encode = tokenization._encode
+
+    def counted_encode(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+        nonlocal num_chars
+        num_chars += len(text)
+        return encode(tokenizer, text, add_special_tokens)
+
+    monkeypatch.setattr(tokenization, "_encode", counted_encode)
+    messages: list[Any] = [{"role": "user", "content": "x"}]
+    tools: tuple[Tool, ...] = ()
+    asked = replace(ASK, prompt=text)
+    if place == "tool":
+        tools = (Tool(type="function", function=FunctionSpec(name="f", description=text)),)
+    elif place != "prompt":
+        messages.append({"role": place, "content": text})
+    if place != "prompt":
+        asked = WireRequest("chat", "tiny", messages=tuple(messages), tools=tools)
+        (tmp_path / "chat_template.jinja").write_text(HERMES)
+    with pytest.raises(ApiError) as caught:
+        await prepared(stage, asked)
+    assert caught.value.kind.code == "context_length_exceeded"
+    assert num_chars < 50_000
+    stage.close()
+
+
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' }}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+async def test_what_is_asked_of_sampling_and_scores(tmp_path: Path) -> None:
+    stage = preparer(tmp_path, max_choices=2)
+    request = (
+        await prepared(
+            stage, replace(ASK, n=2, logprobs=3, echo=True, ignore_eos=True, max_tokens=0)
+        )
+    ).request
+    assert (request.num_choices, request.logprobs, request.prompt_logprobs) == (2, 3, 3)
+    assert (request.echo, request.only_prompt, request.max_tokens) == ("The game", True, 1)
+    assert request.stop_token_ids == []
+    ids = tuple(request.prompt_token_ids)
+    request = (await prepared(stage, replace(ASK, prompt=ids, echo=True))).request
+    assert (request.echo, request.prompt_logprobs, request.only_prompt) == ("The game", -1, False)
+    stage.close()
+
+
+async def test_a_last_message_is_continued(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    messages = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "It is"})
+    asked = WireRequest(
+        "chat", "tiny", messages=messages, continue_final_message=True, add_generation_prompt=False
+    )
+    result = await prepared(stage, asked)
+    assert result.codec.decode(result.request.prompt_token_ids).endswith("assistant\nIt is")
+    assert result.request.continues_text
+    asked = replace(asked, continue_final_message=False)
+    text = result.codec.decode((await prepared(stage, asked)).request.prompt_token_ids)
+    assert text.endswith("It is\n")
+    stage.close()
+
+
+async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(HERMES)
+    offered = (Tool(type="function", function=FunctionSpec(name="f")),)
+    call = ToolCall(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
+    messages = (
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1", "tool_call_id": "c"},
+    )
+    asked = WireRequest("chat", "tiny", messages=messages, tools=offered, tool_choice="required")
+    result = await prepared(stage, asked)
+    text = result.codec.decode(result.request.prompt_token_ids)
+    assert '<tools>[{"type": "function", "function": {"name": "f"' in text
+    assert '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>' in text
+    assert result.request.constraint is not None
+    parser = result.new_parser()
+    parser.feed('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
+    parser.flush()
+    assert parser.num_calls == 1
+    for field in ({"min_tokens": 2}, {"ignore_eos": True}):
+        with pytest.raises(ApiError) as caught:
+            await prepared(stage, replace(asked, **field))
+        assert caught.value.param == next(iter(field))
+    form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
+    assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
+    stage.close()
+
+
+async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    who = replace(WHO, limits=Limits(max_prompt_tokens=2, max_output_tokens=9))
+
+    async def ask(**fields: Any) -> Prepared:
+        asked = replace(ASK, prompt=(1, 2), **fields)
+        return await stage.prepare(asked, who, {}, "cmpl-1", 0.0)
+
+    assert (await ask()).request.max_tokens == 9  # less than the default of 16
+    assert (await ask(max_tokens=9)).request.max_tokens == 9
+    for fields, said in (
+        ({"max_tokens": 10}, "your limit is 9"),
+        ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, but your limit is 2"),
+    ):
+        with pytest.raises(ApiError, match=said) as caught:
+            await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
+        assert caught.value.kind.status == 400

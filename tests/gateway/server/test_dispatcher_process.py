@@ -1,0 +1,70 @@
+"""Who is the dispatcher: one lock, epochs that rise; what processes are told at their start."""
+
+import asyncio
+import stat
+from pathlib import Path
+
+from gateway.server import process_config
+from gateway.server.dispatcher_process import my_turn
+from gateway.server.process_config import ProcessConfig
+from gateway.settings import Settings
+from tests.gateway.server.test_ipc import until
+
+
+async def test_one_is_active_and_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
+    lock, stop = tmp_path / "lock", asyncio.Event()
+    lock.touch()
+    epochs: list[int | None] = []
+
+    async def wait(release: asyncio.Event) -> None:
+        async with my_turn(lock, stop) as epoch:
+            epochs.append(epoch)
+            await release.wait()
+
+    first, second = asyncio.Event(), asyncio.Event()
+    waiting = [asyncio.create_task(wait(release)) for release in (first, second)]
+    await until(lambda: epochs)
+    await asyncio.sleep(0.1)
+    assert epochs == [1]
+    first.set()
+    second.set()
+    await until(lambda: epochs == [1, 2])
+    await asyncio.gather(*waiting)
+    lock.write_text("no number")
+    async with my_turn(lock, stop) as epoch:
+        assert epoch == 1
+
+
+async def test_who_is_told_to_stop_waits_no_longer(tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    (tmp_path / "lock").touch()
+    async with my_turn(tmp_path / "lock", asyncio.Event()) as epoch:
+        assert epoch == 1
+        asyncio.get_running_loop().call_later(0.01, stop.set)
+        async with my_turn(tmp_path / "lock", stop) as other:
+            assert other is None
+
+
+def test_what_processes_are_told_is_this_user_s_alone(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path), gateway_processes=3, demo_api_key="secret")
+    config = ProcessConfig(settings, [("worker-0", "ipc:///w")], 8000, "/lock")
+    for _ in range(2):  # what an earlier server left is replaced
+        path = process_config.write(config)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert process_config.read(str(path)) == config
+    with process_config.dispatcher_lock(settings):
+        assert (path.parent / "dispatcher.lock").stat().st_uid == path.stat().st_uid
+
+
+async def test_a_lock_whose_name_was_deleted_is_the_same_lock(tmp_path: Path) -> None:
+    """A process that comes later finds what the others have, and the epoch goes on."""
+    settings, stop = Settings(data_dir=str(tmp_path)), asyncio.Event()
+    with process_config.dispatcher_lock(settings) as lock:
+        async with my_turn(Path(lock), asyncio.Event()) as epoch:
+            assert epoch == 1
+            (tmp_path / "run" / "dispatcher.lock").unlink()
+            asyncio.get_running_loop().call_later(0.1, stop.set)
+            async with my_turn(Path(lock), stop) as other:
+                assert other is None
+        async with my_turn(Path(lock), asyncio.Event()) as epoch:
+            assert epoch == 2

@@ -1,0 +1,124 @@
+"""Keeping a worker process alive: restarts, pauses, ends; with small Python programs as workers."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from gateway.server.worker_process import WorkerProcess
+
+SLEEPS = "import time\ntime.sleep(600)"
+IGNORES_TERM = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('deaf', flush=True)\n"
+    "time.sleep(600)"
+)
+DRAINS = (
+    "import signal, sys, time\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    "time.sleep(600)"
+)
+
+
+class Watched:
+    """A WorkerProcess whose ends are counted."""
+
+    def __init__(self, program: str, backoff_s: float = 0.01) -> None:
+        self.ends: list[str] = []
+        self.configs: list[str] = []
+        self.process = WorkerProcess(
+            "w",
+            self._config,
+            dict(os.environ),
+            backoff_s,
+            self.ends.append,
+            command=(sys.executable, "-c", program),
+        )
+        self.task = asyncio.create_task(self.process.run())
+
+    async def until(self, predicate: Callable[[], bool]) -> None:
+        for _ in range(20_000):
+            if predicate():
+                return
+            assert not self.task.done(), self.task
+            await asyncio.sleep(0.001)
+        raise AssertionError("it did not come to that")
+
+    async def started(self, times: int = 1) -> int:
+        """The pid, once that many were started."""
+        await self.until(lambda: self.process.num_starts >= times and self.process.pid is not None)
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def _config(self) -> str:
+        self.configs.append(f"config {len(self.configs)}")
+        return self.configs[-1]
+
+
+async def test_a_killed_worker_is_reported_and_started_again() -> None:
+    watched = Watched(SLEEPS)
+    first = await watched.started()
+    os.kill(first, signal.SIGKILL)
+    second = await watched.started(times=2)
+    assert watched.ends == ["killed by signal 9"]
+    assert second != first
+    await watched.process.stop(timeout_s=20.0)
+    await watched.task
+    assert watched.process.pid is None
+
+
+async def test_a_worker_that_keeps_failing_is_tried_ever_more_slowly(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watched = Watched("import sys\nsys.exit(2)", backoff_s=0.001)
+    await watched.until(lambda: len(watched.ends) >= 4)
+    await watched.process.stop(timeout_s=1.0)
+    watched.task.cancel()
+    assert watched.ends[0] == "exit status 2"
+    pauses = [record.args[-1] for record in caplog.records if "restart in" in record.msg]  # type: ignore[index]
+    assert pauses[:3] == [0.001, 0.002, 0.004]
+
+
+async def test_a_restart_takes_a_fresh_configuration_and_no_pause() -> None:
+    watched = Watched(DRAINS, backoff_s=600.0)
+    await watched.started()
+    await asyncio.sleep(0.3)  # its handler must be in place, or SIGTERM ends it all the same
+    watched.process.restart()
+    await watched.started(times=2)
+    assert watched.configs == ["config 0", "config 1"]
+    assert len(watched.ends) == 1
+    await watched.process.stop(timeout_s=20.0)
+    await watched.task
+
+
+async def test_a_worker_that_does_not_listen_is_ended_hard() -> None:
+    watched = Watched(IGNORES_TERM)
+    await watched.started()
+    await asyncio.sleep(0.3)
+    await watched.process.stop(timeout_s=0.05)
+    await watched.task
+    assert watched.ends in (["killed by signal 9"], ["killed by signal 15"])
+
+
+async def test_cancelling_leaves_no_process_behind() -> None:
+    watched = Watched(SLEEPS)
+    pid = await watched.started()
+    watched.task.cancel()
+    await asyncio.gather(watched.task, return_exceptions=True)
+    for _ in range(20_000):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("the worker is still there")
+
+
+async def test_what_cannot_be_started_is_an_error() -> None:
+    process = WorkerProcess("w", str, {}, 0.01, lambda _: None, command=("/does/not/exist",))
+    with pytest.raises(OSError, match="exist"):
+        await process.run()
