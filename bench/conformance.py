@@ -25,15 +25,15 @@ from tokenizers import Tokenizer, normalizers
 
 from bench.tokenizer_files import from_gpt2, from_spm, from_tiktoken
 from engine.protocol import SamplingParams
-from gateway import templates
-from gateway.answer import Chunks
-from gateway.choice import Piece
-from gateway.detokenize import TextStream
-from gateway.output_parser import IdentityParser
-from gateway.templates import ChatTemplate
-from gateway.tokenization import TextCodec
+from gateway.answer.answer import Chunks
+from gateway.answer.choice import Piece
+from gateway.answer.detokenize import TextStream
+from gateway.answer.output_parser import IdentityParser
+from gateway.prepare import templates
+from gateway.prepare.templates import ChatTemplate
+from gateway.prepare.tokenization import TextCodec
+from gateway.prepare.wire import decode
 from gateway.types import HostedModel, PreparedRequest
-from gateway.wire import decode
 
 # When the expected texts of templates that show a date were made.
 _CLOCK = datetime(2025, 7, 10, 12)

@@ -32,13 +32,13 @@ from bench.constrained_cases import SOURCES, Case
 from engine.errors import ConstraintBroken, ConstraintRefused
 from engine.protocol import Constraint
 from engine.structured import Compiler, Matcher
-from gateway.detokenize import PieceTable, TextStream
+from gateway.answer.detokenize import PieceTable, TextStream
+from gateway.answer.output_plan import OutputFormats, OutputPlan, plan
+from gateway.answer.tool_deltas import message
+from gateway.answer.tools.formats import FORMATS
 from gateway.errors import ApiError
-from gateway.output_plan import OutputFormats, OutputPlan, plan
-from gateway.structured_request import understand
-from gateway.tool_deltas import message
-from gateway.tool_types import ResponseFormat, ToolChoice, Tools
-from gateway.tools.formats import FORMATS
+from gateway.prepare.structured_request import understand
+from gateway.prepare.tool_types import ResponseFormat, ToolChoice, Tools
 
 _MAX_PROBLEMS = 20
 

@@ -19,7 +19,7 @@ import jsonschema
 from jsonschema.exceptions import ValidationError
 
 from bench.bfcl_schema import bounded, rows, tools_of
-from gateway.tools.formats import FORMATS, FormatName
+from gateway.answer.tools.formats import FORMATS, FormatName
 
 MAX_CHARS = 16
 MAX_ITEMS = 2

@@ -25,7 +25,7 @@ from bench.constrained import case_source, http
 from bench.machine import facts
 from bench.refusals import measure
 from bench.servers import Polyhost
-from gateway.tools.formats import FORMATS
+from gateway.answer.tools.formats import FORMATS
 
 TOKENIZER = "gpt2.tokenizer.json.gz"
 EOS = 50256

@@ -4,14 +4,17 @@
     python -m bench.flood_real --part cold
 
 The quiet tenant asks one demo model at a steady, low rate, streaming. First alone, then beside
-another tenant that keeps `--flood` requests open at once all the time, in turns within each repeat.
+another tenant that keeps `--flood` requests open at once all the time.
 
     resident   the flood asks for the same model, which never leaves the device
     cold       the device holds one model less than there are: the flood sprays the other models,
                in turn, so that each of its requests may need a load
 
 Everything is run on the product and on the product's server with first come, first served in place
-of fair shares (policy_server.py), for the quiet tenant's wait there and for the throughput.
+of fair shares (policy_server.py), for the quiet tenant's wait there and for the throughput: both
+servers are there all the time and each repeat has both, so that a machine that becomes slower does
+so to both. The share of a core that each process had is told: where the gateway's and the client's
+core is busy all the time, the wait is theirs.
 
 Reported: the quiet tenant's time to first token alone and beside the flood (goals: resident, p99 at
 most 1.5 of alone; cold, at most alone and one load), tokens a second of both tenants together
@@ -31,9 +34,9 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +60,7 @@ _SERVICE = re.compile(r'^polyhost_service_seconds_total\{tenant="([^"]*)"\} (\S+
 FIGURES = (
     *("alone_p50_s", "alone_p99_s", "beside_p50_s", "beside_p99_s", "p50_ratio", "p99_ratio"),
     *("p99_added_s", "tok_s", "flood_tok_s", "loads", "load_p50_s", "load_max_s"),
+    *("worker_core", "gateway_core", "client_core"),
 )
 
 
@@ -69,8 +73,36 @@ class Phase:
     wall_s: float
 
 
+@dataclass(slots=True)
+class Arm:
+    """A server with its rounds so far: alone, beside, the service of each tenant meanwhile.
+
+    cpu_s  by process, over the phases beside the flood, and `wall`
+    """
+
+    rig: "Rig"
+    base_url: str
+    pids: dict[str, int]
+    rounds: list[tuple[Phase, Phase, list[float]]] = field(default_factory=list)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def play(self) -> None:
+        """One repeat."""
+        alone = asyncio.run(self.rig.phase(self.base_url, flooding=False))
+        before, used = _service(self.base_url), self._used()
+        beside = asyncio.run(self.rig.phase(self.base_url, flooding=True))
+        for name, seconds in self._used().items():
+            self.cpu_s[name] = self.cpu_s.get(name, 0.0) + seconds - used[name]
+        after = _service(self.base_url)
+        service = sorted(after[key] - before.get(key, 0.0) for key in after)
+        self.rounds.append((alone, beside, service))
+
+    def _used(self) -> dict[str, float]:
+        return {name: _cpu_s(pid) for name, pid in self.pids.items()} | {"wall": time.time()}
+
+
 class Rig:
-    """The data folder with the demo models and the two tenants; servers come and go."""
+    """The data folder with the demo models and the two tenants, and its server."""
 
     def __init__(self, args: argparse.Namespace, data_dir: Path) -> None:
         self._args = args
@@ -88,27 +120,24 @@ class Rig:
         self._keys = {name: self._polyhost.new_key(name) for name in ("quiet", "flood")}
         self._makers = [PromptMaker(folder) for folder in self.folders]
         self._numbers = itertools.count()
-        self._logged = 0
+        self._begun_at = 0.0
+        self._read_log: Callable[[], str] = str
 
-    def run(self, share: str) -> dict[str, Any]:
-        """One server: warm-up, then alone and beside, in turns."""
+    def serve(self, share: str, stack: ExitStack) -> Arm:
+        """Start it, to end with `stack`, and ask each model once."""
         server = self._polyhost.serve(self._keys["quiet"], module=MODULES[share])
-        with server.process:
-            worker_pid = pin_server(server.process.pid)
-            asyncio.run(self._warm_up(server.base_url))
-            begun_at, rounds = time.time(), []
-            for _ in range(self._args.repeats):
-                alone = asyncio.run(self._phase(server.base_url, flooding=False))
-                before = _service(server.base_url)
-                beside = asyncio.run(self._phase(server.base_url, flooding=True))
-                after = _service(server.base_url)
-                used = sorted(after[key] - before.get(key, 0.0) for key in after)
-                rounds.append((alone, beside, used))
-            cpu_s = _cpu_s(worker_pid)
-        log = server.process.read_log()
-        swaps, self._logged = read_swaps(log[self._logged :]), len(log)
-        loads = [s.seconds for s in swaps if s.kind == "load" and s.at >= begun_at]
-        return _figures(rounds, loads) | {"share": share, "worker_cpu_s": cpu_s}
+        stack.enter_context(server.process)
+        self._read_log = server.process.read_log
+        worker_pid = pin_server(server.process.pid)
+        asyncio.run(self._warm_up(server.base_url))
+        self._begun_at = time.time()
+        pids = {"worker": worker_pid, "gateway": server.process.pid, "client": os.getpid()}
+        return Arm(self, server.base_url, pids)
+
+    def loads(self) -> list[float]:
+        """Seconds of each load since the warm-up."""
+        swaps = read_swaps(self._read_log())
+        return [s.seconds for s in swaps if s.kind == "load" and s.at >= self._begun_at]
 
     async def _warm_up(self, base_url: str) -> None:
         async with client.new_session() as session:
@@ -120,7 +149,8 @@ class Rig:
                 if result.error:
                     raise processes.ServerFailed(f"the warm-up failed: {result.error}")
 
-    async def _phase(self, base_url: str, *, flooding: bool) -> Phase:
+    async def phase(self, base_url: str, *, flooding: bool) -> Phase:
+        """The quiet tenant's requests, beside the flood or alone."""
         args, stop = self._args, asyncio.Event()
         quiet, flood = self._target(base_url, "quiet", 0), []
         numbers = range(1, len(self.folders)) if args.part == "cold" else (0,)
@@ -161,10 +191,9 @@ class Rig:
         return ChatRequest(index, text, max_tokens)
 
 
-def _figures(
-    rounds: Sequence[tuple[Phase, Phase, list[float]]], loads: Sequence[float]
-) -> dict[str, Any]:
+def _figures(arm: Arm) -> dict[str, Any]:
     """All repeats together: quantiles over every request of the quiet tenant."""
+    rounds, loads = arm.rounds, arm.rig.loads()
     alone = [r for phase, _, _ in rounds for r in phase.quiet]
     beside = [r for _, phase, _ in rounds for r in phase.quiet]
     flood = [r for _, phase, _ in rounds for r in phase.flood]
@@ -198,7 +227,13 @@ def _figures(
         "flood_errors": dict(Counter(r.error for r in flood if r.error)),
         "service_s": [used for _, _, used in rounds],
         "beside_p50_by_round_s": by_round,
+        "tok_s_by_round": [_tokens(phase) / phase.wall_s for _, phase, _ in rounds],
+        **{f"{name}_core": arm.cpu_s[name] / arm.cpu_s["wall"] for name in arm.pids},
     }
+
+
+def _tokens(phase: Phase) -> int:
+    return sum(r.completion_tokens for r in (*phase.quiet, *phase.flood))
 
 
 def verdicts(
@@ -270,19 +305,23 @@ def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
     """Each server; the result file's content."""
     facts = machine.facts()
     pin_this(1)
-    with tempfile.TemporaryDirectory(prefix="data-", dir=work_dir) as data_dir:
-        rig = Rig(args, Path(data_dir))
-        rows = []
+    with ExitStack() as stack:
+        arms: dict[str, Arm] = {}
         for share in args.shares:
-            rows.append(rig.run(share))
-            print(f"{share}: {rows[-1]}", file=sys.stderr)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="data-", dir=work_dir))
+            arms[share] = Rig(args, Path(folder)).serve(share, stack)
+        for number in range(args.repeats):
+            for share in args.shares[:: -1 if number % 2 else 1]:
+                arms[share].play()
+        rows = [_figures(arm) | {"share": share} for share, arm in arms.items()]
+        settings = next(iter(arms.values())).rig.settings
     by_share = {row["share"]: row for row in rows}
     plan = {name: value for name, value in vars(args).items() if name not in ("output", "work_dir")}
     return {
         "benchmark": "flood_real",
         "machine": facts,
         "plan": plan,
-        "settings": rig.settings,
+        "settings": settings,
         "verdicts": verdicts(args.part, by_share.get("ours"), by_share.get("fcfs")),
         "rows": rows,
     }

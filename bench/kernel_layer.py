@@ -6,18 +6,11 @@ its branches raises ValueError.
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
-from kernels.decoder_layer import LayerForm, LayerWeights, Product
-from kernels.gate_mul import Activation
+from engine.fusion import form_of
+from kernels.decoder_layer import LayerWeights, Product
 
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-CENTERED = ("OlmoLayerNorm",)
-UNIT_OFFSET = ("GemmaRMSNorm",)
+__all__ = ["form_of", "fused", "weights_of"]
 
 
 def fused(*linears: nn.Linear) -> Product:
@@ -53,26 +46,6 @@ def weights_of(layer: nn.Module) -> LayerWeights:
         down=fused(_linear(mlp, "down_proj")),
         q_norm=_weight(getattr(attention, "q_norm", None)),
         k_norm=_weight(getattr(attention, "k_norm", None)),
-    )
-
-
-def form_of(layer: nn.Module, config: PretrainedConfig) -> LayerForm:
-    """What kind of layer it is, by its modules and its configuration."""
-    norm = type(layer.get_submodule("input_layernorm")).__name__
-    attention = layer.get_submodule("self_attn")
-    scale, head_dim = getattr(attention, "scaling", None), getattr(attention, "head_dim", None)
-    if not isinstance(scale, float) or not isinstance(head_dim, int):
-        raise ValueError("attention without a scale or a head's size")
-    return LayerForm(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim,
-        eps=getattr(config, "rms_norm_eps", 1e-5),
-        scale=scale,
-        activation=ACTIVATIONS[config.hidden_act],
-        residual_multiplier=getattr(config, "residual_multiplier", 1.0),
-        unit_offset=norm in UNIT_OFFSET,
-        center=norm in CENTERED,
     )
 
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from unittest import mock
 
 from bench.sim.baselines.choose import NAMES, OURS, DispatchPolicies
-from gateway import cli, supervisor
-from gateway.dispatcher import Dispatcher
+from gateway.cli import main as cli
+from gateway.dispatch.dispatcher import Dispatcher
+from gateway.server import supervisor
 
 WORKER_MODULE = "bench.policy_worker"
 

@@ -43,7 +43,7 @@ from bench.sim.types import Arrival, SimModel
 from bench.sim.workloads import open_workload
 from bench.sim_real import Played, pin_server, pin_this, play
 from bench.swap_log import Swap, read_swaps
-from gateway.operator_client import ask
+from gateway.cli.operator_client import ask
 
 TRACE = "arena27_multimodel:rate=1.6,requests=110,scale=0.1,max_prompt=96,max_tokens=exact"
 ARMS: dict[str, tuple[str, ...]] = {

@@ -94,6 +94,10 @@ class Polyhost:
         process = ServerProcess(OURS, argv, log_path, self._env)
         return _wait(Server(process, base_url, api_key, argv, 0.0), "/health/ready")
 
+    def run(self, *arguments: str) -> str:
+        """Any other command of its CLI; what it prints."""
+        return self._cli(*arguments)
+
     def _cli(self, *arguments: str) -> str:
         return _output(
             [sys.executable, "-m", "gateway", *arguments, "--data-dir", str(self._data_dir)],

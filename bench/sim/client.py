@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from bench.sim.loop import Event
 from bench.sim.types import OUTCOMES, Arrival, RecordOutcome, Records
 from engine.protocol import Usage
+from gateway.dispatch.running import RequestStream
 from gateway.errors import ApiError, WorkerLost
-from gateway.limits import Hold
-from gateway.running import RequestStream
+from gateway.limits.limits import Hold
 from gateway.types import TokenEvent
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}

@@ -32,7 +32,7 @@ from bench.sim.gap_bound import gap_bound_s
 from bench.sim.run import Simulation
 from bench.sim.types import Arrival, SimModel, SimTenant, World
 from bench.sim.worker import SimWorker
-from gateway.dispatcher import Dispatcher
+from gateway.dispatch.dispatcher import Dispatcher
 
 SHAPES = ("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B")
 SECONDS = 5.0
@@ -117,7 +117,7 @@ def watch(seed: int) -> Watched:
         bound_s,
         found.num_events,
         found.num_contended,
-        used_s / counters["busy_seconds"] - 1,
+        used_s / counters["busy_seconds"] - 1 if counters["busy_seconds"] else 0.0,
     )
 
 

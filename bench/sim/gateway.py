@@ -19,13 +19,13 @@ from bench.sim.parts import END_TOKEN
 from bench.sim.types import Arrival
 from bench.sim.worker import SimWorker
 from engine.protocol import Finish, FromWorker, SamplingParams, Submit, SwapRecord, ToWorker
-from gateway.dispatcher import TICK_S, Dispatcher
+from gateway.dispatch.dispatcher import TICK_S, Dispatcher
+from gateway.dispatch.worker_connection import WorkerConnection, WorkerListener
 from gateway.errors import ApiError
-from gateway.limits import Limiter
+from gateway.limits.limits import Limiter
 from gateway.settings import Settings
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.worker_connection import WorkerConnection, WorkerListener
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import pytest
 from bench import bfcl_schema
 from bench.constrained import Tally, Walker, walk
 from bench.constrained_cases import Case, calls
-from gateway.tools.formats import FORMATS
+from gateway.answer.tools.formats import FORMATS
 from tests.gateway.edge_kit import byte_level_tokenizer
 
 DOCUMENT: dict[str, Any] = {

@@ -12,9 +12,10 @@ from bench.sim.baselines.sharing import Fcfs
 from bench.sim_real import Played
 from bench.swap_log import read_swaps
 from engine import worker
-from gateway import cli, supervisor
-from gateway.dispatcher import Dispatcher
+from gateway.cli import main as cli
+from gateway.dispatch.dispatcher import Dispatcher
 from gateway.policy.placement import Placement
+from gateway.server import supervisor
 from gateway.settings import Settings
 
 
@@ -103,7 +104,7 @@ def test_the_server_gets_the_policies_that_are_asked_for() -> None:
     assert not isinstance(plain._share, Fcfs)
     assert isinstance(plain._fleet._placement, Placement)
     assert plain._fleet._placement._gather_wait_s == Settings().gather_wait_s
-    assert supervisor.serve.__module__ == "gateway.supervisor", "nothing stays replaced"
+    assert supervisor.serve.__module__ == "gateway.server.supervisor", "nothing stays replaced"
 
 
 def test_the_worker_gets_the_eviction_policy_that_is_asked_for() -> None:

@@ -7,8 +7,8 @@ import pytest
 
 from bench.refusals import bodies
 from gateway.errors import ApiError
-from gateway.structured_request import understand
-from gateway.tool_types import ResponseFormat
+from gateway.prepare.structured_request import understand
+from gateway.prepare.tool_types import ResponseFormat
 
 # The worker's compiler is who knows these.
 COMPILED = (

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gateway import registrar, registration, service
+from gateway.registration import registrar, registration
+from gateway.service import keys as service_keys
+from gateway.service import tenants as service_tenants
+from gateway.service.control import open_control
 from gateway.settings import Settings
 from registry.session import upgrade
 from tests.e2e.folders import DEMO_MODELS, HOSTED, NAMES, REFUSED
@@ -61,9 +64,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         write(sources[name])
     settings = Settings(data_dir=str(root / "prepared"))
     settings.data_path.mkdir()
-    upgrade(settings.database_url)
+    upgrade(settings.registry_url)
     keys = {}
-    with service.open_control(settings, "tests") as control:
+    with open_control(settings, "tests") as control:
         begun = [
             registration.begin(control, name, str(source), dtype="float32")
             for name, source in sources.items()
@@ -72,8 +75,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         for name in (*NAMES, *HOSTED):
             assert ended[name].state == "ready", ended[name].reason
         for tenant in TENANTS:
-            service.create_tenant(control, tenant)
-            _, keys[tenant] = service.create_key(control, tenant, "tests")
+            service_tenants.create_tenant(control, tenant)
+            _, keys[tenant] = service_keys.create_key(control, tenant, "tests")
     for name in NAMES:  # or every bill would be nothing, the wrong ones too
         prices = ("--prompt", "1", "--completion", "2")
         assert polyhost(settings.data_path, "prices", "set", name, *prices).returncode == 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.cli import main
+from gateway.cli.main import main
 
 START_TIMEOUT_S = 120.0
 
@@ -40,10 +40,16 @@ class Done:
 
 def polyhost(data_dir: Path, *arguments: str) -> Done:
     """Run the command line to its end, in this process: one of its own is a second of imports."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    # Exports write bytes: standard output has to be a stream of text over one.
+    raw, err = io.BytesIO(), io.StringIO()
+    with (
+        io.TextIOWrapper(raw, encoding="utf-8", newline="", write_through=True) as out,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         status = main([*arguments, "--data-dir", str(data_dir)])
-    return Done(status, out.getvalue(), err.getvalue())
+        told = raw.getvalue().decode()
+    return Done(status, told, err.getvalue())
 
 
 def polyhost_process(data_dir: Path, *arguments: str) -> Done:

@@ -1,0 +1,26 @@
+"""`python -m bench.gateway_server serve ...`: the product's own server, with bench.gateway_worker.
+
+For measuring the gateway alone; the product has no such option.
+"""
+
+import functools
+import sys
+from collections.abc import Sequence
+from unittest import mock
+
+from gateway.cli import main as cli
+from gateway.server import supervisor
+
+WORKER_MODULE = "bench.gateway_worker"
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status of the server."""
+    command = (sys.executable, "-m", WORKER_MODULE, "--config")
+    serve = functools.partial(supervisor.serve, worker_command=command)
+    with mock.patch.object(supervisor, "serve", serve):
+        return cli.main(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,169 @@
+"""A worker without a model, for `bench.gateway`: the protocol is the real one, tokens cost nothing.
+
+`python -m bench.gateway_worker --config JSON`, as the supervisor starts workers. Every model of the
+catalog is resident and has room for thousands. How a request is answered goes by the first part of
+its model's name:
+
+    instant   all its tokens at once, with the finish
+    paced     one token a step, STEP_S apart, all requests of a step in one message, as engines do
+    stuck     nothing until it is aborted
+
+Lives here: the worker. Does not: the gateway, its clients, any figure.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import zmq
+
+from engine.config import WorkerConfig
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    Abort,
+    Finish,
+    Hello,
+    Lease,
+    ModelStatus,
+    SetCatalog,
+    StepOutput,
+    Submit,
+    TokenDelta,
+    ToWorker,
+    Usage,
+    Welcome,
+    WorkerStatus,
+    decode_to_worker,
+    encode,
+)
+
+STEP_S = 0.02
+ROOM = 8192
+KV_TOKENS = 1 << 24
+FIRST_TOKEN_ID, NUM_TOKEN_IDS = 300, 600
+"""Ids that are words in the demo models' vocabularies, and end nothing."""
+
+
+class Worker:
+    """One ROUTER, any number of gateways."""
+
+    def __init__(self, config: WorkerConfig, router: "zmq.Socket[bytes]") -> None:
+        self._config = config
+        self._router = router
+        self._epoch = f"{os.getpid()}-{time.time_ns()}"
+        self._peers: dict[bytes, int] = {}
+        self._models: list[str] = []
+        self._running: dict[tuple[bytes, str, int], tuple[Submit, int]] = {}
+        self._deltas: dict[bytes, list[TokenDelta]] = {}
+        self._next_status_s = self._next_step_s = 0.0
+
+    def run(self) -> None:
+        """Serve until the parent is gone."""
+        while os.getppid() == self._config.parent_pid or not self._config.parent_pid:
+            now_s = time.monotonic()
+            until_s = self._next_status_s
+            if self._running:
+                until_s = min(until_s, self._next_step_s)
+            if self._router.poll(max(0, round((until_s - now_s) * 1000))):
+                self._read()
+            now_s = time.monotonic()
+            if now_s >= self._next_step_s:
+                self._next_step_s = now_s + STEP_S
+                self._step()
+            self._flush()
+            if now_s >= self._next_status_s:
+                self._tell_status(now_s)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                peer, frame = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(peer, decode_to_worker(frame))
+
+    def _take(self, peer: bytes, message: ToWorker) -> None:
+        if isinstance(message, Hello):
+            self._peers[peer] = 0
+            welcome = Welcome(PROTOCOL_VERSION, self._config.worker_id, self._epoch, "none")
+            self._router.send_multipart([peer, encode(welcome)])
+            self._next_status_s = 0.0
+        elif isinstance(message, SetCatalog):
+            self._models = [spec.model_id for spec in message.models]
+            self._next_status_s = 0.0
+        elif isinstance(message, Submit):
+            self._peers[peer] = self._peers.get(peer, 0) + 1
+            self._running[peer, message.request_id, message.attempt] = (message, 0)
+            if message.model_id.startswith("instant"):
+                self._say(peer, message, 0, message.max_tokens)
+        elif isinstance(message, Abort):
+            running = self._running.pop((peer, message.request_id, message.attempt), None)
+            if running is not None:
+                submit, done = running
+                usage = Usage(len(submit.prompt_token_ids), 0, done, 1e-6 * done)
+                delta = TokenDelta(submit.request_id, submit.attempt, [], Finish("abort", usage))
+                self._deltas.setdefault(peer, []).append(delta)
+
+    def _step(self) -> None:
+        for (peer, _, _), (submit, done) in list(self._running.items()):
+            if submit.model_id.startswith("paced"):
+                self._say(peer, submit, done, 1)
+
+    def _say(self, peer: bytes, submit: Submit, done: int, count: int) -> None:
+        key = (peer, submit.request_id, submit.attempt)
+        ids = [FIRST_TOKEN_ID + n % NUM_TOKEN_IDS for n in range(done, done + count)]
+        done += count
+        finish = None
+        if done >= submit.max_tokens:
+            num_prompt = len(submit.prompt_token_ids)
+            finish = Finish("length", Usage(num_prompt, 0, done, 1e-6 * done, 1e-6 * done))
+            del self._running[key]
+        else:
+            self._running[key] = (submit, done)
+        delta = TokenDelta(submit.request_id, submit.attempt, ids, finish)
+        self._deltas.setdefault(peer, []).append(delta)
+
+    def _flush(self) -> None:
+        for peer, deltas in self._deltas.items():
+            self._router.send_multipart([peer, encode(StepOutput(self._epoch, deltas))])
+        self._deltas.clear()
+
+    def _tell_status(self, now_s: float) -> None:
+        self._next_status_s = now_s + self._config.status_interval_s
+        config = self._config
+        running = len(self._running)
+        for peer, num_received in self._peers.items():
+            status = WorkerStatus(
+                self._epoch,
+                config.worker_id,
+                num_received=num_received,
+                free_requests=ROOM - running,
+                free_kv_bytes=KV_TOKENS * 16,
+                lease_ttl_s=config.lease_ttl_s,
+                page_bytes=config.engine.resolved_page_bytes,
+                num_pages=config.engine.num_pages,
+                pages={"free": config.engine.num_pages},
+                models=[ModelStatus(m, "resident", 1, 0, 0, 0, 0.1) for m in self._models],
+                leases=[Lease(m, ROOM - running, KV_TOKENS, 16) for m in self._models],
+                swaps=[],
+                counters={},
+            )
+            self._router.send_multipart([peer, encode(status)])
+
+
+def main() -> None:
+    """Until SIGTERM."""
+    config = msgspec.json.decode(sys.argv[-1], type=WorkerConfig)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.SNDHWM, 0)
+        router.setsockopt(zmq.RCVHWM, 0)
+        router.bind(config.endpoint)
+        Worker(config, router).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Exactly once, by violence: five kills on each database; the long runs are soaks."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.ledger_violence import run
+
+
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_five_kills(tmp_path: Path, database: str) -> None:
+    kinds = ("server", "worker", "database", "both", "worker")
+    wrong, told = run(tmp_path, database, requests=60, kills=5, kinds=kinds, seed=3)
+    assert wrong == [], told
+    ends, postings = told["ends"], told["postings"]
+    assert isinstance(ends, dict)
+    assert isinstance(postings, dict)
+    assert ends.get("done", 0) >= 10, told
+    assert ends.get("broken", 0) + ends.get("error", 0) >= 1, told
+    assert sum(postings.values()) >= ends["done"], told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_a_hundred_kills(tmp_path: Path, database: str) -> None:
+    wrong, told = run(tmp_path, database, requests=2000, kills=100)
+    assert wrong == [], told

@@ -1,0 +1,165 @@
+"""A server of two gateway processes, a dispatcher and one in waiting: kill -9, and who notices."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.e2e.conftest import Prepared
+from tests.e2e.folders import NAMES
+from tests.e2e.server import Server, polyhost, polyhost_json, polyhost_process, serving, usage_rows
+from tests.e2e.test_failures import CHAT, post, stream_one
+
+pytestmark = pytest.mark.e2e
+
+NUM_QUEUED = 24
+
+
+@pytest.fixture(scope="module")
+def several(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two rows at a time: most requests wait when something dies."""
+    data_dir = prepared.copy_to(tmp_path_factory.mktemp("several"))
+    narrow = {
+        "POLYHOST_MAX_NUM_SEQS": "2",
+        "POLYHOST_QUEUE_TIMEOUT_S": "120",
+        "POLYHOST_DISPATCHER_TIMEOUT_S": "4",
+    }
+    with serving(data_dir, "--gateway-processes", "2", "--host-tier", "0", **narrow) as running:
+        yield running
+        assert running.stop() == 0
+        assert child_pids(running, "gateway") == []
+
+
+def child_pids(server: Server, word: str) -> list[int]:
+    """This server's processes whose command line has the word."""
+    found = []
+    try:
+        children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()]
+    except FileNotFoundError:
+        return []
+    for pid in pids:
+        try:
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes().decode():
+                found.append(pid)
+        except FileNotFoundError:
+            continue
+    return found
+
+
+def active_dispatcher(server: Server) -> int:
+    """Who holds the lock, as the kernel says."""
+    inode = (server.data_dir / "run" / "dispatcher.lock").stat().st_ino
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+            return int(fields[4])
+    raise AssertionError("nobody is active")
+
+
+async def ask_all(server: Server, key: str, *, begun: asyncio.Event) -> "list[asyncio.Task[Any]]":
+    """Streams that have begun, and more than can run."""
+    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+    long = {**CHAT, "max_tokens": 60, "temperature": 1.0}
+    tasks = [
+        asyncio.create_task(
+            stream_one(server, key, session, {**long, "model": NAMES[i % 2], "seed": i}, begun)
+        )
+        for i in range(NUM_QUEUED)
+    ]
+    asyncio.gather(*tasks, return_exceptions=True).add_done_callback(
+        lambda _: asyncio.ensure_future(session.close())
+    )
+    await asyncio.wait_for(begun.wait(), 60)
+    return tasks
+
+
+async def test_a_killed_dispatcher_loses_no_request_and_doubles_none(
+    prepared: Prepared, several: Server
+) -> None:
+    begun = asyncio.Event()
+    tasks = await ask_all(several, prepared.keys["killed"], begun=begun)
+    first = active_dispatcher(several)
+    os.kill(first, signal.SIGKILL)
+    seen = await asyncio.gather(*tasks)
+    assert [one["status"] for one in seen] == [200] * NUM_QUEUED
+    assert all(one["done"] and not one["error"] and one["chunks"] for one in seen), seen
+    assert active_dispatcher(several) != first
+    several.wait_until(several.has_posted)
+    rows = usage_rows(several.data_dir, polyhost_process, tenant="killed")
+    assert Counter(row["request_id"] for row in rows) == Counter(one["id"] for one in seen)
+    assert {row["outcome"] for row in rows} == {"finished"}
+    metrics = several.metrics()
+    assert metrics["polyhost_dispatcher_epoch"] >= 2
+    ended = [value for name, value in metrics.items() if "requests_ended_total" in name]
+    assert sum(ended) == NUM_QUEUED
+    assert metrics["polyhost_ready"] == 1
+    assert polyhost_json(several.data_dir, "why")["num_waiting"] == 0
+
+
+async def test_a_dispatcher_that_hangs_is_ended_and_its_place_taken(
+    prepared: Prepared, several: Server
+) -> None:
+    begun = asyncio.Event()
+    tasks = await ask_all(several, prepared.keys["gone"], begun=begun)
+    first = active_dispatcher(several)
+    os.kill(first, signal.SIGSTOP)
+    seen = await asyncio.gather(*tasks)
+    assert all(one["done"] and one["chunks"] for one in seen), seen
+    assert active_dispatcher(several) != first
+
+
+async def test_a_killed_gateway_takes_only_its_own_with_it(
+    prepared: Prepared, several: Server
+) -> None:
+    begun = asyncio.Event()
+    tasks = await ask_all(several, prepared.keys["crowd"], begun=begun)
+    victim = child_pids(several, "gateway.server.front")[0]
+    os.kill(victim, signal.SIGKILL)
+    seen = await asyncio.gather(*tasks, return_exceptions=True)
+    whole = [one for one in seen if isinstance(one, dict) and one["done"]]
+    assert {type(one) for one in seen} <= {dict} | {
+        aiohttp.ClientPayloadError,
+        aiohttp.ClientOSError,
+        aiohttp.ServerDisconnectedError,
+    }
+    several.wait_until(lambda: len(child_pids(several, "gateway.server.front")) == 2)
+    several.wait_until(several.is_ready)
+    status, _, _ = await post(several, prepared.keys["crowd"], CHAT)
+    assert status == 200
+    several.wait_until(lambda: several.metrics()["polyhost_limit_reservations_open"] == 0)
+    several.wait_until(several.has_posted)
+    rows = Counter(
+        row["request_id"] for row in usage_rows(several.data_dir, polyhost_process, tenant="crowd")
+    )
+    assert set(rows.values()) == {1}
+    assert {one["id"] for one in whole} <= rows.keys()
+    metrics = several.metrics()
+    restarts = [value for name, value in metrics.items() if "process_restarts_total" in name]
+    assert sum(restarts) >= 2  # this one, and the dispatcher of the test before
+    waiting = [value for name, value in metrics.items() if "num_requests_waiting" in name]
+    assert sum(waiting) == 0
+
+
+async def test_limits_and_keys_are_the_same_at_every_process(
+    prepared: Prepared, several: Server
+) -> None:
+    key = prepared.keys["revoked"]
+    done = polyhost(several.data_dir, "limits", "set", "--tenant", "revoked", "--rpm", "5")
+    assert done.returncode == 0, done.stderr
+
+    async def statuses(num: int) -> Counter[int]:
+        asked = [post(several, key, {**CHAT, "max_tokens": 1}) for _ in range(num)]
+        return Counter([status for status, _, _ in await asyncio.gather(*asked)])
+
+    await asyncio.sleep(2.0)  # in which every process has read of it
+    assert await statuses(16) == {200: 5, 429: 11}
+    assert polyhost(several.data_dir, "keys", "revoke", key.split("-")[2]).returncode == 0
+    await asyncio.sleep(2.0)
+    assert await statuses(16) == {401: 16}
