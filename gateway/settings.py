@@ -249,7 +249,9 @@ class Settings(HttpSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         doc("Places behind the point of what an invoice asks for: 2 for cents."),
     ] = 2
     invoice_issuer: Annotated[
-        str, msgspec.Meta(min_length=1), doc("Who bills: on invoices and in FOCUS exports.")
+        str,
+        msgspec.Meta(pattern=r"\A[^\x00-\x1f\x7f]+\Z"),
+        doc("Who bills: on invoices and in FOCUS exports. One line."),
     ] = "Polyhost"
     invoice_details: Annotated[
         str, doc("More about who bills, on invoices: address, bank, tax number; lines.")

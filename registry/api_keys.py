@@ -322,7 +322,7 @@ def _checked_plaintext(plaintext: str) -> str:
 
 
 def _check_expiry(expires_at: float | None, now_at: float) -> None:
-    if expires_at is not None and expires_at <= now_at:
+    if expires_at is not None and not now_at < expires_at < float("inf"):
         raise InvalidValue("a key must expire in the future")
 
 

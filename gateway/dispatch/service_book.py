@@ -63,7 +63,7 @@ class ServiceBook:
     def grant(self, ticket: Ticket) -> None:
         """Count at once what the ticket is predicted to use."""
         prediction = ticket.prediction
-        ticket.told, ticket.told_device_s = NOTHING, 0.0
+        ticket.told, ticket.told_device_s, ticket.load_s = NOTHING, 0.0, 0.0
         ticket.expected = Used(prediction.service_s, prediction.units)
         self._share.expect(ticket.tenant_id, ticket.expected)
 

@@ -93,9 +93,9 @@ class Ticket:
     """Tokens delivered so far (of this attempt)."""
     told: Used = NOTHING
     told_device_s: float = 0.0
-    load_s: float = 0.0
-    """Of its model's load, what it has paid back, whoever is paid."""
     """What its worker has told of this attempt, and has been charged."""
+    load_s: float = 0.0
+    """Of its model's load, what this attempt has paid back, whoever is paid: it may be billed."""
     expected: Used = NOTHING
     """What is left of its prediction."""
 

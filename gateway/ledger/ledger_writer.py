@@ -22,6 +22,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from gateway.ledger.journal import Journal
 from gateway.ledger.journal_format import Record, RecordCodec
@@ -230,8 +231,11 @@ class LedgerWriter:
 
 
 def _passes(error: Exception) -> bool:
-    """Whether the same write may succeed later: locked, full, unreachable, not yet migrated."""
-    return isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError)
+    """Whether the same write may succeed later: locked, full, unreachable, not yet migrated, or no
+    connection was free."""
+    return isinstance(error, DBAPIError | PoolTimeout) and not isinstance(
+        error, IntegrityError | DataError
+    )
 
 
 def _cause(error: BaseException) -> object:

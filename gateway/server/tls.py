@@ -60,13 +60,21 @@ class Certificate:
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(*self._files)
+        cert_file, key_file = (*self._files, None)[:2]
+        assert cert_file is not None
+        context.load_cert_chain(cert_file, key_file, _no_password)
         context.set_alpn_protocols(["http/1.1"])
         return context
 
     def _stamps(self) -> list[tuple[int, int, int]]:
         found = [os.stat(name) for name in self._files]
         return [(file.st_mtime_ns, file.st_size, file.st_ino) for file in found]
+
+
+def _no_password() -> str:
+    """Or OpenSSL asks at the terminal, in the midst of a handshake, and everybody waits. Raises
+    OSError."""
+    raise OSError("the private key needs a password: give one that needs none")
 
 
 def tls_options(settings: Settings) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 closed   it is asked; a broken connection, or `max_late` answers in a row that came too late, open
 open     it is not asked, but for one probe at a time: after `first_s`, then twice as long each
          time up to `longest_s`; a probe that succeeds closes
-
-Who answers probes and fails again within `calm_s` is slow rather than gone: each time it is left
-alone for twice as long, up to `calm_s`, or every request would pay for it, and the log tell it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +15,6 @@ class Breaker:
     max_late: int = 3
     first_s: float = 0.1
     longest_s: float = 1.0
-    calm_s: float = 10.0
     is_open: bool = False
     num_late: int = 0
     wait_s: float = 0.0
@@ -26,7 +22,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         """An answer came in time."""
-        self.is_open, self.num_late = False, 0
+        self.is_open, self.num_late, self.wait_s = False, 0, 0.0
 
     def failed(self, now_s: float, is_late: bool) -> bool:
         """No answer: late, or none to come. True where that opens it."""
@@ -35,9 +31,7 @@ class Breaker:
         self.num_late += 1
         if is_late and self.num_late < self.max_late:
             return False
-        is_calm = now_s - self.probe_at_s > self.calm_s
-        self.wait_s = self.first_s if is_calm else max(self.first_s, self.wait_s * 2)
-        self.is_open, self.wait_s = True, min(self.calm_s, self.wait_s)
+        self.is_open, self.wait_s = True, self.first_s
         self.probe_at_s = now_s + self.wait_s
         return True
 

@@ -390,6 +390,7 @@ end
 -- Every second from every gateway: it is alive, and who is not any more is cleared up.
 function calls.beat(args, at_s, state)
   redis.call('ZADD', GATEWAYS, at_s + args.lease_s, args.gateway)
+  redis.call('ZREM', GRAVES, args.gateway)  -- it was only silent: it closes its own
   redis.call('EXPIRE', GATEWAYS, OPEN_S)
   redis.call('EXPIRE', OPEN, OPEN_S)
   local dead = redis.call('ZRANGEBYSCORE', GATEWAYS, '-inf', at_s, 'LIMIT', 0, 1)[1]

@@ -42,7 +42,7 @@ from gateway.store.base import Decision, Loss, Past
 
 WAIT_S = 5.0
 CLOSE_WAIT_S = 1.0
-SETTLED_KEEP_S = 5.0
+SETTLED_KEEP_S = 2.0
 """So long a posting may take into the database and be known to the next dispatcher all the same."""
 RESTORE_SLICE = 1000
 """Counts a message: a frame is bounded, and a connection would end at each attempt to say more."""

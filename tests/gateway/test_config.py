@@ -43,6 +43,9 @@ def test_the_working_directory_s_file_is_read_if_there_is_one(
         ({"prot": 1}, {}, ["prot", "the command line"]),
         ({"page_bytes": 5000}, {}, ["page_bytes", "power of two"]),
         ({"max_queue_per_tenant": 5000}, {}, ["max_queue_per_tenant", "max_queue_total"]),
+        ({"invoice_issuer": ""}, {}, ["invoice_issuer"]),
+        ({"invoice_issuer": "two\nlines"}, {}, ["invoice_issuer"]),
+        ({"invoice_issuer": "a line\n"}, {}, ["invoice_issuer"]),
         ({"status_interval_s": 5.0}, {}, ["worker_heartbeat_timeout_s"]),
     ],
 )

@@ -34,6 +34,8 @@ def test_a_rule_comes_and_goes_with_what_it_raised(engine: Engine) -> None:
         entry = audit.latest(session)[0]
         assert entry.action == "alert.add"
         assert secret not in str(entry)
+        assert "example.com" in str(entry)
+        assert "hook" not in str(entry)  # what many receivers keep secret
     with writing(engine, "test") as session:
         alerts.remove_rule(session, rule.id, now_at=6.0)
     with reading(engine) as session:

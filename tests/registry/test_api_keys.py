@@ -197,6 +197,8 @@ def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
     [
         {"cache_mode": "semantic"},
         {"expires_at": NOW},
+        {"expires_at": float("nan")},
+        {"expires_at": float("inf")},
         {"limits": Limits(requests_per_minute=-1)},
         {"name": ""},
         {"allowed_cidrs": ["10.0.0.1/8"]},

@@ -273,13 +273,14 @@ def test_a_file_without_a_proof_is_not_proved(control: Control, tmp_path: Path) 
         service_usage.verify_export(control, tmp_path / "x.csv")
     whole = order(control, "csv").to_json()
     beside = tmp_path / "x.csv.proof.json"
-    for told in (
+    wrong: list[object] = [
         {},
         [],
         {**whole, "through_seq": "1"},
         {**whole, "format": "xlsx"},
         {**whole, "scope": {"from_at": None, "to_at": 1.0}},
-    ):
+    ]
+    for told in wrong:
         beside.write_text(json.dumps(told))
         with pytest.raises(InvalidValue, match="no proof"):
             service_usage.verify_export(control, tmp_path / "x.csv")

@@ -95,6 +95,27 @@ async def test_a_load_is_paid_by_those_who_waited_and_paid_back_by_users() -> No
     rig.dispatcher.check_integrity()
 
 
+async def test_what_a_lost_attempt_paid_of_a_load_is_on_no_bill() -> None:
+    rig = Rig()
+    worker = rig.worker()
+    worker.states["n"] = "cold"
+    running = rig.dispatcher.run(prepared("x", "n"), principal("x"))
+    worker.states["n"] = "loading"
+    tell(worker)
+    worker.states["n"] = "resident"
+    tell(worker, swaps=(load_of("n", 8.0),))
+    tell(worker, RequestService("x", 1, 3.0, 3.0))
+    worker.die()
+    other = rig.worker("w2")
+    other.states["n"] = "resident"
+    other.status()
+    assert ("x", 2) in other.running
+    other.finish("x", attempt=2, service_s=1.0, token_ids=(1,))
+    ends = [event.finish async for event in running if event.finish is not None]
+    assert [end.usage.load_s for end in ends] == [0.0], "nobody's load brought it there"
+    rig.dispatcher.check_integrity()
+
+
 async def test_a_load_that_nobody_waited_for_is_the_systems() -> None:
     rig = Rig()
     worker = rig.worker()

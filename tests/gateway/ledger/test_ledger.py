@@ -342,6 +342,19 @@ async def test_what_only_the_database_refuses_is_put_aside(engine: Engine, tmp_p
     assert [record for record, _ in RecordCodec().read(aside)] == [bad]
 
 
+async def test_without_a_free_connection_nothing_is_put_aside(engine: Engine) -> None:
+    url = engine.url.render_as_string(hide_password=False)
+    narrow = make_engine(url, pool_size=1, max_overflow=0, pool_timeout=0.02)
+    async with started(ledger_on(narrow)) as ledger:
+        with narrow.connect():
+            await ledger.post(posting("a"))
+            await failed_writes(ledger, 2)
+        await ledger.written()
+        assert ledger.snapshot().num_put_aside == 0
+    narrow.dispose()
+    assert set(postings_in(engine)) == {"a"}
+
+
 async def test_a_stop_leaves_to_the_journal_what_the_database_does_not_take(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import ipaddress
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from gateway.server.connections import Connections
@@ -134,6 +136,22 @@ async def test_garbage_is_not_answered_in_the_midst_of_another_answer(port: int)
     """The first of two requests is being answered when the third turns out to be none."""
     slow = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
     assert await talk(port, slow, WHOLE + b"\x00\r\n\r\n", pause_s=0.05) == b""
+
+
+def test_nothing_is_written_to_a_connection_that_was_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first of two requests is being served when the third ends the connection. On the loop of
+    the real server, whose transports raise where asyncio's do not."""
+
+    async def scenario() -> None:
+        async with serving(app, Settings()) as base:
+            slow = b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n"
+            port = int(base.rpartition(":")[2])
+            assert await talk(port, slow, WHOLE + b"\x00\r\n\r\n", pause_s=0.05) == b""
+
+    uvloop.run(scenario())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_connection_serves_one_request_after_the_other(port: int) -> None:

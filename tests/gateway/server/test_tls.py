@@ -104,6 +104,13 @@ async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: 
         assert await shown_by(port) == certificate_of("one")
 
 
+def test_a_key_with_a_password_is_refused_and_nobody_is_asked(tmp_path: Path) -> None:
+    cert, key = put(tmp_path, "one")
+    (tmp_path / "key.pem").write_bytes((PAIRS / "locked-key.pem").read_bytes())
+    with pytest.raises(OSError, match="needs a password"):
+        Certificate(cert, key)
+
+
 def test_files_that_cannot_be_used_are_said_at_the_start(tmp_path: Path) -> None:
     cert, key = put(tmp_path, "one")
     (tmp_path / "key.pem").write_bytes((PAIRS / "two-key.pem").read_bytes())

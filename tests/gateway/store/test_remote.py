@@ -185,7 +185,7 @@ async def test_a_budget_is_not_granted_from_before_all_have_said_what_they_hold(
     second.link.connect(several.server)
     several.deliver()
     asking = asyncio.create_task(second.store.reserve("r3", (MONEY,), several.clock.now_s))
-    left = asyncio.create_task(second.store.reserve("r4", (MONEY,), several.clock.now_s))
+    left = asyncio.create_task(second.store.reserve("r4", (PLACES,), several.clock.now_s))
     await asyncio.sleep(0)
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)

@@ -50,6 +50,10 @@ class Gateway:
 
     async def start(self) -> None:
         await self.store.start()
+        self.resume()
+
+    def resume(self) -> None:
+        """After `kill`, as if it had only been silent."""
         self._tasks = [asyncio.create_task(self.store.run()), asyncio.create_task(self._poll())]
 
     async def kill(self) -> None:
@@ -402,3 +406,20 @@ async def test_a_call_that_cannot_be_sent_leaves_nobody_waiting(redis_server: Re
         with pytest.raises(OverflowError):
             await fleet.stores[0].reserve("r", [budget(cost=2**65)], 0.0)
         assert not fleet.stores[0].is_degraded
+
+
+async def test_a_gateway_that_was_only_silent_is_not_buried_later(
+    redis_server: RedisServer,
+) -> None:
+    short = replace(PACE, lease_s=0.3, orphan_s=0.6)
+    async with Fleet(redis_server, pace=short) as fleet:
+        silent = fleet.gateways[2]
+        held = await silent.store.reserve("r", [places(), budget()], 0.0)
+        await silent.kill()
+        await fleet.until_used(places(), 0)  # given up
+        silent.resume()
+        await asyncio.sleep(short.orphan_s * 1.5)
+        assert await fleet.used(budget()) == 2 * PRICE
+        assert held.reservation is not None
+        await silent.store.settle(held.reservation, Used(1, 1, PRICE, 5, 5, time.time()))
+        assert await fleet.used(budget()) == PRICE
