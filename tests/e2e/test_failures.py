@@ -192,6 +192,12 @@ async def test_killing_the_worker_under_load(prepared: Prepared, narrow: Server)
     body = {**CHAT, "max_tokens": 120, "temperature": 1.0}
     begun, killed, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
     async with aiohttp.ClientSession() as session:
+        embeddings = [
+            asyncio.create_task(embed_until(narrow, prepared.key, killed, answered))
+            for _ in range(8)
+        ]
+        for _ in range(5):
+            await asyncio.wait_for(answered.acquire(), 60)
         chats = [
             asyncio.create_task(
                 stream_one(narrow, key, session, {**body, "model": NAMES[i % 3], "seed": i}, begun)
@@ -199,12 +205,6 @@ async def test_killing_the_worker_under_load(prepared: Prepared, narrow: Server)
             for i in range(QUEUE)
         ]
         await asyncio.wait_for(begun.wait(), 60)
-        embeddings = [
-            asyncio.create_task(embed_until(narrow, prepared.key, killed, answered))
-            for _ in range(8)
-        ]
-        for _ in range(5):
-            await asyncio.wait_for(answered.acquire(), 60)
         (pid,) = narrow.worker_pids()
         os.kill(pid, signal.SIGKILL)
         killed.set()

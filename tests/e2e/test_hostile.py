@@ -76,7 +76,7 @@ async def test_others_are_served_and_nothing_is_left(prepared: Prepared, tmp_pat
         assert (await crowd)["200"] <= PER_ADDRESS
         assert set(await crowd) <= {"200", "429", "closed"}
         await asyncio.to_thread(server.wait_until, lambda: at_rest(server), 20)
-        assert num_files(server) <= num_before + 2
+        assert num_files(server) <= num_before + 5  # threads open databases when they first ask
         log = server.log.read_text()
         assert "Traceback" not in log, log[-4000:]
         assert server.stop() == 0

@@ -152,8 +152,9 @@ def test_a_hostile_constraint_is_refused_and_harms_nobody(
     constraints.wait([honest], 120)
     assert_mask(constraints, honest)
     constraints.wait([hostile], 120)
-    # A stack that is large enough lets some pass.
-    assert hostile.state == "refused" or name == "takes a deep stack"
+    # A stack that is large enough lets one pass, a processor that is quick enough another.
+    lucky = name in ("takes a deep stack", "deep by references")
+    assert hostile.state == "refused" or (lucky and hostile.state == "ready")
     assert constraints.num_restarts == 0
     assert_mask(constraints, honest)
 

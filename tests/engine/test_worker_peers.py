@@ -155,6 +155,7 @@ def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> N
     with rig() as r:
         one, two, watcher = r.connect("g1"), r.connect("g2"), r.connect("d", hello=False)
         watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        r.until(lambda: len(watcher.all(Welcome)) == 1)  # or the others' messages may come first
         one.send(submit("a", max_tokens=10**6))
         two.send(submit("b", max_tokens=10**6))
         two.send(submit("b", max_tokens=10**6))  # a duplicate arrives too
@@ -168,5 +169,6 @@ def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> N
         assert watcher.status.num_received == 0
         assert watcher.all(StepOutput) == []
         watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        r.until(lambda: len(watcher.all(Welcome)) == 2)
         two.send(submit("c", max_tokens=1))
         r.until(lambda: taken(watcher)[3:] == [("c", 1)])
