@@ -2,7 +2,7 @@
 
 import time
 
-from engine.protocol import PROTOCOL_VERSION, AckUsage, Hello, StepOutput, WorkerStatus
+from engine.protocol import PROTOCOL_VERSION, AckUsage, Hello, StepOutput, Welcome, WorkerStatus
 from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit
 
 
