@@ -128,7 +128,14 @@ class RequestDispatcher(Protocol):
         """Call `listener(worker_id, record)` once for every finished load or eviction."""
 
 
-class UsageLedger(Protocol):
+class LedgerFigures(Protocol):
+    """Whoever can tell how a ledger stands."""
+
+    def snapshot(self) -> LedgerSnapshot:
+        """Figures for metrics."""
+
+
+class UsageLedger(LedgerFigures, Protocol):
     """Durable usage (`gateway/ledger/`). All are safe to repeat with the same request_id."""
 
     async def open(self, record: OpenRecord) -> None:
@@ -142,9 +149,6 @@ class UsageLedger(Protocol):
 
     async def void(self, request_id: str) -> None:
         """Close an open record for which nothing is owed; durable on return."""
-
-    def snapshot(self) -> LedgerSnapshot:
-        """Figures for metrics."""
 
 
 @dataclass(frozen=True, slots=True)

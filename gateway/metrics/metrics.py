@@ -21,9 +21,9 @@ from gateway.server.connections import Connections
 from gateway.services import (
     Accounts,
     DispatcherSnapshot,
+    LedgerFigures,
     LedgerSnapshot,
     RequestDispatcher,
-    UsageLedger,
 )
 
 # fmt: off
@@ -152,7 +152,7 @@ class StateCollector(Collector):
     def __init__(
         self,
         dispatcher: RequestDispatcher,
-        ledger: UsageLedger,
+        ledger: LedgerFigures,
         num_open_holds: Callable[[], int],
         cache_bytes: Callable[[], int],
         limits_degraded: Callable[[], bool] = lambda: False,

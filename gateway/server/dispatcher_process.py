@@ -50,7 +50,6 @@ from gateway.server.process_config import ProcessConfig
 from gateway.services import LedgerSnapshot
 from gateway.store.memory import MemoryStore
 from gateway.types import HostedModel
-from registry.ledger import OpenRecord, Posting
 from registry.residency_requests import ResidencyRequest
 from registry.session import make_engine
 
@@ -217,23 +216,7 @@ class Active:
 
 
 class _NoLedger:
-    """Each gateway process tells of its own."""
-
-    async def open(self, record: OpenRecord) -> None:
-        """Never called."""
-        raise NotImplementedError
-
-    def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
-        """Never called."""
-        raise NotImplementedError
-
-    async def post(self, posting: Posting) -> None:
-        """Never called."""
-        raise NotImplementedError
-
-    async def void(self, request_id: str) -> None:
-        """Never called."""
-        raise NotImplementedError
+    """Implements services.LedgerFigures: each gateway process tells of its own."""
 
     def snapshot(self) -> LedgerSnapshot:
         """Nothing."""

@@ -17,7 +17,6 @@ would miss; when it is gone, they stop.
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from gateway.server.http_server import ABORT_GRACE_S, running
 from gateway.server.hub import Hub
 from gateway.server.process_config import ProcessConfig
 from gateway.server.start_block import start_block
+from gateway.server.stop_signals import on_stop_signals
 from gateway.server.worker_home import WORKER_ID, WorkerHome
 from gateway.server.worker_process import WORKER_STOP_TIMEOUT_S, WorkerProcess
 from gateway.service.models import hosted_models
@@ -165,7 +165,6 @@ class ProcessGroup:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """The first SIGTERM or SIGINT stops in order, the second does not wait for requests."""
-        loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
             if self._stop_asked.is_set():
@@ -173,13 +172,8 @@ class ProcessGroup:
                     child.hurry()
             self._stop_asked.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        try:
+        with on_stop_signals(on_signal):
             yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
 
 def _ready_models(settings: Settings) -> tuple[Sequence[HostedModel], dict[str, int]]:

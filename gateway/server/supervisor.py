@@ -14,7 +14,6 @@ One worker process on this machine's CPU. Every decision is elsewhere: which req
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 from collections.abc import Iterator, Sequence
 
@@ -40,6 +39,7 @@ from gateway.server.http_server import HttpServer, listen, running
 from gateway.server.logs import set_up_logging
 from gateway.server.process_group import ProcessGroup
 from gateway.server.start_block import start_block
+from gateway.server.stop_signals import on_stop_signals
 from gateway.server.worker_home import WORKER_ID, WorkerHome, shm_prefix
 from gateway.server.worker_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S
 from gateway.service.models import tidy
@@ -247,7 +247,6 @@ class Server:
     @contextlib.contextmanager
     def _signals(self, http: HttpServer) -> Iterator[None]:
         """The first SIGTERM or SIGINT stops in order, the second does not wait for requests."""
-        loop = asyncio.get_running_loop()
 
         def on_signal() -> None:
             if self._stop_asked.is_set():
@@ -255,13 +254,8 @@ class Server:
                 self._dispatcher.abort_all()
             self._stop_asked.set()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        try:
+        with on_stop_signals(on_signal):
             yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
 
 def remove_host_tier(settings: Settings) -> None:

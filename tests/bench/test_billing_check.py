@@ -14,27 +14,17 @@ from gateway.service import invoices as service_invoices
 from gateway.service.control import Control
 from gateway.service.invoices import month_of
 from gateway.settings import Settings
-from registry.session import make_engine, upgrade, writing
+from registry.session import writing
 from tests.gateway import billing_kit
 from tests.gateway.billing_kit import NOVEMBER, OCTOBER, Books
-from tests.postgres import Databases
 
 MONTHS = ("2025-09", "2025-10")
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    databases: Databases | None = None
-    if request.param == "postgresql":
-        databases = request.getfixturevalue("postgres")
-        url = databases.fresh_registry()
-    upgrade(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
-    if databases is not None:
-        databases.drop(url)
+    with billing_kit.registry(request, tmp_path) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -2,9 +2,13 @@
 hits, encoders, failures, seconds with a price, corrections of this month and the last."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 
+import pytest
 from sqlalchemy import Engine
 
 from gateway.policy.pricing import Billed, Consumption, cost_of, micros
@@ -13,7 +17,8 @@ from registry import api_keys, ledger, plans, prices, tenants
 from registry.ledger import Posting
 from registry.plans import PlanDiscount, PlanPrice, TenantTerms
 from registry.prices import PriceRecord
-from registry.session import writing
+from registry.session import make_engine, upgrade, writing
+from tests.postgres import Databases
 
 START = datetime(2025, 9, 30, 20, tzinfo=UTC).timestamp()
 OCTOBER = datetime(2025, 10, 1, tzinfo=UTC).timestamp()
@@ -21,6 +26,22 @@ NOVEMBER = datetime(2025, 11, 1, tzinfo=UTC).timestamp()
 CHANGE = OCTOBER + 2 * 3600 + 1234.5
 MODELS = ("chat-model", "embedder")
 NUM = 400
+
+
+@contextmanager
+def registry(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
+    """A fresh registry for a fixture that is parametrized by the database's kind."""
+    url = f"sqlite:///{folder / 'polyhost.db'}"
+    databases: Databases | None = None
+    if request.param == "postgresql":
+        databases = request.getfixturevalue("postgres")
+        url = databases.fresh_registry()
+    upgrade(url)
+    engine = make_engine(url)
+    yield engine
+    engine.dispose()
+    if databases is not None:
+        databases.drop(url)
 
 
 @dataclass(frozen=True)

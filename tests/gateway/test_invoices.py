@@ -25,10 +25,9 @@ from gateway.settings import Settings
 from registry import audit
 from registry.errors import AlreadyExists, Forbidden, InvalidValue, NotFound, RegistryError
 from registry.exports import Scope
-from registry.session import make_engine, reading, upgrade, writing
+from registry.session import reading, writing
 from tests.gateway import billing_kit
 from tests.gateway.billing_kit import NOVEMBER, OCTOBER, Books, correction
-from tests.postgres import Databases
 
 SEPTEMBER_, OCTOBER_, NOVEMBER_ = map(month_of, ("2025-09", "2025-10", "2025-11"))
 EVIL = '=HYPERLINK("http://x")'
@@ -43,17 +42,8 @@ SETTINGS = Settings(
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    databases: Databases | None = None
-    if request.param == "postgresql":
-        databases = request.getfixturevalue("postgres")
-        url = databases.fresh_registry()
-    upgrade(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
-    if databases is not None:
-        databases.drop(url)
+    with billing_kit.registry(request, tmp_path) as engine:
+        yield engine
 
 
 @pytest.fixture

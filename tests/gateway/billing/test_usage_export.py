@@ -20,10 +20,8 @@ from gateway.service.control import Control
 from registry import exports
 from registry.errors import Forbidden, InvalidValue, RegistryError
 from registry.exports import Scope
-from registry.session import make_engine, upgrade
 from tests.gateway import billing_kit
 from tests.gateway.billing_kit import OCTOBER, START, Books
-from tests.postgres import Databases
 
 ALL = Scope(0.0, 2.0**53)
 TEXT: tuple[Format, ...] = ("csv", "jsonl", "focus")
@@ -33,17 +31,8 @@ TEXT: tuple[Format, ...] = ("csv", "jsonl", "focus")
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path_factory.mktemp('usage') / 'polyhost.db'}"
-    databases: Databases | None = None
-    if request.param == "postgresql":
-        databases = request.getfixturevalue("postgres")
-        url = databases.fresh_registry()
-    upgrade(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
-    if databases is not None:
-        databases.drop(url)
+    with billing_kit.registry(request, tmp_path_factory.mktemp("usage")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
