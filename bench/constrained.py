@@ -29,9 +29,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bench.constrained_cases import SOURCES, Case
+from engine.constraints.structured import Compiler, Matcher
 from engine.errors import ConstraintBroken, ConstraintRefused
 from engine.protocol import Constraint
-from engine.structured import Compiler, Matcher
 from gateway.answer.detokenize import PieceTable, TextStream
 from gateway.answer.output_plan import OutputFormats, OutputPlan, plan
 from gateway.answer.tool_deltas import message

@@ -1,7 +1,7 @@
 """`python -m bench.convert_memory`: how much memory registering a large checkpoint takes.
 
 Lives here: the checkpoint that is made for it, the registering process and a sampler beside it, the
-result file. Does not: the conversion (`engine/convert.py`).
+result file. Does not: the conversion (`engine/packs/convert.py`).
 
 A checkpoint of a true shape is written into a temporary folder, in shards, and `python -m
 engine.register` makes a pack of it. Every few milliseconds its memory is read from /proc:
@@ -34,7 +34,7 @@ from bench import machine, shapes
 SAMPLE_S = 0.005
 SAMPLES_PER_PSS = 10  # walking the page tables takes longer than reading counters
 GOAL_BYTES = 1 << 30
-IDLE_CODE = "import engine.register; print(open('/proc/self/status').read())"
+IDLE_CODE = "import engine.registration.main; print(open('/proc/self/status').read())"
 FIELDS = ("RssAnon", "RssFile", "VmHWM", "Pss")
 
 
@@ -112,7 +112,7 @@ def register(folder: Path, dest: Path, dtype: str) -> tuple[Peaks, dict[str, Any
     phase = ["start"]
     stop = threading.Event()
     found: list[Peaks] = []
-    command = [sys.executable, "-m", "engine.register", "--source", str(folder)]
+    command = [sys.executable, "-m", "engine.registration.main", "--source", str(folder)]
     start = time.perf_counter()
     with subprocess.Popen(
         [*command, "--dest", str(dest), "--dtype", dtype], stdout=subprocess.PIPE, text=True

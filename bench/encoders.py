@@ -33,9 +33,9 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BertConf
 from bench import machine
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
-from engine.convert import inspect, write_pack
-from engine.encoder_queue import STEP_TOKENS
+from engine.encoders.encoder_queue import STEP_TOKENS
 from engine.engine import Engine
+from engine.packs.convert import inspect, write_pack
 from engine.protocol import EncodeInputs, ModelSpec, SamplingParams, Submit
 
 MODEL = "encoder"

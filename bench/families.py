@@ -25,11 +25,11 @@ import transformers
 
 from bench.family_configs import MODEL_TYPES, tiny_config
 from bench.kv_minimum import group_bytes_per_token
-from engine.blueprint import Blueprint, blueprint
 from engine.errors import RegistrationRefused
-from engine.parity import TOLERANCE, draw_weights, probe
-from engine.source import load_config
-from engine.transformers_backend import bind_weights, build_skeleton
+from engine.packs.blueprint import Blueprint, blueprint
+from engine.registration.parity import TOLERANCE, draw_weights, probe
+from engine.registration.source import load_config
+from engine.running.transformers_backend import bind_weights, build_skeleton
 
 LEAST_TOKENS = 3  # fewer than any window
 PLAIN = "plain modules"
@@ -42,8 +42,9 @@ _REFUSED_HEAD = ("| family | refused by | code | why |", "|---|---|---|---|")
 _INTRO = """# Families
 
 Written by `python -m bench.families --write docs/families.md`; held to the code by
-`tests/engine/test_families.py` (a part; everything by `make soak` or `--check`). transformers
-{version} registers {total} causal LM types: **{hosted} can be hosted**, {refused} are refused.
+`tests/engine/running/test_families.py` (a part; everything by `make soak` or `--check`).
+transformers {version} registers {total} causal LM types: **{hosted} can be hosted**, {refused} are
+refused.
 
 Each type goes through registration's own steps ([packs.md](packs.md)) with a tiny random
 configuration (`bench/family_configs.py`): the folder is judged (`source`), then the module tree

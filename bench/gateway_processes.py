@@ -185,7 +185,7 @@ def standing(server: Server) -> dict[str, float]:
     for child in [str(pid), *children]:
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         name = next((w for w in words if w.startswith(("gateway-", "dispatcher-"))), "")
-        name = name or ("worker" if "engine.worker" in words else "parent")
+        name = name or ("worker" if "engine.worker.main" in words else "parent")
         status = Path(f"/proc/{child}/status").read_text()
         found[name] = int(status.split("VmRSS:")[1].split()[0]) / 1024
     return {name: round(mib, 1) for name, mib in sorted(found.items())}

@@ -18,8 +18,8 @@ import xxhash
 from transformers import AutoConfig
 
 from bench import shapes
-from engine import convert
-from engine.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
+from engine.packs import convert
+from engine.packs.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
 
 BLOCK_ELEMENTS = 4 << 20
 TINY: dict[str, Any] = {

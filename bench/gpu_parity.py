@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench.gpu_rig import Settings, rig
-from engine import convert
+from engine.packs import convert
 
 VOCAB = 512
 NEW_TOKENS = 24

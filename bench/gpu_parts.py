@@ -17,8 +17,8 @@ import torch
 from bench import gpu_models, gpu_parity, gpu_peers
 from bench.gpu_rig import Rig, Settings, Window, rig
 from bench.kernel_timing import Ceilings, ceilings
-from engine.pack import PackIndex
-from engine.page_pool import Owner
+from engine.memory.page_pool import Owner
+from engine.packs.pack import PackIndex
 
 SMALL = "Qwen/Qwen2.5-0.5B"
 MEDIUM = "Qwen/Qwen3-1.7B"

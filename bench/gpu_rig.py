@@ -17,9 +17,9 @@ import torch
 from bench.gpu_fake import FakeDevice, opaque
 from engine.backend.choose import Opened, open_device, open_streams
 from engine.config import EngineConfig, WorkerConfig
-from engine.device_sampling import SAMPLING_REFERENCE
 from engine.engine import Engine
 from engine.protocol import ModelSpec, SamplingParams, Submit, TokenDelta
+from engine.sampling.device_sampling import SAMPLING_REFERENCE
 from kernels.flat_reference import FLAT_REFERENCE
 from kernels.page_copy import page_copy_ref
 

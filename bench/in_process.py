@@ -18,15 +18,15 @@ import torch
 
 from bench import processes, shapes
 from bench.kv_minimum import group_bytes_per_token
-from engine import convert
 from engine.backend.cpu import CpuBackend, Execution
-from engine.batch import StepBatch
 from engine.config import EngineConfig, auto_page_bytes
 from engine.engine import Engine
-from engine.model_runner import ModelRunner
-from engine.pack import PackIndex
+from engine.packs import convert
+from engine.packs.pack import PackIndex
 from engine.protocol import ModelSpec, SamplingParams, Submit, TokenDelta
-from engine.sampler import SampleOutput
+from engine.running.batch import StepBatch
+from engine.running.model_runner import ModelRunner
+from engine.sampling.sampler import SampleOutput
 
 DEMO_MODELS = Path(__file__).resolve().parent.parent / "gateway" / "demo_models"
 MODEL = "bench"

@@ -1,8 +1,8 @@
 """`python -m bench.int8_loss CORPORA`: what int8 weights cost in quality and gain in time.
 
 Lives here: the loss of the demo models' packs in each dtype on text that training never saw, and
-the time of one model's linears at a few rows. Does not: rounding (`engine/quantize.py`), products
-(`kernels/int8_linear.py`), serving.
+the time of one model's linears at a few rows. Does not: rounding (`engine/packs/quantize.py`),
+products (`kernels/int8_linear.py`), serving.
 
     loss     nats a token over windows of 512 tokens of the last 5 % of each model's text, computed
              from the pack by transformers' modules with the pack's own weights; perplexity is its
@@ -30,11 +30,11 @@ from tokenizers import Tokenizer
 from bench import machine, shapes, stats
 from bench.demo_data import IGNORE, held_out_rows, read_corpus
 from bench.in_process import DEMO_MODELS
-from engine import convert
-from engine.pack import BLOB_NAME
-from engine.quantize import quantize_rows, replace_linears
-from engine.transformers_backend import bind_weights, build_skeleton
-from engine.weights import build_views
+from engine.packs import convert
+from engine.packs.pack import BLOB_NAME
+from engine.packs.quantize import quantize_rows, replace_linears
+from engine.packs.weights import build_views
+from engine.running.transformers_backend import bind_weights, build_skeleton
 from kernels.int8_linear import int8_linear
 
 DTYPES: tuple[convert.DtypeChoice, ...] = ("float32", "bfloat16", "int8")

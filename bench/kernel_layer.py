@@ -7,7 +7,7 @@ its branches raises ValueError.
 import torch
 from torch import nn
 
-from engine.fusion import form_of
+from engine.running.fusion import form_of
 from kernels.decoder_layer import LayerWeights, Product
 
 __all__ = ["form_of", "fused", "weights_of"]

@@ -26,10 +26,10 @@ from bench.kv_minimum import Model, group_bytes_per_token, model_of
 from bench.kv_traffic import Load, Pace, Sample, Traffic, Unit
 from bench.lengths import Length
 from engine.config import EngineConfig, auto_page_bytes
-from engine.kv_cache import KvCache
-from engine.kv_memory import KvMemory
-from engine.kv_plan import plan_kv
-from engine.page_pool import Owner, PagePool
+from engine.memory.kv_cache import KvCache
+from engine.memory.kv_memory import KvMemory
+from engine.memory.kv_plan import plan_kv
+from engine.memory.page_pool import Owner, PagePool
 
 GOALS: Mapping[Load, float] = {"light": 1.5, "heavy": 1.1}
 GIB = 1 << 30

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from bench.shapes import config_kwargs
-from engine.blueprint import kv_groups
-from engine.pack import KvGroup
+from engine.packs.blueprint import kv_groups
+from engine.packs.pack import KvGroup
 from kernels.paged_attention import LayerGeometry
 
 

@@ -20,10 +20,10 @@ from typing import Literal
 from bench.kv_minimum import Model
 from bench.lengths import Length
 from engine.errors import OutOfPages
-from engine.kv_cache import KvCache
-from engine.kv_memory import KvMemory
-from engine.page_pool import PagePool
-from engine.request_kv import RequestKv
+from engine.memory.kv_cache import KvCache
+from engine.memory.kv_memory import KvMemory
+from engine.memory.page_pool import PagePool
+from engine.memory.request_kv import RequestKv
 
 Load = Literal["light", "heavy"]
 ROUND_S = 0.02  # what a round counts for on the caches' clock

@@ -94,7 +94,7 @@ class House:
     async def kill(self, kind: str) -> str:
         """Returns what was killed."""
         processes = self._processes()
-        workers = [pid for pid, line in processes if b"engine.worker" in line]
+        workers = [pid for pid, line in processes if b"engine.worker.main" in line]
         children = [pid for pid, line in processes if b"gateway" in line]
         if kind == "database":
             await self._outage()

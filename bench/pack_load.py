@@ -34,10 +34,10 @@ import torch
 from safetensors.torch import load_file
 
 from bench import files, machine, processes, shapes, stats, swap
-from engine import convert
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
-from engine.pack import BLOB_NAME
+from engine.packs import convert
+from engine.packs.pack import BLOB_NAME
 
 WAYS = ("dd", "preadv", "load", "touch", "copy")
 READ_BYTES = 8 << 20

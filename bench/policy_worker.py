@@ -1,8 +1,8 @@
 """`python -m bench.policy_worker --evict lru --config JSON`: a worker with another eviction policy.
 
-The product's worker (engine/worker.py), its main, its signals and its exit codes, with one part of
-its engine replaced: who leaves the device, by the names of bench/sim/baselines/choose.py. For
-bench.popularity_real; the product itself has no such option.
+The product's worker (engine/worker/main.py), its main, its signals and its exit codes, with one
+part of its engine replaced: who leaves the device, by the names of bench/sim/baselines/choose.py.
+For bench.popularity_real; the product itself has no such option.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from unittest import mock
 
 from bench.sim.baselines.choose import NAMES, make_eviction
-from engine import worker
 from engine.engine import Engine
 from engine.parts import EngineParts
 from engine.policy.eviction import EvictionParams
+from engine.worker import main as worker
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,4 +37,4 @@ if __name__ == "__main__":
     faulthandler.enable()
     exit_code = main(sys.argv[1:])
     logging.shutdown()
-    os._exit(exit_code)  # as engine/worker.py does
+    os._exit(exit_code)  # as engine/worker/main.py does

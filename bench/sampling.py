@@ -24,11 +24,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from bench.shapes import config_kwargs, read_shapes
-from engine.constraint_child import TokenizerSource
-from engine.constraints import Constraints, Session
+from engine.constraints.constraint_child import TokenizerSource
+from engine.constraints.constraints import Constraints, Session
 from engine.protocol import Constraint, SamplingParams
-from engine.sampler import build_sampling, sample
-from engine.sampling_batch import SampleInput, SamplingState
+from engine.sampling.sampler import build_sampling, sample
+from engine.sampling.sampling_batch import SampleInput, SamplingState
 
 CPU = torch.device("cpu")
 NUM_PROMPT, NUM_OUTPUT = 200, 200

@@ -38,15 +38,15 @@ from bench.sim.types import DeviceFigures, SimModel
 from bench.sim.world import OWN_SETTINGS, roofline
 from bench.sim_fit import Errors, Load, Observation, fit_loads, fit_steps, step_errors
 from bench.sim_real import pin_server, pin_this
-from engine import convert
 from engine.backend.cpu import CpuBackend
 from engine.backend.sim import ModelCost, StepLoad
-from engine.batch import StepBatch
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model_runner import ModelRunner
+from engine.packs import convert
 from engine.protocol import ModelSpec, SamplingParams, Submit
-from engine.sampler import SampleOutput
+from engine.running.batch import StepBatch
+from engine.running.model_runner import ModelRunner
+from engine.sampling.sampler import SampleOutput
 
 SHAPES = ("karpathy/tinyllamas-42M", "HuggingFaceTB/SmolLM2-135M")
 GIB = 1 << 30

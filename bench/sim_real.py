@@ -19,7 +19,7 @@ from bench import client
 from bench.client import ChatRequest, RequestResult, Target
 from bench.processes import ServerFailed
 
-WORKER_MODULES = ("engine.worker", "bench.policy_worker")
+WORKER_MODULES = ("engine.worker.main", "bench.policy_worker")
 _SWAP = re.compile(r"swap model=(\S+) kind=(load|evict) tier=(\w+) bytes=\d+ seconds=([\d.]+)")
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 

@@ -287,7 +287,7 @@ def worker_pids(gateway_pid: int) -> list[int]:
         children = Path(f"/proc/{gateway_pid}/task/{gateway_pid}/children").read_text("utf-8")
         for pid in map(int, children.split()):
             with contextlib.suppress(OSError):
-                if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"engine.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
     return found
 

@@ -28,13 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from bench import files, machine, processes, shapes, stats, swap_load
-from engine import convert
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
-from engine.pack import BLOB_NAME, PackIndex
-from engine.page_pool import PagePool
+from engine.memory.page_pool import PagePool
+from engine.packs import convert
+from engine.packs.pack import BLOB_NAME, PackIndex
 from engine.protocol import ModelSpec, SwapRecord
-from engine.residency import Residency
+from engine.residency.residency import Residency
 
 MODEL = "big"
 LOAD_TIMEOUT_S = 600.0

@@ -31,7 +31,7 @@ from bench.arrivals import at_once
 from bench.client import ChatRequest, RequestResult, Target
 from bench.prompts import PromptMaker
 from bench.report import RoundSummary
-from engine.pack import BLOB_NAME
+from engine.packs.pack import BLOB_NAME
 
 Tier = Literal["warm", "cold"]
 BIG = "big"

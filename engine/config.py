@@ -1,8 +1,8 @@
 """What a worker is started with: two frozen structs, read as JSON from its command line.
 
-The supervisor writes them (`python -m engine.worker --config '<json WorkerConfig>'`), the engine
-and the worker read them; nothing here looks at the environment, the device or a file. Every bound
-of the worker has its name here. Unknown fields and impossible values are refused at decoding
+The supervisor writes them (`python -m engine.worker.main --config '<json WorkerConfig>'`), the
+engine and the worker read them; nothing here looks at the environment, the device or a file. Every
+bound of the worker has its name here. Unknown fields and impossible values are refused at decoding
 (msgspec.ValidationError), so that a typo in a setting stops the start and not a request.
 
 Sizes are bytes and times seconds unless the name says otherwise.

@@ -19,19 +19,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from engine.backend.base import Backend
-from engine.batch import ScheduledRow
-from engine.charges import Charges
 from engine.config import EngineConfig
-from engine.constrained_rows import ConstrainedRows
-from engine.deadlines import Deadlines
-from engine.encoder_requests import Rows
+from engine.constraints.constrained_rows import ConstrainedRows
+from engine.encoders.encoder_requests import Rows
 from engine.engine_status import EngineStatus, make_status
 from engine.errors import IntegrityError
-from engine.hosting import Hosting
-from engine.kv_supply import PoolSupply
-from engine.leases import check_submit
-from engine.model_queue import ModelQueue
-from engine.page_pool import PagePool
+from engine.memory.kv_supply import PoolSupply
+from engine.memory.page_pool import PagePool
 from engine.parts import AnyRunner, EngineParts
 from engine.protocol import (
     Finish,
@@ -44,11 +38,17 @@ from engine.protocol import (
     TokenLogprobs,
 )
 from engine.request import Request
-from engine.residency import Residency
-from engine.residency_state import PLAIN_WISH, Wish
-from engine.scheduler import Scheduler
-from engine.skip import Skipper
-from engine.step_pipeline import Collected, SampledToken, StepPipeline
+from engine.residency.hosting import Hosting
+from engine.residency.residency import Residency
+from engine.residency.residency_state import PLAIN_WISH, Wish
+from engine.running.batch import ScheduledRow
+from engine.scheduling.charges import Charges
+from engine.scheduling.deadlines import Deadlines
+from engine.scheduling.model_queue import ModelQueue
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.skip import Skipper
+from engine.scheduling.step_pipeline import Collected, SampledToken, StepPipeline
+from engine.worker.leases import check_submit
 
 logger = logging.getLogger(__name__)
 

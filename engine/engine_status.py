@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.charges import services
 from engine.config import EngineConfig
-from engine.hosting import Hosting
-from engine.kv_supply import PoolSupply
-from engine.leases import make_leases
-from engine.page_pool import PagePool
+from engine.memory.kv_supply import PoolSupply
+from engine.memory.page_pool import PagePool
 from engine.protocol import Lease, ModelStatus, RequestService
-from engine.scheduler import Scheduler
+from engine.residency.hosting import Hosting
+from engine.scheduling.charges import services
+from engine.scheduling.scheduler import Scheduler
+from engine.worker.leases import make_leases
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,18 +13,18 @@ from typing import Protocol, TypeAlias
 import torch
 
 from engine.backend.base import Backend
-from engine.batch import LayOut, StepBatch, build_batch
 from engine.config import EngineConfig
-from engine.encoder_runner import EncoderRunner
-from engine.host_tier import HostTier
-from engine.kv_cache import KvCache
-from engine.model_runner import ModelRunner
-from engine.pack import PackIndex
-from engine.pack_source import DiskPacks, PackSource
-from engine.page_pool import PagePool
+from engine.encoders.encoder_runner import EncoderRunner
+from engine.memory.kv_cache import KvCache
+from engine.memory.page_pool import PagePool
+from engine.packs.pack import PackIndex
+from engine.packs.pack_source import DiskPacks, PackSource
 from engine.policy.eviction import EvictionPolicy
-from engine.sampler import SampleOutput
-from engine.tiers import Tiers, WeightTiers
+from engine.residency.host_tier import HostTier
+from engine.residency.tiers import Tiers, WeightTiers
+from engine.running.batch import LayOut, StepBatch, build_batch
+from engine.running.model_runner import ModelRunner
+from engine.sampling.sampler import SampleOutput
 
 
 class UnitRunner(Protocol):

@@ -32,7 +32,7 @@ from engine.protocol_status import SwapRecord as SwapRecord
 PROTOCOL_VERSION = 6
 
 PACK_VERSION = 2
-"""Of the packs' format (engine/pack.py): what workers of this build read."""
+"""Of the packs' format (engine/packs/pack.py): what workers of this build read."""
 
 MAX_ENCODE_INPUTS = 2048
 """Inputs of one encoder request at most."""
@@ -56,7 +56,8 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """How a row's next token is chosen; docs of engine/sampler.py give the order of operations.
+    """How a row's next token is chosen; docs of engine/sampling/sampler.py give the order of
+    operations.
 
     temperature          0 is greedy
     top_p                the likeliest tokens whose probability reaches it; 1 for all

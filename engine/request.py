@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from engine.errors import IllegalTransition
 from engine.protocol import FinishReason, Submit, TokenLogprobs, Usage
-from engine.sampling_batch import LateMask, SampleInput, SamplingState
+from engine.sampling.sampling_batch import LateMask, SampleInput, SamplingState
 
 if TYPE_CHECKING:
-    from engine.encoder_requests import Encoding
-    from engine.request_kv import RequestKv
+    from engine.encoders.encoder_requests import Encoding
+    from engine.memory.request_kv import RequestKv
 
 RequestState = Literal["waiting", "running", "finished"]
 

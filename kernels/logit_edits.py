@@ -10,10 +10,10 @@ Logits are changed in place.
     mask    int32 [m, ceil(V / 32)], bit t % 32 of word t // 32 of a row set: token t may come;
             l = -inf elsewhere
 
-Order and meaning are engine/sampler.py's: bias, penalties, bans, masks, one launch each where a
-step has any. Entries are sparse (the tokens that a request has used), so they cost their number and
-not the vocabulary; a row names a token once a launch. A mask moves V / 8 bytes and writes only what
-it forbids.
+Order and meaning are engine/sampling/sampler.py's: bias, penalties, bans, masks, one launch each
+where a step has any. Entries are sparse (the tokens that a request has used), so they cost their
+number and not the vocabulary; a row names a token once a launch. A mask moves V / 8 bytes and
+writes only what it forbids.
 """
 
 import torch

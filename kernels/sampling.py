@@ -11,9 +11,9 @@
     of equals those with the lowest ids; of these the fewest likeliest that reach top_p of their sum
     token = the first whose running sum of w passes number * sum of w
 
-Order, ties and the inversion are engine/sampler.py's, so a row draws the same token on a processor
-and here, but for numbers within rounding (1e-6) of a boundary. The issue that asked for this spoke
-of Gumbel noise; a number a row, from the same counters, needs none for each of V tokens.
+Order, ties and the inversion are engine/sampling/sampler.py's, so a row draws the same token on a
+processor and here, but for numbers within rounding (1e-6) of a boundary. The issue that asked for
+this spoke of Gumbel noise; a number a row, from the same counters, needs none for each of V tokens.
 
 Launches: `_peak_kernel` (splits of a row side by side: peak, sum), `_draw_kernel` (a program a row;
 finds the split where the number falls and reads that alone), and for the rows that cut a tail

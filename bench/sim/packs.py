@@ -15,7 +15,7 @@ from bench.shapes import Shape, read_shapes
 from bench.sim.types import SimModel
 from engine.backend.sim import AttentionCost, ModelCost
 from engine.errors import PackError
-from engine.pack import PACK_VERSION, SEGMENT_ALIGN, KvGroup, PackIndex, Segment
+from engine.packs.pack import PACK_VERSION, SEGMENT_ALIGN, KvGroup, PackIndex, Segment
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Families whose MLP is one product up and one down; all others have a gate beside it.

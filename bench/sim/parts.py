@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 
 from engine.backend.sim import DeviceClock, ModelCost, SimBackend, StepLoad
-from engine.batch import ScheduledRow, StepBatch
 from engine.errors import IntegrityError
-from engine.kv_cache import KvCache
-from engine.kv_plan import KvPlan
-from engine.pack import PackIndex
-from engine.page_pool import Owner, PagePool
+from engine.memory.kv_cache import KvCache
+from engine.memory.kv_plan import KvPlan
+from engine.memory.page_pool import Owner, PagePool
+from engine.packs.pack import PackIndex
 from engine.policy.host_tier import HeldPack, choose_drops
 from engine.request import Request
-from engine.sampler import SampleOutput
-from engine.sampling_batch import build_sampling
-from engine.tiers import Tier, TierRates
+from engine.residency.tiers import Tier, TierRates
+from engine.running.batch import ScheduledRow, StepBatch
+from engine.sampling.sampler import SampleOutput
+from engine.sampling.sampling_batch import build_sampling
 
 END_TOKEN = 2
 PLAIN_TOKEN = 3
@@ -42,7 +42,7 @@ Answers = Callable[[str], int]
 
 
 def lay_out(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.device) -> StepBatch:
-    """engine.batch.LayOut: the rows, and no tensor."""
+    """engine.running.batch.LayOut: the rows, and no tensor."""
     return StepBatch(
         rows=tuple(rows),
         sampling_rows=tuple(row for row in rows if row.samples),

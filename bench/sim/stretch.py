@@ -3,7 +3,7 @@
     plan     after a step: how far could it go on like this? Until the step in which the first row
              ends, a deadline, the end of a load, the next status, memory that could become short
     cut      a message comes in between: the stretch ends at the first step's end after that
-    advance  the steps up to a moment are brought into the engine (`engine/skip.py`)
+    advance  the steps up to a moment are brought into the engine (`engine/scheduling/skip.py`)
 
 The outcome is that of single steps, for the times of steps come from the same figures and are
 summed in the same order. What is sent later than by single steps are tokens between a request's
@@ -18,7 +18,7 @@ from bench.sim.parts import PLAIN_TOKEN, SimRunner
 from engine.backend.sim import ModelCost, Roofline, SimBackend
 from engine.engine import Engine
 from engine.protocol import TokenDelta
-from engine.skip import Decode, Skipper, Steps
+from engine.scheduling.skip import Decode, Skipper, Steps
 
 FIRST_STEPS = 32
 LOOK_AHEAD = 8

@@ -31,14 +31,14 @@ from engine.backend.base import Backend
 from engine.backend.sim import DeviceClock, Roofline, SimBackend
 from engine.config import EngineConfig, WorkerConfig
 from engine.engine import Engine
-from engine.kv_plan import plan_pack
-from engine.pack import PackIndex
-from engine.page_pool import PagePool
+from engine.memory.kv_plan import plan_pack
+from engine.memory.page_pool import PagePool
+from engine.packs.pack import PackIndex
 from engine.parts import EngineParts
 from engine.policy.eviction import EvictionPolicy
 from engine.protocol import AckUsage, FromWorker, ToWorker
-from engine.skip import Skipper
-from engine.worker_loop import BUSY_POLL_S, Worker
+from engine.scheduling.skip import Skipper
+from engine.worker.worker_loop import BUSY_POLL_S, Worker
 
 POLL_S = 0.02
 SPIN_S = 5e-5

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from engine.batch import StepBatch
-from engine.sampler import SampleOutput
+from engine.running.batch import StepBatch
+from engine.sampling.sampler import SampleOutput
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -18,18 +18,18 @@ from engine.backend.cuda import CudaBackend, Mover
 from engine.backend.cuda_device import CudaDevice, num_devices
 from engine.backend.device import Device
 from engine.config import EngineConfig, WorkerConfig
-from engine.device_batch import DeviceLayOut
-from engine.device_runner import DeviceRunner, DeviceTools
-from engine.device_sampling import SAMPLING_KERNELS, SamplingOperations
-from engine.device_step import InputBuffer
-from engine.encoder_runner import EncoderRunner
+from engine.encoders.encoder_runner import EncoderRunner
 from engine.errors import DeviceUnusable
-from engine.graphs import DecodeGraphs
-from engine.host_tier import HostTier
-from engine.pack import PackIndex
-from engine.page_pool import PagePool
+from engine.memory.page_pool import PagePool
+from engine.packs.pack import PackIndex
 from engine.parts import AnyRunner, EngineParts
-from engine.tiers import Tiers
+from engine.residency.host_tier import HostTier
+from engine.residency.tiers import Tiers
+from engine.running.device_batch import DeviceLayOut
+from engine.running.device_runner import DeviceRunner, DeviceTools
+from engine.running.device_step import InputBuffer
+from engine.running.graphs import DecodeGraphs
+from engine.sampling.device_sampling import SAMPLING_KERNELS, SamplingOperations
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.page_copy import page_copy
 

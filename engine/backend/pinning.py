@@ -6,7 +6,8 @@ never crosses the border of two slices, which are registrations of their own.
 
     hold -> (slices are pinned, one after the other) -> let_go: all are unpinned, then it returns
 
-Whoever lets go has no copy under way. Knows addresses; packs and tiers are engine/host_tier.py.
+Whoever lets go has no copy under way. Knows addresses; packs and tiers are
+engine/residency/host_tier.py.
 """
 
 import logging

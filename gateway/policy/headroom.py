@@ -7,9 +7,10 @@ Two reasons to leave some:
 - Others were served lately. A worker takes in some requests more than it has rows, so that a row
   that becomes free is filled in the next step; half of these places are then left free by whoever
   has a backlog. A request that has just come, of a tenant that is first in the fair order, is sent
-  to the worker at once, where it need not wait for a row either (engine/tenants_here.py). So nobody
-  gains service by it, no row stands idle, and of those who all have a backlog nobody takes it.
-  Where nobody else was served for RECENT_S, all places are taken.
+  to the worker at once, where it need not wait for a row either
+  (engine/scheduling/tenants_here.py). So nobody gains service by it, no row stands idle, and of
+  those who all have a backlog nobody takes it. Where nobody else was served for RECENT_S, all
+  places are taken.
 
 Who has to leave rows to a reservation has none of these places: a request there would go before one
 that came for the free row.
@@ -23,7 +24,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 LOOKAHEAD_SHARE = 8
-"""A worker with n rows takes n + n/8 requests (engine/leases.py)."""
+"""A worker with n rows takes n + n/8 requests (engine/worker/leases.py)."""
 RECENT_S = 60.0
 FRESH_S = 0.5
 """A request that has waited for longer is one of a backlog."""

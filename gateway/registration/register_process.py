@@ -1,8 +1,8 @@
 """The registering subprocess, as the gateway sees it: its command line, its lines, its end.
 
-`python -m engine.register` needs torch, so it is a process of its own that prints one JSON object a
-line. It ends when its parent is gone, cleans up on SIGTERM, and holds packs.lock (shared) by a
-descriptor it inherits. What its lines mean for the catalog is `registrar.py`'s.
+`python -m engine.registration.main` needs torch, so it is a process of its own that prints one
+JSON object a line. It ends when its parent is gone, cleans up on SIGTERM, and holds packs.lock
+(shared) by a descriptor it inherits. What its lines mean for the catalog is `registrar.py`'s.
 """
 
 import os
@@ -27,7 +27,7 @@ from gateway.registration.registration_files import (
 from gateway.settings import Settings
 from registry.catalog import ModelRecord, ModelTask
 
-REGISTER_COMMAND = (sys.executable, "-m", "engine.register")
+REGISTER_COMMAND = (sys.executable, "-m", "engine.registration.main")
 DEFAULT_REVISION = "main"
 INTERNAL_ERROR = "internal_error"
 LOG_FILE = "register.log"

@@ -1,4 +1,5 @@
-"""Registers models: runs `python -m engine.register` and relays its progress into the catalog.
+"""Registers models: runs `python -m engine.registration.main` and relays its progress into the
+catalog.
 
 The engine's part (fetch, check, convert, probe) is a subprocess (register_process.py); the row it
 works for was begun by `registration.py`. This file writes its progress and a heartbeat into the

@@ -6,7 +6,8 @@
 The registering process cleans up after itself; `sweep` does where it could not (kill -9, a power
 cut) and where somebody else has to decide: a download is kept while its registration goes on, and
 after an interruption for `download_keep_s`, so that a retry goes on where it stopped. Whoever looks
-at the catalog sweeps. `engine/download_folder.py` and `engine/convert.py` spell the same names.
+at the catalog sweeps. `engine/registration/download_folder.py` and `engine/packs/convert.py` spell
+the same names.
 """
 
 import fcntl

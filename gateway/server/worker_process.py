@@ -24,7 +24,7 @@ LONGEST_BACKOFF_S = 30.0
 STABLE_S = 60.0
 WORKER_STOP_TIMEOUT_S = 5.0
 """How long an idle worker may take to end."""
-WORKER_COMMAND = (sys.executable, "-m", "engine.worker", "--config")
+WORKER_COMMAND = (sys.executable, "-m", "engine.worker.main", "--config")
 
 
 class WorkerProcess:

@@ -12,8 +12,8 @@ import torch
 from bench import gpu, gpu_models, gpu_parity, gpu_part
 from bench.gpu_parts import PARTS, run_part
 from bench.gpu_rig import Settings
-from engine.pack import BLOB_NAME, read_index
-from engine.weights import verify_blob
+from engine.packs.pack import BLOB_NAME, read_index
+from engine.packs.weights import verify_blob
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from bench import kv_memory, lengths, shapes
 from bench.kv_minimum import model_of
 from bench.kv_traffic import Pace, Sample, Traffic, Unit
 from bench.lengths import Length
-from engine.page_pool import PagePool
+from engine.memory.page_pool import PagePool
 
 
 def test_the_minimum_is_the_published_bytes_a_token() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import convert_memory, int8_loss, pack_load, shapes
-from engine.source import SourceTensors, weight_files
+from engine.registration.source import SourceTensors, weight_files
 
 SHAPE = {
     "model_type": "llama",

@@ -11,7 +11,7 @@ from bench.sim.baselines.eviction import Ranked
 from bench.sim.baselines.sharing import Fcfs
 from bench.sim_real import Played
 from bench.swap_log import read_swaps
-from engine import worker
+from engine.worker import main as worker
 from gateway.cli import main as cli
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.policy.placement import Placement

@@ -149,7 +149,7 @@ class Server:
         found = []
         for pid in pids:
             with contextlib.suppress(FileNotFoundError):
-                if b"engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"engine.worker.main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     found.append(pid)
         return found
 

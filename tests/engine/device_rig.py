@@ -8,7 +8,7 @@ from bench.gpu_fake import FakeDevice, opaque
 from engine.backend.choose import Opened, open_streams
 from engine.backend.cuda import CudaBackend
 from engine.config import EngineConfig
-from engine.device_sampling import SAMPLING_REFERENCE, SamplingOperations
+from engine.sampling.device_sampling import SAMPLING_REFERENCE, SamplingOperations
 from kernels.decoder_layer import Operations
 from kernels.flat_reference import FLAT_REFERENCE
 from kernels.page_copy import page_copy_ref

@@ -25,8 +25,8 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from engine.convert import inspect, write_pack
-from engine.encoder_requests import Rows
+from engine.encoders.encoder_requests import Rows
+from engine.packs.convert import inspect, write_pack
 from engine.protocol import EncodeInputs, ModelSpec, SamplingParams, Submit
 
 VOCAB = 96

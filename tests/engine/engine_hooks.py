@@ -9,9 +9,9 @@ from collections import Counter
 from typing import Protocol
 
 from engine.engine import Engine
-from engine.page_pool import Owner, PageRun
-from engine.room import may_move, weights_of
-from engine.units import Turn
+from engine.memory.page_pool import Owner, PageRun
+from engine.residency.room import may_move, weights_of
+from engine.residency.units import Turn
 
 COUNTERS = (
     "preemptions",

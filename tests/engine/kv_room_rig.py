@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from engine.backend.cpu import CpuBackend
 from engine.errors import OutOfPages
-from engine.page_pool import Owner, PagePool
+from engine.memory.page_pool import Owner, PagePool
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class KvPage:
 
 
 class PagedKv:
-    """Implements `engine.room.KvRoom`. `stubborn`: live pages cannot be moved."""
+    """Implements `engine.residency.room.KvRoom`. `stubborn`: live pages cannot be moved."""
 
     def __init__(self, pool: PagePool, backend: CpuBackend, stubborn: bool = False) -> None:
         self.pages: list[KvPage] = []

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.kv_cache import KvCache
-from engine.kv_memory import KvMemory
-from engine.kv_plan import plan_kv
-from engine.page_pool import Owner, PagePool
-from engine.prefix_cache import extend_hashes
-from engine.request_kv import HOLE, RequestKv
+from engine.memory.kv_cache import KvCache
+from engine.memory.kv_memory import KvMemory
+from engine.memory.kv_plan import plan_kv
+from engine.memory.page_pool import Owner, PagePool
+from engine.memory.prefix_cache import extend_hashes
+from engine.memory.request_kv import HOLE, RequestKv
 from kernels.paged_attention import LayerGeometry
 
 PAGE_BYTES = 4096

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from engine.convert import inspect, write_pack
+from engine.packs.convert import inspect, write_pack
 from engine.protocol import ModelSpec
 
 VOCAB = 96

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
-from engine.pack import (
+from engine.memory.page_pool import Owner, PagePool
+from engine.packs.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
     PACK_VERSION,
@@ -25,10 +26,9 @@ from engine.pack import (
     TensorEntry,
     write_index,
 )
-from engine.page_pool import Owner, PagePool
 from engine.protocol import ModelSpec
-from engine.residency import Residency
-from engine.residency_state import ResidencyEvent
+from engine.residency.residency import Residency
+from engine.residency.residency_state import ResidencyEvent
 from tests.engine.kv_room_rig import PagedKv
 
 PAGE = 1 << 14

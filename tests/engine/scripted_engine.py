@@ -1,7 +1,8 @@
 """A deterministic engine for tests of the worker: one token a step a request, no arithmetic.
 
-Token n of a request is n. Implements `engine.engine_like.EngineLike` with the real engine's rules
-for refusals, aborts and idempotence; residency changes are set by hand or take `load_steps` steps.
+Token n of a request is n. Implements `engine.worker.engine_like.EngineLike` with the real engine's
+rules for refusals, aborts and idempotence; residency changes are set by hand or take `load_steps`
+steps.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from engine.protocol import (
     TokenDelta,
     Usage,
 )
-from engine.residency_state import PLAIN_WISH, Wish
+from engine.residency.residency_state import PLAIN_WISH, Wish
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,10 @@ from engine.backend.cpu import CpuBackend, CpuPending
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestRefused
-from engine.loader import Job
-from engine.pack import PackIndex, read_index
+from engine.packs.pack import PackIndex, read_index
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
-from engine.tiers import Tiers
+from engine.residency.loader import Job
+from engine.residency.tiers import Tiers
 from tests.engine.engine_hooks import count_events, poison_what_is_freed
 from tests.engine.stamp_packs import Shape, stamp_pack
 from tests.engine.stamp_runner import Oracle, StampLog, StampRunner

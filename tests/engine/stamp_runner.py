@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.batch import StepBatch
-from engine.kv_cache import KvCache
-from engine.kv_plan import plan_kv
-from engine.model_runner import layer_geometries
-from engine.pack import BLOB_NAME, PackIndex
-from engine.page_pool import Owner, PagePool
-from engine.sampler import SampleOutput
+from engine.memory.kv_cache import KvCache
+from engine.memory.kv_plan import plan_kv
+from engine.memory.page_pool import Owner, PagePool
+from engine.packs.pack import BLOB_NAME, PackIndex
+from engine.running.batch import StepBatch
+from engine.running.model_runner import layer_geometries
+from engine.sampling.sampler import SampleOutput
 from kernels.paged_attention import BlockGeometry, PagedBatch, Rows
 
 U64 = NDArray[np.uint64]

@@ -18,10 +18,10 @@ from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestRefused
-from engine.model_runner import ModelRunner
-from engine.pack import read_index
-from engine.page_pool import PagePool
+from engine.memory.page_pool import PagePool
+from engine.packs.pack import read_index
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
+from engine.running.model_runner import ModelRunner
 from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel
 
 PAGE = 8192

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import model_runner
-from engine.batch import StepBatch
 from engine.errors import RequestRefused
 from engine.protocol import ModelSpec
-from engine.sampler import SampleOutput, sample
+from engine.running import model_runner
+from engine.running.batch import StepBatch
+from engine.sampling.sampler import SampleOutput, sample
 from tests.engine.models import TinyModel
 from tests.engine.test_engine import (
     MODES,

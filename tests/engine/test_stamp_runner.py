@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import ScheduledRow, StepBatch, build_batch
-from engine.pack import read_index
-from engine.page_pool import PagePool
+from engine.memory.page_pool import PagePool
+from engine.packs.pack import read_index
+from engine.packs.weights import build_views
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
-from engine.weights import build_views
+from engine.running.batch import ScheduledRow, StepBatch, build_batch
 from kernels.paged_attention import gather_kv_ref
 from tests.engine.stamp_packs import random_shape, stamp_pack
 from tests.engine.stamp_runner import StampLog, StampRunner

@@ -23,8 +23,8 @@ from engine.protocol import (
     decode_from_worker,
     encode,
 )
-from engine.worker_link import WorkerLink
-from engine.worker_loop import Worker
+from engine.worker.worker_link import WorkerLink
+from engine.worker.worker_loop import Worker
 from tests.engine.scripted_engine import ScriptedEngine
 
 Message = TypeVar("Message", bound=FromWorker)

@@ -1,4 +1,4 @@
-"""Speaks `engine.register`'s protocol without torch: what a folder holds says how it ends.
+"""Speaks `engine.registration.main`'s protocol without torch: what a folder holds says how it ends.
 
 refuse   refused with the file's text         crash   dies with the file's text on stderr
 slow     works until it is told to stop       (else)  ready, with a pack folder written

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from engine import register
+from engine.registration import main as register
 from gateway.registration import register_process, registrar, registration
 from gateway.service.control import open_control
 from gateway.settings import Settings

@@ -22,7 +22,7 @@ from transformers import (
 
 from bench.kernel_cache import Cache
 from bench.kernel_layer import form_of, fused, weights_of
-from engine.quantize import quantize_rows
+from engine.packs.quantize import quantize_rows
 from kernels.decoder_layer import KERNELS, REFERENCE, LayerStep, Operations, Product, decoder_layer
 from kernels.int4_layouts import dequantize, quantize
 from kernels.paged_attention import LayerGeometry

@@ -6,10 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine import sampler
 from engine.protocol import SamplingParams
-from engine.sampling_batch import SampleInput, SamplingState, build_sampling
-from engine.uniform import uniforms
+from engine.sampling import sampler
+from engine.sampling.sampling_batch import SampleInput, SamplingState, build_sampling
+from engine.sampling.uniform import uniforms
 from kernels import sampling as module
 from kernels.sampling import Draw, draw_of, draw_ref
 from tests.kernels.guarded import Guards, planted

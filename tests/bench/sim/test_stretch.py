@@ -8,7 +8,7 @@ from bench.sim.parts import PLAIN_TOKEN
 from bench.sim.run import Simulation
 from bench.sim.stretch import Stretch
 from bench.sim.types import Records, Run, World
-from engine.skip import Steps
+from engine.scheduling.skip import Steps
 from tests.bench.sim.small import small_load, small_world
 
 

@@ -105,5 +105,5 @@ def test_books_are_checked() -> None:
 
 @given(st.integers(1, 2000))
 def test_rows_are_read_off_the_places(rows: int) -> None:
-    """As engine/leases.py makes the one of the other."""
+    """As engine/worker/leases.py makes the one of the other."""
     assert rows_of(rows + max(1, rows // 8)) == rows

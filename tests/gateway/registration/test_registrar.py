@@ -186,7 +186,7 @@ def test_the_next_look_finds_a_killed_registration(control: Control, tmp_path: P
 
 
 def test_in_the_background(control: Control, tmp_path: Path) -> None:
-    """The real thing: launcher, fork, `engine.register` refusing an empty folder."""
+    """The real thing: launcher, fork, `engine.registration.main` refusing an empty folder."""
     (tmp_path / "empty").mkdir()
     begun = registration.begin(control, "org/m", str(tmp_path / "empty"))
     registrar.run_detached(control, begun)

@@ -30,7 +30,7 @@ from registry.errors import IllegalTransition, InvalidValue, NotFound, RegistryE
 from registry.session import upgrade
 from tests.engine.hub_server import hub_server
 from tests.engine.pack_rig import hf_folder
-from tests.engine.test_convert import SHAPE
+from tests.engine.packs.test_convert import SHAPE
 from tests.gateway.registration.test_registrar import FAKE, folder
 
 

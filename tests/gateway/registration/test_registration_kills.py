@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from engine.convert import whole_pack
+from engine.packs.convert import whole_pack
 from gateway.registration.registration_files import RESUMABLE, download_name, is_alive
 from gateway.service import models as service_models
 from gateway.service.control import Control, open_control
@@ -22,7 +22,7 @@ from registry import catalog
 from registry.session import upgrade
 from tests.engine.hub_server import HubServer, hub_server
 from tests.engine.pack_rig import hf_folder
-from tests.engine.test_convert import SHAPE
+from tests.engine.packs.test_convert import SHAPE
 
 KILLS = 12
 REPO = "acme/tiny"

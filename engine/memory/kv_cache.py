@@ -1,0 +1,392 @@
+"""KV of one unit: what its requests hold, what of it later requests may find, what is free.
+
+Blocks come from the unit's layer groups (`kv_group.py`), found by prefix hashes
+(`prefix_cache.py`). The life of a request's KV:
+
+    new_kv -> look -> match -> reserve -> (steps, advance)* -> release
+               |       |         |                 |             `- full known blocks stay as cached
+               |       |         |                 `- full blocks can be found; windows are freed
+               |       |         `- blocks for the positions to come; OutOfPages changes nothing
+               |       `- references on the longest cached prefix
+               `- what `match` would find and keep from being given back; as often as one likes
+
+Only steps that are known to have gone well are told to `advance`: nothing else is ever found by
+another request. Found blocks are shared while their first request still runs; nobody writes a full
+block again. Where two requests compute one prefix at once, the first to be told keeps the name.
+
+Does not know scheduling: who waits or is preempted when this raises OutOfPages is decided above.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from engine.errors import IntegrityError, OutOfPages
+from engine.memory.kv_group import BlockGroup
+from engine.memory.kv_plan import KvPlan
+from engine.memory.page_pool import Owner, PagePool
+from engine.memory.prefix_cache import extend_hashes, full_hit, longest_hit, root_hash
+from engine.memory.request_kv import HOLE, NO_HIT, Demand, Hit, RequestKv
+from engine.policy.kv_value import ValueParams
+
+# A window group's blocks are freed when a step is known to have gone well, while the next one runs.
+CHUNKS_IN_FLIGHT = 2
+_NEVER = 1 << 62
+
+
+class KvCache:
+    """All KV of one unit."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        plan: KvPlan,
+        pool: PagePool,
+        device: torch.device,
+        caching: bool = True,
+        max_chunk: int = 0,
+        params: ValueParams | None = None,
+    ) -> None:
+        """`max_chunk`: tokens of one request in a step at most, bounds what windows need."""
+        self.plan = plan
+        self.owner = owner
+        self.groups = [
+            BlockGroup(owner, group, pool, device, params or ValueParams()) for group in plan.groups
+        ]
+        self.caching = caching
+        self._pool = pool
+        self._live: dict[RequestKv, None] = {}
+        self._version = 0  # another one when requests have come to hold blocks, or hold no more
+        self._no_room = (0,) * len(plan.groups)
+        self._blocks_of_tenant: dict[bytes, list[int]] = {}
+        self._windows = [group.window for group in plan.groups]
+        self._window_blocks = [self._most_blocks(window, max_chunk) for window in self._windows]
+        # Set by KvMemory: pages that extents of any unit could give back, and how many free pages
+        # are left alone while open extents hold cached blocks.
+        self.evictable: Callable[[], int] = lambda: self.num_cached_pages
+        self.spared_pages = 0
+
+    # What a request does ----------------------------------------------------------------------
+
+    def new_kv(self, tenant_id: str) -> RequestKv:
+        """An empty one. May be kept for the request's whole life, preemptions included."""
+        num_groups = len(self.groups)
+        return RequestKv(root_hash(tenant_id), [[] for _ in range(num_groups)], [0] * num_groups)
+
+    def look(self, kv: RequestKv, token_ids: Sequence[int]) -> Hit:
+        """What `match` would find. Changes nothing but the hashes, which are kept for the next.
+
+        Nobody's blocks count as used because of it; whoever waits may look as often as it likes.
+        """
+        most = self._hash_prompt(kv.hashes, kv.salt, token_ids)
+        names, indexes = kv.hashes[:most], [group.index for group in self.groups]
+        num_full = full_hit(indexes, self._windows, names)
+        missing = names[num_full] if num_full < most else None
+        num_blocks = longest_hit(indexes, self._windows, names[:num_full], self.plan.block_tokens)
+        if not num_blocks:
+            return Hit(0, missing=missing, room=self._no_room, version=self._version)
+        num_tokens = num_blocks * self.plan.block_tokens
+        num_pages, room = 0, []
+        for group, found in zip(self.groups, self._found(kv, num_tokens), strict=True):
+            num_dead, num_blocks = group.pinned(found)
+            num_pages += num_dead * group.plan.pages_per_extent
+            room.append(num_blocks)
+        return Hit(num_tokens, num_pages, tuple(room), missing, self._version)
+
+    def may_hit_more(self, hit: Hit) -> bool:
+        """Whether looking again may find more, or that it costs less, than it did. At once."""
+        if hit.version != self._version:
+            return True
+        full = [g.index for g, w in zip(self.groups, self._windows, strict=True) if not w]
+        missing = hit.missing
+        return missing is not None and all(index.find(missing) is not None for index in full)
+
+    def match(
+        self, kv: RequestKv, token_ids: Sequence[int], now_s: float, hit: Hit | None = None
+    ) -> int:
+        """Refer to the longest cached prefix, at least one token short of all. Returns tokens.
+
+        `hit`: what `look` has said just now, or less; None: look first.
+        """
+        if not kv.is_empty:
+            raise IntegrityError(f"{self.owner.model_id}: match for a request that holds blocks")
+        hit = self.look(kv, token_ids) if hit is None else hit
+        num_blocks = hit.num_tokens // self.plan.block_tokens
+        if num_blocks:
+            self._live[kv] = None
+            self._version += 1
+        kv.num_cached = hit.num_tokens
+        kv.num_registered = num_blocks
+        for g, blocks in enumerate(self._found(kv, hit.num_tokens)):
+            self._count(kv.salt, g, self.groups[g].ref(blocks, now_s))
+            kv.first[g] = num_blocks - len(blocks)
+            kv.tables[g] = [HOLE] * kv.first[g] + blocks
+        self._set_next_advance(kv, kv.num_cached)
+        return kv.num_cached
+
+    def peek(self, tenant_id: str, token_ids: Sequence[int]) -> int:
+        """What `match` would return, without taking anything."""
+        return self.look(self.new_kv(tenant_id), token_ids).num_tokens
+
+    def reserve(self, kv: RequestKv, num_tokens: int) -> None:
+        """Blocks for all positions < num_tokens. Raises OutOfPages, changing nothing."""
+        missing = self._blocks(num_tokens) - kv.num_blocks
+        if missing <= 0:
+            return
+        needed = [group.extents_needed(missing) for group in self.groups]
+        sizes = [group.plan.pages_per_extent for group in self.groups]
+        least = [fewest * size for (fewest, _, _), size in zip(needed, sizes, strict=True)]
+        left = self._pool.num_free - sum(least)
+        if left < 0:
+            raise OutOfPages(f"{missing} blocks of {self.owner.model_id} asked for")
+        self._live[kv] = None
+        for g, group in enumerate(self.groups):
+            fewest, before_dead, wished = needed[g]
+            spare = max(0, left - self.spared_pages) // sizes[g]
+            extents = max(
+                fewest + min(spare, wished - fewest),
+                fewest + min(left // sizes[g], before_dead - fewest),
+            )
+            left -= (extents - fewest) * sizes[g]
+            pages = self._pool.alloc_pages(self.owner, extents * sizes[g]) if extents else []
+            kv.tables[g] += group.take(missing, pages)
+            self._count(kv.salt, g, missing)
+
+    def advance(
+        self, kv: RequestKv, token_ids: Sequence[int], num_computed: int, now_s: float
+    ) -> None:
+        """KV of the first `num_computed` tokens is known to be good, and `token_ids` what they are.
+
+        Full blocks can be found from now on. Blocks that left a window are given back: a step in
+        flight may still read them, a later one may write them.
+        """
+        if num_computed < kv.next_advance:
+            return
+        if num_computed > kv.num_blocks * self.plan.block_tokens:
+            raise IntegrityError(f"{self.owner.model_id}: more is computed than was reserved")
+        if self.caching:
+            num_full = min(num_computed, len(token_ids)) // self.plan.block_tokens
+            extend_hashes(kv.hashes, kv.salt, token_ids, self.plan.block_tokens, num_full)
+            for g, group in enumerate(self.groups):
+                table = kv.tables[g]
+                for i in range(max(kv.num_registered, kv.first[g]), num_full):
+                    group.index.add(kv.hashes[i], table[i])
+            kv.num_registered = max(kv.num_registered, num_full)
+        for g, group in enumerate(self.groups):
+            first = min(group.plan.first_needed(num_computed), kv.num_blocks)
+            if first > kv.first[g]:
+                table = kv.tables[g]
+                left = [(i, table[i]) for i in range(first - 1, kv.first[g] - 1, -1)]
+                table[kv.first[g] : first] = [HOLE] * len(left)
+                kv.first[g] = first
+                self._count(kv.salt, g, -group.unref(left, now_s))
+        self._set_next_advance(kv, num_computed)
+
+    def release(self, kv: RequestKv, now_s: float) -> None:
+        """Give all references back; the hashes stay for the next `match`."""
+        self._version += 1
+        for g, group in enumerate(self.groups):
+            table = kv.tables[g]
+            # From its end: the beginning of a prefix is worth most and should be the last to go.
+            held = [(i, table[i]) for i in range(len(table) - 1, kv.first[g] - 1, -1)]
+            self._count(kv.salt, g, -group.unref(held, now_s))
+        self._forget(kv)
+
+    # What there is ----------------------------------------------------------------------------
+
+    def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> Demand:
+        """Blocks that positions < num_tokens still need beside those held (or hit, kv None)."""
+        have = hit // self.plan.block_tokens if kv is None else kv.num_blocks
+        missing = max(0, self._blocks(num_tokens) - have)
+        blocks = []
+        for g, most in enumerate(self._window_blocks):
+            if most is None:
+                blocks.append(missing)
+            else:
+                first = self.groups[g].plan.first_needed(hit) if kv is None else kv.first[g]
+                held = max(0, have - first)
+                blocks.append(min(missing, max(0, most - held)))
+        return Demand(tuple(blocks))
+
+    def pages_of(self, demand: Demand, hit: Hit = NO_HIT) -> int:
+        """Pages that the demand would take from the pool, all room in own open extents used.
+
+        `hit`: as if it were referred to already.
+        """
+        return sum(
+            group.plan.extents_for(max(0, blocks - group.num_open_room - room))
+            * group.plan.pages_per_extent
+            for group, blocks, room in zip(
+                self.groups, demand.blocks, hit.room or self._no_room, strict=True
+            )
+        )
+
+    def fits(self, demand: Demand, spare_pages: int = 0, hit: Hit = NO_HIT) -> bool:
+        """Whether there is so much, with pages that other extents would have to give back."""
+        needed = self.pages_of(demand, hit) + hit.num_pages + spare_pages
+        return needed <= self._pool.num_free + self.evictable()
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that an empty cache takes for one sequence of so many tokens."""
+        return sum(
+            group.plan.extents_for(blocks) * group.plan.pages_per_extent
+            for group, blocks in zip(self.groups, self.demand(None, num_tokens).blocks, strict=True)
+        )
+
+    def max_tokens_in(self, num_pages: int) -> int:
+        """Tokens of one sequence that an empty cache could hold in so many pages."""
+        low, high = 0, num_pages * max(g.plan.tokens_per_extent for g in self.groups)
+        if self.pages_for(high) <= num_pages and all(self._windows):
+            return high  # windows alone: any length fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.pages_for(middle) <= num_pages:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def bytes_per_token(self) -> int:
+        """Arena bytes a token costs while all groups hold it, rounding included."""
+        return self.plan.bytes_per_token(self._pool.page_bytes)
+
+    def live_pages_of(self, kv: RequestKv) -> float:
+        """Pages that the request's blocks take, shared or not."""
+        return sum(
+            (len(table) - first) * group.plan.pages_per_extent / group.plan.blocks_per_extent
+            for table, first, group in zip(kv.tables, kv.first, self.groups, strict=True)
+        )
+
+    def live_pages_of_tenant(self, tenant_id: str) -> float:
+        """Pages that a tenant's live blocks take, shared ones once (nobody else shares them)."""
+        blocks = self._blocks_of_tenant.get(root_hash(tenant_id), [0] * len(self.groups))
+        return sum(
+            number * group.plan.pages_per_extent / group.plan.blocks_per_extent
+            for number, group in zip(blocks, self.groups, strict=True)
+        )
+
+    @property
+    def num_live_pages(self) -> int:
+        """Pages of extents with live blocks."""
+        return self._pool.owned(self.owner) - self.num_cached_pages
+
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages of extents that hold cached blocks only: they can be given back."""
+        return sum(group.num_dead * group.plan.pages_per_extent for group in self.groups)
+
+    def live(self) -> list[RequestKv]:
+        """Everything that holds blocks."""
+        return list(self._live)
+
+    # The whole --------------------------------------------------------------------------------
+
+    def drop_cached(self) -> None:
+        """Nothing computed so far can be found any more (it may be broken); requests go on."""
+        self._version += 1
+        for group in self.groups:
+            group.forget_hashes()
+        for kv in self._live:
+            kv.num_registered = _NEVER
+            kv.next_advance = 0
+
+    def drop_all(self) -> None:
+        """Give every page back (the unit leaves). Whoever still held blocks holds none."""
+        self._version += 1
+        for group in self.groups:
+            group.drop_all()
+        for kv in list(self._live):
+            self._forget(kv)
+        self._blocks_of_tenant.clear()
+
+    def check_integrity(self, live: Sequence[RequestKv]) -> None:
+        """Raises IntegrityError unless `live` hold exactly the references that are booked."""
+        who = self.owner.model_id
+        holders = {kv for kv in live if not kv.is_empty}
+        if holders != {kv for kv in self._live if not kv.is_empty}:
+            raise IntegrityError(f"{who}: KV is held by requests that are not known, or not held")
+        for g, group in enumerate(self.groups):
+            refs: dict[int, int] = {}
+            for kv in holders:
+                table, first = kv.tables[g], kv.first[g]
+                if len(table) != kv.num_blocks or HOLE in table[first:]:
+                    raise IntegrityError(f"{who}: a table has a hole where a step may read")
+                if any(block != HOLE for block in table[:first]):
+                    raise IntegrityError(f"{who}: a block behind the window is still held")
+                for block in table[first:]:
+                    refs[block] = refs.get(block, 0) + 1
+            group.check_integrity(refs)
+            booked = sum(blocks[g] for blocks in self._blocks_of_tenant.values())
+            if booked != len(refs):
+                raise IntegrityError(f"{who}: tenants hold {booked} blocks, requests {len(refs)}")
+        held = sum(group.num_extents * group.plan.pages_per_extent for group in self.groups)
+        if held != self._pool.owned(self.owner):
+            raise IntegrityError(f"{self.owner}: holds {held} pages, pool says otherwise")
+
+    def rewrite(self, group_number: int, moved: Mapping[int, int]) -> None:
+        """Live blocks of a group have got new ids. Looks at every block once, in numpy."""
+        if not moved:
+            return
+        is_moved = np.zeros(max(moved) + 2, dtype=np.bool_)  # the last stands for all ids beyond
+        is_moved[list(moved)] = True
+        for kv in self._live:
+            table, first = kv.tables[group_number], kv.first[group_number]
+            blocks = kv.array(group_number)[first:]
+            places = np.flatnonzero(is_moved[np.minimum(blocks, len(is_moved) - 1)])
+            for i in (places + first).tolist():
+                table[i] = moved[table[i]]
+            if len(places):
+                kv.rewritten()
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.plan.block_tokens)
+
+    def _most_blocks(self, window: int, max_chunk: int) -> int | None:
+        """Blocks that one request can hold in a group with this window; None: no bound."""
+        if not window or not max_chunk:
+            return None
+        return self._blocks(window + CHUNKS_IN_FLIGHT * max_chunk) + 1
+
+    def _hash_prompt(self, hashes: list[bytes], root: bytes, token_ids: Sequence[int]) -> int:
+        """How many leading blocks may be a hit; their names are in `hashes` then."""
+        if not self.caching:
+            return 0
+        # The last token is always computed: somebody has to put out its logits.
+        most = max(0, (len(token_ids) - 1) // self.plan.block_tokens)
+        if not self.groups[0].index:
+            most = min(most, 1)  # enough to see that there is nothing, and when there is something
+        extend_hashes(hashes, root, token_ids, self.plan.block_tokens, most)
+        return most
+
+    def _found(self, kv: RequestKv, num_tokens: int) -> list[list[int]]:
+        """By group, the blocks of a hit of so many tokens that a query after it sees."""
+        num_blocks, blocks = num_tokens // self.plan.block_tokens, []
+        for group in self.groups:
+            first = group.plan.first_needed(num_tokens) if num_blocks else 0
+            found = [group.index.find(name) for name in kv.hashes[first:num_blocks]]
+            blocks.append([block for block in found if block is not None])
+        return blocks
+
+    def _set_next_advance(self, kv: RequestKv, num_computed: int) -> None:
+        size = self.plan.block_tokens
+        following = (num_computed // size + 1) * size if self.caching else _NEVER
+        for window, first in zip(self._windows, kv.first, strict=True):
+            if window:
+                following = min(following, (first + 1) * size + window - 1)
+        kv.next_advance = following
+
+    def _count(self, salt: bytes, group: int, change: int) -> None:
+        """Live blocks of a tenant; one without any is forgotten."""
+        if change:
+            blocks = self._blocks_of_tenant.setdefault(salt, [0] * len(self.groups))
+            blocks[group] += change
+            if not any(blocks):
+                del self._blocks_of_tenant[salt]
+
+    def _forget(self, kv: RequestKv) -> None:
+        kv.tables = [[] for _ in self.groups]
+        kv.first = [0] * len(self.groups)
+        kv.num_registered = kv.num_cached = kv.next_advance = 0
+        kv.rewritten()
+        self._live.pop(kv, None)

@@ -1,0 +1,281 @@
+"""Registration as a process of its own: folders and hub ids in, checkpoint packs out.
+
+    python -m engine.registration.main [--source FOLDER ...] [--hub REPO@REVISION ...] --dest
+    PACKS_DIR [--downloads DIR] [--dtype auto] [bounds]
+
+On standard output, one JSON object a line: `progress` (phase "resolve", "wait", "preflight",
+"download", "check", "probe" or "convert", bytes done and in all), for a hub id `resolved` with the
+commit, `preflight` with what it will take, and then for each source either `ready` or `refused`
+with a stable code and a message for the operator. Exit status 0 only if every source is ready.
+Whoever starts it needs no torch.
+
+Nothing large is fetched or written before the configuration and the list of files are known to be
+safe, the sizes to fit, and the family to come out right. Every refusal removes what was fetched;
+only an interruption ("network") leaves it for another try. SIGTERM ends the process like a
+refusal, without a word; the death of `--parent-pid` ends it like kill -9, and whoever looks next
+clears up (gateway/registration/registration_files.py).
+"""
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, TextIO, get_args
+
+import msgspec
+
+from engine.encoders.encoder_parity import probe_encoder
+from engine.errors import DownloadInterrupted, RegistrationRefused
+from engine.packs.blueprint import Blueprint
+from engine.packs.convert import DtypeChoice, inspect, write_pack
+from engine.packs.pack import PackIndex
+from engine.packs.quantize import INT8
+from engine.registration.download import check_listing, fetch, present_bytes, small_files, weights
+from engine.registration.download_folder import find_pack, folder_name, locked, note_origin, remove
+from engine.registration.hub import Hub, HubLimits, check_repo
+from engine.registration.parity import probe
+from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
+
+PROGRESS_INTERVAL_S = 0.1
+PARENT_POLL_S = 0.2
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What holds for every source of the process."""
+
+    dest: Path
+    downloads: Path
+    dtype: DtypeChoice = "auto"
+    room: Room = field(default_factory=Room)
+    limits: HubLimits = field(default_factory=HubLimits)
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A pack that may be served."""
+
+    pack_dir: Path
+    index: PackIndex
+    parity_error: float | None
+
+
+class Reporter:
+    """Events of one source; progress at most every PROGRESS_INTERVAL_S, phases' ends always."""
+
+    def __init__(self, source: str, out: TextIO) -> None:
+        self._source = source
+        self._out = out
+        self._last_s = 0.0
+        self._phase = ""
+
+    def progress(self, phase: str, done_bytes: int = 0, total_bytes: int = 0) -> None:
+        """How far a phase is."""
+        now_s = time.monotonic()
+        due = now_s - self._last_s >= PROGRESS_INTERVAL_S or phase != self._phase
+        if due or done_bytes >= total_bytes:
+            self._last_s = now_s
+            self._phase = phase
+            self.event("progress", phase=phase, done_bytes=done_bytes, total_bytes=total_bytes)
+
+    def event(self, event: str, **fields: Any) -> None:
+        """One line."""
+        line = msgspec.json.encode({"event": event, "source": self._source, **fields})
+        try:
+            self._out.write(line.decode() + "\n")
+            self._out.flush()
+        except BrokenPipeError:
+            # Whoever started this is dead, and what was fetched is for its retry: as in `_obey`.
+            os._exit(1)
+
+
+def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
+    """Register one folder or hub id; True if it is ready. Every outcome is reported."""
+    report = Reporter(source, out)
+    try:
+        if is_hub:
+            done = _from_hub(source, job, report)
+        else:
+            done = _from_folder(Path(source).expanduser(), job, report)
+    except RegistrationRefused as refusal:
+        report.event("refused", code=refusal.code, message=str(refusal))
+        return False
+    except OSError as error:
+        code = "disk_full" if error.errno in DISK_FULL else "io_error"
+        advice = ": make room and try again" if code == "disk_full" else ""
+        report.event("refused", code=code, message=f"{source}: {error}{advice}")
+        return False
+    except Exception as error:  # the process's boundary: one bad folder must not hide the others
+        logger.exception("registration of %s failed", source)
+        message = f"unexpected {type(error).__name__}: {error} (a bug; see logs/register.log)"
+        report.event("refused", code="internal_error", message=message)
+        return False
+    index = done.index
+    report.event(
+        "ready",
+        pack_dir=str(done.pack_dir),
+        revision=index.revision,
+        family=index.family,
+        max_context=index.max_context,
+        vocab_size=index.vocab_size,
+        weight_bytes=index.total_bytes,
+        dtype=index.quantization or index.dtype,
+        parity_error=done.parity_error,
+        task=index.task,
+        dim=index.encoder.dim if index.encoder else 0,
+        labels=index.encoder.labels if index.encoder else (),
+        multi_label=index.encoder.multi_label if index.encoder else False,
+    )
+    return True
+
+
+def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
+    if plan.encoder is not None:
+        return probe_encoder(plan)
+    return probe(plan.config, int8=True) if dtype == INT8 else probe(plan.config)
+
+
+def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:
+    candidate = inspect(folder)
+    size = sum(path.stat().st_size for path in candidate.files)
+    found = preflight(candidate.blueprint, job.dtype, size, 0, job.dest, job.room)
+    _tell(found, report)
+    check_arena(found, str(folder), job.room)
+    report.progress("probe")
+    parity_error = _probe(candidate.blueprint, job.dtype)
+
+    checked = False
+
+    def progress(phase: str, done: int, total: int) -> None:
+        nonlocal checked
+        if phase == "convert" and not checked:
+            # Only now is it known that the pack is not there yet and takes room.
+            check_disk(found, str(folder), job.room)
+            checked = True
+        report.progress(phase, done, total)
+
+    pack_dir, index = write_pack(candidate, job.dest, job.dtype, progress)
+    return Registered(pack_dir, index, parity_error)
+
+
+def _from_hub(source: str, job: Job, report: Reporter) -> Registered:
+    repo, _, revision = source.partition("@")
+    check_repo(repo)
+    report.progress("resolve")
+    hub = Hub(job.limits)
+    try:
+        commit = hub.commit(repo, revision)
+    except DownloadInterrupted as error:
+        raise RegistrationRefused("network", f"{error}: try again later") from error
+    report.event("resolved", commit=commit)
+    folder = job.downloads / folder_name(repo, commit)
+    with locked(folder, lambda: report.progress("wait")):
+        keep = False
+        try:
+            made = _known(repo, commit, job)
+            return made or _downloaded(hub, repo, commit, folder, job, report)
+        except DownloadInterrupted as error:
+            keep = any(folder.iterdir())
+            then = "what was fetched is kept for another try" if keep else "try again later"
+            raise RegistrationRefused("network", f"{error}: {then}") from error
+        except RegistrationRefused as refusal:
+            # The folder is gone when the operator reads this.
+            message = str(refusal).replace(str(folder), f"{repo}@{commit[:12]}")
+            raise RegistrationRefused(refusal.code, message) from refusal
+        finally:
+            if not keep:
+                remove(folder)
+
+
+def _known(repo: str, commit: str, job: Job) -> Registered | None:
+    """The pack that this commit has become before; it was probed then."""
+    found = find_pack(job.dest, repo, commit, job.dtype)
+    return None if found is None else Registered(*found, parity_error=None)
+
+
+def _downloaded(
+    hub: Hub, repo: str, commit: str, folder: Path, job: Job, report: Reporter
+) -> Registered:
+    label = f"{repo}@{commit[:12]}"
+    report.progress("preflight")
+    files = hub.files(repo, commit)
+    check_listing(label, files)
+    small = small_files(label, files)
+    fetch(hub, repo, commit, small, folder, lambda done, total: None)
+    plan = judge(folder)
+    chosen = weights(label, files, folder)
+    size = sum(file.size for file in chosen)
+    missing = size - present_bytes(chosen, folder)
+    found = preflight(plan, job.dtype, size, missing, job.dest, job.room)
+    _tell(found, report)
+    check_arena(found, label, job.room)
+    check_disk(found, label, job.room)
+    report.progress("probe")
+    parity_error = _probe(plan, job.dtype)
+    fetch(hub, repo, commit, chosen, folder, lambda *done: report.progress("download", *done))
+    pack_dir, index = write_pack(inspect(folder), job.dest, job.dtype, report.progress)
+    note_origin(pack_dir, repo, commit, job.dtype)
+    return Registered(pack_dir, index, parity_error)
+
+
+def _tell(found: Preflight, report: Reporter) -> None:
+    report.event("preflight", **asdict(found))
+
+
+def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
+    """Entry of the process."""
+    patience = HubLimits()
+    parser = argparse.ArgumentParser(prog="python -m engine.registration.main", description=__doc__)
+    parser.add_argument("--source", action="append", default=[], help="model folder")
+    parser.add_argument("--hub", action="append", default=[], metavar="REPO@REVISION")
+    parser.add_argument("--dest", type=Path, required=True, help="folder for packs")
+    parser.add_argument("--downloads", type=Path, help="folder for what is fetched")
+    parser.add_argument("--dtype", choices=get_args(DtypeChoice), default="auto")
+    parser.add_argument("--quota-bytes", type=int, default=0, help="packs and downloads together")
+    parser.add_argument("--arena-bytes", type=int, default=0, help="the worker's; 0: not known")
+    parser.add_argument("--timeout-s", type=float, default=patience.timeout_s)
+    parser.add_argument("--attempts", type=int, default=patience.attempts)
+    parser.add_argument("--pause-s", type=float, default=patience.pause_s)
+    parser.add_argument("--parent-pid", type=int, default=0, help="end when it is gone")
+    options = parser.parse_args(arguments)
+    if options.parent_pid:
+        _obey(options.parent_pid)
+    dest = options.dest.expanduser().absolute()
+    downloads = (options.downloads or dest.with_name("downloads")).expanduser().absolute()
+    limits = HubLimits(
+        timeout_s=options.timeout_s, attempts=options.attempts, pause_s=options.pause_s
+    )
+    room = Room((dest, downloads), options.quota_bytes, options.arena_bytes)
+    job = Job(dest, downloads, options.dtype, room, limits)
+    ready = [register(source, False, job, out) for source in options.source]
+    ready += [register(source, True, job, out) for source in options.hub]
+    return 0 if all(ready) else 1
+
+
+def _obey(parent_pid: int) -> None:
+    """Clean up on SIGTERM; end at once when the parent is gone."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stop)
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

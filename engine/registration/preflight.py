@@ -1,0 +1,153 @@
+"""What a registration will take, told and checked before anything large is fetched or written.
+
+From the configuration, the files' sizes and the disk: family, bytes of the weights as hosted, bytes
+still to fetch, bytes the pack will take; against the disk's free space, the operator's quota for
+packs and downloads together, and the worker's arena where its size is known. Reads sizes, changes
+nothing. Estimates of the pack are within its alignment; where "auto" has to guess the checkpoint's
+type (a configuration that does not say), the size of the files decides.
+"""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.encoders.encoder_blueprint import plan_model
+from engine.errors import RegistrationRefused
+from engine.packs.blueprint import Blueprint
+from engine.packs.quantize import int8_weights
+from engine.registration.source import check_tokenizer, load_config
+
+DISK_MARGIN_BYTES = 64 << 20
+"""Free space that a registration leaves to the database, the logs and everybody else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is. 0: no bound, or not known.
+
+    folders      whose bytes count against `quota_bytes`
+    arena_bytes  of the worker
+    """
+
+    folders: tuple[Path, ...] = ()
+    quota_bytes: int = 0
+    arena_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """The figures, in bytes: what is still to come, and what there is."""
+
+    family: str
+    max_context: int
+    weight_bytes: int
+    download_bytes: int
+    pack_bytes: int
+    free_bytes: int
+    used_bytes: int
+
+
+def judge(folder: Path) -> Blueprint:
+    """A folder that has no weights yet. Raises RegistrationRefused as `convert.inspect` does."""
+    config = load_config(folder)
+    check_tokenizer(folder)
+    return plan_model(config, folder)
+
+
+def preflight(
+    plan: Blueprint, dtype: str, files_bytes: int, download_bytes: int, dest: Path, room: Room
+) -> Preflight:
+    """Look. `files_bytes`: of the checkpoint's weights as they are in its files."""
+    weight_bytes = _weight_bytes(plan, dtype, files_bytes)
+    return Preflight(
+        family=str(plan.config.model_type),
+        max_context=plan.max_context,
+        weight_bytes=weight_bytes,
+        download_bytes=download_bytes,
+        pack_bytes=weight_bytes,
+        free_bytes=shutil.disk_usage(_existing(dest)).free,
+        used_bytes=sum(folder_bytes(folder) for folder in room.folders),
+    )
+
+
+def check_disk(found: Preflight, label: str, room: Room) -> None:
+    """Raises RegistrationRefused where the disk or the quota has too little left."""
+    needed = found.download_bytes + found.pack_bytes
+    split = f"{_size(found.download_bytes)} to fetch and {_size(found.pack_bytes)} for the pack"
+    advice = "or remove models (a running server's packs go at its next start)"
+    if found.free_bytes < needed + DISK_MARGIN_BYTES:
+        raise RegistrationRefused(
+            "disk_full",
+            f"{label} needs {_size(needed)} of disk ({split}) and {_size(found.free_bytes)} are "
+            f"free, of which {_size(DISK_MARGIN_BYTES)} are left alone: make room, {advice}",
+        )
+    if room.quota_bytes and found.used_bytes + needed > room.quota_bytes:
+        raise RegistrationRefused(
+            "disk_quota",
+            f"{label} needs {_size(needed)} of disk ({split}); packs and downloads have "
+            f"{_size(found.used_bytes)} and packs_quota_bytes is {_size(room.quota_bytes)}: raise "
+            f"it, {advice}",
+        )
+
+
+def check_arena(found: Preflight, label: str, room: Room) -> None:
+    """Raises RegistrationRefused for a model that the worker could never load."""
+    if room.arena_bytes and found.weight_bytes > room.arena_bytes:
+        raise RegistrationRefused(
+            "too_large",
+            f"{label} has {_size(found.weight_bytes)} of weights and device_budget_bytes is "
+            f"{_size(room.arena_bytes)}: it could never be loaded; raise the budget, or register "
+            "it with a smaller --dtype",
+        )
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below; those that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
+    names = [name for name in plan.tensors if name not in plan.tied]
+    if dtype == "auto":
+        told = getattr(plan.config, "dtype", None)
+        count = sum(plan.tensors[name].numel() for name in names)
+        half = told in (torch.bfloat16, torch.float16) if told else files_bytes < 3 * count
+        dtype = "bfloat16" if half else "float32"
+    if dtype == "int8":
+        # A byte an element, and two for each channel's scale.
+        rounded = int8_weights(plan, names)
+        shapes = [plan.tensors[name].shape for name in rounded]
+        rest = [name for name in names if name not in rounded]
+        size = sum(shape.numel() + 2 * shape[0] for shape in shapes)
+        return size + sum(
+            plan.tensors[name].numel() * plan.dtype_of(name, torch.bfloat16).itemsize
+            for name in rest
+        )
+    kind: Any = getattr(torch, dtype)
+    return sum(plan.tensors[name].numel() * plan.dtype_of(name, kind).itemsize for name in names)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,177 @@
+"""How a transformers causal LM becomes ours: skeletons without weights, attention over pages.
+
+One function is registered with transformers' attention interface and no mask function, so that the
+library builds no mask. During a step, what the function needs (arena, tables) is in a context
+variable and not in forward's arguments, which some families drop.
+
+A skeleton is the module tree with parameters on `meta` and computed buffers (rotary frequencies)
+real. It is built once per model and kept for ever; a swap only points parameters at new views.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+from engine.memory.kv_plan import KvPlan
+from kernels.decoder_layer import LayerForm, LayerStep, Operations
+from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
+
+ATTENTION_NAME = "polyhost_paged"
+
+
+Attended: TypeAlias = Callable[
+    [int, torch.Tensor, float, float, torch.Tensor | None], tuple[LayerForm, LayerStep]
+]
+"""(layer, query [T, heads, dim], scale, softcap, sinks) -> how and over what it attends."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What attention needs to know of the step that is running; `groups` by layer group.
+
+    attended     on a device: the step's rows as its operations take them, in place of `groups`
+    operations   those that write K and V and attend there
+    """
+
+    arena: torch.Tensor
+    plan: KvPlan
+    groups: tuple[PagedBatch, ...]
+    attended: Attended | None = None
+    operations: Operations | None = None
+
+
+_STEP: ContextVar[StepContext] = ContextVar("polyhost_step")
+
+
+@contextlib.contextmanager
+def step_context(context: StepContext) -> Iterator[None]:
+    """Forward passes inside attend over `context`."""
+    token = _STEP.set(context)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
+
+    Sliding windows come from the pack's geometry, not from `kwargs`: it was read from the same
+    configuration and also decides what is kept.
+    """
+    step = _STEP.get()
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if step.attended is not None and step.operations is not None:
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
+        flat[0] = step.operations.write(*flat, form, where)
+        return step.operations.attend(flat[0], form, where)[None], None
+    group, place = step.plan.layer_group[layer]
+    batch, geometry = step.groups[group], step.plan.groups[group].block
+    table = batch.table[place]
+    write_kv_ref(
+        step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    out = paged_attention_ref(
+        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
+    )
+    return out[None], None
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get meta parameters and real buffers.
+
+    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
+    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
+    one, as long as the rest takes.
+    """
+    original = nn.Module.register_parameter
+    initialize = PreTrainedModel.initialize_weights
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            meta = nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = meta
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    PreTrainedModel.initialize_weights = lambda self: None
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        PreTrainedModel.initialize_weights = initialize
+
+
+def build_skeleton(
+    source: Path | Any, dtype: torch.dtype, attention: str = ATTENTION_NAME
+) -> nn.Module:
+    """The module tree of a pack folder (or of a ready configuration object), without weights.
+
+    `attention`: the name of what its layers attend with; the parity probe has others.
+    """
+    register_attention()
+    config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """What was computed (rotary frequencies) to where the steps run."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+
+def bind_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Point every parameter and persistent buffer at its view. Raises KeyError for a missing one.
+
+    Tied names are in `tensors` under each of their names.
+    """
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                view = tensors[dot + name]
+                module._parameters[name] = nn.Parameter(view, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = tensors[dot + name]
+
+
+def unbind_weights(model: nn.Module) -> None:
+    """Back to meta, so that nothing can read memory that has been given back."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)

@@ -1,0 +1,124 @@
+"""From logits to token ids, for all rows of a step at once.
+
+The order of operations is vLLM's (its documentation of the V1 sampler); transformers' is the same
+but for min_p, which it applies last:
+
+    1  logprobs are taken of the logits as the model gave them
+    2  logit_bias is added
+    3  repetition, then frequency and presence penalties (engine/sampling/penalties.py)
+    4  a constraint's mask; stop ids before min_tokens (the mask wins where nothing else is left)
+    5  temperature 0 takes the largest logit; otherwise logits are divided by the temperature
+    6  min_p, then top_k, then top_p of what is left (engine/sampling/truncation.py)
+    7  the distribution is inverted at the row's own random number (engine/sampling/uniform.py)
+
+A row's token depends on its logits, parameters and position only: it is the same alone, batched
+and after a preemption. What is laid out for a step is engine/sampling/sampling_batch.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.sampling.logprobs import Logprobs, logprobs_of
+from engine.sampling.sampling_batch import RandomRows, SamplingBatch
+from engine.sampling.sampling_batch import build_sampling as build_sampling
+from engine.sampling.truncation import argmax, cut_below_, invert, pad, truncate_
+from engine.sampling.uniform import uniform as uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutput:
+    """token_ids int64 [R], broken bool [R], on the device of the logits; nothing is waited for.
+
+    broken: the model's logits hold a NaN or +inf, or leave no token to choose; the row's token
+    means nothing. logprobs: of SamplingBatch.logprob_rows, in that order. prompt: of the positions
+    in StepBatch.scoring. unsampled_broken: bool, of the rows that do not sample, in their order;
+    None: nothing is wrong with them.
+    """
+
+    token_ids: torch.Tensor
+    broken: torch.Tensor
+    logprobs: Logprobs | None = None
+    prompt: Logprobs | None = None
+    unsampled_broken: torch.Tensor | None = None
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """bool [R]: whether a row holds a NaN or +inf.
+
+    A maximum is NaN when any entry is, and +inf when any entry is: one pass, no temporary.
+    """
+    return ~torch.isfinite(logits.amax(-1))
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
+    """One token a row. logits float32 [R, V], which biases, penalties and masks overwrite."""
+    logs = None
+    if batch.logprob_rows is not None:
+        logs = _rows(logits, batch.logprob_rows).log_softmax(-1)
+    broken = not_finite(logits)
+    if batch.changes_logits:
+        _change(logits, batch)
+        broken |= not_finite(logits)
+    tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
+    if batch.greedy is not None:
+        tokens[batch.greedy] = argmax(_rows(logits, batch.greedy))
+    for group in batch.random:
+        tokens[group.index] = _draw(logits, group)
+    # NaNs may lead anywhere, even past the vocabulary.
+    tokens.masked_fill_(broken, 0)
+    picked = None
+    if logs is not None and batch.logprob_rows is not None:
+        picked = logprobs_of(logs, tokens[batch.logprob_rows], batch.num_logprobs)
+    return SampleOutput(tokens, broken, picked)
+
+
+def _rows(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of the logits; a view where it is all of them, since groups are in order."""
+    return logits if len(index) == len(logits) else logits[index]
+
+
+def _change(logits: torch.Tensor, batch: SamplingBatch) -> None:
+    if batch.bias is not None:
+        bias = batch.bias
+        logits[bias.rows, bias.ids] += bias.values  # a row names a token once
+    if batch.penalties is not None:
+        batch.penalties.apply(logits)
+    if batch.banned is not None:
+        logits[batch.banned.rows, batch.banned.ids] = batch.banned.values
+    for first, mask in batch.masks:
+        # A slice: by index it would be copied there and back, at five times the cost.
+        logits[first : first + len(mask)] += _addend(mask)[:, : logits.shape[-1]]
+
+
+def _addend(mask: torch.Tensor) -> torch.Tensor:
+    """Bits int32 [m, W] as float32 [m, 32 W]: 0 where set, -inf where not.
+
+    Eight bits at a time through a table: a fifth of the time of shifting them on a CPU. The bytes
+    of a word are in order of significance on every platform torch runs on.
+    """
+    bits = torch.arange(256, device=mask.device)[:, None] >> torch.arange(8, device=mask.device)
+    table = torch.where((bits & 1).bool(), 0.0, float("-inf"))
+    octets = mask.contiguous().view(torch.uint8).flatten().int()
+    return table.index_select(0, octets).view(len(mask), -1)
+
+
+def _draw(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+    picked = _rows(logits, rows.index)
+    if rows.temperature is not None:
+        # Below float32's range it would be 0, and 0 / 0 is NaN.
+        temperature = rows.temperature.clamp(min=torch.finfo(torch.float32).tiny)
+        # The largest logit goes to 0 first: a tiny temperature must not overflow.
+        picked = (picked - picked.amax(-1, keepdim=True)).div_(temperature[:, None])
+    weights = pad(picked.softmax(-1), 0.0)
+    if rows.min_p_place is not None:
+        chosen = _rows(weights, rows.min_p_place)
+        cut_below_(chosen, rows.min_p)
+        if chosen is not weights:
+            weights[rows.min_p_place] = chosen
+    if rows.cut_place is not None:
+        chosen = _rows(weights, rows.cut_place)
+        truncate_(chosen, rows.top_k, rows.top_p, rows.short_list)
+        if chosen is not weights:
+            weights[rows.cut_place] = chosen
+    return invert(weights, rows.number)

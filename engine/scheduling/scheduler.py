@@ -1,0 +1,363 @@
+"""Which requests run in the next step, with every block they need reserved beforehand.
+
+Holds the requests of all units (resident packs), in queues per unit. A step runs one unit's batch;
+a step never allocates what was not reserved here. The order of means when the pool has no page
+left: what is fenced comes back by itself, cached KV is evicted, sparse extents are compacted, and
+only then a running request is preempted: its blocks are given back and it is computed again later.
+Who that is says `policy/kv_share.py`; the oldest request of all always makes progress.
+
+Who of those that wait is let in says `admission.py`: while the oldest request of a unit waits for
+memory or for a row, no younger request of another unit is let in before it, but for a first request
+or two of whoever has next to nothing here: they start beyond the rows. A step has no more rows for
+it; the youngest requests of the tenants with most of them sit out, with their KV, until a row is
+free.
+
+Requests may have tokens in flight (`Request.num_pending`): they are scheduled as if these were
+known. Encoder requests (`encoder_queue.py`) need no memory: nobody is preempted for them, nor they
+for others. Does not load models and does not run them.
+"""
+
+from bisect import insort
+from collections import Counter
+
+from engine.encoders.encoder_queue import encoder_rows
+from engine.errors import IntegrityError, OutOfPages
+from engine.memory.kv_cache import KvCache
+from engine.memory.request_kv import RequestKv
+from engine.policy.batching import ModelWork, choose_model, lift, split_budget
+from engine.policy.kv_share import Holding, choose_victim
+from engine.protocol import FinishReason
+from engine.request import Request
+from engine.running.batch import ScheduledRow
+from engine.scheduling.admission import Admission
+from engine.scheduling.model_queue import KvSupply, ModelQueue, running_in
+from engine.scheduling.tenants_here import TenantsHere
+
+
+class Scheduler:
+    """All requests of a worker. Single-threaded."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        min_run_steps: int,
+        supply: KvSupply,
+        tenant_kv_share: float = 1.0,
+    ) -> None:
+        self._supply = supply
+        self._max_num_seqs = max_num_seqs
+        self._max_batch_tokens = max_batch_tokens
+        self._min_run_steps = min_run_steps
+        # Units that are resident or have requests; of the others only the service they have had.
+        self._queues: dict[str, ModelQueue] = {}
+        self._tags: dict[str, float] = {}
+        self._by_key: dict[tuple[str, int], Request] = {}
+        self._tenants = TenantsHere()
+        self._admission = Admission(
+            self._queues, self._tenants, supply, max_num_seqs, tenant_kv_share
+        )
+        self._current: str | None = None
+        self._steps_run = 0
+        self._last_run: ModelQueue | None = None
+        self._next_order = 0
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        """Prompt tokens looked up in the prefix cache, and those found there."""
+
+    def queue(self, unit_id: str) -> ModelQueue:
+        """The unit's queue, made where there is none."""
+        queue = self._queues.get(unit_id)
+        if queue is None:
+            queue = ModelQueue(unit_id, tag=self._tags.pop(unit_id, 0.0))
+            self._queues[unit_id] = queue
+        return queue
+
+    def queues(self) -> list[ModelQueue]:
+        """Those of units that are resident or have requests."""
+        return list(self._queues.values())
+
+    def is_busy(self, unit_id: str) -> bool:
+        """Whether the unit has a request."""
+        queue = self._queues.get(unit_id)
+        return queue is not None and queue.num_unfinished > 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run, of all units."""
+        return len(self._by_key)
+
+    def bind(self, queue: ModelQueue, cache: KvCache) -> None:
+        """The unit has become resident; what waited for its load can run."""
+        if self._queues.setdefault(queue.unit_id, queue) is not queue:
+            raise IntegrityError(f"{queue.unit_id} has two queues")
+        queue.cache = cache
+        queue.page_rates = cache.plan.page_rates()
+        self._lift(queue)
+
+    def unbind(self, queue: ModelQueue, now_s: float) -> None:
+        """The unit leaves: every running request waits again; its KV is given back."""
+        for request in sorted(queue.running, key=lambda r: -r.order):
+            self._preempt(queue, request, now_s)
+        queue.cache = None
+        for request in queue.waiting:
+            self._admission.let_pass(request)
+        self._drop_idle(queue)
+
+    def forget(self, queue: ModelQueue) -> None:
+        """Drop the queue of a unit that is gone. It must be empty."""
+        if queue.num_unfinished:
+            raise IntegrityError(f"{queue.unit_id} still has requests")
+        self._queues.pop(queue.unit_id, None)
+        self._tags.pop(queue.unit_id, None)
+
+    def has_work(self) -> bool:
+        """Whether some resident unit has a request."""
+        return any(q.cache is not None and q.num_unfinished for q in self._queues.values())
+
+    def find(self, key: tuple[str, int]) -> Request | None:
+        """An unfinished request by (request_id, attempt)."""
+        return self._by_key.get(key)
+
+    def oldest_waiting(self) -> Request | None:
+        """The request of a resident unit that has waited longest for KV."""
+        heads = [
+            q.waiting[0]
+            for q in self._queues.values()
+            if q.cache is not None and not q.encodes and q.waiting
+        ]
+        return min(heads, key=lambda request: request.order, default=None)
+
+    @property
+    def only_encodes(self) -> bool:
+        """Whether somebody found too little KV memory while nobody runs who could give any back.
+
+        Encoders may go on for ever meanwhile.
+        """
+        queues = [q for q in self._queues.values() if q.cache is not None and not q.encodes]
+        return any(q.short is not None for q in queues) and not any(q.running for q in queues)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request behind those of its unit."""
+        queue = self.queue(request.unit_id)
+        if not queue.num_unfinished:
+            self._lift(queue)
+        self._next_order += 1
+        request.order = self._next_order
+        queue.waiting.append(request)
+        self._by_key[request.key] = request
+        self._tenants.add(request.submit.tenant_id)
+
+    def schedule(self, now_s: float) -> tuple[ModelQueue, list[ScheduledRow]] | None:
+        """The next step: a unit and its rows, blocks reserved. None when nothing can run."""
+        blocked: set[str] = set()
+        while True:
+            queues = [
+                q
+                for q in self._queues.values()
+                if q.cache is not None and q.num_unfinished and q.unit_id not in blocked
+            ]
+            several = len(queues) > 1
+            work = [ModelWork(q.unit_id, q.tag, several and self.is_urgent(q)) for q in queues]
+            chosen = choose_model(work, self._current, self._steps_run, self._min_run_steps)
+            if chosen is None:
+                return None
+            queue = self._queues[chosen]
+            rows = self._rows(queue, now_s)
+            if rows:
+                self.note_runs(queue)
+                return queue, rows
+            blocked.add(chosen)
+
+    def is_urgent(self, queue: ModelQueue) -> bool:
+        """Whether somebody with fewer requests here than the mean waits for a first token there."""
+        return self._tenants.num > 1 and any(map(self._tenants.is_newcomer, queue.requests()))
+
+    def takes_over(self, queue: ModelQueue) -> bool:
+        """Whether somebody who waits may start although every row is taken."""
+        return self._admission.takes_over(queue)
+
+    @property
+    def current(self) -> tuple[str | None, int]:
+        """The unit that ran last, and its steps in a row."""
+        return self._current, self._steps_run
+
+    def note_runs(self, queue: ModelQueue, num_steps: int = 1) -> None:
+        """The unit has run so many steps in a row."""
+        before = self._steps_run if queue.unit_id == self._current else 0
+        self._steps_run = before + num_steps
+        self._current = queue.unit_id
+        self._last_run = queue
+
+    def look_at_waiting(self, queue: ModelQueue, now_s: float) -> None:
+        """Those that wait are looked at, while every row is taken."""
+        if self._admission.admit(queue, now_s):
+            raise IntegrityError(f"{queue.unit_id}: a request was let in without a row")
+
+    def finish(self, request: Request, reason: FinishReason, now_s: float, error: str = "") -> None:
+        """End a request and give its blocks back."""
+        queue = self._queues[request.unit_id]
+        if request.state == "running":
+            queue.running.remove(request)
+        else:
+            queue.waiting.remove(request)
+        self._give_back(queue, request, now_s)
+        request.finish(reason, error)
+        self._admission.let_pass(request)
+        del self._by_key[request.key]
+        self._tenants.remove(request.submit.tenant_id, now_s)
+        self._drop_idle(queue)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless states, queues and block tables agree."""
+        tenants: Counter[str] = Counter()
+        for queue in self._queues.values():
+            live: list[RequestKv] = []
+            for request in queue.requests():
+                expected = "running" if request in queue.running else "waiting"
+                if request.state != expected or self._by_key.get(request.key) is not request:
+                    raise IntegrityError(f"request {request.key} is booked as {request.state}")
+                if expected == "waiting" and request.kv is not None and not request.kv.is_empty:
+                    raise IntegrityError(f"waiting request {request.key} holds blocks")
+                if not 0 <= request.num_computed <= request.num_tokens:
+                    raise IntegrityError(f"request {request.key}: {request.num_computed} computed")
+                if request.kv is not None and not request.kv.is_empty:
+                    live.append(request.kv)
+                tenants[request.submit.tenant_id] += 1
+            orders = [request.order for request in queue.waiting]
+            if orders != sorted(orders):
+                raise IntegrityError(f"{queue.unit_id}: requests wait in the order {orders}")
+            if queue.cache is not None:
+                queue.cache.check_integrity(live)
+            elif live:
+                raise IntegrityError(f"{queue.unit_id} is not resident but holds blocks")
+        self._admission.check_integrity()
+        self._tenants.check_integrity(tenants)
+        if tenants.total() != len(self._by_key):
+            raise IntegrityError(f"{len(self._by_key)} requests booked, {tenants} found")
+
+    def _drop_idle(self, queue: ModelQueue) -> None:
+        """A step looks at every queue, and a catalog may name thousands of units."""
+        if queue.cache is None and not queue.num_unfinished:
+            del self._queues[queue.unit_id]
+            self._tags[queue.unit_id] = queue.tag
+
+    def _encoder_rows(self, queue: ModelQueue) -> list[ScheduledRow]:
+        while queue.waiting and len(queue.running) < self._max_num_seqs:
+            request = queue.waiting[0]
+            request.cached_tokens = 0  # nor is anything looked up for it
+            self._start(queue, request)
+        return encoder_rows(queue.running, self._max_batch_tokens)
+
+    def _rows(self, queue: ModelQueue, now_s: float) -> list[ScheduledRow]:
+        if queue.encodes:
+            return self._encoder_rows(queue)
+        was_short = queue.short is not None
+        for request in self._admission.admit(queue, now_s):
+            if was_short and not queue.running:
+                self._lift(queue)
+            self._start(queue, request)
+        # One whose last token is on its way only waits to be told so.
+        running = [r for r in queue.running if not (r.is_complete or r.waits_for_token)]
+        rows: list[ScheduledRow] = []
+        running, granted = self._split(queue, running, now_s)
+        for request, tokens in zip(running, granted, strict=True):
+            if (
+                tokens
+                and request.state == "running"
+                and self._reserve(queue, request, request.num_computed + tokens, now_s)
+            ):
+                source = request.pending_row if request.num_pending else -1
+                rows.append(ScheduledRow(request, tokens, source))
+        # Whoever was preempted to make room is mostly younger, but not where a tenant's share said
+        # otherwise.
+        return [row for row in rows if row.request.state == "running"]
+
+    def _split(
+        self, queue: ModelQueue, running: list[Request], now_s: float
+    ) -> tuple[list[Request], list[int]]:
+        """Who has a row of the next step, and its tokens.
+
+        Who has little here keeps its row, and its prompt is computed before those of a crowd.
+        """
+        rank = self._tenants.rank
+        if len(running) > self._max_num_seqs:
+            kept = sorted(range(len(running)), key=lambda place: rank(running[place]))
+            running = [running[place] for place in sorted(kept[: self._max_num_seqs])]
+        ranks = [rank(request) for request in running]
+        wanted = [request.num_runnable for request in running]
+        most = self._max_batch_tokens
+        if not self._tenants.is_shared(now_s):
+            return running, split_budget(wanted, most, ranks)
+        crowd_tokens = queue.pace.crowd_tokens(wanted.count(1), most)
+        return running, split_budget(wanted, most, ranks, self._tenants.mean, crowd_tokens)
+
+    def _start(self, queue: ModelQueue, request: Request) -> None:
+        self._admission.let_pass(request)
+        if request.cached_tokens is None:
+            # What it finds again after a preemption is its own doing, and nobody's hit.
+            request.cached_tokens = request.num_computed
+            self.num_prefix_queries += len(request.token_ids)
+            self.num_prefix_hits += request.num_computed
+        request.move("running")
+        queue.waiting.remove(request)
+        insort(queue.running, request, key=_order)
+
+    def _lift(self, queue: ModelQueue) -> None:
+        """Neither idleness nor waiting for a load or for memory earns credit."""
+        active = [q.tag for q in self._queues.values() if q.running and q is not queue]
+        if not active and self._last_run is not None:
+            active = [self._last_run.tag]
+        queue.tag = lift(queue.tag, active)
+
+    def _victim(self) -> tuple[ModelQueue, Request]:
+        """Who gives its memory back."""
+        running = running_in(q for q in self._queues.values() if not q.encodes)
+        holdings = [Holding(request.submit.tenant_id, request.order) for _, request in running]
+        share = self._admission.share()
+        tenants = {holding.tenant_id for holding in holdings} if share.contended else set()
+        held = {tenant_id: self._admission.live_pages(tenant_id) for tenant_id in tenants}
+        return running[choose_victim(holdings, held, share)]
+
+    def _reserve(self, queue: ModelQueue, request: Request, num_tokens: int, now_s: float) -> bool:
+        """Blocks for the first `num_tokens` positions; False: not in this step."""
+        cache = queue.cache
+        assert cache is not None
+        assert request.kv is not None
+        while request.state == "running":
+            try:
+                cache.reserve(request.kv, num_tokens)
+                return True
+            except OutOfPages:
+                freed, fenced = self._supply.reclaim()
+                if freed:
+                    continue
+            missing = cache.pages_of(cache.demand(request.kv, num_tokens)) - fenced
+            if missing <= 0:
+                return False  # enough comes back when the steps in flight end
+            if not self._supply.make_room(missing):
+                victim_queue, victim = self._victim()
+                self._preempt(victim_queue, victim, now_s)
+        return False
+
+    def _preempt(self, queue: ModelQueue, request: Request, now_s: float) -> None:
+        queue.running.remove(request)
+        request.num_lost = max(request.num_lost, request.num_computed)
+        request.held_since_s = None
+        request.move("waiting")
+        self._give_back(queue, request, now_s)
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(queue.waiting, request, key=_order)
+
+    def _give_back(self, queue: ModelQueue, request: Request, now_s: float) -> None:
+        if request.kv is not None and not request.kv.is_empty:
+            assert queue.cache is not None
+            queue.cache.release(request.kv, now_s)
+        if request.encoding is None:
+            request.num_computed = 0
+
+
+def _order(request: Request) -> int:
+    return request.order

@@ -1,0 +1,292 @@
+"""Steps between the scheduler and the device: launched in order, collected in order.
+
+A step is laid out and launched while the one before it may still run; the tokens that one samples
+stay on the device and are put into the batch there. What a request is said to have computed is
+advanced at the launch; what it has generated, at the collection:
+
+    launch n    num_computed += row, num_pending += 1 where the row samples
+    collect n   num_pending -= 1; the engine appends the token and tells the cache what is good
+
+A step of an encoder samples nothing; what it brings are the rows of its inputs, and nothing that is
+launched behind it depends on them.
+
+A row whose request was preempted or has ended between the two is collected all the same: the first
+still gets its token, the second's is thrown away. A step that would have to compute with tokens of
+a failed step computes nothing (`StepAbandoned`) and is rolled back.
+
+Owns the step numbers, and nothing of what a token means: that is `engine.py`.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from engine.backend.base import Backend, Pending, Runner
+from engine.encoders.encoder_batch import EncoderBatch, build_encoder_batch, split_rows
+from engine.encoders.encoder_requests import Rows
+from engine.encoders.encoder_runner import EncoderRunner
+from engine.errors import EngineError, StepAbandoned
+from engine.memory.kv_cache import KvCache
+from engine.memory.page_pool import PagePool
+from engine.protocol import TokenLogprobs
+from engine.request import Request
+from engine.running.batch import LayOut, ScheduledRow, Scoring, StepBatch, build_batch
+from engine.sampling.logprobs import Logprobs
+from engine.sampling.sampler import SampleOutput
+from engine.scheduling.model_queue import ModelQueue
+
+
+class LaunchedRow(NamedTuple):
+    """A row as it was launched. `place`: among the sampled tokens of its step; -1: none.
+
+    `generation` is the request's number of preemptions: another one now means that its blocks, and
+    what it had computed, are gone.
+    """
+
+    row: ScheduledRow
+    generation: int
+    place: int
+
+    @property
+    def still_runs(self) -> bool:
+        """Whether the request has gone on from here undisturbed."""
+        request = self.row.request
+        return request.state == "running" and request.num_preemptions == self.generation
+
+
+class SampledToken(NamedTuple):
+    """What a row sampled. `broken`: its logits were, and the token means nothing."""
+
+    token: int
+    broken: bool
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """A step that has ended. `tokens`: by row; None where it did not sample, unless its logits
+    show that what it computed is broken. `scores`: logprobs of prompts, by request, from a position
+    on.
+
+    `error` is what its model did wrong; `abandoned`: nothing was computed, and nobody is to blame.
+    `encoded`: by row, the rows of its inputs; None: the step was no encoder's.
+    """
+
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    tokens: tuple[SampledToken | None, ...]
+    device_s: float
+    error: Exception | None = None
+    abandoned: bool = False
+    scores: tuple[tuple[Request, int, list[TokenLogprobs]], ...] = ()
+    encoded: tuple[Rows, ...] | None = None
+
+    @property
+    def produced(self) -> bool:
+        """Whether a token or an input's row came of it."""
+        return self.encoded is not None or any(item.place >= 0 for item in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    pending: Pending[SampleOutput]
+    scoring: Scoring | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Encodes:
+    """A step of an encoder."""
+
+    queue: ModelQueue
+    rows: tuple[LaunchedRow, ...]
+    pending: Pending[torch.Tensor]
+    batch: EncoderBatch
+
+
+class StepPipeline:
+    """The steps of one device. Single-threaded, but what it launches may run elsewhere."""
+
+    def __init__(self, backend: Backend, pool: PagePool, lay_out: LayOut = build_batch) -> None:
+        self._backend = backend
+        self._lay_out = lay_out
+        self._pool = pool
+        self._step = 0
+        self._in_flight: deque[_Launched | _Encodes] = deque()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps launched and not collected."""
+        return len(self._in_flight)
+
+    def launch(
+        self,
+        queue: ModelQueue,
+        runner: Runner | EncoderRunner,
+        cache: KvCache,
+        rows: Sequence[ScheduledRow],
+    ) -> Exception | None:
+        """Lay a step out and hand it to the device. The error where it cannot be laid out."""
+        if isinstance(runner, EncoderRunner):
+            return self._launch_encoder(queue, runner, rows)
+        try:
+            batch = self._lay_out(rows, cache, self._backend.device)
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return error
+        self._begin_step()
+        pending = self._backend.launch(self._step, self._work(batch, runner))
+        places = {row.request: place for place, row in enumerate(batch.sampling_rows)}
+        launched = tuple(
+            LaunchedRow(row, row.request.num_preemptions, places.get(row.request, -1))
+            for row in batch.rows
+        )
+        for item in launched:
+            request = item.row.request
+            request.num_computed = item.row.first + item.row.num_tokens
+            if item.place >= 0:
+                request.num_pending += 1
+                request.pending_row = item.place
+        self._in_flight.append(_Launched(queue, launched, pending, batch.scoring))
+        return None
+
+    def _launch_encoder(
+        self, queue: ModelQueue, runner: EncoderRunner, rows: Sequence[ScheduledRow]
+    ) -> Exception | None:
+        try:
+            batch = build_encoder_batch(rows, self._backend.device)
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return error
+        self._begin_step()
+        pending = self._backend.launch(self._step, partial(runner.encode, batch))
+        launched = tuple(LaunchedRow(row, row.request.num_preemptions, -1) for row in rows)
+        for row in rows:
+            row.request.num_computed = row.end
+        self._in_flight.append(_Encodes(queue, launched, pending, batch))
+        return None
+
+    def _begin_step(self) -> None:
+        self._step += 1
+        self._pool.begin_step(self._step)
+
+    def pass_fence(self) -> None:
+        """An empty step: pages freed since the last one wait for it."""
+        self._begin_step()
+        self._backend.launched(self._step)
+
+    def skip(self, num_steps: int) -> int:
+        """So many steps count as launched and ended. Returns the number of the first."""
+        first = self._step + 1
+        self._step += num_steps
+        self._backend.launched(self._step)
+        return first
+
+    def collect(self) -> Collected:
+        """Wait for the oldest step in flight. Raises IntegrityError and its like only."""
+        launched = self._in_flight.popleft()
+        if isinstance(launched, _Encodes):
+            return _collect_encoder(launched)
+        for item in launched.rows:
+            if item.place >= 0:
+                request = item.row.request
+                request.num_pending -= 1
+                if not request.num_pending:
+                    request.pending_row = -1
+        queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
+        try:
+            output = launched.pending.wait()
+            tokens = tuple(_tokens(_sampled(output, rows), output, rows))
+            scores = _scores(output.prompt, launched.scoring)
+        except StepAbandoned:
+            for item in rows:
+                if item.still_runs:
+                    item.row.request.num_computed = item.row.first
+            return Collected(queue, rows, none, launched.pending.device_s, abandoned=True)
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+            return Collected(queue, rows, none, launched.pending.device_s, error)
+        return Collected(queue, rows, tokens, launched.pending.device_s, scores=scores)
+
+    def _work(self, batch: StepBatch, runner: Runner) -> "Work":
+        previous = self._in_flight[-1] if self._in_flight and len(batch.pending_index) else None
+        assert not isinstance(previous, _Encodes), "a token of an encoder is waited for"
+        return Work(batch, runner, None if previous is None else previous.pending)
+
+
+def _collect_encoder(launched: _Encodes) -> Collected:
+    queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
+    try:
+        encoded = split_rows(launched.batch, launched.pending.wait())
+    except EngineError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model's failure; the engine logs it
+        return Collected(queue, rows, none, launched.pending.device_s, error)
+    return Collected(queue, rows, none, launched.pending.device_s, encoded=encoded)
+
+
+def _sampled(output: SampleOutput, rows: Sequence[LaunchedRow]) -> list[SampledToken]:
+    """By place; reading them waits for the device."""
+    ids, broken = output.token_ids.tolist(), output.broken.tolist()
+    sampled = [SampledToken(token, bad) for token, bad in zip(ids, broken, strict=True)]
+    if output.logprobs is not None:
+        asked = [(item.place, item.row.request.sampling.logprobs) for item in rows]
+        wanted = [(place, count) for place, count in asked if place >= 0 and count >= 0]
+        messages = output.logprobs.messages([count for _, count in wanted])
+        for (place, _), message in zip(wanted, messages, strict=True):
+            sampled[place] = SampledToken(ids[place], broken[place], message)
+    return sampled
+
+
+def _tokens(
+    sampled: Sequence[SampledToken], output: SampleOutput, rows: Sequence[LaunchedRow]
+) -> Iterator[SampledToken | None]:
+    """By row. A prompt's chunk is as bad as its last logits: they depend on all of its KV."""
+    others = output.unsampled_broken
+    flags = iter([] if others is None else others.tolist())
+    for item in rows:
+        if item.place >= 0:
+            yield sampled[item.place]
+        else:
+            yield SampledToken(0, broken=True) if next(flags, False) else None
+
+
+def _scores(
+    output: Logprobs | None, scoring: Scoring | None
+) -> tuple[tuple[Request, int, list[TokenLogprobs]], ...]:
+    """By request, with the position of the first."""
+    if output is None or scoring is None:
+        return ()
+    counts = [row.request.submit.prompt_logprobs for row, places in scoring.rows for _ in places]
+    messages = iter(output.messages(counts))
+    return tuple(
+        (row.request, places.start, list(islice(messages, len(places))))
+        for row, places in scoring.rows
+    )
+
+
+@dataclass(slots=True)
+class Work:
+    """What the device does for a step: take the last step's tokens, compute, sample."""
+
+    batch: StepBatch
+    runner: Runner
+    previous: Pending[SampleOutput] | None
+
+    def __call__(self) -> SampleOutput:
+        """Runs in device order, perhaps in another thread."""
+        previous, self.previous = self.previous, None
+        if previous is not None:
+            try:
+                tokens = previous.value().token_ids
+            except Exception as error:
+                raise StepAbandoned("the step before failed: its tokens are missing") from error
+            self.batch.resolve(tokens)
+        return self.runner.execute(self.batch)

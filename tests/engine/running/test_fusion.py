@@ -1,0 +1,321 @@
+"""Every family that runs fused says what its modules say; every other runs by its modules.
+
+Through the whole engine on a fake device that is never late, against transformers' `generate`.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    OlmoConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    SmolLM3Config,
+)
+
+from bench.gpu_fake import FakeDevice
+from engine.backend.choose import Opened
+from engine.backend.cpu import CpuBackend
+from engine.backend.host_copies import HostCopies
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.packs.convert import inspect, write_pack
+from engine.packs.pack import PackIndex, read_index
+from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
+from engine.running.device_runner import DeviceRunner
+from engine.running.fusion import LAYERS, recognise
+from engine.running.transformers_backend import build_skeleton
+from engine.sampling.device_sampling import SAMPLING_KERNELS, SAMPLING_REFERENCE
+from kernels.decoder_layer import KERNELS, Operations
+from kernels.flat_reference import FLAT_REFERENCE
+from tests.engine.device_rig import backend_of, opened_on
+from tests.engine.models import (
+    MAX_CONTEXT,
+    VOCAB,
+    TinyModel,
+    make_tiny_models,
+    tiny_configs,
+    windowed_configs,
+)
+
+PAGE = 8192
+# Multiples of 64 elements: the pack then keeps biases side by side.
+WIDE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_CONTEXT,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    """Those of the engine's other tests, and the rest of what is fused."""
+    partial = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    return {
+        **tiny_configs(),
+        **windowed_configs(),
+        "llama-biased": LlamaConfig(**WIDE, attention_bias=True),
+        # Wide enough for scales of int8 rows side by side.
+        "qwen2": Qwen2Config(**WIDE | {"hidden_size": 128, "intermediate_size": 128}),
+        "qwen2-windows": Qwen2Config(
+            **WIDE, use_sliding_window=True, sliding_window=10, max_window_layers=1
+        ),
+        "phi3": Phi3Config(**WIDE),
+        "phi3-partial": Phi3Config(**WIDE, rope_parameters=partial),
+        "granite": GraniteConfig(
+            **WIDE,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+        ),
+        "olmo": OlmoConfig(**WIDE),
+        "smollm3": SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
+        "olmo2": Olmo2Config(**WIDE),
+        "olmo-clipped": OlmoConfig(**WIDE, clip_qkv=0.5),
+    }
+
+
+BY_MODULES = {
+    "gemma3": "layers are Gemma3DecoderLayer",
+    "gpt_oss": "layers are GptOssDecoderLayer",
+    "olmo2": "layers are Olmo2DecoderLayer",
+    "olmo-clipped": "queries, keys and values are clipped",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    return make_tiny_models(tmp_path_factory.mktemp("fused"), configs())
+
+
+class Run:
+    """One engine with some models, on a device that is never late."""
+
+    def __init__(
+        self,
+        models: list[TinyModel],
+        operations: Operations = FLAT_REFERENCE,
+        sampling: Any = SAMPLING_REFERENCE,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(
+            **{
+                "arena_bytes": 1200 * PAGE,
+                "page_bytes": PAGE,
+                "shm_prefix": "fused",
+                "block_tokens": 4,
+                "max_batch_tokens": 24,
+                "max_num_seqs": 6,
+                "steps_ahead": 1,
+                **settings,
+            }
+        )
+        self.opened: Opened = opened_on(FakeDevice(), config, 1 << 24, operations, sampling)
+        self.engine = Engine(config, self.opened.backend, self.opened.parts)
+        self.engine.set_catalog([model.spec for model in models], 0.0)
+        self.now_s = 0.0
+        for model in models:
+            self.engine.load(model.name, 0.0)
+        while any(row.state != "resident" for row in self.engine.status(0.0).models):
+            assert all(row.state != "failed" for row in self.engine.status(0.0).models)
+            self.engine.step(self.now_s)
+
+    def runner(self, name: str) -> DeviceRunner:
+        found = self.engine.runner(self.engine._hosting.catalog.unit(name))
+        assert isinstance(found, DeviceRunner)
+        return found
+
+    def state(self, name: str) -> str:
+        rows = {row.model_id: row.state for row in self.engine.status(self.now_s).models}
+        return rows[name]
+
+    def say(self, asks: list[Submit]) -> dict[str, list[int]]:
+        """The tokens of each, all at once."""
+        for ask in asks:
+            self.engine.submit(ask, self.now_s)
+        said: dict[str, list[int]] = {ask.request_id: [] for ask in asks}
+        open_ = set(said)
+        while open_:
+            for delta in self.engine.step(self.now_s):
+                said[delta.request_id] += delta.token_ids
+                if delta.finish is not None:
+                    assert delta.finish.reason == "length", delta.finish
+                    open_.remove(delta.request_id)
+        return said
+
+    def close(self) -> None:
+        self.engine.check_integrity()
+        self.engine.close()
+        self.opened.backend.close()
+
+
+def ask(number: int, name: str, prompt: list[int], new: int) -> Submit:
+    return Submit(str(number), 1, "t", name, prompt, new, SamplingParams(0.0), [])
+
+
+def prompts(count: int, longest: int = 30) -> list[list[int]]:
+    rng = random.Random(count)
+    return [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def test_families_say_what_transformers_says(models: dict[str, TinyModel]) -> None:
+    run = Run(list(models.values()))
+    asks = [
+        ask(10 * i + j, name, prompt, 12)
+        for i, name in enumerate(models)
+        for j, prompt in enumerate(prompts(3))
+    ]
+    said = run.say(asks)
+    for one in asks:
+        wanted = models[one.model_id].generate(one.prompt_token_ids, 12)
+        assert said[one.request_id] == wanted, one.model_id
+    for name in models:
+        runner = run.runner(name)
+        assert runner.why_not_fused == BY_MODULES.get(name, ""), name
+        assert (runner.fused is None) == (name in BY_MODULES)
+    assert run.opened.graphs is not None
+    assert run.opened.graphs.counters["graph_replays"] > 20
+    run.close()
+
+
+def test_every_fused_class_is_held_to_its_modules(models: dict[str, TinyModel]) -> None:
+    seen = {type(model.reference.model.layers[0]).__name__ for model in models.values()}
+    assert seen >= LAYERS
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_by_interpreted_kernels(models: dict[str, TinyModel], name: str) -> None:
+    """One that is fused; one by its modules, with windows and sinks. Mixed steps and decodes."""
+    run = Run([models[name]], KERNELS, SAMPLING_KERNELS, max_batch_tokens=8)
+    asks = [ask(i, name, prompt, 3) for i, prompt in enumerate(prompts(2, 11))]
+    said = run.say(asks)
+    for one in asks:
+        assert said[one.request_id] == models[name].generate(one.prompt_token_ids, 3)
+    run.close()
+
+
+@pytest.mark.parametrize("name", ["granite", "gemma3"])
+def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], name: str) -> None:
+    """Of prompts and of answers, with everything that changes logits; fused and by modules."""
+    params = SamplingParams(
+        0.8,
+        top_p=0.9,
+        seed=11,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        min_tokens=4,
+        logit_bias={5: 2.0},
+    )
+    asks = [
+        Submit(str(i), 1, "t", name, prompt, 9, params, [7], logprobs=3, prompt_logprobs=2)
+        for i, prompt in enumerate(prompts(3))
+    ]
+    run = Run([models[name]])
+    cpu = Engine(run.opened.config, CpuBackend(run.opened.config.arena_bytes))
+    cpu.set_catalog([models[name].spec], 0.0)
+    cpu.load(name, 0.0)
+    while cpu.status(0.0).models[0].state != "resident":
+        cpu.step(0.0)
+    got, wanted = deltas(run.engine, asks), deltas(cpu, asks)
+    for ask in asks:
+        ours, theirs = got[ask.request_id], wanted[ask.request_id]
+        assert [d.token_ids for d in ours] == [d.token_ids for d in theirs]
+        assert len(scores(ours)) == len(scores(theirs)) > 8
+        for a, b in zip(scores(ours), scores(theirs), strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+    cpu.close()
+    run.close()
+
+
+def deltas(engine: Engine, asks: list[Submit]) -> dict[str, list[TokenDelta]]:
+    for ask in asks:
+        engine.submit(ask, 0.0)
+    found: dict[str, list[TokenDelta]] = {ask.request_id: [] for ask in asks}
+    while not all(parts and parts[-1].finish for parts in found.values()):
+        for delta in engine.step(0.0):
+            found[delta.request_id].append(delta)
+    return found
+
+
+def scores(parts: list[TokenDelta]) -> list[TokenLogprobs]:
+    """Of the prompt, then of the answer."""
+    return [s for d in parts for s in d.prompt_logprobs] + [s for d in parts for s in d.logprobs]
+
+
+def test_int8_is_fused_too(models: dict[str, TinyModel], tmp_path: Path) -> None:
+    """What the fused layers say of int8 weights is what the modules say of them."""
+    source = models["qwen2"].folder
+    pack_dir, index = write_pack(inspect(source), tmp_path, "int8", lambda *_: None)
+    model = TinyModel("small", source, pack_dir, None)
+    assert any(entry.scheme for entry in index.tensors)
+    run = Run([model])
+    asks = [ask(i, "small", prompt, 8) for i, prompt in enumerate(prompts(3))]
+    said = run.say(asks)
+    runner = run.runner("small")
+    assert runner.fused is not None
+    runner.fused = None
+    assert {one: said[one] for one in said} == run.say(
+        [ask(i, "small", prompt, 8) for i, prompt in enumerate(prompts(3))]
+    )
+    run.close()
+
+
+def test_a_pack_that_keeps_projections_apart_is_not_fused(models: dict[str, TinyModel]) -> None:
+    model = models["qwen2"]
+    index = read_index(model.pack_dir)
+    alone: PackIndex = type(index)(
+        **{name: getattr(index, name) for name in index.__struct_fields__} | {"fused": ()}
+    )
+    skeleton = build_skeleton(model.pack_dir, torch.float32)
+    fused, why = recognise(skeleton, alone)
+    assert fused is None
+    assert "by itself" in why
+    assert recognise(skeleton, index)[0] is not None
+
+
+def test_a_model_comes_back_from_pinned_memory_to_its_graphs(
+    models: dict[str, TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warm loads are read where they lie; at home again, decodes are replayed at once."""
+    model = models["llama"]
+    run = Run([model], host_tier_bytes=8 << 20, shm_dir=str(tmp_path))
+    backend, graphs = backend_of(run.opened), run.opened.graphs
+    assert graphs is not None
+    wanted = model.generate([5, 6, 7], 8)
+    assert run.say([ask(0, "llama", [5, 6, 7], 8)])["0"] == wanted
+    size = sum(segment.num_bytes for segment in read_index(model.pack_dir).segments)
+    for _ in range(2000):
+        run.engine.step(run.now_s)
+        if backend.pinner.pinned_bytes >= size:
+            break
+        time.sleep(0.002)
+    assert backend.pinner.pinned_bytes == size
+    run.engine.unload("llama", run.now_s)
+    while run.state("llama") != "warm":
+        run.engine.step(run.now_s)
+    staged: list[int] = []
+    monkeypatch.setattr(HostCopies, "_stage", lambda *arguments: staged.append(1))
+    captured = graphs.counters["graphs_captured"]
+    run.engine.load("llama", run.now_s)
+    while run.state("llama") != "resident":
+        run.engine.step(run.now_s)
+    assert run.say([ask(1, "llama", [5, 6, 7], 8)])["1"] == wanted
+    assert not staged
+    assert graphs.counters["graphs_captured"] == captured
+    run.close()
