@@ -21,7 +21,7 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_A
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/.core: pyproject.toml constraints.txt
+$(VENV)/.core: pyproject.toml constraints.txt $(wildcard kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Polyhost needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@echo "setting up $(VENV): torch and transformers take a minute or two"

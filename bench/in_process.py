@@ -123,23 +123,23 @@ class Host:
     def __init__(self, pack: Pack, settings: Mapping[str, Any], kv_room: int) -> None:
         arena_bytes = _arena_bytes(pack.index, kv_room)
         self.config = EngineConfig(
-            arena_bytes=arena_bytes, shm_prefix="polyhost-bench", **dict(settings)
+            arena_bytes=arena_bytes, **{"shm_prefix": "polyhost-bench", **settings}
         )
         execution: Execution = "thread" if self.config.steps_ahead else "inline"
         self._backend = CpuBackend(self.config.arena_bytes, execution=execution)
         self._backend.arena.zero_()  # touched once, as a running worker's arena is
-        self._engine = Engine(self.config, self._backend)
-        self._number = 0
+        self.engine = Engine(self.config, self._backend)
+        self.number = 0
 
     def load(self, pack: Pack) -> None:
         """Bring the model in. Raises ServerFailed, TimeoutError."""
         now = time.monotonic()
-        self._engine.set_catalog([ModelSpec(MODEL, str(pack.pack_dir))], now)
-        self._engine.load(MODEL, now)
+        self.engine.set_catalog([ModelSpec(MODEL, str(pack.pack_dir))], now)
+        self.engine.load(MODEL, now)
         deadline = now + LOAD_TIMEOUT_S
         while True:
-            self._engine.step(time.monotonic())
-            for row in self._engine.status(time.monotonic()).models:
+            self.engine.step(time.monotonic())
+            for row in self.engine.status(time.monotonic()).models:
                 if row.state == "resident":
                     return
                 if row.state == "failed":
@@ -166,7 +166,7 @@ class Host:
                     exhausted = True
                 else:
                     sent[self._submit(ask)] = time.perf_counter()
-            for delta in self._engine.step(time.monotonic()):
+            for delta in self.engine.step(time.monotonic()):
                 now = time.perf_counter()
                 if delta.token_ids and delta.request_id not in started:
                     started.add(delta.request_id)
@@ -183,19 +183,19 @@ class Host:
 
     def counters(self) -> dict[str, float]:
         """The engine's counters."""
-        return self._engine.status(time.monotonic()).counters
+        return self.engine.status(time.monotonic()).counters
 
     def close(self) -> None:
         """Check that nothing leaked, stop the threads."""
-        self._engine.check_integrity()
-        self._engine.close()
+        self.engine.check_integrity()
+        self.engine.close()
         self._backend.close()
 
     def _submit(self, ask: Ask) -> str:
-        self._number += 1
-        name = f"r{self._number}"
+        self.number += 1
+        name = f"r{self.number}"
         sampling = SamplingParams(temperature=0.0)
-        self._engine.submit(
+        self.engine.submit(
             Submit(name, 0, "bench", MODEL, ask.prompt_ids, ask.max_tokens, sampling, []),
             time.monotonic(),
         )

@@ -48,6 +48,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests taken in but not yet running; beyond it Submit is refused as `overloaded`."""
     num_threads: int = 0
     """Threads of one operator; 0: `worker_process.auto_num_threads`."""
+    native_kernels: bool = True
+    """C++ kernels for bfloat16 models on the CPU, where the installation compiled them."""
     min_run_steps: int = 4
     """Steps a model runs before another may take the device."""
     steps_ahead: int = 0

@@ -25,6 +25,7 @@ from engine.residency.tiers import Tiers, WeightTiers
 from engine.running.batch import LayOut, StepBatch, build_batch
 from engine.running.model_runner import ModelRunner
 from engine.sampling.sampler import SampleOutput
+from kernels.native_calls import NativeLibrary, library
 
 
 class UnitRunner(Protocol):
@@ -75,7 +76,16 @@ def real_runner(
         config.block_tokens,
         caching=config.prefix_cache,
         max_chunk=config.max_batch_tokens,
+        library=native_library(config) if backend.device.type == "cpu" else None,
     )
+
+
+def native_library(config: EngineConfig) -> NativeLibrary | None:
+    """The C++ kernels, their threads those of torch; None where there are none, or not wanted."""
+    found = library() if config.native_kernels else None
+    if found is not None:
+        found.set_threads(torch.get_num_threads())
+    return found
 
 
 def real_tiers(backend: Backend, config: EngineConfig) -> Tiers:

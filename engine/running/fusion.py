@@ -15,7 +15,7 @@ not keep the projections side by side is not fused. Every class named here is he
 tests/engine/running/test_fusion.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,16 +145,49 @@ class Fused:
         """Forget the weights."""
         self._weights = []
 
-    def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, step_of: StepOf, operations: Operations
-    ) -> Hidden:
-        """ids, positions [T]; K and V of all of them are written."""
+    @property
+    def forms(self) -> Sequence[LayerForm]:
+        """Of every layer."""
+        return self._forms
+
+    @property
+    def rotates(self) -> Sequence[bool]:
+        """Of every layer: are queries and keys rotated there."""
+        return self._rotates
+
+    @property
+    def weights(self) -> Sequence[LayerWeights]:
+        """Of every layer; empty while unbound."""
+        return self._weights
+
+    @property
+    def last_norm(self) -> torch.Tensor | None:
+        """The weight of the norm before the head."""
+        weight: torch.Tensor | None = getattr(self._body.norm, "weight", None)
+        return weight
+
+    @property
+    def output_head(self) -> tuple[nn.Linear, float]:
+        """The head, and what its logits are divided by."""
+        head: nn.Linear = self._model.lm_head
+        return head, self._logits_scaling
+
+    def embed(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids, positions [T] to x [T, H] and the angles' cos, sin [T, half]."""
         x = self._body.embed_tokens(ids)
         if self._embedding_multiplier != 1.0:
             x = x * self._embedding_multiplier
         cos, sin = self._body.rotary_emb(x[None], positions[None])
         half = cos.shape[-1] // 2
-        cos, sin = cos[0, :, :half], sin[0, :, :half]
+        return x, cos[0, :, :half], sin[0, :, :half]
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, step_of: StepOf, operations: Operations
+    ) -> Hidden:
+        """ids, positions [T]; K and V of all of them are written."""
+        x, cos, sin = self.embed(ids, positions)
         stream: torch.Tensor | None = None
         for i, (weights, form) in enumerate(zip(self._weights, self._forms, strict=True)):
             step = step_of(i, cos, sin) if self._rotates[i] else step_of(i, None, None)
@@ -170,10 +203,9 @@ class Fused:
         if index is not None:
             branch, stream = branch.index_select(0, index), stream.index_select(0, index)
         form = self._norm
-        weight = getattr(self._body.norm, "weight", None)
         y, _ = operations.norm(
             branch,
-            weight,
+            self.last_norm,
             form.eps,
             stream,
             multiplier=form.residual_multiplier,

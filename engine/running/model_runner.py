@@ -4,6 +4,8 @@ Owns the unit's skeleton, its current weight views and its KvCache. Does not sch
 may run in another thread than the rest: it touches the batch, the weights and the arena only.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from engine.memory.page_pool import Owner, PagePool
 from engine.packs.pack import PackIndex
 from engine.packs.quantize import replace_linears
 from engine.running.batch import Scoring, StepBatch
+from engine.running.fusion import NotFused, recognise
 from engine.running.model_body import ModelBody
+from engine.running.native_layers import NativeLayers
 from engine.running.transformers_backend import (
     StepContext,
     bind_weights,
@@ -26,7 +30,10 @@ from engine.running.transformers_backend import (
 from engine.sampling.logprobs import Logprobs, prompt_logprobs
 from engine.sampling.sampler import SampleOutput, not_finite, sample
 from engine.sampling.sampling_batch import bring_masks
+from kernels.native_calls import NativeLibrary
 from kernels.paged_attention import LayerGeometry
+
+logger = logging.getLogger(__name__)
 
 
 def layer_geometries(index: PackIndex) -> list[LayerGeometry]:
@@ -53,8 +60,10 @@ class ModelRunner:
         block_tokens: int,
         caching: bool = True,
         max_chunk: int = 0,
+        library: NativeLibrary | None = None,
     ) -> None:
-        """`caching`: the prefix cache; `max_chunk`: see KvCache."""
+        """`caching`: the prefix cache; `max_chunk`: see KvCache; `library`: C++ kernels for the
+        layers they cover, None: torch's operators."""
         self.unit_id = unit_id
         self.index = index
         self._arena = arena
@@ -69,27 +78,40 @@ class ModelRunner:
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
         replace_linears(self._model, [entry.name for entry in index.tensors if entry.scheme])
         self._body = ModelBody(self._model)
+        self._fused, why = (None, "") if library is None else recognise(self._model, index)
+        self._native: NativeLayers | None = None
+        if library is not None and self._fused is not None:
+            try:
+                self._native = NativeLayers(library, self._fused, plan, arena)
+            except NotFused as reason:
+                why = str(reason)
+        if why:
+            logger.info("unit %s runs by its modules: %s", unit_id, why)
         self._generation: int | None = None
 
     def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
         """Use these weight views; cheap when the generation is the one already bound."""
-        if generation != self._generation:
-            bind_weights(self._model, tensors)
-            self._generation = generation
+        if generation == self._generation:
+            return
+        bind_weights(self._model, tensors)
+        if self._native is not None and self._fused is not None:
+            self._fused.bind(tensors)
+            self._native.bind()
+        self._generation = generation
 
     def unbind(self) -> None:
         """Forget the weights and give all KV pages back."""
         unbind_weights(self._model)
+        if self._native is not None and self._fused is not None:
+            self._fused.unbind()
+            self._native.unbind()
         self._generation = None
         self.cache.drop_all()
 
     def execute(self, batch: StepBatch) -> SampleOutput:
         """Compute K and V of all T tokens, and a token for each sampling row."""
         with torch.inference_mode():
-            if batch.scoring is None:
-                logits, scores = self._logits(batch), None
-            else:
-                logits, scores = self._scored(batch, batch.scoring)
+            logits, scores = self._run(batch)
             num_sampling = len(batch.sampling_rows)
             masks = bring_masks(batch.sampling, logits.device)
             output = sample(logits[:num_sampling], masks)
@@ -97,15 +119,23 @@ class ModelRunner:
                 output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
             return output if scores is None else replace(output, prompt=scores)
 
-    def _scored(self, batch: StepBatch, scoring: Scoring) -> tuple[torch.Tensor, Logprobs]:
+    def _run(self, batch: StepBatch) -> tuple[torch.Tensor, Logprobs | None]:
+        """float32 [rows, vocab], of the sampling rows, then of the others; the prompts' scores."""
+        native = self._native
+        if native is not None:
+            hidden = native.forward(batch.input_ids[0], batch.position_ids[0], batch)
+            if batch.scoring is None:
+                return native.logits(native.normed(hidden, batch.logit_index)), None
+            states = native.normed(hidden, None)
+            scores = _score(states, batch.scoring, native.logits)
+            return native.logits(states[batch.logit_index]), scores
+        if batch.scoring is None:
+            return self._by_modules(batch), None
         with self._body.keeping() as kept:
-            logits = self._logits(batch)
-        hidden = kept.hidden[scoring.index]
-        scores = prompt_logprobs(hidden, scoring.next_ids, scoring.num_logprobs, kept.project)
-        return logits, scores
+            logits = self._by_modules(batch)
+        return logits, _score(kept.hidden, batch.scoring, kept.project)
 
-    def _logits(self, batch: StepBatch) -> torch.Tensor:
-        """float32 [rows, vocab]: of the sampling rows, then of the others."""
+    def _by_modules(self, batch: StepBatch) -> torch.Tensor:
         with step_context(StepContext(self._arena, batch.plan, batch.groups)):
             output = self._model(
                 input_ids=batch.input_ids,
@@ -115,3 +145,10 @@ class ModelRunner:
             )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+
+def _score(
+    states: torch.Tensor, scoring: Scoring, project: Callable[[torch.Tensor], torch.Tensor]
+) -> Logprobs:
+    hidden = states[scoring.index]
+    return prompt_logprobs(hidden, scoring.next_ids, scoring.num_logprobs, project)

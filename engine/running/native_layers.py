@@ -1,0 +1,208 @@
+"""A fused model's layers on a processor, by the C++ kernels: one call a step.
+
+    NativeLayers(library, fused, plan)   or NotFused, with the reason in words
+    bind()                               after fused.bind: the layers' addresses of now
+    forward(ids, positions, batch)       -> hidden states; K and V of all tokens are written
+    logits(states)                       -> float32 [n, V]
+
+What engine/running/fusion.py recognises, in bfloat16, with plain weights and heads of a size that
+the registers fit. Everything else runs by torch's operators. Results differ from the modules' by
+rounding: sums are float32, and a product is rounded once.
+
+Tensors handed to C++ by address are held here, or by the caller's batch, until the call returns.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.memory.kv_plan import KvPlan
+from engine.running.batch import StepBatch
+from engine.running.fusion import Fused, Hidden, NotFused
+from kernels.decoder_layer import LayerForm, LayerWeights, Product
+from kernels.native_calls import (
+    ACTIVATIONS,
+    MAX_DIM,
+    AttentionForm,
+    Cache,
+    Group,
+    Layer,
+    Linear,
+    NativeLibrary,
+    Norm,
+    Rows,
+    Step,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """The step's rows as C++ takes them; `calls` only keeps alive what `array` points to."""
+
+    array: "ctypes.Array[Group]"
+    calls: tuple["ctypes.Array[Rows]", ...]
+
+
+class NativeLayers:
+    """One model's. `bind` after every change of its weights' addresses."""
+
+    def __init__(
+        self, library: NativeLibrary, fused: Fused, plan: KvPlan, arena: torch.Tensor
+    ) -> None:
+        """Raises NotFused for what the kernels do not cover."""
+        for form in fused.forms:
+            if form.sinks is not None:
+                raise NotFused("attention has sinks")
+        for group in plan.groups:
+            layer = group.block.layer
+            if group.block.dtype != torch.bfloat16:
+                raise NotFused(f"KV is {group.block.dtype}")
+            if layer.k_dim != layer.v_dim:
+                raise NotFused("keys and values differ in size")
+            if layer.k_dim % library.dim_multiple or layer.k_dim > MAX_DIM:
+                raise NotFused(f"heads of {layer.k_dim}")
+        self._library = library
+        self._fused = fused
+        self._plan = plan
+        self._arena = arena
+        self._layers: ctypes.Array[Layer] | None = None
+
+    def bind(self) -> None:
+        """Take the addresses of the weights that `fused` is bound to. Raises NotFused."""
+        layers = (Layer * len(self._fused.forms))()
+        for i, (form, weights) in enumerate(
+            zip(self._fused.forms, self._fused.weights, strict=True)
+        ):
+            self._fill(layers[i], i, form, weights)
+        self._layers = layers
+
+    def unbind(self) -> None:
+        """Forget them."""
+        self._layers = None
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, batch: StepBatch) -> Hidden:
+        """ids, positions [T] of the whole step."""
+        layers, fused = self._layers, self._fused
+        assert layers is not None, "not bound"
+        x, cos, sin = fused.embed(ids, positions)
+        cos, sin = cos.float().contiguous(), sin.float().contiguous()
+        groups = _groups(batch)
+        for i, layer in enumerate(layers):
+            group, place = self._plan.layer_group[i]
+            table = batch.groups[group].table
+            layer.cache.table = table.data_ptr() + place * table.stride(0) * table.itemsize
+        first = layers[0]
+        num_tokens, size = x.shape
+        heads = first.form.num_heads * first.cache.dim
+        residual = torch.empty_like(x)
+        work = [
+            x.new_empty(num_tokens, width) for width in (size, first.qkv.n, heads, first.gate_up.n)
+        ]
+        step = Step(
+            num_tokens=num_tokens,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            groups=groups.array,
+            x=x.data_ptr(),
+            residual=residual.data_ptr(),
+            y=work[0].data_ptr(),
+            qkv=work[1].data_ptr(),
+            attended=work[2].data_ptr(),
+            hidden=work[3].data_ptr(),
+            half=cos.shape[-1],
+            size=size,
+            first=1,
+        )
+        self._library.layers(layers, step)
+        return Hidden(x, residual)
+
+    def normed(self, hidden: Hidden, index: torch.Tensor | None) -> torch.Tensor:
+        """The states that the head is given: of all tokens, or of those in `index`."""
+        branch, stream = hidden.branch, hidden.stream
+        if index is not None:
+            branch, stream = branch.index_select(0, index), stream.index_select(0, index)
+        form, weight = self._fused.forms[0], self._fused.last_norm
+        return self._library.add_norm(
+            _norm(weight, form), branch, stream, form.residual_multiplier, first=False
+        )
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, H] to float32 [n, V], not rounded on the way."""
+        head, scaling = self._fused.output_head
+        logits = self._library.linear(states, head.weight, head.bias, wide=True)
+        return logits if scaling == 1.0 else logits.div_(scaling)
+
+    def _fill(self, layer: Layer, number: int, form: LayerForm, weights: LayerWeights) -> None:
+        group, _ = self._plan.layer_group[number]
+        block = self._plan.groups[group].block
+        layer.qkv, layer.out = _linear(weights.qkv), _linear(weights.out)
+        layer.gate_up, layer.down = _linear(weights.gate_up, halves=2), _linear(weights.down)
+        layer.input_norm = _norm(weights.input_norm, form)
+        layer.post_norm = _norm(weights.post_norm, form)
+        layer.q_norm, layer.k_norm = _norm(weights.q_norm, form), _norm(weights.k_norm, form)
+        layer.head_norms = weights.q_norm is not None
+        layer.form = AttentionForm(form.num_heads, form.scale, form.softcap)
+        layer.activation = ACTIVATIONS[form.activation]
+        layer.rotates = self._fused.rotates[number]
+        layer.interleaved = form.interleaved
+        layer.residual_multiplier = form.residual_multiplier
+        layer.group = group
+        layer.cache = Cache(
+            arena=self._arena.data_ptr(),
+            unit_bytes=block.unit_bytes,
+            block_units=block.block_units,
+            v_start_units=block.v_start_units,
+            block_tokens=block.block_tokens,
+            num_kv_heads=block.layer.num_kv_heads,
+            dim=block.layer.k_dim,
+            window=block.layer.window,
+        )
+
+
+def _linear(product: Product, halves: int = 1) -> Linear:
+    weight: Any = product.weight
+    if not isinstance(weight, torch.Tensor) or product.scale is not None:
+        raise NotFused("weights are quantized")
+    if weight.dtype != torch.bfloat16:
+        raise NotFused(f"weights are {weight.dtype}")
+    if halves == 2 and product.bias is not None:
+        raise NotFused("gate and up have biases")
+    if not weight.is_contiguous():
+        raise NotFused("weights are strided")
+    bias = None if product.bias is None else product.bias.data_ptr()
+    return Linear(weight.data_ptr(), bias, weight.shape[0] // halves, weight.shape[1])
+
+
+def _norm(weight: torch.Tensor | None, form: LayerForm) -> Norm:
+    address = None if weight is None else weight.data_ptr()
+    return Norm(address, form.eps, form.unit_offset, form.center)
+
+
+def _groups(batch: StepBatch) -> _Groups:
+    array = (Group * len(batch.groups))()
+    kept = []
+    for group, rows in zip(array, batch.groups, strict=True):
+        calls = (Rows * len(rows.rows))(
+            *(
+                Rows(
+                    call.token_index.data_ptr(),
+                    call.chunk.data_ptr(),
+                    call.slot.data_ptr(),
+                    call.context_len.data_ptr(),
+                    call.first.data_ptr(),
+                    call.chunk.shape[0],
+                    call.token_index.shape[1],
+                    call.chunk.shape[1],
+                )
+                for call in rows.rows
+            )
+        )
+        kept.append(calls)
+        group.calls = calls
+        group.num_calls = len(calls)
+        group.token_chunk = rows.token_chunk.data_ptr()
+        group.token_slot = rows.token_slot.data_ptr()
+        group.token_offset = rows.token_offset.data_ptr()
+    return _Groups(array, tuple(kept))

@@ -1,0 +1,149 @@
+// The layers of a llama-like model over one step's tokens: the calls of kernels/decoder_layer.py,
+// all layers in one call from Python. Structures mirror kernels/native_calls.py, field by field.
+//
+// The library has one pool of threads, and one caller at a time.
+
+#include <memory>
+#include <mutex>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+#include "rows.h"
+
+using namespace polyhost;
+
+namespace {
+
+struct Layer {
+  Linear qkv, out, gate_up, down;
+  Norm input_norm, post_norm, q_norm, k_norm;
+  Cache cache;
+  AttentionForm form;
+  int32_t activation, rotates, interleaved, head_norms;
+  float residual_multiplier;
+  int32_t group;  // which of the step's groups its rows are
+};
+
+// One layer group's rows in this step.
+struct Group {
+  const Rows* calls;
+  const int64_t *token_chunk, *token_slot, *token_offset;  // [T], where K and V go
+  int32_t num_calls, reserved;
+};
+
+struct Step {
+  int64_t num_tokens;
+  const float *cos, *sin;  // [T, half]
+  const Group* groups;
+  bf16 *x, *residual;      // [T, hidden]: in and out
+  bf16 *y, *qkv, *attended, *hidden;  // work space
+  int32_t half, size, first, reserved;  // `size`: hidden; `first`: there is no residual yet
+};
+
+std::unique_ptr<Pool> pool;
+std::mutex entry;
+
+template <class F>
+void each_token(int64_t num_tokens, F f) {
+  // A few rows are done before another thread has woken up.
+  int64_t rows = std::max<int64_t>(8, num_tokens / (4 * pool->num_threads()));
+  auto piece = [&](int number) {
+    int64_t end = std::min(num_tokens, (number + 1) * rows);
+    for (int64_t t = number * rows; t < end; t++) f(t);
+  };
+  pool->each(int((num_tokens + rows - 1) / rows), piece);
+}
+
+void write_token(const Layer& layer, const Step& step, int64_t t) {
+  const Cache& cache = layer.cache;
+  const Group& group = step.groups[layer.group];
+  int dim = cache.dim, heads = layer.form.num_heads, kv_heads = cache.num_kv_heads;
+  bf16* row = step.qkv + t * layer.qkv.n;
+  for (int head = 0; head < heads + kv_heads; head++) {
+    bf16* values = row + int64_t(head) * dim;
+    if (layer.head_norms)
+      norm_row(head < heads ? layer.q_norm : layer.k_norm, values, values, dim);
+    if (layer.rotates)
+      rotate_head(values, step.cos + t * step.half, step.sin + t * step.half, step.half,
+                  layer.interleaved);
+  }
+  int64_t unit = cache.table[group.token_chunk[t]] + group.token_slot[t] * cache.block_units;
+  uint8_t* block = const_cast<uint8_t*>(cache.arena) + unit * cache.unit_bytes;
+  size_t bytes = size_t(dim) * sizeof(bf16);
+  for (int head = 0; head < kv_heads; head++) {
+    int64_t place = (int64_t(head) * cache.block_tokens + group.token_offset[t]) * int64_t(bytes);
+    std::memcpy(block + place, row + int64_t(heads + head) * dim, bytes);
+    std::memcpy(block + cache.v_start_units * cache.unit_bytes + place,
+                row + int64_t(heads + kv_heads + head) * dim, bytes);
+  }
+}
+
+void run_layer(const Layer& layer, const Step& step, bool first) {
+  int64_t tokens = step.num_tokens;
+  int size = step.size;
+  const Group& group = step.groups[layer.group];
+  each_token(tokens, [&](int64_t t) {
+    add_norm_row(layer.input_norm, step.x + t * size, step.residual + t * size,
+                 step.y + t * size, size, layer.residual_multiplier, first);
+  });
+  linear(*pool, layer.qkv, NONE, step.y, tokens, {step.qkv, layer.qkv.n, false});
+  each_token(tokens, [&](int64_t t) { write_token(layer, step, t); });
+  attention(*pool, layer.cache, layer.form, group.calls, group.num_calls, step.qkv, layer.qkv.n,
+            step.attended);
+  linear(*pool, layer.out, NONE, step.attended, tokens, {step.x, size, false});
+  each_token(tokens, [&](int64_t t) {
+    add_norm_row(layer.post_norm, step.x + t * size, step.residual + t * size, step.y + t * size,
+                 size, layer.residual_multiplier, false);
+  });
+  linear(*pool, layer.gate_up, layer.activation, step.y, tokens,
+         {step.hidden, layer.gate_up.n, false});
+  linear(*pool, layer.down, NONE, step.hidden, tokens, {step.x, size, false});
+}
+
+}  // namespace
+
+#define EXPORTED __attribute__((visibility("default")))
+
+extern "C" {
+
+// How many threads, the caller among them, and how long they look for work before they sleep.
+EXPORTED void polyhost_threads(int num_threads, int spin_rounds) {
+  std::lock_guard<std::mutex> lock(entry);
+  if (!pool || pool->num_threads() != num_threads) pool = std::make_unique<Pool>(num_threads);
+  pool->set_spin(spin_rounds);
+}
+
+EXPORTED int polyhost_num_threads() { return pool ? pool->num_threads() : 0; }
+
+// Which sizes fit: heads of a multiple of this many values.
+EXPORTED int polyhost_dim_multiple() { return PAIRS; }
+
+EXPORTED void polyhost_layers(const Layer* layers, int num_layers, const Step* step) {
+  std::lock_guard<std::mutex> lock(entry);
+  for (int i = 0; i < num_layers; i++) run_layer(layers[i], *step, step->first && i == 0);
+}
+
+// y [T, n] of x [T, k]; `wide`: y is float32.
+EXPORTED void polyhost_linear(const Linear* op, int activation, const bf16* x, int64_t num_rows, void* y,
+                     int wide) {
+  std::lock_guard<std::mutex> lock(entry);
+  linear(*pool, *op, activation, x, num_rows, {y, op->n, wide != 0});
+}
+
+EXPORTED void polyhost_attention(const Cache* cache, const AttentionForm* form, const Rows* calls,
+                        int num_calls, const bf16* query, int64_t q_stride, bf16* out) {
+  std::lock_guard<std::mutex> lock(entry);
+  attention(*pool, *cache, *form, calls, num_calls, query, q_stride, out);
+}
+
+EXPORTED void polyhost_add_norm(const Norm* norm, const bf16* x, bf16* residual, bf16* y, int64_t num_rows,
+                       int size, float multiplier, int first) {
+  std::lock_guard<std::mutex> lock(entry);
+  each_token(num_rows, [&](int64_t t) {
+    add_norm_row(*norm, x + t * size, residual + t * size, y + t * size, size, multiplier,
+                 first != 0);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,137 @@
+// Threads that share the work of one operation at a time.
+//
+// Work is cut into more pieces than there are threads, and whoever is free takes the next: a thread
+// that the operating system has put aside for a neighbour holds up the piece it has, and no other.
+// A thread without work looks for some for `spin` rounds and then sleeps in the kernel, so that a
+// gateway on the same cores finds them free between steps.
+//
+// One caller at a time. Which piece is next, how many there are and of which job lie in one word, so
+// that a thread that wakes late can never take a piece of a job it knows nothing of.
+
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace polyhost {
+
+class Pool {
+ public:
+  using Work = void (*)(void* context, int piece);
+
+  explicit Pool(int num_threads) {
+    for (int i = 1; i < num_threads; i++) threads_.emplace_back([this] { live(); });
+  }
+
+  ~Pool() {
+    ending_.store(true, std::memory_order_release);
+    wake();
+    for (auto& thread : threads_) thread.join();
+  }
+
+  int num_threads() const { return int(threads_.size()) + 1; }
+
+  // How many rounds of looking before a thread sleeps; 0: at once.
+  void set_spin(int rounds) { spin_.store(rounds, std::memory_order_relaxed); }
+
+  // Calls f(piece) for every piece in [0, num_pieces), and returns when all have returned.
+  template <class F>
+  void each(int num_pieces, F& f) {
+    if (num_pieces <= 0) return;
+    if (num_pieces == 1 || threads_.empty()) {
+      for (int piece = 0; piece < num_pieces; piece++) f(piece);
+      return;
+    }
+    work_ = [](void* context, int piece) { (*static_cast<F*>(context))(piece); };
+    context_ = &f;
+    left_.store(num_pieces, std::memory_order_relaxed);
+    job_ = (job_ + 1) & JOB_MASK;
+    state_.store(pack(job_, num_pieces, 0), std::memory_order_seq_cst);
+    wake();
+    take_all();
+    for (int round = 0; left_.load(std::memory_order_acquire) > 0; round++) {
+      if (round < PATIENCE) {
+        pause();
+      } else {
+        sched_yield();
+      }
+    }
+  }
+
+ private:
+  static constexpr int COUNT_BITS = 20;
+  static constexpr uint64_t COUNT_MASK = (1u << COUNT_BITS) - 1;
+  static constexpr uint64_t JOB_MASK = (uint64_t(1) << (64 - 2 * COUNT_BITS)) - 1;
+  static constexpr int PATIENCE = 4000;
+
+  static uint64_t pack(uint64_t job, uint64_t total, uint64_t next) {
+    return job << (2 * COUNT_BITS) | total << COUNT_BITS | next;
+  }
+
+  static void pause() { __builtin_ia32_pause(); }
+
+  void take_all() {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    for (;;) {
+      uint64_t next = state & COUNT_MASK, total = (state >> COUNT_BITS) & COUNT_MASK;
+      if (next >= total) return;
+      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+      work_(context_, int(next));
+      left_.fetch_sub(1, std::memory_order_acq_rel);
+      state = state_.load(std::memory_order_acquire);
+    }
+  }
+
+  bool any_work() const {
+    uint64_t state = state_.load(std::memory_order_acquire);
+    return (state & COUNT_MASK) < ((state >> COUNT_BITS) & COUNT_MASK);
+  }
+
+  void live() {
+    for (;;) {
+      int rounds = spin_.load(std::memory_order_relaxed);
+      bool found = false;
+      for (int i = 0; i <= rounds && !found; i++) {
+        if (ending_.load(std::memory_order_acquire)) return;
+        found = any_work();
+        if (!found) pause();
+      }
+      if (!found) {
+        uint32_t seen = bell_.load(std::memory_order_acquire);
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+        if (!any_work() && !ending_.load(std::memory_order_acquire))
+          syscall(SYS_futex, &bell_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+        sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+        continue;
+      }
+      take_all();
+    }
+  }
+
+  void wake() {
+    if (sleepers_.load(std::memory_order_seq_cst) == 0 && !ending_.load()) return;
+    bell_.fetch_add(1, std::memory_order_seq_cst);
+    syscall(SYS_futex, &bell_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+  }
+
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> left_{0};
+  alignas(64) std::atomic<uint32_t> bell_{0};
+  std::atomic<int> sleepers_{0};
+  std::atomic<int> spin_{2000};
+  std::atomic<bool> ending_{false};
+  uint64_t job_ = 0;
+  Work work_ = nullptr;
+  void* context_ = nullptr;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace polyhost

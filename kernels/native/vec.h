@@ -1,0 +1,255 @@
+// A register of float32 lanes and one of bfloat16 pairs: what the kernels compute with.
+//
+// 16 lanes with AVX-512, 8 with AVX2. Products of pairs are one instruction where the compiler may use
+// AVX-512 BF16; elsewhere pairs are widened, which is two products and some shifts. Kernels are written
+// once, over `Vec`; nothing outside this file knows the width but by LANES and PAIRS.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace polyhost {
+
+using bf16 = uint16_t;
+
+inline float widen(bf16 value) {
+  uint32_t bits = uint32_t(value) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline bf16 narrow(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16((bits >> 16) | 0x40);
+  return bf16((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+
+constexpr int LANES = 16;
+using Vec = __m512;
+using Pairs = __m512i;  // 32 bfloat16: two neighbours a lane
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec fill(float v) { return _mm512_set1_ps(v); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec nearest(Vec a) {
+  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vec times_power_of_two(Vec a, Vec exponent) { return _mm512_scalef_ps(a, exponent); }
+inline float sum(Vec a) { return _mm512_reduce_add_ps(a); }
+inline float largest(Vec a) { return _mm512_reduce_max_ps(a); }
+inline Pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
+inline Pairs fill_pairs(uint32_t pair) { return _mm512_set1_epi32(int(pair)); }
+inline Vec low_of(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+inline Vec high_of(Pairs a) {
+  return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
+}
+#ifdef __AVX512BF16__
+inline Vec dot_pairs(Vec c, Pairs a, Pairs b) {
+  return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+#else
+inline Vec dot_pairs(Vec c, Pairs a, Pairs b) {
+  return fma(high_of(a), high_of(b), fma(low_of(a), low_of(b), c));
+}
+#endif
+inline Vec load_bf16(const bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+// Round to nearest, ties to even; NaN stays NaN.
+inline void store_bf16(bf16* p, Vec v) {
+  __m512i bits = _mm512_castps_si512(v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  up = _mm512_mask_mov_epi32(up, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+// Lane i is kept where first <= i < end, else `other`.
+inline Vec keep_lanes(Vec v, int first, int end, float other) {
+  __mmask16 below = end >= 16 ? 0xffff : __mmask16((1u << (end < 0 ? 0 : end)) - 1);
+  __mmask16 before = first <= 0 ? 0 : first >= 16 ? 0xffff : __mmask16((1u << first) - 1);
+  return _mm512_mask_mov_ps(_mm512_set1_ps(other), __mmask16(below & ~before), v);
+}
+// Lane i of the result: the sum of all lanes of in[i].
+inline Vec sum_each(const Vec* in) {
+  Vec s[8], t[4];
+  for (int i = 0; i < 8; i++)
+    s[i] = add(_mm512_unpacklo_ps(in[2 * i], in[2 * i + 1]),
+               _mm512_unpackhi_ps(in[2 * i], in[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    __m512d a = _mm512_castps_pd(s[2 * i]), b = _mm512_castps_pd(s[2 * i + 1]);
+    t[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  Vec u0 = add(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd));
+  Vec u1 = add(_mm512_shuffle_f32x4(t[2], t[3], 0x88), _mm512_shuffle_f32x4(t[2], t[3], 0xdd));
+  return add(_mm512_shuffle_f32x4(u0, u1, 0x88), _mm512_shuffle_f32x4(u0, u1, 0xdd));
+}
+// in: LANES rows of one register each; out[j]: lane i is lane j of row i.
+inline void transpose(const Pairs* in, Pairs* out) {
+  __m512i s[16], t[16];
+  for (int i = 0; i < 16; i += 2) {
+    s[i] = _mm512_unpacklo_epi32(in[i], in[i + 1]);
+    s[i + 1] = _mm512_unpackhi_epi32(in[i], in[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    t[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+    t[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+    t[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+    t[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    __m512i a = _mm512_shuffle_i32x4(t[i], t[i + 4], 0x88);
+    __m512i b = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0x88);
+    __m512i c = _mm512_shuffle_i32x4(t[i], t[i + 4], 0xdd);
+    __m512i d = _mm512_shuffle_i32x4(t[i + 8], t[i + 12], 0xdd);
+    out[i] = _mm512_shuffle_i32x4(a, b, 0x88);
+    out[i + 8] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    out[i + 4] = _mm512_shuffle_i32x4(c, d, 0x88);
+    out[i + 12] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+// Rows a and b, element by element as pairs, in the order of the elements: LANES of them at `low`,
+// the rest at `high`.
+inline void interleave(Pairs a, Pairs b, Pairs* low, Pairs* high) {
+  const __m512i order_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
+  const __m512i order_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+  __m512i l = _mm512_unpacklo_epi16(a, b), h = _mm512_unpackhi_epi16(a, b);
+  *low = _mm512_permutex2var_epi64(l, order_low, h);
+  *high = _mm512_permutex2var_epi64(l, order_high, h);
+}
+
+#else
+
+constexpr int LANES = 8;
+using Vec = __m256;
+using Pairs = __m256i;  // 16 bfloat16
+
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec fill(float v) { return _mm256_set1_ps(v); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline Vec nearest(Vec a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+// Exponents below -126 give zero.
+inline Vec times_power_of_two(Vec a, Vec exponent) {
+  __m256i e = _mm256_cvtps_epi32(maximum(exponent, fill(-127.0f)));
+  __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23);
+  return mul(a, _mm256_castsi256_ps(bits));
+}
+inline float sum(Vec a) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+inline float largest(Vec a) {
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_shuffle_ps(s, s, 1)));
+}
+inline Pairs load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Pairs fill_pairs(uint32_t pair) { return _mm256_set1_epi32(int(pair)); }
+inline Vec low_of(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+inline Vec high_of(Pairs a) {
+  return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000u))));
+}
+inline Vec dot_pairs(Vec c, Pairs a, Pairs b) {
+  return fma(high_of(a), high_of(b), fma(low_of(a), low_of(b), c));
+}
+inline Vec load_bf16(const bf16* p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline void store_bf16(bf16* p, Vec v) {
+  __m256i bits = _mm256_castps_si256(v);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  __m256i kept = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  up = _mm256_srli_epi32(_mm256_blendv_epi8(up, kept, nan), 16);
+  __m128i low = _mm256_castsi256_si128(up), high = _mm256_extracti128_si256(up, 1);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, high));
+}
+inline Vec keep_lanes(Vec v, int first, int end, float other) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
+  __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
+  Vec kept = _mm256_castsi256_ps(_mm256_andnot_si256(before, below));
+  return _mm256_blendv_ps(fill(other), v, kept);
+}
+inline Vec sum_each(const Vec* in) {
+  Vec a = _mm256_hadd_ps(_mm256_hadd_ps(in[0], in[1]), _mm256_hadd_ps(in[2], in[3]));
+  Vec b = _mm256_hadd_ps(_mm256_hadd_ps(in[4], in[5]), _mm256_hadd_ps(in[6], in[7]));
+  return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline void transpose(const Pairs* in, Pairs* out) {
+  __m256i s[8], t[8];
+  for (int i = 0; i < 8; i += 2) {
+    s[i] = _mm256_unpacklo_epi32(in[i], in[i + 1]);
+    s[i + 1] = _mm256_unpackhi_epi32(in[i], in[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    t[i] = _mm256_unpacklo_epi64(s[i], s[i + 2]);
+    t[i + 1] = _mm256_unpackhi_epi64(s[i], s[i + 2]);
+    t[i + 2] = _mm256_unpacklo_epi64(s[i + 1], s[i + 3]);
+    t[i + 3] = _mm256_unpackhi_epi64(s[i + 1], s[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    out[i] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x20);
+    out[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
+  }
+}
+inline void interleave(Pairs a, Pairs b, Pairs* low, Pairs* high) {
+  __m256i l = _mm256_unpacklo_epi16(a, b), h = _mm256_unpackhi_epi16(a, b);
+  *low = _mm256_permute2x128_si256(l, h, 0x20);
+  *high = _mm256_permute2x128_si256(l, h, 0x31);
+}
+
+#endif
+
+constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
+
+inline void store_pairs(bf16* p, Pairs v) { std::memcpy(p, &v, sizeof v); }
+
+// e^x by 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 3e-7, 0 far below zero.
+inline Vec exponential(Vec x) {
+  x = minimum(maximum(x, fill(-104.0f)), fill(88.0f));
+  Vec n = nearest(mul(x, fill(1.44269504f)));
+  Vec r = fma(n, fill(-0.693359375f), x);
+  r = fma(n, fill(2.12194440e-4f), r);
+  Vec p = fill(1.9875691500e-4f);
+  p = fma(p, r, fill(1.3981999507e-3f));
+  p = fma(p, r, fill(8.3334519073e-3f));
+  p = fma(p, r, fill(4.1665795894e-2f));
+  p = fma(p, r, fill(1.6666665459e-1f));
+  p = fma(p, r, fill(5.0000001201e-1f));
+  p = add(fma(mul(p, r), r, r), fill(1.0f));
+  return times_power_of_two(p, n);
+}
+
+}  // namespace polyhost

@@ -1,0 +1,234 @@
+"""Whole models by the C++ kernels: no further from float32 than torch's own bfloat16 is.
+
+Through the production engine, over poisoned memory: prompts in chunks beside decodes, prefixes from
+the cache, preemptions, swaps. The truth is transformers' model in float32 over the same weights.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    OlmoConfig,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
+
+from engine.packs.convert import inspect, write_pack
+from engine.running.fusion import LAYERS
+from engine.running.model_runner import ModelRunner
+from kernels.native_calls import library
+from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel, save_folder
+from tests.engine.sampling.test_prompt_logprobs import Rig
+from tests.engine.test_engine import MODES, random_prompt, weight_pages
+
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="no C++ compiler when this was installed, or no such processor"
+)
+
+WIDE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": MAX_CONTEXT,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+# Biases lie side by side in a pack where each fills 256 bytes.
+BIASED = WIDE | {"hidden_size": 256}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# Why a model of the list does not run natively.
+BY_MODULES = {"olmo2": "layers are Olmo2DecoderLayer", "narrow": "heads of 8"}
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    """Every kind of layer that is fused, with heads of 32."""
+    return {
+        "llama": LlamaConfig(**WIDE),
+        "llama-biased": LlamaConfig(**BIASED, attention_bias=True),
+        "qwen2": Qwen2Config(**BIASED),
+        "qwen2-windows": Qwen2Config(
+            **BIASED, use_sliding_window=True, sliding_window=10, max_window_layers=1
+        ),
+        "qwen3": Qwen3Config(**WIDE, head_dim=64),
+        "mistral": MistralConfig(**WIDE, sliding_window=13),
+        "phi3-partial": Phi3Config(**WIDE, rope_parameters=PARTIAL),
+        "granite": GraniteConfig(
+            **WIDE,
+            residual_multiplier=0.6,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+        ),
+        "olmo": OlmoConfig(**WIDE),
+        "gemma": GemmaConfig(**WIDE, head_dim=32),
+        "smollm3": SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
+        "olmo2": Olmo2Config(**WIDE),
+        "narrow": LlamaConfig(**WIDE | {"num_attention_heads": 16}),
+    }
+
+
+@pytest.fixture(name="models", scope="module")
+def _models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    root = tmp_path_factory.mktemp("native")
+    models = {}
+    for seed, (name, config) in enumerate(configs().items()):
+        folder = root / "source" / name
+        reference = save_folder(config, folder, seed)
+        reference = reference.to(torch.bfloat16).float()  # the weights that the pack will have
+        pack_dir, _ = write_pack(inspect(folder), root / "packs", "bfloat16", lambda *_: None)
+        models[name] = TinyModel(name, folder, pack_dir, reference)
+    return models
+
+
+@pytest.fixture(name="rigs")
+def _rigs() -> Iterator[Any]:
+    made: list[Rig] = []
+
+    def make(models: dict[str, TinyModel], **settings: Any) -> Rig:
+        rig = Rig(models, **{"num_pages": 2400, **settings})
+        made.append(rig)
+        for name in models:
+            rig.make_resident(name)
+        return rig
+
+    yield make
+    for rig in made:
+        rig.engine.close()
+        rig.backend.close()
+
+
+def runner(rig: Rig, name: str) -> ModelRunner:
+    found = rig.engine.runner(rig.engine._hosting.catalog.unit(name))
+    assert isinstance(found, ModelRunner)
+    return found
+
+
+def say(rig: Rig, name: str, model: str, prompt: list[int], new: int) -> list[int]:
+    """One request alone, to its end."""
+    rig.submit(name, model, prompt, new)
+    rig.run(lambda: name in rig.finishes)
+    return rig.tokens[name]
+
+
+def truth(model: TinyModel, tokens: list[int]) -> torch.Tensor:
+    """Logprobs at every position."""
+    with torch.no_grad():
+        logits: torch.Tensor = model.reference(torch.tensor([tokens])).logits[0]
+    return logits.double().log_softmax(-1)
+
+
+def error_of(rig: Rig, model: TinyModel, prompt: list[int]) -> float:
+    """Mean distance of the prompt's logprobs from the truth."""
+    name = f"{model.name}-{len(rig.finishes)}"
+    rig.ask(name, model.name, prompt, count=1)
+    rig.run(lambda: name in rig.finishes)
+    logs = truth(model, prompt)
+    errors = [
+        abs(told.logprob - float(logs[position, prompt[position + 1]]))
+        for position, told in enumerate(rig.scores[name])
+    ]
+    return sum(errors) / len(errors)
+
+
+def test_families_are_as_near_to_the_truth_as_torch(
+    models: dict[str, TinyModel], rigs: Any
+) -> None:
+    native, plain = rigs(models), rigs(models, native_kernels=False)
+    rng = random.Random(4)
+    for name, model in models.items():
+        assert (runner(native, name)._native is None) == (name in BY_MODULES), name
+        assert runner(plain, name)._native is None
+        prompt = random_prompt(rng, 90)
+        ours, torchs = (error_of(rig, model, prompt) for rig in (native, plain))
+        assert ours <= 1.3 * torchs + 0.01, (name, ours, torchs)
+        assert ours < 0.25, name
+
+
+def test_why_a_model_does_not_run_natively(
+    models: dict[str, TinyModel], rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="engine.running.model_runner")
+    rigs({name: models[name] for name in BY_MODULES})
+    for why in BY_MODULES.values():
+        assert why in caplog.text
+
+
+def test_every_fused_class_is_here(models: dict[str, TinyModel]) -> None:
+    seen = {type(model.reference.model.layers[0]).__name__ for model in models.values()}
+    assert seen >= LAYERS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_decodes_beside_prefills_swaps_and_preemptions(
+    models: dict[str, TinyModel], rigs: Any, mode: Any
+) -> None:
+    """Every token is one that the truth ranks first, or within rounding of the first."""
+    picked = {name: models[name] for name in ("qwen2-windows", "qwen3")}
+    room = max(weight_pages(model) for model in picked.values()) + 24
+    rig = rigs({}, num_pages=room, mode=mode, max_batch_tokens=24, load_kv_tokens=16)
+    rig.engine.set_catalog([model.spec for model in picked.values()], 0.0)
+    rng = random.Random(6)
+    head = random_prompt(rng, 24)
+    asked: dict[str, tuple[TinyModel, list[int]]] = {}
+    for model in (*picked.values(), *picked.values()):
+        rig.make_resident(model.name)
+        for _ in range(8):
+            request = str(len(asked))
+            prompt = head + random_prompt(rng, 30)
+            asked[request] = (model, prompt)
+            rig.submit(request, model.name, prompt, 24)
+        rig.run(lambda: len(rig.finishes) == len(asked))
+    assert rig.counter("preemptions") > 0
+    for request, (model, prompt) in asked.items():
+        said = rig.tokens[request]
+        assert len(said) == 24
+        logs = truth(model, prompt + said)
+        for i, token in enumerate(said):
+            at = logs[len(prompt) - 1 + i]
+            assert float(at.max() - at[token]) < 0.35, (request, i)
+    rig.empty()
+
+
+def test_answers_do_not_depend_on_the_threads(models: dict[str, TinyModel], rigs: Any) -> None:
+    """Work is cut by its size, not by who does it: the same bits with one thread and with four."""
+    prompt = random_prompt(random.Random(9), 60)
+    said = []
+    native = library()
+    assert native is not None
+    for threads in (1, 4):
+        rig = rigs({"llama": models["llama"]})
+        native.set_threads(threads)
+        said.append(say(rig, "one", "llama", prompt, 40))
+    native.set_threads(1)
+    assert said[0] == said[1]
+
+
+def test_weights_that_moved_are_followed(models: dict[str, TinyModel], rigs: Any) -> None:
+    """A unit that comes back, perhaps elsewhere: bound anew, the same answer."""
+    small = {name: models[name] for name in ("llama", "granite")}
+    sizes = [weight_pages(model) for model in small.values()]
+    assert sum(sizes) > max(sizes) + 24, "both would stay"
+    rig = rigs({}, num_pages=max(sizes) + 24)
+    rig.engine.set_catalog([model.spec for model in small.values()], 0.0)
+    prompt = random_prompt(random.Random(2), 20)
+    said: dict[str, list[list[int]]] = {name: [] for name in small}
+    for turn in range(3):
+        for name in small:
+            rig.make_resident(name)
+            said[name].append(say(rig, f"{name}-{turn}", name, prompt, 10))
+    assert all(answer == answers[0] for answers in said.values() for answer in answers)

@@ -1,0 +1,251 @@
+"""The C++ kernels against their definitions in torch: every build that this processor runs.
+
+Where the installation compiled none, because there was no compiler, there is nothing to test.
+"""
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels.native_calls import (
+    AttentionForm,
+    Cache,
+    NativeLibrary,
+    Norm,
+    Processor,
+    Rows,
+    builds_for,
+    find,
+    processor,
+)
+from kernels.paged_attention import LayerGeometry
+from kernels.rms_norm import rms_norm_ref
+from tests.kernels.guarded import Guards
+from tests.kernels.paged_case import SCALE, PagedCase, Row
+
+BUILDS = [name for name in builds_for(processor()) if find(name) is not None]
+NOTHING = pytest.param(
+    "", marks=pytest.mark.skip(reason="no C++ compiler when this was installed, or no x86-64")
+)
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"})
+
+
+@pytest.fixture(
+    name="native",
+    scope="module",
+    params=[pytest.param(name) for name in BUILDS] or [NOTHING],
+)
+def _native(request: pytest.FixtureRequest) -> NativeLibrary:
+    path = find(request.param)
+    assert path is not None
+    built = NativeLibrary(path)
+    built.set_threads(3)
+    return built
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).bfloat16()
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
+    """Relative to the largest, NaN counting as far."""
+    error = (found.double() - wanted.double()).abs().max()
+    return float(error.nan_to_num(nan=float("inf"))) <= bound * float(wanted.abs().max())
+
+
+# Rows and widths that end in the middle of every register, tile and piece.
+SIZES = [(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (5, 900, 257), (130, 96, 70)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_is_the_product(
+    native: NativeLibrary, sizes: tuple[int, int, int], biased: bool
+) -> None:
+    num_rows, k, n = sizes
+    guards = Guards()
+    x = guards.input(random(num_rows, k, seed=1))
+    weight = guards.input(random(n, k, seed=2, scale=k**-0.5))
+    bias = guards.input(random(n, seed=3)) if biased else None
+    wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert close(native.linear(x, weight, bias, wide=True), wanted, 1e-6)
+    rounded = native.linear(x, weight, bias)
+    assert rounded.dtype == torch.bfloat16
+    assert close(rounded, wanted, 2**-8)
+    guards.check()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_gate_and_up_come_out_multiplied(
+    native: NativeLibrary, sizes: tuple[int, int, int], activation: str
+) -> None:
+    num_rows, k, n = sizes
+    x, weight = random(num_rows, k, seed=1), random(2 * n, k, seed=2, scale=2 * k**-0.5)
+    gate, up = functional.linear(x.double(), weight.double()).chunk(2, -1)
+    if activation == "silu":
+        acted = functional.silu(gate)
+    else:
+        acted = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+    found = native.linear(x, weight, activation=activation, wide=True)
+    assert close(found, acted * up, 3e-6)
+
+
+@pytest.mark.parametrize("form", ["llama", "gemma", "olmo", "bare"])
+@pytest.mark.parametrize("size", [16, 33, 896])
+def test_norms_and_the_stream(native: NativeLibrary, form: str, size: int) -> None:
+    x, stream, weight = random(5, size), random(5, size, seed=1), random(size, seed=2)
+    given = None if form in ("olmo", "bare") else weight
+    offset, center = form == "gemma", form == "olmo"
+    wanted, kept = rms_norm_ref(x, given, 1e-5, stream.clone(), 0.7, offset, center)
+    address = None if given is None else given.data_ptr()
+    norm = Norm(address, 1e-5, offset, center)
+    residual = stream.clone()
+    found = native.add_norm(norm, x, residual, 0.7, first=False)
+    # 0.7 x is rounded by one and not by the other, so the last bit may differ.
+    assert close(residual, kept, 2**-8)
+    assert close(found, wanted, 2**-7)
+    fresh = torch.full_like(stream, torch.nan)
+    found = native.add_norm(norm, x, fresh, 0.7, first=True)
+    assert torch.equal(fresh, x)
+    plain, _ = rms_norm_ref(x, given, 1e-5, None, 1.0, offset, center)
+    assert close(found, plain, 2**-8)
+
+
+def attend(native: NativeLibrary, case: PagedCase) -> torch.Tensor:
+    """What comes out, over the rows as a step has them."""
+    geometry = case.geometry
+    cache = Cache(
+        arena=case.arena.data_ptr(),
+        table=case.chunk_table.data_ptr(),
+        unit_bytes=geometry.unit_bytes,
+        block_units=geometry.block_units,
+        v_start_units=geometry.v_start_units,
+        block_tokens=geometry.block_tokens,
+        num_kv_heads=geometry.layer.num_kv_heads,
+        dim=geometry.layer.k_dim,
+        window=geometry.layer.window,
+    )
+    rows = case.batch.rows
+    calls = (Rows * len(rows))(
+        *(
+            Rows(
+                call.token_index.data_ptr(),
+                call.chunk.data_ptr(),
+                call.slot.data_ptr(),
+                call.context_len.data_ptr(),
+                call.first.data_ptr(),
+                call.chunk.shape[0],
+                call.token_index.shape[1],
+                call.chunk.shape[1],
+            )
+            for call in rows
+        )
+    )
+    native.attention(
+        cache,
+        AttentionForm(case.heads, SCALE, case.softcap),
+        calls,
+        case.query.contiguous(),
+        case.out,
+    )
+    return case.out
+
+
+MIXES: list[list[Row]] = [
+    [(1, 1), (5, 1), (64, 1), (65, 1), (200, 1)],
+    [(37, 37), (9, 3), (130, 1), (140, 70), (1, 1)],
+]
+
+
+@pytest.mark.parametrize("rows", MIXES)
+@pytest.mark.parametrize("window", [0, 13, 64])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (6, 2), (70, 2), (4, 4)])
+def test_attention_reads_what_a_row_sees(
+    native: NativeLibrary, rows: list[Row], window: int, heads: int, kv_heads: int
+) -> None:
+    layer = LayerGeometry(kv_heads, 32, 32, window)
+    case = PagedCase(layer, rows, heads, torch.bfloat16, block_tokens=4)
+    attend(native, case)
+    assert case.is_right(0.02)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("block_tokens", [4, 16, 32])
+def test_attention_of_every_width(native: NativeLibrary, dim: int, block_tokens: int) -> None:
+    layer = LayerGeometry(2, dim, dim)
+    case = PagedCase(layer, MIXES[1], 4, torch.bfloat16, block_tokens=block_tokens, softcap=20.0)
+    attend(native, case)
+    assert case.is_right(0.02)
+
+
+def test_attention_notices_what_is_wrong(native: NativeLibrary) -> None:
+    """The comparison above would not pass with another scale, window or row."""
+    for change in ("softcap", "window", "context"):
+        case = PagedCase(LayerGeometry(2, 32, 32, 40), MIXES[0], 4, torch.bfloat16)
+        if change == "softcap":
+            case.softcap = 0.5
+            attend(native, case)
+            case.softcap = 0.0
+        elif change == "window":
+            case.geometry = type(case.geometry)(
+                LayerGeometry(2, 32, 32, 20),
+                case.geometry.block_tokens,
+                case.geometry.dtype,
+                case.geometry.unit_bytes,
+            )
+            attend(native, case)
+            case.geometry = type(case.geometry)(
+                LayerGeometry(2, 32, 32, 40),
+                case.geometry.block_tokens,
+                case.geometry.dtype,
+                case.geometry.unit_bytes,
+            )
+        else:
+            case.batch.rows[3].context_len.sub_(1)
+            attend(native, case)
+            case.batch.rows[3].context_len.add_(1)
+        assert case.difference() > 0.05, change
+
+
+def test_work_is_done_whoever_sleeps(native: NativeLibrary) -> None:
+    """Threads that sleep at once and more of them than cores: many small jobs, none lost."""
+    x, weight = random(3, 64), random(400, 64, seed=4)
+    wanted = native.linear(x, weight)
+    for threads, spin in ((1, 0), (2, 0), (6, 0), (6, 50), (3, 2000)):
+        native.set_threads(threads, spin)
+        for _ in range(300):
+            assert torch.equal(native.linear(x, weight), wanted)
+    native.set_threads(3)
+
+
+def test_structures_are_as_large_as_in_cpp() -> None:
+    """No holes that the two sides could fill unlike: every field lies at a multiple of its size."""
+    for structure in (Rows, Cache, Norm):
+        assert ctypes.sizeof(structure) % 8 == 0
+
+
+def test_builds_by_processor() -> None:
+    newest = AVX512 | {"avx512_bf16"}
+    assert builds_for(Processor("AuthenticAMD", newest))[0] == "_native_avx512_bf16"
+    assert builds_for(Processor("GenuineIntel", newest))[0] == "_native_avx512"
+    assert builds_for(Processor("GenuineIntel", AVX512))[0] == "_native_avx512"
+    laptop = Processor("GenuineIntel", frozenset({"avx2", "fma", "f16c"}))
+    assert builds_for(laptop) == ["_native_avx2"]
+    assert builds_for(Processor()) == []
+
+
+def test_what_the_processor_says(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 fma\n\n"
+        "processor\t: 1\nvendor_id\t: Other\nflags\t\t: none\n"
+    )
+    assert processor(cpuinfo) == Processor("AuthenticAMD", frozenset({"fpu", "avx2", "fma"}))
+    assert processor(tmp_path / "nowhere") == Processor()
+    cpuinfo.write_text("Hardware\t: something else\n")
+    assert processor(cpuinfo) == Processor()
