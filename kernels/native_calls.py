@@ -5,8 +5,9 @@ and without BF16 and for AVX2 (pyproject.toml), where there is a compiler. `libr
 best that this processor runs; None: there is none, and whoever asks uses torch's operators.
 Structures mirror native/forward.cpp's.
 
-bfloat16 only. The library has one pool of threads and one caller at a time; calls let go of the
-interpreter's lock. What is passed by address has to live until the call returns.
+bfloat16, and int8 weights with a bfloat16 scale a row. The library has one pool of threads and one
+caller at a time; calls let go of the interpreter's lock. What is passed by address has to live
+until the call returns.
 """
 
 import ctypes
@@ -37,9 +38,16 @@ _BUILDS = {
 
 
 class Linear(Structure):
-    """y = x W^T + bias: weight [n, k], or [2 n, k] of gate and up; bias [n] or null."""
+    """y = x W^T + bias: weight [n, k], or [2 n, k] of gate and up; bias [n] or null; scale, one a
+    row of an int8 weight, or null: then the weight is bfloat16."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("n", c_int32), ("k", c_int32))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("n", c_int32),
+        ("k", c_int32),
+    )
 
 
 class Norm(Structure):
@@ -184,14 +192,13 @@ class NativeLibrary:
         bias: torch.Tensor | None = None,
         activation: str = "none",
         wide: bool = False,
+        scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, K], weight [N, K] to [T, N]; with an activation weight [2 N, K] and
-        act(gate) * up. `wide`: float32 comes out."""
+        act(gate) * up. `wide`: float32 comes out. `scale`: of the rows of an int8 weight."""
         rows = weight.shape[0] if activation == "none" else weight.shape[0] // 2
         out = x.new_empty(len(x), rows, dtype=torch.float32 if wide else x.dtype)
-        op = Linear(
-            weight.data_ptr(), None if bias is None else bias.data_ptr(), rows, weight.shape[1]
-        )
+        op = Linear(weight.data_ptr(), _address(bias), _address(scale), rows, weight.shape[1])
         self._library.polyhost_linear(
             ctypes.byref(op),
             ACTIVATIONS[activation],
@@ -237,6 +244,10 @@ class NativeLibrary:
             first,
         )
         return out
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _of(letters: str) -> tuple[type, ...]:

@@ -96,7 +96,11 @@ class ModelRunner:
         bind_weights(self._model, tensors)
         if self._native is not None and self._fused is not None:
             self._fused.bind(tensors)
-            self._native.bind()
+            try:
+                self._native.bind()
+            except NotFused as why:
+                logger.info("unit %s runs by its modules: %s", self.unit_id, why)
+                self._native = None
         self._generation = generation
 
     def unbind(self) -> None:

@@ -5,16 +5,15 @@
     forward(ids, positions, batch)       -> hidden states; K and V of all tokens are written
     logits(states)                       -> float32 [n, V]
 
-What engine/running/fusion.py recognises, in bfloat16, with plain weights and heads of a size that
-the registers fit. Everything else runs by torch's operators. Results differ from the modules' by
-rounding: sums are float32, and a product is rounded once.
+What engine/running/fusion.py recognises, in bfloat16, weights perhaps int8, with heads of a size
+that the registers fit. Everything else runs by torch's operators. Results differ from the modules'
+by rounding: sums are float32, and a product is rounded once.
 
 Tensors handed to C++ by address are held here, or by the caller's batch, until the call returns.
 """
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -162,22 +161,26 @@ class NativeLayers:
 
 
 def _linear(product: Product, halves: int = 1) -> Linear:
-    weight: Any = product.weight
-    if not isinstance(weight, torch.Tensor) or product.scale is not None:
-        raise NotFused("weights are quantized")
-    if weight.dtype != torch.bfloat16:
+    weight, scale = product.weight, product.scale
+    if not isinstance(weight, torch.Tensor):
+        raise NotFused("weights are of four bits")
+    wanted = torch.bfloat16 if scale is None else torch.int8
+    if weight.dtype != wanted or (scale is not None and scale.dtype != torch.bfloat16):
         raise NotFused(f"weights are {weight.dtype}")
     if halves == 2 and product.bias is not None:
         raise NotFused("gate and up have biases")
     if not weight.is_contiguous():
         raise NotFused("weights are strided")
-    bias = None if product.bias is None else product.bias.data_ptr()
-    return Linear(weight.data_ptr(), bias, weight.shape[0] // halves, weight.shape[1])
+    rows = weight.shape[0] // halves
+    return Linear(weight.data_ptr(), _address(product.bias), _address(scale), rows, weight.shape[1])
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _norm(weight: torch.Tensor | None, form: LayerForm) -> Norm:
-    address = None if weight is None else weight.data_ptr()
-    return Norm(address, form.eps, form.unit_offset, form.center)
+    return Norm(_address(weight), form.eps, form.unit_offset, form.center)
 
 
 def _groups(batch: StepBatch) -> _Groups:

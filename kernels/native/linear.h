@@ -5,7 +5,10 @@
 // row of x reads W at the speed of memory; with many, W's rows stay in the first cache while the
 // rows of x pass, and W is read from memory once.
 //
-// `gate`: W is gate's N rows and then up's; y [T, N] = act(gate) * up, never stored apart.
+// W may be int8 with a scale a row, which is applied to the sums: weights are widened in registers,
+// x stays what it is.
+//
+// With an activation W is gate's N rows and then up's; y [T, N] = act(gate) * up, never stored apart.
 
 #pragma once
 
@@ -21,8 +24,9 @@ namespace polyhost {
 enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
 struct Linear {
-  const bf16* weight;  // [n, k], or [2 n, k] of gate and up
+  const void* weight;  // [n, k], or [2 n, k] of gate and up; bf16, or int8 where there is a scale
   const bf16* bias;    // [n] or null
+  const bf16* scale;   // as many as there are rows, or null
   int32_t n, k;
 };
 
@@ -36,27 +40,48 @@ inline float activate(float g, int activation) {
   }
 }
 
-inline Pairs load_tail(const bf16* p, int count) {
-  bf16 padded[PAIRS] = {};
-  std::memcpy(padded, p, size_t(count) * sizeof(bf16));
-  return load_pairs(padded);
-}
+// PAIRS values of x or W, widened, in the order in which both sides of a product have them.
+struct Wide {
+  Vec a, b;
+};
 
-inline Pairs load_some(const bf16* p, int count) {
-  return count >= PAIRS ? load_pairs(p) : load_tail(p, count);
-}
+// bfloat16: of every PAIRS values the lower of each pair, then the upper ones.
+struct Halves {
+  using Weight = bf16;
+  static Wide load(const bf16* p) {
+    Pairs pairs = load_pairs(p);
+    return {low_of(pairs), high_of(pairs)};
+  }
+  static Wide load_x(const bf16* p) { return load(p); }
+};
 
-// The rows of x as tiles read them. Where products of pairs are one instruction: as they lie. Elsewhere
-// they are widened once for many rows of W: of every PAIRS values the lower of each pair, then the
-// upper ones, zero behind the end.
-struct Columns {
+// int8: one after another.
+struct Bytes {
+  using Weight = int8_t;
+  static Wide load(const int8_t* p) { return {load_int8(p), load_int8(p + LANES)}; }
+  static Wide load_x(const bf16* p) { return {load_bf16(p), load_bf16(p + LANES)}; }
+};
+
 #ifdef __AVX512BF16__
-  using Value = bf16;
-  const bf16* values;
-  int64_t stride;
-
-  Columns(const bf16* x, int64_t, int k) : values(x), stride(k) {}
+// bfloat16 where a product of pairs is one instruction: nothing is widened.
+struct Whole {
+  using Weight = bf16;
+};
+using Brief = Whole;
 #else
+using Brief = Halves;
+#endif
+
+// `count` values at p, zeros behind them.
+template <class T>
+struct Padded {
+  T values[PAIRS] = {};
+  Padded(const T* p, int count) { std::memcpy(values, p, size_t(count) * sizeof(T)); }
+};
+
+// The rows of x as tiles read them: widened once for many rows of W, zero behind the end.
+template <class Kind>
+struct Columns {
   using Value = float;
   const float* values;
   int64_t stride;
@@ -66,75 +91,94 @@ struct Columns {
     if (int64_t(room.size()) < count * stride) room.resize(size_t(count * stride));
     for (int64_t t = 0; t < count; t++)
       for (int at = 0; at < k; at += PAIRS) {
-        Pairs pairs = load_some(x + t * k + at, k - at);
-        store(room.data() + t * stride + at, low_of(pairs));
-        store(room.data() + t * stride + at + LANES, high_of(pairs));
+        const bf16* p = x + t * k + at;
+        Wide wide = at + PAIRS <= k ? Kind::load_x(p) : Kind::load_x(Padded<bf16>(p, k - at).values);
+        store(room.data() + t * stride + at, wide.a);
+        store(room.data() + t * stride + at + LANES, wide.b);
       }
     values = room.data();
   }
-#endif
 };
 
-// acc[i * COLS + j] += the products of one register of W's row i and of x's row j.
-template <int ROWS, int COLS>
-inline void accumulate(const Pairs* left, const Columns::Value* x, int64_t stride, int count,
-                       Vec* acc) {
-#ifdef __AVX512BF16__
-  for (int j = 0; j < COLS; j++) {
-    Pairs right = load_some(x + j * stride, count);
-    for (int i = 0; i < ROWS; i++)
-      acc[i * COLS + j] = dot_pairs(acc[i * COLS + j], left[i], right);
-  }
-#else
-  (void)count;
-  Vec low[ROWS], high[ROWS];
-  for (int i = 0; i < ROWS; i++) {
-    low[i] = low_of(left[i]);
-    high[i] = high_of(left[i]);
-  }
-  for (int j = 0; j < COLS; j++) {
-    Vec right_low = load(x + j * stride), right_high = load(x + j * stride + LANES);
+// sums[i * COLS + j] += the products of PAIRS values of W's row i and of x's row j; `w`: where they
+// begin in W's first row, `count` how many there are.
+template <class Kind, int ROWS, int COLS>
+struct Accumulate {
+  static void run(const typename Kind::Weight* w, int k, const float* x, int64_t stride, int count,
+                  Vec* sums) {
+    Wide left[ROWS];
     for (int i = 0; i < ROWS; i++) {
-      Vec& sum = acc[i * COLS + j];
-      sum = fma(high[i], right_high, fma(low[i], right_low, sum));
+      const typename Kind::Weight* p = w + int64_t(i) * k;
+      left[i] = count == PAIRS
+                    ? Kind::load(p)
+                    : Kind::load(Padded<typename Kind::Weight>(p, count).values);
+    }
+    for (int j = 0; j < COLS; j++) {
+      Vec a = load(x + j * stride), b = load(x + j * stride + LANES);
+      for (int i = 0; i < ROWS; i++) {
+        Vec& sum = sums[i * COLS + j];
+        sum = fma(left[i].b, b, fma(left[i].a, a, sum));
+      }
     }
   }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Columns<Whole> {
+  using Value = bf16;
+  const bf16* values;
+  int64_t stride;
+
+  Columns(const bf16* x, int64_t, int k) : values(x), stride(k) {}
+};
+
+template <int ROWS, int COLS>
+struct Accumulate<Whole, ROWS, COLS> {
+  static void run(const bf16* w, int k, const bf16* x, int64_t stride, int count, Vec* sums) {
+    Pairs left[ROWS];
+    for (int i = 0; i < ROWS; i++) left[i] = pairs_at(w + int64_t(i) * k, count);
+    for (int j = 0; j < COLS; j++) {
+      Pairs right = pairs_at(x + j * stride, count);
+      for (int i = 0; i < ROWS; i++)
+        sums[i * COLS + j] = dot_pairs(sums[i * COLS + j], left[i], right);
+    }
+  }
+
+  static Pairs pairs_at(const bf16* p, int count) {
+    return count == PAIRS ? load_pairs(p) : load_pairs(Padded<bf16>(p, count).values);
+  }
+};
 #endif
-}
 
 // out[i * COLS + j] = W[i] . x[j] for ROWS rows of W and COLS rows of x; ROWS * COLS <= LANES.
-template <int ROWS, int COLS>
-inline void tile(const bf16* w, const Columns::Value* x, int64_t stride, int k, float* out) {
-  Vec acc[LANES];
-  for (int i = 0; i < LANES; i++) acc[i] = zero();
-  Pairs left[ROWS];
+template <class Kind, int ROWS, int COLS>
+inline void tile(const typename Kind::Weight* w, const typename Columns<Kind>::Value* x,
+                 int64_t stride, int k, float* out) {
+  Vec sums[LANES];
+  for (int i = 0; i < LANES; i++) sums[i] = zero();
   int at = 0;
-  for (; at + PAIRS <= k; at += PAIRS) {
-    for (int i = 0; i < ROWS; i++) left[i] = load_pairs(w + int64_t(i) * k + at);
-    accumulate<ROWS, COLS>(left, x + at, stride, PAIRS, acc);
-  }
-  if (at < k) {
-    for (int i = 0; i < ROWS; i++) left[i] = load_tail(w + int64_t(i) * k + at, k - at);
-    accumulate<ROWS, COLS>(left, x + at, stride, k - at, acc);
-  }
-  store(out, sum_each(acc));
+  for (; at + PAIRS <= k; at += PAIRS)
+    Accumulate<Kind, ROWS, COLS>::run(w + at, k, x + at, stride, PAIRS, sums);
+  if (at < k) Accumulate<Kind, ROWS, COLS>::run(w + at, k, x + at, stride, k - at, sums);
+  store(out, sum_each(sums));
 }
 
 // Rows of W in a tile beside COLS rows of x: LANES products in all.
 constexpr int rows_beside(int cols) { return LANES / cols; }
 
 // sums[i * COLS + j] for i < rows (<= rows_beside(COLS)).
-template <int COLS>
-inline void tile_any(const bf16* w, const Columns::Value* x, int64_t stride, int k, int rows,
-                     float* sums) {
+template <class Kind, int COLS>
+inline void tile_any(const typename Kind::Weight* w, const typename Columns<Kind>::Value* x,
+                     int64_t stride, int k, int rows, float* sums) {
   constexpr int ROWS = rows_beside(COLS);
   if (rows == ROWS) {
-    tile<ROWS, COLS>(w, x, stride, k, sums);
+    tile<Kind, ROWS, COLS>(w, x, stride, k, sums);
     return;
   }
   float one[LANES];
   for (int i = 0; i < rows; i++) {
-    tile<1, COLS>(w + int64_t(i) * k, x, stride, k, one);
+    tile<Kind, 1, COLS>(w + int64_t(i) * k, x, stride, k, one);
     for (int j = 0; j < COLS; j++) sums[i * COLS + j] = one[j];
   }
 }
@@ -153,19 +197,32 @@ inline void put(const Output& out, int64_t t, int64_t n, float value) {
   }
 }
 
-// Rows [n, n_end) of W against COLS rows of x from its row `t` on; x's first row is `from` of y.
+// Scales of the sums of `rows` rows of W from `row` on.
 template <int COLS>
-inline void strip(const Linear& op, int activation, const Columns& x, int64_t t, int64_t from,
-                  int n, int n_end, const Output& out) {
+inline void scale_sums(const Linear& op, int row, int rows, float* sums) {
+  if (!op.scale) return;
+  for (int i = 0; i < rows; i++) {
+    float by = widen(op.scale[row + i]);
+    for (int j = 0; j < COLS; j++) sums[i * COLS + j] *= by;
+  }
+}
+
+// Rows [n, n_end) of W against COLS rows of x from its row `t` on; x's first row is `from` of y.
+template <class Kind, int COLS>
+inline void strip(const Linear& op, int activation, const Columns<Kind>& x, int64_t t,
+                  int64_t from, int n, int n_end, const Output& out) {
   constexpr int ROWS = rows_beside(COLS);
-  const Columns::Value* columns = x.values + t * x.stride;
+  const auto* columns = x.values + t * x.stride;
+  const auto* weight = static_cast<const typename Kind::Weight*>(op.weight);
   float sums[LANES], ups[LANES];
   for (int row = n; row < n_end; row += ROWS) {
     int rows = std::min(ROWS, n_end - row);
-    const bf16* w = op.weight + int64_t(row) * op.k;
-    tile_any<COLS>(w, columns, x.stride, op.k, rows, sums);
+    const auto* w = weight + int64_t(row) * op.k;
+    tile_any<Kind, COLS>(w, columns, x.stride, op.k, rows, sums);
+    scale_sums<COLS>(op, row, rows, sums);
     if (activation != NONE) {
-      tile_any<COLS>(w + int64_t(op.n) * op.k, columns, x.stride, op.k, rows, ups);
+      tile_any<Kind, COLS>(w + int64_t(op.n) * op.k, columns, x.stride, op.k, rows, ups);
+      scale_sums<COLS>(op, op.n + row, rows, ups);
       for (int i = 0; i < rows * COLS; i++) ups[i] *= activate(sums[i], activation);
     }
     const float* values = activation == NONE ? sums : ups;
@@ -182,13 +239,14 @@ constexpr int64_t X_BLOCK_BYTES = 512 * 1024;
 // A piece of work: enough of W to be worth taking, little enough for all to end together.
 constexpr int64_t PIECE_BYTES = 96 * 1024;
 
+template <class Kind>
 inline void linear_piece(const Linear& op, int activation, const bf16* x, int64_t t_begin,
                          int64_t t_end, int n_begin, int n_end, const Output& out) {
   constexpr int WIDE = LANES == 16 ? 4 : 2;
   int64_t count = t_end - t_begin;
-  Columns columns(x + t_begin * op.k, count, op.k);
+  Columns<Kind> columns(x + t_begin * op.k, count, op.k);
   if (count == 1) {
-    strip<1>(op, activation, columns, 0, t_begin, n_begin, n_end, out);
+    strip<Kind, 1>(op, activation, columns, 0, t_begin, n_begin, n_end, out);
     return;
   }
   // A few rows of W stay near while all rows of x pass.
@@ -196,17 +254,17 @@ inline void linear_piece(const Linear& op, int activation, const bf16* x, int64_
     int end = std::min(n + rows_beside(WIDE), n_end);
     int64_t t = 0;
     for (; t + WIDE <= count; t += WIDE)
-      strip<WIDE>(op, activation, columns, t, t_begin, n, end, out);
-    for (; t + 2 <= count; t += 2) strip<2>(op, activation, columns, t, t_begin, n, end, out);
-    if (t < count) strip<1>(op, activation, columns, t, t_begin, n, end, out);
+      strip<Kind, WIDE>(op, activation, columns, t, t_begin, n, end, out);
+    for (; t + 2 <= count; t += 2) strip<Kind, 2>(op, activation, columns, t, t_begin, n, end, out);
+    if (t < count) strip<Kind, 1>(op, activation, columns, t, t_begin, n, end, out);
   }
 }
 
 inline void linear(Pool& pool, const Linear& op, int activation, const bf16* x, int64_t num_rows,
                    const Output& out) {
   if (num_rows <= 0) return;
-  int64_t row_bytes = int64_t(op.k) * 2;
-  int64_t x_rows = std::max<int64_t>(8, X_BLOCK_BYTES / row_bytes / 8 * 8);
+  int64_t row_bytes = int64_t(op.k) * (op.scale ? 1 : 2);
+  int64_t x_rows = std::max<int64_t>(8, X_BLOCK_BYTES / (int64_t(op.k) * 2) / 8 * 8);
   int64_t x_blocks = (num_rows + x_rows - 1) / x_rows;
   int64_t rows = std::max<int64_t>(LANES, PIECE_BYTES / row_bytes / LANES * LANES);
   if (activation != NONE) rows = std::max<int64_t>(LANES, rows / 2 / LANES * LANES);
@@ -217,7 +275,11 @@ inline void linear(Pool& pool, const Linear& op, int activation, const bf16* x, 
     int64_t block = number / x_blocks, x_block = number % x_blocks;
     int n_begin = int(block * rows), n_end = int(std::min<int64_t>(op.n, n_begin + rows));
     int64_t t_begin = x_block * x_rows, t_end = std::min(num_rows, t_begin + x_rows);
-    linear_piece(op, activation, x, t_begin, t_end, n_begin, n_end, out);
+    if (op.scale) {
+      linear_piece<Bytes>(op, activation, x, t_begin, t_end, n_begin, n_end, out);
+    } else {
+      linear_piece<Brief>(op, activation, x, t_begin, t_end, n_begin, n_end, out);
+    }
   };
   pool.each(int(n_blocks * x_blocks), piece);
 }

@@ -72,6 +72,9 @@ inline Vec load_bf16(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+inline Vec load_int8(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 // Round to nearest, ties to even; NaN stays NaN.
 inline void store_bf16(bf16* p, Vec v) {
   __m512i bits = _mm512_castps_si512(v);
@@ -184,6 +187,9 @@ inline Vec dot_pairs(Vec c, Pairs a, Pairs b) {
 inline Vec load_bf16(const bf16* p) {
   __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Vec load_int8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline void store_bf16(bf16* p, Vec v) {
   __m256i bits = _mm256_castps_si256(v);

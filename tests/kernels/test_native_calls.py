@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine.packs.quantize import dequantize, quantize_rows
 from kernels.native_calls import (
     AttentionForm,
     Cache,
@@ -93,6 +94,21 @@ def test_gate_and_up_come_out_multiplied(
         acted = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     found = native.linear(x, weight, activation=activation, wide=True)
     assert close(found, acted * up, 3e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_int8_weights_are_what_they_stand_for(
+    native: NativeLibrary, sizes: tuple[int, int, int]
+) -> None:
+    num_rows, k, n = sizes
+    x, bias = random(num_rows, k, seed=1), random(n, seed=5)
+    weight, scale = quantize_rows(random(2 * n, k, seed=2, scale=k**-0.5), torch.bfloat16)
+    exact = dequantize(weight, scale).double()
+    single = native.linear(x, weight[:n].contiguous(), bias, wide=True, scale=scale[:n])
+    assert close(single, functional.linear(x.double(), exact[:n], bias.double()), 1e-6)
+    gate, up = functional.linear(x.double(), exact).chunk(2, -1)
+    both = native.linear(x, weight, activation="silu", wide=True, scale=scale)
+    assert close(both, functional.silu(gate) * up, 3e-6)
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma", "olmo", "bare"])

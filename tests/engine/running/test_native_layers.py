@@ -4,8 +4,10 @@ Through the production engine, over poisoned memory: prompts in chunks beside de
 the cache, preemptions, swaps. The truth is transformers' model in float32 over the same weights.
 """
 
+import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from transformers import (
 )
 
 from engine.packs.convert import inspect, write_pack
+from engine.packs.quantize import dequantize, quantize_rows
 from engine.running.fusion import LAYERS
 from engine.running.model_runner import ModelRunner
 from kernels.native_calls import library
@@ -64,7 +67,7 @@ def configs() -> dict[str, PretrainedConfig]:
         "qwen2-windows": Qwen2Config(
             **BIASED, use_sliding_window=True, sliding_window=10, max_window_layers=1
         ),
-        "qwen3": Qwen3Config(**WIDE, head_dim=64),
+        "qwen3": Qwen3Config(**WIDE | {"intermediate_size": 256}, head_dim=64),
         "mistral": MistralConfig(**WIDE, sliding_window=13),
         "phi3-partial": Phi3Config(**WIDE, rope_parameters=PARTIAL),
         "granite": GraniteConfig(
@@ -157,6 +160,26 @@ def test_families_are_as_near_to_the_truth_as_torch(
         ours, torchs = (error_of(rig, model, prompt) for rig in (native, plain))
         assert ours <= 1.3 * torchs + 0.01, (name, ours, torchs)
         assert ours < 0.25, name
+
+
+def test_int8_packs_are_as_near_to_what_they_stand_for(
+    models: dict[str, TinyModel], rigs: Any, tmp_path: Path
+) -> None:
+    """The same rounded weights natively, by torch, and in float32."""
+    source = models["qwen3"]
+    pack_dir, index = write_pack(inspect(source.folder), tmp_path, "int8", lambda *_: None)
+    reference = copy.deepcopy(source.reference)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if any(entry.name == name and entry.scheme for entry in index.tensors):
+                parameter.copy_(dequantize(*quantize_rows(parameter, torch.bfloat16)))
+    model = TinyModel("int8", source.folder, pack_dir, reference)
+    native, plain = rigs({"int8": model}), rigs({"int8": model}, native_kernels=False)
+    assert runner(native, "int8")._native is not None
+    prompt = random_prompt(random.Random(8), 90)
+    ours, torchs = (error_of(rig, model, prompt) for rig in (native, plain))
+    assert ours <= 1.3 * torchs + 0.01, (ours, torchs)
+    assert ours < 0.25
 
 
 def test_why_a_model_does_not_run_natively(
