@@ -30,12 +30,23 @@ struct Linear {
   int32_t n, k;
 };
 
-inline float activate(float g, int activation) {
+template <class F>
+inline Vec each_lane(Vec v, F f) {
+  float lanes[LANES];
+  store(lanes, v);
+  for (float& lane : lanes) lane = f(lane);
+  return load(lanes);
+}
+
+inline Vec activate(Vec g, int activation) {
   switch (activation) {
-    case SILU: return g / (1.0f + std::exp(-g));
+    case SILU: return divide(g, add(fill(1.0f), exponential(sub(zero(), g))));
     case GELU_TANH:
-      return 0.5f * g * (1.0f + std::tanh(0.7978845608f * (g + 0.044715f * g * g * g)));
-    case GELU: return 0.5f * g * (1.0f + std::erf(g * 0.70710678f));
+      return each_lane(g, [](float v) {
+        return 0.5f * v * (1.0f + std::tanh(0.7978845608f * (v + 0.044715f * v * v * v)));
+      });
+    case GELU:
+      return each_lane(g, [](float v) { return 0.5f * v * (1.0f + std::erf(v * 0.70710678f)); });
     default: return g;
   }
 }
@@ -100,7 +111,7 @@ struct Columns {
   }
 };
 
-// sums[i * COLS + j] += the products of PAIRS values of W's row i and of x's row j; `w`: where they
+// sums[j * ROWS + i] += the products of PAIRS values of W's row i and of x's row j; `w`: where they
 // begin in W's first row, `count` how many there are.
 template <class Kind, int ROWS, int COLS>
 struct Accumulate {
@@ -116,7 +127,7 @@ struct Accumulate {
     for (int j = 0; j < COLS; j++) {
       Vec a = load(x + j * stride), b = load(x + j * stride + LANES);
       for (int i = 0; i < ROWS; i++) {
-        Vec& sum = sums[i * COLS + j];
+        Vec& sum = sums[j * ROWS + i];
         sum = fma(left[i].b, b, fma(left[i].a, a, sum));
       }
     }
@@ -141,7 +152,7 @@ struct Accumulate<Whole, ROWS, COLS> {
     for (int j = 0; j < COLS; j++) {
       Pairs right = pairs_at(x + j * stride, count);
       for (int i = 0; i < ROWS; i++)
-        sums[i * COLS + j] = dot_pairs(sums[i * COLS + j], left[i], right);
+        sums[j * ROWS + i] = dot_pairs(sums[j * ROWS + i], left[i], right);
     }
   }
 
@@ -151,7 +162,7 @@ struct Accumulate<Whole, ROWS, COLS> {
 };
 #endif
 
-// out[i * COLS + j] = W[i] . x[j] for ROWS rows of W and COLS rows of x; ROWS * COLS <= LANES.
+// out[j * ROWS + i] = W[i] . x[j] for ROWS rows of W and COLS rows of x; ROWS * COLS <= LANES.
 template <class Kind, int ROWS, int COLS>
 inline void tile(const typename Kind::Weight* w, const typename Columns<Kind>::Value* x,
                  int64_t stride, int k, float* out) {
@@ -167,7 +178,7 @@ inline void tile(const typename Kind::Weight* w, const typename Columns<Kind>::V
 // Rows of W in a tile beside COLS rows of x: LANES products in all.
 constexpr int rows_beside(int cols) { return LANES / cols; }
 
-// sums[i * COLS + j] for i < rows (<= rows_beside(COLS)).
+// sums[j * ROWS + i] for i < rows (<= ROWS = rows_beside(COLS)); the others are zero.
 template <class Kind, int COLS>
 inline void tile_any(const typename Kind::Weight* w, const typename Columns<Kind>::Value* x,
                      int64_t stride, int k, int rows, float* sums) {
@@ -176,10 +187,11 @@ inline void tile_any(const typename Kind::Weight* w, const typename Columns<Kind
     tile<Kind, ROWS, COLS>(w, x, stride, k, sums);
     return;
   }
+  store(sums, zero());
   float one[LANES];
   for (int i = 0; i < rows; i++) {
     tile<Kind, 1, COLS>(w + int64_t(i) * k, x, stride, k, one);
-    for (int j = 0; j < COLS; j++) sums[i * COLS + j] = one[j];
+    for (int j = 0; j < COLS; j++) sums[j * ROWS + i] = one[j];
   }
 }
 
@@ -189,21 +201,32 @@ struct Output {
   bool wide;        // float32
 };
 
-inline void put(const Output& out, int64_t t, int64_t n, float value) {
-  if (out.wide) {
-    static_cast<float*>(out.y)[t * out.stride + n] = value;
-  } else {
-    static_cast<bf16*>(out.y)[t * out.stride + n] = narrow(value);
-  }
+// A value a row of W, from `row` on, as tiles have their sums: once for each of COLS columns.
+template <int COLS>
+inline Vec of_rows(const bf16* values, int row, int rows, float other) {
+  constexpr int ROWS = rows_beside(COLS);
+  float lanes[LANES];
+  for (int i = 0; i < ROWS; i++) lanes[i] = i < rows ? widen(values[row + i]) : other;
+  for (int j = 1; j < COLS; j++) std::memcpy(lanes + j * ROWS, lanes, ROWS * sizeof(float));
+  return load(lanes);
 }
 
-// Scales of the sums of `rows` rows of W from `row` on.
+// y[t + j][row + i] = values[j * ROWS + i].
 template <int COLS>
-inline void scale_sums(const Linear& op, int row, int rows, float* sums) {
-  if (!op.scale) return;
-  for (int i = 0; i < rows; i++) {
-    float by = widen(op.scale[row + i]);
-    for (int j = 0; j < COLS; j++) sums[i * COLS + j] *= by;
+inline void put(const Output& out, int64_t t, int row, int rows, Vec values) {
+  constexpr int ROWS = rows_beside(COLS);
+  if (out.wide) {
+    float lanes[LANES];
+    store(lanes, values);
+    for (int j = 0; j < COLS; j++)
+      std::memcpy(static_cast<float*>(out.y) + (t + j) * out.stride + row, lanes + j * ROWS,
+                  size_t(rows) * sizeof(float));
+  } else {
+    bf16 lanes[LANES];
+    store_bf16(lanes, values);
+    for (int j = 0; j < COLS; j++)
+      std::memcpy(static_cast<bf16*>(out.y) + (t + j) * out.stride + row, lanes + j * ROWS,
+                  size_t(rows) * sizeof(bf16));
   }
 }
 
@@ -214,23 +237,21 @@ inline void strip(const Linear& op, int activation, const Columns<Kind>& x, int6
   constexpr int ROWS = rows_beside(COLS);
   const auto* columns = x.values + t * x.stride;
   const auto* weight = static_cast<const typename Kind::Weight*>(op.weight);
-  float sums[LANES], ups[LANES];
+  float sums[LANES];
   for (int row = n; row < n_end; row += ROWS) {
     int rows = std::min(ROWS, n_end - row);
     const auto* w = weight + int64_t(row) * op.k;
     tile_any<Kind, COLS>(w, columns, x.stride, op.k, rows, sums);
-    scale_sums<COLS>(op, row, rows, sums);
+    Vec values = load(sums);
+    if (op.scale) values = mul(values, of_rows<COLS>(op.scale, row, rows, 1.0f));
     if (activation != NONE) {
-      tile_any<Kind, COLS>(w + int64_t(op.n) * op.k, columns, x.stride, op.k, rows, ups);
-      scale_sums<COLS>(op, op.n + row, rows, ups);
-      for (int i = 0; i < rows * COLS; i++) ups[i] *= activate(sums[i], activation);
+      tile_any<Kind, COLS>(w + int64_t(op.n) * op.k, columns, x.stride, op.k, rows, sums);
+      Vec ups = load(sums);
+      if (op.scale) ups = mul(ups, of_rows<COLS>(op.scale, op.n + row, rows, 1.0f));
+      values = mul(activate(values, activation), ups);
     }
-    const float* values = activation == NONE ? sums : ups;
-    for (int i = 0; i < rows; i++) {
-      float bias = op.bias ? widen(op.bias[row + i]) : 0.0f;
-      for (int j = 0; j < COLS; j++)
-        put(out, from + t + j, row + i, values[i * COLS + j] + bias);
-    }
+    if (op.bias) values = add(values, of_rows<COLS>(op.bias, row, rows, 0.0f));
+    put<COLS>(out, from + t, row, rows, values);
   }
 }
 
