@@ -14,6 +14,7 @@ medians; min and max are in the JSON. Prompts are random ids and differ in every
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import random
@@ -82,13 +83,15 @@ class Child:
 
     def close(self) -> None:
         """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(30)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._process.stdout.close()
 
     def _answer(self) -> Mapping[str, Any]:
         assert self._process.stdout is not None
