@@ -250,6 +250,7 @@ def start_ours(args: argparse.Namespace, work_dir: Path, stack: ExitStack) -> tu
         "receive_timeout_s": "600",
         "keep_alive_timeout_s": "600",
         "max_connections_per_address": "0",
+        "connection_rate_per_address": "0",
         **dict(item.split("=", 1) for item in args.setting),
     }
     ours = servers.Polyhost(work_dir / "data", settings)

@@ -1,30 +1,46 @@
 """`python -m bench.gateway_hostile`: what others feel while clients that mean no good are at it.
 
-The real `polyhost serve` with bench.gateway_worker. One tenant asks at an even pace, first alone,
-then while another tenant's clients run every attack of `hostile.py` and hold `--crowd` connections,
-all from one address. Says the first tenant's latencies, what became of each attack, and what was
-left over: connections, descriptors, reservations, memory. Exit status 1 where the first tenant's
-p99 is more than 1.5 times its own, a request of it failed, or something was left.
+The real `polyhost serve` with bench.gateway_worker. One tenant asks at an even pace,
+
+    alone     first by itself
+    sink      then while every attack of `hostile.py` and `--crowd` connections, all from one
+              address, go to a server that refuses them at once: the machine's share
+    beside    then while they go to this server, with a key of another tenant
+
+The attackers have a process of their own, which runs when nobody else wants the processor (unless
+`--attackers-compete`). Says the tenant's latencies, what became of each attack, what each cost the
+gateway, and what was left over: connections, descriptors, reservations, memory. Exit status 1 where
+p99 beside is more than 1.5 times alone, a request failed, or something was left.
 """
 
 import argparse
-import asyncio
+import contextlib
 import json
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench import gateway, hostile, machine
+import msgspec
+
+from bench import gateway, machine
 from bench.gateway import Place
+from bench.gateway_load import Plan
+from bench.hostile_load import Assault, Outcome
+from gateway.settings import Settings
 
 MAX_RATIO = 1.5
-SETTINGS = ("receive_timeout_s=5", "keep_alive_timeout_s=5", "stream_write_timeout_s=5")
+SETTINGS = (
+    "receive_timeout_s=5",
+    "keep_alive_timeout_s=5",
+    "stream_write_timeout_s=5",
+    f"connection_rate_per_address={Settings().connection_rate_per_address}",
+)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,6 +54,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=50.0, help="of the tenant that is measured")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--scale", type=int, default=5, help="20 slow clients of a kind, so often")
+    parser.add_argument(
+        "--attackers-compete",
+        action="store_true",
+        help="for the processor too, as if they had no machine of their own",
+    )
+    parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--work-dir", type=Path, help="keeps the data folder for the next run")
     parser.add_argument(
         "--output", type=Path, help="else bench/results/gateway-hostile-<time>.json"
@@ -45,19 +67,31 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-async def attack(site: hostile.Site, crowd: int, seconds: float) -> dict[str, dict[str, int]]:
-    """Everything at once, again and again for so long."""
-    found: dict[str, dict[str, int]] = {name: {} for name in hostile.ATTACKS}
-    until_s = time.monotonic() + seconds
+@contextlib.contextmanager
+def sink() -> Iterator[int]:
+    """A server that refuses everything and costs next to nothing; its port."""
+    argv = [sys.executable, "-m", "bench.hostile_load", "--sink"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.terminate()
 
-    async def repeat(name: str) -> None:
-        while time.monotonic() < until_s:
-            for outcome, count in (await hostile.ATTACKS[name](site)).items():
-                found[name][outcome] = found[name].get(outcome, 0) + count
 
-    held = asyncio.create_task(hostile.crowd(site, crowd, seconds))
-    await asyncio.gather(*(repeat(name) for name in hostile.ATTACKS))
-    return {**found, "crowd": dict(await held)}
+def beside(place: Place, wanted: Plan, assault: Assault) -> dict[str, Any]:
+    """The tenant's figures while others are at it, and what became of those."""
+    argv = [sys.executable, "-m", "bench.hostile_load"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as attackers:
+        assert attackers.stdin is not None
+        assert attackers.stdout is not None
+        attackers.stdin.write(msgspec.json.encode(assault))
+        attackers.stdin.close()
+        time.sleep(1.5)
+        figures = gateway.measured(place, wanted)
+        found = msgspec.json.decode(attackers.stdout.read(), type=Outcome)
+    return {**figures, "attacks": found.attacks, "attackers_cpu_s": found.cpu_s}
 
 
 def state(place: Place) -> dict[str, float]:
@@ -77,31 +111,42 @@ def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
     """The result file's content."""
     with ExitStack() as stack:
         bounds = (*SETTINGS, f"max_connections_per_address={args.per_address}")
-        options = gateway.parse([f"--setting={item}" for item in bounds])
+        options = gateway.parse([f"--setting={item}" for item in (*bounds, *args.setting)])
         place, bad_key = gateway.start_ours(options, work_dir, stack)
         wanted = gateway.plan(place, round(args.rate * args.seconds), 8, False, args.rate)
         gateway.load(gateway.plan(place, 200, 8, stream=False))
         before = state(place)
         alone = gateway.measured(place, wanted)
-        site = hostile.Site(place.port, bad_key, gateway.INSTANT, scale=args.scale)
-        found: dict[str, dict[str, int]] = {}
-        attackers = threading.Thread(
-            target=lambda: found.update(asyncio.run(attack(site, args.crowd, args.seconds)))
+        assault = Assault(
+            place.port,
+            bad_key,
+            gateway.INSTANT,
+            args.crowd,
+            args.seconds,
+            args.scale,
+            not args.attackers_compete,
         )
-        attackers.start()
-        time.sleep(1.0)
-        beside = gateway.measured(place, wanted)
-        attackers.join()
+        with sink() as port:
+            at_sink = beside(place, wanted, msgspec.structs.replace(assault, port=port))
+        at_us = beside(place, wanted, assault)
         time.sleep(6.0)
         after = state(place)
-    ratio = beside["done_ms"]["p99"] / alone["done_ms"]["p99"]
+    p99_ms = alone["done_ms"]["p99"]
+    num_attacks = sum(sum(found.values()) for found in at_us["attacks"].values())
     return {
         "benchmark": "gateway-hostile",
         "machine": machine.facts(),
+        "settings": args.setting,
+        "attackers_compete": args.attackers_compete,
         "alone": alone,
-        "beside": beside,
-        "p99_ratio": ratio,
-        "attacks": found,
+        "sink": at_sink,
+        "beside": at_us,
+        "p99_ratio": at_us["done_ms"]["p99"] / p99_ms,
+        "p99_ratio_sink": at_sink["done_ms"]["p99"] / p99_ms,
+        "attacks_per_s": num_attacks / at_us["wall_s"],
+        "cpu_ms_per_attack": (at_us["cpu_ms"] - alone["cpu_ms"])
+        * alone["requests"]
+        / max(1, num_attacks),
         "before": before,
         "after": after,
     }
@@ -117,7 +162,7 @@ def failures(result: dict[str, Any]) -> list[str]:
     before, after = result["before"], result["after"]
     if after["limit_reservations_open"] or after["descriptors"] > before["descriptors"] + 8:
         wrong.append(f"left over: {after}")
-    for name, outcomes in result["attacks"].items():
+    for name, outcomes in result["beside"]["attacks"].items():
         odd = [o for o in outcomes if o != "closed" and not o.startswith("4") and o != "503"]
         if name not in ("crowd", "half-closed") and odd:
             wrong.append(f"{name}: {odd}")
@@ -132,10 +177,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         work_dir = args.work_dir or Path(stack.enter_context(temporary))
         work_dir.mkdir(parents=True, exist_ok=True)
         result = run(args, work_dir)
-    for name in ("alone", "beside"):
-        done = result[name]["done_ms"]
-        print(f"{name:<8} p50 {done['p50']:.2f}  p99 {done['p99']:.2f} ms")
-    for name, outcomes in result["attacks"].items():
+    for name in ("alone", "sink", "beside"):
+        row, done = result[name], result[name]["done_ms"]
+        print(
+            f"{name:<8} p50 {done['p50']:.2f}  p95 {done['p95']:.2f}  p99 {done['p99']:.2f} ms, "
+            f"gateway {row['cpu_ms'] * row['requests'] / 1e3 / row['wall_s']:.2f} of a core, "
+            f"attackers {row.get('attackers_cpu_s', 0.0):.1f} s"
+        )
+    each_ms, per_s = result["cpu_ms_per_attack"], result["attacks_per_s"]
+    print(f"{per_s:.0f} attacks a second, {each_ms:.3f} ms of the gateway's CPU each")
+    for name, outcomes in result["beside"]["attacks"].items():
         print(f"{name:<14}{outcomes}")
     wrong = failures(result)
     print("\n".join(wrong) or "nothing is left over")

@@ -6,6 +6,7 @@ its model's name:
 
     instant   all its tokens at once, with the finish
     paced     one token a step, STEP_S apart, all requests of a step in one message, as engines do
+    failing   as paced, and half-way through it fails
     stuck     nothing until it is aborted
 
 Lives here: the worker. Does not: the gateway, its clients, any figure.
@@ -54,6 +55,8 @@ class Worker:
         self._router = router
         self._epoch = f"{os.getpid()}-{time.time_ns()}"
         self._peers: dict[bytes, int] = {}
+        self._taken: dict[bytes, list[tuple[str, int]]] = {}
+        """Of peers that observe, what has come since their last status."""
         self._models: list[str] = []
         self._running: dict[tuple[bytes, str, int], tuple[Submit, int]] = {}
         self._deltas: dict[bytes, list[TokenDelta]] = {}
@@ -87,6 +90,8 @@ class Worker:
     def _take(self, peer: bytes, message: ToWorker) -> None:
         if isinstance(message, Hello):
             self._peers[peer] = 0
+            if message.observes:
+                self._taken[peer] = []
             welcome = Welcome(PROTOCOL_VERSION, self._config.worker_id, self._epoch, "none")
             self._router.send_multipart([peer, encode(welcome)])
             self._next_status_s = 0.0
@@ -96,6 +101,8 @@ class Worker:
         elif isinstance(message, Submit):
             self._peers[peer] = self._peers.get(peer, 0) + 1
             self._running[peer, message.request_id, message.attempt] = (message, 0)
+            for taken in self._taken.values():
+                taken.append((message.request_id, message.attempt))
             if message.model_id.startswith("instant"):
                 self._say(peer, message, 0, message.max_tokens)
         elif isinstance(message, Abort):
@@ -108,8 +115,17 @@ class Worker:
 
     def _step(self) -> None:
         for (peer, _, _), (submit, done) in list(self._running.items()):
-            if submit.model_id.startswith("paced"):
+            if submit.model_id.startswith("failing") and 2 * done >= submit.max_tokens - 1:
+                self._fail(peer, submit, done)
+            elif submit.model_id.startswith(("paced", "failing")):
                 self._say(peer, submit, done, 1)
+
+    def _fail(self, peer: bytes, submit: Submit, done: int) -> None:
+        del self._running[peer, submit.request_id, submit.attempt]
+        usage = Usage(len(submit.prompt_token_ids), 0, done, 1e-6 * done, 1e-6 * done)
+        finish = Finish("error", usage, "it was to fail")
+        delta = TokenDelta(submit.request_id, submit.attempt, [], finish)
+        self._deltas.setdefault(peer, []).append(delta)
 
     def _say(self, peer: bytes, submit: Submit, done: int, count: int) -> None:
         key = (peer, submit.request_id, submit.attempt)
@@ -149,8 +165,11 @@ class Worker:
                 leases=[Lease(m, ROOM - running, KV_TOKENS, 16) for m in self._models],
                 swaps=[],
                 counters={},
+                taken=self._taken.get(peer, []),
             )
             self._router.send_multipart([peer, encode(status)])
+            if peer in self._taken:
+                self._taken[peer] = []
 
 
 def main() -> None:

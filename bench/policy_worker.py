@@ -7,14 +7,16 @@ For bench.popularity_real; the product itself has no such option.
 
 import argparse
 import faulthandler
-import functools
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest import mock
 
 from bench.sim.baselines.choose import NAMES, make_eviction
+from engine.backend.base import Backend
+from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.parts import EngineParts
 from engine.policy.eviction import EvictionParams
@@ -28,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--evict", choices=names, required=True)
     args, rest = parser.parse_known_args(argv)
     eviction = make_eviction({"evict": args.evict}, EvictionParams(), None, {})
-    engine = functools.partial(Engine, parts=EngineParts(eviction=eviction))
+
+    def engine(config: EngineConfig, backend: Backend, parts: EngineParts | None) -> Engine:
+        return Engine(config, backend, replace(parts or EngineParts(), eviction=eviction))
+
     with mock.patch.object(worker, "Engine", engine):
         return worker.main(rest)
 

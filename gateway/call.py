@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gateway.types import RequestKind, Sink
+from gateway.types import Principal, RequestKind, Sink
 
 
 @dataclass(slots=True)
@@ -16,7 +16,8 @@ class Call:
 
     `receive_body` is called once, after auth: nobody without a key makes us hold a body.
     `client` is the caller's address, "" where there is none. `when_gone` takes what is to be called
-    when the client goes away.
+    when the client goes away. `principal`: whose request it is, where an operator asks for a tenant
+    and has shown the right to; then no key is looked for.
     """
 
     kind: RequestKind
@@ -27,6 +28,7 @@ class Call:
     arrived_s: float
     when_gone: Callable[[Callable[[], None]], None]
     answer_headers: dict[str, str] = field(default_factory=dict)
+    principal: Principal | None = None
 
 
 @dataclass(frozen=True, slots=True)

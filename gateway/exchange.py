@@ -83,9 +83,8 @@ class Exchange:
     @property
     def usage(self) -> UsageFigures:
         """What the client is told, once the text has ended."""
-        return UsageFigures(
-            len(self.request.prompt_token_ids), self._num_tokens, self._usage().cached_tokens
-        )
+        cached = min(choice.usage.cached_tokens for choice in self.choices)
+        return UsageFigures(len(self.request.prompt_token_ids), self._num_tokens, cached)
 
     @property
     def is_complete(self) -> bool:
@@ -223,14 +222,14 @@ class Exchange:
 
     def _hand_on(self, choice: Choice, send: Callable[[Piece], None], sink: Sink) -> None:
         """All there is, unless the client does not read."""
-        while not sink.is_full:
+        while choice.running.has_event and not sink.is_full:
             piece = choice.take(self._is_gone)
             if piece is None:
                 return
             send(piece)
             if choice.has_ended:
                 return
-            self._settlement.streamed(self._num_tokens)
+            self._settlement.streamed(choice.num_tokens)  # of the only one
 
     def _is_gone(self) -> bool:
         return self.is_gone

@@ -16,7 +16,9 @@ from gateway.answer.answer import DONE, Chunks, WholeChoice, error_event, json_a
 from gateway.answer.answer_room import AnswerRoom
 from gateway.answer.choice import Piece
 from gateway.auth import authenticate
-from gateway.cache_hits import CacheHits, Flight
+from gateway.cache.hits import CacheHits, Flight
+from gateway.cache.lookup import AnswerCache, Hit
+from gateway.cache.replay import Replay
 from gateway.call import Answer, Call, EventAnswer, JsonAnswer
 from gateway.dispatch.joint import choice_id
 from gateway.encode_exchange import EncodeExchange
@@ -24,11 +26,11 @@ from gateway.errors import ApiError, ClientGone
 from gateway.exchange import Exchange
 from gateway.ledger.settlement import Clocks, Settlement, Surroundings, TaskSet
 from gateway.limits.limits import Hold, Limiter
+from gateway.metrics.cache_metrics import CacheMetrics
 from gateway.metrics.metrics import Metrics
 from gateway.prepare import encode_wire, wire
 from gateway.prepare.encode_prepare import EncodePrepared, EncodePreparer, pieces_of
 from gateway.prepare.prepare import SEED_MASK, Prepared, Preparer
-from gateway.semantic_cache import CachedAnswer, SemanticCache
 from gateway.services import Services
 from gateway.types import (
     EncodeKind,
@@ -58,8 +60,9 @@ class Pipeline:
         preparer: Preparer,
         encode_preparer: EncodePreparer,
         limiter: Limiter,
-        cache: SemanticCache,
+        cache: AnswerCache,
         metrics: Metrics,
+        cache_metrics: CacheMetrics,
         clocks: Clocks,
     ) -> None:
         self._settings = services.settings
@@ -69,14 +72,15 @@ class Pipeline:
         self._preparer = preparer
         self._encode_preparer = encode_preparer
         self._limiter = limiter
-        timeout_s = services.settings.request_timeout_s
-        self._hits = CacheHits(cache, self._ledger, metrics, clocks, timeout_s)
         self._metrics = metrics
         self._clocks = clocks
         self._answer_room = AnswerRoom(services.settings.max_encode_answer_bytes)
         self._around = Surroundings(
             self._ledger, metrics, TaskSet(), clocks, services.settings.ledger_checkpoint_tokens
         )
+        tasks, timeout_s = self._around.tasks, services.settings.request_timeout_s
+        self._hits = CacheHits(cache, metrics, cache_metrics, tasks, timeout_s)
+        self._replay = Replay(cache, self._ledger, clocks, tasks)
 
     async def handle(self, call: Call) -> Answer:
         """Serve one request. Raises ApiError, or ClientGone where nobody waits for the answer."""
@@ -88,7 +92,7 @@ class Pipeline:
     async def _generate(self, call: Call, kind: wire.Kind) -> Answer:
         now_at = self._clocks.now_at()
         # 1 auth
-        principal = authenticate(call.headers, self._directory, now_at, call.client)
+        principal = call.principal or self._authenticate(call, now_at)
         # 2 prepare
         asked = wire.decode(kind, await call.receive_body())
         request_id = _ID_PREFIX[kind] + call.http_id
@@ -97,8 +101,8 @@ class Pipeline:
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
         # 4 semantic cache
         found = await self._hits.find(call, prepared, principal, hold)
-        if isinstance(found, CachedAnswer):
-            return await self._hits.answer(call, prepared, principal, hold, found)
+        if isinstance(found, Hit):
+            return await self._replay.answer(call, prepared, principal, hold, found)
         # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
         try:
             exchange = await self._dispatch(call, prepared, principal, hold)
@@ -119,7 +123,7 @@ class Pipeline:
         """The same way for an encoder: its answer is whole before anything of it leaves."""
         now_at = self._clocks.now_at()
         # 1 auth
-        principal = authenticate(call.headers, self._directory, now_at, call.client)
+        principal = call.principal or self._authenticate(call, now_at)
         # 2 prepare
         body = await call.receive_body()
         asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)
@@ -140,7 +144,7 @@ class Pipeline:
         # 3 limits
         hold = await self._limiter.reserve(principal, prepared.request, call.answer_headers)
         # 4 semantic cache
-        self._hits.note(call, prepared.cache, None)
+        self._hits.note(call, prepared.cache.decision, None)
         # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
         exchange = await self._dispatch_pieces(call, prepared, principal, hold)
         try:
@@ -153,6 +157,9 @@ class Pipeline:
             raise ClientGone
         # 9 stream
         return await encode_answer.answer(prepared, rows)
+
+    def _authenticate(self, call: Call, now_at: float) -> Principal:
+        return authenticate(call.headers, self._directory, now_at, call.client)
 
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
@@ -232,7 +239,7 @@ class Pipeline:
             return
         if exchange.is_gone:
             return
-        flight.end(_answer_of(exchange))
+        flight.end(exchange.choices[0], exchange.usage.cached_tokens)
         ends = b"".join(chunks.last(c.index, c.finish_reason) for c in exchange.choices)
         sink.write(ends + chunks.usage(exchange.usage) + DONE)
 
@@ -245,7 +252,7 @@ class Pipeline:
             await exchange.close()
             if exchange.is_gone:
                 raise ClientGone
-            flight.end(_answer_of(exchange))
+            flight.end(exchange.choices[0], exchange.usage.cached_tokens)
         finally:
             exchange.abandon()
             flight.end(None)
@@ -266,12 +273,3 @@ def _choices(request: PreparedRequest) -> list[PreparedRequest]:
         )
         for index in range(request.num_choices)
     ]
-
-
-def _answer_of(exchange: Exchange) -> CachedAnswer | None:
-    """What may be given to others that ask the same; None where it is not whole."""
-    if not exchange.is_complete:
-        return None
-    only = exchange.choices[0]
-    reason = "length" if only.finish_reason == "length" else "stop"
-    return CachedAnswer(only.text, reason, exchange.usage.completion_tokens)

@@ -18,7 +18,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 from tokenizers import Tokenizer
@@ -74,6 +74,11 @@ class PieceTable:
             self._texts[token_id] = text
             return text
 
+    def text_of(self, token_ids: Sequence[int]) -> str | None:
+        """Of several; None where one depends on others, or was not asked for yet."""
+        texts = [self._texts.get(token_id) for token_id in token_ids]
+        return None if None in texts else "".join(cast("list[str]", texts))
+
     def _find(self, token_id: int) -> bytes:
         token = self.tokenizer.id_to_token(token_id)
         if token is None or token_id in self.special_ids:
@@ -102,6 +107,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """The text that is certain now and was not before."""
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        """The text of all of them, where it can be had at once; None: nothing was taken."""
 
     def flush(self) -> str:
         """What is still held back; nothing follows."""
@@ -137,6 +145,11 @@ class _Bytewise:
         self._is_whole = not self._decoder.getstate()[0]
         return text
 
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        if not self._is_whole or self._strip_space:
+            return None
+        return self._pieces.text_of(token_ids)
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -158,6 +171,9 @@ class _Windowed:
         if text.endswith(_REPLACEMENT) and len(self._fresh) < _MAX_HELD_TOKENS:
             return ""
         return self._take(text)
+
+    def push_all(self, token_ids: Sequence[int]) -> str | None:
+        return None
 
     def flush(self) -> str:
         if not self._fresh:
@@ -251,7 +267,7 @@ class TextStream:
         if self._is_plain and not scores:
             if len(token_ids) == 1:
                 return self._push_plain(token_ids[0])
-            return "".join([self._push_plain(token_id) for token_id in token_ids])
+            return self._push_all_plain(token_ids)
         out: list[str] = []
         for n, token_id in enumerate(token_ids):
             if self.stopped:
@@ -280,6 +296,18 @@ class TextStream:
         if token_id in self._stop_token_ids:
             return ""
         text = self._detokenizer.push(token_id)
+        self._num_decoded += len(text)
+        self._num_out += len(text)
+        return text
+
+    def _push_all_plain(self, token_ids: list[int]) -> str:
+        """Many at once: what waited for its reader, or was made in one step."""
+        text = None
+        if not self.stopped and self._stop_token_ids.isdisjoint(token_ids):
+            text = self._detokenizer.push_all(token_ids)
+        if text is None:
+            return "".join([self._push_plain(token_id) for token_id in token_ids])
+        self.num_tokens += len(token_ids)
         self._num_decoded += len(text)
         self._num_out += len(text)
         return text

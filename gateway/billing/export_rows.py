@@ -70,9 +70,13 @@ def posted_time(posted_at: float) -> str:
 
 def decimal_text(value: int, places: int) -> str:
     """value / 10^places as an exact decimal number with all its places."""
-    sign = "-" if value < 0 else ""
-    whole, rest = divmod(abs(value), 10**places)
-    return f"{sign}{whole}.{rest:0{places}d}" if places else f"{sign}{whole}"
+    if not places:
+        return str(value)
+    digits = str(value) if value >= 0 else str(-value)
+    if len(digits) <= places:
+        digits = digits.zfill(places + 1)
+    text = f"{digits[:-places]}.{digits[-places:]}"
+    return text if value >= 0 else "-" + text
 
 
 def short_decimal(value: int, places: int) -> str:

@@ -15,14 +15,16 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from gateway.billing.export_rows import decimal_text, harmless, short_decimal
+from gateway.billing.focus_lines import LineMaker
 from gateway.policy.price_book import PriceBook
-from gateway.policy.pricing import WHOLE, Prices, Rates
+from gateway.policy.pricing import WHOLE, Rates
 from registry.exports import HOUR_AMOUNTS, HOUR_S, Corrected, HourSum
 
 COLUMNS_PATH = Path(__file__).with_name("focus_columns.json")
@@ -31,6 +33,8 @@ MICROS_PLACES = 6
 NANOS_PLACES = 9
 SHARE_PLACES = 8
 """WHOLE is 10^8."""
+MAX_RATES = 20_000
+"""Of tenants and models, that are remembered while rows are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,7 @@ class Seller:
     currency: str
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One meter of an HourSum: `quantity` in units of 10^-places."""
 
     meter: str
@@ -76,10 +79,12 @@ class FocusWriter:
         self._instants = (before_at, *changes)
         self._seller = seller
         self._columns = columns()
+        self._maker = LineMaker(self._columns)
+        self._found: dict[tuple[str, str, bool, int], tuple[_Meter, ...]] = {}
 
     def usage(self, rows: Iterable[HourSum]) -> bytes:
         """Lines of hours' sums."""
-        return self._lines(self._usage_row(row, line) for row in rows for line in self.lines(row))
+        return "".join([text for row in rows for text in self._usage_lines(row)]).encode()
 
     def corrections(self, rows: Iterable[Corrected]) -> bytes:
         """Lines of corrections."""
@@ -100,16 +105,44 @@ class FocusWriter:
 
     def lines(self, row: HourSum) -> Iterator[Line]:
         """The meters that were used."""
-        rates = self._rates(row)
-        for line in _meters(row, rates.listed, rates.agreed, rates.share):
-            if line.quantity or line.billed_nanos:
-                yield line
+        for name, unit, places, of, paid, counts, listed, agreed in self._meters(row):
+            quantity, billed = row[of], row[paid]
+            if billed or (quantity and counts):
+                yield Line(name, unit, places, quantity, billed, listed, agreed)
 
     def _rates(self, row: HourSum) -> Rates:
         return self._book.rates(row.tenant_id, row.model, self._instants[row.segment])
 
+    def _meters(self, row: HourSum) -> "tuple[_Meter, ...]":
+        key = (row.tenant_id, row.model, row.is_encoder, row.segment)
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= MAX_RATES:
+                self._found.clear()
+            found = tuple(_meters(row.is_encoder, self._rates(row)))
+            self._found[key] = found
+        return found
+
     def _alike(self, one: HourSum, other: HourSum) -> bool:
-        return replace(self._rates(one), at=0.0) == replace(self._rates(other), at=0.0)
+        before, after = self._rates(one), self._rates(other)
+        prices = (before.listed, before.agreed, before.share)
+        return prices == (after.listed, after.agreed, after.share)
+
+    def _usage_lines(self, row: HourSum) -> Iterator[str]:
+        maker, cells = self._maker, self._usage_row
+        owner = None
+        for line in self.lines(row):
+            prices = (line.meter, line.listed_nanos, line.agreed_nanos)
+            kind = (row.began_at, row.model, row.is_encoder, *prices)
+            template = maker.template(kind, partial(cells, row, line))
+            owner = owner or maker.owner(row[1:3] + row[6:8], partial(cells, row, line))
+            quantity, places = line.quantity, line.places
+            listed = _cost(quantity * line.listed_nanos, places)
+            is_same = line.agreed_nanos == line.listed_nanos
+            agreed = listed if is_same else _cost(quantity * line.agreed_nanos, places)
+            billed = decimal_text(line.billed_nanos, NANOS_PLACES)
+            amounts = (billed, short_decimal(quantity, places), listed, agreed)
+            yield maker.line(template, owner, amounts)
 
     def _lines(self, rows: Iterator[dict[str, str]]) -> bytes:
         buffer = io.StringIO(newline="")
@@ -183,38 +216,51 @@ class FocusWriter:
 
 
 def _key(row: HourSum) -> tuple[object, ...]:
-    return row.began_at, row.tenant_id, row.key_id, row.model, row.is_encoder
+    return row[:5]
 
 
 def _added(one: HourSum, other: HourSum) -> HourSum:
-    return replace(
-        one, **{name: getattr(one, name) + getattr(other, name) for name in HOUR_AMOUNTS}
+    return one._replace(
+        **{name: getattr(one, name) + getattr(other, name) for name in HOUR_AMOUNTS}
     )
 
 
-def _meters(row: HourSum, listed: Prices, agreed: Prices, share: int) -> Iterator[Line]:
-    fresh = "embedding_nanos" if row.is_encoder else "prompt_nanos"
+class _Meter(NamedTuple):
+    """One of a model's meters at some prices. `quantity_at` and `billed_at` are places in an
+    HourSum; without `counts` it is no line where nothing is billed."""
+
+    name: str
+    unit: str
+    places: int
+    quantity_at: int
+    billed_at: int
+    counts: bool
+    listed_nanos: int
+    agreed_nanos: int
+
+
+def _meters(is_encoder: bool, rates: Rates) -> Iterator[_Meter]:
+    fresh = "embedding_nanos" if is_encoder else "prompt_nanos"
     meters = (
-        ("Input Tokens", fresh, row.input_tokens, row.input_nanos),
-        ("Cached Input Tokens", "cached_nanos", row.cached_tokens, row.cached_nanos),
-        ("Output Tokens", "completion_nanos", row.output_tokens, row.output_nanos),
-        ("Service Seconds", "service_second_nanos", row.service_us, row.service_nanos),
-        ("Loading Seconds", "load_second_nanos", row.load_us, row.load_nanos),
+        ("Input Tokens", fresh, "input_tokens", "input_nanos"),
+        ("Cached Input Tokens", "cached_nanos", "cached_tokens", "cached_nanos"),
+        ("Output Tokens", "completion_nanos", "output_tokens", "output_nanos"),
+        ("Service Seconds", "service_second_nanos", "service_us", "service_nanos"),
+        ("Loading Seconds", "load_second_nanos", "load_us", "load_nanos"),
     )
-    for meter, price, quantity, billed in meters:
-        of_list, of_plan = getattr(listed, price), getattr(agreed, price)
-        is_time = meter.endswith("Seconds")
-        # Every request takes seconds; they are a meter only where they have a price.
-        if is_time and not (of_list or of_plan or billed):
-            continue
-        yield Line(
-            meter,
+    for name, price, quantity, billed in meters:
+        of_list, of_plan = getattr(rates.listed, price), getattr(rates.agreed, price)
+        is_time = name.endswith("Seconds")
+        yield _Meter(
+            name,
             "Seconds" if is_time else "Tokens",
             MICROS_PLACES if is_time else 0,
-            quantity,
-            billed,
+            HourSum._fields.index(quantity),
+            HourSum._fields.index(billed),
+            # Every request takes seconds; they are a meter only where they have a price.
+            not is_time or bool(of_list or of_plan),
             of_list * WHOLE,
-            of_plan * share,
+            of_plan * rates.share,
         )
 
 

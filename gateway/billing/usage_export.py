@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
-from typing import Literal, TypeAlias
+from itertools import chain, groupby
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 from sqlalchemy.orm import Session
@@ -25,6 +25,7 @@ from registry import exports
 from registry.errors import InvalidValue
 from registry.exports import HOUR_S, HourSum, Scope
 
+_T = TypeVar("_T")
 Format: TypeAlias = Literal["csv", "jsonl", "parquet", "focus"]
 
 DAY_S = 86_400
@@ -94,7 +95,7 @@ def posting_batches(
     return numbered(_ahead(exports.rows(session, order.scope, order.through_seq, behind)))
 
 
-def _ahead(batches: Iterator[Sequence[Row]]) -> Iterator[Sequence[Row]]:
+def _ahead(batches: Iterator[Sequence[_T]]) -> Iterator[Sequence[_T]]:
     """The database is at the next batch while this one is written; no other thread uses it."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(next, batches, None)
@@ -165,7 +166,8 @@ def _span_chunks(
     """Hour by hour, each hour's corrections behind its usage."""
     left = exports.corrections(session, span, through_seq)[::-1]
     most_us = MAX_BILLED_S * MICROS
-    found = writer.merged(exports.hours(session, span, through_seq, changes, most_us))
+    batches = _ahead(_slices(exports.hours(session, span, through_seq, changes, most_us)))
+    found = writer.merged(chain.from_iterable(batches))
     for hour, rows in groupby(found, lambda row: row.began_at):
         corrected = []
         while left and left[-1].posted_at < hour:

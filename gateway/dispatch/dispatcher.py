@@ -32,7 +32,7 @@ from gateway.dispatch.dispatcher_snapshot import take_snapshot
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.loads import Loads
-from gateway.dispatch.matching import grant_round
+from gateway.dispatch.matching import grant_round, place_alone
 from gateway.dispatch.running import RequestStream, StreamEnd
 from gateway.dispatch.service_book import ServiceBook
 from gateway.dispatch.tickets import IntegrityError, Ticket, TicketQueue, misfit
@@ -100,8 +100,7 @@ class Dispatcher:
         self._live: dict[str, Ticket] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._stopping = False
-        self._num_timeouts = 0
-        self._num_workers_lost = 0
+        self._num_timeouts = self._num_workers_lost = 0
 
     # What the edge and the supervisor call.
 
@@ -146,8 +145,10 @@ class Dispatcher:
         """A new ticket waits; what can be done for it at once is done."""
         name, now_s = ticket.model_name, self._clock()
         self._live[ticket.request.request_id] = ticket
-        self._queue.add(ticket)
         self._loads.asked(ticket)
+        if not len(self._queue) and self._pass(ticket, now_s):
+            return
+        self._queue.add(ticket)
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         if self._queue.num_of_model(name) == 1 or self._queue.is_newcomer(ticket.tenant_id):
             # Behind others it waits for the next status or tick, as they do.
@@ -259,9 +260,7 @@ class Dispatcher:
         if dict(self._share.waiting()) != self._queue.by_tenant():
             raise IntegrityError(f"share counts {dict(self._share.waiting())}")
         held = [*self._queue, *self._running]
-        if {id(t) for t in held} != {id(t) for t in self._live.values()} or len(held) != len(
-            self._live
-        ):
+        if sorted(map(id, held)) != sorted(map(id, self._live.values())):
             raise IntegrityError(f"{len(self._live)} live requests, {len(held)} tickets held")
 
     # What workers say (worker_connection.WorkerListener).
@@ -321,9 +320,8 @@ class Dispatcher:
         figures: Figures | None = None,
         detail: str = "",
     ) -> None:
-        self.decisions.add(
-            DecisionRecord(self._clock(), kind, reason, model, "", figures, tenant_id, detail)
-        )
+        about = (model, "", figures, tenant_id, detail)
+        self.decisions.add(DecisionRecord(self._clock(), kind, reason, *about))
 
     def _pump(self) -> None:
         """Grant what can be granted, then see to the models that nobody offers."""
@@ -337,16 +335,12 @@ class Dispatcher:
             return
         with_room = [worker for worker in workers if worker.has_room(now_s)]
         if with_room:
-            offering = self._fleet.offering
-            may = self._running.may_take
+            offering, may = self._fleet.offering, self._running.may_take
             grant_round(self._queue, self._share, with_room, offering, now_s, self._grant, may)
             self._loads.relieve(now_s, with_room)
 
     def _place(self, now_s: float) -> None:
-        """Loads for models that wait and that not every worker offers.
-
-        Called when a status brings news of models, and every tick for what time alone changes.
-        """
+        """Loads for models that wait: at news of models, and every tick for what time changes."""
         for ticket, error in self._loads.place(now_s):
             self._end_waiting(ticket, error)
 
@@ -359,6 +353,16 @@ class Dispatcher:
         self._queue.add(ticket)
         self._share.restore(ticket.tenant_id)
         return False
+
+    def _pass(self, ticket: Ticket, now_s: float) -> bool:
+        """Grant it without a queue, where nobody waits."""
+        offering = self._fleet.offering(ticket.model_name, now_s)
+        worker = place_alone(ticket, offering, now_s, self._running.may_take)
+        if worker is None:
+            return False
+        self._share.enqueue(ticket.tenant_id, ticket.weight)
+        self._share.dequeue(ticket.tenant_id)
+        return self._running.grant(ticket, worker, now_s)
 
     def _left_worker(self, ticket: Ticket) -> None:
         """A ticket is on no worker any more: it waits again or has ended."""

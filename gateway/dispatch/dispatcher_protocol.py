@@ -6,7 +6,7 @@ and whose it is, never what it asks.
 
     gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
-    dispatcher -> gateway   Welcome, Granted, Denied, State, Done
+    dispatcher -> gateway   Welcome, Granted, Denied, LoadShare, State, Done
 
     gateway                      dispatcher                    worker
        |-- Ask ------------------>| waits in the fair queue
@@ -14,6 +14,7 @@ and whose it is, never what it asks.
        |-- Submit ----------------------------------------------->|
        |<------------------------------------------- tokens ------|
        |-- Tokens, Ended -------->| leases, shares, quarantine    |
+       |<--------- (LoadShare) ---|                               |
                                   |<-- status (it observes) ------|
 
 **One connection is one life.** Whatever was said on a connection ends with it. A gateway that is
@@ -43,7 +44,7 @@ from gateway.errors import ApiError, ErrorKind
 from gateway.policy.rate_limit import Draw, Figures, Reservation, Used
 from gateway.store.base import Decision, Past
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -116,12 +117,13 @@ class Tokens(_Message, frozen=True):
 
 
 class Ended(_Message, frozen=True):
-    """A worker ended it; the gateway has had all of it."""
+    """A worker ended it; the gateway has had all of it. `asks_load`: it waits for a LoadShare."""
 
     request_id: str
     attempt: int
     finish: Finish
     num_tokens: int
+    asks_load: bool = False
 
 
 class Returned(_Message, frozen=True):
@@ -196,12 +198,22 @@ class Welcome(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """Submit it there, now."""
+    """Submit it there, now. `owes_load`: its model's load is not paid back yet, so the request may
+    have to bear a share of it."""
 
     request_id: str
     attempt: int
     worker_id: str
     worker_epoch: str
+    owes_load: bool = False
+
+
+class LoadShare(_Message, frozen=True):
+    """Answer to an Ended that asks: of its model's load the request has borne so much."""
+
+    request_id: str
+    attempt: int
+    load_s: float
 
 
 class Denied(_Message, frozen=True):
@@ -267,7 +279,7 @@ ToDispatcher: TypeAlias = (
     | Add
     | Ping
 )
-ToGateway: TypeAlias = Welcome | Granted | Denied | State | Done
+ToGateway: TypeAlias = Welcome | Granted | Denied | LoadShare | State | Done
 LimitCall: TypeAlias = Reserve | Close | Figure | Carry | Restore | Add
 
 to_dispatcher: "msgspec.msgpack.Decoder[list[ToDispatcher]]" = msgspec.msgpack.Decoder(

@@ -36,6 +36,7 @@ from gateway.dispatch.dispatcher_protocol import (
     Granted,
     Hello,
     Leave,
+    LoadShare,
     Reserve,
     Restore,
     Returned,
@@ -305,11 +306,11 @@ class GatewayDesk:
         self.open: dict[str, Reservation] = {}
         self._server = server
 
-    def grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
+    def grant(self, ticket: Ticket, worker: WorkerCapacity, owes_load: bool) -> bool:
         """See Desk."""
         if self.channel.closed:
             return False
-        self.channel.send(Granted(*ticket.key, worker.worker_id, worker.epoch))
+        self.channel.send(Granted(*ticket.key, worker.worker_id, worker.epoch, owes_load))
         return True
 
     def deny(self, request_id: str, error: ApiError) -> None:
@@ -338,7 +339,9 @@ class GatewayDesk:
             dispatcher.tokens(self, message.counts)
         elif isinstance(message, Ended):
             key = (message.request_id, message.attempt)
-            dispatcher.ended(self, *key, message.finish, message.num_tokens)
+            load_s = dispatcher.ended(self, *key, message.finish, message.num_tokens)
+            if message.asks_load:
+                self.channel.send(LoadShare(*key, load_s))
         elif isinstance(message, Returned):
             key = (message.request_id, message.attempt)
             dispatcher.returned(self, *key, message.refused, message.ticket)

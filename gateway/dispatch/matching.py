@@ -59,6 +59,21 @@ def place_of(queue: TicketQueue, share: TenantOrder, tenant_id: str) -> tuple[fl
     return share.counter(tenant_id), queue.oldest_seq(tenant_id), tenant_id
 
 
+def place_alone(
+    ticket: Ticket, offering: Sequence[WorkerCapacity], now_s: float, may_take: MayTake
+) -> WorkerCapacity | None:
+    """What a round comes to where nobody else waits: as `_grant_head`, without its books. None: it
+    is to wait; also where KV memory is short, for then idle models are to make room, too."""
+    allowed = [
+        worker
+        for worker in offering
+        if worker.fits(ticket, now_s)
+        and not worker.is_kv_short
+        and may_take(ticket, worker, now_s, True)
+    ]
+    return _least_busy(allowed) if allowed else None
+
+
 def demands(
     queue: TicketQueue,
     share: TenantOrder,
@@ -120,12 +135,16 @@ def _grant_head(
         ]
         fitting = [worker for worker in candidates if worker.fits(ticket, now_s)]
         allowed = [worker for worker in fitting if may_take(ticket, worker, now_s, first)]
-        if allowed:
-            worker = min(allowed, key=lambda w: (w.num_running(), w.worker_id))
-            if grant(ticket, worker):
-                return True
+        if allowed and grant(ticket, _least_busy(allowed)):
+            return True
         # Where it fits and may not go, the room is for others: it does not stand in their way.
         kept_back.update(
             worker.worker_id for worker in candidates if worker in allowed or worker not in fitting
         )
     return False
+
+
+def _least_busy(workers: Sequence[WorkerCapacity]) -> WorkerCapacity:
+    if len(workers) == 1:
+        return workers[0]
+    return min(workers, key=lambda worker: (worker.num_running(), worker.worker_id))

@@ -20,10 +20,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,7 +34,7 @@ from gateway.server import machine
 
 logger = logging.getLogger(__name__)
 
-MAX_QUESTION_BYTES = 4096
+MAX_QUESTION_BYTES = 1 << 16
 QUESTION_TIMEOUT_S = 5.0
 """For the question to come, and for the answer to be taken."""
 MAX_ROWS = 1000
@@ -59,6 +59,13 @@ _questions = msgspec.json.Decoder(Question)
 def operator_socket(data_path: Path) -> Path:
     """Where a data folder's server listens."""
     return machine.socket_path(data_path, "operator")
+
+
+class Desk(Protocol):
+    """Who answers on a socket like this one."""
+
+    def answer(self, line: bytes) -> dict[str, Any] | Awaitable[dict[str, Any]]:
+        """To one question."""
 
 
 class OperatorDesk:
@@ -129,7 +136,7 @@ class OperatorDesk:
 
 
 @contextlib.asynccontextmanager
-async def listening(path: Path, desk: OperatorDesk) -> AsyncIterator[None]:
+async def listening(path: Path, desk: Desk) -> AsyncIterator[None]:
     """Answer on this path. Raises OSError where it cannot be bound.
 
     What lies there is of a server that is gone: the caller holds the data folder's lock.
@@ -143,7 +150,9 @@ async def listening(path: Path, desk: OperatorDesk) -> AsyncIterator[None]:
             async with asyncio.timeout(QUESTION_TIMEOUT_S):
                 if full or not _is_own(writer):
                     return
-                writer.write(msgspec.json.encode(desk.answer(await reader.readline())) + b"\n")
+                found = desk.answer(await reader.readline())
+                answer = found if isinstance(found, dict) else await found
+                writer.write(msgspec.json.encode(answer) + b"\n")
                 await writer.drain()
         except (TimeoutError, OSError, ValueError):  # ValueError: a line beyond the limit
             logger.info("an operator's question was not answered")

@@ -16,6 +16,7 @@ from gateway.dispatch.dispatcher_client import DispatcherLink
 from gateway.dispatch.dispatcher_protocol import (
     Denied,
     Granted,
+    LoadShare,
     RunningSpec,
     State,
     TicketSpec,
@@ -186,11 +187,14 @@ class RemoteDispatcher:
             self._requests.granted(message)
         elif isinstance(message, Denied):
             self._requests.denied(message)
+        elif isinstance(message, LoadShare):
+            self._requests.load_shares.told(message)
         elif isinstance(message, State):
             self._state = message
 
     def _on_down(self) -> None:
         self._state = State(False, self._state.failures, {})
+        self._requests.load_shares.give_up()
 
     def _new_ticket(
         self, request: PreparedRequest, principal: Principal

@@ -15,6 +15,9 @@ What may cross, and what becomes of it:
     (no token yet)                                   attempt 1 is aborted, attempt 2 submitted
     a grant for a request that streams               Leave: it goes on, off the dispatcher's books
     a refusal (Denied) for a request that runs       nothing: the same
+
+Of a model whose load is not paid back yet, a request's end waits for what the dispatcher says of
+its share (load_shares.py).
 """
 
 import logging
@@ -50,6 +53,7 @@ from gateway.dispatch.dispatcher_protocol import (
     Tokens,
 )
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.load_shares import LoadShares
 from gateway.dispatch.running import StreamEnd
 from gateway.dispatch.submits import submit_of
 from gateway.dispatch.tickets import IntegrityError, Ticket
@@ -78,6 +82,7 @@ class RemoteRequests:
         self._clock = clock
         self._claim_orphan = claim_orphan
         self.unacked = UnackedFinishes(workers)
+        self.load_shares = LoadShares()
         self._live: dict[str, Ticket] = {}
         self._running: dict[tuple[str, int], Ticket] = {}
         self._told: dict[tuple[str, int], int] = {}
@@ -110,10 +115,12 @@ class RemoteRequests:
         """End what is left."""
         for ticket in list(self._live.values()):
             self.abort(ticket)
+        self.load_shares.give_up()
 
     def tick(self) -> None:
         """Counts of tokens for the dispatcher; requests that nobody answers in time."""
         now_s = self._clock()
+        self.load_shares.tick(now_s)
         if now_s < self._next_tell_s:
             return
         self._next_tell_s = now_s + TOKENS_EVERY_S
@@ -187,6 +194,7 @@ class RemoteRequests:
         ticket.move("granted")
         ticket.granted_s = now_s
         ticket.worker_id, ticket.epoch = grant.worker_id, grant.worker_epoch
+        ticket.owes_load = grant.owes_load
         self._running[ticket.key] = ticket
 
     # What workers say (worker_connection.WorkerListener).
@@ -270,10 +278,16 @@ class RemoteRequests:
         request_id = ticket.request.request_id
         del self._running[ticket.key]
         self._told.pop(ticket.key, None)
-        self._link.send(Ended(*ticket.key, finish, ticket.num_tokens))
-        if ticket.num_tokens or vectors:
+        has_output = ticket.num_tokens > 0 or bool(vectors)
+        asks_load = ticket.owes_load and has_output and self._link.is_up
+        self._link.send(Ended(*ticket.key, finish, ticket.num_tokens, asks_load))
+        if has_output:
             self.unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
-            self._end(ticket, finish, vectors)
+            if asks_load:
+                self._close(ticket)
+                self.load_shares.wait(ticket, finish, vectors, self._clock())
+            else:
+                self._end(ticket, finish, vectors)
         else:
             self.unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
             self._end(ticket, end_without_tokens(ticket, finish))
@@ -302,9 +316,12 @@ class RemoteRequests:
         self._end(ticket, end)
 
     def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
+        self._close(ticket)
+        ticket.stream.finish(end, vectors)
+
+    def _close(self, ticket: Ticket) -> None:
         ticket.move("ended")
         del self._live[ticket.request.request_id]
-        ticket.stream.finish(end, vectors)
 
 
 class RemoteWorkers(Fleet):

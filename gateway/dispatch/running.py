@@ -68,6 +68,11 @@ class RequestStream:
             await self._wait()
         return event
 
+    @property
+    def has_event(self) -> bool:
+        """Something may be taken."""
+        return bool(self._tokens) or (self._end is not None and not self._handed_over)
+
     def take(self) -> TokenEvent | None:
         """The next event if there is one, in order as by iteration. Raises what ended the request.
 

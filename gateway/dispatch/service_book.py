@@ -133,6 +133,10 @@ class ServiceBook:
 
     # Loads.
 
+    def owes_load(self, worker_id: str, model_name: str) -> bool:
+        """Whether who uses the model there bears some of its load."""
+        return self.loads.owed_s(self._residency(worker_id, model_name)) > 0
+
     def status(self, worker_id: str, status: WorkerStatus, now_s: float) -> None:
         """Loads that have begun, ended, or come to nothing; models that have left."""
         for swap in status.swaps:

@@ -33,7 +33,7 @@ from gateway.types import HostedModel
 class Desk(Protocol):
     """A gateway process. Both are said over its connection."""
 
-    def grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
+    def grant(self, ticket: Ticket, worker: WorkerCapacity, owes_load: bool) -> bool:
         """Submit it there. False: it is gone."""
 
     def deny(self, request_id: str, error: ApiError) -> None:
@@ -148,15 +148,16 @@ class TicketDispatcher(Dispatcher):
 
     def ended(
         self, desk: Desk, request_id: str, attempt: int, finish: Finish, num_tokens: int
-    ) -> None:
-        """Its worker has ended it."""
+    ) -> float:
+        """Its worker has ended it. Returns what it has borne of its model's load, in seconds."""
         ticket = self._of(desk, request_id)
         if ticket is not None and self._running.find((request_id, attempt)) is ticket:
             self._running.told_finish(ticket, finish, num_tokens, self._clock())
-            return
+            return ticket.load_s
         self._running.counts.late += 1
         self._book.late((request_id, attempt), finish.usage)
         self.leave(desk, request_id)
+        return 0.0
 
     def returned(
         self,
@@ -220,7 +221,8 @@ class TicketDispatcher(Dispatcher):
         return self._live.get(request_id) if self._desks.get(request_id) is desk else None
 
     def _send_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
-        return self._desks[ticket.request.request_id].grant(ticket, worker)
+        owes_load = self._book.owes_load(worker.worker_id, ticket.model_name)
+        return self._desks[ticket.request.request_id].grant(ticket, worker, owes_load)
 
     def _forget(self, ticket: Ticket) -> None:
         super()._forget(ticket)

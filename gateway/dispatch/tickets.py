@@ -96,6 +96,8 @@ class Ticket:
     """What its worker has told of this attempt, and has been charged."""
     load_s: float = 0.0
     """Of its model's load, what this attempt has paid back, whoever is paid: it may be billed."""
+    owes_load: bool = False
+    """Of a dispatcher in another process: whether it will have a `load_s` to tell at the end."""
     expected: Used = NOTHING
     """What is left of its prediction."""
 

@@ -1,11 +1,17 @@
-"""The journal: what the ledger promises is durable here, before any database has it (stage 10).
+"""The journal: what the ledger promises is here before any database has it (stage 10).
 
-    append --group commit--> durable --ledger_writer.py--> in the database --release--> deleted
+    append --pwrite--> written --fdatasync, in groups--> durable --ledger_writer.py--> in the
+    database --release--> deleted
 
-Records go to the end of a segment, all that came within the flush interval in one write and one
-fdatasync, and then their callers are told: once a group, not once a record. A segment is deleted
-when all of its records are in the database. The writing thread is the only one that touches the
-newest segment; reading is for one other thread, and ends where data is durable.
+A record is written to the end of a segment by whoever appends it: a copy into the page cache of a
+file whose room is allocated, some microseconds, and from there on it survives a kill. A thread
+syncs: at once where somebody hurries and the last sync is `flush_interval_s` ago, else within
+`sync_interval_s`; then it tells, once a group, whose records survive a power cut too. Reading is
+for one other thread, and ends where data is durable.
+
+What cannot be written at once goes through a queue, in its order, to the syncing thread: where a
+segment is full, the disk fails, or the queue is not empty. The thread is `busy` then, and the only
+one that touches the segment. A segment is deleted when all of its records are in the database.
 
 Nothing that was asked for is dropped. What ends a request must always fit, so room comes first: a
 segment's is allocated when it is made, and the next one (`spare`) is made ahead. Without a spare,
@@ -15,29 +21,23 @@ is opened: the caller gets a refusal, and what is open goes on.
 
 A write or sync that fails is never tried again in place (what the kernel kept of it is unknown,
 Rebello et al., "Can Applications Recover from fsync Failures?", ATC'20): the segment ends where it
-was durable, and the group is written to the next one. Records that came twice this way, or are
-read again after a kill, change nothing: see registry/ledger.py. A start reads old segments and
+was durable, and what came behind is written to the next one. Records that came twice this way, or
+are read again after a kill, change nothing: see registry/ledger.py. A start reads old segments and
 deletes them; it never goes on with one.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.ledger.journal_files import DiskFiles, Files
-from gateway.ledger.journal_format import (
-    END_BYTES,
-    SEGMENT_HEAD,
-    Damage,
-    Record,
-    RecordCodec,
-    UnknownRecord,
-)
+from gateway.ledger.journal_format import END_BYTES, SEGMENT_HEAD, Record, RecordCodec
+from gateway.ledger.journal_segments import Segments
 from gateway.ledger.journal_types import (
     JournalLimits,
     JournalRefused,
@@ -45,25 +45,21 @@ from gateway.ledger.journal_types import (
     Position,
     Told,
 )
-from registry.ledger import Checkpoint, OpenRecord
+from registry.ledger import OpenRecord
 
 logger = logging.getLogger(__name__)
 
-SPARE = "spare"
-SUFFIX = ".journal"
-_WHOLE_FILE = 1 << 40
 RETRY_S = 0.5  # how often a full disk is looked at again
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     record: Record
     tag: Any
 
 
 class Journal:
-    """`append` from any thread, `read` and `release` from one; `told` is called from the journal's
-    own thread. Times are monotonic."""
+    """`append` from any thread, `read` and `release` from one; `told` is called from the syncing
+    thread. Times are monotonic."""
 
     def __init__(
         self,
@@ -75,27 +71,29 @@ class Journal:
     ) -> None:
         self.num_appended = self.num_failed = 0
         self.num_sync_errors = 0
-        self.num_damaged = 0
-        """Places where the disk lost what it had promised."""
         self._folder = folder
         self._limits = limits
         self._told = told
         self._files: Files = files or DiskFiles()
+        self._segments = Segments(folder, limits.segment_bytes, self._files)
         self._clock = clock
-        self._codec, self._read_codec = RecordCodec(), RecordCodec()
-        self._queue: deque[_Entry] = deque()
-        self._writing = self._num_taken = 0
+        self._codec, self._thread_codec = RecordCodec(), RecordCodec()
+        self._unsynced: list[_Entry] = []
+        """Written since the last group was taken up."""
+        self._queue: list[_Entry] = []
+        self._is_busy = False
+        self._broken: OSError | None = None
+        """A write that failed: the segment is not to be trusted behind what is durable."""
+        self._syncing = self._num_taken = 0
         self._marks: deque[tuple[int, float]] = deque()
         """(records appended by then, when they were taken up)"""
         self._changed = threading.Condition()
-        self._awake = True
+        """Holds all of the above together, and what a segment's end is."""
+        self._is_waiting = self._hurry = False
+        self._synced_s = -math.inf
         self._stopping = self._give_up = False
-        self._ends: dict[int, int] = {}
-        """Segments that are there -> where their durable part ends."""
-        self._last_old = 0
-        self._current = self._end = self._num_hints = 0
+        self._end = 0
         self._descriptor = -1
-        self._has_spare = False
         self._why_full = ""
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
 
@@ -105,16 +103,14 @@ class Journal:
         Raises OSError where the folder cannot be made or read; a full disk is no error.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        left = [int(name.split(".")[0]) for name in self._files.names(self._folder) if _is(name)]
-        self._ends = dict.fromkeys(left, _WHOLE_FILE)
-        self._current = self._last_old = max(left, default=0)
-        self._make_room()  # A spare that is there may be half made: it is made anew.
+        begin = self._segments.find()
+        self._make_room()
         self._thread.start()
-        return Position(min(left, default=self._current))
+        return begin
 
     def is_old(self, at: Position) -> bool:
         """Whether what comes there was left by an earlier process."""
-        return at.segment <= self._last_old
+        return self._segments.is_old(at)
 
     def stop(self, timeout_s: float) -> bool:
         """Write what is queued, then end; blocks. False: given up, the rest is JournalStopped."""
@@ -130,21 +126,31 @@ class Journal:
         self._close()
         return in_time
 
-    def append(self, record: Record, tag: Any = None) -> None:
-        """Queue a record; `tag` is what `told` gets, None for nothing. Raises JournalStopped."""
-        if self._stopping:
-            raise JournalStopped("the journal is closed")
-        self.num_appended += 1
-        self._queue.append(_Entry(record, tag))
-        if not self._awake:
-            with self._changed:
-                self._awake = True
-                self._changed.notify_all()
+    def append(self, record: Record, tag: Any = None, *, hurry: bool = True) -> bool:
+        """Add a record; `tag` is what `told` gets once it is durable, None for nothing. True: it is
+        written already. `hurry`: somebody waits until it is durable. Raises JournalStopped."""
+        entry = _Entry(record, tag)
+        with self._changed:
+            if self._stopping:
+                raise JournalStopped("the journal is closed")
+            self.num_appended += 1
+            is_written = not self._is_busy and self._write_at_once(entry)
+            if is_written:
+                self._unsynced.append(entry)
+            else:
+                self._is_busy = True  # Nobody overtakes it.
+                self._queue.append(entry)
+            if hurry or not is_written or not self._limits.sync_interval_s:
+                self._hurry = True
+                if self._is_waiting:
+                    self._is_waiting = False
+                    self._changed.notify_all()
+        return is_written
 
     def append_hint(self, record: Record) -> None:
-        """As `append`, of what a power cut may take: not where room is short."""
+        """As `append`, of what nobody waits for: not where room is short."""
         if not self._why_full:
-            self.append(record)
+            self.append(record, hurry=False)
 
     def refusal(self, num_open: int) -> str:
         """Why nothing new may be opened beside so many; empty: it may."""
@@ -159,7 +165,7 @@ class Journal:
     @property
     def num_queued(self) -> int:
         """Records not durable yet."""
-        return len(self._queue) + self._writing
+        return len(self._queue) + len(self._unsynced) + self._syncing
 
     @property
     def age_s(self) -> float:
@@ -175,108 +181,98 @@ class Journal:
     @property
     def num_bytes(self) -> int:
         """Room that segments take, the spare one and the newest not counted."""
-        return max(0, len(self._ends) - 1) * self._limits.segment_bytes
+        return self._segments.num_bytes
+
+    @property
+    def num_damaged(self) -> int:
+        """Places where the disk lost what it had promised."""
+        return self._segments.num_damaged
 
     @property
     def durable(self) -> Position:
         """The end of what is durable."""
-        return Position(self._current, self._ends.get(self._current, 0))
+        return self._segments.durable
 
     def read(self, at: Position, max_bytes: int) -> tuple[list[Record], Position]:
-        """Records that are durable from there on, and where they end. What is damaged is told and
-        passed over. Raises OSError."""
-        whole = self.is_old(at) or at.segment < self._current  # First: then its end is final.
-        end = self._ends.get(at.segment)
-        if end is None:
-            return [], self._after(at)
-        data = self._files.read(self._path(at.segment), at.offset, end - at.offset)
-        records: list[Record] = []
-        offset = 0
-        try:
-            for found, offset in self._read_codec.read(data):
-                if isinstance(found, Damage):
-                    self._damaged(at, found)
-                    continue
-                records.append(found)
-                if offset >= max_bytes:
-                    return records, Position(at.segment, at.offset + offset)
-        except UnknownRecord as error:
-            raise OSError(f"{self._path(at.segment)}: {error}") from error
-        return records, self._after(at) if whole else Position(at.segment, end)
+        """See Segments."""
+        return self._segments.read(at, max_bytes)
 
     def release(self, before: Position) -> None:
-        """All records before it are in the database. Raises OSError."""
-        for number in sorted(self._ends):
-            if number >= before.segment:
-                return
-            self._files.delete(self._path(number))
-            del self._ends[number]
+        """See Segments."""
+        self._segments.release(before)
 
     def discard(self) -> None:
         """After `stop`: everything is in the database. Raises OSError."""
-        for number in sorted(self._ends):
-            self._files.delete(self._path(number))
-        self._files.delete(self._folder / SPARE)
+        self._segments.discard()
 
-    def _after(self, at: Position) -> Position:
-        """The beginning of the next segment there is."""
-        later = [number for number in list(self._ends) if number > at.segment]
-        return Position(min(later, default=max(at.segment, self._last_old + 1)))
+    def _write_at_once(self, entry: _Entry) -> bool:
+        """False: it is the thread's to see what is the matter with it, or with the disk."""
+        try:
+            frame = self._codec.frame(entry.record)
+            if self._descriptor < 0 or self._end + len(frame) > self._limits.segment_bytes:
+                return False
+            self._files.write(self._descriptor, frame, self._end)
+        except (ValueError, TypeError, OverflowError):
+            return False
+        except OSError as error:
+            self._broken = error
+            return False
+        self._end += len(frame)
+        return True
 
-    def _damaged(self, at: Position, damage: Damage) -> None:
-        begin = at.offset + damage.offset
-        where = f"{self._path(at.segment)} at {begin}: {damage.num_bytes} bytes"
-        if damage.torn:
-            logger.warning("journal %s of records that were never durable are cut", where)
-            return
-        self.num_damaged += 1
-        logger.error("JOURNAL DAMAGED, records are lost: %s; the rest is read", where)
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{number:012}{SUFFIX}"
-
-    # The writing thread.
+    # The syncing thread.
 
     def _run(self) -> None:
         while True:
-            entries = self._take()
-            if entries:
-                self._commit(entries)
-            elif self._num_hints:  # Nothing else comes that would take them along.
-                self._sync_hints()
-            if entries is None:
+            self._rest()
+            written, queued = self._take()
+            self._commit(written, queued)
+            if self._stopping and not self.num_queued:
                 return
             self._make_room()
 
-    def _take(self) -> list[_Entry] | None:
-        """What has come within the interval; None when stopping and all is written."""
+    def _rest(self) -> None:
+        """Until somebody hurries, or what is written has waited for long enough."""
         with self._changed:
-            self._awake = False
-            if not self._queue and not self._stopping:
-                self._changed.wait(RETRY_S)
-            self._awake = True
-            if not self._queue:
-                return None if self._stopping else []
-            if not self._stopping and self._limits.flush_interval_s:
-                self._changed.wait(self._limits.flush_interval_s)
-        entries = [self._queue.popleft() for _ in range(len(self._queue))]
-        self._writing = len(entries)
-        self._num_taken += len(entries)
-        self._marks.append((self._num_taken, self._clock()))
-        return entries
+            if not self._hurry and not self._stopping:
+                self._is_waiting = True
+                self._changed.wait(self._limits.sync_interval_s or RETRY_S)
+                self._is_waiting = False
+            soon_s = self._synced_s + self._limits.flush_interval_s - self._clock()
+            if soon_s > 0 and self._hurry and not self._stopping:
+                self._changed.wait(soon_s)  # In a crowd a sync is for all who come meanwhile.
 
-    def _commit(self, entries: Sequence[_Entry]) -> None:
+    def _take(self) -> tuple[list[_Entry], list[_Entry]]:
+        """(what is written and not synced, what is not written)."""
+        with self._changed:
+            written, self._unsynced = self._unsynced, []
+            queued, self._queue = self._queue, []
+            self._hurry = False
+            self._is_busy = bool(queued)
+            self._syncing = len(written) + len(queued)
+        if self._syncing:
+            self._num_taken += self._syncing
+            self._marks.append((self._num_taken, self._clock()))
+        return written, queued
+
+    def _commit(self, written: Sequence[_Entry], queued: Sequence[_Entry]) -> None:
         """Make them durable and tell. Where that cannot be, what would open something is refused
         and the rest is tried until it can."""
-        framed = self._framed(entries)
-        while framed:
+        framed = self._framed(queued)
+        while written or framed:
             try:
-                num_written = self._write([frame for _, frame in framed], _all_hints(entries))
+                if self._broken is not None:
+                    raise self._broken
+                num_fit = self._write([frame for _, frame in framed])
+                if written or num_fit:
+                    self._sync()
+                else:
+                    self._next_segment()
             except OSError as error:
                 self.num_sync_errors += 1
-                logger.error("journal cannot write records=%d: %s", len(framed), error)
-                self._why_full = f"the journal's disk fails: {error}"
-                self._abandon()
+                logger.error("journal cannot write: %s", error)
+                framed = self._framed([*written, *self._abandon(error)]) + framed
+                written = ()
                 refused = [entry for entry, _ in framed if isinstance(entry.record, OpenRecord)]
                 self._tell(refused, JournalRefused(self._why_full))
                 framed = [pair for pair in framed if not isinstance(pair[0].record, OpenRecord)]
@@ -285,80 +281,59 @@ class Journal:
                     self._tell([entry for entry, _ in framed], stopped)
                     break
             else:
-                self._tell([entry for entry, _ in framed[:num_written]], None)
-                framed = framed[num_written:]
-        self._writing = 0
+                self._tell([*written, *(entry for entry, _ in framed[:num_fit])], None)
+                written, framed = (), framed[num_fit:]
+        with self._changed:
+            self._syncing = 0
+            self._is_busy = bool(self._queue)
 
     def _framed(self, entries: Sequence[_Entry]) -> list[tuple[_Entry, bytes]]:
         framed = []
         for entry in entries:
             try:
-                framed.append((entry, self._codec.frame(entry.record)))
+                framed.append((entry, self._thread_codec.frame(entry.record)))
             except (ValueError, TypeError, OverflowError) as error:
                 logger.error("journal refuses record=%r: %s", entry.record, error)
                 self._tell([entry], error)
         return framed
 
-    def _write(self, frames: Sequence[bytes], hints: bool) -> int:
-        """As many as fit into one segment, durable; hints are with the next ones that must be, and
-        survive a kill until then. Raises OSError."""
-        if self._descriptor < 0 or self._end + len(frames[0]) > self._limits.segment_bytes:
-            self._next_segment()
-        begin = end = self._end
-        num = 0
+    def _write(self, frames: Sequence[bytes]) -> int:
+        """As many as fit into the segment. Raises OSError."""
+        if self._descriptor < 0 or not frames:
+            return 0
+        end, num = self._end, 0
         while num < len(frames) and end + len(frames[num]) <= self._limits.segment_bytes:
             end += len(frames[num])
             num += 1
-        self._files.write(self._descriptor, b"".join(frames[:num]), begin)
+        self._files.write(self._descriptor, b"".join(frames[:num]), self._end)
         self._end = end
-        if hints:
-            self._num_hints += num
-        else:
-            self._sync()
         return num
 
     def _sync(self) -> None:
+        self._synced_s = self._clock()
+        end = self._end  # What comes while it syncs may be in it or not.
         self._files.sync(self._descriptor)
-        self._ends[self._current] = self._end
-        self._num_hints = 0
-
-    def _sync_hints(self) -> None:
-        try:
-            self._sync()
-        except OSError as error:
-            logger.error("journal cannot sync: %s", error)
-            self._abandon()
+        self._segments.synced(end)
 
     def _next_segment(self) -> None:
-        if self._num_hints:
-            self._sync()
-        if not self._has_spare:
-            self._allocate()
-        number = self._current + 1
-        self._has_spare = False  # Where the call fails, nobody knows which name it has.
-        self._files.rename(self._folder / SPARE, self._path(number))
+        self._segments.make_spare()
         self._close()
-        self._descriptor = self._files.open(self._path(number))
-        self._ends[number] = self._end = len(SEGMENT_HEAD)
-        self._current = number
-
-    def _allocate(self) -> None:
-        self._files.allocate(self._folder / SPARE, self._limits.segment_bytes, SEGMENT_HEAD)
-        self._has_spare = True
+        descriptor = self._segments.begin_next()
+        with self._changed:
+            self._end, self._descriptor = len(SEGMENT_HEAD), descriptor
 
     def _make_room(self) -> None:
         """A segment and a spare one, where the disk has room for more than that."""
         why = ""
         try:
             free = self._files.free_bytes(self._folder)
-            lacks = (self._descriptor < 0) + (not self._has_spare)
+            lacks = (self._descriptor < 0) + (not self._segments.has_spare)
             if free < self._limits.min_free_bytes + lacks * self._limits.segment_bytes:
                 why = f"the journal's disk is full: {free} bytes are free"
             else:
                 if self._descriptor < 0:
                     self._next_segment()
-                if not self._has_spare:
-                    self._allocate()
+                self._segments.make_spare()
         except OSError as error:
             why = f"the journal's disk fails: {error}"
         if why and not self._why_full:
@@ -367,11 +342,16 @@ class Journal:
             logger.info("journal has room")
         self._why_full = why
 
-    def _abandon(self) -> None:
-        """It ends where it was durable."""
-        self.num_failed += self._num_hints
-        self._num_hints = 0
+    def _abandon(self, error: OSError) -> list[_Entry]:
+        """The segment ends where it was durable. Returns what was written behind that meanwhile."""
+        with self._changed:
+            self._why_full = f"the journal's disk fails: {error}"
+            self._is_busy, self._broken = True, None
+            behind, self._unsynced = self._unsynced, []
+            self._syncing += len(behind)
+            self._num_taken += len(behind)
         self._close()
+        return behind
 
     def _close(self) -> None:
         if self._descriptor >= 0:
@@ -390,11 +370,3 @@ class Journal:
         tags = [entry.tag for entry in entries if entry.tag is not None]
         if tags:
             self._told(tags, error)
-
-
-def _is(name: str) -> bool:
-    return name.endswith(SUFFIX) and name.split(".")[0].isdigit()
-
-
-def _all_hints(entries: Sequence[_Entry]) -> bool:
-    return all(isinstance(entry.record, Checkpoint) for entry in entries)

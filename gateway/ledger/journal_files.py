@@ -67,11 +67,9 @@ class DiskFiles:
 
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
         """See Files."""
-        view = memoryview(data)
-        while view:
-            num_written = os.pwrite(descriptor, view, offset)
-            view = view[num_written:]
-            offset += num_written
+        num_written = os.pwrite(descriptor, data, offset)
+        while num_written < len(data):
+            num_written += os.pwrite(descriptor, data[num_written:], offset + num_written)
 
     def sync(self, descriptor: int) -> None:
         """See Files."""

@@ -24,6 +24,7 @@ class JournalLimits:
     max_bytes: int
     min_free_bytes: int
     flush_interval_s: float
+    sync_interval_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -1,14 +1,17 @@
 """The ledger as the pipeline uses it: usage is posted exactly once (stage 10).
 
-    open        awaited before a request's first token leaves the gateway
+    open        durable before a request's first token leaves the gateway; the request is queued and
+                computed meanwhile
     checkpoint  how much of a stream its client has been sent; nobody waits for it
-    post        awaited at its end; then, and only then, the worker is told to forget the usage
+    post        written before its answer ends, so that a kill takes nothing back; when it is
+                durable too, and only then, the worker is told to forget the usage
     void        its end where nothing is owed (refused or failed before any token)
 
-They return once the gateway's own journal is durable (journal.py); from there ledger_writer.py
-fills the database, and the request path never waits for that. All are queued at the call and
-written even if the caller is cancelled while waiting. The request's id is the key, so repeating any
-of them changes nothing.
+Written and durable are the journal's words (journal.py); from there ledger_writer.py fills the
+database, and the request path never waits for that. All are queued at the call and written even if
+the caller is cancelled while waiting. The request's id is the key, so repeating any of them changes
+nothing. What a power cut takes of postings (those of the last `ledger_sync_interval_s`, at most) is
+closed like what a kill leaves open, for its open record is there: never to the client's cost.
 
 Recovery. At a start the journal's rest goes into the database first; what is open there as this
 gateway's (owners.py) was left by a process that died (one process per journal holds its lock).
@@ -21,23 +24,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
-from typing import TypeAlias
 
 from sqlalchemy import Engine
 
 from engine.protocol import Finish
 from gateway.dispatch.joint import base_id
-from gateway.errors import UNAVAILABLE, ApiError
+from gateway.errors import ApiError
 from gateway.ledger.journal import Journal
 from gateway.ledger.journal_files import Files
 from gateway.ledger.journal_format import Record, Void
 from gateway.ledger.journal_types import JournalLimits, JournalRefused, JournalStopped
 from gateway.ledger.ledger_recovery import closing, together
 from gateway.ledger.ledger_writer import LedgerWriter
+from gateway.ledger.openings import DONE, Openings, Tag, behind, fail
 from gateway.ledger.owners import JOURNAL_FOLDER, owner_of
 from gateway.policy.pricing import Rates
 from gateway.services import LedgerSnapshot
@@ -49,15 +51,10 @@ from registry.session import reading
 
 logger = logging.getLogger(__name__)
 
-BUSY_WAIT_S = 5.0
-"""What a client is told to wait where nothing new is taken."""
 LOOK_S = 0.01
 """How often it is looked whether the database has everything, where somebody waits for that."""
 LOCK_WAIT_S = 5.0
 MAX_BIGINT = 2**63 - 1
-
-_Tag: TypeAlias = tuple["asyncio.Future[None]", str | None]
-"""(who waits, the request that it ends)"""
 
 
 class Ledger:
@@ -86,6 +83,7 @@ class Ledger:
         self._wall_clock = wall_clock
         self._on_recovered = on_recovered
         self._owner = owner_of(settings.data_path, gateway_id)
+        self._is_first = gateway_id == "gateway-0"
         self._folder = settings.data_path / JOURNAL_FOLDER / gateway_id
         self._journal = Journal(self._folder, journal_limits(settings), self._told, files)
         self._writer = LedgerWriter(
@@ -102,6 +100,7 @@ class Ledger:
         """Requests whose end must still fit into the journal."""
         self._left: dict[str, OpenRecord] = {}
         self._parts: dict[str, dict[str, Finish]] = {}
+        self._openings = Openings(settings.ledger_open_timeout_s, self._give_up_open)
         self._recovery: asyncio.Task[None] | None = None
         self._num_recovered = 0
 
@@ -111,7 +110,7 @@ class Ledger:
         self._loop = asyncio.get_running_loop()
         self._held.enter_context(locks.hold(self._folder / "lock", timeout_s=LOCK_WAIT_S))
         self._writer.start(await asyncio.to_thread(self._journal.start))
-        await _until(lambda: self._writer.replayed)
+        await self._until(lambda: self._writer.replayed)
 
     async def recover(self) -> None:
         """Begin to close what an earlier process left open. Prices must be known by now."""
@@ -135,24 +134,24 @@ class Ledger:
             logger.warning("ledger closed before the database had everything; a restart goes on")
         return written
 
-    async def open(self, record: OpenRecord) -> None:
-        """Durable on return. Raises ApiError(UNAVAILABLE) where nothing new is taken (the journal
-        is full or behind), or where the disk takes longer than `ledger_open_timeout_s`; then the
-        record is voided.
+    def open(self, record: OpenRecord) -> "asyncio.Future[None]":
+        """Done once it is durable. Fails with ApiError(UNAVAILABLE) where nothing new is taken (the
+        journal is full or behind), or where the disk takes longer than `ledger_open_timeout_s`;
+        then the record is voided.
 
         Whoever was cancelled here ends it by `post` or `void` all the same.
         """
-        self._check_room()
-        self._open.add(record.request_id)
-        written = self._write(replace(record, gateway_id=self._owner))
+        assert self._loop is not None, "not started"
+        opening: asyncio.Future[None] = self._loop.create_future()
         try:
-            async with asyncio.timeout(self._settings.ledger_open_timeout_s):
-                await asyncio.shield(written)
-        except (TimeoutError, JournalRefused) as error:
-            self._write(Void(record.request_id))
-            raise _behind() from error
-        except JournalStopped as error:
-            raise _behind() from error
+            self._check_room()
+            self._journal.append(_owned(record, self._owner), Tag(opening, None))
+        except (ApiError, JournalStopped) as error:
+            fail(opening, error if isinstance(error, ApiError) else behind())
+        else:
+            self._open.add(record.request_id)
+            self._openings.watch(record.request_id, opening)
+        return opening
 
     def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
         """The client of an open request has been sent so much. Written with the next records."""
@@ -160,8 +159,9 @@ class Ledger:
             with contextlib.suppress(JournalStopped):
                 self._journal.append_hint(Checkpoint(request_id, streamed_tokens))
 
-    async def post(self, posting: Posting) -> None:
-        """Post once by request_id; durable on return, and only then the worker forgets it.
+    def post(self, posting: Posting) -> Awaitable[None]:
+        """Post once by request_id. To be awaited until it is written, or durable where there is no
+        open record that would tell of it after a power cut.
 
         Raises ValueError on what the database would never take, and ApiError(UNAVAILABLE) where it
         was not opened before and nothing new is taken.
@@ -169,14 +169,15 @@ class Ledger:
         _check(posting)
         if posting.request_id not in self._open:
             self._check_room()
-        await self._write(posting, posting.request_id)
+            return self._write(posting, posting.request_id)
+        return self._end(posting, posting.request_id)
 
-    async def void(self, request_id: str) -> None:
-        """Close an open record for which nothing is owed; durable on return."""
+    def void(self, request_id: str) -> Awaitable[None]:
+        """Close an open record for which nothing is owed. To be awaited as `post`."""
         if request_id in self._open:
-            await self._write(Void(request_id), request_id)
-        else:
-            self._on_durable([request_id])
+            return self._end(Void(request_id), request_id)
+        self._on_durable([request_id])
+        return DONE
 
     def claim(self, request_id: str, finish: Finish) -> bool:
         """A worker told the end of a request that nobody here waits for.
@@ -204,7 +205,7 @@ class Ledger:
         """
         await self._write(Void(""))  # Of nobody: it comes behind the others.
         durable = self._journal.durable
-        await _until(lambda: self._writer.is_at(durable))
+        await self._until(lambda: self._writer.is_at(durable))
 
     def snapshot(self) -> LedgerSnapshot:
         """Figures for metrics."""
@@ -221,7 +222,7 @@ class Ledger:
             num_unsynced=journal.num_queued,
             num_open=len(self._open),
             journal_bytes=journal.num_bytes,
-            refuses=bool(journal.refusal(len(self._open))),
+            refuses=not self._writer.is_alive or bool(journal.refusal(len(self._open))),
             num_sync_errors=journal.num_sync_errors,
             num_damaged=journal.num_damaged,
             num_put_aside=counts.put_aside,
@@ -233,14 +234,23 @@ class Ledger:
         await self.written()
         await asyncio.to_thread(self._check_tables)
 
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """For what the writer does, where nobody is in a hurry. Raises JournalStopped where it has
+        ended without."""
+        while not condition():
+            if not self._writer.is_alive and not condition():
+                raise JournalStopped("the ledger's writer has ended")
+            await asyncio.sleep(LOOK_S)
+
     def _check_tables(self) -> None:
         with reading(self._engine) as session:
             tables.check_integrity(session)
 
     def _read_left(self) -> list[OpenRecord]:
-        """Those without a gateway's id are of an earlier release."""
+        """Those without a gateway's id are of an earlier release: one of several takes them, or
+        limits would hear of each as often as there are processes."""
+        names = (self._owner, "") if self._is_first else (self._owner,)
         with reading(self._engine) as session:
-            names = (self._owner, "")
             return [record for name in names for record in tables.open_left(session, name)]
 
     def _stop(self, timeout_s: float) -> bool:
@@ -254,39 +264,59 @@ class Ledger:
 
     def _check_room(self) -> None:
         journal = self._journal
-        reason = journal.refusal(len(self._open))
-        if reason or journal.num_queued >= self._settings.ledger_max_pending:
-            raise _behind()
+        is_full = journal.num_queued >= self._settings.ledger_max_pending
+        if is_full or not self._writer.is_alive or journal.refusal(len(self._open)):
+            raise behind()
 
     def _write(self, record: Record, ends: str | None = None) -> asyncio.Future[None]:
         """Queue now; the future is done once the record is durable. `ends`: the request it ends."""
         assert self._loop is not None, "not started"
         future: asyncio.Future[None] = self._loop.create_future()
         try:
-            self._journal.append(record, (future, ends))
+            self._journal.append(record, Tag(future, ends))
         except JournalStopped as error:
-            _fail(future, error)
+            fail(future, error)
         return future
 
-    def _told(self, tags: Sequence[_Tag], error: BaseException | None) -> None:
+    def _end(self, record: Record, request_id: str) -> Awaitable[None]:
+        """Of what has been opened. Where it cannot be written at once, to be awaited until it is
+        durable."""
+        assert self._loop is not None, "not started"
+        tag = Tag(None, request_id)
+        try:
+            if self._journal.append(record, tag, hurry=False):
+                return DONE
+        except JournalStopped as error:
+            tag.waiter = self._loop.create_future()
+            fail(tag.waiter, error)
+            return tag.waiter
+        tag.waiter = self._loop.create_future()  # Nothing is told before this turn is over.
+        return tag.waiter
+
+    def _give_up_open(self, request_id: str) -> None:
+        self._write(Void(request_id))
+
+    def _told(self, tags: Sequence[Tag], error: BaseException | None) -> None:
         """In the journal's thread: once a group."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # The loop ended first: nobody waits any more.
             self._loop.call_soon_threadsafe(partial(self._settle, tags, error))
 
-    def _settle(self, tags: Sequence[_Tag], error: BaseException | None) -> None:
+    def _settle(self, tags: Sequence[Tag], error: BaseException | None) -> None:
         if error is not None:
             logger.error("ledger records=%d were not written: %s", len(tags), error)
-            for future, _ in tags:
-                _fail(future, error)
+            refused = behind() if isinstance(error, JournalRefused) else error
+            for tag in tags:
+                if tag.waiter is not None:
+                    fail(tag.waiter, refused)
             return
-        ended = [ends for _, ends in tags if ends is not None]
+        ended = [tag.ends for tag in tags if tag.ends is not None]
         self._open.difference_update(ended)
         if ended:
             self._on_durable(ended)
-        for future, _ in tags:
-            if not future.done():
-                future.set_result(None)
+        for tag in tags:
+            if tag.waiter is not None and not tag.waiter.done():
+                tag.waiter.set_result(None)
 
     async def _recover(self) -> None:
         await asyncio.sleep(self._settings.ledger_recovery_wait_s)
@@ -310,13 +340,23 @@ def journal_limits(settings: Settings) -> JournalLimits:
         settings.journal_max_bytes,
         settings.journal_min_free_bytes,
         settings.ledger_flush_interval_s,
+        settings.ledger_sync_interval_s,
     )
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    """For what threads do, where nobody is in a hurry."""
-    while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(LOOK_S)
+def _owned(record: OpenRecord, gateway_id: str) -> OpenRecord:
+    """The same of this gateway: once a request, and `dataclasses.replace` takes twice as long."""
+    return OpenRecord(
+        record.request_id,
+        record.tenant_id,
+        record.key_id,
+        record.model,
+        record.revision,
+        record.prompt_tokens,
+        record.opened_at,
+        gateway_id,
+        record.reserved_nanos,
+    )
 
 
 def _check(posting: Posting) -> None:
@@ -331,14 +371,3 @@ def _check(posting: Posting) -> None:
         raise ValueError(f"amounts that cannot be: {posting!r}")
     if posting.outcome == "failed" and posting.cost_nanos:
         raise ValueError(f"what failed costs nothing: {posting!r}")
-
-
-def _fail(future: "asyncio.Future[None]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
-        future.exception()  # Logged already; a caller that was cancelled never asks for it.
-
-
-def _behind() -> ApiError:
-    message = "the usage ledger is behind and takes nothing new: try again later"
-    return ApiError(UNAVAILABLE, message, retry_after_s=BUSY_WAIT_S)

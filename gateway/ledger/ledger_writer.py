@@ -10,6 +10,9 @@ pauses, for ever: nothing is dropped and nothing overtakes. Of a batch that it w
 value it refuses) the records are written one by one, and what is at fault is put aside, in a file
 beside the journal: an operator decides.
 
+The thread outlives whatever is raised in it: that is logged and counted, and the batch written once
+more. Should it end all the same, nothing new is opened (ledger.py) and the server is not ready.
+
 Between batches, roll-ups are kept up (registry/rollups.py).
 """
 
@@ -115,6 +118,7 @@ class LedgerWriter:
         self._rollup_interval_s = rollup_interval_s
         self._rolled_s = time.monotonic()
         self._at = Position(0)
+        self._is_unsure = False
         self._stop = threading.Event()
         self._give_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ledger", daemon=True)
@@ -137,32 +141,56 @@ class LedgerWriter:
         """Whether all that is before it is in the database."""
         return self._at >= position
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread has begun and not ended."""
+        return self._thread.is_alive()
+
     def _run(self) -> None:
-        while not self._give_up.is_set():
-            stopping = self._stop.is_set()  # Before reading: then nothing comes behind it.
-            try:
-                records, after = self._journal.read(self._at, self._max_batch * RECORD_BYTES)
-            except OSError as error:
-                self.counts.write_errors += 1
-                logger.error("ledger cannot read the journal: %s", error)
-                self._give_up.wait(LONGEST_PAUSE_S)
-                continue
-            again = self._journal.is_old(self._at)
-            if not self._write(records, again):
-                return
-            moved = after != self._at
-            self._at = after
-            if not again:
-                self.counts.written += len(records)
-                self._journal.written(self.counts.written)
-            if moved:
-                self._release()
-            self.replayed = self.replayed or not self._journal.is_old(after)
-            self._roll()
-            if not moved and stopping:
-                return
-            if self.replayed and len(records) < self._max_batch:
-                self._stop.wait(self._interval_s)
+        pause_s = FIRST_PAUSE_S
+        try:
+            while not self._give_up.is_set():
+                try:
+                    if not self._step():
+                        return
+                    pause_s = FIRST_PAUSE_S
+                except Exception:  # Nobody else writes what comes.
+                    self.counts.write_errors += 1
+                    self._is_unsure = True
+                    logger.exception("LEDGER WRITER FAILED: it goes on in %.2f s", pause_s)
+                    self._give_up.wait(pause_s)
+                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except BaseException:
+            logger.critical("LEDGER WRITER ENDED: the server takes nothing new; start it again")
+            raise
+
+    def _step(self) -> bool:
+        """One batch. False: it was the last one."""
+        stopping = self._stop.is_set()  # Before reading: then nothing comes behind it.
+        try:
+            records, after = self._journal.read(self._at, self._max_batch * RECORD_BYTES)
+        except OSError as error:
+            self.counts.write_errors += 1
+            logger.error("ledger cannot read the journal: %s", error)
+            self._give_up.wait(LONGEST_PAUSE_S)
+            return True
+        is_old = self._journal.is_old(self._at)
+        if not self._write(records, is_old or self._is_unsure):
+            return False
+        moved = after != self._at
+        self._at, self._is_unsure = after, False
+        if not is_old:
+            self.counts.written += len(records)
+            self._journal.written(self.counts.written)
+        if moved:
+            self._release()
+        self.replayed = self.replayed or not self._journal.is_old(after)
+        self._roll()
+        if not moved and stopping:
+            return False
+        if self.replayed and len(records) < self._max_batch:
+            self._stop.wait(self._interval_s)
+        return True
 
     def _write(self, records: Sequence[Record], again: bool) -> bool:
         """False: it is time to give up, and they are not in the database."""
@@ -197,14 +225,17 @@ class LedgerWriter:
         if len(records) > 1:
             return all(self._write([record], again) for record in records)
         logger.error("LEDGER REFUSES record=%r: %s; put aside", records[0], _cause(error))
-        try:
-            with self._aside.open("ab") as stream:
-                stream.write(RecordCodec().frame(records[0]))
-        except OSError as problem:
-            logger.error("cannot be put aside either: %s", problem)
-            return False
-        self.counts.put_aside += 1
-        return True
+        while True:
+            try:
+                with self._aside.open("ab") as stream:
+                    stream.write(RecordCodec().frame(records[0]))
+            except OSError as problem:
+                logger.error("cannot be put aside either: %s", problem)
+                if self._give_up.wait(LONGEST_PAUSE_S):
+                    return False
+            else:
+                self.counts.put_aside += 1
+                return True
 
     def _release(self) -> None:
         try:

@@ -139,8 +139,8 @@ class Settlement:
         self._arrived_s = arrived_s
         self._checkpoint_tokens = around.checkpoint_tokens
         self._checkpointed = 0
-        # Begun now and awaited at the first token: its commit costs the first token nothing.
-        self._opening = asyncio.ensure_future(self._open())
+        # Begun now and awaited at the first token: its sync goes on while the worker computes.
+        self._opening = asyncio.ensure_future(around.ledger.open(self._open_record()))
 
     async def opened(self) -> None:
         """Returns once the open record is durable. Raises ApiError where it cannot be."""
@@ -179,41 +179,39 @@ class Settlement:
         else:
             await self._ledger.post(self._posting(ending, ending.outcome, cost, ended_at))
 
-    async def _open(self) -> None:
+    def _open_record(self) -> OpenRecord:
         request, principal = self._request, self._principal
-        await self._ledger.open(
-            OpenRecord(
-                request_id=request.request_id,
-                tenant_id=principal.tenant_id,
-                key_id=principal.key_id,
-                model=request.model.name,
-                revision=request.model.revision,
-                prompt_tokens=len(request.prompt_token_ids),
-                opened_at=request.rates.at or self._clocks.now_at(),
-                reserved_nanos=most_nanos(
-                    request.rates,
-                    len(request.prompt_token_ids),
-                    request.max_tokens * request.num_choices,
-                ),
-            )
+        num_prompt = len(request.prompt_token_ids)
+        return OpenRecord(
+            request_id=request.request_id,
+            tenant_id=principal.tenant_id,
+            key_id=principal.key_id,
+            model=request.model.name,
+            revision=request.model.revision,
+            prompt_tokens=num_prompt,
+            opened_at=request.rates.at or self._clocks.now_at(),
+            reserved_nanos=most_nanos(
+                request.rates, num_prompt, request.max_tokens * request.num_choices
+            ),
         )
 
     async def _is_open(self) -> bool:
         """A failure to open has been raised already."""
-        await asyncio.wait([self._opening])
+        if not self._opening.done():
+            await asyncio.wait([self._opening])
         return not self._opening.cancelled() and self._opening.exception() is None
 
     def _count(self, ending: Ending) -> None:
         metrics, name = self._metrics, self._request.model.name
         duration_s = self._clocks.now_s() - self._arrived_s
-        metrics.requests_ended.labels(name, ending.outcome or "void").inc()
+        metrics.requests_ended.add(1, name, ending.outcome or "void")
         metrics.e2e_request_latency.of(name).observe(duration_s)
         metrics.request_queue_time.of(name).observe(ending.queue_s)
         if ending.outcome is not None:
-            metrics.prompt_tokens.labels(name).inc(len(self._request.prompt_token_ids))
-            metrics.generation_tokens.labels(name).inc(ending.completion_tokens)
+            metrics.prompt_tokens.add(len(self._request.prompt_token_ids), name)
+            metrics.generation_tokens.add(ending.completion_tokens, name)
         for reason in ending.finish_reasons:
-            metrics.request_success.labels(name, reason).inc()
+            metrics.request_success.add(1, name, reason)
 
     def _cached_tokens(self, ending: Ending) -> int:
         return min(ending.usage.cached_tokens, len(self._request.prompt_token_ids))

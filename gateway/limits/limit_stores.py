@@ -5,10 +5,12 @@ otherwise           this process (of several: the dispatcher's)       store/memo
 """
 
 import asyncio
+import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from gateway.settings import Settings
 from gateway.store.base import LimitStore
@@ -17,7 +19,10 @@ from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisLimits
 from gateway.store.shared import SharedStore
 
+logger = logging.getLogger(__name__)
+
 CANCEL_AGAIN_S = 0.1
+AGAIN_S = 1.0
 
 
 def open_store(settings: Settings, gateway_id: str) -> MemoryStore | SharedStore:
@@ -47,8 +52,8 @@ async def sharing(
     await store.start()
     bell = Bell(settings.redis_url, settings.redis_prefix)
     tasks = [
-        asyncio.create_task(store.run(), name="limits-shared"),
-        asyncio.create_task(bell.listen(on_change), name="registry-bell"),
+        asyncio.create_task(_kept("limits-shared", store.run)),
+        asyncio.create_task(_kept("registry-bell", lambda: bell.listen(on_change))),
     ]
     try:
         yield
@@ -59,3 +64,14 @@ async def sharing(
                 task.cancel()
             await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         await store.close()
+
+
+async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """For ever, whatever ends it: without it this gateway would be dead to the others, and nobody
+    would know."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            logger.exception("%s failed, it begins again", name)
+        await asyncio.sleep(AGAIN_S)

@@ -16,6 +16,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from engine.protocol import SwapRecord, WorkerStatus
+from gateway.metrics.cache_metrics import CacheSize
+from gateway.metrics.label_counts import LabelCounts
 from gateway.metrics.time_histogram import TimeHistogram
 from gateway.server.connections import Connections
 from gateway.services import (
@@ -71,6 +73,9 @@ class Metrics:
         def counter(name: str, doc: str, labels: list[str]) -> Counter:
             return Counter(f"polyhost_{name}", doc, labels, registry=registry)
 
+        def counts(name: str, doc: str, labels: list[str]) -> LabelCounts:
+            return LabelCounts(f"polyhost_{name}", doc, labels, registry)
+
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
@@ -83,14 +88,14 @@ class Metrics:
         self.request_queue_time = histogram(
             "request_queue_time_seconds", "Waiting in the fair queue.", PHASE_BUCKETS
         )
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens posted.", ["model_name"])
-        self.generation_tokens = counter(
+        self.prompt_tokens = counts("prompt_tokens", "Prompt tokens posted.", ["model_name"])
+        self.generation_tokens = counts(
             "generation_tokens", "Generated tokens posted.", ["model_name"]
         )
-        self.request_success = counter(
+        self.request_success = counts(
             "request_success", "Requests that ended as asked.", ["model_name", "finished_reason"]
         )
-        self.requests_ended = counter(
+        self.requests_ended = counts(
             "requests_ended",
             "Requests that reached the queue, by outcome; `void` had no tokens.",
             ["model_name", "outcome"],
@@ -154,14 +159,14 @@ class StateCollector(Collector):
         dispatcher: RequestDispatcher,
         ledger: LedgerFigures,
         num_open_holds: Callable[[], int],
-        cache_bytes: Callable[[], int],
+        cache_size: Callable[[], CacheSize] = CacheSize,
         limits_degraded: Callable[[], bool] = lambda: False,
     ) -> None:
         self._limits_degraded = limits_degraded
         self._dispatcher = dispatcher
         self._ledger = ledger
         self._num_open_holds = num_open_holds
-        self._cache_bytes = cache_bytes
+        self._cache_size = cache_size
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, so that registering does not collect."""
@@ -171,13 +176,18 @@ class StateCollector(Collector):
         """One consistent look; runs on the event loop."""
         yield from _dispatcher_metrics(self._dispatcher.snapshot())
         yield from _worker_metrics(self._dispatcher.worker_statuses())
-        yield from _ledger_metrics(self._ledger.snapshot())
+        ledger = self._ledger.snapshot()
+        yield from _ledger_metrics(ledger)
         yield _gauge("limit_reservations_open", "Held and not settled.", self._num_open_holds())
-        degraded = [(["limits"], float(self._limits_degraded()))]
+        cache = self._cache_size()
+        parts = {"limits": self._limits_degraded(), "cache": cache.is_degraded}
+        degraded = [([part], float(less)) for part, less in parts.items()]
         doc = "1 where a part does with less than it should have."
         yield _by(GaugeMetricFamily, "degraded", doc, ["part"], degraded)
-        yield _gauge("semantic_cache_size_bytes", "Answers kept.", self._cache_bytes())
-        yield _gauge("ready", "1 where a request could be served.", int(self._dispatcher.ready))
+        yield _gauge("semantic_cache_size_bytes", "Answers kept.", cache.num_bytes)
+        yield _gauge("semantic_cache_entries", "Answers kept.", cache.num_entries)
+        is_ready = self._dispatcher.ready and not ledger.refuses
+        yield _gauge("ready", "1 where a request could be served.", int(is_ready))
 
 
 def _gauge(name: str, doc: str, value: float) -> Metric:

@@ -6,11 +6,12 @@ Two reasons to leave some:
   stays free: request places (rows of a step) and KV memory.
 - Others were served lately. A worker takes in some requests more than it has rows, so that a row
   that becomes free is filled in the next step; half of these places are then left free by whoever
-  has a backlog. A request that has just come, of a tenant that is first in the fair order, is sent
-  to the worker at once, where it need not wait for a row either
+  has a backlog. A request that has just come, of a tenant that is first in the fair order and has
+  little here, is sent to the worker at once, where it need not wait for a row either
   (engine/scheduling/tenants_here.py). So nobody gains service by it, no row stands idle, and of
-  those who all have a backlog nobody takes it. Where nobody else was served for RECENT_S, all
-  places are taken.
+  those who all have a backlog nobody takes it. How long a request has waited does not tell a
+  backlog by itself: a tenant that keeps twice as many requests open as there are rows waits only
+  as long as one answer takes. Where nobody else was served for RECENT_S, all places are taken.
 
 Who has to leave rows to a reservation has none of these places: a request there would go before one
 that came for the free row.
@@ -28,6 +29,9 @@ LOOKAHEAD_SHARE = 8
 RECENT_S = 60.0
 FRESH_S = 0.5
 """A request that has waited for longer is one of a backlog."""
+RARE_SHARE = 0.5
+"""Of the mean of what tenants have on a worker: who has no more there asks seldom (as
+engine/scheduling/tenants_here.py has it)."""
 MAX_RECENT = 10_000
 
 
@@ -89,7 +93,8 @@ class Headroom:
         own_rows = math.ceil(self.reserved.get(tenant_id, 0.0) * num_rows)
         lookahead = num_places - num_rows
         places = left + lookahead if left else 0
-        backlog = not wanted.fresh and own.num_requests >= own_rows
+        rare = wanted.fresh and _is_rare(held, tenant_id)
+        backlog = not rare and own.num_requests >= own_rows
         if num_rows > 1 and backlog and self._others_came(tenant_id, now_s):
             places = max(places, left + -(-lookahead // 2))
         if wanted.free_requests - 1 < places:
@@ -136,6 +141,13 @@ class Headroom:
             if name != tenant_id
         )
         return wanted.free_kv_bytes - wanted.kv_bytes >= left
+
+
+def _is_rare(held: Mapping[str, Held], tenant_id: str) -> bool:
+    """Whether the tenant has little on a worker, beside what others have there."""
+    own = held.get(tenant_id, Held()).num_requests
+    total = sum(each.num_requests for each in held.values())
+    return own * len({*held, tenant_id}) <= total * RARE_SHARE
 
 
 def rows_of(num_places: int) -> int:

@@ -28,6 +28,8 @@ _PREPARE_RETRY_S = 1.0
 _LEAST_LENGTH = 256
 # What a byte takes where nobody knows yet: templates and tokenizers of the usual kind.
 _USUAL_S_PER_UNIT = 4e-7
+# As what one may count at most, by the pace before it.
+_SLOWEST_TIMES = 4.0
 _T = TypeVar("_T")
 
 
@@ -36,7 +38,8 @@ class Pace:
 
     A length is bytes, or what else the work grows with. What threads did says nothing: they wait
     for one another. (A clock of a thread's own time would tell, and is dear on some machines.) So
-    after work in threads the pace is believed less and less, until it is tried again.
+    after work in threads the pace is believed less and less, until it is tried again. One that was
+    slow may have waited for the interpreter's lock or for a core: only some in a row count in full.
     """
 
     __slots__ = ("_s_per_unit",)
@@ -50,7 +53,8 @@ class Pace:
 
     def took(self, length: int, seconds: float) -> None:
         """One took so long. Slower ones count for more than quicker ones."""
-        change = seconds / (length + _LEAST_LENGTH) - self._s_per_unit
+        s_per_unit = min(seconds / (length + _LEAST_LENGTH), _SLOWEST_TIMES * self._s_per_unit)
+        change = s_per_unit - self._s_per_unit
         self._s_per_unit += change / (2 if change > 0 else 4)
 
     def passed_on(self) -> None:

@@ -17,13 +17,13 @@ from typing import TypeVar
 from tokenizers import Encoding
 
 from engine.protocol import EncodeInputs, SamplingParams
-from gateway import semantic_cache
 from gateway.auth import find_model
+from gateway.cache.asks import wish_of
 from gateway.directory import Directory
 from gateway.dispatch.joint import choice_id
 from gateway.errors import CONTEXT_LENGTH, INVALID_REQUEST, WRONG_TASK, ApiError, wrong_task
 from gateway.policy import cache_rule
-from gateway.policy.cache_rule import CacheAsk, CacheDecision
+from gateway.policy.cache_rule import CacheAsk, CachePlan
 from gateway.prepare.codecs import Codecs
 from gateway.prepare.encode_wire import EncodeAsk
 from gateway.prepare.encoder_codec import EncoderCodec, EncoderInput, TooLong
@@ -52,7 +52,7 @@ class EncodePrepared:
     asked: EncodeAsk
     request: PreparedRequest
     width: int
-    cache: CacheDecision
+    cache: CachePlan
 
     @property
     def answer_bytes(self) -> int:
@@ -82,8 +82,8 @@ class EncodePreparer:
         model = find_model(principal, self._directory, asked.model)
         width = _width(asked, model)
         ask = CacheAsk(
-            key_mode=principal.cache_mode,
-            requested=semantic_cache.requested_mode(headers),
+            policy=principal.cache,
+            wish=wish_of(headers, has_embedder=True),
             temperature=0.0,
             has_seed=False,
             is_plain=False,

@@ -7,24 +7,25 @@ Templates and tokenizers run in the threads of codecs.py. What encoders are aske
 encode_prepare.py.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.protocol import SamplingParams
-from gateway import semantic_cache
 from gateway.answer.output_parser import IdentityParser, OutputParser
 from gateway.auth import find_model
+from gateway.cache.asks import NO_WISH, wish_of
+from gateway.cache.scope import Turn, question_of, turn_of
 from gateway.directory import Directory
 from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
 from gateway.policy import cache_rule
-from gateway.policy.cache_rule import CacheAsk, CacheDecision
+from gateway.policy.cache_rule import OFF, CacheAsk, CachePlan
 from gateway.prepare.chat_prompt import Prompt, chat_prompt
 from gateway.prepare.codecs import Codecs
 from gateway.prepare.lengths import Lengths, lengths_of
 from gateway.prepare.templates import TemplateRefused
 from gateway.prepare.tokenization import TextCodec
 from gateway.prepare.wire import WireRequest, invalid
+from gateway.random_ids import RandomBytes
 from gateway.types import HostedModel, PreparedRequest, Principal
 
 # Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
@@ -40,9 +41,11 @@ class Prepared:
 
     request: PreparedRequest
     codec: TextCodec
-    cache: CacheDecision
+    cache: CachePlan
     new_parser: Callable[[], OutputParser] = IdentityParser
     """Makes the parser of one choice's text."""
+    turn: Turn | None = None
+    """Set where the cache is to be looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,19 @@ class PrepareBounds:
 class Preparer:
     """Stage 2 of what is generated. One object per gateway process."""
 
-    def __init__(self, directory: Directory, codecs: Codecs, bounds: PrepareBounds) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        codecs: Codecs,
+        bounds: PrepareBounds,
+        has_embedder: bool = False,
+    ) -> None:
+        """`has_embedder`: the cache can compare meanings."""
+        self._has_embedder = has_embedder
         self._directory = directory
         self._codecs = codecs
         self._bounds = bounds
+        self._random = RandomBytes()
 
     def close(self) -> None:
         """Stop the threads; what they are at is finished first."""
@@ -77,17 +89,10 @@ class Preparer:
         model = find_model(principal, self._directory, asked.model)
         lengths = lengths_of(principal, model, self._directory.limits)
         self._check(asked, model, lengths)
-        ask = CacheAsk(
-            key_mode=principal.cache_mode,
-            requested=semantic_cache.requested_mode(headers),
-            temperature=asked.temperature,
-            has_seed=asked.seed is not None,
-            is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
-        )
+        cache = self._cache(asked, principal, headers)
         codec = await self._codecs.text(model)
         prompt = await self._encode(codec, model, asked)
         lengths.check_prompt(_param(asked), len(prompt.ids))
-        decision = cache_rule.decide(ask)
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
@@ -95,12 +100,12 @@ class Preparer:
             model=model,
             prompt_token_ids=prompt.ids,
             max_tokens=self._max_tokens(asked, model, len(prompt.ids), lengths),
-            sampling=_sampling(asked),
+            sampling=_sampling(asked, self._random),
             stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
             stop_strings=asked.stop,
             stream=asked.stream,
             include_usage=asked.include_usage,
-            cache_mode="exact" if decision == "lookup" else "off",
+            cache_mode=cache.mode,
             created_at=int(now_at),
             rates=self._directory.rates(principal.tenant_id, model.name, now_at),
             num_choices=asked.n,
@@ -115,7 +120,30 @@ class Preparer:
                 codec.formats.special_ids[token] for token in prompt.plan.spelled_tokens
             ),
         )
-        return Prepared(request, codec, decision, prompt.plan.new_parser)
+        turn = None
+        if cache.decision == "lookup":
+            longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
+            turn = turn_of(asked, longest, codec.tells_date)
+        return Prepared(request, codec, cache, prompt.plan.new_parser, turn)
+
+    def _cache(
+        self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]
+    ) -> CachePlan:
+        """Raises ApiError for headers that cannot be obeyed."""
+        wish = wish_of(headers, self._has_embedder)
+        if wish is NO_WISH and principal.cache.mode == "off":
+            return OFF
+        return cache_rule.decide(
+            CacheAsk(
+                policy=principal.cache,
+                wish=wish,
+                temperature=asked.temperature,
+                has_seed=asked.seed is not None,
+                is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
+                has_turn=bool(question_of(asked)),
+                has_embedder=self._has_embedder,
+            )
+        )
 
     def _check(self, asked: WireRequest, model: HostedModel, lengths: Lengths) -> None:
         """What can be said without reading texts. Raises ApiError."""
@@ -222,9 +250,9 @@ def _shown_texts(asked: WireRequest, codec: TextCodec) -> list[str]:
     return texts if marks is None else [text.rpartition(marks.close)[2] for text in texts]
 
 
-def _sampling(asked: WireRequest) -> SamplingParams:
+def _sampling(asked: WireRequest, random: RandomBytes) -> SamplingParams:
     """A seed is always explicit from here on: the caller's, or one drawn here at the edge."""
-    seed = int.from_bytes(os.urandom(8), "big") if asked.seed is None else asked.seed
+    seed = int.from_bytes(random.take(8), "big") if asked.seed is None else asked.seed
     return SamplingParams(
         temperature=asked.temperature,
         top_p=max(asked.top_p, _SMALLEST_TOP_P),

@@ -35,6 +35,7 @@ from gateway.prepare.tool_types import (
     NamedChoice,
     RegexFormat,
     ResponseFormat,
+    TextFormat,
     Tool,
     ToolChoice,
 )
@@ -68,6 +69,10 @@ class StructuredRequest:
         return self.calls == "none" and self.schema is None and not self.pattern + self.grammar
 
 
+PLAIN = StructuredRequest()
+"""Of a request that asks for nothing but text."""
+
+
 def understand(
     tools: Sequence[Tool] = (),
     tool_choice: ToolChoice | None = None,
@@ -75,6 +80,8 @@ def understand(
     response_format: ResponseFormat | None = None,
 ) -> StructuredRequest:
     """Raises ApiError."""
+    if not tools and tool_choice is None and isinstance(response_format, TextFormat | None):
+        return PLAIN
     budget = _Budget()
     _check_names(tools)
     calls, allowed = _choice(tools, tool_choice)

@@ -52,6 +52,8 @@ _KEYWORDS = frozenset(
     {"system", "user", "assistant", "tool", "text", "function", "string", "number", "integer"}
     | {"boolean", "object", "array", "null"}
 )
+_KEYS = ("role", "content", "name", "type", "function", "tool_calls", "tool_call_id", "arguments")
+"""Those that nearly every message has."""
 # `surely_longer` counts a text in pieces; joined, they are at most this many tokens fewer.
 _PIECE_CHARS = 16_384
 _TAIL_CHARS = 256
@@ -76,6 +78,8 @@ class ControlTokens:
         self._starts = re.compile("|".join(starts) or NOTHING)
         self._heads = {content[:n] for content in contents for n in range(1, len(content))}
         self._tails = {content[n:] for content in contents for n in range(1, len(content))}
+        self._first_chars = _char_of(content[0] for content in contents)
+        self._last_chars = _char_of(content[-1] for content in contents)
         self._joined = "\0".join(contents)
         self._longest = max(map(len, contents), default=0)
         nonce = str(int.from_bytes(os.urandom(12), "big"))
@@ -85,6 +89,7 @@ class ControlTokens:
         self._names = {t.content: f"\ue0f2{nonce}:{i}\ue0f3" for i, t in tokens.items()}
         # One that is matched after normalising can be written in ways the search does not know.
         self.must_count = any(token.normalized for token in tokens.values())
+        self._plain_keys = {key for key in _KEYS if self._guard_key(key) == key}
 
     def guard(self, text: str) -> str:
         """The text with marks wherever it holds, or could complete, a control token; mostly just
@@ -93,8 +98,11 @@ class ControlTokens:
         core = text.strip()
         start, end = text.find(core), text.find(core) + len(core)
         lengths = range(1, min(self._longest, len(core) + 1))
-        at.update(end - n for n in lengths if text[end - n : end] in self._heads)
-        if any(text[start : start + n] in self._tails for n in lengths):
+        if self._first_chars.search(core, len(core) - self._longest):
+            at.update(end - n for n in lengths if text[end - n : end] in self._heads)
+        if self._last_chars.search(core, 0, self._longest) and any(
+            text[start : start + n] in self._tails for n in lengths
+        ):
             at.add(start)
         if core and len(core) < self._longest and core in self._joined:
             at.add(start)
@@ -107,7 +115,11 @@ class ControlTokens:
             is_word = key in ("role", "type") and value in _KEYWORDS
             return value if is_word else self.guard(value)
         if isinstance(value, Mapping):
-            return {self._guard_key(name): self.guard_all(v, name) for name, v in value.items()}
+            plain = self._plain_keys
+            return {
+                name if name in plain else self._guard_key(name): self.guard_all(v, name)
+                for name, v in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.guard_all(item, key) for item in value]
         return value
@@ -139,6 +151,11 @@ class ControlTokens:
         """A rendered text as the second tokenizer reads it."""
         named = self._whole.sub(lambda match: self._names[match.group()], rendered)
         return self._marks.sub(lambda match: chr(int(match.group(1))), named)
+
+
+def _char_of(chars: Iterable[str]) -> re.Pattern[str]:
+    """Any of these characters."""
+    return re.compile("|".join(map(re.escape, sorted(set(chars)))) or NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +190,8 @@ class TextCodec:
         }
         source = template.source if isinstance(template, ChatTemplate) else ""
         self.formats = detect(source, special_ids)
+        # Its prompts may say what day it is.
+        self.tells_date = "strftime_now" in source
         # Whether messages' calls have their arguments as text.
         self.wants_text = isinstance(template, ChatTemplate) and wants_text(_sampler(template))
         control = set(named_tokens.values())

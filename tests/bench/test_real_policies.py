@@ -11,6 +11,7 @@ from bench.sim.baselines.eviction import Ranked
 from bench.sim.baselines.sharing import Fcfs
 from bench.sim_real import Played
 from bench.swap_log import read_swaps
+from engine.parts import EngineParts
 from engine.worker import main as worker
 from gateway.cli import main as cli
 from gateway.dispatch.dispatcher import Dispatcher
@@ -109,13 +110,21 @@ def test_the_server_gets_the_policies_that_are_asked_for() -> None:
 
 def test_the_worker_gets_the_eviction_policy_that_is_asked_for() -> None:
     seen: list[object] = []
+    of_device = EngineParts(lay_out=mock.Mock())
+
+    def engine(config: object, backend: object, parts: EngineParts) -> None:
+        assert parts.lay_out is of_device.lay_out, "the device's own parts stay"
+        seen.append(parts.eviction)
 
     def main(argv: list[str]) -> int:
         assert argv == ["--config", "{}"]
-        seen.append(vars(worker)["Engine"].keywords["parts"].eviction)
+        vars(worker)["Engine"](mock.Mock(), mock.Mock(), of_device)  # as `serve` makes it
         return 7
 
-    with mock.patch.object(worker, "main", main):
+    with (
+        mock.patch.object(policy_worker, "Engine", engine),
+        mock.patch.object(worker, "main", main),
+    ):
         assert policy_worker.main(["--evict", "lru", "--config", "{}"]) == 7
         assert policy_worker.main(["--evict", "ours", "--config", "{}"]) == 7
     assert isinstance(seen[0], Ranked)

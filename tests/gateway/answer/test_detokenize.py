@@ -159,6 +159,25 @@ def stream_of(stops: tuple[str, ...] = (), stop_ids: list[int] | None = None) ->
     return TextStream(BYTE_LEVEL_PIECES, stops, stop_ids or [])
 
 
+@given(
+    st.sampled_from([BYTE_LEVEL_PIECES, SPM_PIECES]),
+    st.lists(st.integers(0, 300), max_size=40),
+    st.sets(st.integers(0, 300), max_size=2),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_text_and_counts_do_not_depend_on_how_many_tokens_come_at_once(
+    pieces: PieceTable, ids: list[int], stop_ids: set[int], sizes: list[int]
+) -> None:
+    alone, grouped = (TextStream(pieces, (), sorted(stop_ids)) for _ in range(2))
+    one_by_one = "".join(alone.push([token_id]) for token_id in ids) + alone.finish()
+    text, at = "", 0
+    for size in sizes * len(ids):
+        text += grouped.push(ids[at : at + size])
+        at += size
+    assert text + grouped.finish() == one_by_one
+    assert grouped.num_tokens == alone.num_tokens
+
+
 def test_tokens_up_to_the_stop_are_counted_and_later_ones_are_not() -> None:
     ids = BYTE_LEVEL.encode("ab STOP cd ef").ids
     for size in (1, 2, 3, len(ids)):

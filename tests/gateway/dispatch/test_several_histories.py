@@ -28,6 +28,7 @@ class History:
         self.several = Several(NUM_GATEWAYS, NUM_REQUESTS, settings)
         self.streams: dict[str, RequestStream] = {}
         self.num_asked = 0
+        self.loaded_s = 0.0
         self.greeted = True
 
     def step(self) -> None:
@@ -45,6 +46,7 @@ class History:
             (0.2, self.cut),
             (1, self.time),
             (2, self.greet),
+            (1, self.load),
         ]
         weights = [weight for weight, _ in choices]
         self.random.choices([act for _, act in choices], weights)[0]()
@@ -77,6 +79,10 @@ class History:
     def abort(self) -> None:
         if self.streams:
             self.random.choice(list(self.streams.values())).abort()
+
+    def load(self) -> None:
+        self.loaded_s += 2.0
+        self.several.worker.load(2.0)
 
     def kill_dispatcher(self) -> None:
         """The standby is active a moment later."""
@@ -139,15 +145,17 @@ async def test_each_request_ends_once_whatever_dies(seed: int) -> None:
     for _ in range(STEPS):
         history.step()
     history.run_out()
+    billed_s = 0.0
     for request_id, stream in history.streams.items():
         try:
             async with asyncio.timeout(1.0):
-                async for _ in stream:
-                    pass
+                async for event in stream:
+                    billed_s += event.finish.usage.load_s if event.finish else 0.0
         except (ApiError, WorkerLost):
             pass
         except TimeoutError:
             raise AssertionError(f"{request_id} has no end") from None
+    assert billed_s <= history.loaded_s + 1e-9
     several = history.several
     assert len(several.worker.submitted) == len(set(several.worker.submitted))
     assert several.worker.most_running <= NUM_REQUESTS

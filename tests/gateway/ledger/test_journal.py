@@ -286,9 +286,9 @@ def test_power_cut_at_every_call(seed: int) -> None:
         except PowerCut:
             pass
         disk.is_dead = True
-        journal._changed.acquire()
-        journal._changed.notify_all()
-        journal._changed.release()
+        with journal._changed:
+            journal._stopping = True
+            journal._changed.notify_all()
         if journal._thread.is_alive():
             journal._thread.join()
         found = left_on(disk.after_power_cut(random_))
@@ -303,42 +303,82 @@ def _until_power_cut(journal: Journal, died: threading.Event) -> None:
         died.set()
 
 
-def test_hints_survive_a_kill_at_once_and_a_power_cut_with_the_next_record(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("gateway.ledger.journal.RETRY_S", 30.0)  # it never is idle
+PATIENT = JournalLimits(SEGMENT, 100 * SEGMENT, 0, 0.0, 30.0)
+"""What nobody waits for is not synced by itself."""
+
+
+def test_what_nobody_waits_for_survives_a_kill_at_once_and_a_power_cut_with_the_next() -> None:
     disk, heard = MemoryDisk(), Heard()
     hint = Checkpoint("a", 64)
-    with running(disk, heard) as (journal, begin):
-        journal.append(OPEN, "open")
+    with running(disk, heard, PATIENT) as (journal, begin):
+        assert journal.append(OPEN, "open")
         heard.wait(lambda: heard.durable == ["open"])
         journal.append_hint(hint)
-        heard.wait(lambda: any(inode.writes for inode in disk.paths.values()))
+        assert journal.append(POSTING, "end", hurry=False)
         killed, cut = MemoryDisk(), disk.after_power_cut(random.Random(1))
         killed.paths.update(disk.paths)
-        assert left_on(killed) == [OPEN, hint]
+        assert left_on(killed) == [OPEN, hint, POSTING]
         assert left_on(cut)[0] == OPEN
         assert all_of(journal, begin) == [OPEN]
-        journal.append(POSTING, "end")
-        heard.wait(lambda: "end" in heard.durable)
-        assert all_of(journal, begin) == [OPEN, hint, POSTING]
+        assert heard.durable == ["open"]
+        journal.append(Void("b"), "void")
+        heard.wait(lambda: heard.durable == ["open", "end", "void"])
+        assert all_of(journal, begin) == [OPEN, hint, POSTING, Void("b")]
         for number in range(300):  # over the end of a segment
             journal.append_hint(Checkpoint("a", number))
     assert left_on(disk)[-1] == Checkpoint("a", 299)
     assert journal.num_failed == 0
 
 
-def test_hints_are_lost_where_the_disk_fails_and_counted_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_nobody_waits_for_is_synced_within_its_interval() -> None:
     disk, heard = MemoryDisk(), Heard()
-    with running(disk, heard) as (journal, begin):
-        disk.errors["sync"] = 1
+    with running(disk, heard, JournalLimits(SEGMENT, 100 * SEGMENT, 0, 0.0, 0.01)) as (journal, _):
+        for number in range(3):
+            journal.append(void(number), number, hurry=False)
+            heard.wait(lambda: len(heard.durable) == number + 1)  # noqa: B023
+
+
+def test_in_a_crowd_a_sync_is_for_many() -> None:
+    class Counting(MemoryDisk):
+        num_syncs = 0
+
+        def sync(self, descriptor: int) -> None:
+            self.num_syncs += 1
+            super().sync(descriptor)
+
+    heard, disk = Heard(), Counting()
+    with running(disk, heard, JournalLimits(SEGMENT, 100 * SEGMENT, 0, 0.2, 0.0)) as (journal, _):
+        for number in range(40):
+            journal.append(void(number), number)
+        heard.wait(lambda: len(heard.durable) == 40)
+        assert disk.num_syncs <= 3
+
+
+def test_what_was_written_and_not_synced_is_written_again_where_the_disk_fails() -> None:
+    disk, heard = MemoryDisk(), Heard()
+    with running(disk, heard, PATIENT) as (journal, begin):
+        journal.append(POSTING, "end", hurry=False)
         journal.append_hint(Checkpoint("a", 64))
-        heard.wait(lambda: journal.num_failed == 1)
+        disk.errors["sync"] = 1
         journal.append(Void("b"), "b")
-        heard.wait(lambda: heard.durable == ["b"])
-        assert all_of(journal, begin) == [Void("b")]
+        heard.wait(lambda: heard.durable == ["end", "b"])
+        assert all_of(journal, begin) == [POSTING, Checkpoint("a", 64), Void("b")]
+        assert heard.failed == {}
+
+
+def test_a_write_that_fails_leaves_the_order_as_it_was() -> None:
+    disk, heard = MemoryDisk(), Heard()
+    with running(disk, heard, PATIENT) as (journal, begin):
+        asked = [void(number) for number in range(120)]
+        for number, record in enumerate(asked):
+            if number % 30 == 10:
+                disk.errors["write"] = 1
+            is_written = journal.append(record, number, hurry=False)
+            assert is_written or number > 9
+        journal.append(Void("last"), "last")
+        heard.wait(lambda: "last" in heard.durable)
+        assert heard.durable == [*range(120), "last"]
+        assert all_of(journal, begin) == [*asked, Void("last")]
 
 
 @pytest.mark.parametrize("call", ["write", "sync", "rename", "allocate", "open"])

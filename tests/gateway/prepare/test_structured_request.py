@@ -31,7 +31,7 @@ def schema_form(schema: Any) -> dict[str, Any]:
 
 
 def test_nothing_asked_is_plain() -> None:
-    assert asked() == StructuredRequest(shown=[], functions=[])
+    assert asked() == StructuredRequest()
     assert asked().is_plain
     assert asked(form={"type": "text"}).is_plain
     assert asked(TOOLS, "none").is_plain

@@ -1,0 +1,44 @@
+"""What the answer cache counts (gateway/cache/). How many asked for it is metrics.py's."""
+
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+EMBED_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What is kept, as it was seen last; in a store that others share: of all together."""
+
+    num_entries: int = 0
+    num_bytes: int = 0
+    is_degraded: bool = False
+    """The store was not there when it was asked last."""
+
+
+class CacheMetrics:
+    """One object per registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, doc: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"polyhost_semantic_cache_{name}", doc, labels, registry=registry)
+
+        self.hits = counter("hits", "Answered from the cache, by how it was found.", ("kind",))
+        self.checks = counter(
+            "checks",
+            "Answers that would have been served, beside what the model then said.",
+            ("outcome",),
+        )
+        self.saved_nanos = counter("saved_nanos", "What hits would have cost beyond their price.")
+        self.embed_failures = counter("embed_failures", "Questions without a vector in time.")
+        self.store_failures = counter(
+            "store_failures", "Calls of the store that failed: misses.", ("call",)
+        )
+        self.not_kept = counter("not_kept", "Answers that are not worth keeping.", ("reason",))
+        self.embed_time = Histogram(
+            "polyhost_semantic_cache_embed_seconds",
+            "From a question to its vector.",
+            buckets=EMBED_BUCKETS,
+            registry=registry,
+        )
