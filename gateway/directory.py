@@ -66,6 +66,10 @@ class Directory:
         """The usable key with this public id. The caller still verifies secret and expiry."""
         return self._keys.get(public_id)
 
+    def find_key_by_id(self, key_id: str) -> KeyRecord | None:
+        """The usable key of this id."""
+        return self._keys.get(self._public_ids.get(key_id, ""))
+
     def find_model(self, name: str) -> HostedModel | None:
         """The model of this public name if it is `ready`."""
         return self._models.get(name)

@@ -3,17 +3,24 @@
 No HTTP in here, so that everything behind the routes can be built and tested without a server.
 """
 
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from gateway.cache import stores
+from gateway.cache.desk import CacheDesk
+from gateway.cache.embedder import Embedder, HostedEmbedder, NoEmbedder
+from gateway.cache.lookup import AnswerCache, CacheBounds
+from gateway.dispatch.operator_socket import listening
 from gateway.ledger.settlement import Clocks
 from gateway.limits.limits import Limiter
+from gateway.metrics.cache_metrics import CacheMetrics
 from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.pipeline import Pipeline
 from gateway.prepare.codecs import Codecs, PreparePool
 from gateway.prepare.encode_prepare import EncodePreparer
 from gateway.prepare.prepare import PrepareBounds, Preparer
-from gateway.semantic_cache import SemanticCache
 from gateway.services import Services
 from gateway.store.base import LimitStore
 
@@ -30,11 +37,24 @@ class Edge:
     store: LimitStore
     metrics: Metrics
     clocks: Clocks
+    cache: AnswerCache
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While requests may come: the operator can ask about cached answers."""
+        path, store = self.services.cache_socket, self.cache.store
+        await stores.begin(store)
+        if path is None:
+            yield
+            return
+        async with listening(path, CacheDesk(store, self.cache.purged)):
+            yield
 
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
+        await self.cache.store.close()
 
 
 def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
@@ -42,7 +62,6 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
     settings = services.settings
     metrics = Metrics(services.metrics_registry)
     store = services.limit_store
-    cache = SemanticCache(settings.cache_max_bytes, settings.cache_ttl_s, clocks.now_s)
     limiter = Limiter(
         store,
         clocks.now_s,
@@ -56,8 +75,11 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
         ),
         settings.max_tokenizers,
     )
+    cache_metrics = CacheMetrics(services.metrics_registry)
+    cache = _answer_cache(services, codecs, cache_metrics, clocks)
     bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
-    preparer = Preparer(services.directory, codecs, bounds)
+    has_embedder = cache.embedder.is_configured
+    preparer = Preparer(services.directory, codecs, bounds, has_embedder)
     encode_preparer = EncodePreparer(services.directory, codecs, settings.max_encode_tokens)
     services.dispatcher.add_swap_listener(metrics.on_swap)
     services.metrics_registry.register(
@@ -65,9 +87,30 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
             services.dispatcher,
             services.ledger,
             num_open_holds=lambda: store.num_open,
-            cache_bytes=lambda: cache.size_bytes,
+            cache_size=lambda: cache.size,
             limits_degraded=lambda: store.is_degraded,
         )
     )
-    pipeline = Pipeline(services, preparer, encode_preparer, limiter, cache, metrics, clocks)
-    return Edge(services, pipeline, preparer, store, metrics, clocks)
+    pipeline = Pipeline(
+        services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
+    )
+    return Edge(services, pipeline, preparer, store, metrics, clocks, cache)
+
+
+def _answer_cache(
+    services: Services, codecs: Codecs, metrics: CacheMetrics, clocks: Clocks
+) -> AnswerCache:
+    settings, worker = services.settings, services.embedding_worker
+    embedder: Embedder = NoEmbedder()
+    if worker is not None:
+        embedder = HostedEmbedder(
+            settings.cache_embedder,
+            services.directory,
+            codecs,
+            worker,
+            settings.cache_embed_timeout_s,
+        )
+    untold = metrics.store_failures.labels("write")
+    store = stores.open_store(settings, clocks.now_at, untold.inc)
+    bounds = CacheBounds(settings.cache_ttl_s, settings.cache_false_hit_budget)
+    return AnswerCache(store, embedder, metrics, bounds, clocks.now_at)

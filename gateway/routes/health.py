@@ -42,6 +42,8 @@ def _missing(edge: Edge) -> list[str]:
         missing.append("the registry has not been read yet")
     if not services.dispatcher.ready:
         missing.append("no worker is ready, or the server is stopping")
+    if services.ledger.snapshot().refuses:
+        missing.append("the usage ledger takes nothing new")
     return missing
 
 

@@ -1,6 +1,7 @@
 """All that is asked by POST: from HTTP to a `Call` and from the pipeline's answer to HTTP."""
 
 import asyncio
+from collections.abc import Iterator, Mapping, Sequence
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,7 +18,7 @@ async def complete(
     """Run the pipeline for one request and stop it where the client goes away. Raises ApiError
     while nothing has been sent, and ClientGone."""
     settings, state = edge.services.settings, scope["state"]
-    headers = headers_of(scope)
+    headers = RequestHeaders(scope["headers"])
     _check_media(headers)
     watch = ClientWatch(state["connection"])
 
@@ -57,11 +58,24 @@ async def complete(
         watch.stop()
 
 
-def headers_of(scope: Scope) -> dict[str, str]:
-    """By their names in lower case; the first of several."""
-    return {
-        name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"][::-1]
-    }
+class RequestHeaders(Mapping[str, str]):
+    """By their names in lower case, the first of several. Few of them are ever asked for, so each
+    is decoded when it is."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: Sequence[tuple[bytes, bytes]]) -> None:
+        self._raw = dict(reversed(raw))
+
+    def __getitem__(self, name: str) -> str:
+        """Raises KeyError."""
+        return self._raw[name.encode()].decode("latin-1")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.decode("latin-1") for name in self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
 
 
 def client_of(scope: Scope) -> str:
@@ -83,7 +97,7 @@ async def _body(receive: Receive) -> bytes:
         parts.append(body)
 
 
-def _check_media(headers: dict[str, str]) -> None:
+def _check_media(headers: Mapping[str, str]) -> None:
     """A form or a compressed body is refused by name instead of as malformed JSON."""
     media = headers.get("content-type", "application/json")
     if media != "application/json" and (

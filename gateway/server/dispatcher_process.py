@@ -42,7 +42,7 @@ from gateway.dispatch.worker_client import ZmqWorkerClient
 from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.policy.fair_share import FairShare
 from gateway.registry_poll import RegistryPoll
-from gateway.server import ipc, process_config
+from gateway.server import interpreter, ipc, process_config
 from gateway.server.http_server import running
 from gateway.server.hub import HubLink
 from gateway.server.logs import set_up_logging
@@ -118,7 +118,7 @@ class Active:
         self.weights: dict[str, int] = {}
         self.on_weights: Callable[[], None] = lambda: None
         self._dispatcher.add_swap_listener(Metrics(registry).on_swap)
-        registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0, lambda: 0))
+        registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0))
         Gauge(
             "polyhost_dispatcher_epoch",
             "Which dispatcher since the data folder was made; rises when a standby takes over.",
@@ -303,4 +303,5 @@ def _lose(clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason
 
 if __name__ == "__main__":
     _, name_, config_ = sys.argv
+    interpreter.settle()
     uvloop.run(run(name_, process_config.read(config_)))

@@ -23,6 +23,7 @@ import zmq
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
+from gateway.cache.desk import desk_socket
 from gateway.directory import Directory
 from gateway.dispatch.dispatcher import TICK_S
 from gateway.dispatch.dispatcher_client import DispatcherLink
@@ -33,7 +34,8 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.owners import owner_of
 from gateway.limits import limit_stores
 from gateway.registry_poll import RegistryPoll
-from gateway.server import process_config
+from gateway.server import embedder_home, interpreter, process_config
+from gateway.server.embedder_home import EMBEDDER_ID
 from gateway.server.http_server import HttpServer, listen, running
 from gateway.server.hub import HubLink
 from gateway.server.logs import set_up_logging
@@ -60,6 +62,7 @@ class Front:
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         settings = self._settings = config.settings
+        self._name = name
         self._port = config.port
         self._directory = Directory()
         self._registry = CollectorRegistry()
@@ -109,6 +112,7 @@ class Front:
             )
             for worker_id, endpoint in config.workers
         }
+        self._embedding = embedder_home.connection(settings, context, name)
         self._stop = asyncio.Event()
         self._hub = HubLink(
             name,
@@ -133,11 +137,15 @@ class Front:
             await self._ledger.recover()
             for client in self._clients.values():
                 self._dispatcher.add_worker(client)
+            if self._embedding is not None:
+                self._embedding.start()
             async with running(self._poll.run()):
                 with listen(self._settings.host, self._port, shared=True) as listener:
                     await self._serve(listener)
             await self._ledger.stop(LEDGER_FLUSH_TIMEOUT_S)
             self._dispatcher.close()
+            if self._embedding is not None:
+                self._embedding.close()
         self._hub.close()
         logger.info("stopped")
 
@@ -149,6 +157,8 @@ class Front:
             ledger=self._ledger,
             metrics_registry=self._registry,
             limit_store=self._store,
+            embedding_worker=self._embedding,
+            cache_socket=desk_socket(self._settings.data_path, self._name),
             scrape=self._hub.scrape,
         )
         http = self._http = HttpServer(services)
@@ -167,11 +177,15 @@ class Front:
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
         self._dispatcher.set_catalog(models)
+        if self._embedding is not None:
+            self._embedding.set_models(models)
 
     def _on_worker_ended(self, worker_id: str, reason: str) -> None:
         client = self._clients.get(worker_id)
         if client is not None:
             client.lose(f"its process ended: {reason}")
+        if worker_id == EMBEDDER_ID and self._embedding is not None:
+            self._embedding.lose(f"its process ended: {reason}")
 
     def _on_orphaned(self) -> None:
         """Nobody brings the others back: what runs is not waited for, its ledger is written."""
@@ -205,4 +219,5 @@ async def run(name: str, config: ProcessConfig) -> None:
 
 if __name__ == "__main__":
     _, name_, config_ = sys.argv
+    interpreter.settle()
     uvloop.run(run(name_, process_config.read(config_)))

@@ -7,12 +7,11 @@ and does so before anybody has shown a key. Here
     one that is not complete within `receive_timeout_s`           ends its connection
     nothing for `keep_alive_timeout_s` between two requests       ends it
     an answer that is not read for `stream_write_timeout_s`       ends it
-    one connection too many, in all or of one address             gets 503 or 429
     what is no HTTP at all                                        gets OpenAI's error object too
 
-Bodies are bounded in app.py. A request finds its connection in its ASGI state as `connection`: who
-wants to hear that the client went away, or writes a stream, goes by `stream.ClientConnection`,
-which costs neither a task nor a message.
+Bodies are bounded in app.py, connections by acceptor.py before there is one of these. A request
+finds its connection in its ASGI state as `connection`: who wants to hear that the client went away,
+or writes a stream, goes by `stream.ClientConnection`, which costs neither a task nor a message.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from gateway.errors import HEADERS_TOO_LARGE, INVALID_REQUEST, ApiError
-from gateway.server.connections import Connections, connections_of
+from gateway.server.connections import Connections, Place, connections_of
 from gateway.server.tls import tls_options
 from gateway.settings import Settings
 from gateway.stream import ClientWatch
@@ -51,12 +50,12 @@ class HttpBounds:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """Implements stream.ClientConnection. Uvicorn makes one for every connection; `bounded_http`
-    says which bounds and in which count."""
+    """Implements stream.ClientConnection and acceptor.Guest. Made for every connection that is
+    served; `bounded_http` says with which bounds and in which count."""
 
     bounds: HttpBounds
     all_of_them: Connections
-    _address = ""
+    place: Place
     _num_bytes = 0
     _moved_on = False
     _in_head = False
@@ -100,19 +99,13 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client that connects is to send something."""
         super().connection_made(transport)
-        self._address = self.client[0] if self.client else ""
-        try:
-            self.all_of_them.enter(self._address)
-        except ApiError as error:
-            self._refuse(error)
-        else:
-            self._await_head()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is awaited any more."""
         self._stop_timer()
         self._stop_stall_timer()
-        self.all_of_them.leave(self._address)
+        self.place.leave()
         super().connection_lost(exc)
         self._client_left()
 
@@ -179,11 +172,19 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._bound_rest()
+            if self._stall_timer is None:
+                self._linger()
 
     def eof_received(self) -> None:
         """The client has closed its half: the transport closes as soon as all is read."""
         self._client_left()
         self._bound_rest()
+
+    def shutdown(self) -> None:
+        """The server stops: at once where no answer is being written."""
+        super().shutdown()
+        if self.transport.is_closing():
+            self._linger()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came after an answer."""
@@ -238,7 +239,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._stall_timer = self.loop.call_later(self.bounds.write_timeout_s, self._stalled)
 
     def _stalled(self) -> None:
-        logger.info("client does not read address=%s: cut off", self._address)
+        logger.info("client does not read address=%s: cut off", (self.client or ("",))[0])
         self.all_of_them.ended["stalled"] += 1
         self.transport.abort()
 
@@ -251,6 +252,10 @@ class BoundedHttp(HttpToolsProtocol):
         """Close; what is still to be sent gets a while."""
         self.transport.close()
         self._client_left()
+        self._linger()
+
+    def _linger(self) -> None:
+        """A client of TLS may never answer that the connection ends, and one without never read."""
         self._stop_stall_timer()
         self._stall_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
@@ -268,15 +273,20 @@ class BoundedHttp(HttpToolsProtocol):
             and (served.response_started or served is not self.cycle)
         )
         if not is_answering and not self.transport.is_closing():
-            body = msgspec.json.encode(error.body())
-            headers = b"".join(b"%b: %b\r\n" % header for header in error.headers())
-            self.transport.write(
-                STATUS_LINE[error.kind.status]
-                + b"content-type: application/json\r\nconnection: close\r\n"
-                + headers
-                + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-            )
+            self.transport.write(refusal(error))
         self._leave()
+
+
+def refusal(error: ApiError) -> bytes:
+    """An answer with which the connection ends."""
+    body = msgspec.json.encode(error.body())
+    headers = b"".join(b"%b: %b\r\n" % header for header in error.headers())
+    return (
+        STATUS_LINE[error.kind.status]
+        + b"content-type: application/json\r\nconnection: close\r\n"
+        + headers
+        + b"content-length: %d\r\n\r\n%b" % (len(body), body)
+    )
 
 
 def bounded_http(bounds: HttpBounds, connections: Connections) -> type[BoundedHttp]:

@@ -5,15 +5,17 @@ When it stops is its owner's to say (supervisor.py, front.py); what it answers i
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
 from gateway.app import create_app
-from gateway.server.http_protocol import http_config
+from gateway.server.acceptor import Acceptor
+from gateway.server.http_protocol import BoundedHttp, http_config, refusal
 from gateway.services import Services
 
 logger = logging.getLogger(__name__)
@@ -22,18 +24,43 @@ ABORT_GRACE_S = 2.0
 """After the shutdown time-out: how long the aborted requests may take to be answered."""
 
 
-class HttpServer(uvicorn.Server):
-    """Uvicorn without its own signal handling."""
-
-    def __init__(self, services: Services) -> None:
-        grace_s = services.settings.shutdown_timeout_s + ABORT_GRACE_S
-        super().__init__(http_config(create_app(services), services.settings, grace_s))
-        self._settings = services.settings
+class AcceptingServer(uvicorn.Server):
+    """Uvicorn with our own way to take connections and without its signal handling."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Whoever owns it has the signals."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve on the sockets."""
+        await super().startup(sockets=[])
+        servers = [self._acceptor(listener) for listener in sockets or ()]
+        for server in servers:
+            server.start()
+        self.servers = cast(list[asyncio.base_events.Server], servers)
+
+    def _acceptor(self, listener: socket.socket) -> Acceptor:
+        config = self.config
+        protocol = cast(type[BoundedHttp], config.http_protocol_class)
+        make = functools.partial(
+            protocol,
+            config=config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            _loop=asyncio.get_running_loop(),
+        )
+        timeout_s = protocol.bounds.head_timeout_s
+        return Acceptor(listener, make, protocol.all_of_them, refusal, config.ssl, timeout_s)
+
+
+class HttpServer(AcceptingServer):
+    """Of a gateway process."""
+
+    def __init__(self, services: Services) -> None:
+        grace_s = services.settings.shutdown_timeout_s + ABORT_GRACE_S
+        super().__init__(http_config(create_app(services), services.settings, grace_s))
+        self._settings = services.settings
 
     def start(self, listener: socket.socket) -> "asyncio.Task[None]":
         """Serve on the socket until `drain`."""

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry, Counter
 from gateway.config import child_environment
 from gateway.registration.bootstrap import DemoAccess
 from gateway.server import ipc, process_config
+from gateway.server.embedder_home import EMBEDDER_ID, EmbedderHome
 from gateway.server.http_server import ABORT_GRACE_S, running
 from gateway.server.hub import Hub
 from gateway.server.process_config import ProcessConfig
@@ -77,7 +78,8 @@ class ProcessGroup:
             "Worker processes that ended while the server ran and were started again.",
             ["worker"],
             registry=self._registry,
-        ).labels(WORKER_ID)
+        )
+        self._embedder = EmbedderHome(settings, worker_command, self._on_embedder_exit)
         self._restarts = Counter(
             "polyhost_process_restarts",
             "Gateway and dispatcher processes that ended while the server ran.",
@@ -87,23 +89,24 @@ class ProcessGroup:
         self._hub = Hub(
             self._registry,
             settings.dispatcher_timeout_s,
-            self._worker.set_weights,
+            self._on_weights,
             self._on_silent,
         )
 
-    async def run(self, demo: DemoAccess | None) -> None:
+    async def run(self, demo: DemoAccess | None, admin_password: str = "") -> None:
         """Serve until a signal, or until a process cannot be started at all."""
         _, weights = await asyncio.to_thread(_ready_models, self._settings)
-        self._worker.set_weights(weights)
+        self._on_weights(weights)
         children = [*self._dispatchers, *self._gateways]
         hub_path = process_config.hub_socket(self._settings)
         async with (
             ipc.listening(hub_path, self._hub.new_channel),
             running(
                 self._worker.process.run(),
+                self._embedder.run(),
                 *(child.run() for child in children),
                 self._hub.run(),
-                self._announce(demo),
+                self._announce(demo, admin_password),
             ) as parts,
         ):
             with self._signals():
@@ -122,10 +125,11 @@ class ProcessGroup:
         bound_s = settings.shutdown_notice_s + settings.shutdown_timeout_s + ABORT_GRACE_S
         await asyncio.gather(*(child.stop(bound_s + LAST_STEPS_S) for child in self._gateways))
         await asyncio.gather(*(child.stop(WORKER_STOP_TIMEOUT_S) for child in self._dispatchers))
+        await self._embedder.process.stop(WORKER_STOP_TIMEOUT_S)
         await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
         logger.info("stopped")
 
-    async def _announce(self, demo: DemoAccess | None) -> None:
+    async def _announce(self, demo: DemoAccess | None, admin_password: str) -> None:
         """The start block, once every gateway could serve a request."""
         names = [f"gateway-{index}" for index in range(self._settings.gateway_processes)]
         while True:
@@ -134,7 +138,8 @@ class ProcessGroup:
                 break
         models, _ = await asyncio.to_thread(_ready_models, self._settings)
         host, port = self._listener.getsockname()[:2]
-        print(start_block(host, port, self._settings, models, demo), flush=True)
+        block = start_block(host, port, self._settings, models, demo, admin_password)
+        print(block, flush=True)
         await asyncio.Event().wait()
 
     def _child(self, name: str, module: str) -> WorkerProcess:
@@ -160,7 +165,16 @@ class ProcessGroup:
     def _on_worker_exit(self, reason: str) -> None:
         self._hub.worker_ended(WORKER_ID, reason)
         if not self._stop_asked.is_set():
-            self._worker_restarts.inc()
+            self._worker_restarts.labels(WORKER_ID).inc()
+
+    def _on_embedder_exit(self, reason: str) -> None:
+        self._hub.worker_ended(EMBEDDER_ID, reason)
+        if not self._stop_asked.is_set():
+            self._worker_restarts.labels(EMBEDDER_ID).inc()
+
+    def _on_weights(self, weights: dict[str, int]) -> None:
+        self._worker.set_weights(weights)
+        self._embedder.set_weights(weights)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

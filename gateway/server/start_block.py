@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from gateway.registration.bootstrap import DemoAccess
+from gateway.service.users import ADMIN
 from gateway.settings import Settings
 from gateway.types import HostedModel
 
@@ -18,17 +19,28 @@ NO_MODELS = "none yet: polyhost models add NAME --source FOLDER"
 
 
 def start_block(
-    host: str, port: int, settings: Settings, models: Sequence[HostedModel], demo: DemoAccess | None
+    host: str,
+    port: int,
+    settings: Settings,
+    models: Sequence[HostedModel],
+    demo: DemoAccess | None,
+    admin_password: str = "",
 ) -> str:
-    """A few lines for a person at a terminal; nothing in them that does not exist."""
+    """A few lines for a person at a terminal; nothing in them that does not exist.
+
+    `admin_password`: of the user `admin`, where it was made up at this start.
+    """
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     if ":" in reachable and not reachable.startswith("["):
         reachable = f"[{reachable}]"
-    url = f"http://{reachable}:{port}"
+    scheme = "https" if settings.tls_cert_file else "http"
+    url = f"{scheme}://{reachable}:{port}"
     names = [model.name for model in models]
     lines = [
         "",
         f"Polyhost is ready:  {url}/v1",
+        f"  operator's pages: {url}/admin",
+        *([f"  sign in as:       {ADMIN} {admin_password} (shown once)"] if admin_password else []),
         f"  data folder:      {settings.data_path}",
         f"  models:           {', '.join(names) or NO_MODELS}",
     ]

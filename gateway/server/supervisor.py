@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy import Engine
 
 from gateway.alerts.alerts import AlertWatch
+from gateway.cache.desk import desk_socket
 from gateway.directory import Directory
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
 from gateway.dispatch.operator_socket import OperatorDesk, listening, operator_socket
@@ -34,7 +35,8 @@ from gateway.limits import limit_stores
 from gateway.policy.fair_share import FairShare
 from gateway.registration.bootstrap import DemoAccess, ensure_demo
 from gateway.registry_poll import RegistryPoll
-from gateway.server import machine, process_config
+from gateway.server import embedder_home, machine, process_config
+from gateway.server.embedder_home import EMBEDDER_ID, EmbedderHome
 from gateway.server.http_server import HttpServer, listen, running
 from gateway.server.logs import set_up_logging
 from gateway.server.process_group import ProcessGroup
@@ -77,21 +79,21 @@ async def serve(settings: Settings, worker_command: Sequence[str] = WORKER_COMMA
     ):
         await asyncio.to_thread(upgrade, settings.registry_url)
         await asyncio.to_thread(tidy, settings)
-        await asyncio.to_thread(ensure_admin, settings)
+        password = await asyncio.to_thread(ensure_admin, settings)
         demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
         gateway_ids = [f"gateway-{index}" for index in range(settings.gateway_processes)]
         await asyncio.to_thread(adopt, settings, gateway_ids, by=GATEWAY_ID)
         if settings.gateway_processes > 1:
             try:
                 with process_config.dispatcher_lock(settings) as lock:
-                    await ProcessGroup(settings, listener, lock, worker_command).run(demo)
+                    await ProcessGroup(settings, listener, lock, worker_command).run(demo, password)
             finally:
                 remove_host_tier(settings)
             return
         engine = make_engine(settings.registry_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            await Server(settings, engine, context, worker_command).run(listener, demo)
+            await Server(settings, engine, context, worker_command, password).run(listener, demo)
         finally:
             context.destroy(linger=0)
             engine.dispose()
@@ -107,8 +109,11 @@ class Server:
         engine: Engine,
         context: zmq.Context[zmq.Socket[bytes]],
         worker_command: Sequence[str],
+        admin_password: str = "",
     ) -> None:
+        """`admin_password`: to be shown once, in the start block."""
         self._settings = settings
+        self._admin_password = admin_password
         self._directory = Directory()
         share = FairShare(settings.fair_share_max_lead_s)
         self._share_file = ShareFile(settings.data_path, share)
@@ -152,7 +157,9 @@ class Server:
             "Worker processes that ended while the server ran and were started again.",
             ["worker"],
             registry=self._metrics_registry,
-        ).labels(WORKER_ID)
+        )
+        self._embedder = EmbedderHome(settings, worker_command, self._on_embedder_exit)
+        self._embedding = embedder_home.connection(settings, context, GATEWAY_ID)
 
     async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
         """Serve on the socket until a signal, or until a part of the server fails for good."""
@@ -167,6 +174,7 @@ class Server:
         http = self._http_server()
         background = (
             self._worker.process.run(),
+            self._embedder.run(),
             self._poll.run(),
             self._share_file.run(),
             self._alerts.run(),
@@ -180,6 +188,8 @@ class Server:
             running(*background) as parts,
         ):
             self._dispatcher.add_worker(self._client)
+            if self._embedding is not None:
+                self._embedding.start()
             serving = http.start(listener)
             with self._signals(http):
                 asked = asyncio.create_task(self._stop_asked.wait())
@@ -200,6 +210,9 @@ class Server:
         await self._share_file.write()
         await self._ledger.stop(LEDGER_FLUSH_TIMEOUT_S)
         self._dispatcher.close()  # The last acknowledgements linger a moment and get through.
+        if self._embedding is not None:
+            self._embedding.close()
+        await self._embedder.process.stop(WORKER_STOP_TIMEOUT_S)
         await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
         logger.info("stopped")
 
@@ -211,6 +224,8 @@ class Server:
             ledger=self._ledger,
             metrics_registry=self._metrics_registry,
             limit_store=self._limit_store,
+            embedding_worker=self._embedding,
+            cache_socket=desk_socket(self._settings.data_path, GATEWAY_ID),
         )
         return HttpServer(services)
 
@@ -224,11 +239,16 @@ class Server:
                 announced = True
                 host, port = listener.getsockname()[:2]
                 models = self._directory.models()
-                print(start_block(host, port, self._settings, models, demo), flush=True)
+                password = self._admin_password
+                block = start_block(host, port, self._settings, models, demo, password)
+                print(block, flush=True)
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
         self._dispatcher.set_catalog(models)
         self._worker.set_weights(weights)
+        self._embedder.set_weights(weights)
+        if self._embedding is not None:
+            self._embedding.set_models(models)
 
     def _on_reserved(self, shares: dict[str, float]) -> None:
         self._dispatcher.headroom.reserved = shares
@@ -236,7 +256,13 @@ class Server:
     def _on_worker_exit(self, reason: str) -> None:
         self._client.lose(f"its process ended: {reason}")
         if not self._dispatcher.stopping:
-            self._restarts.inc()
+            self._restarts.labels(WORKER_ID).inc()
+
+    def _on_embedder_exit(self, reason: str) -> None:
+        if self._embedding is not None:
+            self._embedding.lose(f"its process ended: {reason}")
+        if not self._dispatcher.stopping:
+            self._restarts.labels(EMBEDDER_ID).inc()
 
     def _on_wish(self, wish: ResidencyRequest) -> None:
         if wish.action == "load":

