@@ -4,7 +4,7 @@ Instants named `*_at` are wall-clock seconds (UTC epoch): entries are shared by 
 outlive them. Who decides is policy/cache_rule.py; who keeps is store.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -64,7 +64,7 @@ class Entry:
     made_at: float
     expires_at: float
     epoch: Epoch
-    confidence: Confidence = Confidence()
+    confidence: Confidence = field(default_factory=Confidence)
 
 
 @dataclass(frozen=True, slots=True)

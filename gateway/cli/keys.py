@@ -15,9 +15,12 @@ from gateway.cli.common import (
     print_json,
     print_table,
 )
+from gateway.cli.key_cache import add_cache_options, cache_of, cache_options
 from gateway.service import keys as service_keys
-from registry.api_keys import CACHE_MODES, KeyChanges, KeyRecord
+from registry.api_keys import KeyChanges, KeyRecord
 from registry.errors import InvalidValue
+from registry.key_cache import KeyCache
+from registry.key_scopes import INFERENCE
 from registry.quotas import Limits
 
 
@@ -30,7 +33,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--expires-in", type=parse_duration, metavar="TIME", help="such as 30d")
     create.add_argument("--models", metavar="A,B", help="allow only these models (all)")
     create.add_argument("--cidrs", metavar="A,B", help="allow only these networks (any)")
-    create.add_argument("--cache", choices=CACHE_MODES, default="off", help="answer cache (off)")
+    create.add_argument(
+        "--scopes", default=INFERENCE, metavar="A,B", help="inference, usage (inference)"
+    )
+    add_cache_options(create)
     add_limit_options(create, default=0)
     every = add_command(commands, "list", "keys and their state", _list, with_json=True)
     every.add_argument("--tenant", help="only this tenant's")
@@ -39,6 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     change.add_argument("--expires-in", type=_duration_or_never, metavar="TIME|never")
     change.add_argument("--models", metavar="A,B|all", help="allow only these models")
     change.add_argument("--cidrs", metavar="A,B|any", help="allow only these networks")
+    add_cache_options(change)
     revoke = add_command(commands, "revoke", "refuse a key from now on", _revoke)
     revoke.add_argument("key", help="id (key_...) or public id")
     rotate = add_command(commands, "rotate", "give a key a new secret", _rotate, with_json=True)
@@ -76,7 +83,7 @@ def key_fields(key: KeyRecord) -> dict[str, object]:
         "requests_per_minute": key.limits.requests_per_minute,
         "tokens_per_minute": key.limits.tokens_per_minute,
         "max_concurrency": key.limits.max_concurrency,
-        "cache_mode": key.cache_mode,
+        **key.cache.public(),
         "allowed_models": key.allowed_models,
         "allowed_cidrs": _cidrs(key),
         "created_at": key.created_at,
@@ -93,7 +100,8 @@ def _create(options: argparse.Namespace) -> int:
             options.tenant,
             options.name,
             limits=Limits(options.rpm, options.tpm, options.concurrency),
-            cache_mode=options.cache,
+            cache=cache_of(options, KeyCache()),
+            scopes=[name.strip() for name in options.scopes.split(",")],
             allowed_models=_listed(options.models, "all"),
             expires_in_s=options.expires_in,
             allowed_cidrs=_listed(options.cidrs, "any"),
@@ -102,8 +110,9 @@ def _create(options: argparse.Namespace) -> int:
 
 
 def _set(options: argparse.Namespace) -> int:
-    if options.expires_in is options.models is options.cidrs is None:
-        raise InvalidValue("say what to change: --expires-in, --models or --cidrs")
+    given = (options.expires_in, options.models, options.cidrs, *cache_options(options))
+    if all(value is None for value in given):
+        raise InvalidValue("say what to change: --expires-in, --models, --cidrs or --cache...")
     changes = KeyChanges()
     if options.expires_in is not None:
         expires = None if options.expires_in == math.inf else time.time() + options.expires_in
@@ -113,6 +122,9 @@ def _set(options: argparse.Namespace) -> int:
     if options.cidrs is not None:
         changes = replace(changes, allowed_cidrs=_listed(options.cidrs, "any"))
     with open_registry(options) as control:
+        if any(value is not None for value in cache_options(options)):
+            before = service_keys.show_key(control, options.key)
+            changes = replace(changes, cache=cache_of(options, before.cache))
         key = service_keys.change_key(control, options.key, changes)
     if options.json:
         print_json(key_fields(key))
@@ -120,7 +132,10 @@ def _set(options: argparse.Namespace) -> int:
         models = "all" if key.allowed_models is None else ",".join(sorted(key.allowed_models))
         networks = ",".join(_cidrs(key) or ("any",))
         expires = "never" if key.expires_at is None else instant(key.expires_at)
-        print(f"{key.id}: models {models}; networks {networks}; expires {expires}")
+        print(
+            f"{key.id}: models {models}; networks {networks}; expires {expires}; "
+            f"cache {key.cache.mode}"
+        )
     return 0
 
 

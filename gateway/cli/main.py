@@ -5,6 +5,7 @@
     tenants add|list|set     keys create|list|revoke|rotate     limits set|show
     users add|list|set|rm|passwd                                audit list
     prices set|show          usage export                       db upgrade
+    cache stats|purge|show
     why [MODEL|REQUEST_ID]   decisions        what the running server waits for, and did (why.py)
     simulate TRACE                            a workload in modelled time (simulate.py)
 
@@ -48,6 +49,7 @@ GROUPS = {
     "plans": ("gateway.cli.plans", "price plans, and what tenants agreed"),
     "invoices": ("gateway.cli.invoices", "a tenant's month"),
     "usage": ("gateway.cli.usage", "what was used and what it costs"),
+    "cache": ("gateway.cli.cache", "answers that are kept to be given again"),
     "users": ("gateway.cli.users", "who may see and change what"),
     "audit": ("gateway.cli.audit", "who changed what"),
     "db": ("gateway.cli.db", "the database's schema"),

@@ -9,7 +9,7 @@ import argparse
 import uvloop
 
 from gateway.cli.common import add_common_options, parse_size, settings_of
-from gateway.server import supervisor
+from gateway.server import interpreter, supervisor
 
 OVERRIDES = (
     "demo",
@@ -62,5 +62,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     settings = settings_of(options, {name: getattr(options, name) for name in OVERRIDES})
+    interpreter.settle()
     uvloop.run(supervisor.serve(settings))
     return 0

@@ -91,6 +91,11 @@ def _scope(options: argparse.Namespace, control: Control) -> Scope:
 def _export(options: argparse.Namespace) -> int:
     if options.output is None and options.resume:
         raise InvalidValue("--resume goes on with a file: --output FILE")
+    if options.resume and options.format == "parquet":
+        raise InvalidValue(
+            "a Parquet file cannot be gone on with (what tells its parts apart comes at its end): "
+            "export it again without --resume"
+        )
     if options.output is not None and options.after:
         raise InvalidValue("--after is for standard output; --resume goes on with a file")
     with open_registry(options) as control:

@@ -1,37 +1,110 @@
-"""Stage 4's rule: whether a request may be answered from, and kept in, the cache. Pure.
+"""Stage 4's first rule: whether a request may be answered from, and kept in, the cache. Pure.
 
-A request asks by header, a key by its default; the header wins, so that one request can opt out.
-Only answers that would come out the same again are eligible: greedy ones, and those whose caller
-named a seed; and only plain ones, without log-probabilities and other choices.
+A request asks by header, a key by its policy; the header wins, so that one request can opt out.
+Eligible is what would come out the same again: greedy answers, and of those that are drawn the ones
+whose caller named a seed. Others only where key or header say so by name (`sampled`). And only
+plain ones, without log-probabilities and other choices. Whether an answer to another question will
+do is cache_choice.py's.
 """
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from gateway.types import CacheMode
-
+CacheMode: TypeAlias = Literal["off", "exact", "semantic", "shadow"]
 CacheDecision: TypeAlias = Literal["off", "bypass", "lookup"]
 
 
 @dataclass(frozen=True, slots=True)
-class CacheAsk:
-    """What decides. `requested` is the header's mode, None where it was not sent. `is_plain`: one
-    choice, and of it the text alone; that is what an entry holds."""
+class CachePolicy:
+    """What a key has. `max_age_s`, `false_hit_budget` None: the server's own."""
 
-    key_mode: CacheMode
-    requested: CacheMode | None
+    mode: CacheMode = "off"
+    max_age_s: float | None = None
+    false_hit_budget: float | None = None
+    sampled: bool = False
+    """Also answers that are drawn without a seed."""
+
+
+NO_CACHE = CachePolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheWish:
+    """What a request's headers say. `mode`, `max_age_s`, `sampled` None: nothing.
+
+    `reads`: it may be answered from the cache; `keeps`: its answer may be kept.
+    """
+
+    mode: CacheMode | None = None
+    max_age_s: float | None = None
+    sampled: bool | None = None
+    reads: bool = True
+    keeps: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAsk:
+    """What decides. `is_plain`: one choice, and of it the text alone; that is what an entry holds.
+    `has_turn`: its last message is a text of the user's, by which others can be like it.
+    `has_embedder`: the server is set up to compare meanings."""
+
+    policy: CachePolicy
+    wish: CacheWish
     temperature: float
     has_seed: bool
     is_plain: bool = True
+    has_turn: bool = True
+    has_embedder: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """What is done for a request. `decision` off: nobody asked; bypass: asked for, but the answer
+    is not one that can be kept. The rest counts for `lookup` alone.
+
+    `mode`: `semantic` and `shadow` where its meaning is compared, too. `drawn`: its answer is one
+    of many, and any of them will do.
+    """
+
+    decision: CacheDecision = "off"
+    mode: CacheMode = "off"
+    max_age_s: float | None = None
+    false_hit_budget: float | None = None
+    reads: bool = True
+    keeps: bool = True
+    drawn: bool = False
+
+
+OFF = CachePlan()
+BYPASS = CachePlan("bypass")
 
 
 def mode_of(ask: CacheAsk) -> CacheMode:
     """The mode in force for a request."""
-    return ask.key_mode if ask.requested is None else ask.requested
+    return ask.policy.mode if ask.wish.mode is None else ask.wish.mode
 
 
-def decide(ask: CacheAsk) -> CacheDecision:
-    """`off`: nobody asked. `bypass`: asked for, but the answer is not one that can be kept."""
-    if mode_of(ask) == "off":
-        return "off"
-    return "lookup" if ask.is_plain and (ask.temperature == 0 or ask.has_seed) else "bypass"
+def decide(ask: CacheAsk) -> CachePlan:
+    """What is done. Meanings are compared where a temperature of 0 or `sampled` says that any
+    caller who asks this gets this; a seed alone says so of the very same request only. In shadow
+    mode nothing is served, so where no meanings can be compared there is nothing to do."""
+    mode = mode_of(ask)
+    if mode == "off":
+        return OFF
+    sampled = ask.policy.sampled if ask.wish.sampled is None else ask.wish.sampled
+    greedy = ask.temperature == 0
+    if not ask.is_plain or not (greedy or ask.has_seed or sampled):
+        return BYPASS
+    means = ask.has_turn and ask.has_embedder and (greedy or sampled)
+    if mode == "shadow" and not means:
+        return BYPASS
+    ages = [s for s in (ask.policy.max_age_s, ask.wish.max_age_s) if s is not None]
+    return CachePlan(
+        "lookup",
+        mode if means else "exact",
+        min(ages, default=None),
+        ask.policy.false_hit_budget,
+        ask.wish.reads,
+        ask.wish.keeps,
+        drawn=sampled and not greedy and not ask.has_seed,
+    )

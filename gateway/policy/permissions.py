@@ -25,6 +25,8 @@ Verb: TypeAlias = Literal[
     "users.read",
     "users.write",
     "audit.read",
+    "cache.read",
+    "cache.write",
 ]
 Grants: TypeAlias = Mapping[str, str]
 """Roles by tenant id; INSTALLATION for everything."""
@@ -44,8 +46,8 @@ _OF_A_TENANT: Final = frozenset(
     {"tenants.read", "keys.read", "limits.read", "prices.read", "usage.read"}
 )
 IN_TENANT: Final[Mapping[str, frozenset[str]]] = {
-    "owner": _OF_A_TENANT | {"keys.write", "users.read", "users.write"},
-    "admin": _OF_A_TENANT | {"keys.write"},
+    "owner": _OF_A_TENANT | {"keys.write", "cache.write", "users.read", "users.write"},
+    "admin": _OF_A_TENANT | {"keys.write", "cache.write"},
     "viewer": _OF_A_TENANT,
 }
 

@@ -221,6 +221,7 @@ def test_an_empty_span_is_a_mistake_no_postings_are_not(
         ["export", "--after", "nan:x"],
         ["export", "--output", ""],
         ["export", "--output", ".", "--resume"],
+        ["export", "--format", "parquet", "--output", "usage.parquet", "--resume"],
         ["export", "--output", "/"],
         ["verify", ""],
     ],

@@ -124,14 +124,24 @@ def test_a_database_that_does_not_answer_is_told_in_one_line_without_its_passwor
 def test_the_admin_is_made_once(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path), admin_password=SECRET)
     upgrade(settings.registry_url)
-    ensure_admin(Settings(data_dir=str(tmp_path)))
-    with open_control(settings, "test") as control:
-        with control.reading() as session:
-            assert users.list_users(session) == []
-        ensure_admin(settings)
-        ensure_admin(Settings(data_dir=str(tmp_path), admin_password="another one"))
-        with control.reading() as session:
-            admin = users.authenticate(session, "admin", SECRET)
-            assert admin is not None
-            assert admin.is_owner
-            assert users.authenticate(session, "admin", "another one") is None
+    assert ensure_admin(settings) == "", "a password that was given is not shown"
+    assert ensure_admin(Settings(data_dir=str(tmp_path), admin_password="another one")) == ""
+    assert ensure_admin(Settings(data_dir=str(tmp_path))) == ""
+    with open_control(settings, "test") as control, control.reading() as session:
+        admin = users.authenticate(session, "admin", SECRET)
+        assert admin is not None
+        assert admin.is_owner
+        assert users.authenticate(session, "admin", "another one") is None
+
+
+def test_a_password_is_made_up_where_there_is_nobody(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path))
+    upgrade(settings.registry_url)
+    made = ensure_admin(settings)
+    assert len(made) >= 20
+    assert ensure_admin(settings) == "", "it is shown once"
+    with open_control(settings, "test") as control, control.writing() as session:
+        assert users.authenticate(session, "admin", made) is not None
+        users.create_user(session, "bob", SECRET, "owner", now_at=control.clock())
+        users.remove_user(session, "admin", now_at=control.clock())
+    assert ensure_admin(settings) == "", "who was removed on purpose stays away"

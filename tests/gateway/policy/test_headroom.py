@@ -34,9 +34,20 @@ def test_beside_others_every_row_is_taken_and_places_beyond_are_left() -> None:
     headroom.give_back("w", "quiet", 1)
     assert fill(headroom, "flood") == ROWS + (PLACES - ROWS) // 2
     free = (PLACES - ROWS) // 2
-    assert headroom.may_take("w", "flood", Wanted(1, free, 999, fresh=True), 0.0)
     assert headroom.may_take("w", "quiet", Wanted(1, free, 999, fresh=True), 0.0)
     assert fill(headroom, "quiet") == 0, "what has waited is a backlog too"
+
+
+def test_a_crowd_takes_no_place_beyond_however_short_its_requests_wait() -> None:
+    """Twice as many open as there are rows: each waits for less than half a second."""
+    headroom = Headroom()
+    headroom.take("w", "quiet", 1, 0.0)
+    headroom.give_back("w", "quiet", 1)
+    free = PLACES - fill(headroom, "flood")
+    assert not headroom.may_take("w", "flood", Wanted(1, free, 999, fresh=True), 0.0)
+    for number in range(free):
+        assert headroom.may_take("w", "quiet", Wanted(1, free - number, 999, fresh=True), 0.0)
+        headroom.take("w", "quiet", 1, 0.0)
 
 
 def test_who_has_nothing_here_is_not_therefore_before_others() -> None:

@@ -1,0 +1,124 @@
+"""What a running gateway process tells its operator of cached answers, and forgets at its word.
+
+    {"ask": "stats"}
+    {"ask": "show", "tenant_id": ID, "entry_id": REQUEST_ID}
+    {"ask": "purge", "tenant_id": ID or "", "model_name": ..., "key_id": ..., "question": TEXT}
+
+One line of JSON each way over a socket in the data folder, as dispatch/operator_socket.py has it;
+each gateway process of a server has its own. A purge that is answered is done: for this process,
+and where the store is shared for every gateway. Who may is asked before, by service/cache.py.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.cache.store import AnswerStore, StoreUnavailable
+from gateway.cache.stores import kind_of
+from gateway.cache.types import Entry, Selector
+from gateway.server import machine
+
+MAX_NAME_CHARS = 16
+_PREFIX = "cache-"
+
+
+class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The line that is sent."""
+
+    ask: str
+    tenant_id: str = ""
+    model_name: str = ""
+    key_id: str = ""
+    question: str = ""
+    entry_id: str = ""
+
+
+_questions = msgspec.json.Decoder(Question)
+
+
+def desk_socket(data_path: Path, name: str) -> Path:
+    """Where the gateway process of that name listens."""
+    return _folder(data_path) / f"{_PREFIX}{name}.sock"
+
+
+def desk_sockets(data_path: Path) -> list[Path]:
+    """Those that there are, of processes that have ended too."""
+    return sorted(_folder(data_path).glob(f"{_PREFIX}*.sock"))
+
+
+def _folder(data_path: Path) -> Path:
+    """One for all of them, so that they are found: where the longest name would fit."""
+    return machine.socket_path(data_path, f"{_PREFIX}{'x' * MAX_NAME_CHARS}").parent
+
+
+class CacheDesk:
+    """One object per gateway process. `on_purge` is told before anything is dropped."""
+
+    def __init__(
+        self,
+        store: AnswerStore,
+        on_purge: Callable[[], None] = lambda: None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._on_purge = on_purge
+        self._wall_clock = wall_clock
+
+    async def answer(self, line: bytes) -> dict[str, Any]:
+        """To one question; `error` where it is none, or cannot be answered."""
+        try:
+            question = _questions.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return {"error": f"not a question: {error}"}
+        try:
+            return {"at": self._wall_clock()} | await self._answer(question)
+        except StoreUnavailable as error:
+            return {"error": f"the cache's store did not answer, so nothing is certain: {error}"}
+
+    async def _answer(self, question: Question) -> dict[str, Any]:
+        if question.ask == "stats":
+            size = await self._store.size()
+            return {
+                "store": kind_of(self._store),
+                "num_entries": size.num_entries,
+                "num_bytes": size.num_bytes,
+            }
+        if question.ask == "show":
+            entry = await self._store.entry(question.tenant_id, question.entry_id)
+            return {"entry": None if entry is None else _shown(entry)}
+        if question.ask == "purge":
+            return await self._purge(question)
+        return {"error": f"nothing is known of {question.ask!r}: ask stats, show or purge"}
+
+    async def _purge(self, question: Question) -> dict[str, Any]:
+        """All of a tenant or of a model is a step, however much it is; else entries are sought."""
+        self._on_purge()
+        tenant_id, model_name = question.tenant_id, question.model_name
+        if not question.key_id and not question.question and bool(tenant_id) != bool(model_name):
+            await self._store.invalidate(tenant_id, model_name)
+            return {"purged": None}
+        selector = Selector(tenant_id, model_name, question.key_id, question.question)
+        if selector == Selector():
+            return {"error": "say what to purge: a tenant, a model, a key, a text"}
+        return {"purged": await self._store.purge(selector)}
+
+
+def _shown(entry: Entry) -> dict[str, Any]:
+    return {
+        "request_id": entry.entry_id,
+        "tenant_id": entry.scope.tenant_id,
+        "key_id": entry.key_id,
+        "model": entry.scope.model_name,
+        "scope": entry.scope.digest.hex(),
+        "question": entry.question,
+        "answer": entry.answer.text,
+        "finish_reason": entry.answer.finish_reason,
+        "completion_tokens": entry.answer.completion_tokens,
+        "cost_nanos": entry.cost_nanos,
+        "made_at": entry.made_at,
+        "expires_at": entry.expires_at,
+        "confidence": msgspec.to_builtins(entry.confidence),
+    }

@@ -1,0 +1,240 @@
+"""Stage 4's decision: may the nearest kept answer be given to this question? Pure.
+
+What comes in: the question, the nearest entries of its scope (cosine, question, record), what has
+been learnt for the tenant and model, the share of wrong answers that the operator allows.
+
+    1. guards       neighbours whose question differs in a number, a name, a "not"... drop out
+    2. same words   the question is a neighbour's but for case, signs and courtesy: a hit
+    3. score        log-odds that the nearest answer is right, from its cosine, from how far the
+                    nearest entry with another answer is, how many near ones answer alike, and from
+                    the entry's own record (`cache_weights`, fitted by bench/cache_fit.py)
+    4. budget       the score must reach what comparisons of its class of evidence have shown to
+                    be safe (`least_score`)
+    5. audit        a share of the hits is withheld and compared all the same
+
+Without comparisons nothing is a hit but the same words: a tenant's cache earns its hits. The idea
+of learning per entry when to answer, with a bound on errors, is vCache's (arXiv 2502.03771); that
+answers which agreed vote together, and counting instead of fitting online, are ours.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gateway.policy.cache_confidence import (
+    Calibration,
+    Confidence,
+    chance,
+    learned,
+    least_score,
+    recorded,
+)
+from gateway.policy.cache_guards import compared as differences_of
+from gateway.policy.cache_guards import same_words, word_gap
+from gateway.policy.cache_reading import Reading, read
+from gateway.policy.cache_weights import FITTED, Weights
+
+CANDIDATES = 8
+"""Neighbours to ask the store for."""
+LEAST_SIMILARITY = 0.5
+"""What is farther is no neighbour."""
+COMPARED_AT_MOST = 3
+AUDITED_SHARE = 0.05
+_TEMPERATURE = 0.05
+_NONE: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A neighbour: `similarity` is the cosine of the two questions' vectors; `reading` its question
+    as read before, where the caller has kept it."""
+
+    entry_id: str
+    question: str
+    similarity: float
+    confidence: Confidence
+    reading: Reading | None = None
+
+    @property
+    def group(self) -> str:
+        """What it shares with entries whose answers agreed with its own."""
+        return self.confidence.group or self.entry_id
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`hit`: the neighbour to answer from. `shadow`: it would have been a hit, and is withheld to
+    be compared. `compare`: neighbours whose answers to hold against the model's, the likeliest
+    first; they have different answers, as far as is known. `probability`: that the first of them is
+    right; `score`: the same as log-odds before what the tenant's comparisons say; `features`: what
+    that was made of; `kind`: its class of evidence, an index into CLASSES;
+    `leads`: the first compared is the one that would have been given."""
+
+    hit: int | None = None
+    shadow: bool = False
+    why: str = ""
+    probability: float = 0.0
+    compare: tuple[int, ...] = ()
+    score: float = 0.0
+    features: tuple[float, ...] = ()
+    kind: int = 0
+    leads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What comparisons taught: the record of the entry that is new, of those compared, and the
+    counts."""
+
+    new: Confidence
+    learned: tuple[tuple[str, Confidence], ...]
+    calibration: Calibration
+
+
+def choose(
+    question: str,
+    neighbours: Sequence[Candidate],
+    calibration: Calibration,
+    budget: float,
+    draw: float,
+    weights: Weights = FITTED,
+    reading: Reading | None = None,
+) -> Verdict:
+    """What to do with a question. `neighbours`: nearest first; `budget`: the share of given answers
+    that may be wrong; `draw`: uniform in [0, 1), decides about audits; `reading`: the question,
+    as read before."""
+    asked = reading or read(question)
+    near_enough = [one for one in neighbours if one.similarity >= LEAST_SIMILARITY]
+    readings = [one.reading or read(one.question) for one in near_enough]
+    found = [differences_of(asked, one) for one in readings]
+    waived = _waived(near_enough, readings, found)
+    passed = [
+        i
+        for i, (candidate, kinds) in enumerate(zip(near_enough, found, strict=True))
+        if waived.get(candidate.group, _NONE).issuperset(kinds)
+    ]
+    others = [i for i in range(len(near_enough)) if i not in passed]
+    to_compare = _different([*passed, *others], neighbours)
+    if not passed:
+        why = f"differs: {found[0][0]}" if found else "nothing near"
+        return Verdict(why=why, compare=to_compare)
+    lead = readings[passed[0]]
+    near = [neighbours[i] for i in passed]
+    features = features_of(near)
+    kind = _kind_of(near, asked, lead)
+    score = weights.bias + sum(
+        weight * value for weight, value in zip(weights.values, features, strict=True)
+    )
+    verdict = Verdict(
+        probability=chance(calibration, kind, score, 1 / (1 + math.exp(-score))),
+        compare=to_compare,
+        leads=True,
+        score=score,
+        features=features,
+        kind=kind,
+    )
+    if same_words(asked, lead):
+        why = "same words"
+    elif score >= least_score(calibration, kind, budget):
+        why = "within budget"
+    else:
+        return replace(verdict, why="unsure")
+    if draw < AUDITED_SHARE:
+        return replace(verdict, shadow=True, why="audit")
+    return replace(verdict, hit=passed[0], why=why)
+
+
+def features_of(near: Sequence[Candidate]) -> tuple[float, ...]:
+    """What the score is made of, in the order of `cache_weights.NAMES`; `near`: what passed."""
+    lead = near[0]
+    best = lead.similarity
+    votes = total = 0.0
+    num_alike = run = 0
+    is_run = True
+    other = LEAST_SIMILARITY if len(near) < CANDIDATES else near[-1].similarity
+    for candidate in near:
+        weight = math.exp((candidate.similarity - best) / _TEMPERATURE)
+        total += weight
+        if candidate.group == lead.group:
+            votes += weight
+            num_alike += 1
+            run += is_run
+        elif is_run:
+            other = candidate.similarity
+            is_run = False
+    record = lead.confidence
+    return (
+        best,
+        best - other,
+        votes / total,
+        num_alike / CANDIDATES,
+        run / CANDIDATES,
+        math.log((record.agreed + 0.5) / (record.disagreed + 0.5)),
+    )
+
+
+def _kind_of(near: Sequence[Candidate], asked: Reading, lead: Reading) -> int:
+    if any(candidate.group == near[0].group for candidate in near[1:]):
+        return 0
+    return 1 if word_gap(asked, lead)[0] == 0 else 2
+
+
+def compared(
+    entry_id: str,
+    verdict: Verdict,
+    neighbours: Sequence[Candidate],
+    agreed: Sequence[bool],
+    calibration: Calibration,
+) -> Outcome:
+    """Learn from the model's answer to a question that was not hit. `agreed`: of each neighbour in
+    `verdict.compare`, whether its answer says the same; `entry_id`: the new entry's."""
+    if not agreed:
+        return Outcome(Confidence(), (), calibration)
+    pairs = list(zip((neighbours[i] for i in verdict.compare), agreed, strict=False))
+    # Only the first was about to be given: it alone counts for scores and records.
+    first, is_right = pairs[0]
+    alike = next((candidate.group for candidate, same in pairs if same), "")
+    new = Confidence(group="" if alike == entry_id else alike)
+    if not verdict.leads:
+        return Outcome(new, (), calibration)
+    return Outcome(
+        new=new,
+        learned=((first.entry_id, learned(first.confidence, is_right)),),
+        calibration=recorded(
+            calibration,
+            verdict.kind,
+            verdict.score,
+            is_right,
+            1 / AUDITED_SHARE if verdict.shadow else 1.0,
+        ),
+    )
+
+
+def _waived(
+    near: Sequence[Candidate], readings: Sequence[Reading], found: Sequence[tuple[str, ...]]
+) -> dict[str, frozenset[str]]:
+    """By group, the differences that do not matter to its answer: two of its entries have them
+    between them, and yet their answers agreed. Only for groups that need it."""
+    waived = {}
+    for group in {one.group for one, kinds in zip(near, found, strict=True) if kinds}:
+        members = [
+            reading for one, reading in zip(near, readings, strict=True) if one.group == group
+        ]
+        waived[group] = frozenset(
+            kind
+            for i, member in enumerate(members)
+            for other in members[:i]
+            for kind in differences_of(member, other)
+        )
+    return waived
+
+
+def _different(order: Sequence[int], neighbours: Sequence[Candidate]) -> tuple[int, ...]:
+    """The first of each group, few."""
+    groups: set[str] = set()
+    chosen = []
+    for i in order:
+        if neighbours[i].group not in groups:
+            groups.add(neighbours[i].group)
+            chosen.append(i)
+    return tuple(chosen[:COMPARED_AT_MOST])

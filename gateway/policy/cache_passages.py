@@ -1,0 +1,43 @@
+"""Quotations and code in a question, for stage 4's guards (pure)."""
+
+import re
+
+_QUOTED = re.compile(
+    r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|「([^」]{1,200})」"
+    r"|\u2018([^\u2019]{1,200})\u2019|(?<![\w'])'([^']{1,200})'(?!\w)"
+)
+_BACKTICKED = re.compile(r"```(.{0,2000}?)```|`([^`]{1,200})`", re.DOTALL)
+# A run of signs, a call, a subscript, a dotted or underscored name, a flag, a path. Possessive
+# throughout: what a client sends must not make a pattern search for ever.
+_CODE = re.compile(
+    r"(?<=\d )[-+*/^%](?= \d)|(?<!\S)[*/=<>!|^~]{1,3}(?!\S)"
+    r"|(?<![\w.])\w++(?:\.\w++)*+\([^()]{0,200}\)"
+    r"|\b\w++\[[^\]]{0,100}\]|\b[^\W\d]\w*+\.[a-z]\w++|\b[^\W_]++_\w++|(?<!\S)--?[A-Za-z][\w-]*+"
+    r"|(?<![\w/])(?:/[\w.-]++){2,}+|\b\w\+\+|\bC#|\\\w\+?|\b\w++\s?[\^*]\s?\w++"
+    r"|[=!<>]=|:=|&&|\|\||\+=|-=|[<>{}\[\]]|(?<=\()\d++(?=,)"
+)
+_CODE_SIGNS = re.compile(r"[-_(){}\[\]=<>+*^|&\\~/#%]|\w\.\w")
+_ABBREVIATED = re.compile(r"(?:e\.g|i\.e|a\.m|p\.m|u\.s|u\.k|etc)\.?", re.IGNORECASE)
+
+
+def quoted_in(text: str) -> frozenset[str]:
+    """What stands in quotation marks, in lower case."""
+    if not any(mark in text for mark in "\"“„«「\u2018'"):
+        return frozenset()
+    found = (next(part for part in match.groups() if part) for match in _QUOTED.finditer(text))
+    return frozenset(" ".join(part.lower().split()).strip(" .,!?") for part in found)
+
+
+def code_in(text: str) -> tuple[str, ...]:
+    """Passages of code, in order, without blanks inside."""
+    found = []
+    if "`" in text:
+        for match in _BACKTICKED.finditer(text):
+            found.append("".join((match[1] or match[2] or "").split()))
+        text = _BACKTICKED.sub(" ", text)
+    if _CODE_SIGNS.search(text) is None:
+        return tuple(found)
+    found += [
+        "".join(match.split()) for match in _CODE.findall(text) if not _ABBREVIATED.match(match)
+    ]
+    return tuple(found)

@@ -1,0 +1,56 @@
+"""How long somebody waits before a password is looked at, by what failed before. Pure.
+
+Three counts are kept, because each alone can be got round or turned against others. The strict one
+is of a name from an address. An address that tries many names meets the second. A name tried from
+many addresses meets the third, which is far away and short, so that nobody can lock a user out by
+failing in that user's name. A count that has rested for FORGET_S begins anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+FORGET_S: Final = 3600.0
+FIRST_S: Final = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """So many failures are free; each beyond doubles the wait, from FIRST_S up to `max_s`."""
+
+    prefix: str
+    free: int
+    max_s: float
+
+
+PAIR: Final = Guard("pair", 5, 900.0)
+ADDRESS: Final = Guard("address", 30, 900.0)
+NAME: Final = Guard("name", 100, 10.0)
+GUARDS: Final = (PAIR, ADDRESS, NAME)
+
+
+def subjects(name: str, address: str) -> tuple[str, str, str]:
+    """What an attempt counts against, in the order of GUARDS."""
+    return (
+        f"{PAIR.prefix}:{address}:{name}",
+        f"{ADDRESS.prefix}:{address}",
+        f"{NAME.prefix}:{name}",
+    )
+
+
+def wait_s(failures: Sequence[tuple[int, float]], now_at: float) -> float:
+    """How long to wait, from (how many failed, when the last did) in the order of GUARDS."""
+    return max(
+        (
+            _wait(guard, num_failed, now_at - failed_at)
+            for guard, (num_failed, failed_at) in zip(GUARDS, failures, strict=True)
+        ),
+        default=0.0,
+    )
+
+
+def _wait(guard: Guard, num_failed: int, since_s: float) -> float:
+    if num_failed < guard.free or since_s >= FORGET_S:
+        return 0.0
+    doublings = min(num_failed - guard.free, 20)
+    return max(0.0, min(guard.max_s, FIRST_S * 2.0**doublings) - max(0.0, since_s))

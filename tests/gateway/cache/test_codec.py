@@ -1,0 +1,56 @@
+"""An entry comes back from its bytes as it went in."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from gateway.cache.codec import (
+    NO_SET,
+    decode,
+    decode_vector,
+    encode,
+    encode_confidence,
+    id_of,
+    set_of,
+)
+from gateway.policy.cache_confidence import Confidence
+from tests.gateway.cache.answers_kit import entry_of, scope_of, vector_of
+
+EPOCH = b"01234567" + bytes(12)
+SCOPE = scope_of("tenant", "model")
+
+
+@pytest.mark.parametrize("with_vector", [True, False])
+@pytest.mark.parametrize("confidence", [Confidence(), Confidence("group", 3.5, 1.0)])
+@pytest.mark.parametrize("question", ["", "why?", "\0ü" * 70_000])
+def test_an_entry_comes_back(with_vector: bool, confidence: Confidence, question: str) -> None:
+    vector = vector_of(question)
+    entry = replace(entry_of(SCOPE, question, EPOCH, vector), confidence=confidence)
+    value = encode(entry, with_vector, 100)
+    back = decode(value, id_of(entry.exact_key), "tenant", EPOCH)
+    assert back == replace(entry, vector=None)
+    assert int.from_bytes(value[32:36]) == len(value) + 100
+    assert value[16:32] == set_of(SCOPE, EPOCH)
+
+
+def test_without_a_vector_there_is_no_set() -> None:
+    assert encode(entry_of(SCOPE, "why?", EPOCH), True, 0)[16:32] == NO_SET
+
+
+def test_a_vector_loses_little() -> None:
+    vector = vector_of("why?")
+    back = decode_vector(vector.astype(np.float16).tobytes())
+    assert float(back @ vector) > 0.99999
+    assert float(np.linalg.norm(back)) == pytest.approx(1)
+
+
+def test_a_set_is_of_one_scope_in_one_epoch() -> None:
+    other = scope_of("tenant", "model", "system")
+    later, purged = b"01234567" + b"\0\0\0\1" + bytes(8), EPOCH[:-1] + b"\1"
+    assert len({set_of(SCOPE, EPOCH), set_of(other, EPOCH), set_of(SCOPE, later)}) == 3
+    assert set_of(SCOPE, purged) == set_of(SCOPE, EPOCH)
+
+
+def test_equal_confidence_is_equal_bytes() -> None:
+    assert encode_confidence(Confidence(agreed=1.0)) == encode_confidence(Confidence("", 1.0, 0.0))

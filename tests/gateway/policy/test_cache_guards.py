@@ -1,0 +1,136 @@
+"""What keeps two questions from one answer."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from gateway.policy.cache_guards import compared, differences, same_words, word_gap
+from gateway.policy.cache_reading import LONGEST_CHARS, read, stem
+
+TRAPS = Path(__file__).parents[3] / "bench" / "cache_traps.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        ("What is 15% of 80?", "What is 15% of 90?", "number"),
+        ("Give me three tips", "Give me five tips", "number"),
+        ("Who was president in 1945?", "Who was president in 1954?", "number"),
+        ("Is it open on Monday?", "Is it open on Sunday?", "date"),
+        ("Set a reminder for 3 pm", "Set a reminder for 3 am", "date"),
+        ("Is 200 mg of caffeine a lot?", "Is 200 g of caffeine a lot?", "unit"),
+        ("How much is 50 USD in yen?", "How much is 50 GBP in yen?", "unit"),
+        ('What does "break a leg" mean?', 'What does "break the ice" mean?', "quoted"),
+        ("What does `x += 1` do?", "What does `x -= 1` do?", "code"),
+        ("How do I use list.append?", "How do I use list.extend?", "code"),
+        ("Is it the capital of Peru?", "Is it the capital of Chile?", "name"),
+        ("weather in london", "weather in madrid", "name"),
+        ("What does NASA do?", "What does NATO do?", "name"),
+        ("Which foods contain gluten?", "Which foods do not contain gluten?", "negation"),
+        ("What can dogs eat?", "What can't dogs eat?", "negation"),
+        ("Is it legal to film here?", "Is it illegal to film here?", "negation"),
+        ("Darf man hier parken?", "Darf man hier nicht parken?", "negation"),
+        ("How do I enable dark mode?", "How do I disable dark mode?", "opposite"),
+        ("What do I eat before a run?", "What do I eat after a run?", "opposite"),
+        ("Flights from London to Rome", "Flights from Rome to London", "order"),
+        ("Why do cats chase mice?", "Why do mice chase cats?", "order"),
+        ("Divide 10 by 2", "Divide 2 by 10", "order"),
+        ("Where was he born?", "When was he born?", "question"),
+        ("Wo ist der Bahnhof?", "Waar is het station?", "language"),
+        ("Как дела?", "How are you?", "language"),
+    ],
+)
+def test_found(a: str, b: str, reason: str) -> None:
+    assert reason in differences(a, b)
+    assert differences(b, a) == differences(a, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("How do I reset my password?", "how can i reset my password"),
+        ("Give me 3 tips for sleep", "Give me three tips for sleep"),
+        ("Convert 1000 dollars", "Convert 1,000 dollars"),
+        ("What can't dogs eat?", "What can dogs not eat?"),
+        ("How do I get from Paris to New York?", "How can I get to New York from Paris?"),
+        ("Compare Python and Java", "Compare Java and Python"),
+        ("What happened on 5 June 1967?", "What happened on June 5, 1967?"),
+        ("what does nasa do", "What does NASA do?"),
+        ("Is it safe to drink tap water?", "Is tap water safe to drink?"),
+        ("You may ask me", "May I ask you"),
+        ("The disposable cards, what are they for?", "The disposable cards - what are they for?"),
+    ],
+)
+def test_nothing_found(a: str, b: str) -> None:
+    assert differences(a, b) == ()
+
+
+def test_hand_made_traps() -> None:
+    """Of the traps that were not held out all but the listed kinds are found; of the paraphrases
+    nearly all pass. Those held out are bench.cache's to count."""
+    rows = [json.loads(line) for line in TRAPS.read_text(encoding="utf-8").splitlines()]
+    seen = [row for row in rows if not row["held"]]
+    missed = [
+        row["a"]
+        for row in seen
+        if not row["same"] and row["kind"] != "topic" and not differences(row["a"], row["b"])
+    ]
+    blocked = [row["a"] for row in seen if row["same"] and differences(row["a"], row["b"])]
+    assert len(missed) <= 2, missed
+    assert len(blocked) <= 2, blocked
+    assert sum(not row["same"] for row in rows) >= 200
+    assert {row["same"] for row in rows if row["held"]} == {0, 1}
+
+
+def test_another_word_in_its_place_is_counted() -> None:
+    assert word_gap(read("How do I train a puppy?"), read("How do I train a kitten?")) == (1, 1)
+    assert word_gap(read("How do I train a puppy?"), read("How can one train puppies")) == (0, 0)
+
+
+def test_other_numbers_never_pass() -> None:
+    """Whatever stands around them."""
+    draw = random.Random(7)
+    words = ["how", "do", "I", "pay", "for", "Rome", "trip", "in", "to", "not", "days", "is", "?"]
+    for _ in range(300):
+        text = draw.choices(words, k=draw.randint(1, 12))
+        place = draw.randint(0, len(text))
+        a, b = draw.sample(range(2, 5000), 2)
+        left, right = (" ".join([*text[:place], str(n), *text[place:]]) for n in (a, b))
+        assert "number" in differences(left, right)
+
+
+def test_symmetric_and_silent_about_itself() -> None:
+    draw = random.Random(11)
+    signs = "ab 12 .,?!'\"`()[]{}<>=+-*/_\\ \n\t$€%é日本の ж not Rome from to"
+    for _ in range(400):
+        a, b = ("".join(draw.choices(signs, k=draw.randint(0, 60))) for _ in range(2))
+        assert differences(a, b) == differences(b, a)
+        assert differences(a, a) == ()
+        assert compared(read(a), read(a)) == ()
+
+
+def test_long_texts_equal_only_themselves() -> None:
+    long = "word " * LONGEST_CHARS
+    assert "length" in differences(long, long + "more")
+    assert differences(long, long) == ()
+
+
+@pytest.mark.parametrize("text", ["'" * 5000, "`" * 5000, "(" * 5000, "a." * 2000, "-" * 5000])
+def test_hostile_texts_are_read_in_bounded_steps(text: str) -> None:
+    assert read(text).is_cut == (len(text) > LONGEST_CHARS)
+
+
+def test_same_words() -> None:
+    assert same_words(read("What's the capital of Peru?"), read("what is the capital of peru"))
+    assert same_words(read("Please tell me a joke"), read("tell me a joke!"))
+    assert not same_words(read("Tell me a joke"), read("Tell me a story"))
+
+
+@pytest.mark.parametrize(
+    ("word", "other"),
+    [("cities", "city"), ("running", "run"), ("boxes", "box"), ("raised", "increase")],
+)
+def test_stems(word: str, other: str) -> None:
+    assert stem(word) == stem(other)
