@@ -57,5 +57,5 @@ bench: $(VENV)/.dev  ## benchmarks of this machine; see docs/benchmarks.md
 	$(BIN)/python -m bench.serve $(ARGS)
 
 clean:  ## remove the environment, caches and build products; keeps the data folder
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist screenshots *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,7 +11,6 @@ message of every answer once more. Nothing here knows what the routes do.
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
@@ -24,6 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from admin.app import AdminApp
+from admin.ask import PREFIX as ADMIN
 from gateway.edge import Edge, build_edge
 from gateway.errors import (
     INVALID_REQUEST,
@@ -34,10 +35,12 @@ from gateway.errors import (
     ApiError,
     ClientGone,
 )
-from gateway.routes import health, models, post
+from gateway.random_ids import RandomBytes
+from gateway.routes import health, models, organization, post
 from gateway.server.connections import connections_of
 from gateway.services import Services
 from gateway.types import RequestKind
+from gateway.usage_reports import UsageReports
 
 log = logging.getLogger(__name__)
 
@@ -60,14 +63,21 @@ class Application(Starlette):
     def __init__(self, services: Services, edge: Edge) -> None:
         @asynccontextmanager
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            yield
+            async with edge.running():
+                yield
             await edge.close(services.settings.shutdown_timeout_s)
+            await asyncio.to_thread(self.admin.close)
+            await asyncio.to_thread(self.state.usage_reports.close)
 
         super().__init__(
             routes=[
                 *(Route(path, _post(kind), methods=["POST"]) for path, kind in POST_KINDS.items()),
                 Route("/v1/models", models.list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", models.show_model, methods=["GET"]),
+                Route(
+                    "/v1/organization/usage/completions", organization.completions, methods=["GET"]
+                ),
+                Route("/v1/organization/costs", organization.costs, methods=["GET"]),
                 Route("/health/live", health.live, methods=["GET"]),
                 Route("/health/ready", health.ready, methods=["GET"]),
                 Route("/metrics", health.metrics, methods=["GET"]),
@@ -76,9 +86,12 @@ class Application(Starlette):
         )
         self.router.redirect_slashes = False
         self.state.edge = edge
+        self.state.usage_reports = UsageReports(services.settings, edge.clocks.now_at)
         self.connections = connections_of(services.settings)
         edge.metrics.watch_connections(self.connections)
         self._edge = edge
+        self._random = RandomBytes()
+        self.admin = AdminApp(edge)
         self._max_body_bytes = services.settings.max_body_bytes
         self._entry: ASGIApp = self._serve
         origins = [o.strip() for o in services.settings.cors_origins.split(",") if o.strip()]
@@ -101,12 +114,14 @@ class Application(Starlette):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request. The named boundary of the gateway: nothing raised gets further."""
-        context = _Context(self._edge, scope, send)
+        context = _Context(self._edge, self._random, scope, send)
         try:
             receive = self._bounded(scope, receive, await self._check_length(scope, receive))
             kind = POST_KINDS.get(scope["path"]) if scope["method"] == "POST" else None
             if kind is not None:
                 await post.complete(self._edge, kind, scope, receive, context.send)
+            elif scope["path"] == ADMIN or scope["path"].startswith(ADMIN + "/"):
+                await self.admin(scope, receive, context.send)
             else:
                 await self.router(scope, receive, context.send)
         except ClientGone:
@@ -176,14 +191,14 @@ class _Context:
     """One request's id, clock and headers. Puts `http_id`, `arrived_s` and `answer_headers` into
     the request's state."""
 
-    def __init__(self, edge: Edge, scope: Scope, send: Send) -> None:
+    def __init__(self, edge: Edge, random: RandomBytes, scope: Scope, send: Send) -> None:
         self._edge = edge
         self._send = send
         self._arrived_s = edge.clocks.now_s()
         self._started = False
         self._answer_headers: dict[str, str] = {}
         # Never the client's own id: this one is the ledger's key.
-        self.http_id = os.urandom(16).hex()
+        self.http_id = random.take(16).hex()
         state = scope.setdefault("state", {})
         state["http_id"] = self.http_id
         state["arrived_s"] = self._arrived_s

@@ -8,11 +8,13 @@ registered with `metrics_registry`, which /metrics renders.
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from engine.protocol import SwapRecord, WorkerStatus
+from gateway.cache.embed_worker import EmbeddingWorker
 from gateway.directory import Directory
 from gateway.settings import Settings
 from gateway.store.base import LimitStore
@@ -108,6 +110,10 @@ class RequestDispatcher(Protocol):
     def ready(self) -> bool:
         """A request could be served now: a worker answers and the gateway is not stopping."""
 
+    @property
+    def stopping(self) -> bool:
+        """Nothing new is taken, and what runs is to come to an end."""
+
     def run(self, request: PreparedRequest, principal: Principal) -> RunningRequest:
         """Queue a request. Raises ApiError at once: QUEUE_FULL (with retry_after_s) where a bound
         bites, MODEL_FAILED, MODEL_NOT_FOUND, UNAVAILABLE while stopping."""
@@ -138,17 +144,19 @@ class LedgerFigures(Protocol):
 class UsageLedger(LedgerFigures, Protocol):
     """Durable usage (`gateway/ledger/`). All are safe to repeat with the same request_id."""
 
-    async def open(self, record: OpenRecord) -> None:
-        """Durable on return. Raises ApiError(UNAVAILABLE) where nothing new is taken."""
+    def open(self, record: OpenRecord) -> Awaitable[None]:
+        """Queued at the call, durable when awaited. Raises ApiError(UNAVAILABLE) there where
+        nothing new is taken."""
 
     def checkpoint(self, request_id: str, streamed_tokens: int) -> None:
         """The client of an open request has been sent so much of its stream."""
 
-    async def post(self, posting: Posting) -> None:
-        """Post once by request_id; durable on return, and only then the worker forgets it."""
+    def post(self, posting: Posting) -> Awaitable[None]:
+        """Post once by request_id. Awaited, it survives a kill; and a power cut, where the request
+        was not opened. Once it survives that, too, the worker may forget it."""
 
-    async def void(self, request_id: str) -> None:
-        """Close an open record for which nothing is owed; durable on return."""
+    def void(self, request_id: str) -> Awaitable[None]:
+        """Close an open record for which nothing is owed; as `post`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,10 @@ class Services:
     metrics_registry: CollectorRegistry
     limit_store: LimitStore = field(default_factory=MemoryStore)
     """Counts of limits; the registry poll fills in what a restart has lost."""
+    embedding_worker: EmbeddingWorker | None = None
+    """Of the model `cache_embedder`; None where the server is set up without."""
+    cache_socket: Path | None = None
+    """Where the operator asks about cached answers; None: nowhere."""
     scrape: Callable[[], Awaitable[bytes]] | None = None
     """What /metrics answers where this process is one of several; None: `metrics_registry`."""
 

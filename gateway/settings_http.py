@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 
+from gateway.settings_cache import CacheSettings
 from gateway.settings_kinds import MIB, Count, CountOrZero, Seconds, doc
 
 
@@ -21,7 +22,7 @@ def _check_proxy(text: str) -> None:
         raise ValueError(f"trusted_proxies: {error}") from error
 
 
-class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HttpSettings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module."""
 
     trusted_proxies: Annotated[
@@ -68,8 +69,19 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_connections_per_address: Annotated[
         int,
         CountOrZero,
-        doc("Of these from one address that is no trusted proxy; beyond it 429. 0: no bound."),
+        doc(
+            "Of these from one address that is no trusted proxy, or one /64 of IPv6; beyond it "
+            "429. 0: no bound."
+        ),
     ] = 2048
+    connection_rate_per_address: Annotated[
+        float,
+        CountOrZero,
+        doc(
+            "New connections a second of such an address that are served, after a second's worth "
+            "at once; beyond it they wait for their turn. 0: no bound."
+        ),
+    ] = 200.0
     default_max_tokens: Annotated[
         int, Count, doc("Tokens generated at most where a request names no bound.")
     ] = 256
@@ -136,12 +148,23 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tokenizers: Annotated[
         int, Count, doc("Models whose tokenizer and template are kept in memory.")
     ] = 32
-    cache_max_bytes: Annotated[
-        int, CountOrZero, doc("Answers kept for keys and requests that turn the cache on.")
-    ] = 64 * MIB
-    cache_ttl_s: Annotated[
-        float, Seconds, doc("How long an answer is kept, however often it is asked for again.")
+    admin_session_s: Annotated[
+        float,
+        Seconds,
+        doc("How long a sign-in to the operator's pages holds; then the password is asked for."),
+    ] = 43_200.0
+    admin_idle_s: Annotated[
+        float, Seconds, doc("How long such a session may rest unused; beyond it it ends.")
     ] = 3600.0
+    admin_threads: Annotated[
+        int, Count, doc("Threads that read the database and render the operator's pages.")
+    ] = 4
+    max_admin_waiting: Annotated[
+        int, Count, doc("Requests for the operator's pages waiting for a thread; beyond it 503.")
+    ] = 64
+    max_admin_streams: Annotated[
+        int, Count, doc("Operator's pages that show live figures at one time; beyond it 503.")
+    ] = 32
 
     def check_http(self) -> None:
         """Raises ValueError where fields contradict one another, or name what is not."""

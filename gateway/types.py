@@ -10,13 +10,13 @@ from typing import Literal, Protocol, TypeAlias
 import msgspec
 
 from engine.protocol import Constraint, EncodeInputs, Finish, SamplingParams, TokenLogprobs
+from gateway.policy.cache_rule import NO_CACHE, CacheMode, CachePolicy
 from gateway.policy.pricing import FREE, Rates
 from registry.quotas import UNLIMITED, Limits
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
 EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
 RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
-CacheMode: TypeAlias = Literal["off", "exact"]
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
 
@@ -29,7 +29,7 @@ class Principal:
     scopes: frozenset[str]
     limits: Limits
     weight: float = 1.0
-    cache_mode: CacheMode = "off"
+    cache: CachePolicy = NO_CACHE
     allowed_models: frozenset[str] | None = None
     tenant_limits: Limits = UNLIMITED
 
@@ -175,6 +175,10 @@ class RunningRequest(Protocol):
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """Events until one carries `finish`. Raises errors.ApiError if it is refused before any
         token, and errors.WorkerLost if the worker dies after some."""
+
+    @property
+    def has_event(self) -> bool:
+        """Something may be taken."""
 
     def take(self) -> TokenEvent | None:
         """The next event if there is one, without waiting; raises as iteration does."""

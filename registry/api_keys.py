@@ -20,8 +20,6 @@ import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Final
 
 from sqlalchemy import JSON, CheckConstraint, ColumnElement, ForeignKey, LargeBinary, String, select
 from sqlalchemy.orm import Mapped, Session, aliased, mapped_column
@@ -39,14 +37,15 @@ from registry.base import (
     random_token,
 )
 from registry.errors import AlreadyExists, InvalidValue, NotFound
+from registry.key_cache import KeyCache
+from registry.key_changes import KeyChanges as KeyChanges
+from registry.key_changes import Unchanged
+from registry.key_scopes import INFERENCE, checked_scopes
 from registry.networks import Network, parse_networks
 from registry.quotas import UNLIMITED, Limits, Quota
 from registry.tenants import PRIORITY_FACTORS, Tenant, check_display_name
 
 KEY_PREFIX = "sk-ph-"
-INFERENCE = "inference"
-SCOPES = frozenset({INFERENCE})
-CACHE_MODES = ("off", "exact")
 MAX_PLAINTEXT_LEN = 512
 ID_SLICE = 500  # SQLite's oldest builds take 999 variables a statement.
 
@@ -73,7 +72,7 @@ class KeyRecord:
     name: str
     scopes: frozenset[str]
     limits: Limits
-    cache_mode: str
+    cache: KeyCache
     allowed_models: frozenset[str] | None
     created_at: float
     expires_at: float | None
@@ -92,29 +91,13 @@ class KeyRecord:
         return self.revoked_at is None and not expired and not self.tenant_disabled
 
 
-class Unchanged(Enum):
-    """What `KeyChanges` does not touch; None there means: no bound."""
-
-    UNCHANGED = "unchanged"
-
-
-UNCHANGED: Final = Unchanged.UNCHANGED
-
-
-@dataclass(frozen=True, slots=True)
-class KeyChanges:
-    """Bounds of a key to be set anew, as in `create_key`."""
-
-    expires_at: float | Unchanged | None = UNCHANGED
-    allowed_models: Sequence[str] | Unchanged | None = UNCHANGED
-    allowed_cidrs: Sequence[str] | Unchanged | None = UNCHANGED
-
-
 class ApiKey(Base):
     """See KeyRecord."""
 
     __tablename__ = "api_keys"
-    __table_args__ = (CheckConstraint("cache_mode IN ('off', 'exact')", name="cache_mode"),)
+    __table_args__ = (
+        CheckConstraint("cache_mode IN ('off', 'exact', 'semantic', 'shadow')", name="cache_mode"),
+    )
 
     id: Mapped[Id] = mapped_column(primary_key=True)
     public_id: Mapped[str] = mapped_column(String(16), unique=True)
@@ -132,6 +115,9 @@ class ApiKey(Base):
     previous_digest: Mapped[bytes | None] = mapped_column(LargeBinary)
     previous_until_at: Mapped[OptionalInstant]
     allowed_cidrs: Mapped[list[str] | None] = mapped_column(JSON(none_as_null=True))
+    cache_max_age_s: Mapped[OptionalInstant]
+    cache_false_hit_budget: Mapped[OptionalInstant]
+    cache_sampled: Mapped[bool] = mapped_column(default=False)
 
 
 def generate_plaintext(public_id: str | None = None) -> str:
@@ -170,7 +156,8 @@ def create_key(
     *,
     now_at: float,
     limits: Limits | None = None,
-    cache_mode: str = "off",
+    cache: KeyCache | None = None,
+    scopes: Sequence[str] = (INFERENCE,),
     allowed_models: Sequence[str] | None = None,
     expires_at: float | None = None,
     allowed_cidrs: Sequence[str] | None = None,
@@ -183,8 +170,8 @@ def create_key(
     check_display_name("key", name)
     limits = limits or Limits()
     quotas.check(limits)
-    if cache_mode not in CACHE_MODES:
-        raise InvalidValue(f"cache mode must be one of {', '.join(CACHE_MODES)}")
+    cache = cache or KeyCache()
+    cache.check()
     _check_expiry(expires_at, now_at)
     if session.get(Tenant, tenant_id) is None:
         raise NotFound(f"no tenant {tenant_id!r}: see `polyhost tenants list`")
@@ -198,8 +185,8 @@ def create_key(
         public_id=public_id,
         tenant_id=tenant_id,
         name=name,
-        scopes=sorted(SCOPES),
-        cache_mode=cache_mode,
+        scopes=checked_scopes(scopes),
+        **cache.public(),
         allowed_models=_names(allowed_models),
         created_at=now_at,
         expires_at=expires_at,
@@ -262,6 +249,10 @@ def change(
         row.allowed_models = _names(changes.allowed_models)
     if not isinstance(changes.allowed_cidrs, Unchanged):
         row.allowed_cidrs = _cidrs(changes.allowed_cidrs)
+    if not isinstance(changes.cache, Unchanged):
+        changes.cache.check()
+        for name, value in changes.cache.public().items():
+            setattr(row, name, value)
     session.flush()
     if _public(row) != before:
         audit.record(session, now_at, "key.change", row.id, before, _public(row))
@@ -368,7 +359,7 @@ def _record(key: ApiKey, tenant: Tenant, own: Quota | None, shared: Quota | None
         scopes=frozenset(key.scopes),
         limits=quotas.limits_of(own),
         tenant_limits=quotas.limits_of(shared),
-        cache_mode=key.cache_mode,
+        cache=_cache(key),
         allowed_models=None if key.allowed_models is None else frozenset(key.allowed_models),
         created_at=key.created_at,
         expires_at=key.expires_at,
@@ -385,6 +376,12 @@ def _record(key: ApiKey, tenant: Tenant, own: Quota | None, shared: Quota | None
     )
 
 
+def _cache(key: ApiKey) -> KeyCache:
+    return KeyCache(
+        key.cache_mode, key.cache_max_age_s, key.cache_false_hit_budget, key.cache_sampled
+    )
+
+
 def _public(row: ApiKey) -> JsonObject:
     """What the audit log may hold of a key: no salt, no digest."""
     return {
@@ -392,7 +389,7 @@ def _public(row: ApiKey) -> JsonObject:
         "tenant_id": row.tenant_id,
         "public_id": row.public_id,
         "scopes": row.scopes,
-        "cache_mode": row.cache_mode,
+        **_cache(row).public(),
         "allowed_models": row.allowed_models,
         "allowed_cidrs": row.allowed_cidrs,
         "expires_at": row.expires_at,

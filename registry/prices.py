@@ -6,6 +6,7 @@ an earlier one, except that the same instant may be corrected. No price means fr
 What single tenants pay instead is in plans.py.
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
 from sqlalchemy import func, select
@@ -96,6 +97,16 @@ def prices_at(session: Session, at: float, model: str | None = None) -> dict[str
     latest = newest.group_by(Price.model).subquery()
     query = select(Price).join(
         latest, (Price.model == latest.c.model) & (Price.valid_from == latest.c.valid_from)
+    )
+    return {row.model: _record(row) for row in session.scalars(query)}
+
+
+def prices_of(session: Session, models: Collection[str], at: float) -> dict[str, PriceRecord]:
+    """As `prices_at`, of these models."""
+    query = (
+        select(Price)
+        .where(Price.model.in_(models), Price.valid_from <= at)
+        .order_by(Price.valid_from)
     )
     return {row.model: _record(row) for row in session.scalars(query)}
 

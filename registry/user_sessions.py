@@ -1,21 +1,43 @@
 """Sessions of users who logged in: a random token that expires, stored as a digest only.
 
 The token is 256 random bits, so one SHA-256 is enough (api_keys.py says why). A session ends when
-its time is over, when it is revoked, and when its user is removed, disabled, or gets another
-password. It is neither audited nor a change of the registry's version: no gateway caches it.
+its time is over, when it has not been used for its idle time, when it is revoked, and when its user
+is removed, disabled, or gets another password. It is neither audited nor a change of the registry's
+version: no gateway caches it. Who may sign in how often is sign_ins.py's.
 """
 
 import hashlib
+import math
 import secrets
+from dataclasses import dataclass
+from typing import Final
 
-from sqlalchemy import ForeignKey, String, delete, update
+from sqlalchemy import ForeignKey, String, delete, select, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import users
 from registry.base import Base, Id, Instant, OptionalInstant
+from registry.errors import NotFound
 from registry.users import UserRecord
 
 _TOKEN_BYTES = 32
+_ID_LEN = 16
+MAX_ADDRESS_LEN: Final = 64
+MAX_AGENT_LEN: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """A session that has not ended. `id` tells it from others and opens nothing."""
+
+    id: str
+    user_id: str
+    user_name: str
+    created_at: float
+    seen_at: float
+    expires_at: float
+    address: str
+    agent: str
 
 
 class UserSession(Base):
@@ -28,9 +50,20 @@ class UserSession(Base):
     created_at: Mapped[Instant]
     expires_at: Mapped[Instant]
     revoked_at: Mapped[OptionalInstant]
+    seen_at: Mapped[Instant] = mapped_column(server_default="0")
+    address: Mapped[str] = mapped_column(String(MAX_ADDRESS_LEN), server_default="")
+    agent: Mapped[str] = mapped_column(String(MAX_AGENT_LEN), server_default="")
 
 
-def begin(session: Session, user_id: str, lifetime_s: float, *, now_at: float) -> str:
+def begin(
+    session: Session,
+    user_id: str,
+    lifetime_s: float,
+    *,
+    now_at: float,
+    address: str = "",
+    agent: str = "",
+) -> str:
     """A new session's token, which is nowhere to be had afterwards. Old sessions are cleared."""
     session.execute(delete(UserSession).where(UserSession.expires_at <= now_at))
     token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -40,29 +73,110 @@ def begin(session: Session, user_id: str, lifetime_s: float, *, now_at: float) -
             user_id=user_id,
             created_at=now_at,
             expires_at=now_at + lifetime_s,
+            seen_at=now_at,
+            address=address[:MAX_ADDRESS_LEN],
+            agent=agent[:MAX_AGENT_LEN],
         )
     )
     session.flush()
     return token
 
 
-def user_of(session: Session, token: str, *, now_at: float) -> UserRecord | None:
+def user_of(
+    session: Session, token: str, *, now_at: float, idle_s: float = math.inf
+) -> UserRecord | None:
     """Whose session it is; None where it is none, or has ended."""
     row = session.get(UserSession, _digest(token))
-    if row is None or row.revoked_at is not None or row.expires_at <= now_at:
+    return None if row is None else _user(session, row, now_at, idle_s)
+
+
+def find(session: Session, token: str, *, now_at: float, idle_s: float) -> SessionRecord | None:
+    """The session itself; None where it is none, or has ended."""
+    row = session.get(UserSession, _digest(token))
+    user = None if row is None else _user(session, row, now_at, idle_s)
+    return None if row is None or user is None else _record(row, user)
+
+
+def touch(session: Session, token: str, *, now_at: float) -> None:
+    """It has been used just now."""
+    session.execute(
+        update(UserSession)
+        .where(UserSession.digest == _digest(token), UserSession.seen_at < now_at)
+        .values(seen_at=now_at)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def list_sessions(
+    session: Session, user_id: str = "", *, now_at: float, idle_s: float
+) -> list[SessionRecord]:
+    """Those that have not ended, of one user or of all, the ones used last first."""
+    query = select(UserSession).where(
+        UserSession.revoked_at.is_(None),
+        UserSession.expires_at > now_at,
+        UserSession.seen_at > now_at - idle_s,
+    )
+    if user_id:
+        query = query.where(UserSession.user_id == user_id)
+    found = []
+    for row in session.scalars(query.order_by(UserSession.seen_at.desc(), UserSession.digest)):
+        user = _user(session, row, now_at, idle_s)
+        if user is not None:
+            found.append(_record(row, user))
+    return found
+
+
+def revoke(session: Session, token: str, *, now_at: float) -> None:
+    """Logged out; whoever has the token is refused from now on."""
+    _revoke(session, _digest(token), now_at)
+
+
+def revoke_by_id(session: Session, session_id: str, *, now_at: float) -> None:
+    """Ended by somebody who sees it in a list. Raises NotFound."""
+    _revoke(session, _by_id(session, session_id).digest, now_at)
+
+
+def owner_of(session: Session, session_id: str) -> str:
+    """The id of the user whose session it is. Raises NotFound."""
+    return _by_id(session, session_id).user_id
+
+
+def _by_id(session: Session, session_id: str) -> UserSession:
+    row = None
+    if len(session_id) == _ID_LEN and session_id.isalnum():
+        row = session.scalar(select(UserSession).where(UserSession.digest.startswith(session_id)))
+    if row is None:
+        raise NotFound("no such session: it may have ended")
+    return row
+
+
+def _revoke(session: Session, digest: str, now_at: float) -> None:
+    session.execute(
+        update(UserSession)
+        .where(UserSession.digest == digest, UserSession.revoked_at.is_(None))
+        .values(revoked_at=now_at)
+        .execution_options(synchronize_session=False)
+    )
+
+
+def _user(session: Session, row: UserSession, now_at: float, idle_s: float) -> UserRecord | None:
+    if row.revoked_at is not None or row.expires_at <= now_at or row.seen_at <= now_at - idle_s:
         return None
     user = users.get_user(session, row.user_id)
     current = not user.disabled and user.password_set_at <= row.created_at
     return user if current else None
 
 
-def revoke(session: Session, token: str, *, now_at: float) -> None:
-    """Logged out; whoever has the token is refused from now on."""
-    session.execute(
-        update(UserSession)
-        .where(UserSession.digest == _digest(token), UserSession.revoked_at.is_(None))
-        .values(revoked_at=now_at)
-        .execution_options(synchronize_session=False)
+def _record(row: UserSession, user: UserRecord) -> SessionRecord:
+    return SessionRecord(
+        row.digest[:_ID_LEN],
+        user.id,
+        user.name,
+        row.created_at,
+        row.seen_at,
+        row.expires_at,
+        row.address,
+        row.agent,
     )
 
 

@@ -36,7 +36,10 @@ LONGEST = (
     "tests/gateway/registration/test_registration.py",
     "tests/gateway/registration/test_registration_kills.py",
     "tests/gateway/cli/test_simulate.py",
+    "tests/gateway/cache/test_answer_stores.py",
+    "tests/gateway/store/test_redis_answers.py",
     "tests/registry/test_migrations.py",
+    "tests/admin/test_pages_in_a_browser.py",
 )
 
 pytest_plugins = ("tests.postgres",)

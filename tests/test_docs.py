@@ -168,7 +168,7 @@ def metric_families() -> Iterator[Metric]:
     dispatcher.worker_statuses.return_value = [worker]
     dispatcher.snapshot.return_value = DispatcherSnapshot(**state)
     ledger.snapshot.return_value = LedgerSnapshot(**written)
-    yield from StateCollector(dispatcher, ledger, lambda: 1, lambda: 1).collect()
+    yield from StateCollector(dispatcher, ledger, lambda: 1).collect()
 
 
 def test_every_metric_is_documented() -> None:

@@ -64,13 +64,24 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "zmq",
         }
     ),
-    "admin": frozenset({"gateway", "jinja2", "msgspec", "registry", "sqlalchemy", "starlette"}),
+    "admin": frozenset(
+        {
+            "engine.protocol",
+            "gateway",
+            "jinja2",
+            "markupsafe",
+            "msgspec",
+            "registry",
+            "sqlalchemy",
+            "starlette",
+        }
+    ),
 }
 
 # A library that has one home inside its room.
 ONE_HOME: dict[str, tuple[str, ...]] = {
     "starlette": ("gateway/app.py", "gateway/routes/", "gateway/stream.py", "admin/"),
-    "redis": ("gateway/store/redis.py", "gateway/store/bell.py"),
+    "redis": ("gateway/store/redis.py", "gateway/store/redis_link.py", "gateway/store/bell.py"),
     "triton": ("kernels/",),
     "huggingface_hub": ("engine/registration/hub.py",),
     "argon2": ("registry/passwords.py",),
@@ -89,6 +100,7 @@ POLICY_MAY_IMPORT = frozenset(
         "itertools",
         "math",
         "operator",
+        "re",
         "statistics",
         "types",
         "typing",

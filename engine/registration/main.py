@@ -1,12 +1,13 @@
 """Registration as a process of its own: folders and hub ids in, checkpoint packs out.
 
     python -m engine.registration.main [--source FOLDER ...] [--hub REPO@REVISION ...] --dest
-    PACKS_DIR [--downloads DIR] [--dtype auto] [bounds]
+    PACKS_DIR [--downloads DIR] [--dtype auto] [--check] [bounds]
 
 On standard output, one JSON object a line: `progress` (phase "resolve", "wait", "preflight",
 "download", "check", "probe" or "convert", bytes done and in all), for a hub id `resolved` with the
 commit, `preflight` with what it will take, and then for each source either `ready` or `refused`
 with a stable code and a message for the operator. Exit status 0 only if every source is ready.
+With --check nothing is registered: `checked` is said where a registration would begin its work.
 Whoever starts it needs no torch.
 
 Nothing large is fetched or written before the configuration and the list of files are known to be
@@ -59,6 +60,11 @@ class Job:
     dtype: DtypeChoice = "auto"
     room: Room = field(default_factory=Room)
     limits: HubLimits = field(default_factory=HubLimits)
+    only_check: bool = False
+
+
+class Checked(Exception):
+    """What was asked for is known; nothing is registered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,9 @@ def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
             done = _from_hub(source, job, report)
         else:
             done = _from_folder(Path(source).expanduser(), job, report)
+    except Checked:
+        report.event("checked")
+        return True
     except RegistrationRefused as refusal:
         report.event("refused", code=refusal.code, message=str(refusal))
         return False
@@ -151,6 +160,9 @@ def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:
     found = preflight(candidate.blueprint, job.dtype, size, 0, job.dest, job.room)
     _tell(found, report)
     check_arena(found, str(folder), job.room)
+    if job.only_check:
+        check_disk(found, str(folder), job.room)
+        raise Checked
     report.progress("probe")
     parity_error = _probe(candidate.blueprint, job.dtype)
 
@@ -220,6 +232,8 @@ def _downloaded(
     _tell(found, report)
     check_arena(found, label, job.room)
     check_disk(found, label, job.room)
+    if job.only_check:
+        raise Checked
     report.progress("probe")
     parity_error = _probe(plan, job.dtype)
     fetch(hub, repo, commit, chosen, folder, lambda *done: report.progress("download", *done))
@@ -241,6 +255,7 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
     parser.add_argument("--dest", type=Path, required=True, help="folder for packs")
     parser.add_argument("--downloads", type=Path, help="folder for what is fetched")
     parser.add_argument("--dtype", choices=get_args(DtypeChoice), default="auto")
+    parser.add_argument("--check", action="store_true", help="tell what it takes, do nothing")
     parser.add_argument("--quota-bytes", type=int, default=0, help="packs and downloads together")
     parser.add_argument("--arena-bytes", type=int, default=0, help="the worker's; 0: not known")
     parser.add_argument("--timeout-s", type=float, default=patience.timeout_s)
@@ -256,7 +271,7 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
         timeout_s=options.timeout_s, attempts=options.attempts, pause_s=options.pause_s
     )
     room = Room((dest, downloads), options.quota_bytes, options.arena_bytes)
-    job = Job(dest, downloads, options.dtype, room, limits)
+    job = Job(dest, downloads, options.dtype, room, limits, options.check)
     ready = [register(source, False, job, out) for source in options.source]
     ready += [register(source, True, job, out) for source in options.hub]
     return 0 if all(ready) else 1

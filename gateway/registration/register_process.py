@@ -78,13 +78,19 @@ def arguments(
     settings: Settings, data: Path, dtype: str, models: Iterable[ModelRecord]
 ) -> list[str]:
     """What follows the command for these rows. `data`: the data folder."""
-    options = ["--dest", str(data / PACKS_FOLDER), "--downloads", str(data / DOWNLOADS_FOLDER)]
-    options += ["--dtype", dtype, "--quota-bytes", str(settings.packs_quota_bytes)]
-    options += ["--arena-bytes", str(settings.device_budget_bytes)]
-    options += ["--timeout-s", str(settings.hub_timeout_s), "--parent-pid", str(os.getpid())]
+    told = options(settings, data, dtype)
     for name, hub in dict.fromkeys((source_name(m), is_hub(m.source)) for m in models):
-        options += ["--hub" if hub else "--source", name]
-    return options
+        told += ["--hub" if hub else "--source", name]
+    return told
+
+
+def options(settings: Settings, data: Path, dtype: str) -> list[str]:
+    """What holds whatever is registered."""
+    told = ["--dest", str(data / PACKS_FOLDER), "--downloads", str(data / DOWNLOADS_FOLDER)]
+    told += ["--dtype", dtype, "--quota-bytes", str(settings.packs_quota_bytes)]
+    told += ["--arena-bytes", str(settings.device_budget_bytes)]
+    told += ["--timeout-s", str(settings.hub_timeout_s), "--parent-pid", str(os.getpid())]
+    return told
 
 
 def environment(settings: Settings) -> dict[str, str]:

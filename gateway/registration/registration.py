@@ -39,7 +39,7 @@ def begin(
     require(control, "models.write")
     if name.endswith(NEXT):
         raise InvalidValue(f"names that end in {NEXT} are the registry's own")
-    place = _place(source, revision, dtype)
+    place = place_of(source, revision, dtype)
     list_models(control)  # a name whose registration died is free again
     with control.writing() as session:
         return catalog.add_model(
@@ -72,7 +72,7 @@ def begin_update(
         source = model.source
         revision = revision or model.requested_revision
     dtype = dtype or model.requested_dtype
-    place = _place(source, revision, dtype, was_hub)
+    place = place_of(source, revision, dtype, was_hub)
     with control.writing() as session:
         return revisions.begin_update(
             session,
@@ -127,7 +127,7 @@ def cancel(control: Control, name: str) -> ModelRecord:
     return model
 
 
-def _place(source: str, revision: str, dtype: str, was_hub: bool = False) -> str:
+def place_of(source: str, revision: str, dtype: str, was_hub: bool = False) -> str:
     """The source as the catalog has it: an absolute path, or a hub id.
 
     `was_hub`: it is one, also where a folder of that name happens to lie here.

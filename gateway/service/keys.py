@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 
+from gateway.cache.asks import no_embedder
 from gateway.service.control import Control, find_key, find_tenant, visible
 from registry import api_keys
 from registry.api_keys import KeyChanges, KeyRecord
+from registry.errors import InvalidValue
+from registry.key_cache import KeyCache
+from registry.key_changes import Unchanged
+from registry.key_scopes import INFERENCE
 from registry.quotas import Limits
 
 
@@ -14,12 +19,14 @@ def create_key(
     name: str,
     *,
     limits: Limits | None = None,
-    cache_mode: str = "off",
+    cache: KeyCache | None = None,
+    scopes: Sequence[str] = (INFERENCE,),
     allowed_models: Sequence[str] | None = None,
     expires_in_s: float | None = None,
     allowed_cidrs: Sequence[str] | None = None,
 ) -> tuple[KeyRecord, str]:
     """A new key of a tenant, and its plaintext (shown once)."""
+    _check_cache(control, cache)
     now_at = control.clock()
     with control.writing() as session:
         return api_keys.create_key(
@@ -28,7 +35,8 @@ def create_key(
             name,
             now_at=now_at,
             limits=limits,
-            cache_mode=cache_mode,
+            cache=cache,
+            scopes=scopes,
             allowed_models=allowed_models,
             expires_at=None if expires_in_s is None else now_at + expires_in_s,
             allowed_cidrs=allowed_cidrs,
@@ -46,8 +54,16 @@ def list_keys(control: Control, tenant: str | None = None) -> list[KeyRecord]:
     return [key for key in every if seen is None or key.tenant_id in seen]
 
 
+def show_key(control: Control, key: str) -> KeyRecord:
+    """The key of that id or public id."""
+    with control.reading() as session:
+        return find_key(control, session, key, "keys.read")
+
+
 def change_key(control: Control, key: str, changes: KeyChanges) -> KeyRecord:
     """Other bounds for a key; its secret stays."""
+    if not isinstance(changes.cache, Unchanged):
+        _check_cache(control, changes.cache)
     with control.writing() as session:
         found = find_key(control, session, key, "keys.write")
         return api_keys.change(session, found.id, changes, now_at=control.clock())
@@ -65,3 +81,10 @@ def rotate_key(control: Control, key: str, grace_s: float = 0.0) -> tuple[KeyRec
     with control.writing() as session:
         found = find_key(control, session, key, "keys.write")
         return api_keys.rotate(session, found.id, grace_s, now_at=control.clock())
+
+
+def _check_cache(control: Control, cache: KeyCache | None) -> None:
+    """Raises InvalidValue for a mode that this server could not serve."""
+    means = cache is not None and cache.mode in ("semantic", "shadow")
+    if means and not control.settings.cache_embedder:
+        raise InvalidValue(no_embedder(f"the cache mode {cache.mode}" if cache else ""))

@@ -5,6 +5,7 @@ which roles users have for that tenant, and no more: accounts and passwords are 
 """
 
 import logging
+import secrets
 from dataclasses import replace
 
 from gateway.policy.permissions import INSTALLATION
@@ -14,6 +15,7 @@ from registry import users
 from registry.users import UserRecord
 
 ADMIN = "admin"
+_PASSWORD_BYTES = 15
 
 logger = logging.getLogger(__name__)
 
@@ -67,19 +69,22 @@ def remove_user(control: Control, name: str) -> UserRecord:
         return users.remove_user(session, name, now_at=control.clock())
 
 
-def ensure_admin(settings: Settings) -> None:
-    """At a server's start: the user `admin`, where `admin_password` is set and there is none yet.
+def ensure_admin(settings: Settings) -> str:
+    """At a server's start: the user `admin`, with the setting's password or a new one.
 
-    A user who is there already keeps the password that was set since.
+    Where there is that user already, it keeps the password that was set since; where there are
+    others and no password is given, nobody is added. Returns the password where it was made up
+    here: it is to be shown once, and is nowhere to be had afterwards.
     """
-    if not settings.admin_password:
-        return
     with open_control(settings, "server") as control, control.writing() as session:
-        if any(user.name == ADMIN for user in users.list_users(session)):
-            return
-        password, now_at = settings.admin_password, control.clock()
+        known = [user.name for user in users.list_users(session)]
+        if ADMIN in known or (known and not settings.admin_password):
+            return ""
+        made = "" if settings.admin_password else secrets.token_urlsafe(_PASSWORD_BYTES)
+        password, now_at = settings.admin_password or made, control.clock()
         users.create_user(session, ADMIN, password, "owner", INSTALLATION, now_at=now_at)
-    logger.info("made the user %s with the password of POLYHOST_ADMIN_PASSWORD", ADMIN)
+    logger.info("made the user %s", ADMIN)
+    return made
 
 
 def _as_seen(user: UserRecord, seen: frozenset[str] | None) -> UserRecord:

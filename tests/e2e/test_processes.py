@@ -147,6 +147,25 @@ async def test_a_killed_gateway_takes_only_its_own_with_it(
     assert sum(waiting) == 0
 
 
+async def test_a_price_of_loads_is_billed_though_the_dispatcher_is_elsewhere(
+    prepared: Prepared, several: Server
+) -> None:
+    price = ("--prompt", "0", "--completion", "0", "--load-second", "1")
+    assert polyhost(several.data_dir, "prices", "set", NAMES[0], *price).returncode == 0
+    await asyncio.sleep(2.5)  # when the price begins
+    borne: dict[str, Any] = {}
+    for _ in range(10):  # one that comes before the pages are given back bears nothing
+        assert polyhost(several.data_dir, "models", "unload", NAMES[0]).returncode == 0
+        status, _, _ = await post(several, prepared.keys["crowd"], {**CHAT, "model": NAMES[0]})
+        assert status == 200
+        several.wait_until(several.has_posted)
+        rows = usage_rows(several.data_dir, tenant="crowd")
+        borne = max(rows, key=lambda row: float(row["load_s"]))
+        if borne["load_s"]:
+            break
+    assert borne["load_nanos"] == borne["cost_nanos"] == int(borne["load_s"] * 1e6) * 1000 > 0
+
+
 async def test_limits_and_keys_are_the_same_at_every_process(
     prepared: Prepared, several: Server
 ) -> None:

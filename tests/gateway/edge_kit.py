@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from engine.protocol import (
     WorkerStatus,
 )
 from gateway.app import Application, create_app
+from gateway.cache.embed_worker import EmbeddingWorker
 from gateway.directory import Directory
 from gateway.dispatch.running import RequestStream, StreamEnd
 from gateway.edge import Edge, build_edge
@@ -38,12 +39,14 @@ from gateway.policy.price_book import PriceBook
 from gateway.policy.pricing import Prices
 from gateway.server.connections import Connections
 from gateway.server.http_protocol import http_config
+from gateway.server.http_server import AcceptingServer
 from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
 from gateway.settings import Settings
 from gateway.store.memory import MemoryStore
 from gateway.stream import ClientWatch
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
+from registry.key_cache import KeyCache
 from registry.ledger import OpenRecord, Posting
 from registry.quotas import Limits
 
@@ -126,6 +129,7 @@ def key_record(
     key_id: str = "key_1",
     limits: Limits | None = None,
     cache_mode: str = "off",
+    cache: KeyCache | None = None,
     allowed_models: frozenset[str] | None = None,
     expires_at: float | None = None,
     revoked_at: float | None = None,
@@ -145,7 +149,7 @@ def key_record(
         name="key",
         scopes=frozenset({"inference"}),
         limits=limits or Limits(),
-        cache_mode=cache_mode,
+        cache=cache or KeyCache(cache_mode),
         allowed_models=allowed_models,
         created_at=0.0,
         expires_at=expires_at,
@@ -234,6 +238,7 @@ class ScriptedDispatcher:
         self.max_buffer_tokens = 4096
         self.listeners: list[Callable[[str, SwapRecord], None]] = []
         self.statuses: list[WorkerStatus] = []
+        self.stopping = False
 
     @property
     def ready(self) -> bool:
@@ -295,6 +300,7 @@ class RecordingLedger:
     checkpoints: list[tuple[str, int]] = field(default_factory=list)
     open_error: ApiError | None = None
     delay_s: float = 0.0
+    refuses: bool = False
 
     async def open(self, record: OpenRecord) -> None:
         if self.open_error is not None:
@@ -318,7 +324,8 @@ class RecordingLedger:
         self.voided.append(request_id)
 
     def snapshot(self) -> LedgerSnapshot:
-        return LedgerSnapshot(0, 0.0, len(self.opened), len(self.posted), len(self.voided), 0, 0)
+        counts = (len(self.opened), len(self.posted), len(self.voided), 0, 0)
+        return LedgerSnapshot(0, 0.0, *counts, refuses=self.refuses)
 
     @property
     def only(self) -> Posting:
@@ -388,7 +395,11 @@ class Kit:
 
 
 def make_kit(
-    folder: Path, template: str | None = CHAT_TEMPLATE, max_context: int = 256, **settings: Any
+    folder: Path,
+    template: str | None = CHAT_TEMPLATE,
+    max_context: int = 256,
+    embedding: EmbeddingWorker | None = None,
+    **settings: Any,
 ) -> Kit:
     """An application; close its edge when done."""
     tokenizer = write_model(folder, template)
@@ -402,13 +413,14 @@ def make_kit(
         dispatcher=dispatcher,
         ledger=ledger,
         metrics_registry=CollectorRegistry(),
+        embedding_worker=embedding,
     )
     edge = build_edge(services)
     app = create_app(services, edge)
     return Kit(app, edge, dispatcher, ledger, directory, model, tokenizer)
 
 
-class _Server(uvicorn.Server):
+class _Server(AcceptingServer):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.is_up = asyncio.Event()
@@ -421,10 +433,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.is_up.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from engine.protocol import (
     ModelStatus,
     Refused,
     Submit,
+    SwapRecord,
     TokenDelta,
     ToWorker,
     Usage,
@@ -92,6 +93,7 @@ class SharedWorker:
         self.num_refused = 0
         self.refusals: list[tuple[Peer, Refused]] = []
         self.most_running = 0
+        self.swaps: list[SwapRecord] = []
         self.epoch = ""
         self._num_epochs = 0
 
@@ -142,6 +144,10 @@ class SharedWorker:
             if self.running.get(key) is peer:
                 self.finish(*key, reason="abort", generated=0)
 
+    def load(self, seconds: float) -> None:
+        """The model was loaded; the next heartbeat says so."""
+        self.swaps.append(SwapRecord("m", "load", "disk", 1000, seconds))
+
     def refuse(self) -> None:
         """Those that it has to are told."""
         refusals, self.refusals = self.refusals, []
@@ -159,6 +165,8 @@ class SharedWorker:
     def make_status(self, peer: Peer) -> WorkerStatus:
         free = self.num_requests - len(self.running)
         taken, peer.taken = (peer.taken if peer.name == PEER else []), []
+        swaps = self.swaps if peer.name == PEER else []
+        self.swaps = self.swaps[len(swaps) :]
         return WorkerStatus(
             epoch=self.epoch,
             worker_id="w",
@@ -171,7 +179,7 @@ class SharedWorker:
             pages={},
             models=[ModelStatus("m", "resident", 1000, 0, len(self.running), 0, 0.5)],
             leases=[Lease("m", free, 10_000, KV_BYTES, 1)],
-            swaps=[],
+            swaps=swaps,
             counters={},
             taken=taken,
         )

@@ -313,6 +313,18 @@ async def test_health_and_metrics(kit: Kit, client: Client) -> None:
     assert "polyhost_ready 0.0" in text
 
 
+async def test_a_ledger_that_takes_nothing_new_is_no_readiness(kit: Kit, client: Client) -> None:
+    kit.ledger.refuses = True
+    async with client.session.get(client.base + "/health/ready") as answer:
+        assert answer.status == 503
+        assert (await answer.json())["reasons"] == ["the usage ledger takes nothing new"]
+    async with client.session.get(client.base + "/metrics") as answer:
+        assert "polyhost_ready 0.0" in await answer.text()
+    kit.ledger.refuses = False
+    async with client.session.get(client.base + "/health/ready") as answer:
+        assert answer.status == 200
+
+
 async def test_many_at_a_time(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = kit.speak("The game is afoot!")
     answers = await asyncio.gather(*(client.chat(f"Question {n}") for n in range(40)))

@@ -49,7 +49,7 @@ def test_keys_are_found(headers: dict[str, str]) -> None:
     assert (principal.tenant_id, principal.key_id) == ("ten_1", "key_1")
     assert principal.limits.tokens_per_minute == 2
     assert principal.limits.max_concurrency == 3
-    assert principal.cache_mode == "exact"
+    assert principal.cache.mode == "exact"
 
 
 @pytest.mark.parametrize(

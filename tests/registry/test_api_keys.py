@@ -11,6 +11,7 @@ from sqlalchemy import Engine, select
 from registry import api_keys, audit, tenants
 from registry.api_keys import KeyChanges, KeyRecord, generate_plaintext, public_id_of, verify
 from registry.errors import AlreadyExists, InvalidValue, NotFound
+from registry.key_cache import KeyCache
 from registry.networks import parse_networks
 from registry.quotas import Limits
 from registry.schema import metadata
@@ -154,7 +155,7 @@ def test_a_key_carries_what_the_gateway_needs(engine: Engine) -> None:
             tenant.id,
             "full",
             limits=Limits(1, 2, 3),
-            cache_mode="exact",
+            cache=KeyCache("semantic", 60.0, 0.02, True),
             allowed_models=["b", "a", "b"],
             allowed_cidrs=["10.0.0.0/8", "192.0.2.7"],
             now_at=NOW,
@@ -163,13 +164,14 @@ def test_a_key_carries_what_the_gateway_needs(engine: Engine) -> None:
     assert record.limits == Limits(1, 2, 3)
     assert record.allowed_models == frozenset({"a", "b"})
     assert record.scopes == {"inference"}
+    assert record.cache == KeyCache("semantic", 60.0, 0.02, True)
     assert record.allowed_networks == parse_networks(["10.0.0.0/8", "192.0.2.7/32"])
     assert stored(engine, record.id) == record
 
 
 def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
     record, plaintext = make_key(engine)
-    bounds = KeyChanges(NOW + 5, ["a"], ["10.0.0.0/8"])
+    bounds = KeyChanges(NOW + 5, ["a"], ["10.0.0.0/8"], KeyCache("exact", sampled=True))
     with writing(engine, "test") as session:
         bound = api_keys.change(session, record.id, bounds, now_at=NOW)
         [entry, *_] = audit.latest(session)
@@ -183,7 +185,7 @@ def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
     with writing(engine, "test") as session:
         some = api_keys.change(session, record.id, KeyChanges(expires_at=None), now_at=NOW)
         assert some == replace(bound, expires_at=None)
-        lifted = KeyChanges(allowed_models=None, allowed_cidrs=None)
+        lifted = KeyChanges(allowed_models=None, allowed_cidrs=None, cache=KeyCache())
         assert api_keys.change(session, record.id, lifted, now_at=NOW) == record
         with pytest.raises(InvalidValue, match="future"):
             api_keys.change(session, record.id, KeyChanges(expires_at=NOW), now_at=NOW)
@@ -195,7 +197,9 @@ def test_a_keys_bounds_are_changed_and_lifted(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"cache_mode": "semantic"},
+        {"cache": KeyCache("near")},
+        {"cache": KeyCache(max_age_s=-1.0)},
+        {"cache": KeyCache(false_hit_budget=1.0)},
         {"expires_at": NOW},
         {"expires_at": float("nan")},
         {"expires_at": float("inf")},

@@ -141,9 +141,10 @@ CHANGES: dict[str, Callable[[Control, str], Any]] = {
     "registration.begin_update": lambda c, key: registration.begin_update(c, "m", str(c.data_dir)),
     "models.remove_model": lambda c, key: service_models.remove_model(c, "m"),
 }
-# These need a ledger with something in it: their own tests look at what they leave.
+# These need a ledger with something in it, or a server: their own tests look at what they leave.
 ELSEWHERE = frozenset(
     {
+        "cache.purge_cache",
         "invoices.create_invoice",
         "ledger.correct_usage",
         "ledger.keep_usage_from",

@@ -1,0 +1,38 @@
+"""Parts of a page that follow the running server: server-sent events, one stream a page.
+
+A stream asks its page's fragments again and again, in a thread, and sends those that have changed,
+as HTML that the page's own macros made; and a tick each time, by which the page says how old it is.
+Whose session ends hears `signed-out` and no more. The number of streams is bounded, and all of
+them end when the server stops.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import msgspec
+
+RETRY_MS = 2000
+
+Look = Callable[[], Awaitable[Mapping[str, str] | None]]
+"""The fragments now; None where the session has ended."""
+
+
+async def events(look: Look, every_s: float, stopping: Callable[[], bool]) -> AsyncIterator[bytes]:
+    """The stream's bytes, until the session or the server ends. The client may go at any time."""
+    shown: dict[str, str] = {}
+    yield b"retry: %d\n\n" % RETRY_MS
+    while not stopping():
+        found = await look()
+        if found is None:
+            yield _event("signed-out", {})
+            return
+        changed = {name: html for name, html in found.items() if shown.get(name) != html}
+        shown.update(changed)
+        if changed:
+            yield _event("parts", changed)
+        yield _event("tick", {})
+        await asyncio.sleep(every_s)
+
+
+def _event(name: str, data: Mapping[str, str]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))

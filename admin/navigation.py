@@ -1,0 +1,55 @@
+"""Where the navigation leads: only to what exists, and for each user to what the user may see."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.policy.permissions import Verb
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A page of the navigation. `verb`: who may do that somewhere sees it; None: everybody."""
+
+    label: str
+    path: str
+    icon: str
+    verb: Verb | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pages that belong together."""
+
+    label: str
+    items: tuple[Item, ...]
+
+
+NAVIGATION: Final = (
+    Group("", (Item("Models", "/models", "models", "models.read"),)),
+    Group(
+        "Tenants",
+        (
+            Item("Tenants", "/tenants", "tenants", "tenants.read"),
+            Item("Keys", "/keys", "keys", "keys.read"),
+        ),
+    ),
+    Group(
+        "Money",
+        (
+            Item("Usage", "/usage", "usage", "usage.read"),
+            Item("Prices", "/prices", "prices", "prices.read"),
+        ),
+    ),
+    Group(
+        "Operations",
+        (Item("Health", "/health", "health", "models.read"),),
+    ),
+    Group(
+        "Admin",
+        (
+            Item("Users", "/users", "users", "users.read"),
+            Item("Sessions", "/sessions", "sessions", "users.read"),
+            Item("Audit log", "/audit", "audit", "audit.read"),
+        ),
+    ),
+)

@@ -1,0 +1,183 @@
+"""One tenant: what it has, what it uses of its limits now, its keys, and what may be changed."""
+
+from collections.abc import Mapping, Sequence
+
+from admin.ask import Ask, PageRoute, Reply, StreamRoute
+from admin.forms import Field, Form
+from admin.limits_form import Owner, changes_of, is_in_force, limits_form, uses
+from admin.pages.tenants import PRIORITIES
+from admin.templating import path
+from gateway.service import key_list, limits, tenant_list
+from gateway.service import tenants as verbs
+from gateway.service.control import require
+from gateway.service.tenant_list import TenantView
+from registry.errors import RegistryError
+from registry.key_list import KeyFilter
+from registry.paging import Cut
+
+NUM_KEYS_SHOWN = 10
+
+
+def show(ask: Ask) -> Reply:
+    """The page."""
+    return _page(ask, tenant_list.tenant_view(ask.control, ask.params["id"]))
+
+
+def live(ask: Ask) -> Mapping[str, str]:
+    """What is used now, and whether the limits have arrived."""
+    view = tenant_list.tenant_view(ask.control, ask.params["id"])
+    return {
+        "figures": ask.fragment(
+            "tenant_parts.html", "figures", view, ask.live, ask.desk.settings.currency
+        ),
+        "uses": _uses(ask, view),
+    }
+
+
+def change(ask: Ask) -> Reply:
+    """Weight, priority and what is kept free for it."""
+    view = tenant_list.tenant_view(ask.control, ask.params["id"])
+    require(ask.control, "tenants.write")
+    form = _form(ask, view, given=True)
+    weight, priority = form.decimal("weight"), form.text("priority")
+    reserved = form.decimal("reserved")
+    if form.is_sound:
+        try:
+            verbs.update_tenant(
+                ask.control,
+                view.tenant.id,
+                weight=weight,
+                priority=priority,
+                reserved_share=(reserved or 0.0) / 100,
+            )
+        except RegistryError as error:
+            form.trouble = str(error)
+        else:
+            return ask.redirect(_at(view), "Changed: the next requests are shared out by it.")
+    return _page(ask, view, form=form, status=422)
+
+
+def set_limits(ask: Ask) -> Reply:
+    """All of them, as they stand in the form."""
+    view = tenant_list.tenant_view(ask.control, ask.params["id"])
+    require(ask.control, "limits.write")
+    form = limits_form(ask, _owners(view), given=True)
+    changes = changes_of(form)
+    if form.is_sound:
+        try:
+            limits.set_limits(ask.control, "tenant", view.tenant.id, changes)
+        except RegistryError as error:
+            form.trouble = str(error)
+        else:
+            return ask.redirect(_at(view) + "#limits", "The limits are changed.")
+    return _page(ask, view, of_limits=form, status=422)
+
+
+def confirm_shut_out(ask: Ask) -> Reply:
+    """What will happen, and a button."""
+    view = tenant_list.tenant_view(ask.control, ask.params["id"])
+    require(ask.control, "tenants.write")
+    keys = "key is" if view.num_keys == 1 else "keys are"
+    return ask.page(
+        "confirm.html",
+        title=f"Shut out {view.tenant.name}?",
+        text=f"Its {view.num_keys} {keys} refused within a second. What runs now comes to its end. "
+        "Usage and bills stay, and it can be let in again.",
+        button="Shut out",
+        danger=True,
+        action=f"/tenant/state/{path(view.tenant.id)}",
+        fields={"disabled": "1"},
+        back=_at(view),
+    )
+
+
+def set_state(ask: Ask) -> Reply:
+    """Shut out, or let in again."""
+    disabled = ask.form.get("disabled") == "1"
+    found = verbs.update_tenant(ask.control, ask.params["id"], disabled=disabled)
+    done = "is shut out" if disabled else "is let in again"
+    return ask.redirect(f"/tenants/{path(found.id)}", f"{found.name} {done}.")
+
+
+def _page(
+    ask: Ask,
+    view: TenantView,
+    form: Form | None = None,
+    of_limits: Form | None = None,
+    status: int = 200,
+) -> Reply:
+    keys, num_keys, _ = key_list.keys_page(
+        ask.control, KeyFilter(), "created", Cut(NUM_KEYS_SHOWN, descending=True), view.tenant.id
+    )
+    return ask.page(
+        "tenant.html",
+        status,
+        view=view,
+        tenant=view.tenant,
+        live=ask.live,
+        keys=keys.rows,
+        num_keys=num_keys,
+        uses=_uses(ask, view),
+        form=form or _form(ask, view),
+        of_limits=of_limits or limits_form(ask, _owners(view)),
+    )
+
+
+def _uses(ask: Ask, view: TenantView) -> str:
+    owners = _owners(view)
+    arrived = is_in_force(ask, owners[0], view.key_id)
+    found = uses(ask, owners[:1])
+    state = "now" if arrived else "soon" if view.key_id else "nobody"
+    return ask.fragment("limits_parts.html", "uses", found, state)
+
+
+def _owners(view: TenantView) -> Sequence[Owner]:
+    return (
+        Owner("tenant", view.tenant.id, "the tenant", view.limits),
+        Owner("gateway", "", "the whole server", view.gateway_limits),
+    )
+
+
+def _form(ask: Ask, view: TenantView, given: bool = False) -> Form:
+    tenant = view.tenant
+    fields = (
+        Field(
+            "weight",
+            "Weight",
+            "number",
+            required=True,
+            value=f"{tenant.weight:g}",
+            help="Its share against other tenants': 2 gets twice what 1 gets.",
+        ),
+        Field(
+            "priority",
+            "Priority",
+            "select",
+            value=tenant.priority,
+            choices=PRIORITIES,
+            help="Interactive counts four times; batch has what others leave.",
+        ),
+        Field(
+            "reserved",
+            "Kept free for it",
+            "number",
+            value=f"{100 * tenant.reserved_share:g}" if tenant.reserved_share else "",
+            unit="%",
+            help="Of each worker's request places and KV memory; 50 % over all tenants.",
+        ),
+    )
+    return Form(fields, ask.form if given else None)
+
+
+def _at(view: TenantView) -> str:
+    return f"/tenants/{path(view.tenant.id)}"
+
+
+ROUTES = (
+    PageRoute("GET", "/tenants/{id}", show, live=True),
+    PageRoute("POST", "/tenant/change/{id}", change, live=True),
+    PageRoute("POST", "/tenant/limits/{id}", set_limits, live=True),
+    PageRoute("GET", "/tenant/shut-out/{id}", confirm_shut_out),
+    PageRoute("POST", "/tenant/state/{id}", set_state),
+)
+STREAMS = (StreamRoute("/live/tenant/{id}", live, every_s=0.7),)

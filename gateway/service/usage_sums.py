@@ -1,0 +1,146 @@
+"""The verbs on usage as the operator's pages show it, and on exports as downloads (control.py).
+
+The sums are those of an export of the same filters, to the unit: `num_rows` of a sum is how many
+rows such an export has.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.billing import export_file, usage_export
+from gateway.billing.usage_export import ExportOrder
+from gateway.service.control import Control, find_key, find_tenant, require, visible
+from gateway.service.prices import price_book
+from registry import rollups, usage_sums
+from registry.api_keys import KeyRecord
+from registry.errors import InvalidValue
+from registry.tenants import TenantRecord
+from registry.usage_sums import Amounts, UsageFilter
+
+NUM_SERIES = 7
+"""Apart in a picture; what is left is one more."""
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLine:
+    """One sum. `ref`: an id, a model, or an instant as text; `name` for people."""
+
+    ref: str
+    name: str
+    amounts: Amounts
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Costs by day or hour (their beginning -> nano-units). `ref` "": of all that are left."""
+
+    ref: str
+    name: str
+    costs: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class UsageView:
+    """What a page shows. `lines` are the costliest first; of days and hours, in their order.
+    `kept_from`: postings before that may be deleted, and exports lack them."""
+
+    tenant: TenantRecord | None
+    key: KeyRecord | None
+    total: Amounts
+    lines: list[UsageLine]
+    series: list[Series]
+    kept_from: float
+
+
+def usage_view(
+    control: Control,
+    from_at: float,
+    to_at: float,
+    by: str,
+    unit: str,
+    tenant: str = "",
+    key: str = "",
+    model: str = "",
+) -> UsageView:
+    """Of [from_at, to_at), apart by one of usage_sums.BY; `unit` of the picture: day or hour.
+    Raises NotFound, Forbidden, InvalidValue."""
+    if from_at >= to_at:
+        raise InvalidValue("the first day is behind the last")
+    seen = visible(control, "usage.read")
+    with control.reading() as session:
+        of_tenant = find_tenant(control, session, tenant, "usage.read") if tenant else None
+        of_key = find_key(control, session, key, "usage.read") if key else None
+        if of_key and of_tenant and of_key.tenant_id != of_tenant.id:
+            raise InvalidValue("that key is not that tenant's")
+        owner = of_tenant.id if of_tenant else of_key.tenant_id if of_key else ""
+        wanted = UsageFilter(
+            int(from_at),
+            int(to_at),
+            (owner,) if owner else seen,
+            (of_key.id,) if of_key else None,
+            (model,) if model else None,
+        )
+        sums = usage_sums.sum_of(session, wanted, by)
+        found = [(ref, amounts) for (ref, _), amounts in sums.items()]
+        if by in ("day", "hour"):
+            found.sort(key=lambda row: int(row[0]))
+        else:
+            found.sort(key=lambda row: (-row[1].cost_nanos, -row[1].num_requests, row[0]))
+        names = usage_sums.names(session, by, [ref for ref, _ in found])
+        lines = [UsageLine(ref, names[ref], amounts) for ref, amounts in found]
+        total = Amounts()
+        for _, amounts in found:
+            total = total.plus(amounts)
+        by_unit = sums if by == unit else usage_sums.sum_of(session, wanted, unit)
+        left = {int(at): amounts.cost_nanos for (at, _), amounts in by_unit.items()}
+        series = []
+        if by in ("tenant", "key", "model"):
+            for line in lines[:NUM_SERIES]:
+                only = _only(wanted, by, line.ref)
+                of_line = usage_sums.sum_of(session, only, unit) if len(lines) > 1 else by_unit
+                costs = {int(at): amounts.cost_nanos for (at, _), amounts in of_line.items()}
+                series.append(Series(line.ref, line.name, costs))
+                for at, cost in costs.items():
+                    left[at] = left.get(at, 0) - cost
+        if any(left.values()) or not series:
+            series.append(Series("", "others" if series else "all", left))
+        kept_from = session.get_one(rollups.LedgerStateRow, rollups.ONLY_ROW).kept_from
+        return UsageView(of_tenant, of_key, total, lines, series, kept_from)
+
+
+def export_chunks(control: Control, order: ExportOrder) -> Iterator[bytes]:
+    """The export's bytes, made as they are taken. Not on the event loop."""
+    require(control, "usage.read", order.scope.tenant_id)
+    return _parquet(control, order) if order.format == "parquet" else _text(control, order)
+
+
+def _only(wanted: UsageFilter, by: str, ref: str) -> UsageFilter:
+    own = (ref,)
+    return UsageFilter(
+        wanted.from_at,
+        wanted.to_at,
+        own if by == "tenant" else wanted.tenant_ids,
+        own if by == "key" else wanted.key_ids,
+        own if by == "model" else wanted.models,
+    )
+
+
+def _text(control: Control, order: ExportOrder) -> Iterator[bytes]:
+    with control.reading() as session:
+        yield usage_export.header(order)
+        for chunk in usage_export.chunks(session, order, price_book(session)):
+            yield chunk.data
+
+
+def _parquet(control: Control, order: ExportOrder) -> Iterator[bytes]:
+    """Its index is at its end: it is a file first."""
+    with tempfile.TemporaryDirectory(dir=control.data_dir, prefix="export-") as folder:
+        path = Path(folder) / "usage.parquet"
+        with control.reading() as session:
+            export_file.write_file(path, session, order, price_book(session))
+        with path.open("rb") as stream:
+            while data := stream.read(_READ_BYTES):
+                yield data

@@ -1,0 +1,259 @@
+"""What a tenant may ask of its own usage and costs, in the words of OpenAI's organization API.
+
+Comes in: the parameters of a query (strings) and whose key asks. Goes out: a page of buckets, ready
+for JSON. The database is read in one thread, by a verb of gateway/service; a few may wait for it,
+the next is told so. Routes are routes/organization.py's, sums registry/usage_buckets.py's.
+
+Buckets begin at whole minutes, hours or days of UTC: the first one is that in which `start_time`
+lies. A page's cursor is the beginning of its first bucket.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.errors import INVALID_REQUEST, QUEUE_FULL, UNAVAILABLE, UNSUPPORTED_PARAMETER, ApiError
+from gateway.service.control import Control
+from gateway.service.usage_buckets import as_key, usage_buckets
+from gateway.settings import Settings
+from gateway.types import Principal
+from registry.errors import RegistryError
+from registry.session import make_engine
+from registry.usage_buckets import BucketQuery, BucketSum
+
+MAX_WAITING = 16
+MAX_NAMES = 100
+MAX_EPOCH_S = 253_402_300_800
+"""The year 10000."""
+WIDTHS = {"1m": (60, 60, 1440), "1h": (3600, 24, 168), "1d": (86_400, 7, 31)}
+"""Seconds, buckets a page, and at most."""
+COST_WIDTHS = {"1d": (86_400, 7, 180)}
+COMPLETIONS = ("chat", "completion")
+GROUPS = {"project_id": "", "api_key_id": "key_id", "model": "model"}
+COST_GROUPS = {"project_id": "", "api_key_id": "key_id", "line_item": "model"}
+METERS = {
+    "cached input": "cached_nanos",
+    "output": "output_nanos",
+    "compute": "service_nanos",
+    "load": "load_nanos",
+}
+"""What is left of the cost is of uncached input."""
+NANOS = 1_000_000_000
+
+Params: TypeAlias = Mapping[str, Sequence[str]]
+Json: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A query's parameters, checked. `groups`: as the caller named them."""
+
+    start: int
+    end: int
+    width_s: int
+    limit: int
+    groups: tuple[str, ...]
+    by: tuple[str, ...]
+    key_ids: tuple[str, ...]
+    models: tuple[str, ...]
+    is_other: bool
+    """It is of projects that are not the caller's: there is nothing to be seen."""
+
+
+class UsageReports:
+    """Of one gateway process. Connects to the database when it is first asked."""
+
+    def __init__(self, settings: Settings, wall_clock: Callable[[], float]) -> None:
+        self._engine = make_engine(settings.registry_url)
+        self._control = Control(
+            self._engine, settings.data_path, "key", wall_clock, settings, grants={}
+        )
+        self._wall_clock = wall_clock
+        self._currency = settings.currency.lower()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="usage")
+        self._num_asked = 0
+
+    async def completions(self, principal: Principal, params: Params) -> Json:
+        """Tokens and requests of chats and completions. Raises ApiError."""
+        asked = self._asked(principal, params, WIDTHS, GROUPS, {"models"})
+        return await self._page(principal, asked, COMPLETIONS, self._usage)
+
+    async def costs(self, principal: Principal, params: Params) -> Json:
+        """Money, of everything. Raises ApiError."""
+        asked = self._asked(principal, params, COST_WIDTHS, COST_GROUPS, set())
+        return await self._page(principal, asked, (), self._costs)
+
+    def close(self) -> None:
+        """When no more requests come. Blocks until what runs has ended."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._engine.dispose()
+
+    def _asked(
+        self,
+        principal: Principal,
+        params: Params,
+        widths: Mapping[str, tuple[int, int, int]],
+        groups: Mapping[str, str],
+        more: set[str],
+    ) -> _Asked:
+        found = {name.removesuffix("[]"): values for name, values in params.items()}
+        known = {"start_time", "end_time", "bucket_width", "group_by", "limit", "page"}
+        for name in found.keys() - known - {"project_ids", "api_key_ids"} - more:
+            raise ApiError(UNSUPPORTED_PARAMETER, f"{name} is not served here", name)
+        width = _one(found, "bucket_width", "1d")
+        if width not in widths:
+            raise _invalid("bucket_width", f"is one of {', '.join(widths)}")
+        width_s, usual, most = widths[width]
+        start = _number(found, "start_time", None, MAX_EPOCH_S)
+        now = int(self._wall_clock()) + 1
+        end = min(_number(found, "end_time", now, MAX_EPOCH_S), now)
+        limit = _number(found, "limit", usual, most)
+        if not limit:
+            raise _invalid("limit", "is at least 1")
+        named = tuple(dict.fromkeys(_many(found, "group_by")))
+        for name in named:
+            if name not in groups:
+                raise ApiError(
+                    UNSUPPORTED_PARAMETER, f"group_by {name} is not served here", "group_by"
+                )
+        first = _number(found, "page", start, MAX_EPOCH_S)
+        projects = _many(found, "project_ids")
+        return _Asked(
+            start=max(start, first) // width_s * width_s,
+            end=-(-end // width_s) * width_s,
+            width_s=width_s,
+            limit=limit,
+            groups=named,
+            by=tuple(groups[name] for name in named if groups[name]),
+            key_ids=_many(found, "api_key_ids"),
+            models=_many(found, "models"),
+            is_other=bool(projects) and principal.tenant_id not in projects,
+        )
+
+    async def _page(
+        self,
+        principal: Principal,
+        asked: _Asked,
+        kinds: tuple[str, ...],
+        told: Callable[[str, _Asked, BucketSum], list[Json]],
+    ) -> Json:
+        ends = min(asked.end, asked.start + asked.limit * asked.width_s)
+        query = BucketQuery(
+            principal.tenant_id,
+            asked.start,
+            ends,
+            asked.width_s,
+            asked.key_ids,
+            asked.models,
+            kinds,
+            asked.by,
+        )
+        sums: list[BucketSum] = []
+        if asked.start < ends and not asked.is_other:
+            sums = await self._read(as_key(self._control, principal.key_id, query.tenant_id), query)
+        results: dict[int, list[Json]] = {at: [] for at in range(asked.start, ends, asked.width_s)}
+        for each in sums:
+            results[each.began_at] += told(principal.tenant_id, asked, each)
+        has_more = ends < asked.end
+        return {
+            "object": "page",
+            "data": [
+                {
+                    "object": "bucket",
+                    "start_time": at,
+                    "end_time": at + asked.width_s,
+                    "results": found,
+                }
+                for at, found in results.items()
+            ],
+            "has_more": has_more,
+            "next_page": str(ends) if has_more else None,
+        }
+
+    async def _read(self, control: Control, query: BucketQuery) -> list[BucketSum]:
+        if self._num_asked > MAX_WAITING:
+            raise ApiError(QUEUE_FULL, "too many ask for usage at once", retry_after_s=1.0)
+        self._num_asked += 1
+        reading = self._thread.submit(usage_buckets, control, query)
+        future = asyncio.wrap_future(reading)
+        future.add_done_callback(self._on_read)  # also where nobody awaits it any more
+        try:
+            return await asyncio.shield(future)
+        except RegistryError as error:
+            raise ApiError(INVALID_REQUEST, str(error)) from error
+        except SQLAlchemyError as error:
+            message = "usage cannot be read at the moment: try again"
+            raise ApiError(UNAVAILABLE, message, retry_after_s=1.0) from error
+
+    def _on_read(self, future: "asyncio.Future[list[BucketSum]]") -> None:
+        self._num_asked -= 1
+        if not future.cancelled():
+            future.exception()  # looked at, where its asker has gone
+
+    def _usage(self, tenant_id: str, asked: _Asked, each: BucketSum) -> list[Json]:
+        return [
+            {
+                "object": "organization.usage.completions.result",
+                "input_tokens": each.prompt_tokens,
+                "input_cached_tokens": each.cached_tokens,
+                "output_tokens": each.completion_tokens,
+                "num_model_requests": each.num_requests,
+                **_owner(tenant_id, asked, each),
+                "model": each.model if "model" in asked.groups else None,
+                "batch": None,
+            }
+        ]
+
+    def _costs(self, tenant_id: str, asked: _Asked, each: BucketSum) -> list[Json]:
+        def cost(nanos: int, line_item: str | None) -> Json:
+            return {
+                "object": "organization.costs.result",
+                "amount": {"value": nanos / NANOS, "currency": self._currency},
+                "line_item": line_item,
+                **_owner(tenant_id, asked, each),
+            }
+
+        if "line_item" not in asked.groups:
+            return [cost(each.cost_nanos, None)]
+        parts = {name: int(getattr(each, field)) for name, field in METERS.items()}
+        parts = {"input": each.cost_nanos - sum(parts.values()), **parts}
+        return [cost(nanos, f"{each.model}, {name}") for name, nanos in parts.items() if nanos]
+
+
+def _owner(tenant_id: str, asked: _Asked, each: BucketSum) -> Json:
+    return {
+        "project_id": tenant_id if "project_id" in asked.groups else None,
+        "api_key_id": each.key_id if "api_key_id" in asked.groups else None,
+        "user_id": None,
+    }
+
+
+def _one(found: Params, name: str, otherwise: str) -> str:
+    values = found.get(name, ())
+    if len(values) > 1:
+        raise _invalid(name, "is one value")
+    return values[0] if values else otherwise
+
+
+def _many(found: Params, name: str) -> tuple[str, ...]:
+    values = tuple(found.get(name, ()))
+    if len(values) > MAX_NAMES:
+        raise _invalid(name, f"has {MAX_NAMES} values at most")
+    return values
+
+
+def _number(found: Params, name: str, otherwise: int | None, most: int) -> int:
+    text = _one(found, name, "" if otherwise is None else str(otherwise))
+    if not text:
+        raise _invalid(name, "is missing")
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        raise _invalid(name, f"is a whole number up to {most}")
+    return int(text)
+
+
+def _invalid(name: str, says: str) -> ApiError:
+    return ApiError(INVALID_REQUEST, f"{name} {says}", name)

@@ -1,0 +1,75 @@
+"""Models, tenants and keys by a part of their name, a few of each, for a search field.
+
+Names that begin with the text come first, then by name. Whose things may be seen is the caller's to
+say (gateway/service/search.py).
+"""
+
+from collections.abc import Collection
+
+from sqlalchemy import ColumnElement, case, func, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from registry.api_keys import ApiKey
+from registry.catalog import Model
+from registry.tenants import Tenant
+
+
+def models(session: Session, text: str, limit: int) -> list[tuple[str, str]]:
+    """(name, state) of models that are not removed."""
+    query = select(Model.name, Model.state).where(Model.state != "removed", _has(Model.name, text))
+    rows = session.execute(query.order_by(*_order(Model.name, text)).limit(limit))
+    return [(name, state) for name, state in rows]
+
+
+def tenants(
+    session: Session, text: str, limit: int, seen: Collection[str] | None
+) -> list[tuple[str, str]]:
+    """(id, name); of these tenants alone where `seen` names them."""
+    query = select(Tenant.id, Tenant.name).where(or_(_has(Tenant.name, text), Tenant.id == text))
+    if seen is not None:
+        query = query.where(Tenant.id.in_(seen))
+    rows = session.execute(query.order_by(*_order(Tenant.name, text)).limit(limit))
+    return [(tenant_id, name) for tenant_id, name in rows]
+
+
+def keys(
+    session: Session, text: str, limit: int, seen: Collection[str] | None
+) -> list[tuple[str, str, str, str]]:
+    """(id, public id, name, tenant's name), by name, id or public id, revoked ones too."""
+    named = or_(_has(ApiKey.name, text), ApiKey.id == text, ApiKey.public_id.startswith(text))
+    query = select(ApiKey.id, ApiKey.public_id, ApiKey.name, Tenant.name)
+    query = query.join(Tenant, Tenant.id == ApiKey.tenant_id).where(named)
+    if seen is not None:
+        query = query.where(ApiKey.tenant_id.in_(seen))
+    rows = session.execute(query.order_by(*_order(ApiKey.name, text), ApiKey.id).limit(limit))
+    return [(key_id, public_id, name, tenant) for key_id, public_id, name, tenant in rows]
+
+
+def working_keys(
+    session: Session, limit: int, seen: Collection[str] | None, *, now_at: float
+) -> list[tuple[str, str, str, str]]:
+    """(id, public id, name, tenant's name) of keys that are let in now, the newest first."""
+    query = (
+        select(ApiKey.id, ApiKey.public_id, ApiKey.name, Tenant.name)
+        .join(Tenant, Tenant.id == ApiKey.tenant_id)
+        .where(
+            ApiKey.revoked_at.is_(None),
+            or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now_at),
+            Tenant.disabled.is_(False),
+        )
+    )
+    if seen is not None:
+        query = query.where(ApiKey.tenant_id.in_(seen))
+    rows = session.execute(query.order_by(ApiKey.created_at.desc(), ApiKey.id).limit(limit))
+    return [(key_id, public_id, name, tenant) for key_id, public_id, name, tenant in rows]
+
+
+def _has(column: InstrumentedAttribute[str], text: str) -> ColumnElement[bool]:
+    return func.lower(column).contains(text.lower(), autoescape=True)
+
+
+def _order(
+    column: InstrumentedAttribute[str], text: str
+) -> tuple[ColumnElement[int], InstrumentedAttribute[str]]:
+    begins = func.lower(column).startswith(text.lower(), autoescape=True)
+    return case((begins, 0), else_=1), column

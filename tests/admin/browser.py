@@ -1,0 +1,150 @@
+"""Chromium, driven by Playwright: what a page may not do, and pictures of what it looks like.
+
+`Browser.open` gives a page on which every violation of the content policy, every error on the
+console and every request that leaves the machine is collected; `check_clean` fails on any. Pictures
+go to screenshots/ (ignored by git, kept by continuous integration), in both widths and themes.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser as Chromium
+from playwright.sync_api import BrowserContext, Page, sync_playwright
+
+CHROMIUM = "chromium"
+NO_BROWSER = "no browser: install Debian's chromium (apt-get install chromium) to run this"
+SHOTS = Path(__file__).resolve().parents[2] / "screenshots"
+WIDTHS = {1440: 900, 390: 844}
+THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
+_WATCH = """
+window.violations = [];
+addEventListener("securitypolicyviolation", (event) => {
+  window.violations.push(`${event.violatedDirective}: ${event.blockedURI}`);
+});
+"""
+
+
+def chromium_path() -> str | None:
+    """Where the browser is; None where there is none."""
+    return shutil.which(CHROMIUM) or shutil.which("chromium-browser")
+
+
+@dataclass
+class Visit:
+    """A page with what went wrong on it."""
+
+    page: Page
+    base: str
+    troubles: list[str] = field(default_factory=list)
+    expected: tuple[str, ...] = ()
+    """Parts of console lines that the test provokes."""
+
+    def go(self, path: str) -> None:
+        """To a page below /admin."""
+        self.page.goto(f"{self.base}/admin{path}")
+
+    def sign_in(self, user: str, password: str) -> None:
+        """By the form."""
+        self.go("/sign-in")
+        self.page.fill("#f-name", user)
+        self.page.fill("#f-password", password)
+        self.page.click("main button")
+        self.page.wait_for_url(lambda url: "/sign-in" not in url)
+
+    def check_clean(self) -> None:
+        """Nothing was blocked, nothing failed, nothing left the machine."""
+        violations = self.page.evaluate("window.violations")
+        assert violations == [], violations
+        found = [line for line in self.troubles if not any(e in line for e in self.expected)]
+        assert found == []
+
+    def check_accessible(self) -> None:
+        """axe finds nothing serious or critical."""
+        found = Axe().run(self.page).response["violations"]
+        told = [
+            f"{each['id']}: {node['html'][:160]}"
+            for each in found
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"]
+        ]
+        assert told == [], "\n".join(told)
+
+    def check_layout(self) -> None:
+        """Nothing is wider than the window, and no text is cut off unseen."""
+        wide = self.page.evaluate(
+            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        )
+        assert wide <= 0, f"{self.page.url}: {wide} px wider than the window"
+
+    def shoot(self, name: str) -> None:
+        """Pictures in both widths and themes; the page is as before afterwards."""
+        before = self.page.viewport_size
+        for width, height in WIDTHS.items():
+            self.page.set_viewport_size({"width": width, "height": height})
+            self.check_layout()
+            for theme in THEMES:
+                self.page.emulate_media(color_scheme=theme)
+                SHOTS.mkdir(exist_ok=True)
+                path = SHOTS / f"{name}-{width}-{theme}.png"
+                self.page.screenshot(path=path, full_page=True, animations="disabled")
+        self.page.emulate_media(color_scheme="light")
+        if before is not None:
+            self.page.set_viewport_size(before)
+
+
+@dataclass
+class Browser:
+    """One process for a file of tests."""
+
+    chromium: Chromium
+
+    @contextmanager
+    def open(self, base: str, *, scripts: bool = True) -> Iterator[Visit]:
+        """A window of its own, with its own cookies."""
+        context: BrowserContext = self.chromium.new_context(
+            viewport={"width": 1440, "height": 900},
+            color_scheme="light",
+            java_script_enabled=scripts,
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(20_000)
+        page = context.new_page()
+        visit = Visit(page, base)
+        page.add_init_script(_WATCH)
+        page.on("pageerror", lambda error: visit.troubles.append(f"error: {error}"))
+        page.on(
+            "console",
+            lambda line: (
+                visit.troubles.append(f"console: {line.text}")
+                if line.type in ("error", "warning")
+                else None
+            ),
+        )
+
+        def note(url: str) -> None:
+            host = urlsplit(url).hostname
+            if urlsplit(url).scheme in ("http", "https", "ws", "wss") and host != "127.0.0.1":
+                visit.troubles.append(f"request elsewhere: {url}")
+
+        context.on("request", lambda request: note(request.url))
+        try:
+            yield visit
+        finally:
+            context.close()
+
+
+@contextmanager
+def running_browser(executable: str) -> Iterator[Browser]:
+    """Chromium, until the block ends."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        try:
+            yield Browser(chromium)
+        finally:
+            chromium.close()
