@@ -72,17 +72,19 @@ def test_what_hostile_clients_leave_behind_is_a_failure() -> None:
     held = {"limit_reservations_open": 0.0, "descriptors": 20.0}
     fine: dict[str, Any] = {
         "p99_ratio": 1.2,
-        "beside": {"statuses": {"200": 5}},
+        "beside": {
+            "statuses": {"200": 5},
+            "attacks": {"bad bodies": {"400": 3, "closed": 1}, "crowd": {"200": 9}},
+        },
         "before": held,
         "after": held,
-        "attacks": {"bad bodies": {"400": 3, "closed": 1}, "crowd": {"200": 9}},
     }
     assert gateway_hostile.failures(fine) == []
     for worse in (
         {"p99_ratio": 1.6},
-        {"beside": {"statuses": {"200": 4, "503": 1}}},
+        {"beside": {"statuses": {"200": 4, "503": 1}, "attacks": {}}},
         {"after": {**held, "descriptors": 90.0}},
-        {"attacks": {"bad bodies": {"500": 1}}},
+        {"beside": {"statuses": {"200": 5}, "attacks": {"bad bodies": {"500": 1}}}},
     ):
         assert len(gateway_hostile.failures({**fine, **worse})) == 1
 

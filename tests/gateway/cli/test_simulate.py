@@ -73,4 +73,5 @@ def test_an_interrupt_ends_both_processes() -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "polyhost: interrupted" in said
-    assert not Path(f"/proc/{child}").exists()
+    while Path(f"/proc/{child}").exists():  # it has had the signal, and may be a moment behind
+        time.sleep(0.01)

@@ -82,7 +82,7 @@ async def test_texts_are_encoded_some_at_a_time_and_no_further_than_allowed(
     asked = EncodeAsk("embedding", "embed", texts[:100])
     found = await stage.prepare(asked, WHO, {}, "embd-1", 5.0)
     assert len(found.request.prompt_token_ids) == 400
-    assert (found.width, found.cache, found.request.created_at) == (4, "off", 5)
+    assert (found.width, found.cache.decision, found.request.created_at) == (4, "off", 5)
 
 
 async def test_what_waits_for_the_threads_is_bounded(tmp_path: Path) -> None:

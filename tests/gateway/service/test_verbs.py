@@ -34,11 +34,12 @@ from registry.session import upgrade
 
 ROOT = Path(__file__).resolve().parents[3]
 GATEWAY = ROOT / "gateway"
-CHECKS = frozenset({"require", "visible", "find_tenant", "find_key"})
+CHECKS = frozenset({"require", "visible", "find_tenant", "find_key", "allowed"})
 # What these are given was made by a verb that asked: `scope_of`.
 SCOPED = frozenset({"Scope", "ExportOrder"})
-# How far the ledger goes: a number that tells nothing.
-FREE = frozenset({"usage.newest_seq"})
+# How far the ledger goes is a number that tells nothing; a session's token is its own right; a
+# key's control has fewer rights than the one it is made of.
+FREE = frozenset({"usage.newest_seq", "sessions.who", "sessions.sign_out", "usage_buckets.as_key"})
 SECRET = "a secret of nobody"
 
 
@@ -141,9 +142,12 @@ CHANGES: dict[str, Callable[[Control, str], Any]] = {
     "registration.begin_update": lambda c, key: registration.begin_update(c, "m", str(c.data_dir)),
     "models.remove_model": lambda c, key: service_models.remove_model(c, "m"),
 }
-# These need a ledger with something in it, or a server: their own tests look at what they leave.
+# These need a ledger with something in it, a server, or are done by who signs in: their own tests
+# look at what they leave.
 ELSEWHERE = frozenset(
     {
+        "sessions.sign_in",
+        "sessions.sign_out",
         "cache.purge_cache",
         "invoices.create_invoice",
         "ledger.correct_usage",
