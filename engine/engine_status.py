@@ -9,6 +9,7 @@ from engine.memory.kv_supply import PoolSupply
 from engine.memory.page_pool import PagePool
 from engine.protocol import Lease, ModelStatus, RequestService
 from engine.residency.hosting import Hosting
+from engine.running.model_runner import ModelRunner
 from engine.scheduling.charges import services
 from engine.scheduling.scheduler import Scheduler
 from engine.worker.leases import make_leases
@@ -62,6 +63,9 @@ def make_status(
             "kv_moved_pages": float(supply.kv.num_moved_pages),
             "kv_compactions": float(supply.kv.num_compactions),
             "weights_moved_pages": float(hosting.residency.num_moved_pages),
+            "native_units": float(
+                sum(isinstance(r, ModelRunner) and r.is_native for r in hosting.runners.values())
+            ),
         },
         cold_bytes_per_s=hosting.residency.cold_bytes_per_s,
         service=services(request for queue in queues for request in queue.running),

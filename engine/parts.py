@@ -88,6 +88,15 @@ def native_library(config: EngineConfig) -> NativeLibrary | None:
     return found
 
 
+def device_in_words(backend: Backend, config: EngineConfig) -> str:
+    """The device, and on a CPU whose kernels it runs."""
+    if backend.device.type != "cpu":
+        return backend.name
+    found = native_library(config)
+    kernels = "torch's operators" if found is None else f"C++ kernels for {found.name}"
+    return f"{backend.name}, {kernels}"
+
+
 def real_tiers(backend: Backend, config: EngineConfig) -> Tiers:
     """The disk, and shared memory on top of it."""
     host = HostTier(Path(config.shm_dir), config.shm_prefix, config.host_tier_bytes)

@@ -89,6 +89,11 @@ class ModelRunner:
             logger.info("unit %s runs by its modules: %s", unit_id, why)
         self._generation: int | None = None
 
+    @property
+    def is_native(self) -> bool:
+        """Whether its layers run by the C++ kernels."""
+        return self._native is not None
+
     def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
         """Use these weight views; cheap when the generation is the one already bound."""
         if generation == self._generation:

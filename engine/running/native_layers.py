@@ -75,6 +75,9 @@ class NativeLayers:
             zip(self._fused.forms, self._fused.weights, strict=True)
         ):
             self._fill(layers[i], i, form, weights)
+        head, _ = self._fused.output_head
+        _linear(Product(head.weight, head.bias))
+        _check_sizes(layers, head.in_features)
         self._layers = layers
 
     def unbind(self) -> None:
@@ -123,9 +126,8 @@ class NativeLayers:
         if index is not None:
             branch, stream = branch.index_select(0, index), stream.index_select(0, index)
         form, weight = self._fused.forms[0], self._fused.last_norm
-        return self._library.add_norm(
-            _norm(weight, form), branch, stream, form.residual_multiplier, first=False
-        )
+        norm = _norm(weight, form, branch.shape[-1])
+        return self._library.add_norm(norm, branch, stream, form.residual_multiplier, first=False)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[n, H] to float32 [n, V], not rounded on the way."""
@@ -138,9 +140,11 @@ class NativeLayers:
         block = self._plan.groups[group].block
         layer.qkv, layer.out = _linear(weights.qkv), _linear(weights.out)
         layer.gate_up, layer.down = _linear(weights.gate_up, halves=2), _linear(weights.down)
-        layer.input_norm = _norm(weights.input_norm, form)
-        layer.post_norm = _norm(weights.post_norm, form)
-        layer.q_norm, layer.k_norm = _norm(weights.q_norm, form), _norm(weights.k_norm, form)
+        size, dim = layer.qkv.k, block.layer.k_dim
+        layer.input_norm = _norm(weights.input_norm, form, size)
+        layer.post_norm = _norm(weights.post_norm, form, size)
+        layer.q_norm = _norm(weights.q_norm, form, dim)
+        layer.k_norm = _norm(weights.k_norm, form, dim)
         layer.head_norms = weights.q_norm is not None
         layer.form = AttentionForm(form.num_heads, form.scale, form.softcap)
         layer.activation = ACTIVATIONS[form.activation]
@@ -155,7 +159,7 @@ class NativeLayers:
             v_start_units=block.v_start_units,
             block_tokens=block.block_tokens,
             num_kv_heads=block.layer.num_kv_heads,
-            dim=block.layer.k_dim,
+            dim=dim,
             window=block.layer.window,
         )
 
@@ -172,6 +176,8 @@ def _linear(product: Product, halves: int = 1) -> Linear:
     if not weight.is_contiguous():
         raise NotFused("weights are strided")
     rows = weight.shape[0] // halves
+    _check_values(product.bias, rows)
+    _check_values(scale, weight.shape[0])
     return Linear(weight.data_ptr(), _address(product.bias), _address(scale), rows, weight.shape[1])
 
 
@@ -179,7 +185,29 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _norm(weight: torch.Tensor | None, form: LayerForm) -> Norm:
+def _check_values(values: torch.Tensor | None, count: int) -> None:
+    """A bias, a scale, a norm's weight: C++ reads `count` of them, whatever is there."""
+    if values is None:
+        return
+    if values.dtype != torch.bfloat16 or values.shape != (count,) or not values.is_contiguous():
+        raise NotFused(f"{count} values are {values.dtype} {tuple(values.shape)}")
+
+
+def _check_sizes(layers: "ctypes.Array[Layer]", size: int) -> None:
+    """What comes out of a product is what goes into the next; work space is as for the first."""
+    first = layers[0]
+    heads, inner = first.form.num_heads * first.cache.dim, first.gate_up.n
+    for layer in layers:
+        both = 2 * layer.cache.num_kv_heads * layer.cache.dim
+        products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        wanted = [(first.qkv.n, size), (size, heads), (inner, size), (size, inner)]
+        fit = [(product.n, product.k) for product in products] == wanted
+        if not fit or layer.qkv.n - both != layer.form.num_heads * layer.cache.dim:
+            raise NotFused("sizes of the products do not go together")
+
+
+def _norm(weight: torch.Tensor | None, form: LayerForm, size: int) -> Norm:
+    _check_values(weight, size)
     return Norm(_address(weight), form.eps, form.unit_offset, form.center)
 
 

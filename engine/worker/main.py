@@ -26,6 +26,7 @@ from engine.backend.choose import open_device
 from engine.config import WorkerConfig, decode_worker_config
 from engine.engine import Engine
 from engine.errors import DeviceUnusable
+from engine.parts import device_in_words
 from engine.worker.worker_link import WorkerLink
 from engine.worker.worker_loop import Worker
 from engine.worker.worker_process import (
@@ -71,12 +72,13 @@ def serve(config: WorkerConfig) -> int:
     engine = Engine(config.engine, backend, opened.parts)
     context = zmq.Context()
     link = WorkerLink(context, config)
-    worker = Worker(config, engine, link, epoch=secrets.token_hex(8), device=backend.name)
+    device = device_in_words(backend, config.engine)
+    worker = Worker(config, engine, link, epoch=secrets.token_hex(8), device=device)
     _listen_to_signals(worker, config.parent_pid)
     logger.info(
         "ready endpoint=%s device=%s pages=%d page_bytes=%d",
         config.endpoint,
-        backend.name,
+        device,
         config.engine.num_pages,
         config.engine.resolved_page_bytes,
     )

@@ -79,6 +79,7 @@ class WorkerHome:
                     "max_num_seqs": settings.max_num_seqs,
                     "max_batch_tokens": settings.max_batch_tokens,
                     "num_threads": settings.num_threads,
+                    "native_kernels": settings.native_kernels,
                     "load_threads": settings.load_threads,
                     "verify_packs": settings.verify_packs,
                     "request_timeout_s": settings.request_timeout_s,

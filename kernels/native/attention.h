@@ -134,23 +134,22 @@ inline void score_group(const Task& task, Scratch& s, int q, int group, int64_t 
 }
 
 // The scores of one query become weights in bfloat16; what came before is scaled to the new maximum.
+// A score that is not a number, or infinite, makes the query's result NaN, as it does in torch: a
+// sequence whose memory is broken has to be seen to be.
 inline void weigh(Scratch& s, int q, int groups, int dim) {
   Vec top = load(s.scores[q]);
   for (int g = 1; g < groups; g++) top = maximum(top, load(s.scores[q] + g * LANES));
   float before = s.largest[q], now = std::max(before, largest(top));
-  if (now == -INFINITY) {
-    std::memset(s.weights[q], 0, sizeof s.weights[q]);
-    return;
-  }
   if (now > before) {
     Vec by = fill(before == -INFINITY ? 0.0f : std::exp(before - now));
     for (int d = 0; d < dim; d += LANES) store(s.out[q] + d, mul(load(s.out[q] + d), by));
     store(s.sums[q], mul(load(s.sums[q]), by));
     s.largest[q] = now;
   }
-  Vec total = load(s.sums[q]), shift = fill(now), never = fill(-1e30f);
+  // Until something is seen every weight is 0, but for those of NaN: a maximum may not tell of them.
+  Vec total = load(s.sums[q]), shift = fill(now == -INFINITY ? 0.0f : now), never = fill(-1e30f);
   for (int g = 0; g < groups; g++) {
-    Vec v = exponential(maximum(sub(load(s.scores[q] + g * LANES), shift), never));
+    Vec v = exponential(maximum(never, sub(load(s.scores[q] + g * LANES), shift)));
     store_bf16(s.weights[q] + g * LANES, v);
     total = add(total, v);
   }
@@ -263,7 +262,7 @@ inline void attention(Pool& pool, const Cache& cache, const AttentionForm& form,
       attend(task, s);
       for (int q = 0; q < task.num_queries; q++) {
         float total = sum(load(s.sums[q]));
-        Vec by = fill(total > 0.0f ? 1.0f / total : 0.0f);
+        Vec by = fill(total == 0.0f ? 0.0f : 1.0f / total);
         for (int d = 0; d < cache.dim; d += LANES)
           store_bf16(out + targets[q] + d, mul(load(s.out[q] + d), by));
       }

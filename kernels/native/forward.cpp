@@ -3,7 +3,8 @@
 //
 // The library has one pool of threads, and one caller at a time.
 
-#include <memory>
+#include <unistd.h>
+
 #include <mutex>
 
 #include "attention.h"
@@ -41,8 +42,28 @@ struct Step {
   int32_t half, size, first, reserved;  // `size`: hidden; `first`: there is no residual yet
 };
 
-std::unique_ptr<Pool> pool;
+// Never ended with the process: a step may be under way in a thread that nobody waits for, and a
+// forked child has none of the threads that would have to be joined.
+Pool* pool = nullptr;
+pid_t owner = 0;
 std::mutex entry;
+
+void resize(int num_threads) {
+  if (pool && owner == getpid()) {
+    if (pool->num_threads() == num_threads) return;
+    delete pool;
+  }
+  pool = new Pool(num_threads);
+  owner = getpid();
+}
+
+// One caller's turn; alone where nobody has said how many threads there are.
+struct Turn {
+  std::lock_guard<std::mutex> lock{entry};
+  Turn() {
+    if (!pool) resize(1);
+  }
+};
 
 template <class F>
 void each_token(int64_t num_tokens, F f) {
@@ -110,36 +131,34 @@ extern "C" {
 // How many threads, the caller among them, and how long they look for work before they sleep.
 EXPORTED void polyhost_threads(int num_threads, int spin_rounds) {
   std::lock_guard<std::mutex> lock(entry);
-  if (!pool || pool->num_threads() != num_threads) pool = std::make_unique<Pool>(num_threads);
+  resize(num_threads);
   pool->set_spin(spin_rounds);
 }
-
-EXPORTED int polyhost_num_threads() { return pool ? pool->num_threads() : 0; }
 
 // Which sizes fit: heads of a multiple of this many values.
 EXPORTED int polyhost_dim_multiple() { return PAIRS; }
 
 EXPORTED void polyhost_layers(const Layer* layers, int num_layers, const Step* step) {
-  std::lock_guard<std::mutex> lock(entry);
+  Turn turn;
   for (int i = 0; i < num_layers; i++) run_layer(layers[i], *step, step->first && i == 0);
 }
 
 // y [T, n] of x [T, k]; `wide`: y is float32.
 EXPORTED void polyhost_linear(const Linear* op, int activation, const bf16* x, int64_t num_rows, void* y,
                      int wide) {
-  std::lock_guard<std::mutex> lock(entry);
+  Turn turn;
   linear(*pool, *op, activation, x, num_rows, {y, op->n, wide != 0});
 }
 
 EXPORTED void polyhost_attention(const Cache* cache, const AttentionForm* form, const Rows* calls,
                         int num_calls, const bf16* query, int64_t q_stride, bf16* out) {
-  std::lock_guard<std::mutex> lock(entry);
+  Turn turn;
   attention(*pool, *cache, *form, calls, num_calls, query, q_stride, out);
 }
 
 EXPORTED void polyhost_add_norm(const Norm* norm, const bf16* x, bf16* residual, bf16* y, int64_t num_rows,
                        int size, float multiplier, int first) {
-  std::lock_guard<std::mutex> lock(entry);
+  Turn turn;
   each_token(num_rows, [&](int64_t t) {
     add_norm_row(*norm, x + t * size, residual + t * size, y + t * size, size, multiplier,
                  first != 0);

@@ -3,21 +3,25 @@
 // Work is cut into more pieces than there are threads, and whoever is free takes the next: a thread
 // that the operating system has put aside for a neighbour holds up the piece it has, and no other.
 // A thread without work looks for some for `spin` rounds and then sleeps in the kernel, so that a
-// gateway on the same cores finds them free between steps.
+// gateway on the same cores finds them free between steps. So does the caller when the last pieces
+// are not done after PATIENCE rounds: whoever has them was put aside, and a core that a caller keeps
+// busy with waiting is none that the system could move them to.
 //
 // One caller at a time. Which piece is next, how many there are and of which job lie in one word, so
-// that a thread that wakes late can never take a piece of a job it knows nothing of.
+// that a thread that wakes late can never take a piece of a job it knows nothing of. In a forked
+// child the threads are missing and the caller does all pieces itself; it must not end the pool.
 
 #pragma once
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <climits>
 #include <memory>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -27,8 +31,12 @@ class Pool {
  public:
   using Work = void (*)(void* context, int piece);
 
+  // With fewer threads where the system gives no more.
   explicit Pool(int num_threads) {
-    for (int i = 1; i < num_threads; i++) threads_.emplace_back([this] { live(); });
+    try {
+      for (int i = 1; i < num_threads; i++) threads_.emplace_back([this] { live(); });
+    } catch (const std::system_error&) {
+    }
   }
 
   ~Pool() {
@@ -45,30 +53,23 @@ class Pool {
   // Calls f(piece) for every piece in [0, num_pieces), and returns when all have returned.
   template <class F>
   void each(int num_pieces, F& f) {
-    if (num_pieces <= 0) return;
-    if (num_pieces == 1 || threads_.empty()) {
+    if (num_pieces <= 1 || threads_.empty()) {
       for (int piece = 0; piece < num_pieces; piece++) f(piece);
       return;
     }
-    work_ = [](void* context, int piece) { (*static_cast<F*>(context))(piece); };
-    context_ = &f;
-    left_.store(num_pieces, std::memory_order_relaxed);
-    job_ = (job_ + 1) & JOB_MASK;
-    state_.store(pack(job_, num_pieces, 0), std::memory_order_seq_cst);
-    wake();
-    take_all();
-    for (int round = 0; left_.load(std::memory_order_acquire) > 0; round++) {
-      if (round < PATIENCE) {
-        pause();
-      } else {
-        sched_yield();
-      }
+    for (int begin = 0; begin < num_pieces; begin += MAX_PIECES) {
+      auto part = [&](int piece) { f(begin + piece); };
+      share(std::min(MAX_PIECES, num_pieces - begin), part);
     }
   }
+
+  // The most that one job's word has room for.
+  static constexpr int MAX_PIECES = (1 << 20) - 1;
 
  private:
   static constexpr int COUNT_BITS = 20;
   static constexpr uint64_t COUNT_MASK = (1u << COUNT_BITS) - 1;
+  static_assert(MAX_PIECES == int(COUNT_MASK));
   static constexpr uint64_t JOB_MASK = (uint64_t(1) << (64 - 2 * COUNT_BITS)) - 1;
   static constexpr int PATIENCE = 4000;
 
@@ -78,6 +79,18 @@ class Pool {
 
   static void pause() { __builtin_ia32_pause(); }
 
+  template <class F>
+  void share(int num_pieces, F& f) {
+    work_ = [](void* context, int piece) { (*static_cast<F*>(context))(piece); };
+    context_ = &f;
+    left_.store(num_pieces, std::memory_order_relaxed);
+    job_ = (job_ + 1) & JOB_MASK;
+    state_.store(pack(job_, num_pieces, 0), std::memory_order_seq_cst);
+    wake();
+    take_all();
+    wait_for_others();
+  }
+
   void take_all() {
     uint64_t state = state_.load(std::memory_order_acquire);
     for (;;) {
@@ -85,13 +98,28 @@ class Pool {
       if (next >= total) return;
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
       work_(context_, int(next));
-      left_.fetch_sub(1, std::memory_order_acq_rel);
+      if (left_.fetch_sub(1, std::memory_order_seq_cst) == 1 &&
+          waiting_.load(std::memory_order_seq_cst))
+        syscall(SYS_futex, &left_, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
       state = state_.load(std::memory_order_acquire);
     }
   }
 
+  void wait_for_others() {
+    for (int round = 0; round < PATIENCE; round++) {
+      if (left_.load(std::memory_order_acquire) == 0) return;
+      pause();
+    }
+    waiting_.store(true, std::memory_order_seq_cst);
+    // The kernel looks again: a piece that ended in between makes it return at once.
+    while (int left = left_.load(std::memory_order_seq_cst))
+      syscall(SYS_futex, &left_, FUTEX_WAIT_PRIVATE, left, nullptr, nullptr, 0);
+    waiting_.store(false, std::memory_order_relaxed);
+  }
+
+  // In one order with `sleepers_`: either the caller sees the sleeper or the sleeper the work.
   bool any_work() const {
-    uint64_t state = state_.load(std::memory_order_acquire);
+    uint64_t state = state_.load(std::memory_order_seq_cst);
     return (state & COUNT_MASK) < ((state >> COUNT_BITS) & COUNT_MASK);
   }
 
@@ -124,6 +152,7 @@ class Pool {
 
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> left_{0};
+  std::atomic<bool> waiting_{false};
   alignas(64) std::atomic<uint32_t> bell_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<int> spin_{2000};

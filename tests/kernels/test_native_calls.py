@@ -4,6 +4,8 @@ Where the installation compiled none, because there was no compiler, there is no
 """
 
 import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
 
 
 # Rows and widths that end in the middle of every register, tile and piece.
-SIZES = [(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (5, 900, 257), (130, 96, 70)]
+SIZES = [(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (5, 897, 257), (130, 96, 70)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -226,6 +228,82 @@ def test_attention_notices_what_is_wrong(native: NativeLibrary) -> None:
             attend(native, case)
             case.batch.rows[3].context_len.add_(1)
         assert case.difference() > 0.05, change
+
+
+def k_of(case: PagedCase, row: int, position: int, kv_head: int) -> torch.Tensor:
+    """The K of one position, as it lies in the arena."""
+    geometry, rows = case.geometry, case.batch.rows[row]
+    block, within = divmod(position - int(rows.first[0]), geometry.block_tokens)
+    unit = int(case.chunk_table[rows.chunk[0, block]])
+    unit += int(rows.slot[0, block]) * geometry.block_units
+    dim = geometry.layer.k_dim
+    start = unit * geometry.unit_bytes + 2 * dim * (kv_head * geometry.block_tokens + within)
+    return case.arena[start : start + 2 * dim].view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [(0, 0), (1, 4), (2, 0), (2, 69), (2, 199)])
+def test_broken_memory_is_seen(
+    native: NativeLibrary, place: tuple[int, int], broken: float
+) -> None:
+    """As in torch: a score that is no number makes the query's result none, and no other's."""
+    case = PagedCase(LayerGeometry(2, 32, 32), [(1, 1), (5, 1), (200, 1)], 4, torch.bfloat16)
+    row, position = place
+    # Times |q| it is beyond all numbers whichever sign q has.
+    k_of(case, row, position, 1).copy_(case.query[row, 3].sign() * broken)
+    out = attend(native, case)
+    wanted = case.expected()
+    assert wanted[row, 3].isnan().all()
+    assert torch.equal(out[:, 3].isnan(), wanted[:, 3].isnan())
+    assert not out[:, :2].isnan().any()
+
+
+def test_a_row_that_sees_nothing_is_zero(native: NativeLibrary) -> None:
+    case = PagedCase(LayerGeometry(2, 32, 32), MIXES[0], 4, torch.bfloat16)
+    wanted = case.expected()
+    case.batch.rows[3].context_len.zero_()
+    out = attend(native, case)
+    assert not out[3].any()
+    assert close(out[:3], wanted[:3], 0.02)
+
+
+FORKED = """
+import os, sys, torch
+from kernels.native_calls import AttentionForm, Cache, NativeLibrary, Rows
+from pathlib import Path
+native = NativeLibrary(Path(sys.argv[1]))
+x, weight = torch.ones(3, 64).bfloat16(), torch.ones(400, 64).bfloat16()
+assert bool((native.linear(x, weight) == 64).all()), "before the threads are said"
+native.set_threads(3)
+wanted = native.linear(x, weight)
+child = os.fork()
+assert torch.equal(native.linear(x, weight), wanted)
+if child == 0:
+    native.set_threads(2)
+    assert torch.equal(native.linear(x, weight), wanted)
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+# More pieces than a job's word has room for: the last row's result is its own.
+rows, heads, dim = 2049, 512, 32
+kv = torch.ones(2, heads, dim).bfloat16()
+zeros = torch.zeros(rows, 1, dtype=torch.int64)
+token, ones = zeros.clone(), torch.ones(rows, dtype=torch.int64)
+token[-1] = 1
+cache = Cache(kv.data_ptr(), zeros.data_ptr(), 2 * dim * heads, 2, 1, 1, heads, dim, 0)
+call = Rows(*(t.data_ptr() for t in (token, zeros, zeros, ones, zeros)), rows, 1, 1)
+out = torch.zeros(2, heads * dim).bfloat16()
+query = torch.ones(2, heads * dim).bfloat16()
+native.attention(cache, AttentionForm(heads, 1.0, 0.0), (Rows * 1)(call), query, out)
+assert bool((out == 1).all())
+"""
+
+
+@pytest.mark.skipif(not BUILDS, reason="nothing was compiled")
+def test_forks_and_more_pieces_than_fit_a_word() -> None:
+    """In a process of its own, which would hang where a piece were lost or a thread waited for."""
+    command = [sys.executable, "-c", FORKED, str(find(BUILDS[0]))]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_work_is_done_whoever_sleeps(native: NativeLibrary) -> None:

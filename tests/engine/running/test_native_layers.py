@@ -7,6 +7,7 @@ the cache, preemptions, swaps. The truth is transformers' model in float32 over 
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from transformers import (
 
 from engine.packs.convert import inspect, write_pack
 from engine.packs.quantize import dequantize, quantize_rows
-from engine.running.fusion import LAYERS
+from engine.parts import device_in_words
+from engine.running.fusion import LAYERS, NotFused
 from engine.running.model_runner import ModelRunner
+from kernels.decoder_layer import Product
 from kernels.native_calls import library
 from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel, save_folder
 from tests.engine.sampling.test_prompt_logprobs import Rig
@@ -92,6 +95,12 @@ def _models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     for seed, (name, config) in enumerate(configs().items()):
         folder = root / "source" / name
         reference = save_folder(config, folder, seed)
+        # Norms of ones and biases of zeros would be right wherever they came from.
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        reference.save_pretrained(folder)
         reference = reference.to(torch.bfloat16).float()  # the weights that the pack will have
         pack_dir, _ = write_pack(inspect(folder), root / "packs", "bfloat16", lambda *_: None)
         models[name] = TinyModel(name, folder, pack_dir, reference)
@@ -189,6 +198,46 @@ def test_why_a_model_does_not_run_natively(
     rigs({name: models[name] for name in BY_MODULES})
     for why in BY_MODULES.values():
         assert why in caplog.text
+
+
+def test_what_a_worker_says_it_runs(models: dict[str, TinyModel], rigs: Any) -> None:
+    """An operator sees how many models run natively, and whether any could."""
+    found = library()
+    assert found is not None
+    for native in (True, False):
+        rig = rigs({name: models[name] for name in ("llama", "narrow")}, native_kernels=native)
+        assert rig.counter("native_units") == (1.0 if native else 0.0)
+        words = device_in_words(rig.backend, rig.engine._config)
+        assert words.endswith(f"kernels for {found.name}" if native else "torch's operators")
+
+
+def test_weights_that_cpp_would_read_past_are_refused(
+    models: dict[str, TinyModel], rigs: Any
+) -> None:
+    """Only shapes and kinds that were looked at reach the kernels, which look at none."""
+    rig = rigs({"qwen3": models["qwen3"]})
+    found = runner(rig, "qwen3")
+    native, fused = found._native, found._fused
+    assert native is not None
+    assert fused is not None
+    whole = fused.weights[0]
+    assert whole.input_norm is not None
+    norm, out, down = whole.input_norm, whole.out.weight, whole.down.weight
+    assert isinstance(out, torch.Tensor)
+    assert isinstance(down, torch.Tensor)
+    for broken in (
+        replace(whole, input_norm=norm.float()),
+        replace(whole, post_norm=norm[:-1]),
+        replace(whole, q_norm=norm),
+        replace(whole, out=Product(out[:, :-1].contiguous())),
+        replace(whole, down=Product(down[:-1])),
+        replace(whole, down=Product(down, bias=norm[:-1])),
+    ):
+        fused._weights[0] = broken
+        with pytest.raises(NotFused):
+            native.bind()
+    fused._weights[0] = whole
+    native.bind()
 
 
 def test_every_fused_class_is_here(models: dict[str, TinyModel]) -> None:
