@@ -15,6 +15,8 @@ ID_BYTES = 16
 VALID_BYTES = 16
 """Of an epoch: what an entry is found by."""
 NO_SET = bytes(ID_BYTES)
+UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError)
+"""What `decode` raises for an entry of another version, or of nobody's."""
 _LENGTH = _SIZE = struct.Struct(">I")
 _PARTS_AT = VALID_BYTES + ID_BYTES + _SIZE.size
 

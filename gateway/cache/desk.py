@@ -10,7 +10,7 @@ and where the store is shared for every gateway. Who may is asked before, by ser
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,18 @@ def _folder(data_path: Path) -> Path:
 
 
 class CacheDesk:
-    """One object per gateway process. `on_purge` is told before anything is dropped."""
+    """One object per gateway process. `on_purge` is told before anything is dropped, `forget`
+    drops what was learnt of a tenant, of a model, or of the one with the other."""
 
     def __init__(
         self,
         store: AnswerStore,
         on_purge: Callable[[], None] = lambda: None,
         wall_clock: Callable[[], float] = time.time,
+        forget: Callable[[str, str], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
+        self._forget = forget
         self._on_purge = on_purge
         self._wall_clock = wall_clock
 
@@ -97,13 +100,18 @@ class CacheDesk:
         """All of a tenant or of a model is a step, however much it is; else entries are sought."""
         self._on_purge()
         tenant_id, model_name = question.tenant_id, question.model_name
-        if not question.key_id and not question.question and bool(tenant_id) != bool(model_name):
-            await self._store.invalidate(tenant_id, model_name)
-            return {"purged": None}
+        is_whole = not question.key_id and not question.question
         selector = Selector(tenant_id, model_name, question.key_id, question.question)
         if selector == Selector():
             return {"error": "say what to purge: a tenant, a model, a key, a text"}
-        return {"purged": await self._store.purge(selector)}
+        num_purged = None
+        if is_whole and bool(tenant_id) != bool(model_name):
+            await self._store.invalidate(tenant_id, model_name)
+        else:
+            num_purged = await self._store.purge(selector)
+        if is_whole and self._forget is not None:
+            await self._forget(tenant_id, model_name)
+        return {"purged": num_purged}
 
 
 def _shown(entry: Entry) -> dict[str, Any]:

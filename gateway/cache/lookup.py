@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from cachetools import LRUCache
 
+from gateway.cache.calibrations import Calibrations
 from gateway.cache.embedder import Embedder
 from gateway.cache.scope import Place
 from gateway.cache.store import AnswerStore, StoreUnavailable
@@ -33,8 +33,6 @@ from gateway.policy.cache_rule import CachePlan
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-MAX_CALIBRATIONS = 4096
-"""Pairs of tenant and model whose comparisons are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,14 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """Nothing to serve. `epoch` None: the store could not be asked, so nothing is kept either."""
+    """Nothing to serve. `epoch` None: the store could not be asked, so nothing is kept either.
+    `embedder`: the revision that the verdict rests on."""
 
     epoch: Epoch | None = None
     vector: Vector | None = None
     neighbours: tuple[Neighbour, ...] = ()
     verdict: Verdict | None = None
+    embedder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class AnswerCache:
     def __init__(
         self,
         store: AnswerStore,
+        calibrations: Calibrations,
         embedder: Embedder,
         metrics: CacheMetrics,
         bounds: CacheBounds,
@@ -98,12 +99,12 @@ class AnswerCache:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.store = store
+        self.calibrations = calibrations
         self.embedder = embedder
         self._metrics = metrics
         self._bounds = bounds
         self._now_at = now_at
         self._draw = draw
-        self._calibrations: LRUCache[tuple[str, str], Calibration] = LRUCache(MAX_CALIBRATIONS)
         self._num_purges = 0
         self._look_at = 0.0
         self.size = CacheSize()
@@ -127,6 +128,7 @@ class AnswerCache:
         """The answer to a question that means the same, after `exact` has missed."""
         if plan.mode == "exact" or not plan.reads or miss.epoch is None:
             return miss
+        embedder = self.embedder.revision
         with self._metrics.embed_time.time():
             vectors = await self.embedder.embed([place.question])
         if vectors is None:
@@ -141,14 +143,14 @@ class AnswerCache:
         verdict = cache_choice.choose(
             place.question,
             _candidates(near),
-            self._calibration(place),
+            self.calibrations.of(place.scope, miss.epoch, embedder),
             self._budget(plan),
             self._draw(),
         )
         if verdict.hit is not None and not verdict.shadow and plan.mode == "semantic":
             entry = near[verdict.hit].entry
             return Hit(entry.answer, entry.entry_id, entry)
-        return Miss(miss.epoch, vectors[0], tuple(near), verdict)
+        return Miss(miss.epoch, vectors[0], tuple(near), verdict, embedder)
 
     async def landed(self, place: Place, plan: CachePlan, miss: Miss, made: Made) -> None:
         """A miss was answered by the model: compare, learn, keep."""
@@ -229,15 +231,13 @@ class AnswerCache:
             verdict,
             _candidates(miss.neighbours),
             agreed,
-            self._calibration(place),
+            Calibration(),
         )
-        self._calibrations[_owner(place)] = outcome.calibration
+        if miss.epoch is not None and outcome.calibration.right:
+            self.calibrations.add(place.scope, miss.epoch, miss.embedder, outcome.calibration)
         if verdict.shadow or verdict.hit is not None:  # It would have been served.
             self._metrics.checks.labels("agreed" if agreed[0] else "differed").inc()
         return _Compared(outcome.new, tuple(outcome.learned))
-
-    def _calibration(self, place: Place) -> Calibration:
-        return self._calibrations.get(_owner(place)) or Calibration()
 
     def _budget(self, plan: CachePlan) -> float:
         own = plan.false_hit_budget
@@ -263,7 +263,3 @@ def _candidates(near: "tuple[Neighbour, ...] | list[Neighbour]") -> list[Candida
         Candidate(n.entry.entry_id, n.entry.question, n.similarity, n.entry.confidence)
         for n in near
     ]
-
-
-def _owner(place: Place) -> tuple[str, str]:
-    return place.scope.tenant_id, place.scope.model_name

@@ -15,11 +15,13 @@ from typing import Any
 
 from gateway.cache.selection import selects
 from gateway.cache.shelf import Kept, Shelf, size_of
-from gateway.cache.store import SIMILARITY_FLOOR, Size
+from gateway.cache.store import SIMILARITY_FLOOR, Size, StoreUnavailable
 from gateway.cache.types import Entry, Epoch, Found, Neighbour, Scope, Selector, Vector
 from gateway.policy.cache_confidence import Confidence
 
 SLICE = 256
+SEARCH_S = 0.1
+"""How long a search may wait for its thread and take: those that pile up are misses."""
 _EPOCH = struct.Struct(">QQQ")
 _VALID = 16
 """Bytes of an epoch that an entry is found by; the rest says which purges it has seen."""
@@ -56,7 +58,11 @@ class MemoryAnswers:
         index = shelf.indexes.get(self._index_key(scope)) if shelf else None
         if index is None or index.num_dims != len(vector):
             return []
-        near = await index.nearest(vector, k, SIMILARITY_FLOOR, self._threads)
+        try:
+            async with asyncio.timeout(SEARCH_S):
+                near = await index.nearest(vector, k, SIMILARITY_FLOOR, self._threads)
+        except TimeoutError as error:
+            raise StoreUnavailable("too many searches at once") from error
         found = [(self._find(scope, exact_key), cosine) for exact_key, cosine in near]
         return [Neighbour(kept.entry, cosine) for kept, cosine in found if kept]
 

@@ -1,11 +1,15 @@
-"""Which store of answers the settings ask for: the Redis that gateways share, or this process."""
+"""Which stores the settings ask for, of answers and of what was learnt: the Redis that gateways
+share, or this process and its data folder."""
 
 from collections.abc import Callable
 
+from gateway.cache.calibration_files import CalibrationFiles, calibration_folder
+from gateway.cache.calibrations import CalibrationStore
 from gateway.cache.memory_store import MemoryAnswers
 from gateway.cache.store import AnswerStore
 from gateway.settings import Settings
 from gateway.store.redis_answers import RedisAnswers
+from gateway.store.redis_calibrations import RedisCalibrations
 
 
 def open_store(
@@ -25,6 +29,13 @@ def open_store(
             on_untold=on_untold,
         )
     return MemoryAnswers(settings.cache_max_bytes, settings.cache_tenant_max_bytes, now_at)
+
+
+def calibrations_beside(store: AnswerStore, settings: Settings) -> CalibrationStore:
+    """Where what is learnt of these answers is added up."""
+    if isinstance(store, RedisAnswers):
+        return RedisCalibrations(store.link)
+    return CalibrationFiles(calibration_folder(settings.data_path))
 
 
 def kind_of(store: AnswerStore) -> str:

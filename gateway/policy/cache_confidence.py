@@ -11,8 +11,8 @@ the operator's budget. Nothing is assumed of the scores but their order. Old cou
 from dataclasses import dataclass, replace
 
 NUM_BINS = 40
-_LOWEST_SCORE = -4.0
-_BIN_WIDTH = 0.3
+LOWEST_SCORE = -4.0
+BIN_WIDTH = 0.3
 CLASSES = ("alike", "same words", "other words")
 """Kinds of evidence, each with counts of its own, each of which must earn the budget: several near
 entries with one answer; one entry, none of whose words the question replaces; one entry, and a word
@@ -96,7 +96,7 @@ def _faded(calibration: Calibration) -> Calibration:
 
 def bin_of(score: float) -> int:
     """Which of the NUM_BINS a score (log-odds) falls into."""
-    return min(NUM_BINS - 1, max(0, int((score - _LOWEST_SCORE) / _BIN_WIDTH)))
+    return min(NUM_BINS - 1, max(0, int((score - LOWEST_SCORE) / BIN_WIDTH)))
 
 
 def least_score(calibration: Calibration, kind: int, budget: float) -> float:
@@ -128,7 +128,7 @@ def least_score(calibration: Calibration, kind: int, budget: float) -> float:
         num = seen**2 / spread
         bound = upper_bound(num * mass / seen, num)
         if bound <= MOST_OF_HITS * budget and bound * seen / num_requests <= budget:
-            least = _LOWEST_SCORE + (at - first) * _BIN_WIDTH
+            least = LOWEST_SCORE + (at - first) * BIN_WIDTH
     return least
 
 

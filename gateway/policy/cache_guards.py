@@ -49,7 +49,7 @@ def compared(a: Reading, b: Reading) -> tuple[str, ...]:
     checks = (
         ("length", a.is_cut or b.is_cut),
         ("language", _other_language(a, b)),
-        ("number", a.numbers != b.numbers),
+        ("number", a.numbers != b.numbers or a.negatives != b.negatives),
         ("date", a.dates != b.dates),
         ("unit", _other_units(a, b)),
         ("quoted", a.quoted != b.quoted and _other_passages(a.quoted, b.quoted, a, b)),
@@ -71,10 +71,15 @@ def word_gap(a: Reading, b: Reading) -> tuple[int, int]:
 
 
 def same_words(a: Reading, b: Reading) -> bool:
-    """The same but for case, signs and words of courtesy."""
-    if a.is_cut or b.is_cut:
+    """The same but for capitals at a word's begin, punctuation and words of courtesy, which only
+    one of them has: who asks how to say "hello" does not ask how to say "thanks"."""
+    if a.is_cut or b.is_cut or a.signs != b.signs or a.capitals != b.capitals:
         return False
-    return _bare(a.words) == _bare(b.words)
+    polite, other = (tuple(w for w in one.words if w in _COURTESY) for one in (a, b))
+    if polite and other and polite != other:
+        return False
+    bare = _bare(a.words)
+    return bool(bare) and bare == _bare(b.words)
 
 
 def _bare(words: Sequence[str]) -> list[str]:

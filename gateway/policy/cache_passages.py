@@ -17,6 +17,11 @@ _CODE = re.compile(
     r"|[=!<>]=|:=|&&|\|\||\+=|-=|[<>{}\[\]]|(?<=\()\d++(?=,)"
 )
 _CODE_SIGNS = re.compile(r"[-_(){}\[\]=<>+*^|&\\~/#%]|\w\.\w")
+_NEGATIVE = re.compile(r"(?<![\w)\]%.,])[-\u2212](\d++(?:[.,]\d++)*+)")
+_SIGN = re.compile(
+    r"(?<!\S)(?![?!.\u2026]*+\s*+$)[^\w\s]++(?!\S)|(?<!\w)[-+!](?=\w)|(?<=\w),(?=[^\W\d])"
+    r"|[^\w\s.,;:?!'\"\u2018\u2019\u201c\u201d()\u2026\u2013\u2014-]"
+)
 _ABBREVIATED = re.compile(r"(?:e\.g|i\.e|a\.m|p\.m|u\.s|u\.k|etc)\.?", re.IGNORECASE)
 
 
@@ -41,3 +46,14 @@ def code_in(text: str) -> tuple[str, ...]:
         "".join(match.split()) for match in _CODE.findall(text) if not _ABBREVIATED.match(match)
     ]
     return tuple(found)
+
+
+def negatives_in(text: str) -> tuple[str, ...]:
+    """Numbers with a minus of their own, sorted: -5, but not 4-5."""
+    return tuple(sorted(_NEGATIVE.findall(text)))
+
+
+def signs_in(text: str) -> tuple[str, ...]:
+    """What is written and is neither read as words nor mere punctuation, in order: signs that stand
+    alone or before a word, a comma within one, emoji."""
+    return tuple(_SIGN.findall(text))

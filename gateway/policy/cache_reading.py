@@ -10,7 +10,7 @@ characters of one kind; there, only numbers, quotes, code and those runs are see
 import re
 from dataclasses import dataclass
 
-from gateway.policy.cache_passages import code_in, quoted_in
+from gateway.policy.cache_passages import code_in, negatives_in, quoted_in, signs_in
 from gateway.policy.cache_words import (
     AUXILIARIES,
     DATE_LEADS,
@@ -104,8 +104,9 @@ _AUXILIARIES = words_of(AUXILIARIES)
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A question as the guards see it. `words`: lower case, in order, signs left out; `commons`:
-    the common form of each, empty for a filler; `content`: those that are not empty. The others
-    hold what their names say."""
+    the common form of each, empty for a filler; `content`: those that are not empty; `capitals`:
+    short words all of capitals (US, IT, WHO); `signs`: those that may be what is asked about. The
+    others hold what their names say."""
 
     text: str
     words: tuple[str, ...]
@@ -114,6 +115,7 @@ class Reading:
     stems: frozenset[str]
     names: frozenset[str]
     numbers: tuple[float | str, ...]
+    negatives: tuple[str, ...]
     dates: frozenset[str]
     units: frozenset[str]
     quoted: frozenset[str]
@@ -122,6 +124,8 @@ class Reading:
     questions: frozenset[str]
     tongue: str
     scripts: frozenset[str]
+    capitals: tuple[str, ...]
+    signs: tuple[str, ...]
     is_cut: bool
 
 
@@ -146,6 +150,7 @@ def read(text: str) -> Reading:
         stems=frozenset(content),
         names=_names(tokens),
         numbers=numbers,
+        negatives=negatives_in(kept),
         dates=_dates(tokens, words),
         units=units,
         quoted=quoted,
@@ -154,6 +159,8 @@ def read(text: str) -> Reading:
         questions=_questions(tokens),
         tongue=tongue,
         scripts=scripts,
+        capitals=tuple(word for word in tokens if 1 < len(word) < 4 and word.isupper()),
+        signs=signs_in(kept),
         is_cut=len(text) > LONGEST_CHARS,
     )
 

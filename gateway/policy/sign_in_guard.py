@@ -2,8 +2,9 @@
 
 Three counts are kept, because each alone can be got round or turned against others. The strict one
 is of a name from an address. An address that tries many names meets the second. A name tried from
-many addresses meets the third, which is far away and short, so that nobody can lock a user out by
-failing in that user's name. A count that has rested for FORGET_S begins anew.
+many addresses meets the third, which is far away and short: whoever fails in a user's name from one
+address locks nobody else out, and who has very many can keep a user trying, ten seconds at a time.
+A count that has rested for FORGET_S begins anew.
 """
 
 from collections.abc import Sequence

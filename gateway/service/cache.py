@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.cache import stores
+from gateway.cache.calibration_files import calibration_folder, forget_files
 from gateway.cache.desk import CacheDesk, desk_sockets
 from gateway.cache.types import Selector
 from gateway.service.control import Control, find_key, find_tenant, require
@@ -40,6 +41,10 @@ def purge_cache(
     """
     if not (tenant or model or key or text):
         raise InvalidValue("say what to purge: --tenant, --model, --key or --text")
+    try:
+        f"{tenant}{model}{key}{text}".encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValue("that is not valid UTF-8: no name or question has such bytes") from error
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidValue(f"a text of more than {MAX_TEXT_CHARS} characters: purge by its key")
     tenant_id = key_id = ""
@@ -63,6 +68,11 @@ def purge_cache(
         "key_id": selector.key_id,
         "question": selector.question,
     }
+    if not (key or text):  # Where no server runs, too: what was learnt outlives it.
+        try:
+            forget_files(calibration_folder(control.settings.data_path), tenant_id, model)
+        except OSError as error:
+            raise RegistryError(f"what was learnt cannot be forgotten: {error}") from error
     counts = [row["purged"] for row in _ask_all(control, question)]
     return None if None in counts else sum(counts)
 
@@ -99,8 +109,8 @@ def _ask_all(control: Control, question: dict[str, Any]) -> list[dict[str, Any]]
         answers.append({"gateway": "none runs"} | asyncio.run(_ask_redis(control, line)))
     if not answers:
         raise RegistryError(
-            f"no server is running on {control.settings.data_path}, and without a Redis nothing is "
-            "kept beyond its end"
+            f"no server is running on {control.settings.data_path}, and without a Redis no answer "
+            "is kept beyond its end"
         )
     for answer in answers:
         if "error" in answer:
@@ -125,7 +135,10 @@ def _ask(path: Path, line: bytes) -> dict[str, Any] | None:
         return {"error": f"it did not answer ({error}): try again"}
     if not parts:
         return {"error": "it sent no answer: too many ask at once, or it is stopping; try again"}
-    answer: dict[str, Any] = json.loads(b"".join(parts))
+    try:
+        answer: dict[str, Any] = json.loads(b"".join(parts))
+    except ValueError:
+        return {"error": "its answer broke off: try again"}
     return answer
 
 
@@ -133,6 +146,8 @@ async def _ask_redis(control: Control, line: bytes) -> dict[str, Any]:
     store = stores.open_store(control.settings, control.clock)
     try:
         await stores.begin(store)
-        return await CacheDesk(store, wall_clock=control.clock).answer(line)
+        learnt = stores.calibrations_beside(store, control.settings)
+        desk = CacheDesk(store, wall_clock=control.clock, forget=learnt.forget)
+        return await desk.answer(line)
     finally:
         await store.close()

@@ -6,6 +6,9 @@
 --   BASE:B:count, bytes, clock, cursor  hashes by tenant; B is the state's base
 --   BASE:B:TENANT:e:ID          an entry; it expires by itself
 --   BASE:B:TENANT:worth         sorted set of what is kept, by worth
+--   BASE:B:TENANT:c:COUNTS:MODEL  what comparisons taught (gateway/cache/calibrations.py), of COUNTS,
+--                               the latter 8 bytes of `valid`: the rule (16 bytes), then three
+--                               arrays in MessagePack; it expires when it is no longer used
 --   BASE:B:TENANT:s:SET         a scope's members: a vector set, or (is_plain) a sorted set of ids by
 --                               when they were added
 --
@@ -258,6 +261,42 @@ function calls.since(set, after, limit)  -- plain: members added later, with the
   return found
 end
 
+local function taught_key() return OWN .. 'c:' .. string.sub(valid, 9) .. ':' .. model end
+
+-- Add counts ('': none) to what was taught under this rule. When there are more comparisons than
+-- `memory`, all counts are halved, as cache_confidence.py has it.
+function calls.teach(asked, rule, added, memory, ttl_ms)
+  if string.sub(asked, 1, 16) ~= valid then return {0, ''} end
+  local key = taught_key()
+  local value = redis.call('GET', key)
+  local counts = value and string.sub(value, 1, #rule) == rule and string.sub(value, #rule + 1) or ''
+  if added ~= '' then
+    local sums, num = cmsgpack.unpack(added), 0
+    local had_sums = counts ~= '' and cmsgpack.unpack(counts)
+    for i, row in ipairs(sums) do
+      for j = 1, #row do
+        if had_sums then row[j] = row[j] + had_sums[i][j] end
+        if i <= 2 then num = num + row[j] end
+      end
+    end
+    if num > memory then
+      for _, row in ipairs(sums) do
+        for j = 1, #row do row[j] = row[j] / 2 end
+      end
+    end
+    counts = cmsgpack.pack(sums)
+    redis.call('SET', key, rule .. counts, 'PX', ttl_ms)
+  elseif value then
+    redis.call('PEXPIRE', key, ttl_ms)
+  end
+  return {1, counts}
+end
+
+function calls.unteach()
+  redis.call('UNLINK', taught_key())
+  return {}
+end
+
 function calls.tenants() return redis.call('HKEYS', SUMS .. 'count') end
 
 function calls.size()
@@ -273,6 +312,8 @@ if call == 'keep' then
   for i = 4, 6 do args[i] = tonumber(args[i]) end
 elseif call == 'use' then
   args[2] = tonumber(args[2])
+elseif call == 'teach' then
+  for i = 4, 5 do args[i] = tonumber(args[i]) end
 end
 local answer = calls[call](unpack(args))
 return {epoch, gone, answer}

@@ -24,6 +24,7 @@ from cachetools import LRUCache
 
 from gateway.cache.codec import (
     NO_SET,
+    UNREADABLE,
     VALID_BYTES,
     decode,
     encode,
@@ -87,6 +88,11 @@ class RedisAnswers:
         self._on_untold = on_untold
 
     @property
+    def link(self) -> RedisLink:
+        """For what else belongs to these answers."""
+        return self._link
+
+    @property
     def matching(self) -> Matching | None:
         """How the nearest are found; None while nobody knows."""
         return self._matching
@@ -145,7 +151,7 @@ class RedisAnswers:
         """See AnswerStore."""
         cursor = b"0"
         while True:
-            reply = await self._admin("search", _quoted(tenant_id), "", cursor, entry_id)
+            reply = await self._admin("search", quoted(tenant_id), "", cursor, entry_id)
             cursor, value, name = reply[2]
             if value:
                 entry = decode(value, name, tenant_id, reply[0])
@@ -216,7 +222,7 @@ class RedisAnswers:
         self, scope: Scope, epoch: Epoch, set_id: bytes, vector: Vector, k: int
     ) -> list[tuple[bytes, float]]:
         if self._matching == "vectors":
-            key = self._link.set_key(epoch, _quoted(scope.tenant_id), set_id)
+            key = self._link.set_key(epoch, quoted(scope.tenant_id), set_id)
             return await self._link.similar(key, vector.tobytes(), k, EFFORT)
 
         async def since(after: bytes, limit: int) -> list[Any]:
@@ -240,7 +246,7 @@ class RedisAnswers:
         asked = (entry.epoch, name, value, ttl_ms, entry.cost_nanos, limit)
         epoch, (is_kept,) = await self._ask("keep", scope, *asked)
         if is_kept and vector is not None and not is_plain:
-            key = self._link.set_key(epoch, _quoted(scope.tenant_id), set_of(scope, epoch))
+            key = self._link.set_key(epoch, quoted(scope.tenant_id), set_of(scope, epoch))
             await self._link.add_member(key, name, vector.tobytes(), ttl_ms)
 
     async def _meet(self) -> None:
@@ -259,7 +265,7 @@ class RedisAnswers:
     async def _ask(
         self, name: str, scope: Scope, *args: bytes | str | int
     ) -> tuple[Epoch, list[Any]]:
-        tenant = _quoted(scope.tenant_id)
+        tenant = quoted(scope.tenant_id)
         is_plain = self._matching == "matrix"
         reply = await self._link.call(name, tenant, scope.model_name, *args, is_plain=is_plain)
         self._noted(reply, tenant)
@@ -279,11 +285,11 @@ class RedisAnswers:
         return reply
 
     async def _bump(self, tenant_id: str, model_name: str) -> None:
-        await self._admin("bump", _quoted(tenant_id), model_name)
+        await self._admin("bump", quoted(tenant_id), model_name)
 
     async def _drop(self, selector: Selector, is_sweep: bool = False) -> int:
         """Take out what is old and, but for a sweep, what is selected."""
-        tenants = [_quoted(selector.tenant_id)]
+        tenants = [quoted(selector.tenant_id)]
         if not selector.tenant_id:
             tenants = (await self._admin("tenants", b"", ""))[2]
         wanted = (selector.model_name, selector.key_id, selector.question)
@@ -319,10 +325,15 @@ class RedisAnswers:
     def _decoded(
         self, value: bytes | None, name: bytes, scope: Scope, epoch: Epoch
     ) -> Entry | None:
-        """An entry of this very scope, in its time by this clock too."""
+        """An entry of this very scope, in its time by this clock too; none that another version of
+        this program has written in its own way."""
         if not value or value[:VALID_BYTES] != epoch[:VALID_BYTES]:
             return None
-        entry = decode(value, name, scope.tenant_id, epoch)
+        try:
+            entry = decode(value, name, scope.tenant_id, epoch)
+        except UNREADABLE as error:
+            logger.info("cache: an entry cannot be read: %s", error)
+            return None
         return entry if entry.scope == scope and entry.expires_at > self._clock() else None
 
     async def _sweep(self, tenant_id: str) -> None:
@@ -355,7 +366,7 @@ class RedisAnswers:
                 logger.debug("cache: not told: %s", error)
 
 
-def _quoted(tenant_id: str) -> bytes:
+def quoted(tenant_id: str) -> bytes:
     """As it stands in names of keys: no colon, no brace."""
     return quote(tenant_id, safe="").encode()
 

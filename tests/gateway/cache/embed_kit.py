@@ -116,7 +116,12 @@ def make_cached(folder: Path, **settings: Any) -> tuple[Kit, ScriptedWorker]:
     """An application that compares meanings. On the event loop."""
     client = ScriptedWorker()
     worker = EmbeddingWorker(client, NAME)
-    more = {"cache_embedder": NAME, "cache_embed_timeout_s": 5.0, **settings}
+    more = {
+        "data_dir": str(folder),
+        "cache_embedder": NAME,
+        "cache_embed_timeout_s": 5.0,
+        **settings,
+    }
     kit = make_kit(folder / "tiny", embedding=worker, **more)
     model = write_bag(folder / "bag")
     kit.directory.replace(2, kit.directory.keys(), [*kit.directory.models(), model])

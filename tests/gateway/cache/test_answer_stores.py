@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cache.store import SIMILARITY_FLOOR, AnswerStore
+from gateway.cache import matrix, memory_store
+from gateway.cache.memory_store import MemoryAnswers
+from gateway.cache.store import SIMILARITY_FLOOR, AnswerStore, StoreUnavailable
 from gateway.cache.types import Entry, Scope, Selector
 from gateway.policy.cache_confidence import Confidence
 from tests.gateway.cache.answers_kit import (
+    BEGAN_AT,
     KINDS,
+    MIB,
+    PATIENT_S,
     Model,
     Rig,
     entry_of,
@@ -312,3 +317,17 @@ async def test_a_tenant_is_bounded_and_keeps_what_saves_most(kind: str, tmp_path
         for number in range(2000):  # What nobody uses any longer goes in the end.
             await kept(rig, entry_of(scope, f"n {number}", b"", cost_nanos=2 * 10**8))
         assert await found(rig.stores[0], scope, "dear") is None
+
+
+async def test_searches_that_pile_up_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_store, "SEARCH_S", 0.0)
+    monkeypatch.setattr(matrix, "INLINE_ROWS", 0)
+    store, scope = MemoryAnswers(MIB, MIB, lambda: BEGAN_AT), scope_of()
+    epoch = (await store.exact(scope, key_of(scope, "why?"))).epoch
+    await store.keep(entry_of(scope, "why?", epoch, vector_of("why?")))
+    with pytest.raises(StoreUnavailable):
+        await store.nearest(scope, vector_of("why?"), 3)
+    monkeypatch.setattr(memory_store, "SEARCH_S", PATIENT_S)
+    (near,) = await store.nearest(scope, vector_of("why?"), 3)
+    assert near.entry.question == "why?"
+    await store.close()

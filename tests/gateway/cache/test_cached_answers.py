@@ -12,6 +12,7 @@ import pytest
 from engine.protocol import Submit
 from gateway.cache.store import StoreUnavailable
 from gateway.cache.types import Found, Scope
+from gateway.policy.cache_confidence import Calibration
 from registry.key_cache import KeyCache
 from tests.gateway.cache.embed_kit import ScriptedWorker, make_cached
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record
@@ -298,3 +299,26 @@ async def test_modes_that_need_an_embedder_are_refused_without(tmp_path: Path) -
         _, _, body = await ask(client, headers={"x_polyhost_cache_mode": "semantic"})
     assert "polyhost models add" in body["error"]["message"]
     assert body["error"]["param"] == "x-polyhost-cache-mode"
+
+
+async def test_what_was_learnt_outlives_the_server(setting: Setting, tmp_path: Path) -> None:
+    kit, _ = setting
+    async with client_of(kit) as client:
+        for content in (ASK, "How do I change my password?", "How may I reset my old password?"):
+            assert (await ask(client, content))[0] == "miss"
+    learnt = await known(kit)
+    assert sum(learnt.right) + sum(learnt.wrong) > 0
+    await kit.edge.close(5.0)
+    again, _ = make_cached(tmp_path)
+    assert not (await known(again)).right  # it does not wait
+    await again.edge.cache.calibrations.settle()
+    assert await known(again) == learnt
+    await again.edge.close(5.0)
+
+
+async def known(kit: Kit) -> Calibration:
+    """Of the first tenant's model, as its requests would use it now."""
+    cache = kit.edge.cache
+    scope = Scope("ten_1", kit.model.name, bytes(32))
+    epoch = (await cache.store.exact(scope, bytes(32))).epoch
+    return cache.calibrations.of(scope, epoch, cache.embedder.revision)

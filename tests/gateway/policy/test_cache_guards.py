@@ -126,6 +126,33 @@ def test_same_words() -> None:
     assert same_words(read("What's the capital of Peru?"), read("what is the capital of peru"))
     assert same_words(read("Please tell me a joke"), read("tell me a joke!"))
     assert not same_words(read("Tell me a joke"), read("Tell me a story"))
+    assert same_words(read("who is bush ?"), read("Who is Bush"))
+    assert same_words(read("what does nasa do"), read("What does NASA do?"))
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("what does US mean", "what does us mean"),
+        ("what mood is this: great 😀", "what mood is this: great 😡"),
+        ("explain ;", "explain :"),
+        ("what does ?? do", "what does ?. do"),
+        ("is !x true", "is x true"),
+        ("how many commas: a,b,c", "how many commas: a b c"),
+        ("how do you say hello in French", "how do you say thanks in French"),
+        ("hello", "thanks"),
+        ("?", "..."),
+    ],
+)
+def test_what_a_sign_or_a_capital_may_ask_about_is_not_the_same(text: str, other: str) -> None:
+    assert not same_words(read(text), read(other))
+    assert not same_words(read(other), read(text))
+
+
+def test_a_minus_is_part_of_a_number() -> None:
+    assert differences("what is -5 + 3", "what is 5 + 3") == ("number",)
+    assert differences("what is \u22125 + 3", "what is -5 + 3") == ()
+    assert differences("pages 4-5", "pages 4-5?") == ()
 
 
 @pytest.mark.parametrize(

@@ -228,6 +228,20 @@ async def test_what_is_not_listed_is_not_served(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", SHARED)
+async def test_an_entry_of_another_version_is_a_miss(kind: str, tmp_path: Path) -> None:
+    async with rig_of(kind, tmp_path) as rig:
+        await keep(rig)
+        with server(rig).client() as client:
+            (name,) = [name for name in client.scan_iter() if b":e:" in name]
+            value = client.get(name)
+            for cut in (1, 9):
+                client.set(name, value[:-cut], keepttl=True)
+                assert await answer(rig) is None
+        await keep(rig, "new")
+        assert await answer(rig) == "new"
+
+
+@pytest.mark.parametrize("kind", SHARED)
 async def test_a_redis_without_room_keeps_nothing_and_still_answers(
     kind: str, tmp_path: Path
 ) -> None:
