@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -137,7 +137,7 @@ async def watched(plan: Plan, pids: Sequence[int]) -> tuple[list[Seen], list[tup
 
 def metrics(url: str) -> dict[str, float]:
     """Those without labels, and sums of those with some."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as got:
         for line in got.read().decode().splitlines():
             if not line.startswith("#"):

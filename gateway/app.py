@@ -127,6 +127,7 @@ class Application(Starlette):
         except ClientGone:
             log.info("request %s: client gone", context.http_id)
         except ApiError as error:
+            _let_go(error)
             await context.refuse(error)
         except HTTPException as error:
             await context.refuse(_from_router(scope, error), error.headers)
@@ -185,6 +186,14 @@ class Application(Starlette):
         return ApiError(
             TOO_LARGE, f"the request body is larger than {self._max_body_bytes} bytes: send less"
         )
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Of the frames it came through: they have the request, which has the error, and a circle waits
+    for the collector with all that was asked (server/interpreter.py)."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 class _Context:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from gateway.cache import stores
+from gateway.cache.calibrations import Calibrations
 from gateway.cache.desk import CacheDesk
 from gateway.cache.embedder import Embedder, HostedEmbedder, NoEmbedder
 from gateway.cache.lookup import AnswerCache, CacheBounds
@@ -47,14 +48,19 @@ class Edge:
         if path is None:
             yield
             return
-        async with listening(path, CacheDesk(store, self.cache.purged)):
+        async with listening(path, self._desk()):
             yield
 
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
+        await self.cache.calibrations.close()
         await self.cache.store.close()
+
+    def _desk(self) -> CacheDesk:
+        cache = self.cache
+        return CacheDesk(cache.store, cache.purged, forget=cache.calibrations.forget)
 
 
 def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
@@ -113,4 +119,5 @@ def _answer_cache(
     untold = metrics.store_failures.labels("write")
     store = stores.open_store(settings, clocks.now_at, untold.inc)
     bounds = CacheBounds(settings.cache_ttl_s, settings.cache_false_hit_budget)
-    return AnswerCache(store, embedder, metrics, bounds, clocks.now_at)
+    calibrations = Calibrations(stores.calibrations_beside(store, settings), clocks.now_s)
+    return AnswerCache(store, calibrations, embedder, metrics, bounds, clocks.now_at)

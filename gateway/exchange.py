@@ -273,6 +273,7 @@ class Exchange:
                 finish_reasons=[c.finish_reason for c in self.choices if succeeded],
             )
         )
+        self._merged.let_go()
 
     def _usage(self) -> Usage:
         usages = [choice.usage for choice in self.choices]

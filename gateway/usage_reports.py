@@ -1,19 +1,22 @@
 """What a tenant may ask of its own usage and costs, in the words of OpenAI's organization API.
 
-Comes in: the parameters of a query (strings) and whose key asks. Goes out: a page of buckets, ready
-for JSON. The database is read in one thread, by a verb of gateway/service; a few may wait for it,
-the next is told so. Routes are routes/organization.py's, sums registry/usage_buckets.py's.
+Comes in: the parameters of a query (strings) and whose key asks. Goes out: a page of buckets, as
+JSON. The database is read and the page is made in one thread, by a verb of gateway/service: a large
+page would hold up the event loop. A few may wait for it, of one tenant fewer, and the next is told
+so. Routes are routes/organization.py's, sums registry/usage_buckets.py's.
 
 Buckets begin at whole minutes, hours or days of UTC: the first one is that in which `start_time`
 lies. A page's cursor is the beginning of its first bucket.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.errors import INVALID_REQUEST, QUEUE_FULL, UNAVAILABLE, UNSUPPORTED_PARAMETER, ApiError
@@ -26,6 +29,7 @@ from registry.session import make_engine
 from registry.usage_buckets import BucketQuery, BucketSum
 
 MAX_WAITING = 16
+MAX_WAITING_TENANT = 4
 MAX_NAMES = 100
 MAX_EPOCH_S = 253_402_300_800
 """The year 10000."""
@@ -64,6 +68,9 @@ class _Asked:
     """It is of projects that are not the caller's: there is nothing to be seen."""
 
 
+_Told: TypeAlias = Callable[[str, _Asked, BucketSum], list[Json]]
+
+
 class UsageReports:
     """Of one gateway process. Connects to the database when it is first asked."""
 
@@ -75,14 +82,14 @@ class UsageReports:
         self._wall_clock = wall_clock
         self._currency = settings.currency.lower()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="usage")
-        self._num_asked = 0
+        self._asked_by: Counter[str] = Counter()
 
-    async def completions(self, principal: Principal, params: Params) -> Json:
+    async def completions(self, principal: Principal, params: Params) -> bytes:
         """Tokens and requests of chats and completions. Raises ApiError."""
         asked = self._asked(principal, params, WIDTHS, GROUPS, {"models"})
         return await self._page(principal, asked, COMPLETIONS, self._usage)
 
-    async def costs(self, principal: Principal, params: Params) -> Json:
+    async def costs(self, principal: Principal, params: Params) -> bytes:
         """Money, of everything. Raises ApiError."""
         asked = self._asked(principal, params, COST_WIDTHS, COST_GROUPS, set())
         return await self._page(principal, asked, (), self._costs)
@@ -139,8 +146,8 @@ class UsageReports:
         principal: Principal,
         asked: _Asked,
         kinds: tuple[str, ...],
-        told: Callable[[str, _Asked, BucketSum], list[Json]],
-    ) -> Json:
+        told: _Told,
+    ) -> bytes:
         ends = min(asked.end, asked.start + asked.limit * asked.width_s)
         query = BucketQuery(
             principal.tenant_id,
@@ -152,35 +159,29 @@ class UsageReports:
             kinds,
             asked.by,
         )
-        sums: list[BucketSum] = []
-        if asked.start < ends and not asked.is_other:
-            sums = await self._read(as_key(self._control, principal.key_id, query.tenant_id), query)
-        results: dict[int, list[Json]] = {at: [] for at in range(asked.start, ends, asked.width_s)}
-        for each in sums:
-            results[each.began_at] += told(principal.tenant_id, asked, each)
-        has_more = ends < asked.end
-        return {
-            "object": "page",
-            "data": [
-                {
-                    "object": "bucket",
-                    "start_time": at,
-                    "end_time": at + asked.width_s,
-                    "results": found,
-                }
-                for at, found in results.items()
-            ],
-            "has_more": has_more,
-            "next_page": str(ends) if has_more else None,
-        }
+        if asked.start >= ends or asked.is_other:
+            return _page_of(query, asked, told, [])
+        control = as_key(self._control, principal.key_id, query.tenant_id)
+        return await self._made(
+            query.tenant_id,
+            lambda: _page_of(query, asked, told, usage_buckets(control, query)),
+        )
 
-    async def _read(self, control: Control, query: BucketQuery) -> list[BucketSum]:
-        if self._num_asked > MAX_WAITING:
+    async def _made(self, tenant_id: str, make: Callable[[], bytes]) -> bytes:
+        asking = self._asked_by
+        if asking.total() > MAX_WAITING or asking[tenant_id] >= MAX_WAITING_TENANT:
             raise ApiError(QUEUE_FULL, "too many ask for usage at once", retry_after_s=1.0)
-        self._num_asked += 1
-        reading = self._thread.submit(usage_buckets, control, query)
-        future = asyncio.wrap_future(reading)
-        future.add_done_callback(self._on_read)  # also where nobody awaits it any more
+        asking[tenant_id] += 1
+        future = asyncio.wrap_future(self._thread.submit(make))
+
+        def on_made(made: "asyncio.Future[bytes]") -> None:
+            asking[tenant_id] -= 1
+            if not asking[tenant_id]:
+                del asking[tenant_id]
+            if not made.cancelled():
+                made.exception()  # looked at, where its asker has gone
+
+        future.add_done_callback(on_made)  # also where nobody awaits it any more
         try:
             return await asyncio.shield(future)
         except RegistryError as error:
@@ -188,11 +189,6 @@ class UsageReports:
         except SQLAlchemyError as error:
             message = "usage cannot be read at the moment: try again"
             raise ApiError(UNAVAILABLE, message, retry_after_s=1.0) from error
-
-    def _on_read(self, future: "asyncio.Future[list[BucketSum]]") -> None:
-        self._num_asked -= 1
-        if not future.cancelled():
-            future.exception()  # looked at, where its asker has gone
 
     def _usage(self, tenant_id: str, asked: _Asked, each: BucketSum) -> list[Json]:
         return [
@@ -224,6 +220,37 @@ class UsageReports:
         return [cost(nanos, f"{each.model}, {name}") for name, nanos in parts.items() if nanos]
 
 
+def _page_of(query: BucketQuery, asked: _Asked, told: _Told, sums: Sequence[BucketSum]) -> bytes:
+    """Bucket by bucket, so that whoever makes it lets others at the interpreter in between."""
+    results: dict[int, list[Json]] = {
+        at: [] for at in range(query.from_at, query.to_at, query.width_s)
+    }
+    for each in sums:
+        results[each.began_at] += told(query.tenant_id, asked, each)
+    buckets = [
+        msgspec.Raw(
+            msgspec.json.encode(
+                {
+                    "object": "bucket",
+                    "start_time": at,
+                    "end_time": at + query.width_s,
+                    "results": found,
+                }
+            )
+        )
+        for at, found in results.items()
+    ]
+    has_more = query.to_at < asked.end
+    return msgspec.json.encode(
+        {
+            "object": "page",
+            "data": buckets,
+            "has_more": has_more,
+            "next_page": str(query.to_at) if has_more else None,
+        }
+    )
+
+
 def _owner(tenant_id: str, asked: _Asked, each: BucketSum) -> Json:
     return {
         "project_id": tenant_id if "project_id" in asked.groups else None,
@@ -243,6 +270,8 @@ def _many(found: Params, name: str) -> tuple[str, ...]:
     values = tuple(found.get(name, ()))
     if len(values) > MAX_NAMES:
         raise _invalid(name, f"has {MAX_NAMES} values at most")
+    if any("\0" in value for value in values):  # which PostgreSQL cannot be asked for
+        raise _invalid(name, "is text without NUL")
     return values
 
 

@@ -161,6 +161,11 @@ class Choice:
         except (ApiError, WorkerLost) as error:
             log.info("request %s: no last event: %s", self._request.request_id, error)
 
+    def let_go(self) -> None:
+        """No event comes any more. Whoever was told of them has this choice: a circle, which keeps
+        its prompt until the collector finds it."""
+        self._before_tokens, self._on_tokens = _never_again, _untold
+
     def _take(self, event: TokenEvent, is_gone: Callable[[], bool]) -> Piece:
         text = ""
         if event.token_ids:
@@ -273,6 +278,12 @@ class Merged:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def let_go(self) -> None:
+        """As `Choice.let_go`, of all of them."""
+        self._is_gone = _gone
+        for choice in self._choices:
+            choice.let_go()
+
     async def _wait(self) -> None:
         for choice in self._choices:
             if choice.index not in self._waiting and not choice.has_ended:
@@ -281,3 +292,15 @@ class Merged:
         await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
         for index in sorted(index for index, task in self._waiting.items() if task.done()):
             self._ready.append(self._waiting.pop(index))
+
+
+async def _never_again() -> None:
+    raise RuntimeError("tokens of an exchange that is closed")
+
+
+def _untold(choice: Choice, num_tokens: int) -> None:
+    pass
+
+
+def _gone() -> bool:
+    return True

@@ -28,8 +28,9 @@ class RequestStream:
         queue_s: Callable[[], float],
     ) -> None:
         self._max_buffer_tokens = max_buffer_tokens
-        self._on_abort = on_abort
-        self._queue_s = queue_s
+        self._on_abort: Callable[[], None] | None = on_abort
+        self._queue_s: Callable[[], float] | None = queue_s
+        self._queued_s = 0.0
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -50,11 +51,11 @@ class RequestStream:
     @property
     def queue_s(self) -> float:
         """Seconds in the fair queue, up to now or to the (latest) grant."""
-        return self._queue_s()
+        return self._queued_s if self._queue_s is None else self._queue_s()
 
     def abort(self) -> None:
         """Stop within one step; the last event follows. Harmless after the end."""
-        if self._end is None:
+        if self._on_abort is not None:
             self._on_abort()
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
@@ -123,6 +124,10 @@ class RequestStream:
     def finish(self, end: StreamEnd, vectors: bytes = b"") -> None:
         """The last event, or what is raised in its place. The first one counts."""
         if self._end is None:
+            self._queued_s = self.queue_s
+            # The ticket's, which has this stream: a circle, which keeps the prompt until the
+            # collector finds it.
+            self._on_abort = self._queue_s = None
             self._end, self._vectors = end, vectors
             self._wake()
 

@@ -178,6 +178,7 @@ class LedgerWriter:
         if not self._write(records, is_old or self._is_unsure):
             return False
         moved = after != self._at
+        has_more = self._is_cut(after)
         self._at, self._is_unsure = after, False
         if not is_old:
             self.counts.written += len(records)
@@ -188,9 +189,15 @@ class LedgerWriter:
         self._roll()
         if not moved and stopping:
             return False
-        if self.replayed and len(records) < self._max_batch:
+        if self.replayed and not has_more:
             self._stop.wait(self._interval_s)
         return True
+
+    def _is_cut(self, after: Position) -> bool:
+        """Whether a read that ended there took as much as it might, or the rest of a segment."""
+        if after.segment != self._at.segment:
+            return True
+        return after.offset - self._at.offset >= self._max_batch * RECORD_BYTES
 
     def _write(self, records: Sequence[Record], again: bool) -> bool:
         """False: it is time to give up, and they are not in the database."""

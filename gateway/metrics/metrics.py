@@ -146,6 +146,8 @@ class ConnectionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Now."""
         yield _gauge("connections_open", "HTTP connections.", self._connections.num_open)
+        delayed = "HTTP connections that waited for the turn of their address."
+        yield _total("connections_delayed", delayed, self._connections.num_delayed)
         ended = (([reason], float(n)) for reason, n in self._connections.ended.items())
         doc = "HTTP connections that the server ended, by why."
         yield _by(CounterMetricFamily, "connections_ended", doc, ["reason"], ended)

@@ -8,8 +8,9 @@ connection of TLS before its handshake has ended. Here
     one of an address that is too quick        waits, unread, until it is its turn
     a handshake                                counts as a connection, and has `handshake_timeout_s`
 
-At most MAX_A_TURN are taken in one turn of the event loop, so that those who are being served go on
-in between; others wait with the kernel.
+At most MAX_A_TURN are taken in one turn of the event loop and MAX_OPENED of them opened, which
+costs most, so that those who are being served go on in between; others wait with the kernel. One
+that is told to go or to wait costs little, and who comes behind hundreds of those soon has a turn.
 """
 
 import asyncio
@@ -26,7 +27,10 @@ from gateway.server.connections import Connections, Place
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-MAX_A_TURN = 32
+MAX_A_TURN = 128
+MAX_OPENED = 32
+QUIET_S = 60.0
+"""Between two lines in the log on addresses that are too quick."""
 PAUSE_S = 1.0
 """Where there is no descriptor left: those who wait go on waiting with the kernel."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -64,6 +68,7 @@ class Acceptor:
         self._waiting: dict[socket.socket, tuple[asyncio.TimerHandle, Place]] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._resuming: asyncio.TimerHandle | None = None
+        self._quiet_until_s = 0.0
 
     def start(self) -> None:
         """From now on, until `close`."""
@@ -90,7 +95,10 @@ class Acceptor:
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _take(self) -> None:
+        num_opened = 0
         for _ in range(MAX_A_TURN):
+            if num_opened == MAX_OPENED:
+                return
             try:
                 connection, address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -102,20 +110,34 @@ class Acceptor:
                 self._loop.remove_reader(self._listener)
                 self._resuming = self._loop.call_later(PAUSE_S, self.start)
                 return
-            self._admit(connection, address[0])
+            num_opened += self._admit(connection, address[0])
 
-    def _admit(self, connection: socket.socket, address: str) -> None:
+    def _admit(self, connection: socket.socket, address: str) -> bool:
+        """True where it is opened at once."""
         try:
             place = self._connections.enter(address, self._loop.time())
         except ApiError as error:
             self._refuse(connection, error)
-            return
+            return False
         connection.setblocking(False)
         if place.wait_s:
+            self._tell_quick(address)
             timer = self._loop.call_later(place.wait_s, self._begin, connection, place)
             self._waiting[connection] = timer, place
-        else:
-            self._spawn(self._open(connection, place))
+            return False
+        self._spawn(self._open(connection, place))
+        return True
+
+    def _tell_quick(self, address: str) -> None:
+        """A proxy that nobody has named is slowed down, and its operator should know why."""
+        now_s = self._loop.time()
+        if now_s >= self._quiet_until_s:
+            self._quiet_until_s = now_s + QUIET_S
+            logger.warning(
+                "connections of %s wait: more than connection_rate_per_address new ones a second; "
+                "a proxy belongs into trusted_proxies",
+                address,
+            )
 
     def _begin(self, connection: socket.socket, place: Place) -> None:
         del self._waiting[connection]

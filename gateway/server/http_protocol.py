@@ -107,7 +107,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_stall_timer()
         self.place.leave()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
         self._client_left()
+        if self.cycle is not None and self.cycle.response_complete:
+            # Request and connection name each other: or some thirty objects a connection would
+            # wait to be found as garbage.
+            self.cycle = self._served = self.scope = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """Count what comes between two of the steps below: it is being kept by the parser."""

@@ -25,7 +25,7 @@ def posting(name: str, outcome: str = "finished", completion_tokens: int = 5) ->
         model="m",
         revision="r",
         kind="chat",
-        outcome=outcome,  # type: ignore[arg-type]
+        outcome=outcome,
         prompt_tokens=4,
         cached_tokens=0,
         completion_tokens=completion_tokens,

@@ -190,6 +190,7 @@ async def test_costs(client: AsyncOpenAI, engine: Engine, rolled: bool) -> None:
         ({"start_time": TODAY, "user_ids": ["u"]}, "user_ids"),
         ({"start_time": TODAY, "batch": True}, "batch"),
         ({"start_time": TODAY, "models": ["m"] * 101}, "models"),
+        ({"start_time": TODAY, "models": ["tiny\0"]}, "models"),
     ],
 )
 async def test_what_cannot_be_told_is_refused(
@@ -212,27 +213,58 @@ async def test_a_key_does_what_it_is_for(client: AsyncOpenAI) -> None:
         )
 
 
+@pytest.mark.parametrize("bound", ["MAX_WAITING", "MAX_WAITING_TENANT"])
 async def test_few_may_wait_for_the_database(
-    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+    client: AsyncOpenAI, kit: Kit, monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(usage_reports, "MAX_WAITING", 3)
+    usage = frozenset({USAGE})
+    keys = [
+        replace(key_record(ASKS, "key_u"), scopes=usage),
+        replace(key_record("sk-theirs", "key_t", tenant_id=OTHERS), scopes=usage),
+    ]
+    kit.directory.replace(3, keys, kit.directory.models())
+    gate, is_refused = threading.Event(), asyncio.Event()
+    monkeypatch.setattr(usage_reports, bound, 3)
     monkeypatch.setattr(
         usage_reports, "usage_buckets", lambda *args: gate.wait(20) and usage_buckets(*args)
     )
 
-    async def ask() -> int:
+    async def ask(key: str = ASKS) -> int:
         try:
-            await client.admin.organization.usage.completions(start_time=TODAY)
+            usage_of = client.with_options(admin_api_key=key).admin.organization.usage
+            await usage_of.completions(start_time=TODAY)
         except RateLimitError:
-            gate.set()
+            is_refused.set()
             return 429
         return 200
 
-    found = await asyncio.gather(*(ask() for _ in range(8)))
+    ours = [asyncio.create_task(ask()) for _ in range(8)]
+    await is_refused.wait()
+    # Of whom there are fewest may wait, others are let in all the same.
+    theirs = asyncio.create_task(ask("sk-theirs"))
+    if bound == "MAX_WAITING":
+        assert await theirs == 429
+    gate.set()
+    found = await asyncio.gather(*ours)
     assert found.count(429) >= 1
-    assert found.count(200) >= 4
+    assert found.count(200) >= 3
+    assert await theirs == (429 if bound == "MAX_WAITING" else 200)
     assert await ask() == 200
+
+
+async def test_a_page_is_made_beside_the_event_loop(
+    client: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    made = usage_reports._page_of
+
+    def page_of(*args: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return made(*args)
+
+    monkeypatch.setattr(usage_reports, "_page_of", page_of)
+    await client.admin.organization.usage.costs(start_time=TODAY, end_time=TODAY + DAY_S)
+    assert [name.partition("_")[0] for name in threads] == ["usage"]
 
 
 def test_scopes_of_keys_are_of_those_that_there_are(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gateway.answer.encode_answer import answer, probabilities, shortened
+from gateway.policy.cache_rule import CachePlan
 from gateway.prepare.encode_prepare import EncodePrepared
 from gateway.prepare.encode_wire import EncodeAsk
 from gateway.types import HostedModel
@@ -61,7 +62,7 @@ async def test_others_get_their_turn_while_a_large_answer_is_written() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    parts = await answer(EncodePrepared(asked, request, model.dim, "off"), rows)
+    parts = await answer(EncodePrepared(asked, request, model.dim, CachePlan()), rows)
     task.cancel()
     assert turns >= 128 * 1024 // 8_192
     assert [len(item["embedding"]) for item in json.loads(b"".join(parts))["data"]] == [1024] * 128

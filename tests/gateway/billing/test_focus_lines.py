@@ -30,17 +30,19 @@ def sums(seed: int, count: int = 300) -> list[HourSum]:
         return draw.choice((0, draw.randrange(10), draw.randrange(10**12)))
 
     return [
-        HourSum(
-            draw.randrange(3) * 3600,
-            draw.choice(("t1", "t2")),
-            draw.choice(("k1", "k2", "")),
-            draw.choice(("m", 'odd "100 %s" model, ü', "gone")),
-            draw.random() < 0.3,
-            0,
-            draw.choice(NAMES),
-            draw.choice(NAMES),
-            *(amount() for _ in range(11)),
-            draw.randrange(1, 9),
+        HourSum._make(
+            (
+                draw.randrange(3) * 3600,
+                draw.choice(("t1", "t2")),
+                draw.choice(("k1", "k2", "")),
+                draw.choice(("m", 'odd "100 %s" model, ü', "gone")),
+                draw.random() < 0.3,
+                0,
+                draw.choice(NAMES),
+                draw.choice(NAMES),
+                *(amount() for _ in range(11)),
+                draw.randrange(1, 9),
+            )
         )
         for _ in range(count)
     ]

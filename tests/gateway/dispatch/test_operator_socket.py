@@ -1,6 +1,7 @@
 """The operator's questions to a running server: the desk's answers, the socket, the commands."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import stat
@@ -111,11 +112,14 @@ async def test_callers_beyond_the_bound_and_endless_lines_are_sent_away(tmp_path
     async with listening(path, desk_of(waiting_rig())):
         reader, writer = await asyncio.open_unix_connection(path)
         writer.write(b"x" * (2 * MAX_QUESTION_BYTES))
-        assert await reader.read() == b""
+        with contextlib.suppress(ConnectionError):  # who has not read it all may say so
+            assert await reader.read() == b""
         writer.close()
-        await writer.wait_closed()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
         silent = [await asyncio.open_unix_connection(path) for _ in range(MAX_CALLERS)]
-        await asyncio.sleep(0.05)
+        for _ in range(20):  # until all are counted, however busy the machine is
+            await asyncio.sleep(0.005)
         with pytest.raises(RegistryError, match="no answer"):
             await asyncio.to_thread(ask, tmp_path, ask="why")
     for silent_reader, silent_writer in silent:

@@ -1,6 +1,7 @@
 """A request's events: order, merging, bounds, ends."""
 
 import asyncio
+import weakref
 
 import pytest
 
@@ -99,3 +100,29 @@ async def test_attempt_and_queue_time_are_visible() -> None:
     assert (stream.attempt, stream.queue_s) == (1, 1.5)
     stream.retry(2)
     assert stream.attempt == 2
+
+
+def test_after_the_end_it_keeps_nothing_of_whoever_made_it() -> None:
+    """Who made it has it: the two would be a circle."""
+
+    class Maker:
+        num_aborted = 0
+        waited_s = 1.5
+
+        def abort(self) -> None:
+            self.num_aborted += 1
+
+        def queue_s(self) -> float:
+            return self.waited_s
+
+    maker = Maker()
+    kept = weakref.ref(maker)
+    stream = RequestStream(100, on_abort=maker.abort, queue_s=maker.queue_s)
+    stream.abort()
+    stream.finish(STOP)
+    stream.abort()
+    assert (maker.num_aborted, stream.queue_s) == (1, 1.5)
+    maker.waited_s = 9.0
+    del maker
+    assert kept() is None
+    assert stream.queue_s == 1.5

@@ -146,7 +146,9 @@ async def test_reserved_places_wait_for_their_tenant() -> None:
         rig.dispatcher.run(prepared(f"g{number}"), principal("gold"))
     worker.status()
     assert sum(name.startswith("g") for name in worker.submitted) == 4
-    assert len(worker.submitted) == 9, "what is left beyond is everybody's"
+    assert len(worker.submitted) == 8, "what is left beyond is for who has little there"
+    rig.dispatcher.run(prepared("q"), principal("quiet"))
+    assert worker.submitted[-1] == "q"
     rig.dispatcher.check_integrity()
 
 

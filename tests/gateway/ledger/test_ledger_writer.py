@@ -11,7 +11,8 @@ import pytest
 from sqlalchemy import Engine
 
 from gateway.errors import UNAVAILABLE, ApiError
-from gateway.ledger.journal_types import JournalStopped
+from gateway.ledger.journal import Journal
+from gateway.ledger.journal_types import JournalLimits, JournalStopped
 from gateway.ledger.ledger_writer import LedgerWriter
 from registry.ledger import Posting, open_many
 from registry.session import make_engine, upgrade, writing
@@ -180,3 +181,29 @@ async def test_a_start_without_its_thread_fails(
     with pytest.raises(JournalStopped):
         await ledger.start()
     await ledger.stop(5.0)
+
+
+async def test_large_records_are_many_bytes_and_it_does_not_rest_before_the_last(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """A batch is cut by its bytes: fewer records than a batch may have are no reason to wait."""
+    synced = threading.Semaphore(0)
+    limits = JournalLimits(1 << 20, 1 << 30, 0, 0.0)
+    journal = Journal(tmp_path / "journal", limits, lambda tags, _: synced.release(len(tags)))
+    begin = await asyncio.to_thread(journal.start)
+    for number in range(60):
+        large = replace(posting(f"{number:064}"), model="m" * 128, revision="r" * 128)
+        journal.append(large, number)
+    for _ in range(60):
+        assert await asyncio.to_thread(synced.acquire, timeout=30.0)
+    writer = LedgerWriter(
+        engine, journal, tmp_path / "aside", max_batch=10, interval_s=3600.0, rollup_interval_s=0.0
+    )
+    writer.start(begin)
+    for _ in range(3000):
+        if writer.is_at(journal.durable):
+            break
+        await asyncio.sleep(0.01)
+    assert len(postings_in(engine)) == 60
+    assert await asyncio.to_thread(journal.stop, 30.0)
+    assert await asyncio.to_thread(writer.stop, 30.0)

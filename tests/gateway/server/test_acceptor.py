@@ -2,16 +2,21 @@
 
 import asyncio
 import contextlib
+import logging
+import os
 import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
+import uvloop
 
 from gateway.errors import ApiError
-from gateway.server.acceptor import MAX_A_TURN, Acceptor
+from gateway.server.acceptor import MAX_A_TURN, MAX_OPENED, Acceptor
 from gateway.server.connections import Connections, Place
 
 PAIRS = Path(__file__).resolve().parents[2] / "data" / "tls"
@@ -28,9 +33,8 @@ class Echo(asyncio.Protocol):
     place: Place
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(b"hello")
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._transport.write(b"hello")
 
     def data_received(self, data: bytes) -> None:
         self._transport.write(data)
@@ -98,7 +102,8 @@ async def test_one_too_many_is_told_so_and_leaves_nothing() -> None:
     assert connections.ended == {"too many of one address": 3}
 
 
-async def test_a_quick_address_is_served_later() -> None:
+async def test_a_quick_address_is_served_later(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     connections = Connections(rate_per_address=20.0)
     async with door(connections) as ours:
         loop = asyncio.get_running_loop()
@@ -109,6 +114,7 @@ async def test_a_quick_address_is_served_later() -> None:
         assert loop.time() - began_s >= 0.3  # at least: 21 at once, then one each 50 ms
         assert connections.num_delayed >= 5
     assert not connections.ended
+    assert [r.getMessage().split()[2] for r in caplog.records] == ["127.0.0.1"]  # one for all
 
 
 async def test_who_waits_for_its_turn_is_let_go_at_the_end() -> None:
@@ -127,6 +133,28 @@ async def test_more_than_a_turn_takes_are_all_taken() -> None:
         readers = [await ours.knock(b"?") for _ in range(3 * MAX_A_TURN)]
         for reader in readers:
             assert await reader.readexactly(6) == b"hello?"
+
+
+@pytest.mark.parametrize(
+    ("connections", "num_opened", "num_taken"),
+    [
+        (Connections(), MAX_OPENED, MAX_OPENED),
+        (Connections(max_per_address=4), 4, MAX_A_TURN),
+        (Connections(rate_per_address=0.1), 1, MAX_A_TURN),
+    ],
+)
+async def test_who_is_not_opened_holds_up_nobody(
+    connections: Connections, num_opened: int, num_taken: int
+) -> None:
+    """A turn opens few, and takes many that are told to go or to wait."""
+    async with door(connections) as ours:
+        asyncio.get_running_loop().remove_reader(ours.acceptor._listener)
+        for _ in range(MAX_A_TURN + 5):
+            await ours.knock()
+        ours.acceptor._take()
+        assert len(ours.acceptor._opening) == num_opened
+        assert connections.num_open + connections.ended.total() == num_taken
+        assert connections.num_open - len(ours.acceptor._waiting) == num_opened
 
 
 async def test_handshakes_count_and_have_their_time() -> None:
@@ -177,3 +205,58 @@ async def test_without_a_descriptor_others_wait(monkeypatch: pytest.MonkeyPatch)
         ours.acceptor.start()
         assert await (await ours.knock()).readexactly(5) == b"hello"
         assert not failures
+
+
+def client_hello() -> bytes:
+    """The first flight of a handshake."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    sent = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), sent).do_handshake()
+    return sent.read()
+
+
+async def rude(port: int, number: int, hello: bytes) -> None:
+    """Comes and goes in one of six ways."""
+    says = (b"", b"", hello[:40], hello, b"no handshake at all", hello)[number % 6]
+    client = socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    with contextlib.suppress(OSError):
+        client.send(says)
+        await asyncio.sleep(0.01 * (number % 3))
+        if number % 2:  # with a reset, otherwise its half first
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        else:
+            client.shutdown(socket.SHUT_WR)
+            await asyncio.sleep(0.01 * (number % 5))
+    client.close()
+
+
+@pytest.mark.parametrize("make_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("speaks_tls", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 400.0])
+def test_nobody_keeps_a_place(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], speaks_tls: bool, rate: float
+) -> None:
+    """However they end: a place that is never left is one that nobody gets any more."""
+    hello = client_hello()
+    tls = certificate() if speaks_tls else None
+
+    async def everybody() -> None:
+        connections = Connections(max_total=60, max_per_address=50, rate_per_address=rate)
+        num_files = len(os.listdir("/proc/self/fd"))
+        async with door(connections, tls, handshake_timeout_s=0.2) as ours:
+            for start in range(0, 1200, 200):
+                numbers = range(start, start + 200)
+                await asyncio.gather(*(rude(ours.port, n, hello) for n in numbers))
+            await until(lambda: connections.num_open == 0)
+            assert not connections._by_party
+            assert not ours.acceptor._waiting
+            await until(lambda: not ours.acceptor._opening)
+            # The listening socket, and one of uvloop's own.
+            await until(lambda: len(os.listdir("/proc/self/fd")) <= num_files + 2)
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(everybody())

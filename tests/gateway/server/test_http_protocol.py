@@ -1,9 +1,11 @@
 """What comes over a connection before it is a request, and after it has ceased to be one."""
 
 import asyncio
+import gc
 import ipaddress
 import json
 import logging
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import uvloop
 from starlette.types import Receive, Scope, Send
 
 from gateway.server.connections import Connections
+from gateway.server.http_protocol import BoundedHttp
 from gateway.settings import Settings
 from gateway.stream import ClientWatch
 from tests.gateway.edge_kit import serving
@@ -157,6 +160,34 @@ def test_nothing_is_written_to_a_connection_that_was_ended(
 async def test_a_connection_serves_one_request_after_the_other(port: int) -> None:
     last = HEAD + b"Connection: close\r\n\r\n"
     assert (await talk(port, WHOLE, WHOLE, last, pause_s=0.05)).count(b"200 OK") == 3
+
+
+@pytest.mark.parametrize("closing", [b"Connection: close\r\n\r\n", b"\r\n"])
+def test_a_closed_connection_is_no_garbage(closing: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes with its last reference: a server that looks for garbage seldom would keep many."""
+    made: list[weakref.ref[BoundedHttp]] = []
+    begin = BoundedHttp.connection_made
+
+    def connection_made(self: BoundedHttp, transport: asyncio.Transport) -> None:
+        made.append(weakref.ref(self))
+        begin(self, transport)
+
+    monkeypatch.setattr(BoundedHttp, "connection_made", connection_made)
+
+    async def scenario() -> None:
+        async with serving(app, Settings(receive_timeout_s=5, keep_alive_timeout_s=0.2)) as base:
+            for _ in range(3):
+                assert b"200 OK" in await talk(int(base.rpartition(":")[2]), HEAD + closing)
+            async with asyncio.timeout(10):
+                while any(one() is not None for one in made):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+    gc.disable()
+    try:
+        uvloop.run(scenario())
+    finally:
+        gc.enable()
+    assert len(made) == 3
 
 
 async def test_what_is_no_http_gets_the_error_object(port: int) -> None:

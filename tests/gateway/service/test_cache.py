@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 
+from gateway.cache.calibration_files import CalibrationFiles, calibration_folder
+from gateway.cache.calibrations import Calibrations
 from gateway.cache.desk import CacheDesk, desk_socket, desk_sockets
 from gateway.cache.memory_store import MemoryAnswers
 from gateway.cache.store import StoreUnavailable
 from gateway.dispatch.operator_socket import listening
+from gateway.policy.cache_confidence import Calibration, recorded
 from gateway.policy.permissions import INSTALLATION
 from gateway.service import cache as service_cache
 from gateway.service import keys as service_keys
@@ -165,6 +168,48 @@ async def test_nothing_named_or_nobody_there(control: Control) -> None:
 class Unreachable(MemoryAnswers):
     async def invalidate(self, tenant_id: str = "", model_name: str = "") -> None:
         raise StoreUnavailable("it is gone")
+
+
+async def test_what_was_learnt_is_forgotten_with_a_tenant_or_a_model(control: Control) -> None:
+    acme, crowd = tenant_id(control, "acme"), tenant_id(control, "crowd")
+    once = recorded(Calibration(), 0, 1.0, True)
+    store = CalibrationFiles(calibration_folder(control.settings.data_path))
+    learnt, answers = Calibrations(store), MemoryAnswers(1 << 20, 1 << 20, Now())
+    scopes = [scope_of(acme, "m"), scope_of(acme, "other"), scope_of(crowd, "m")]
+
+    async def known(learnt: Calibrations) -> list[bool]:
+        """Of each scope, whether anything is."""
+        epochs = [(await answers.exact(scope, b"x" * 32)).epoch for scope in scopes]
+        pairs = list(zip(scopes, epochs, strict=True))
+        for _ in range(2):
+            found = [bool(learnt.of(scope, epoch, "rev").right) for scope, epoch in pairs]
+            await learnt.settle()
+        return found
+
+    await known(learnt)
+    for scope in scopes:
+        learnt.add(scope, (await answers.exact(scope, b"x" * 32)).epoch, "rev", once)
+    await learnt.close()
+    path = desk_socket(control.settings.data_path, "gateway-0")
+    desk = CacheDesk(answers, forget=learnt.forget)
+    async with listening(path, desk):
+        await asyncio.to_thread(service_cache.purge_cache, control, "", "", "", "a text")
+        assert await known(learnt) == await known(Calibrations(store)) == [True, True, True]
+        await asyncio.to_thread(service_cache.purge_cache, control, "acme", "m")
+        assert await known(learnt) == await known(Calibrations(store)) == [False, True, True]
+        await asyncio.to_thread(service_cache.purge_cache, control, "", "m")
+        assert await known(learnt) == [False, True, False]
+    with pytest.raises(RegistryError, match="no server is running"):
+        await asyncio.to_thread(service_cache.purge_cache, control, "acme")
+    assert await known(Calibrations(store)) == [False, False, False]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_bytes_that_are_no_text_are_refused(control: Control, place: int) -> None:
+    arguments = ["", "", "", ""]
+    arguments[place] = "\udcff"
+    with pytest.raises(InvalidValue, match="UTF-8"):
+        service_cache.purge_cache(control, *arguments)
 
 
 async def test_a_purge_that_one_cannot_do_is_not_done(control: Control) -> None:
