@@ -13,11 +13,13 @@ import asyncio
 import gzip
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 from urllib.parse import parse_qsl
 
+from starlette.concurrency import iterate_in_threadpool
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route, Router
@@ -35,11 +37,13 @@ from gateway.edge import Edge
 from gateway.errors import ClientGone
 from gateway.service import sessions
 from gateway.service.control import Control
-from registry.errors import RegistryError
-from registry.session import make_engine
+from registry.errors import Forbidden, NotFound, RegistryAway, RegistryError
+from registry.session import away_is_told, make_engine
 
 logger = logging.getLogger(__name__)
 
+MAX_DOWNLOADS = 4
+"""Each holds a connection to the database for as long as it is taken."""
 MAX_FIELDS = 500
 MAX_FORM_BYTES = 1 << 20
 MIN_COMPRESSED_BYTES = 1000
@@ -78,6 +82,7 @@ class AdminApp:
             Threads("check", NUM_SIGN_IN_THREADS, NUM_SIGN_IN_THREADS),
         )
         self._num_streams = 0
+        self._num_downloads = 0
         routes: list[BaseRoute] = [Route("/static/{version}/{name}", self._static, methods=["GET"])]
         routes += [
             Route(page.path, self._page(page), methods=[page.method])
@@ -90,12 +95,16 @@ class AdminApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["path"] == PREFIX:
-            await Response(status_code=308, headers={"location": PREFIX + "/"})(
-                scope, receive, send
-            )
+            there = Reply(b"", 308, headers=[("location", PREFIX + "/")])
+            await _response(there, FOR_PAGES)(scope, receive, send)
             return
         inner = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
-        await self._router(inner, receive, send)
+        try:
+            await self._router(inner, receive, send)
+        except HTTPException as error:  # the router's own: another method, before anything is sent
+            told = list((error.headers or {}).items())
+            reply = Reply(b"not done that way", error.status_code, "text/plain", told)
+            await _response(reply, FOR_PAGES)(scope, receive, send)
 
     def close(self) -> None:
         """When no more requests come. Blocks until what runs in threads has ended."""
@@ -132,9 +141,28 @@ class AdminApp:
             except TooBusy:
                 reply = Reply(b"busy: try again in a moment", 503, "text/plain")
                 reply.headers.append(("retry-after", "1"))
+            chunks = reply.chunks
+            if isinstance(chunks, Iterator):
+                if self._num_downloads >= MAX_DOWNLOADS:
+                    reply = Reply(b"as many downloads run as may", 503, "text/plain")
+                    reply.headers.append(("retry-after", "10"))
+                else:
+                    reply = replace(reply, chunks=self._download(chunks))
             return _response(reply, FOR_PAGES)
 
         return endpoint
+
+    async def _download(self, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+        self._num_downloads += 1
+        try:
+            async for data in iterate_in_threadpool(chunks):
+                yield data
+        finally:  # who leaves half-way leaves a query behind: not for the event loop to wait for
+            closing = asyncio.get_running_loop().run_in_executor(None, _close, chunks)
+            closing.add_done_callback(self._download_over)
+
+    def _download_over(self, _: asyncio.Future[None]) -> None:
+        self._num_downloads -= 1
 
     def _run(self, page: PageRoute, incoming: Incoming, state: LiveState | None) -> Reply:
         """In a thread. The named boundary of the pages: nothing raised gets further."""
@@ -142,8 +170,10 @@ class AdminApp:
         try:
             if incoming.method == "POST":
                 errors.check_origin(incoming)
+            errors.check_path(incoming)
             token = incoming.cookies.get(session.COOKIE, "")
-            found = sessions.who(self.desk.control, token) if token else None
+            with away_is_told():
+                found = sessions.who(self.desk.control, token) if token else None
             ask = replace(ask, signed_in=found, token=token if found else "")
             if found is None and not page.open:
                 return errors.signed_out(ask)
@@ -153,8 +183,12 @@ class AdminApp:
                     errors.check_token(form.get(csrf.FIELD, [""])[-1], token)
                 last = {name: values[-1] for name, values in form.items() if name != csrf.FIELD}
                 ask = replace(ask, form=last, form_lists=form)
-            reply = page.run(ask)
+            with away_is_told():
+                reply = page.run(ask)
         except (RegistryError, errors.Refused) as error:
+            if isinstance(error, RegistryAway):
+                why = getattr(error.__cause__, "orig", error.__cause__)
+                logger.error("request %s %s: %s", incoming.http_id, incoming.path, why)
             reply = errors.refused(ask, error)
         except Exception:
             logger.exception("request %s %s failed", incoming.http_id, incoming.path)
@@ -163,7 +197,8 @@ class AdminApp:
 
     def _ask(self, incoming: Incoming, state: LiveState | None) -> Ask:
         pairs = parse_qsl(incoming.query_string[:8192], max_num_fields=None)[:MAX_FIELDS]
-        return Ask(self.desk, incoming, dict(pairs), {}, None, "", self._clock(), state)
+        query = {name: value for name, value in pairs if "\0" not in value}
+        return Ask(self.desk, incoming, query, {}, None, "", self._clock(), state)
 
     def _stream(self, stream: StreamRoute) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -174,7 +209,10 @@ class AdminApp:
                 return _response(busy, FOR_PAGES)
 
             async def look() -> Mapping[str, str] | None:
-                return await self._pools.pages.run(self._parts, stream, incoming, self._look())
+                try:
+                    return await self._pools.pages.run(self._parts, stream, incoming, self._look())
+                except (TooBusy, RegistryAway) as error:
+                    raise live.NoNews from error
 
             async def counted() -> AsyncIterator[bytes]:
                 self._num_streams += 1
@@ -184,8 +222,11 @@ class AdminApp:
                 finally:
                     self._num_streams -= 1
 
-            if await look() is None:
-                return _response(Reply(b"sign in first", 401, "text/plain"), FOR_PAGES)
+            try:
+                if await look() is None:
+                    return _response(Reply(b"sign in first", 401, "text/plain"), FOR_PAGES)
+            except live.NoNews:
+                return _response(Reply(b"try again in a moment", 503, "text/plain"), FOR_PAGES)
             response = StreamingResponse(counted(), media_type="text/event-stream")
             return _with(response, FOR_PAGES)
 
@@ -195,14 +236,17 @@ class AdminApp:
         self, stream: StreamRoute, incoming: Incoming, state: LiveState
     ) -> Mapping[str, str] | None:
         token = incoming.cookies.get(session.COOKIE, "")
-        found = sessions.who(self.desk.control, token, is_use=False) if token else None
-        if found is None:
+        if "\0" in incoming.path:
             return None
-        ask = replace(self._ask(incoming, state), signed_in=found, token=token)
-        try:
-            return stream.run(ask)
-        except RegistryError:  # gone, or no longer this user's to see
-            return None
+        with away_is_told():
+            found = sessions.who(self.desk.control, token, is_use=False) if token else None
+            if found is None:
+                return None
+            ask = replace(self._ask(incoming, state), signed_in=found, token=token)
+            try:
+                return stream.run(ask)
+            except (NotFound, Forbidden):  # gone, or no longer this user's to see
+                return None
 
     def _is_stopping(self) -> bool:
         return self._services.dispatcher.stopping
@@ -216,6 +260,12 @@ class AdminApp:
         if packed:
             reply.headers.append(("content-encoding", "gzip"))
         return _response(reply, FOR_EVER)
+
+
+def _close(chunks: Iterator[bytes]) -> None:
+    """What it holds of the database is given back."""
+    if isinstance(chunks, Generator):
+        chunks.close()
 
 
 async def _incoming(request: Request, with_body: bool) -> Incoming | None:
@@ -250,7 +300,9 @@ def _form(incoming: Incoming) -> dict[str, list[str]]:
     try:
         text = incoming.body.decode()
         pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict")
-    except ValueError as error:  # not UTF-8, or too many fields
+        if any("\0" in value for _, value in pairs):
+            raise ValueError("NUL is no text")
+    except ValueError as error:  # not UTF-8, too many fields, or not to be stored
         raise errors.Refused(400, "This is no form", "It cannot be read.") from error
     for name, value in pairs:
         found.setdefault(name, []).append(value)

@@ -7,14 +7,14 @@ just before.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlencode
 
 from admin.csrf import masked
 from admin.navigation import Group
-from admin.requests import request_as
+from admin.requests import events_as, request_as
 from admin.static_files import StaticFiles
 from admin.templating import Templates
 from engine.protocol import WorkerStatus
@@ -65,6 +65,8 @@ class Desk:
     navigation: Sequence[Group]
     edge: Edge
     """What requests of tenants go through; for pages that send one themselves."""
+    streaming: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests that pages sent, as long as they run: also for who has left. Of the loop alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,8 @@ class Reply:
     status: int = 200
     media: str = "text/html; charset=utf-8"
     headers: Headers = field(default_factory=list)
-    chunks: Iterator[bytes] | None = None
-    """Instead of a body: a download that is made while it is sent, in a thread."""
+    chunks: Iterator[bytes] | AsyncIterator[bytes] | None = None
+    """Instead of a body: what is made while it is sent, in a thread or on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,10 @@ class Ask:
     def request_as(self, kind: RequestKind, body: bytes, key_id: str) -> bytes:
         """Send a request as a key that this user may ask as; see requests.py."""
         return request_as(self.desk.edge, self.incoming.loop, kind, body, key_id)
+
+    def events_as(self, kind: RequestKind, body: bytes, key_id: str) -> AsyncIterator[bytes]:
+        """A streamed one, as it comes; see requests.py."""
+        return events_as(self.desk.edge, self.desk.streaming, kind, body, key_id)
 
     def fragment(self, template: str, macro: str, *arguments: object) -> str:
         """One macro of a template as HTML: what a live part is replaced by."""

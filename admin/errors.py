@@ -4,7 +4,7 @@ from admin import csrf
 from admin.ask import PREFIX, Ask, Incoming, PageRoute, Reply
 from admin.session import sign_in_path
 from gateway.service.sessions import SignInRefused
-from registry.errors import Forbidden, NotFound, RegistryBusy, RegistryError
+from registry.errors import Forbidden, NotFound, RegistryAway, RegistryBusy, RegistryError
 
 
 class Refused(Exception):
@@ -24,6 +24,12 @@ def check_origin(incoming: Incoming) -> None:
             "This did not come from here",
             "The form was not sent from a page of this server, so nothing was done.",
         )
+
+
+def check_path(incoming: Incoming) -> None:
+    """Raises Refused for a path that names nothing anywhere: no database takes a NUL."""
+    if "\0" in incoming.path:
+        raise Refused(404, "Not here", "There is no such page.")
 
 
 def check_token(given: str, session_token: str) -> None:
@@ -56,6 +62,9 @@ def refused(ask: Ask, error: RegistryError | Refused) -> Reply:
         return _page(ask, 404, "Not here", str(error))
     if isinstance(error, RegistryBusy):
         return _page(ask, 503, "Busy", str(error))
+    if isinstance(error, RegistryAway):
+        text = "Nothing can be shown or changed until it does. Requests of tenants go on meanwhile."
+        return _page(ask, 503, "The database does not answer", text)
     if isinstance(error, SignInRefused):
         return _page(ask, 429, "Too many tries", str(error))
     return _page(ask, 409, "This was not done", str(error))

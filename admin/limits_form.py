@@ -6,6 +6,7 @@ arrived.
 """
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,11 +18,17 @@ from admin.templating import money, number, span
 from gateway.limits.limits import budget_name, budgets_of, count_name, limited
 from gateway.limits.periods import period_of
 from gateway.policy.rate_limit import Draw, Figures
+from gateway.service import limits as verbs
+from gateway.service.limits import ChangedMeanwhile
 from gateway.store.base import LimitStore
-from registry.quotas import Limits, LimitScope
+from registry.errors import RegistryError
+from registry.quotas import LIMIT_NAMES, MAX_LIMIT, Limits, LimitScope
 
 TIMEOUT_S = 2.0
+SEEN: Final = "seen"
+"""What held when the form was shown, in a field of its own that is not to be seen."""
 BUDGETS: Final = frozenset({"day_budget_nanos", "month_budget_nanos"})
+_AMOUNT: Final = re.compile(r"[0-9]{1,19}")
 LABELS: Final[Mapping[str, str]] = {
     "requests_per_minute": "Requests a minute",
     "requests_per_day": "Requests in 24 hours",
@@ -37,12 +44,6 @@ LABELS: Final[Mapping[str, str]] = {
     "day_budget_nanos": "Budget of a day",
     "month_budget_nanos": "Budget of a month",
 }
-GROUPS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
-    ("Requests", ("requests_per_minute", "requests_per_day", "max_concurrency")),
-    ("Tokens", ("tokens_per_minute", "tokens_per_day")),
-    ("Money", ("day_budget_nanos", "month_budget_nanos")),
-)
-MORE: Final = tuple(name for name in LABELS if all(name not in names for _, names in GROUPS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +87,55 @@ def limits_form(ask: Ask, owners: Sequence[Owner], given: bool = False) -> Form:
         )
         for name, label in LABELS.items()
     ]
+    fields.append(Field(SEEN, "Seen", value=_seen_text(own), max_length=1000))
     return Form(tuple(fields), ask.form if given else None)
 
 
-def changes_of(form: Form) -> dict[str, int]:
-    """What was given, all of it: an empty field is no limit."""
-    return {
+def store(ask: Ask, owner: Owner, form: Form) -> bool:
+    """Set what the form changes of what it was shown with: an empty field is no limit. Whether it
+    was done; else the form says why, and what others have set meanwhile stands in it."""
+    wanted = {
         name: (nanos_of(form, name) if name in BUDGETS else form.whole(name)) or 0
         for name in LABELS
     }
+    for name, value in wanted.items():
+        if value > MAX_LIMIT:
+            most = MAX_LIMIT // 10**9 if name in BUDGETS else MAX_LIMIT
+            form.errors.setdefault(name, f"At most {number(most)}.")
+    seen = _seen(form.text(SEEN))
+    changes = {
+        name: value
+        for name, value in wanted.items()
+        if seen is None or value != getattr(seen, name)
+    }
+    if not form.is_sound:
+        return False
+    try:
+        verbs.set_limits(ask.control, owner.scope, owner.id, changes, seen)
+    except ChangedMeanwhile as error:
+        now = {name: _text(name, getattr(error.now, name)) for name in LABELS}
+        kept = {name: form.value(name) for name in changes}
+        form.given = {**now, **kept, SEEN: _seen_text(error.now)}
+        for name, who in error.by.items():
+            said = now[name] or "unlimited"
+            form.errors[name] = f"{who} has set {said} meanwhile: sent again, yours replaces it."
+        form.trouble = str(error)
+    except RegistryError as error:
+        form.trouble = str(error)
+    return form.is_sound
+
+
+def _seen_text(limits: Limits) -> str:
+    return " ".join(f"{name}={getattr(limits, name)}" for name in LIMIT_NAMES)
+
+
+def _seen(text: str) -> Limits | None:
+    """None: not told."""
+    pairs = [pair.partition("=")[::2] for pair in text.split()]
+    sound = bool(pairs) and all(
+        name in LIMIT_NAMES and _AMOUNT.fullmatch(value) for name, value in pairs
+    )
+    return Limits(**{name: int(value) for name, value in pairs}) if sound else None
 
 
 def uses(ask: Ask, owners: Sequence[Owner]) -> list[Use] | None:

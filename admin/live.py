@@ -2,8 +2,9 @@
 
 A stream asks its page's fragments again and again, in a thread, and sends those that have changed,
 as HTML that the page's own macros made; and a tick each time, by which the page says how old it is.
-Whose session ends hears `signed-out` and no more. The number of streams is bounded, and all of
-them end when the server stops.
+Whose session ends hears `signed-out` and no more. While nothing can be told (the database does not
+answer) there is no tick, and the page says how old it is. The number of streams is bounded, and all
+of them end when the server stops.
 """
 
 import asyncio
@@ -12,9 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import msgspec
 
 RETRY_MS = 2000
+_NOTHING = b": nothing new\n\n"
 
 Look = Callable[[], Awaitable[Mapping[str, str] | None]]
-"""The fragments now; None where the session has ended."""
+"""The fragments now; None where the session has ended. Raises NoNews."""
+
+
+class NoNews(Exception):
+    """It cannot be told now how things are; perhaps the next time."""
 
 
 async def events(look: Look, every_s: float, stopping: Callable[[], bool]) -> AsyncIterator[bytes]:
@@ -22,7 +28,12 @@ async def events(look: Look, every_s: float, stopping: Callable[[], bool]) -> As
     shown: dict[str, str] = {}
     yield b"retry: %d\n\n" % RETRY_MS
     while not stopping():
-        found = await look()
+        try:
+            found = await look()
+        except NoNews:
+            yield _NOTHING  # finds out whether anybody listens
+            await asyncio.sleep(every_s)
+            continue
         if found is None:
             yield _event("signed-out", {})
             return

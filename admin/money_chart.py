@@ -66,5 +66,5 @@ def stacked(labels: Sequence[str], stacks: Sequence[Stack], name: str, currency:
 
 def _round_up(nanos: int) -> int:
     """The next sum that a scale may end with: 1, 2, 4, 8 or 10 times a power of ten."""
-    power = 10 ** max(0, len(str(max(1, nanos))) - 1)
+    power: int = 10 ** max(0, len(str(max(1, nanos))) - 1)
     return max(4, next(f * power for f in (1, 2, 4, 8, 10) if f * power >= nanos))

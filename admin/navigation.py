@@ -25,7 +25,13 @@ class Group:
 
 
 NAVIGATION: Final = (
-    Group("", (Item("Models", "/models", "models", "models.read"),)),
+    Group(
+        "",
+        (
+            Item("Models", "/models", "models", "models.read"),
+            Item("Playground", "/playground", "playground", "models.write"),
+        ),
+    ),
     Group(
         "Tenants",
         (
@@ -38,11 +44,16 @@ NAVIGATION: Final = (
         (
             Item("Usage", "/usage", "usage", "usage.read"),
             Item("Prices", "/prices", "prices", "prices.read"),
+            Item("Invoices", "/invoices", "exports", "usage.read"),
         ),
     ),
     Group(
         "Operations",
-        (Item("Health", "/health", "health", "models.read"),),
+        (
+            Item("Fairness", "/fairness", "fairness", "audit.read"),
+            Item("Cache", "/cache", "cache", "cache.read"),
+            Item("Health", "/health", "health", "models.read"),
+        ),
     ),
     Group(
         "Admin",

@@ -41,6 +41,9 @@ PAGES = (
     *("/account", "/models", "/models?sort=name", "/models?q=qwen&sort=-size"),
     *("/models?sort=-failed&state=ready", "/models/{model}", "/register", "/users", "/sessions"),
     *("/audit", "/audit?target={model}", "/health", "/search?q=model", "/search.json?q=12"),
+    *("/tenants", "/tenants?sort=name", "/keys", "/keys?q=7&sort=-cost", "/prices", "/invoices"),
+    *("/playground", "/fairness", "/cache"),
+    *("/usage", "/usage?by=tenant", "/usage?by=day&tenant=tenant-7"),
 )
 _POSTINGS = """
 INSERT INTO postings (

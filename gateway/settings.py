@@ -206,9 +206,8 @@ class Settings(HttpSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "at most half of what /dev/shm has."
         ),
     ] = -1
-    num_threads: Annotated[
-        int, CountOrZero, doc("Threads of one operator on the CPU; 0: chosen by the worker.")
-    ] = 0
+    num_threads: Annotated[int, CountOrZero, doc("CPU threads of one operator; 0: chosen.")] = 0
+    native_kernels: Annotated[bool, doc("C++ kernels on the CPU for models they cover.")] = True
     load_threads: Annotated[int, Count, doc("Threads that read one pack.")] = 2
     max_num_seqs: Annotated[int, Count, doc("Rows of one engine step at most.")] = 64
     max_batch_tokens: Annotated[

@@ -8,6 +8,7 @@ RegistryError
 +-- SchemaError        the database is missing, older or newer than this build
 +-- Forbidden          who asks may not do this
 +-- RegistryBusy       somebody else is changing it; nothing was changed, it may be tried again
++-- RegistryAway       the database does not answer; whether anything was changed is not known
 """
 
 
@@ -37,6 +38,10 @@ class SchemaError(RegistryError):
 
 class RegistryBusy(RegistryError):
     """Others are changing the registry and took too long; nothing was changed."""
+
+
+class RegistryAway(RegistryError):
+    """The database does not answer; whether anything was changed is not known."""
 
 
 class Forbidden(RegistryError):

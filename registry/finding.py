@@ -21,6 +21,12 @@ def models(session: Session, text: str, limit: int) -> list[tuple[str, str]]:
     return [(name, state) for name, state in rows]
 
 
+def chat_models(session: Session, limit: int) -> list[str]:
+    """Names of ready models that generate, by name."""
+    query = select(Model.name).where(Model.state == "ready", Model.task == "generate")
+    return list(session.scalars(query.order_by(Model.name).limit(limit)))
+
+
 def tenants(
     session: Session, text: str, limit: int, seen: Collection[str] | None
 ) -> list[tuple[str, str]]:
@@ -36,7 +42,11 @@ def keys(
     session: Session, text: str, limit: int, seen: Collection[str] | None
 ) -> list[tuple[str, str, str, str]]:
     """(id, public id, name, tenant's name), by name, id or public id, revoked ones too."""
-    named = or_(_has(ApiKey.name, text), ApiKey.id == text, ApiKey.public_id.startswith(text))
+    named = or_(
+        _has(ApiKey.name, text),
+        ApiKey.id == text,
+        ApiKey.public_id.startswith(text, autoescape=True),
+    )
     query = select(ApiKey.id, ApiKey.public_id, ApiKey.name, Tenant.name)
     query = query.join(Tenant, Tenant.id == ApiKey.tenant_id).where(named)
     if seen is not None:

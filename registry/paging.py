@@ -13,6 +13,7 @@ from sqlalchemy import Select, literal, or_
 from sqlalchemy.orm import Session
 
 MAX_LIMIT = 200
+MAX_NUMBER = 2**63 - 1
 Key: TypeAlias = tuple[str | int | float, str | int]
 """What the page before ended with: the sort column's value, the tie-breaker's."""
 
@@ -74,4 +75,6 @@ def listed(
 def _fits(value: str | int | float, column: Any) -> bool:
     """A key comes from an address, where anybody may have written anything."""
     is_text: bool = column.type.python_type is str
-    return isinstance(value, str) == is_text
+    if isinstance(value, str):
+        return is_text and value.isprintable()  # no NUL, no half of a surrogate pair
+    return not is_text and abs(value) <= MAX_NUMBER

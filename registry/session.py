@@ -23,13 +23,20 @@ from alembic import command
 from alembic.config import Config
 from alembic.util import CommandError
 from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
 import migrations
 from registry import locks, postgresql, schema
 from registry.audit import ACTOR_KEY
-from registry.errors import InvalidValue, RegistryBusy, RegistryError, SchemaError
+from registry.errors import (
+    InvalidValue,
+    RegistryAway,
+    RegistryBusy,
+    RegistryError,
+    SchemaError,
+)
 
 BUSY_TIMEOUT_MS = 5000
 UPGRADE_TIMEOUT_S = 60.0
@@ -110,6 +117,15 @@ def busy_is_told() -> Iterator[None]:
         raise RegistryBusy(
             "somebody else is changing the registry, nothing was changed: try again"
         ) from error
+
+
+@contextmanager
+def away_is_told() -> Iterator[None]:
+    """A database that does not answer becomes RegistryAway, for people."""
+    try:
+        yield
+    except (OperationalError, InterfaceError, NoConnection) as error:
+        raise RegistryAway("the database does not answer: try again in a moment") from error
 
 
 def upgrade(url: str, revision: str = "head") -> None:

@@ -136,6 +136,16 @@ def revoke_by_id(session: Session, session_id: str, *, now_at: float) -> None:
     _revoke(session, _by_id(session, session_id).digest, now_at)
 
 
+def revoke_all(session: Session, user_id: str, *, now_at: float) -> None:
+    """All of a user's: they do not come back when the user is let in again."""
+    session.execute(
+        update(UserSession)
+        .where(UserSession.user_id == user_id, UserSession.revoked_at.is_(None))
+        .values(revoked_at=now_at)
+        .execution_options(synchronize_session=False)
+    )
+
+
 def owner_of(session: Session, session_id: str) -> str:
     """The id of the user whose session it is. Raises NotFound."""
     return _by_id(session, session_id).user_id

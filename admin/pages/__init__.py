@@ -5,12 +5,16 @@ from typing import Final
 from admin.ask import PageRoute, StreamRoute
 from admin.pages import (
     audit,
+    cache,
+    fairness,
     health,
     home,
+    invoices,
     key,
     keys,
     model,
     models,
+    playground,
     prices,
     register,
     search,
@@ -23,6 +27,7 @@ from admin.pages import (
 PAGES: Final[tuple[PageRoute, ...]] = (
     *home.ROUTES,
     *search.ROUTES,
+    *playground.ROUTES,
     *models.ROUTES,
     *model.ROUTES,
     *register.ROUTES,
@@ -32,9 +37,12 @@ PAGES: Final[tuple[PageRoute, ...]] = (
     *key.ROUTES,
     *usage.ROUTES,
     *prices.ROUTES,
+    *invoices.ROUTES,
     *users.ROUTES,
     *audit.ROUTES,
     *health.ROUTES,
+    *fairness.ROUTES,
+    *cache.ROUTES,
 )
 STREAMS: Final[tuple[StreamRoute, ...]] = (
     *models.STREAMS,
@@ -42,4 +50,6 @@ STREAMS: Final[tuple[StreamRoute, ...]] = (
     *tenant.STREAMS,
     *key.STREAMS,
     *health.STREAMS,
+    *fairness.STREAMS,
+    *cache.STREAMS,
 )

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from admin.ask import Ask, PageRoute, Reply
+from admin.templating import exact
 from gateway.service import audit as verbs
 from registry.audit import AuditEntry, AuditFilter
 
@@ -16,6 +17,8 @@ KINDS = (
     *("user", "session", "usage"),
 )
 MAX_SHOWN = 120
+MAX_AT = 253_402_300_800.0
+"""The year 10000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +57,17 @@ def show_audit(ask: Ask) -> Reply:
 def _changes(entry: AuditEntry) -> list[Change]:
     before, after = entry.before or {}, entry.after or {}
     return [
-        Change(name, _text(before.get(name)), _text(after.get(name)))
+        Change(name, _text(name, before.get(name)), _text(name, after.get(name)))
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if value is None or value == "":
         return "-"
+    if name.endswith("_at") and isinstance(value, int | float) and 0 < value < MAX_AT:
+        return exact(value)
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Field, Form
 from admin.key_form import bound_fields, read_key
-from admin.limits_form import Owner, changes_of, is_in_force, limits_form, uses
+from admin.limits_form import Owner, is_in_force, limits_form, store, uses
 from admin.templating import may, path
-from gateway.service import key_list, limits
+from gateway.service import key_list
 from gateway.service import keys as verbs
 from gateway.service.control import require
 from gateway.service.key_list import KeyView
-from registry.errors import Forbidden, RegistryError
+from registry.errors import AlreadyExists, Forbidden, RegistryError
 from registry.key_changes import KeyChanges
 
 GRACES = {"0": "None: it stops at once", "3600": "1 hour", "86400": "1 day", "604800": "7 days"}
@@ -58,18 +58,12 @@ def change(ask: Ask) -> Reply:
 
 
 def set_limits(ask: Ask) -> Reply:
-    """All of them, as they stand in the form."""
+    """Those that were changed in the form."""
     view = key_list.key_view(ask.control, ask.params["id"])
     require(ask.control, "limits.write")
     form = limits_form(ask, _owners(view), given=True)
-    changes = changes_of(form)
-    if form.is_sound:
-        try:
-            limits.set_limits(ask.control, "key", view.key.id, changes)
-        except RegistryError as error:
-            form.trouble = str(error)
-        else:
-            return ask.redirect(_at(view) + "#limits", "The limits are changed.")
+    if store(ask, _owners(view)[0], form):
+        return ask.redirect(_at(view) + "#limits", "The limits are changed.")
     return _page(ask, view, of_limits=form, status=422)
 
 
@@ -77,20 +71,23 @@ def show_rotate(ask: Ask) -> Reply:
     """How long the old secret is to work on."""
     view = key_list.key_view(ask.control, ask.params["id"])
     require(ask.control, "keys.write", view.key.tenant_id)
-    return ask.page("key_rotate.html", key=view.key, form=_grace_form())
+    return ask.page("key_rotate.html", key=view.key, form=_grace_form(view))
 
 
 def rotate(ask: Ask) -> Reply:
-    """Another secret. It is on this answer and nowhere else: no redirect."""
+    """Another secret. It is on this answer and nowhere else: no redirect. Sent again, the form
+    does nothing."""
     view = key_list.key_view(ask.control, ask.params["id"])
     require(ask.control, "keys.write", view.key.tenant_id)
-    form = _grace_form(ask)
-    grace = form.text("grace")
+    form = _grace_form(view, ask)
+    grace, instead_of = form.text("grace"), form.text("instead_of")
     if form.is_sound:
         try:
-            key, plaintext = verbs.rotate_key(ask.control, view.key.id, float(grace))
+            key, plaintext = verbs.rotate_key(ask.control, view.key.id, float(grace), instead_of)
         except Forbidden:
             raise
+        except AlreadyExists as error:
+            return ask.redirect(_at(view), f"{str(error).capitalize()}.")
         except RegistryError as error:
             form.trouble = str(error)
         else:
@@ -159,9 +156,13 @@ def _owners(view: KeyView) -> Sequence[Owner]:
     )
 
 
-def _grace_form(ask: Ask | None = None) -> Form:
-    field = Field("grace", "The old secret works on for", "select", value="86400", choices=GRACES)
-    return Form((field,), ask.form if ask else None)
+def _grace_form(view: KeyView, ask: Ask | None = None) -> Form:
+    """With the mark of the secret that it replaces: sent again, it replaces no other."""
+    fields = (
+        Field("grace", "The old secret works on for", "select", value="86400", choices=GRACES),
+        Field("instead_of", "Secret", value=verbs.secret_mark(view.key)),
+    )
+    return Form(fields, ask.form if ask else None)
 
 
 def _at(view: KeyView) -> str:

@@ -94,7 +94,7 @@ def _form(ask: Ask, given: bool = True) -> Form:
         Field(
             "name",
             "Name",
-            help="What requests say in `model`. Letters, digits and . _ : / -",
+            help="What requests name as their model. Letters, digits and . _ : / -",
             value=name or "",
             required=True,
             max_length=128,

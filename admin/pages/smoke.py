@@ -73,10 +73,15 @@ def ask_model(ask: Ask, model: ModelRecord, form: Form) -> SmokeAnswer | None:
     except NotFound as error:
         form.errors["key"] = str(error)
         return None
-    began_s = time.monotonic()
     kind, body = ROUTE_KINDS[model.task], msgspec.json.encode(body_of(model, prompt))
+    return whole_answer(ask, kind, body, found.key_id)
+
+
+def whole_answer(ask: Ask, kind: RequestKind, body: bytes, key_id: str) -> SmokeAnswer:
+    """Send a request as that key and wait."""
+    began_s = time.monotonic()
     try:
-        data = ask.request_as(kind, body, found.key_id)
+        data = ask.request_as(kind, body, key_id)
     except ApiError as error:
         return SmokeAnswer(trouble=f"{error.message} ({error.kind.code})")
     except (TimeoutError, ClientGone):

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Field, Form
-from admin.limits_form import Owner, changes_of, is_in_force, limits_form, uses
+from admin.limits_form import Owner, is_in_force, limits_form, store, uses
 from admin.pages.tenants import PRIORITIES
 from admin.templating import path
-from gateway.service import key_list, limits, tenant_list
+from gateway.service import key_list, tenant_list
 from gateway.service import tenants as verbs
 from gateway.service.control import require
 from gateway.service.tenant_list import TenantView
@@ -58,18 +58,12 @@ def change(ask: Ask) -> Reply:
 
 
 def set_limits(ask: Ask) -> Reply:
-    """All of them, as they stand in the form."""
+    """Those that were changed in the form."""
     view = tenant_list.tenant_view(ask.control, ask.params["id"])
     require(ask.control, "limits.write")
     form = limits_form(ask, _owners(view), given=True)
-    changes = changes_of(form)
-    if form.is_sound:
-        try:
-            limits.set_limits(ask.control, "tenant", view.tenant.id, changes)
-        except RegistryError as error:
-            form.trouble = str(error)
-        else:
-            return ask.redirect(_at(view) + "#limits", "The limits are changed.")
+    if store(ask, _owners(view)[0], form):
+        return ask.redirect(_at(view) + "#limits", "The limits are changed.")
     return _page(ask, view, of_limits=form, status=422)
 
 

@@ -91,7 +91,11 @@ def show(ask: Ask) -> Reply:
             name: (label, f"{PREFIX}/usage/export?{urlencode({**wanted.fields, 'format': name})}")
             for name, (label, *_) in FORMATS.items()
         },
-        kinds=[(each.name, colour(each.ref) if each.ref else "rest") for each in view.series],
+        kinds=[
+            (each.name, colour(each.ref) if each.ref else "rest")
+            for each in view.series
+            if any(each.costs.values())
+        ],
         instant=_instant,
         exact_cost=text_of(view.total.cost_nanos),
         url=lambda **changes: _url(wanted, changes),

@@ -40,7 +40,7 @@ function follow(line) {
   source.addEventListener("signed-out", () => {
     source.close();
     clearInterval(timer);
-    say(line, "lost", "Signed out: load the page again");
+    say(line, "lost", "Signed out, or gone: load the page again");
   });
   source.addEventListener("error", () => {
     lost ||= Date.now();

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.billing.export_rows import decimal_text, harmless, short_decimal
 from gateway.billing.focus_lines import LineMaker
@@ -105,8 +105,9 @@ class FocusWriter:
 
     def lines(self, row: HourSum) -> Iterator[Line]:
         """The meters that were used."""
+        amounts: Any = row  # by place: all of a meter's are whole numbers
         for name, unit, places, of, paid, counts, listed, agreed in self._meters(row):
-            quantity, billed = row[of], row[paid]
+            quantity, billed = amounts[of], amounts[paid]
             if billed or (quantity and counts):
                 yield Line(name, unit, places, quantity, billed, listed, agreed)
 

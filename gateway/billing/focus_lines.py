@@ -83,7 +83,8 @@ class LineMaker:
         amounts: tuple[str, str, str, str],
     ) -> str:
         """`amounts`: billed cost, quantity, cost by the list and as agreed."""
-        return template % self._arranged(amounts + owner)
+        text: str = template % self._arranged(amounts + owner)
+        return text
 
 
 def _keep(kept: dict[Hashable, _T], key: Hashable, value: _T) -> _T:

@@ -1,12 +1,13 @@
 """The verbs on API keys, for the CLI and, later, the admin API and pages (control.py)."""
 
+import hashlib
 from collections.abc import Sequence
 
 from gateway.cache.asks import no_embedder
 from gateway.service.control import Control, find_key, find_tenant, visible
 from registry import api_keys
 from registry.api_keys import KeyChanges, KeyRecord
-from registry.errors import InvalidValue
+from registry.errors import AlreadyExists, InvalidValue
 from registry.key_cache import KeyCache
 from registry.key_changes import Unchanged
 from registry.key_scopes import INFERENCE
@@ -24,8 +25,10 @@ def create_key(
     allowed_models: Sequence[str] | None = None,
     expires_in_s: float | None = None,
     allowed_cidrs: Sequence[str] | None = None,
+    public_id: str = "",
 ) -> tuple[KeyRecord, str]:
-    """A new key of a tenant, and its plaintext (shown once)."""
+    """A new key of a tenant, and its plaintext (shown once). A `public_id` that is given can be
+    made once: AlreadyExists afterwards."""
     _check_cache(control, cache)
     now_at = control.clock()
     with control.writing() as session:
@@ -40,6 +43,7 @@ def create_key(
             allowed_models=allowed_models,
             expires_at=None if expires_in_s is None else now_at + expires_in_s,
             allowed_cidrs=allowed_cidrs,
+            plaintext=api_keys.generate_plaintext(public_id) if public_id else None,
         )
 
 
@@ -76,10 +80,20 @@ def revoke_key(control: Control, key: str) -> KeyRecord:
         return api_keys.revoke(session, found.id, now_at=control.clock())
 
 
-def rotate_key(control: Control, key: str, grace_s: float = 0.0) -> tuple[KeyRecord, str]:
-    """A new secret (shown once); the old one works for `grace_s` more seconds."""
+def secret_mark(key: KeyRecord) -> str:
+    """Which secret the key has now, without a word of it: another one has another mark."""
+    return hashlib.sha256(b"polyhost secret" + key.salt + key.digest).hexdigest()[:16]
+
+
+def rotate_key(
+    control: Control, key: str, grace_s: float = 0.0, instead_of: str = ""
+) -> tuple[KeyRecord, str]:
+    """A new secret (shown once); the old one works for `grace_s` more seconds. `instead_of`: the
+    mark of the secret that is to be replaced. Raises AlreadyExists where it has been."""
     with control.writing() as session:
         found = find_key(control, session, key, "keys.write")
+        if instead_of and instead_of != secret_mark(found):
+            raise AlreadyExists("the key has another secret meanwhile: nothing was done")
         return api_keys.rotate(session, found.id, grace_s, now_at=control.clock())
 
 

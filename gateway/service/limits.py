@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from gateway.service.control import Control, find_key, find_tenant, require, visible
-from registry import api_keys, catalog, quotas, tenants
+from registry import api_keys, audit, catalog, quotas, tenants
+from registry.audit import AuditFilter
+from registry.errors import RegistryError
 from registry.quotas import Limits, LimitScope
 
 
@@ -20,16 +22,34 @@ class OwnedLimits:
     limits: Limits
 
 
+class ChangedMeanwhile(RegistryError):
+    """Somebody else has set a limit since it was looked at; nothing was changed. `now` holds, and
+    `by` says who set each of those that clash."""
+
+    def __init__(self, now: Limits, by: Mapping[str, str]) -> None:
+        super().__init__("somebody else has changed these limits meanwhile: nothing was done")
+        self.now = now
+        self.by = by
+
+
 def set_limits(
-    control: Control, scope: LimitScope, owner: str, changes: Mapping[str, int]
+    control: Control,
+    scope: LimitScope,
+    owner: str,
+    changes: Mapping[str, int],
+    seen: Limits | None = None,
 ) -> OwnedLimits:
     """Change the limits that are named (fields of Limits); 0 means unlimited.
 
     `owner`: a key's id or public id, a tenant's id or name, a model's name, "" for the gateway.
+    `seen`: what held when they were chosen. Raises ChangedMeanwhile where one of them holds no
+    more and is not what is wanted anyway.
     """
     require(control, "limits.write")
     with control.writing() as session:
         owner, name = resolve_owner(control, session, scope, owner)
+        if seen is not None:
+            _check_unchanged(session, scope, owner, changes, seen)
         limits = quotas.set_limits(session, scope, owner, changes, now_at=control.clock())
         return OwnedLimits(scope, owner, name, limits)
 
@@ -61,6 +81,26 @@ def list_limits(control: Control) -> list[OwnedLimits]:
             for owner, limits in quotas.all_limits(session, scope).items()
             if limits != quotas.UNLIMITED and (seen is None or owner in names.get(scope, {}))
         ]
+
+
+def _check_unchanged(
+    session: Session, scope: LimitScope, owner: str, changes: Mapping[str, int], seen: Limits
+) -> None:
+    now = quotas.get_limits(session, scope, owner)
+    clashing = {
+        name
+        for name, value in changes.items()
+        if getattr(now, name) not in (getattr(seen, name), value)
+    }
+    if not clashing:
+        return
+    told = audit.page(session, AuditFilter(action="limits.set", target=owner or scope), limit=50)
+    by: dict[str, str] = {}
+    for entry in told:
+        for name in clashing.difference(by):
+            if (entry.before or {}).get(name) != (entry.after or {}).get(name):
+                by[name] = entry.actor
+    raise ChangedMeanwhile(now, {name: by.get(name, "somebody") for name in clashing})
 
 
 def resolve_owner(

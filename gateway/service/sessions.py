@@ -58,18 +58,21 @@ def sign_in(control: Control, name: str, password: str, address: str, agent: str
     name = name[:MAX_NAME_LEN]
     against = sign_in_guard.subjects(name, _network(address))
     _take_turn(control, against)
+    began_at = control.clock()  # a password that is changed from here on ends this session too
     with control.reading() as session:
         user = users.authenticate(session, name, password)
     if user is None:
         logger.warning("sign-in refused user=%r address=%s", name, address)
         raise SignInRefused("That name and password do not go together.")
-    now_at = control.clock()
     with acting_as(control, user).writing() as session:
+        now_at = control.clock()
+        if users.get_user(session, user.id).disabled:  # meanwhile
+            raise SignInRefused("That name and password do not go together.")
         sign_ins.forget(session, against[0])
         sign_ins.take_back(session, against[1:])
         lifetime_s = control.settings.admin_session_s
         token = user_sessions.begin(
-            session, user.id, lifetime_s, now_at=now_at, address=address, agent=agent
+            session, user.id, lifetime_s, now_at=began_at, address=address, agent=agent
         )
         told = {"address": address}
         audit.append(

@@ -91,22 +91,18 @@ def usage_view(
             found.sort(key=lambda row: (-row[1].cost_nanos, -row[1].num_requests, row[0]))
         names = usage_sums.names(session, by, [ref for ref, _ in found])
         lines = [UsageLine(ref, names[ref], amounts) for ref, amounts in found]
-        total = Amounts()
-        for _, amounts in found:
-            total = total.plus(amounts)
-        by_unit = sums if by == unit else usage_sums.sum_of(session, wanted, unit)
-        left = {int(at): amounts.cost_nanos for (at, _), amounts in by_unit.items()}
-        series = []
-        if by in ("tenant", "key", "model"):
-            for line in lines[:NUM_SERIES]:
-                only = _only(wanted, by, line.ref)
-                of_line = usage_sums.sum_of(session, only, unit) if len(lines) > 1 else by_unit
-                costs = {int(at): amounts.cost_nanos for (at, _), amounts in of_line.items()}
-                series.append(Series(line.ref, line.name, costs))
-                for at, cost in costs.items():
-                    left[at] = left.get(at, 0) - cost
-        if any(left.values()) or not series:
-            series.append(Series("", "others" if series else "all", left))
+        columns = zip(*(amounts for _, amounts in found), strict=True)
+        total = Amounts._make(map(sum, columns)) if found else Amounts()
+        apart = by in ("tenant", "key", "model")
+        first = lines[:NUM_SERIES] if apart else []
+        if by == unit:
+            costs = {"": {int(ref): amounts.cost_nanos for ref, amounts in found}}
+        else:
+            refs = [line.ref for line in first]
+            costs = usage_sums.cost_series(session, wanted, by, refs, unit)
+        series = [Series(line.ref, line.name, costs.get(line.ref, {})) for line in first]
+        if "" in costs:
+            series.append(Series("", "others" if series else "all", costs[""]))
         kept_from = session.get_one(rollups.LedgerStateRow, rollups.ONLY_ROW).kept_from
         return UsageView(of_tenant, of_key, total, lines, series, kept_from)
 
@@ -115,17 +111,6 @@ def export_chunks(control: Control, order: ExportOrder) -> Iterator[bytes]:
     """The export's bytes, made as they are taken. Not on the event loop."""
     require(control, "usage.read", order.scope.tenant_id)
     return _parquet(control, order) if order.format == "parquet" else _text(control, order)
-
-
-def _only(wanted: UsageFilter, by: str, ref: str) -> UsageFilter:
-    own = (ref,)
-    return UsageFilter(
-        wanted.from_at,
-        wanted.to_at,
-        own if by == "tenant" else wanted.tenant_ids,
-        own if by == "key" else wanted.key_ids,
-        own if by == "model" else wanted.models,
-    )
 
 
 def _text(control: Control, order: ExportOrder) -> Iterator[bytes]:

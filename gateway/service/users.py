@@ -11,7 +11,7 @@ from dataclasses import replace
 from gateway.policy.permissions import INSTALLATION
 from gateway.service.control import Control, find_tenant, open_control, require, visible
 from gateway.settings import Settings
-from registry import users
+from registry import user_sessions, users
 from registry.users import UserRecord
 
 ADMIN = "admin"
@@ -49,10 +49,14 @@ def set_role(control: Control, name: str, role: str | None, tenant: str = "") ->
 
 
 def set_user_disabled(control: Control, name: str, disabled: bool) -> UserRecord:
-    """Whether the user is let in."""
+    """Whether the user is let in. Sessions of who is shut out do not come back."""
     require(control, "users.write")
     with control.writing() as session:
-        return users.set_disabled(session, name, disabled, now_at=control.clock())
+        now_at = control.clock()
+        user = users.set_disabled(session, name, disabled, now_at=now_at)
+        if disabled:
+            user_sessions.revoke_all(session, user.id, now_at=now_at)
+    return user
 
 
 def set_password(control: Control, name: str, password: str) -> UserRecord:

@@ -20,6 +20,8 @@ from playwright.sync_api import BrowserContext, Page, sync_playwright
 CHROMIUM = "chromium"
 NO_BROWSER = "no browser: install Debian's chromium (apt-get install chromium) to run this"
 SHOTS = Path(__file__).resolve().parents[2] / "screenshots"
+# As root there is no sandbox; a container's /dev/shm may be too small for a picture.
+ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 WIDTHS = {1440: 900, 390: 844}
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 _WATCH = """
@@ -143,7 +145,7 @@ class Browser:
 def running_browser(executable: str) -> Iterator[Browser]:
     """Chromium, until the block ends."""
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        chromium = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
         try:
             yield Browser(chromium)
         finally:

@@ -136,3 +136,9 @@ def test_a_user_is_made_given_a_role_and_removed(site: Site, ann: Visitor) -> No
 def test_facts_of_an_embedding_model(site: Site, ann: Visitor) -> None:
     site.add_model("embedder", task="embed", dim=384)
     assert "384 dimensions" in ann.get("/models/embedder").text
+
+
+def test_instants_of_the_audit_log_are_for_people(site: Site, ann: Visitor) -> None:
+    site.add_user("zoe", "viewer")
+    page = ann.get("/audit?target=zoe").text
+    assert re.search(r"password_set_at</span> \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page)

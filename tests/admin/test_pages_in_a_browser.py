@@ -16,6 +16,13 @@ PAGES = {
     "register": "/register",
     "account": "/account",
     "search": "/search?q=tiny",
+    "users": "/users",
+    "user": "/users/ann",
+    "user-add": "/user/add",
+    "user-remove": "/user/remove/ann",
+    "sessions": "/sessions",
+    "audit": "/audit",
+    "health": "/health",
 }
 
 

@@ -148,3 +148,4 @@ def test_what_is_not_there_is_said(site: Site, visitors: dict[str, Visitor]) -> 
     for query in (*odd, "sort=name&after=WzEsMl0"):
         assert ann.get(f"/models?{query}").status == 200, query
     assert ann.get("/audit?before=99999999999999999999").status == 200
+    assert ann.get("/search.json?q=_").text == "[]", "no wildcard: nothing is called that"

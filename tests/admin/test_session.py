@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy.orm import Session
 
 from admin import csrf
 from admin.session import COOKIE
 from gateway.service import sessions
+from gateway.service import users as service_users
 from registry import sign_ins, user_sessions, users
+from registry.users import UserRecord
 from tests.admin.site import PASSWORD, Site, running_site
 
 
@@ -93,6 +96,31 @@ def test_a_disabled_user_is_out_at_once(fresh: Site) -> None:
     assert fresh.visitor().sign_in("bob").status == 401
 
 
+def test_who_is_let_in_again_has_to_sign_in_again(fresh: Site) -> None:
+    fresh.add_user("bob", "admin")
+    bob = fresh.visitor("bob")
+    service_users.set_user_disabled(fresh.control, "bob", True)
+    service_users.set_user_disabled(fresh.control, "bob", False)
+    assert "sign-in" in bob.get("/account").url, "a session that has ended does not come back"
+    assert fresh.visitor().sign_in("bob").status == 200
+
+
+def test_a_password_changed_while_the_old_one_is_looked_at_ends_that_session(
+    fresh: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authenticate = users.authenticate
+
+    def changed_meanwhile(session: Session, name: str, password: str) -> UserRecord | None:
+        found = authenticate(session, name, password)
+        with fresh.control.writing() as other:
+            users.set_password(other, name, "another password", now_at=fresh.control.clock())
+        return found
+
+    monkeypatch.setattr(users, "authenticate", changed_meanwhile)
+    token = sessions.sign_in(fresh.control, "ann", PASSWORD, "203.0.113.9", "")
+    assert sessions.who(fresh.control, token) is None
+
+
 def test_sessions_end_by_idling_and_by_age(tmp_path: Path) -> None:
     with running_site(tmp_path, admin_session_s=1000.0, admin_idle_s=100.0) as site:
         now_at = site.control.clock()
@@ -174,7 +202,9 @@ def test_every_answer_has_the_headers(site: Site) -> None:
         site.visitor().get("/sign-in"),
         visitor.post("/sign-out", {}, csrf="00"),
         visitor.get("/static/none/app.css"),
+        visitor.post("/models", {}, csrf="00"),
     ]
+    assert answers[-1].status == 405
     for answer in answers:
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")

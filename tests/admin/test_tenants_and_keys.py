@@ -49,7 +49,6 @@ def test_a_tenant_is_made_changed_shut_out_and_let_in(
     site: Site, visitors: dict[str, Visitor]
 ) -> None:
     ann = visitors["ann"]
-    assert "A tenant" not in ann.get("/tenants").text
     made = ann.post("/tenant/add", {"name": "newcomer", "weight": "2.5"})
     assert "The tenant is there" in made.text
     at = tenant_id(site, "newcomer")
@@ -132,7 +131,7 @@ def test_a_key_is_made_once_seen_changed_rotated_and_revoked(
     assert f'data-copy="{plaintext}"' in made.text
     with site.control.reading() as session:
         key = api_keys.get_key(session, api_keys.public_id_of(plaintext))
-    assert key.allowed_models == {"tiny", "large"}
+    assert key.allowed_models == frozenset({"tiny", "large"})
     assert (key.cache.mode, key.cache.max_age_s) == ("exact", 60.0)
     assert [str(one) for one in key.allowed_networks or ()] == ["192.0.2.0/24", "2001:db8::1/128"]
     assert key.expires_at is not None
@@ -143,7 +142,9 @@ def test_a_key_is_made_once_seen_changed_rotated_and_revoked(
     assert "The key is changed" in changed.text
     with site.control.reading() as session:
         key = api_keys.get_key(session, key.id)
-    assert (key.allowed_models, key.allowed_networks, key.expires_at) == ({"tiny"}, None, None)
+    assert key.allowed_models == frozenset({"tiny"})
+    assert key.allowed_networks is None
+    assert key.expires_at is None
     rotated = ann.post(f"/key/rotate/{key.id}", {"grace": "3600"})
     (second,) = set(re.findall(r"sk-ph-[a-z2-7]{16}-[\w-]{43}", rotated.text))
     assert second != plaintext
@@ -156,6 +157,81 @@ def test_a_key_is_made_once_seen_changed_rotated_and_revoked(
     assert "is revoked" in ann.post(f"/key/revoke/{key.id}", {}).text
     assert "Rotate" not in ann.get(at).text
     assert ann.post(f"/key/rotate/{key.id}", {"grace": "0"}).status == 422
+
+
+def test_a_form_sent_again_makes_no_other_key_and_no_other_secret(
+    site: Site, visitors: dict[str, Visitor]
+) -> None:
+    ann = visitors["ann"]
+    once = hidden(ann.get("/key/add").text, "once")
+    assert once != hidden(ann.get("/key/add").text, "once")
+    fields = {"name": "twice", "tenant": "other", "inference": "1", "cache": "off", "once": once}
+    assert "sk-ph-" in ann.post("/key/add", fields).text
+    again = ann.post("/key/add", {**fields, "name": "thrice"})
+    assert "has made its key already" in again.text
+    assert "sk-ph-" not in again.text
+    with site.control.reading() as session:
+        (key,) = [one for one in api_keys.list_keys(session) if one.name in ("twice", "thrice")]
+    assert again.url.endswith(f"/keys/{key.id}")
+    mark = hidden(ann.get(f"/key/rotate/{key.id}").text, "instead_of")
+    rotate = {"grace": "3600", "instead_of": mark}
+    assert "sk-ph-" in ann.post(f"/key/rotate/{key.id}", rotate).text
+    with site.control.reading() as session:
+        rotated = api_keys.get_key(session, key.id)
+    again = ann.post(f"/key/rotate/{key.id}", rotate)
+    assert "has another secret meanwhile" in again.text
+    with site.control.reading() as session:
+        assert api_keys.get_key(session, key.id) == rotated
+
+
+def test_two_who_set_limits_at_once_do_not_undo_each_other(
+    site: Site, visitors: dict[str, Visitor]
+) -> None:
+    site.add_user("bob", "admin")
+    ann, bob = visitors["ann"], site.visitor("bob")
+    at = tenant_id(site, "other")
+    start = {"requests_per_minute": "10", "tokens_per_day": "500"}
+    ann.post(f"/tenant/limits/{at}", start)
+    seen = hidden(ann.get(f"/tenants/{at}").text, "seen")
+
+    def now() -> tuple[int, ...]:
+        with site.control.reading() as session:
+            found = quotas.get_limits(session, "tenant", at)
+        return found.requests_per_minute, found.tokens_per_day, found.max_concurrency
+
+    bobs = {**start, "requests_per_minute": "20", "seen": seen}
+    assert "limits are changed" in bob.post(f"/tenant/limits/{at}", bobs).text
+    other_field = {**start, "max_concurrency": "3", "seen": seen}
+    assert "limits are changed" in ann.post(f"/tenant/limits/{at}", other_field).text
+    assert now() == (20, 500, 3), "each changed what each touched"
+    same_field = {**start, "requests_per_minute": "30", "seen": seen}
+    refused = ann.post(f"/tenant/limits/{at}", same_field)
+    assert refused.status == 422
+    assert "admin:bob has set 20 meanwhile" in refused.text
+    assert now() == (20, 500, 3)
+    shown = {name: value_of(refused.text, name) for name in (*start, "max_concurrency")}
+    assert shown == {"requests_per_minute": "30", "tokens_per_day": "500", "max_concurrency": "3"}
+    again = {**shown, "seen": hidden(refused.text, "seen")}
+    assert "limits are changed" in ann.post(f"/tenant/limits/{at}", again).text
+    assert now() == (30, 500, 3)
+    for odd in ("requests_per_minute=x", "nothing=1", "a" * 900, "requests_per_minute"):
+        assert ann.post(f"/tenant/limits/{at}", {**again, "seen": odd}).status == 200, odd
+    for huge in ({"requests_per_day": "9" * 18}, {"month_budget_nanos": "9007199.3"}):
+        answer = ann.post(f"/tenant/limits/{at}", {**again, **huge})
+        assert answer.status == 422
+        assert "At most 9,007,199" in answer.text
+
+
+def hidden(page: str, name: str) -> str:
+    """What a form carries unseen."""
+    found: list[str] = re.findall(rf'type="hidden" name="{name}" value="([^"]*)"', page)
+    return found[0]
+
+
+def value_of(page: str, name: str) -> str:
+    """What stands in a field."""
+    found: list[str] = re.findall(rf'name="{name}" type="text"[^>]* value="([^"]*)"', page)
+    return found[0]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +321,7 @@ def test_a_viewer_sees_and_is_offered_nothing(site: Site, visitors: dict[str, Vi
     vera = visitors["vera"]
     for path in ("/tenants", "/keys", f"/tenants/{tenant_id(site, 'acme')}"):
         assert vera.get(path).status == 200
-        for offer in ("Add a tenant", "New key", "Set limits", "Shut out"):
+        for offer in ("Add a tenant", "New key", "Set limits", "/tenant/shut-out/"):
             assert offer not in vera.get(path).text, path
     assert vera.get("/tenant/add").status == 403
     assert vera.get("/key/add").status == 403

@@ -108,9 +108,7 @@ def test_a_correction_costs_and_is_no_request(engine: Engine) -> None:
             rollups.roll(session, rollups.newest_seq(session))
 
 
-def test_more_than_can_be_told_is_refused(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_can_be_told_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(usage_buckets, "MAX_ROWS", 3)
     with appending(engine, "test") as session:
         some = [replace(POSTING, request_id=f"{n}", model=f"m{n}") for n in range(4)]

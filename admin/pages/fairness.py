@@ -1,0 +1,126 @@
+"""Fairness and queues: who is given what, who waits for what and why, what was sent away.
+
+Shares and waiting times come from the newest postings, of all gateway processes; the queue from
+the dispatcher; refusals from this gateway process's counters, since it began.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from admin.ask import Ask, PageRoute, Reply, StreamRoute
+from admin.counters import counts
+from gateway.cli.operator_client import ask as ask_server
+from gateway.service.fairness import ShareLine, Shares, fair_shares
+from registry.errors import RegistryError
+
+MAX_WAITING_ROWS = 50
+LIMITS = "polyhost_limit_rejections_total"
+ERRORS = "polyhost_request_errors_total"
+COUNTERS = {LIMITS: "dimension", ERRORS: "code"}
+BAR_WIDTH, BAR_HEIGHT = 240, 20
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLine:
+    """A model: who waits for it, who runs on it, when it is expected where it is not there."""
+
+    model: str
+    num_waiting: int
+    num_running: int
+    eta_s: float | None
+
+
+def show_fairness(ask: Ask) -> Reply:
+    """The page."""
+    return ask.page("fairness.html", **_figures(ask))
+
+
+def live_fairness(ask: Ask) -> Mapping[str, str]:
+    """All of it."""
+    found = _figures(ask)
+    parts = ("figures", "shares", "queues", "waiting", "refusals")
+    return {each: ask.fragment("fairness_parts.html", each, found) for each in parts}
+
+
+def bullet(line: ShareLine, scale: float) -> Markup:
+    """What it got as a bar, what it is due as a mark, over a common scale."""
+    title = f"{line.name}: got {line.got:.1%} of the service, due {line.due:.1%}"
+    got, due = (BAR_WIDTH * min(1.0, share / scale) for share in (line.got, line.due))
+    shape = (
+        '<svg class="bullet {}" viewBox="0 0 {} {}" role="img" aria-label="{}"><title>{}</title>'
+        '<rect class="bullet-ground" width="{}" height="{}" rx="3"/>'
+        '<rect class="bullet-got" y="5" width="{:.1f}" height="10"/>'
+        '<rect class="bullet-due" x="{:.1f}" y="1" width="2" height="18"/></svg>'
+    )
+    kind = line.standing.partition(" ")[0]
+    size = (BAR_WIDTH, BAR_HEIGHT)
+    return Markup(shape).format(
+        kind, *size, title, title, *size, got, min(BAR_WIDTH - 2, max(0.0, due - 1))
+    )
+
+
+def _figures(ask: Ask) -> dict[str, Any]:
+    dispatcher = ask.live.dispatcher
+    found = fair_shares(ask.control, dispatcher.waiting_by_tenant)
+    scale = max((max(line.got, line.due) for line in found.lines), default=0.0) or 1.0
+    names = {line.tenant_id: line.name for line in found.lines}
+    models = {*dispatcher.waiting_by_model, *dispatcher.running_by_model}
+    queues = [
+        QueueLine(
+            model,
+            dispatcher.waiting_by_model.get(model, 0),
+            dispatcher.running_by_model.get(model, 0),
+            dispatcher.load_eta_s.get(model),
+        )
+        for model in models
+    ]
+    preempted = sum(w.counters.get("num_preemptions", 0.0) for w in ask.live.workers)
+    return {
+        "shares": found,
+        "rows": [(line, bullet(line, scale)) for line in found.lines],
+        "names": names,
+        "queues": sorted(queues, key=lambda q: (-q.num_waiting, -q.num_running, q.model)),
+        "waiting": _reasons(ask) if dispatcher.num_waiting else [],
+        "refusals": _refusals(ask),
+        "dispatcher": dispatcher,
+        "num_preemptions": int(preempted),
+        "waits": _spread(found),
+        "now_at": ask.now_at,
+    }
+
+
+def _spread(found: Shares) -> tuple[float | None, float | None]:
+    """The best and the worst p99 of a tenant."""
+    waits = [line.wait_p99_s for line in found.lines if line.wait_p99_s is not None]
+    return (min(waits), max(waits)) if waits else (None, None)
+
+
+def _reasons(ask: Ask) -> list[dict[str, Any]]:
+    """What waits and why, in the order of turns; nothing where the server cannot be asked."""
+    try:
+        answer = ask_server(ask.desk.control.settings.data_path, ask="why", limit=MAX_WAITING_ROWS)
+    except RegistryError:
+        return []
+    rows: list[dict[str, Any]] = answer["waiting"]
+    return rows
+
+
+def _refusals(ask: Ask) -> list[tuple[str, int]]:
+    """Why requests were not served -> how many; only what has happened."""
+    dispatcher, told = ask.live.dispatcher, counts(ask.desk.edge, COUNTERS)
+    found = [
+        ("the queue was full", dispatcher.num_queue_rejections),
+        ("waited too long for a worker", dispatcher.num_queue_timeouts),
+        ("the model could not be there in time", dispatcher.num_load_refusals),
+        ("nobody read the answer", dispatcher.num_clients_too_slow),
+    ]
+    found += [(f"limit: {name.replace('_', ' ')}", n) for name, n in told[LIMITS].items()]
+    found += [(f"answered with {name}", n) for name, n in told[ERRORS].items()]
+    return sorted(((why, n) for why, n in found if n), key=lambda row: (-row[1], row[0]))
+
+
+ROUTES = (PageRoute("GET", "/fairness", show_fairness, live=True),)
+STREAMS = (StreamRoute("/live/fairness", live_fairness, every_s=3.0),)

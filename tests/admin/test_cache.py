@@ -1,0 +1,142 @@
+"""The page on cached answers: figures from counters and sums, stores asked, flushing."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gateway.cache.desk import CacheDesk, desk_socket
+from gateway.cache.memory_store import MemoryAnswers
+from gateway.dispatch.operator_socket import listening
+from gateway.service.cache_use import upper_bound
+from registry import audit, ledger, rollups, tenants
+from registry.ledger import Posting
+from tests.admin.site import Site, Visitor
+
+HOSTILE = '"><script>alert(1)</script>'
+
+
+class Desk(CacheDesk):
+    """The gateway's own, which notes what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryAnswers(1 << 20, 1 << 20))
+        self.asked: list[bytes] = []
+
+    async def answer(self, line: bytes) -> dict[str, Any]:
+        self.asked.append(line)
+        return await super().answer(line)
+
+
+@pytest.fixture(scope="module")
+def desk(site: Site) -> Iterator[Desk]:
+    """A gateway's socket in the site's data folder."""
+    up, over = threading.Event(), threading.Event()
+    desk = Desk()
+
+    async def serve() -> None:
+        path = desk_socket(site.control.settings.data_path, "g0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        async with listening(path, desk):
+            up.set()
+            await asyncio.to_thread(over.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert up.wait(10)
+    yield desk
+    over.set()
+    thread.join(10)
+
+
+@pytest.fixture(scope="module")
+def ann(site: Site) -> Visitor:
+    site.add_model("tiny")
+    now_at = site.control.clock()
+    with site.control.writing() as session:
+        tenant = tenants.create_tenant(session, "acme", now_at=now_at)
+        postings = [
+            Posting(
+                f"chatcmpl-{n}", tenant.id, "key_1", "tiny", "rev", "chat",
+                "cache_hit" if n < 3 else "finished", 12, 0, 30, 2_000_000, 0.1, 0.0, 0.5, 1.5,
+                now_at,
+            )
+            for n in range(12)
+        ]  # fmt: skip
+        ledger.post_many(session, postings)
+        rollups.roll(session, rollups.newest_seq(session))
+    site.add_user("vera", "viewer")
+    site.add_user("tom", "owner", "acme")
+    return site.visitor("ann")
+
+
+def test_hits_by_tenant_and_model_are_the_ledgers(ann: Visitor) -> None:
+    text = ann.get("/cache").text
+    assert 'Answers" class="number">12<' in text
+    assert 'From the cache" class="number">3<' in text
+    assert "25.0 %" in text
+    assert "0.0060" in text
+
+
+def test_rates_checks_and_savings_are_the_counters(site: Site, ann: Visitor) -> None:
+    text = ann.get("/cache").text
+    assert "no server is running" in text, "nobody can say what is kept"
+    assert "nothing was checked yet" in text
+    pipeline_metrics = site.kit.edge.metrics
+    pipeline_metrics.cache_requests.labels("hit").inc(3)
+    pipeline_metrics.cache_requests.labels("miss").inc(7)
+    collectors = site.kit.edge.services.metrics_registry._names_to_collectors
+    checks: Any = collectors["polyhost_semantic_cache_checks_total"]
+    checks.labels("agreed").inc(98)
+    checks.labels("differed").inc(2)
+    text = ann.get("/cache").text
+    assert "30.0 %" in text
+    assert "3 of 10 looked up" in text
+    assert "2 of 100 differed; at most 7.0 %" in text
+
+
+@pytest.mark.parametrize(("bad", "total", "most"), [(0, 0, 1.0), (0, 100, 0.037), (2, 100, 0.07)])
+def test_the_bound_of_a_share(bad: int, total: int, most: float) -> None:
+    assert upper_bound(bad, total) == pytest.approx(most, abs=5e-4)
+    assert upper_bound(total, total) == pytest.approx(1.0)
+
+
+def test_stores_say_what_they_keep_and_are_flushed(site: Site, ann: Visitor, desk: Desk) -> None:
+    text = ann.get("/cache").text
+    assert "g0" in text
+    assert "memory" in text
+    asked = ann.get("/cache/confirm?tenant=acme&model=")
+    assert "Flush the cache of acme?" in asked.text
+    assert not any(b"purge" in line for line in desk.asked), "a look changes nothing"
+    done = ann.post("/cache/flush", {"tenant": "acme", "model": ""})
+    assert "Flushed all answers of acme" in done.text
+    assert any(b"purge" in line for line in desk.asked)
+    done = ann.post("/cache/flush", {"tenant": "acme", "model": "tiny"})
+    assert "Flushed 0 answers of acme for tiny" in done.text
+    with site.control.reading() as session:
+        assert audit.latest(session, 1)[0].action == "cache.purge"
+
+
+def test_what_is_wrong_is_said(ann: Visitor, desk: Desk) -> None:
+    del desk
+    assert ann.get("/cache/confirm").status == 422
+    assert ann.post("/cache/flush", {"tenant": "", "model": ""}).status == 422
+    assert ann.post("/cache/flush", {"tenant": "nobody", "model": ""}).status == 404
+    page = ann.get("/cache/confirm?model=%22%3E%3Cscript%3Ealert(1)%3C/script%3E").text
+    assert HOSTILE not in page
+
+
+def test_a_viewer_sees_and_a_tenants_user_does_not(site: Site, ann: Visitor, desk: Desk) -> None:
+    del ann
+    vera, tom = site.visitor("vera"), site.visitor("tom")
+    assert vera.get("/cache").status == 200
+    assert "/cache/confirm" not in vera.get("/cache").text
+    assert vera.get("/cache/confirm?tenant=acme").status == 403
+    before = len(desk.asked)
+    assert vera.post("/cache/flush", {"tenant": "acme"}).status == 403
+    assert tom.get("/cache").status == 403
+    assert tom.get("/live/cache").status == 401
+    assert tom.post("/cache/flush", {"tenant": "acme"}).status == 403
+    assert not any(b"purge" in line for line in desk.asked[before:])
