@@ -162,14 +162,16 @@ def prepare(settings: Settings, number: int, seed: int) -> list[Seen]:
     rng = random.Random(seed)
     seen = []
     with open_control(settings, "violence") as control:
+        begins_at = 0.0
         for model in MODELS:
             price = PriceRecord(model, 0.0, PROMPT_NANOS, CACHED_NANOS, COMPLETION_NANOS)
-            service_prices.set_price(control, price)
+            begins_at = service_prices.set_price(control, price).valid_from
         service_tenants.create_tenant(control, "violence")
         for one in range(number):
             record, secret = service_keys.create_key(control, "violence", f"request-{one}")
             leaves = rng.randrange(1, 100) if rng.random() < 0.3 else 0
             seen.append(Seen(record.id, secret, leaves, whole=rng.random() < 0.15))
+    time.sleep(max(0.0, begins_at - time.time()))  # what is asked before is free of charge
     return seen
 
 
