@@ -12,8 +12,8 @@ cost nothing (`gateway_worker.py`), short prompts, a client in a process of its 
                against a bare server that answers with bytes made beforehand
     idle       connections that have asked once and wait
 
-Goals are issue 8's. With `--litellm-python` LiteLLM (a mock OpenAI server behind it, no database,
-no logs) gets the same in the same run. Exit status 1 where a goal is missed.
+Goals stand in docs/benchmarks.md. With `--litellm-python` LiteLLM (a mock OpenAI server behind it,
+no database, no logs) gets the same in the same run. Exit status 1 where a goal is missed.
 """
 
 import argparse
