@@ -1,16 +1,20 @@
 """`python -m bench.cpu`: our engine on a processor beside llama.cpp and transformers, in one run.
 
 Lives here: cases, interleaved repeats, the table, what the machine itself can do. Does not: the
-engines, each of which is a process of its own (`cpu_child.py`, `cpu_llama.py`).
+engines, each of which is a process of its own (`cpu_child.py`, `cpu_http.py`, `cpu_llama.py`).
 
 True-shape models with random weights, the same files for everybody (llama.cpp has them as GGUF).
 A case is a model, a number of sequences at once, a prompt's length. Each engine runs it twice, with
 one token each and with 1 + N: the first is prefill, the difference is N tokens of decode. Repeats
 take turns engine by engine, so that a slow minute of the machine is everybody's. The table has
-medians; min and max are in the JSON. Prompts are random ids and differ in every repeat.
+medians; min and max are in the JSON. Prompts are random ids and differ in every repeat; over HTTP
+they are texts of as many tokens.
 
+    --quantized      our int8 and int4 too, beside llama.cpp's q8_0 and q4_0
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
-    --output FILE    results as JSON; with --resume cases that are in it are not run again
+    --output FILE    results as JSON, written after every figure; with --resume only what is missing
+                     there is run
+    --budget S       begin nothing that would not end within so many seconds: a long run in parts
 """
 
 import argparse
@@ -30,10 +34,12 @@ from typing import Any
 
 import torch
 
-from bench import machine, shapes, stats
+from bench import machine, servers, shapes, stats
 
 QWEN25, QWEN3, SMOL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"
-START_TIMEOUT_S = 600.0
+# Ours, and llama.cpp's of as many bits a weight.
+QUANTIZED = (("int8", "q8_0"), ("int4", "q4_0"))
+COLUMNS = ("prefill", "decode", "end_to_end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +112,40 @@ class Child:
 def commands(
     folder: Path, args: argparse.Namespace, batch: int, positions: int
 ) -> dict[str, list[str]]:
-    """By engine; llama.cpp only where an environment for it was named."""
+    """By engine; peers only where an environment for them was named."""
     python = [sys.executable, "-m", "bench.cpu_child"]
+    http = [sys.executable, "-m", "bench.cpu_http"]
+    threads = ["--threads", str(args.threads)]
     room = ["--threads", str(args.threads), "--batch", str(batch), "--positions", str(positions)]
     found = {
         "ours": [*python, "ours", str(folder), *room],
         "ours, torch": [*python, "ours", str(folder), *room, "--torch"],
-        "generate": [*python, "generate", str(folder), "--threads", str(args.threads)],
+        "ours, HTTP": [*http, servers.OURS, str(folder), *threads],
+        "generate": [*python, "generate", str(folder), *threads],
     }
+    if args.peer_python:
+        at = ["--python", args.peer_python]
+        found["serve, HTTP"] = [*http, servers.PEER, str(folder), *room, *at]
     if args.llama_python:
         script = str(Path(__file__).with_name("cpu_llama.py"))
         found["llama.cpp"] = [args.llama_python, script, str(folder), *room]
+    if args.quantized:
+        for dtype, kind in QUANTIZED:
+            found[f"ours, {dtype}"] = [*found["ours"], "--dtype", dtype]
+            if args.llama_python:
+                found[f"llama.cpp, {kind}"] = [*found["llama.cpp"], "--kind", kind]
     return {name: command for name, command in found.items() if name not in args.without}
 
 
 def run_model(
-    model: str, rows: Sequence[Case], args: argparse.Namespace, work: Path, done: dict[str, Any]
+    model: str,
+    rows: Sequence[Case],
+    args: argparse.Namespace,
+    work: Path,
+    done: dict[str, Any],
+    deadline_s: float,
 ) -> Iterable[str]:
-    """Measure all cases of one model; yields after each."""
+    """Measure what is missing of one model, until the deadline; yields as figures come."""
     folder = work / model.replace("/", "-")
     if not (folder / "tokenizer_config.json").exists():
         print(f"making {model} with random weights", file=sys.stderr)
@@ -139,34 +161,67 @@ def run_model(
             child.wait_ready()
             children.append(child)
         for case in rows:
-            done[case.name] = run_case(case, children, args, vocab)
-            yield case.name
+            found = done.setdefault(case.name, {})
+            warm, longest = False, 0.0
+            while (number := num_repeats(found, children)) < args.repeats:
+                for child in children:
+                    if count(found, child.name) > number:
+                        continue
+                    if not warm:
+                        warm_up(case, children, vocab)
+                        warm = True
+                    if time.monotonic() + longest > deadline_s:
+                        return
+                    started = time.monotonic()
+                    add(found, child.name, run_engine(case, number, child, args.tokens, vocab))
+                    longest = max(longest, time.monotonic() - started)
+                    yield case.name
 
 
-def run_case(
-    case: Case, children: Sequence[Child], args: argparse.Namespace, vocab: int
-) -> dict[str, Any]:
-    """Every engine, `repeats` times in turns; the first round only warms up."""
-    rng = random.Random(case.name)
-    figures: dict[str, dict[str, list[float]]] = {
-        child.name: {"prefill": [], "decode": [], "peak": []} for child in children
+def count(found: Mapping[str, Any], engine: str) -> int:
+    """How many repeats of a case an engine has."""
+    return len(found[engine]["decode"]["values"]) if engine in found else 0
+
+
+def num_repeats(found: Mapping[str, Any], children: Sequence[Child]) -> int:
+    """How many every engine has."""
+    return min(count(found, child.name) for child in children)
+
+
+def add(found: dict[str, Any], engine: str, figures: Mapping[str, float]) -> None:
+    """One repeat more of one engine."""
+    before = found.get(engine, {})
+    found[engine] = {
+        key: stats.repeated([*before.get(key, {"values": []})["values"], value])
+        for key, value in figures.items()
     }
-    for repeat in range(args.repeats + 1):
-        prompts = [[rng.randrange(vocab) for _ in range(case.prompt)] for _ in range(case.batch)]
-        tokens = args.tokens if repeat else 4
-        for child in children:
-            first = child.run(prompts, 1)
-            whole = child.run(prompts, 1 + tokens)
-            if repeat == 0:
-                continue
-            mine = figures[child.name]
-            mine["prefill"].append(case.batch * case.prompt / first["seconds"])
-            spent = max(1e-9, whole["seconds"] - first["seconds"])
-            mine["decode"].append(case.batch * tokens / spent)
-            mine["peak"].append(whole["peak_bytes"] / 2**20)
+
+
+def prompts_of(case: Case, length: int, seed: str, vocab: int) -> list[list[int]]:
+    """Random ids, no two alike."""
+    rng = random.Random(f"{case.name}/{seed}")
+    return [[rng.randrange(vocab) for _ in range(length)] for _ in range(case.batch)]
+
+
+def warm_up(case: Case, children: Sequence[Child], vocab: int) -> None:
+    """As many sequences, short ones: weights, threads and buffers are there then."""
+    for child in children:
+        child.run(prompts_of(case, min(case.prompt, 16), "warm", vocab), 4)
+
+
+def run_engine(case: Case, number: int, child: Child, tokens: int, vocab: int) -> dict[str, float]:
+    """One repeat of one engine: tokens a second of prefill and of decode, and its peak in MiB."""
+    prompts = prompts_of(case, case.prompt, str(number), vocab)
+    first = child.run(prompts, 1)
+    whole = child.run(prompts, 1 + tokens)
+    spent = max(1e-9, whole["seconds"] - first["seconds"])
+    # A server may end an answer early; what came is what counts.
+    came = whole.get("num_tokens", case.batch * (1 + tokens)) - case.batch
     return {
-        name: {key: stats.repeated(values) for key, values in mine.items()}
-        for name, mine in figures.items()
+        "prefill": case.batch * case.prompt / first["seconds"],
+        "decode": came / spent,
+        "end_to_end": (came + case.batch) / whole["seconds"],
+        "peak": whole["peak_bytes"] / 2**20,
     }
 
 
@@ -192,12 +247,20 @@ def _fastest(work: Any, repeats: int = 7) -> float:
     return min(seconds)
 
 
+def missing(case: Case, done: Mapping[str, Any], args: argparse.Namespace) -> bool:
+    """Whether some engine still lacks repeats."""
+    found = done.get(case.name, {})
+    names = commands(Path(), args, case.batch, case.prompt)
+    return bool(min(count(found, name) for name in names) < args.repeats)
+
+
 def table(done: Mapping[str, Any]) -> str:
     """Medians, a row a case and engine."""
-    lines = ["| case | engine | prefill tok/s | decode tok/s | peak MiB |", "|---|---|---|---|---|"]
+    head = "| case | engine | prefill tok/s | decode tok/s | both tok/s | peak MiB |"
+    lines = [head, "|---|---|---|---|---|---|"]
     for name, engines in done.items():
         for engine, row in engines.items():
-            cells = [f"{row[key]['median']:,.1f}" for key in ("prefill", "decode")]
+            cells = [f"{row[key]['median']:,.1f}" for key in COLUMNS]
             lines.append(f"| {name} | {engine} | {' | '.join(cells)} | {row['peak']['max']:,.0f} |")
     return "\n".join(lines)
 
@@ -207,15 +270,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
+    parser.add_argument("--quantized", action="store_true", help="int8 and int4 too")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llama-python", help="an environment with xllamacpp and gguf")
+    parser.add_argument("--peer-python", help="an environment with transformers[serving]")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--work-dir", type=Path, help="where models are kept between runs")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args()
+    deadline_s = time.monotonic() + args.budget
     done: dict[str, Any] = {}
     if args.resume and args.output and args.output.exists():
         done = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
@@ -226,10 +293,10 @@ def main() -> None:
         facts = machine.facts()
         limits = ceilings(args.threads)
         for model in dict.fromkeys(case.model for case in wanted):
-            rows = [case for case in wanted if case.model == model and case.name not in done]
-            if not rows:
+            rows = [case for case in wanted if case.model == model and missing(case, done, args)]
+            if not rows or time.monotonic() > deadline_s:
                 continue
-            for name in run_model(model, rows, args, work, done):
+            for name in run_model(model, rows, args, work, done, deadline_s):
                 print(table({name: done[name]}), flush=True)
                 if args.output:
                     document = {"machine": facts, "ceilings": limits, "cases": done}

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -34,10 +34,17 @@ Prompts: TypeAlias = Sequence[list[int]]
 Run: TypeAlias = Callable[[Prompts, int], list[list[int]]]
 
 
-def ours(folder: Path, batch: int, positions: int, native: bool, closing: ExitStack) -> Run:
+def ours(
+    folder: Path,
+    batch: int,
+    positions: int,
+    dtype: convert.DtypeChoice,
+    native: bool,
+    closing: ExitStack,
+) -> Run:
     """Our engine, its pack beside the folder."""
     candidate = convert.inspect(folder)
-    pack_dir, index = convert.write_pack(candidate, folder.parent / "packs", "auto", _quiet)
+    pack_dir, index = convert.write_pack(candidate, folder.parent / "packs", dtype, _quiet)
     pack = Pack(folder.name, pack_dir, index)
     settings = {
         "max_num_seqs": batch,
@@ -128,6 +135,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--positions", type=int, default=2048)
+    parser.add_argument("--dtype", choices=get_args(convert.DtypeChoice), default="auto")
     parser.add_argument("--torch", action="store_true", help="torch's operators, no C++ kernels")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -135,7 +143,9 @@ def main() -> None:
         if args.engine == "generate":
             serve(generate(args.folder))
         else:
-            serve(ours(args.folder, args.batch, args.positions, not args.torch, closing))
+            serve(
+                ours(args.folder, args.batch, args.positions, args.dtype, not args.torch, closing)
+            )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from engine.backend.base import Backend
 from engine.config import EngineConfig
 from engine.constraints.constrained_rows import ConstrainedRows
 from engine.encoders.encoder_requests import Rows
-from engine.engine_status import EngineStatus, make_status
+from engine.engine_status import EngineStatus, make_layout, make_status
 from engine.errors import IntegrityError
 from engine.memory.kv_supply import PoolSupply
 from engine.memory.page_pool import PagePool
@@ -30,6 +30,7 @@ from engine.parts import AnyRunner, EngineParts
 from engine.protocol import (
     Finish,
     FinishReason,
+    Layout,
     ModelSpec,
     Submit,
     SwapChoice,
@@ -221,6 +222,10 @@ class Engine:
             self._scheduler,
             {**self._counters, **self._constrained.counters()},
         )
+
+    def layout(self) -> Layout:
+        """Who lies where in the arena, in the rough."""
+        return make_layout(self.pool, self._hosting)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, residency, caches and queues agree."""

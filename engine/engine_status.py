@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.memory.kv_supply import PoolSupply
 from engine.memory.page_pool import PagePool
-from engine.protocol import Lease, ModelStatus, RequestService
+from engine.protocol import Layout, Lease, ModelStatus, RequestService
+from engine.protocol_status import MAX_CELLS
 from engine.residency.hosting import Hosting
 from engine.running.model_runner import ModelRunner
 from engine.scheduling.charges import services
@@ -70,6 +71,31 @@ def make_status(
         cold_bytes_per_s=hosting.residency.cold_bytes_per_s,
         service=services(request for queue in queues for request in queue.running),
     )
+
+
+def make_layout(pool: PagePool, hosting: Hosting) -> Layout:
+    """Who lies where, under hosted names: one page of each of MAX_CELLS cells is looked at, the
+    middle one. Some 0.2 ms, however large the arena."""
+    owners: dict[str, int] = {}
+    stretches: list[tuple[int, int]] = []
+    num_cells = min(pool.num_pages, MAX_CELLS)
+    # By identity: hashing owners would be most of the cost, and equal ones have equal names.
+    known: dict[int, int] = {}
+    for cell in range(num_cells):
+        first = cell * pool.num_pages // num_cells
+        end = (cell + 1) * pool.num_pages // num_cells
+        owner = pool.owner_of((first + end) // 2)
+        found = known.get(id(owner))
+        if found is None:
+            name = "free"
+            if owner is not None:
+                name = f"{hosting.catalog.label(owner.model_id)}/{owner.kind}"
+            found = known[id(owner)] = owners.setdefault(name, len(owners))
+        if stretches and stretches[-1][0] == found:
+            stretches[-1] = (found, stretches[-1][1] + end - first)
+        else:
+            stretches.append((found, end - first))
+    return Layout(list(owners), stretches)
 
 
 def _pages(pool: PagePool, hosting: Hosting, scheduler: Scheduler) -> dict[str, int]:

@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from engine.protocol_status import MAX_CANDIDATES as MAX_CANDIDATES
+from engine.protocol_status import Layout as Layout
 from engine.protocol_status import Lease as Lease
 from engine.protocol_status import ModelStatus as ModelStatus
 from engine.protocol_status import RequestService as RequestService
@@ -305,6 +306,8 @@ class WorkerStatus(_Message, frozen=True):
     nobody who may, only the first of a kind. `service`: what running requests of the receiving
     gateway have had so far, so that they count while they run. A peer that observes hears of all
     running requests there, and in `taken` which Submits have come since its previous status.
+    `layout` is told to whoever comes, and then when it has changed, twice a second at most; None:
+    as told before.
     """
 
     epoch: str
@@ -324,6 +327,7 @@ class WorkerStatus(_Message, frozen=True):
     choices: list[SwapChoice] = []
     service: list[RequestService] = []
     taken: list[tuple[str, int]] = []
+    layout: Layout | None = None
 
 
 class Welcome(_Message, frozen=True):

@@ -25,6 +25,8 @@ Outcome: TypeAlias = Literal[
 
 MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
+MAX_CELLS = 512
+"""Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
 
 
 class RequestService(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +65,19 @@ class ModelStatus(msgspec.Struct, frozen=True, array_like=True):
     num_waiting: int
     load_s_estimate: float
     reason: str = ""
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """The arena from its first page to its last, in the rough: for a picture.
+
+    `stretches` are (owner, pages), neighbours first to last; all pages together are the arena's.
+    `owner` counts in `owners`, which are named as in `WorkerStatus.pages`, "free" among them; pages
+    that a step in flight may still touch count as free. An arena of more than MAX_CELLS pages is
+    looked at in that many places only.
+    """
+
+    owners: list[str]
+    stretches: list[tuple[int, int]]
 
 
 class SwapRecord(msgspec.Struct, frozen=True, array_like=True):

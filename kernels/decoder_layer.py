@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from kernels.gate_mul import Activation, gate_mul, gate_mul_ref
 from kernels.head_norm import head_norm_, head_norm_ref_
+from kernels.int4_blocks import int4_blocks_linear, int4_blocks_linear_ref
 from kernels.int4_layouts import Int4Weight
 from kernels.int4_linear import int4_linear, int4_linear_ref
 from kernels.kv_write import rotary_write, rotary_write_ref
@@ -45,7 +46,8 @@ from kernels.scaled_linear import scaled_linear, scaled_linear_ref
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = x W^T + bias. weight [n, k]: a float tensor; int8 or fp8 with `scale` [n]; int4."""
+    """y = x W^T + bias. weight [n, k]: a float tensor; int8 or fp8 with `scale` [n]; int4, as
+    blocks (uint8, int4_blocks.py) or in the layout of GPUs."""
 
     weight: torch.Tensor | Int4Weight
     bias: torch.Tensor | None = None
@@ -165,6 +167,8 @@ def _product_ref(x: torch.Tensor, product: Product) -> torch.Tensor:
         return int4_linear_ref(x, product.weight, product.bias)
     if product.scale is not None:
         return scaled_linear_ref(x, product.weight, product.scale, product.bias)
+    if product.weight.dtype == torch.uint8:
+        return int4_blocks_linear_ref(x, product.weight, product.bias)
     return functional.linear(x, product.weight, product.bias)
 
 
@@ -174,6 +178,8 @@ def _product(x: torch.Tensor, product: Product) -> torch.Tensor:
         return int4_linear(x, product.weight, product.bias)
     if product.scale is not None:
         return scaled_linear(x, product.weight, product.scale, product.bias)
+    if product.weight.dtype == torch.uint8:
+        return int4_blocks_linear(x, product.weight, product.bias)
     return functional.linear(x, product.weight, product.bias)
 
 

@@ -53,7 +53,7 @@ def int8_linear(
 def widened(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """[m, k] to [m, n], a block of output channels at a time."""
     out = rows.new_empty(len(rows), weight.shape[0])
-    wide = rows.to(_product_dtype(rows))
+    wide = rows.to(product_dtype(rows))
     step = max(1, BLOCK_BYTES // (weight.shape[1] * wide.element_size()))
     for start in range(0, weight.shape[0], step):
         block = slice(start, start + step)
@@ -61,7 +61,7 @@ def widened(rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> to
     return out
 
 
-def _product_dtype(rows: torch.Tensor) -> torch.dtype:
+def product_dtype(rows: torch.Tensor) -> torch.dtype:
     """Processors without bfloat16 instructions multiply it ten times slower than float32."""
     if rows.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32

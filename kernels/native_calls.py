@@ -1,13 +1,13 @@
 """The C++ kernels of a processor: the library, how it is called, and what it wants.
 
-`kernels/native/` holds the sources; the installation compiles them three times, for AVX-512 with
-and without BF16 and for AVX2 (pyproject.toml), where there is a compiler. `library()` loads the
-best that this processor runs; None: there is none, and whoever asks uses torch's operators.
-Structures mirror native/forward.cpp's.
+`kernels/native/` holds the sources; the installation compiles them five times, for AVX-512 with
+BF16, with VNNI and without, and for AVX2 with VNNI and without (pyproject.toml), where there is a
+compiler. `library()` loads the best that this processor runs; None: there is none, and whoever asks
+uses torch's operators. Structures mirror native/forward.cpp's.
 
-bfloat16, and int8 weights with a bfloat16 scale a row. The library has one pool of threads and one
-caller at a time; calls let go of the interpreter's lock. What is passed by address has to live
-until the call returns.
+bfloat16, int8 weights with a bfloat16 scale a row, int4 in blocks (int4_blocks.py). The library has
+one pool of threads and one caller at a time; calls let go of the interpreter's lock. What is passed
+by address has to live until the call returns.
 """
 
 import ctypes
@@ -20,6 +20,9 @@ from pathlib import Path
 
 import torch
 
+from kernels.int4_blocks import ROWS
+from kernels.sampling import Draw
+
 logger = logging.getLogger(__name__)
 
 ACTIVATIONS = {"none": 0, "silu": 1, "gelu_tanh": 2, "gelu": 3}
@@ -30,16 +33,21 @@ SPIN_ROUNDS = 2000
 
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
 # The file's name and what the processor must say it has.
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _BUILDS = {
-    "_native_avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "_native_avx512_bf16": _AVX512 | {"avx512_bf16", "avx512_vnni"},
+    "_native_avx512_vnni": _AVX512 | {"avx512_vnni"},
     "_native_avx512": _AVX512,
-    "_native_avx2": frozenset({"avx2", "fma", "f16c"}),
+    "_native_avx2_vnni": _AVX2 | {"avx_vnni"},
+    "_native_avx2": _AVX2,
 }
+FORMATS = {torch.bfloat16: 0, torch.int8: 1, torch.uint8: 2}
+"""Of weights, by their dtype; uint8: int4 in blocks."""
 
 
 class Linear(Structure):
     """y = x W^T + bias: weight [n, k], or [2 n, k] of gate and up; bias [n] or null; scale, one a
-    row of an int8 weight, or null: then the weight is bfloat16."""
+    row of an int8 weight, else null; `format`: see FORMATS."""
 
     _fields_ = (
         ("weight", c_void_p),
@@ -47,6 +55,8 @@ class Linear(Structure):
         ("scale", c_void_p),
         ("n", c_int32),
         ("k", c_int32),
+        ("format", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -156,6 +166,18 @@ class Step(Structure):
     )
 
 
+class _Draw(Structure):
+    """kernels/sampling.py Draw, by address."""
+
+    _fields_ = (
+        ("temperature", c_void_p),
+        ("number", c_void_p),
+        ("min_p", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+    )
+
+
 class NativeLibrary:
     """The functions of one build."""
 
@@ -166,7 +188,7 @@ class NativeLibrary:
         calls = self._library
         calls.polyhost_threads.argtypes = (c_int, c_int)
         calls.polyhost_layers.argtypes = (POINTER(Layer), c_int, POINTER(Step))
-        calls.polyhost_linear.argtypes = (POINTER(Linear), c_int, *_of("pnpi"))
+        calls.polyhost_linear.argtypes = (POINTER(Linear), c_int, *_of("pnpii"))
         calls.polyhost_attention.argtypes = (
             POINTER(Cache),
             POINTER(AttentionForm),
@@ -174,7 +196,10 @@ class NativeLibrary:
             *_of("ipnp"),
         )
         calls.polyhost_add_norm.argtypes = (POINTER(Norm), *_of("pppnifi"))
+        calls.polyhost_draw.argtypes = (*_of("pnii"), POINTER(_Draw), *_of("pp"))
         self.dim_multiple = int(calls.polyhost_dim_multiple())
+        # Whether products with int8 weights round x too; with int4 they always do.
+        self.rounds_int8 = bool(calls.polyhost_rounds_int8())
 
     def set_threads(self, num_threads: int, spin_rounds: int = SPIN_ROUNDS) -> None:
         """How many threads share the work, the caller among them. To be called before all else,
@@ -193,12 +218,16 @@ class NativeLibrary:
         activation: str = "none",
         wide: bool = False,
         scale: torch.Tensor | None = None,
+        rounding: bool = True,
     ) -> torch.Tensor:
         """x [T, K], weight [N, K] to [T, N]; with an activation weight [2 N, K] and
-        act(gate) * up. `wide`: float32 comes out. `scale`: of the rows of an int8 weight."""
-        rows = weight.shape[0] if activation == "none" else weight.shape[0] // 2
+        act(gate) * up. `wide`: float32 comes out. `scale`: of the rows of an int8 weight; a uint8
+        weight is int4 in blocks. `rounding` off: int8 weights meet x as it is, on every build."""
+        form = FORMATS[weight.dtype]
+        rows = weight.shape[0] if weight.dim() == 2 else weight.shape[0] * ROWS
+        rows = rows if activation == "none" else rows // 2
         out = x.new_empty(len(x), rows, dtype=torch.float32 if wide else x.dtype)
-        op = Linear(weight.data_ptr(), _address(bias), _address(scale), rows, weight.shape[1])
+        op = Linear(weight.data_ptr(), _address(bias), _address(scale), rows, x.shape[1], form)
         self._library.polyhost_linear(
             ctypes.byref(op),
             ACTIVATIONS[activation],
@@ -206,6 +235,7 @@ class NativeLibrary:
             len(x),
             out.data_ptr(),
             wide,
+            not rounding,
         )
         return out
 
@@ -245,6 +275,22 @@ class NativeLibrary:
         )
         return out
 
+    def draw(self, logits: torch.Tensor, how: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token int64 [R] and broken bool [R], as kernels/sampling.py defines them. `how.cut` is
+        not needed."""
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        broken = torch.empty(len(logits), dtype=torch.bool)
+        fields = (how.temperature, how.number, how.min_p, how.top_k, how.top_p)
+        self._library.polyhost_draw(
+            logits.data_ptr(),
+            logits.stride(0),
+            *logits.shape,
+            ctypes.byref(_Draw(*(field.data_ptr() for field in fields))),
+            tokens.data_ptr(),
+            broken.data_ptr(),
+        )
+        return tokens, broken
+
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
@@ -283,7 +329,7 @@ def builds_for(found: Processor) -> list[str]:
     """
     order = list(_BUILDS)
     if found.vendor == "GenuineIntel":
-        order[:2] = reversed(order[:2])
+        order.insert(2, order.pop(0))
     return [name for name in order if _BUILDS[name] <= found.flags]
 
 

@@ -33,7 +33,8 @@ from kernels.triton_api import Declared, cdiv, check_rows, jit, next_power_of_2,
 SPLIT = 4096
 TILE = 2048
 PIVOTS = 4
-_NO_LIMIT = (1 << 31) - 1
+NO_LIMIT = (1 << 31) - 1
+"""A top_k that limits nothing."""
 # Temperatures under this do as this does, and nothing overflows.
 _COLDEST: tl.constexpr = tl.constexpr(1e-33)
 _BELOW_ONE: tl.constexpr = tl.constexpr(1.0 - 2.0**-53)
@@ -66,7 +67,7 @@ def draw_of(
         torch.tensor([t and max(t, 1e-33) for t in temperature], dtype=torch.float32).to(device),
         torch.tensor(number, dtype=torch.float64).to(device),
         torch.tensor(min_p, dtype=torch.float32).to(device),
-        torch.tensor([min(k, _NO_LIMIT) or _NO_LIMIT for k in top_k], dtype=torch.int32).to(device),
+        torch.tensor([min(k, NO_LIMIT) or NO_LIMIT for k in top_k], dtype=torch.int32).to(device),
         torch.tensor(top_p, dtype=torch.float64).to(device),
         torch.tensor(cut, dtype=torch.int64).to(device),
     )

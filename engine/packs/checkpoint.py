@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from engine.errors import RegistrationRefused
 from engine.packs.blueprint import Blueprint
-from engine.registration.source import FLOAT_BYTES, PIECE_BYTES, SourceTensors
+from engine.registration.source import FLOAT_BYTES, SourceTensors, piece_rows
 
 # Buffers that older releases saved and that are computed today.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
@@ -109,7 +109,7 @@ def _rows(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Ten
         yield name, 0, tensor
         return
     row_bytes = tensor[0].numel() * tensor.element_size() if len(tensor) else 1
-    step = max(1, PIECE_BYTES // max(1, row_bytes))
+    step = piece_rows(row_bytes)
     for start in range(0, len(tensor), step):
         yield name, start, tensor[start : start + step]
 

@@ -28,15 +28,17 @@ from engine.packs.layout import Layout, lay_out
 from engine.packs.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
+    INT4_SCHEME,
     PACK_VERSION,
     SCALE_SUFFIX,
     Chunk,
     PackIndex,
     Segment,
+    TensorEntry,
     read_index,
     write_index,
 )
-from engine.packs.quantize import INT8, int8_weights, quantize_rows
+from engine.packs.quantize import QUANTIZATIONS, Schemes, quantize_rows, schemes_of
 from engine.packs.weights import check_pack, verify_blob
 from engine.registration.source import (
     COPIED_FILES,
@@ -47,9 +49,14 @@ from engine.registration.source import (
     load_config,
     weight_files,
 )
+from kernels import int4_blocks
+from kernels.int4_blocks import ROWS
 
-DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 _TEMPORARY = ".tmp-"
+# In the revisions of quantized packs: which weights are rounded, and how. A pack of another recipe
+# stays what it is; registering its source again makes a new one.
+_RECIPE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +85,11 @@ def write_pack(
     with SourceTensors(candidate.files) as source:
         checkpoint = open_checkpoint(candidate.blueprint, source)
         chosen = choose_dtype(dtype, source)
-        quantized: frozenset[str] = frozenset()
-        if dtype == INT8:
-            quantized = int8_weights(candidate.blueprint, checkpoint.names())
-        kept = INT8 if quantized else _dtype_name(chosen)
+        schemes: Schemes = {}
+        kept = _dtype_name(chosen)
+        if dtype in QUANTIZATIONS:
+            schemes = schemes_of(candidate.blueprint, checkpoint.names(), dtype)
+            kept = f"{dtype} {_RECIPE}"
         revision = _revision(candidate, kept, progress)
         final = dest / revision
         existing = whole_pack(final)
@@ -90,8 +98,9 @@ def write_pack(
         temporary = dest / f"{_TEMPORARY}{os.getpid()}-{revision}"
         temporary.mkdir()
         try:
-            layout = lay_out(candidate.blueprint, checkpoint.names(), chosen, quantized)
-            work = _Work(candidate, checkpoint, chosen, layout, revision)
+            layout = lay_out(candidate.blueprint, checkpoint.names(), chosen, schemes)
+            quantization = dtype if dtype in QUANTIZATIONS else ""
+            work = _Work(candidate, checkpoint, chosen, layout, revision, quantization)
             index = _write_folder(work, temporary, progress)
             _rename(temporary, final)
         finally:
@@ -103,13 +112,13 @@ def choose_dtype(choice: DtypeChoice, source: SourceTensors) -> torch.dtype:
     """What is computed in. auto: bfloat16 for half-precision checkpoints, else float32.
 
     float16 only where it is asked for (processors have no arithmetic for it, and its range ends at
-    65,504); int8 weights are computed with in bfloat16.
+    65,504); quantized weights are computed with in bfloat16.
     """
     if choice == "float32":
         return torch.float32
     if choice == "float16":
         return torch.float16
-    if choice in ("bfloat16", INT8):
+    if choice == "bfloat16" or choice in QUANTIZATIONS:
         return torch.bfloat16
     return torch.bfloat16 if source.float_dtype() in ("BF16", "F16") else torch.float32
 
@@ -143,6 +152,7 @@ class _Work:
     dtype: torch.dtype
     layout: Layout
     revision: str
+    quantization: str
 
 
 def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
@@ -164,14 +174,14 @@ def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
         total_bytes=sum(segment.num_bytes for segment in layout.segments),
         segments=layout.segments,
         tensors=layout.tensors,
-        tied=work.checkpoint.tied,
+        tied=_tied(work.checkpoint.tied, layout),
         chunks=_checksums(folder / BLOB_NAME, layout.segments),
         kv_groups=plan.kv_groups,
         kv_dtype=_dtype_name(work.dtype),
         files=files,
         task=plan.task,
         encoder=plan.encoder,
-        quantization=INT8 if any(entry.scheme for entry in layout.tensors) else "",
+        quantization=work.quantization,
         fused=layout.fused,
     )
     write_index(folder, index)
@@ -190,16 +200,16 @@ def _write_blob(path: Path, checkpoint: Checkpoint, layout: Layout, progress: Pr
         file.truncate(sum(segment.num_bytes for segment in layout.segments))
         for name, row, part in checkpoint.parts():
             entry = places[name]
+            scales = places.get(name + SCALE_SUFFIX)
             if entry.scheme:
-                scales = places[name + SCALE_SUFFIX]
-                values, scale = _quantized(name, part, getattr(torch, scales.dtype))
-                kept = [(entry, values), (scales, scale)]
+                kept = _quantized(entry, part, scales)
             else:
                 kept = [(entry, _cast(name, part, getattr(torch, entry.dtype)))]
             for place, tensor in kept:
                 rows = place.shape[0] if place.shape else 1
+                first = row // ROWS if place.scheme == INT4_SCHEME else row
                 start = layout.segments[place.segment].offset + place.offset
-                done += _write(file.fileno(), tensor, start + row * (place.num_bytes // rows))
+                done += _write(file.fileno(), tensor, start + first * (place.num_bytes // rows))
             progress("convert", done, total)
 
 
@@ -214,12 +224,23 @@ def _cast(name: str, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantized(
-    name: str, part: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    entry: TensorEntry, part: torch.Tensor, scales: TensorEntry | None
+) -> list[tuple[TensorEntry, torch.Tensor]]:
+    """What is kept of some rows, and where."""
     try:
-        return quantize_rows(part, dtype)
+        if scales is None:
+            return [(entry, int4_blocks.quantize(part))]
+        values, scale = quantize_rows(part, getattr(torch, scales.dtype))
     except ValueError as error:
-        raise RegistrationRefused("bad_weights", f"{name}: {error}") from error
+        raise RegistrationRefused("bad_weights", f"{entry.name}: {error}") from error
+    return [(entry, values), (scales, scale)]
+
+
+def _tied(tied: dict[str, str], layout: Layout) -> dict[str, str]:
+    """With the scales of those that are quantized."""
+    scales = {entry.name for entry in layout.tensors if entry.name.endswith(SCALE_SUFFIX)}
+    pairs = ((name + SCALE_SUFFIX, holder + SCALE_SUFFIX) for name, holder in tied.items())
+    return tied | {name: holder for name, holder in pairs if holder in scales}
 
 
 def _write(descriptor: int, tensor: torch.Tensor, place: int) -> int:

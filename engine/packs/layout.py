@@ -11,16 +11,19 @@ each of them has to be cut by itself.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from engine.packs.blueprint import REST, Blueprint, layer_of
 from engine.packs.pack import (
+    INT4_SCHEME,
+    INT8_SCHEME,
+    MEMBER_ALIGN,
     SCALE_SUFFIX,
-    SCHEME,
     SEGMENT_ALIGN,
     TENSOR_ALIGN,
     FusedGroup,
@@ -28,6 +31,7 @@ from engine.packs.pack import (
     TensorEntry,
     is_one_run,
 )
+from kernels import int4_blocks
 
 # Siblings that take the same input, as families call them, and the name of their joint product.
 FUSABLE = (
@@ -63,11 +67,16 @@ class Layout:
 
 
 def lay_out(
-    plan: Blueprint, names: list[str], dtype: torch.dtype, quantized: frozenset[str] = frozenset()
+    plan: Blueprint,
+    names: list[str],
+    dtype: torch.dtype,
+    schemes: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
-    """Place `names`: REST first, then the layers in order, each tensor TENSOR_ALIGNed.
+    """Place `names`: REST first, then the layers in order, each tensor TENSOR_ALIGNed;
+    what may follow another in a fused group is MEMBER_ALIGNed.
 
-    `quantized`: the weights among them that are kept as int8, each with a scale behind it.
+    `schemes`: the weights among them that are quantized; those in int8 have their scales behind
+    them.
     """
     members: dict[str, list[str]] = {REST: []}
     for name in names:
@@ -75,14 +84,16 @@ def lay_out(
     order = sorted(members, key=lambda segment: -1 if segment == REST else int(segment[6:]))
     groups = list(_neighbours(plan, frozenset(names)))
     group_of = {name: group for group in groups for name in group.members}
+    scales = [_scales(group) for group in groups]
+    later = {name for group in (*groups, *scales) for name in group.members[1:]}
     styles = dict(getattr(plan.skeleton, "_tp_plan", None) or {})
     segments: list[Segment] = []
     entries: dict[str, TensorEntry] = {}
     start = 0
     for number, segment in enumerate(order):
         offset = 0
-        for stored in _in_order(plan, members[segment], group_of, dtype, quantized):
-            offset = _align(offset, TENSOR_ALIGN)
+        for stored in _in_order(plan, members[segment], group_of, dtype, schemes):
+            offset = _align(offset, MEMBER_ALIGN if stored.name in later else TENSOR_ALIGN)
             axis = shard_axis(styles, stored.name, len(stored.shape))
             entries[stored.name] = TensorEntry(
                 stored.name,
@@ -99,7 +110,6 @@ def lay_out(
         size = _align(offset, SEGMENT_ALIGN)
         segments.append(Segment(segment, start, size))
         start += size
-    scales = [_scales(group) for group in groups]
     fused = tuple(group for group in (*groups, *scales) if is_one_run(group, entries))
     return Layout(tuple(segments), tuple(entries.values()), fused)
 
@@ -140,7 +150,7 @@ def _in_order(
     names: list[str],
     group_of: dict[str, FusedGroup],
     dtype: torch.dtype,
-    quantized: frozenset[str],
+    schemes: Mapping[str, str],
 ) -> Iterator[Stored]:
     """The tensors of one segment: a group's members one after the other, then their scales."""
     done: set[str] = set()
@@ -151,12 +161,15 @@ def _in_order(
         done.update(run)
         for member in run:
             shape = tuple(plan.tensors[member].shape)
-            if member in quantized:
-                yield Stored(member, shape, torch.int8, SCHEME)
+            scheme = schemes.get(member, "")
+            if scheme == INT4_SCHEME:
+                yield Stored(member, int4_blocks.block_shape(shape), torch.uint8, scheme)
+            elif scheme:
+                yield Stored(member, shape, torch.int8, scheme)
             else:
                 yield Stored(member, shape, plan.dtype_of(member, dtype))
         for member in run:
-            if member in quantized:
+            if schemes.get(member) == INT8_SCHEME:
                 yield Stored(member + SCALE_SUFFIX, tuple(plan.tensors[member].shape[:1]), dtype)
 
 

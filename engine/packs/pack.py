@@ -27,8 +27,11 @@ INDEX_NAME = "index.msgpack"
 BLOB_NAME = "weights.bin"
 SEGMENT_ALIGN = 4096
 TENSOR_ALIGN = 256
+# Of what may follow another in a fused group, so that small tensors leave no gaps: a vector load.
+MEMBER_ALIGN = 16
 CHUNK_BYTES = 8 << 20
-SCHEME = "int8_rows"
+INT8_SCHEME = "int8_rows"
+INT4_SCHEME = "int4_blocks"
 SCALE_SUFFIX = "_scale"
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
@@ -39,7 +42,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     shard_axis   where tensor parallelism cuts it; None: every device has all of it
     parts        sizes along that axis where it holds several projections, to be cut each by itself
-    scheme       "int8_rows": quantized, its scales are the entry `<name>_scale`; "": as it is
+    scheme       "int8_rows": int8, its scales are the entry `<name>_scale`; "int4_blocks": the
+                 blocks of kernels/int4_blocks.py, scales among them; "": as it is
     """
 
     name: str
@@ -113,7 +117,7 @@ class PackIndex(msgspec.Struct, frozen=True):
 
     `files` holds the xxh3_64 of every other file of the folder, by name. `encoder` is there unless
     the task is "generate"; such a pack has no `kv_groups`, and `max_context` is its longest input.
-    `dtype` is what is computed in, `quantization` ("int8" or "") how linears are kept.
+    `dtype` is what is computed in, `quantization` ("int8", "int4", "") how linears are kept.
     """
 
     version: int

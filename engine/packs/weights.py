@@ -16,14 +16,16 @@ from engine.errors import ChecksumMismatch, PackError
 from engine.packs.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
+    INT4_SCHEME,
+    INT8_SCHEME,
+    MEMBER_ALIGN,
     SCALE_SUFFIX,
-    SCHEME,
     SEGMENT_ALIGN,
-    TENSOR_ALIGN,
     Chunk,
     PackIndex,
     is_one_run,
 )
+from kernels.int4_blocks import BLOCK_BYTES
 
 # One read and one checksum update at a time, so that the second finds the bytes in the core's
 # cache: 76 % of a bare preadv instead of 64 % with whole chunks (docs/log.md).
@@ -135,7 +137,7 @@ def _layout_problem(index: PackIndex) -> str:
         if entry.num_bytes != torch.Size(entry.shape).numel() * dtype.itemsize:
             return f"tensor {entry.name} has another size than its shape"
         room = index.segments[entry.segment].num_bytes
-        if entry.offset % TENSOR_ALIGN or not 0 <= entry.offset <= room - entry.num_bytes:
+        if entry.offset % MEMBER_ALIGN or not 0 <= entry.offset <= room - entry.num_bytes:
             return f"tensor {entry.name} is outside its segment"
     if not set(index.tied.values()) <= names:
         return "a tied tensor is missing"
@@ -147,9 +149,12 @@ def _form_problem(index: PackIndex) -> str:
     entries = {entry.name: entry for entry in index.tensors}
     for entry in index.tensors:
         scales = entries.get(entry.name + SCALE_SUFFIX)
-        if entry.scheme not in ("", SCHEME):
+        if entry.scheme not in ("", INT8_SCHEME, INT4_SCHEME):
             return f"tensor {entry.name} is quantized in a way this build does not know"
-        if entry.scheme and (scales is None or scales.shape != entry.shape[:1]):
+        blocks = entry.dtype == "uint8" and len(entry.shape) == 3
+        if entry.scheme == INT4_SCHEME and not (blocks and entry.shape[2] == BLOCK_BYTES):
+            return f"tensor {entry.name} is not in blocks"
+        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:1]):
             return f"tensor {entry.name} has no scales"
     for group in index.fused:
         if not is_one_run(group, entries):

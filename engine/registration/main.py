@@ -37,7 +37,7 @@ from engine.errors import DownloadInterrupted, RegistrationRefused
 from engine.packs.blueprint import Blueprint
 from engine.packs.convert import DtypeChoice, inspect, write_pack
 from engine.packs.pack import PackIndex
-from engine.packs.quantize import INT8
+from engine.packs.quantize import QUANTIZATIONS
 from engine.registration.download import check_listing, fetch, present_bytes, small_files, weights
 from engine.registration.download_folder import find_pack, folder_name, locked, note_origin, remove
 from engine.registration.hub import Hub, HubLimits, check_repo
@@ -151,7 +151,9 @@ def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
 def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
     if plan.encoder is not None:
         return probe_encoder(plan)
-    return probe(plan.config, int8=True) if dtype == INT8 else probe(plan.config)
+    if dtype in QUANTIZATIONS:
+        return probe(plan.config, quantization=dtype)
+    return probe(plan.config)
 
 
 def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:

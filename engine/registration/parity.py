@@ -23,7 +23,7 @@ from engine.memory.kv_cache import KvCache
 from engine.memory.kv_geometry import module_geometries
 from engine.memory.kv_plan import KvPlan, plan_kv
 from engine.memory.page_pool import Owner, PagePool
-from engine.packs.quantize import replace_linears, rounded_twins, weights_of_scales
+from engine.packs.quantize import Schemes, replace_modules, rounded_twins
 from engine.protocol import SamplingParams, Submit
 from engine.registration.probe_size import probe_configs
 from engine.request import Request
@@ -106,18 +106,18 @@ def _widths(layer: LayerGeometry) -> str:
     return f"{layer.num_kv_heads} heads of K {layer.k_dim} and V {layer.v_dim}"
 
 
-def probe(config: Any, skeleton: nn.Module | None = None, int8: bool = False) -> float:
+def probe(config: Any, skeleton: nn.Module | None = None, quantization: str = "") -> float:
     """Largest difference between our path and eager attention, in deviations of the logits.
 
-    `skeleton`: the whole model on meta, if there is one already. `int8`: our side keeps its linears
-    as int8 and the other has what these stand for, so that the loss does not count. Raises
+    `skeleton`: the whole model on meta, if there is one already. `quantization`: our side keeps
+    its weights so, and the other has what these stand for: the loss does not count. Raises
     RegistrationRefused("parity") where it passes TOLERANCE or the family cannot run.
     """
     why = "no truncated model of it can be built"
     for small in probe_configs(config, skeleton):
         for seed in SEEDS:
             try:
-                error = _largest_error(small, seed, int8)
+                error = _largest_error(small, seed, quantization)
             except RegistrationRefused as refusal:
                 why = str(refusal)
                 break
@@ -164,11 +164,13 @@ def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return drawn
 
 
-def _largest_error(config: Any, seed: int, int8: bool = False) -> float:
+def _largest_error(config: Any, seed: int, quantization: str = "") -> float:
     eager = build_skeleton(copy.deepcopy(config), torch.float32, "eager")
     weights = exact = draw_weights(eager, seed)
-    if int8:
-        weights, exact = rounded_twins(eager, weights)
+    schemes: Schemes = {}
+    if quantization:
+        tied = getattr(eager, "all_tied_weights_keys", None) or {}
+        weights, exact, schemes = rounded_twins(eager, tied, weights, quantization)
     bind_weights(eager, exact)
     generator = torch.Generator().manual_seed(seed + 1)
     prompts = [
@@ -186,7 +188,7 @@ def _largest_error(config: Any, seed: int, int8: bool = False) -> float:
         if _looks_ahead(eager, prompts[0], expected[0]):
             raise Differs("sees what comes after a token, as encoders do")
         try:
-            return _Paged(config, weights).largest_error(prompts, expected) / spread
+            return _Paged(config, weights, schemes).largest_error(prompts, expected) / spread
         finally:  # transformers' table is for ever, the model is not
             ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, paged_attention_forward)
 
@@ -201,10 +203,10 @@ def _looks_ahead(eager: nn.Module, prompt: list[int], expected: torch.Tensor) ->
 class _Paged:
     """The truncated model over paged KV: a pool full of holes, an arena full of NaN."""
 
-    def __init__(self, config: Any, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, config: Any, weights: dict[str, torch.Tensor], schemes: Schemes) -> None:
         ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, self._attend)
         self.model = build_skeleton(copy.deepcopy(config), torch.float32, PROBE_ATTENTION)
-        replace_linears(self.model, weights_of_scales(weights))
+        replace_modules(self.model, schemes)
         bind_weights(self.model, weights)
         layers = module_geometries(self.model, config)
         self.watched = _Watched(layers)

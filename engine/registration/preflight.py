@@ -18,7 +18,7 @@ import torch
 from engine.encoders.encoder_blueprint import plan_model
 from engine.errors import RegistrationRefused
 from engine.packs.blueprint import Blueprint
-from engine.packs.quantize import int8_weights
+from engine.packs.quantize import QUANTIZATIONS, kept_bytes, schemes_of
 from engine.registration.source import check_tokenizer, load_config
 
 DISK_MARGIN_BYTES = 64 << 20
@@ -124,12 +124,10 @@ def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
         count = sum(plan.tensors[name].numel() for name in names)
         half = told in (torch.bfloat16, torch.float16) if told else files_bytes < 3 * count
         dtype = "bfloat16" if half else "float32"
-    if dtype == "int8":
-        # A byte an element, and two for each channel's scale.
-        rounded = int8_weights(plan, names)
-        shapes = [plan.tensors[name].shape for name in rounded]
-        rest = [name for name in names if name not in rounded]
-        size = sum(shape.numel() + 2 * shape[0] for shape in shapes)
+    if dtype in QUANTIZATIONS:
+        schemes = schemes_of(plan, names, dtype)
+        rest = [name for name in names if name not in schemes]
+        size = sum(kept_bytes(plan.tensors[name].shape, how) for name, how in schemes.items())
         return size + sum(
             plan.tensors[name].numel() * plan.dtype_of(name, torch.bfloat16).itemsize
             for name in rest

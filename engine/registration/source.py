@@ -233,6 +233,12 @@ def check_tokenizer(folder: Path) -> None:
         ) from error
 
 
+def piece_rows(row_bytes: int, max_bytes: int = PIECE_BYTES) -> int:
+    """Rows of a piece: where there are more than 16 a multiple of them, int4's blocks of rows."""
+    rows = max(1, max_bytes // max(1, row_bytes))
+    return rows - rows % 16 if rows > 16 else rows
+
+
 class SourceTensors:
     """A checkpoint's tensors by their names in the files, read one at a time. A context manager."""
 
@@ -291,7 +297,7 @@ class SourceTensors:
         shape, dtype = self.shapes[name], _TORCH_DTYPES[self.dtypes[name]]
         rows, inner = (shape[0], shape[1:]) if shape else (1, ())
         row_bytes = torch.Size(inner).numel() * dtype.itemsize
-        step = max(1, max_bytes // max(1, row_bytes))
+        step = piece_rows(row_bytes, max_bytes)
         descriptor, place = self._places[name]
         for start in range(0, rows, step):
             count = min(step, rows - start)

@@ -24,7 +24,7 @@ from engine.memory.kv_cache import KvCache
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
 from engine.packs.pack import PackIndex
-from engine.packs.quantize import replace_linears
+from engine.packs.quantize import replace_modules, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.device_batch import DeviceBatch
 from engine.running.device_step import DeviceStep, DeviceTable, InputBuffer, bring
@@ -87,7 +87,7 @@ class DeviceRunner:
         self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, host, caching, max_chunk)
         self._tables = [DeviceTable(tools.device, len(group.layers)) for group in plan.groups]
         self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
-        replace_linears(self._model, [entry.name for entry in index.tensors if entry.scheme])
+        replace_modules(self._model, schemes_in(index))
         buffers_to(self._model, tools.device.torch_device)
         self._body = ModelBody(self._model)
         self.fused, self.why_not_fused = recognise(self._model, index)
@@ -157,10 +157,12 @@ class DeviceRunner:
             found = self._tools.graphs.run(key, states)[: len(batch.rows)]
         prompt = None
         if batch.scoring is not None:
-            prompt = self._score(found, batch.scoring, fused.head)
+            prompt = self._score(
+                found, batch.scoring, lambda states: fused.head(states, operations)
+            )
             assert step.logit_index is not None
             found = found.index_select(0, step.logit_index)
-        return fused.head(found).float(), prompt
+        return fused.head(found, operations).float(), prompt
 
     def _by_modules(
         self, step: DeviceStep, batch: DeviceBatch

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from engine.packs.pack import SCALE_SUFFIX, FusedGroup, PackIndex
+from engine.packs.quantize import Int8Linear
 from kernels.decoder_layer import (
     LayerForm,
     LayerStep,
@@ -108,6 +109,11 @@ def check_layer(layer: nn.Module, config: Any) -> None:
         raise NotFused("queries, keys and values are clipped")
 
 
+def is_head(head: object) -> bool:
+    """Whether logits are one product of the states."""
+    return isinstance(head, (nn.Linear, Int8Linear))
+
+
 class Fused:
     """One model's forward pass over fused layers. `bind` before every use of other weights."""
 
@@ -116,9 +122,10 @@ class Fused:
         config: Any = model.config
         body = getattr(model, "model", None)
         children = set() if body is None else {name for name, _ in body.named_children()}
-        if body is None or children != BODY or not isinstance(model.lm_head, nn.Linear):
+        if body is None or children != BODY or not is_head(model.lm_head):
             raise NotFused(f"the body has {sorted(children)}")
-        if config.model_type == "gemma" and "Scaled" not in type(body.embed_tokens).__name__:
+        factor = getattr(body.embed_tokens, "embed_scale", None)
+        if config.model_type == "gemma" and factor is None:
             raise NotFused("embeddings are scaled in the forward pass")
         layers = body.layers
         for layer in layers:
@@ -167,10 +174,17 @@ class Fused:
         return weight
 
     @property
-    def output_head(self) -> tuple[nn.Linear, float]:
+    def size(self) -> int:
+        """Of hidden states."""
+        size: int = self._model.config.hidden_size
+        return size
+
+    @property
+    def output_head(self) -> tuple[Product, float]:
         """The head, and what its logits are divided by."""
-        head: nn.Linear = self._model.lm_head
-        return head, self._logits_scaling
+        head: Any = self._model.lm_head
+        scale: torch.Tensor | None = getattr(head, "weight_scale", None)
+        return Product(head.weight, head.bias, scale), self._logits_scaling
 
     def embed(
         self, ids: torch.Tensor, positions: torch.Tensor
@@ -214,9 +228,9 @@ class Fused:
         )
         return y
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
+    def head(self, states: torch.Tensor, operations: Operations) -> torch.Tensor:
         """[n, H] to logits [n, V], in the model's dtype."""
-        logits: torch.Tensor = self._model.lm_head(states)
+        logits = operations.product(states, self.output_head[0])
         return logits if self._logits_scaling == 1.0 else logits / self._logits_scaling
 
     def _check_names(self, number: int) -> None:

@@ -15,7 +15,7 @@ from engine.memory.kv_cache import KvCache
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
 from engine.packs.pack import PackIndex
-from engine.packs.quantize import replace_linears
+from engine.packs.quantize import replace_modules, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.fusion import NotFused, recognise
 from engine.running.model_body import ModelBody
@@ -76,7 +76,7 @@ class ModelRunner:
         )
         self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
-        replace_linears(self._model, [entry.name for entry in index.tensors if entry.scheme])
+        replace_modules(self._model, schemes_in(index))
         self._body = ModelBody(self._model)
         self._fused, why = (None, "") if library is None else recognise(self._model, index)
         self._native: NativeLayers | None = None
@@ -87,6 +87,7 @@ class ModelRunner:
                 why = str(reason)
         if why:
             logger.info("unit %s runs by its modules: %s", unit_id, why)
+        self._drawer = None if library is None else library.draw
         self._generation: int | None = None
 
     @property
@@ -123,7 +124,7 @@ class ModelRunner:
             logits, scores = self._run(batch)
             num_sampling = len(batch.sampling_rows)
             masks = bring_masks(batch.sampling, logits.device)
-            output = sample(logits[:num_sampling], masks)
+            output = sample(logits[:num_sampling], masks, self._drawer)
             if num_sampling < len(logits):
                 output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
             return output if scores is None else replace(output, prompt=scores)

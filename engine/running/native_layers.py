@@ -5,9 +5,10 @@
     forward(ids, positions, batch)       -> hidden states; K and V of all tokens are written
     logits(states)                       -> float32 [n, V]
 
-What engine/running/fusion.py recognises, in bfloat16, weights perhaps int8, with heads of a size
-that the registers fit. Everything else runs by torch's operators. Results differ from the modules'
-by rounding: sums are float32, and a product is rounded once.
+What engine/running/fusion.py recognises, in bfloat16, weights perhaps int8 or int4 in blocks, with
+heads of a size that the registers fit. Everything else runs by torch's operators. Results differ
+from the modules' by rounding: sums are float32, a product is rounded once, and what meets int8 and
+int4 weights is rounded to bytes (kernels/native/bytes.h).
 
 Tensors handed to C++ by address are held here, or by the caller's batch, until the call returns.
 """
@@ -20,9 +21,11 @@ import torch
 from engine.memory.kv_plan import KvPlan
 from engine.running.batch import StepBatch
 from engine.running.fusion import Fused, Hidden, NotFused
+from kernels import int4_blocks
 from kernels.decoder_layer import LayerForm, LayerWeights, Product
 from kernels.native_calls import (
     ACTIVATIONS,
+    FORMATS,
     MAX_DIM,
     AttentionForm,
     Cache,
@@ -75,9 +78,8 @@ class NativeLayers:
             zip(self._fused.forms, self._fused.weights, strict=True)
         ):
             self._fill(layers[i], i, form, weights)
-        head, _ = self._fused.output_head
-        _linear(Product(head.weight, head.bias))
-        _check_sizes(layers, head.in_features)
+        _linear(self._fused.output_head[0], self._fused.size)
+        _check_sizes(layers, self._fused.size)
         self._layers = layers
 
     def unbind(self) -> None:
@@ -132,15 +134,18 @@ class NativeLayers:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[n, H] to float32 [n, V], not rounded on the way."""
         head, scaling = self._fused.output_head
-        logits = self._library.linear(states, head.weight, head.bias, wide=True)
+        assert isinstance(head.weight, torch.Tensor)
+        logits = self._library.linear(states, head.weight, head.bias, wide=True, scale=head.scale)
         return logits if scaling == 1.0 else logits.div_(scaling)
 
     def _fill(self, layer: Layer, number: int, form: LayerForm, weights: LayerWeights) -> None:
         group, _ = self._plan.layer_group[number]
         block = self._plan.groups[group].block
-        layer.qkv, layer.out = _linear(weights.qkv), _linear(weights.out)
-        layer.gate_up, layer.down = _linear(weights.gate_up, halves=2), _linear(weights.down)
-        size, dim = layer.qkv.k, block.layer.k_dim
+        size, dim = self._fused.size, block.layer.k_dim
+        layer.qkv = _linear(weights.qkv, size)
+        layer.out = _linear(weights.out, form.num_heads * dim)
+        layer.gate_up = _linear(weights.gate_up, size, halves=2)
+        layer.down = _linear(weights.down, layer.gate_up.n)
         layer.input_norm = _norm(weights.input_norm, form, size)
         layer.post_norm = _norm(weights.post_norm, form, size)
         layer.q_norm = _norm(weights.q_norm, form, dim)
@@ -164,21 +169,29 @@ class NativeLayers:
         )
 
 
-def _linear(product: Product, halves: int = 1) -> Linear:
+def _linear(product: Product, size: int, halves: int = 1) -> Linear:
+    """Of rows of `size` values. Raises NotFused."""
     weight, scale = product.weight, product.scale
-    if not isinstance(weight, torch.Tensor):
-        raise NotFused("weights are of four bits")
-    wanted = torch.bfloat16 if scale is None else torch.int8
-    if weight.dtype != wanted or (scale is not None and scale.dtype != torch.bfloat16):
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS:
+        raise NotFused("weights are of a kind that C++ does not know")
+    if (scale is not None) != (weight.dtype == torch.int8):
         raise NotFused(f"weights are {weight.dtype}")
     if halves == 2 and product.bias is not None:
         raise NotFused("gate and up have biases")
     if not weight.is_contiguous():
         raise NotFused("weights are strided")
-    rows = weight.shape[0] // halves
-    _check_values(product.bias, rows)
-    _check_values(scale, weight.shape[0])
-    return Linear(weight.data_ptr(), _address(product.bias), _address(scale), rows, weight.shape[1])
+    in_blocks = weight.dtype == torch.uint8
+    rows = weight.shape[0] * (int4_blocks.ROWS if in_blocks else 1)
+    shape = int4_blocks.block_shape((rows, size)) if in_blocks else (rows, size)
+    # Gate's and up's rows begin at a block.
+    if weight.shape != shape or weight.shape[0] % halves:
+        raise NotFused(f"weights are {tuple(weight.shape)} for rows of {size}")
+    _check_values(product.bias, rows // halves)
+    _check_values(scale, rows)
+    form = FORMATS[weight.dtype]
+    return Linear(
+        weight.data_ptr(), _address(product.bias), _address(scale), rows // halves, size, form
+    )
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -15,7 +15,9 @@ A row's token depends on its logits, parameters and position only: it is the sam
 and after a preemption. What is laid out for a step is engine/sampling/sampling_batch.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -24,6 +26,10 @@ from engine.sampling.sampling_batch import RandomRows, SamplingBatch
 from engine.sampling.sampling_batch import build_sampling as build_sampling
 from engine.sampling.truncation import argmax, cut_below_, invert, pad, truncate_
 from engine.sampling.uniform import uniform as uniform
+from kernels.sampling import NO_LIMIT, Draw
+
+Drawer: TypeAlias = Callable[[torch.Tensor, Draw], tuple[torch.Tensor, torch.Tensor]]
+"""Tokens and broken rows of float32 logits, as kernels/sampling.py defines them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +57,65 @@ def not_finite(logits: torch.Tensor) -> torch.Tensor:
     return ~torch.isfinite(logits.amax(-1))
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SampleOutput:
-    """One token a row. logits float32 [R, V], which biases, penalties and masks overwrite."""
+def sample(
+    logits: torch.Tensor, batch: SamplingBatch, drawer: Drawer | None = None
+) -> SampleOutput:
+    """One token a row. logits float32 [R, V], which biases, penalties and masks overwrite.
+
+    `drawer`: a kernel that does steps 5 to 7; None: torch's operators. Tokens are the same but for
+    numbers within rounding of a boundary between two tokens.
+    """
     logs = None
     if batch.logprob_rows is not None:
         logs = _rows(logits, batch.logprob_rows).log_softmax(-1)
-    broken = not_finite(logits)
+    broken = None
     if batch.changes_logits:
+        # Edits replace what they forbid: a NaN must not be hidden by them.
+        broken = not_finite(logits)
         _change(logits, batch)
-        broken |= not_finite(logits)
-    tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
-    if batch.greedy is not None:
-        tokens[batch.greedy] = argmax(_rows(logits, batch.greedy))
-    for group in batch.random:
-        tokens[group.index] = _draw(logits, group)
+    if drawer is None:
+        tokens, bad = _by_operators(logits, batch)
+    else:
+        tokens, bad = drawer(logits, draw_of(batch))
+    broken = bad if broken is None else broken | bad
     # NaNs may lead anywhere, even past the vocabulary.
     tokens.masked_fill_(broken, 0)
     picked = None
     if logs is not None and batch.logprob_rows is not None:
         picked = logprobs_of(logs, tokens[batch.logprob_rows], batch.num_logprobs)
     return SampleOutput(tokens, broken, picked)
+
+
+def _by_operators(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    broken = not_finite(logits)
+    tokens = torch.zeros(batch.num_rows, dtype=torch.int64, device=logits.device)
+    if batch.greedy is not None:
+        tokens[batch.greedy] = argmax(_rows(logits, batch.greedy))
+    for group in batch.random:
+        tokens[group.index] = _draw(logits, group)
+    return tokens, broken
+
+
+def draw_of(batch: SamplingBatch) -> Draw:
+    """How each row is drawn, row by row, for a kernel."""
+    rows = batch.num_rows
+    temperature, min_p = torch.zeros(rows), torch.zeros(rows)
+    number, top_p = torch.zeros(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
+    top_k = torch.full((rows,), NO_LIMIT, dtype=torch.int32)
+    cut = []
+    for group in batch.random:
+        index = group.index
+        temperature[index] = torch.ones(()) if group.temperature is None else group.temperature
+        number[index] = group.number
+        if group.min_p_place is not None:
+            min_p[index[group.min_p_place]] = group.min_p
+            cut.append(index[group.min_p_place])
+        if group.cut_place is not None:
+            top_k[index[group.cut_place]] = group.top_k.clamp(max=NO_LIMIT).int()
+            top_p[index[group.cut_place]] = group.top_p
+            cut.append(index[group.cut_place])
+    cutting = sorted({row for rows_of_group in cut for row in rows_of_group.tolist()})
+    return Draw(temperature, number, min_p, top_k, top_p, torch.tensor(cutting, dtype=torch.int64))
 
 
 def _rows(logits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from engine.protocol import (
+    Layout,
     Lease,
     ModelSpec,
     ModelStatus,
@@ -98,6 +99,9 @@ class EngineLike(Protocol):
 
     def status(self, now_s: float) -> EngineStatusLike:
         """Memory, residency and leases as they are."""
+
+    def layout(self) -> Layout:
+        """Who lies where in the arena, in the rough; not to be asked for in every step."""
 
     def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
         """Swaps finished, and choices of who leaves made, since the last call."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from engine.config import WorkerConfig
-from engine.protocol import SwapChoice, SwapRecord, WorkerStatus
+from engine.protocol import Layout, SwapChoice, SwapRecord, WorkerStatus
 from engine.worker.engine_like import EngineLike, EngineStatusLike
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ RequestKey: TypeAlias = tuple[str, int]
 
 _GROWTH_SHARE = 8
 """Capacity has grown when it is more than 1/8 over what was last told."""
+LAYOUT_EVERY_S = 0.5
+"""Pages of KV come and go all the time: who looks at a picture is shown that often enough."""
 _TIGHT_ROWS_SHARE = 4
 """Where gateways have less than 1/4 of a step's rows left, every end is told at once."""
 
@@ -65,6 +67,8 @@ class StatusBoard:
         self._next_s = 0.0
         self._due = True
         self._look_again = False
+        self._layout: Layout | None = None  # as last told
+        self._next_layout_s = 0.0
         self._swaps: list[SwapRecord] = []
         self._choices: list[SwapChoice] = []
         self._told_residency: object = None
@@ -129,11 +133,20 @@ class StatusBoard:
         self._next_s = now_s + self._config.status_interval_s
         swaps, self._swaps = self._swaps, []
         choices, self._choices = self._choices, []
-        return self._message(status, swaps, choices, draining=draining)
+        return self._message(status, swaps, choices, self._new_layout(now_s), draining=draining)
 
     def greeting(self, now_s: float, *, draining: bool) -> WorkerStatus:
         """A status for a peer that just came; swaps wait for the next one to all."""
-        return self._message(self._engine.status(now_s), [], [], draining=draining)
+        layout, self._layout = self._engine.layout(), None  # the next is told to all again
+        return self._message(self._engine.status(now_s), [], [], layout, draining=draining)
+
+    def _new_layout(self, now_s: float) -> Layout | None:
+        """Where it is due and has changed."""
+        if now_s < self._next_layout_s:
+            return None
+        self._next_layout_s = now_s + LAYOUT_EVERY_S
+        before, self._layout = self._layout, self._engine.layout()
+        return None if self._layout == before else self._layout
 
     def _take_swaps(self) -> None:
         swaps, choices = self._engine.take_swaps()
@@ -156,6 +169,7 @@ class StatusBoard:
         status: EngineStatusLike,
         swaps: list[SwapRecord],
         choices: list[SwapChoice],
+        layout: Layout | None,
         *,
         draining: bool,
     ) -> WorkerStatus:
@@ -178,4 +192,5 @@ class StatusBoard:
             cold_bytes_per_s=status.cold_bytes_per_s,
             choices=choices,
             service=list(status.service),
+            layout=layout,
         )

@@ -1,24 +1,19 @@
-// Attention of new tokens over the paged cache, in place: nothing is gathered.
+// Attention of new tokens over the paged cache: how a step's rows are cut into tasks, and what comes
+// of parts joined. The geometry is kernels/paged_attention.py's, a task attention_task.h's.
 //
-// The geometry is kernels/paged_attention.py's. A task is one row's one KV head and some of its
-// queries (a query: a token and one of the heads that share the KV head); tasks are shared by the
-// threads. A task goes over the row's blocks, SPAN positions at a time:
-//
-//     K of LANES positions is turned round once, so that a lane is a position and products of pairs
-//     need no sums across lanes;  scores of all queries of the task
-//     one running maximum a query for the SPAN; weights rounded to bfloat16, as torch rounds them
-//     V of two positions is made pairs once;  outputs of all queries
-//
-// K and V of positions that a query may not see are not read as numbers: scores there are replaced,
-// and V is put at zero (freed memory may hold NaN, and 0 * NaN is NaN).
+// Tasks are shared by the threads. A row of one token over a long context is cut into parts, so that
+// one long sequence is work for all threads and no piece is long. Where it is cut depends on its
+// length alone, and parts are joined in their order: a row's result is the same beside any others
+// and with any number of threads.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
+#include "attention_task.h"
 #include "pool.h"
-#include "vec.h"
 
 namespace polyhost {
 
@@ -32,242 +27,199 @@ struct Rows {
   int32_t num_rows, q_len, max_blocks, reserved;
 };
 
-struct Cache {
-  const uint8_t* arena;
-  const int64_t* table;  // the layer's row: unit at which a chunk begins
-  int64_t unit_bytes, block_units, v_start_units;
-  int32_t block_tokens, num_kv_heads, dim, window;
-};
-
-constexpr int SPAN = 64;         // positions between two looks at the maximum
-constexpr int MAX_QUERIES = 32;  // of a task
-constexpr int MAX_DIM = 256;
-
-struct Scratch {
-  alignas(64) bf16 keys[SPAN / LANES][MAX_DIM / 2 * LANES * 2];  // [dim pairs][LANES] of pairs
-  alignas(64) bf16 values[SPAN / 2][MAX_DIM * 2];                // [position pairs][dim] of pairs
-  alignas(64) bf16 query[MAX_QUERIES][MAX_DIM];
-  alignas(64) float out[MAX_QUERIES][MAX_DIM];
-  alignas(64) float scores[MAX_QUERIES][SPAN];
-  alignas(64) bf16 weights[MAX_QUERIES][SPAN];
-  alignas(64) float sums[MAX_QUERIES][LANES];
-  float largest[MAX_QUERIES];
-};
-
-struct Task {
-  const Cache& cache;
-  const int64_t *chunk, *slot;
-  int kv_head, num_queries;
-  int64_t first, end;  // position of the table's first token; behind the last position
-  int64_t low[MAX_QUERIES], high[MAX_QUERIES];  // positions [low, high) that a query sees
-  float scale, softcap;
-};
-
-inline const bf16* row_of(const Task& task, int64_t position, bool value) {
-  const Cache& c = task.cache;
-  int64_t place = position - task.first, block = place / c.block_tokens;
-  int64_t unit = c.table[task.chunk[block]] + task.slot[block] * c.block_units;
-  if (value) unit += c.v_start_units;
-  int64_t in_block = task.kv_head * c.block_tokens + place % c.block_tokens;
-  return reinterpret_cast<const bf16*>(c.arena + unit * c.unit_bytes) + in_block * c.dim;
-}
-
-// Positions [at, at + count) of K as [dim pairs][LANES]; those behind `count` are zero.
-inline void turn_keys(const Task& task, int64_t at, int count, bf16* out) {
-  int dim = task.cache.dim;
-  const bf16* row[LANES];
-  for (int i = 0; i < LANES; i++) row[i] = i < count ? row_of(task, at + i, false) : nullptr;
-  Pairs in[LANES], turned[LANES];
-  for (int d = 0; d < dim; d += PAIRS) {
-    for (int i = 0; i < LANES; i++) in[i] = row[i] ? load_pairs(row[i] + d) : fill_pairs(0);
-    transpose(in, turned);
-    for (int i = 0; i < LANES; i++) store_pairs(out + (d / 2 + i) * PAIRS, turned[i]);
-  }
-}
-
-// V of positions [at, at + count) as pairs of positions; those behind `count` are zero.
-inline void pair_values(const Task& task, int64_t at, int count, bf16 (*out)[MAX_DIM * 2]) {
-  int dim = task.cache.dim;
-  for (int i = 0; i < count; i += 2) {
-    const bf16* a = row_of(task, at + i, true);
-    const bf16* b = i + 1 < count ? row_of(task, at + i + 1, true) : nullptr;
-    for (int d = 0; d < dim; d += PAIRS) {
-      Pairs low, high;
-      interleave(load_pairs(a + d), b ? load_pairs(b + d) : fill_pairs(0), &low, &high);
-      store_pairs(out[i / 2] + 2 * d, low);
-      store_pairs(out[i / 2] + 2 * d + PAIRS, high);
-    }
-  }
-}
-
-inline uint32_t pair_at(const bf16* p) {
-  uint32_t pair;
-  std::memcpy(&pair, p, 4);
-  return pair;
-}
-
-// scores[q][...LANES] of QUERIES queries over one turned group of keys.
-template <int QUERIES>
-inline void score_group(const Task& task, Scratch& s, int q, int group, int64_t at) {
-  Vec acc[QUERIES];
-  for (int i = 0; i < QUERIES; i++) acc[i] = zero();
-  const bf16* keys = s.keys[group];
-  for (int d = 0; d < task.cache.dim / 2; d++) {
-    Pairs key = load_pairs(keys + d * PAIRS);
-    for (int i = 0; i < QUERIES; i++)
-      acc[i] = dot_pairs(acc[i], key, fill_pairs(pair_at(s.query[q + i] + 2 * d)));
-  }
-  for (int i = 0; i < QUERIES; i++) {
-    Vec v = mul(acc[i], fill(task.scale));
-    if (task.softcap != 0.0f) {
-      float lanes[LANES];
-      store(lanes, v);
-      for (float& lane : lanes) lane = std::tanh(lane / task.softcap) * task.softcap;
-      v = load(lanes);
-    }
-    int64_t low = task.low[q + i] - at, high = task.high[q + i] - at;
-    if (low > 0 || high < LANES)
-      v = keep_lanes(v, int(std::clamp<int64_t>(low, 0, LANES)),
-                     int(std::clamp<int64_t>(high, 0, LANES)), -INFINITY);
-    store(s.scores[q + i] + group * LANES, v);
-  }
-}
-
-// The scores of one query become weights in bfloat16; what came before is scaled to the new maximum.
-// A score that is not a number, or infinite, makes the query's result NaN, as it does in torch: a
-// sequence whose memory is broken has to be seen to be.
-inline void weigh(Scratch& s, int q, int groups, int dim) {
-  Vec top = load(s.scores[q]);
-  for (int g = 1; g < groups; g++) top = maximum(top, load(s.scores[q] + g * LANES));
-  float before = s.largest[q], now = std::max(before, largest(top));
-  if (now > before) {
-    Vec by = fill(before == -INFINITY ? 0.0f : std::exp(before - now));
-    for (int d = 0; d < dim; d += LANES) store(s.out[q] + d, mul(load(s.out[q] + d), by));
-    store(s.sums[q], mul(load(s.sums[q]), by));
-    s.largest[q] = now;
-  }
-  // Until something is seen every weight is 0, but for those of NaN: a maximum may not tell of them.
-  Vec total = load(s.sums[q]), shift = fill(now == -INFINITY ? 0.0f : now), never = fill(-1e30f);
-  for (int g = 0; g < groups; g++) {
-    Vec v = exponential(maximum(never, sub(load(s.scores[q] + g * LANES), shift)));
-    store_bf16(s.weights[q] + g * LANES, v);
-    total = add(total, v);
-  }
-  store(s.sums[q], total);
-}
-
-// out[q] += weights[q] V for QUERIES queries, COLUMNS registers of the head at a time.
-template <int QUERIES, int COLUMNS>
-inline void gather_values(Scratch& s, int q, int column, int pairs) {
-  Vec acc[QUERIES][COLUMNS];
-  for (int i = 0; i < QUERIES; i++)
-    for (int j = 0; j < COLUMNS; j++) acc[i][j] = load(s.out[q + i] + column + j * LANES);
-  for (int p = 0; p < pairs; p++) {
-    Pairs value[COLUMNS];
-    for (int j = 0; j < COLUMNS; j++)
-      value[j] = load_pairs(s.values[p] + 2 * column + j * PAIRS);
-    for (int i = 0; i < QUERIES; i++) {
-      Pairs weight = fill_pairs(pair_at(s.weights[q + i] + 2 * p));
-      for (int j = 0; j < COLUMNS; j++) acc[i][j] = dot_pairs(acc[i][j], value[j], weight);
-    }
-  }
-  for (int i = 0; i < QUERIES; i++)
-    for (int j = 0; j < COLUMNS; j++) store(s.out[q + i] + column + j * LANES, acc[i][j]);
-}
-
-inline void attend(const Task& task, Scratch& s) {
-  int dim = task.cache.dim;
-  int64_t begin = task.end;
-  for (int q = 0; q < task.num_queries; q++) {
-    begin = std::min(begin, task.low[q]);
-    s.largest[q] = -INFINITY;
-    std::memset(s.out[q], 0, sizeof(float) * size_t(dim));
-    std::memset(s.sums[q], 0, sizeof s.sums[q]);
-  }
-  constexpr int COLUMNS = LANES == 16 ? 4 : 2;
-  for (int64_t at = begin; at < task.end; at += SPAN) {
-    int count = int(std::min<int64_t>(SPAN, task.end - at));
-    int groups = (count + LANES - 1) / LANES;
-    for (int g = 0; g < groups; g++)
-      turn_keys(task, at + g * LANES, std::min(LANES, count - g * LANES), s.keys[g]);
-    pair_values(task, at, count, s.values);
-    for (int g = 0; g < groups; g++) {
-      int q = 0;
-      for (; q + 8 <= task.num_queries; q += 8) score_group<8>(task, s, q, g, at + g * LANES);
-      for (; q + 2 <= task.num_queries; q += 2) score_group<2>(task, s, q, g, at + g * LANES);
-      for (; q < task.num_queries; q++) score_group<1>(task, s, q, g, at + g * LANES);
-    }
-    for (int q = 0; q < task.num_queries; q++) weigh(s, q, groups, dim);
-    int pairs = (count + 1) / 2;
-    for (int column = 0; column < dim; column += COLUMNS * LANES) {
-      bool whole = column + COLUMNS * LANES <= dim;
-      int q = 0;
-      if (whole)
-        for (; q + 4 <= task.num_queries; q += 4)
-          gather_values<4, COLUMNS>(s, q, column, pairs);
-      for (; q < task.num_queries; q++) {
-        if (whole) {
-          gather_values<1, COLUMNS>(s, q, column, pairs);
-        } else {
-          for (int c = column; c < dim; c += LANES) gather_values<1, 1>(s, q, c, pairs);
-        }
-      }
-    }
-  }
-}
-
 struct AttentionForm {
   int32_t num_heads;
   float scale, softcap;
 };
 
+// How a call's rows are cut into tasks.
+struct Cut {
+  int group, tokens, token_parts, heads, head_parts;
+
+  Cut(const Rows& rows, int num_heads, int num_kv_heads) {
+    group = num_heads / num_kv_heads;
+    tokens = std::max(1, std::min<int>(rows.q_len, MAX_QUERIES / group));
+    token_parts = (rows.q_len + tokens - 1) / tokens;
+    heads = std::min(group, MAX_QUERIES);  // of a task, where one token has more than fit
+    head_parts = (group + heads - 1) / heads;
+  }
+};
+
+// A part of a row's positions: as many as a function of their number says, and of nothing else.
+inline int64_t part_of(int64_t positions) {
+  int64_t even = (positions + PARTS - 1) / PARTS;
+  return std::max(PART, (even + SPAN - 1) / SPAN * SPAN);
+}
+
+inline int parts_of(int64_t positions) {
+  int64_t part = part_of(positions);
+  return int(std::max<int64_t>(1, (positions + part - 1) / part));
+}
+
+// What comes of a part of a query's positions: its values, in the order of split halves, their
+// maximum and sum.
+inline int64_t partial_size(int dim) { return dim + 2; }
+
+inline void put_result(const Scratch& s, int q, int dim, bf16* out) {
+  float total = sum(load(s.sums[q]));
+  Vec by = fill(total == 0.0f ? 0.0f : 1.0f / total);
+  for (int d = 0; d < dim; d += PAIRS)
+    store_split(out + d, mul(load(s.out[q] + d), by), mul(load(s.out[q] + d + LANES), by));
+}
+
+inline void put_partial(const Scratch& s, int q, int dim, float* partial) {
+  std::memcpy(partial, s.out[q], sizeof(float) * size_t(dim));
+  partial[dim] = s.largest[q];
+  partial[dim + 1] = sum(load(s.sums[q]));
+}
+
+inline void join(const float* partials, int parts, int dim, bf16* out) {
+  int64_t size = partial_size(dim);
+  float top = -INFINITY, total = 0.0f;
+  for (int p = 0; p < parts; p++) top = std::max(top, partials[p * size + dim]);
+  float by[PARTS];
+  for (int p = 0; p < parts; p++) {
+    // A part whose maximum is not above all others' may still hold NaN, in its sum.
+    float largest = partials[p * size + dim];
+    by[p] = largest == -INFINITY ? 1.0f : std::exp(largest - top);
+    total += by[p] * partials[p * size + dim + 1];
+  }
+  Vec share = fill(total == 0.0f ? 0.0f : 1.0f / total);
+  for (int d = 0; d < dim; d += PAIRS) {
+    Vec low = zero(), high = zero();
+    for (int p = 0; p < parts; p++) {
+      low = fma(fill(by[p]), load(partials + p * size + d), low);
+      high = fma(fill(by[p]), load(partials + p * size + d + LANES), high);
+    }
+    store_split(out + d, mul(low, share), mul(high, share));
+  }
+}
+
+// Rows [begin, end) of one call. `partials`: room for what comes of their parts, `most` of them a
+// row; null where no row has more than one.
+struct Wave {
+  const Cache& cache;
+  const AttentionForm& form;
+  const Rows& rows;
+  const Cut& cut;
+  int64_t begin, end;
+  int most;
+  float* partials;
+  const bf16* query;
+  int64_t q_stride;
+  bf16* out;
+
+  int64_t target(int64_t row, int t, int64_t head) const {
+    return (rows.token_index[row * rows.q_len + t] * form.num_heads + head) * cache.dim;
+  }
+  // Of a row of one token.
+  float* partial(int64_t row, int64_t head, int part) const {
+    return partials + (((row - begin) * form.num_heads + head) * most + part) *
+                          partial_size(cache.dim);
+  }
+  int64_t low_of_row(int64_t row) const {
+    int64_t high = rows.context_len[row] - rows.q_len + 1;
+    int64_t low = cache.window ? std::max<int64_t>(0, high - cache.window) : 0;
+    return std::max(low, rows.first[row]);
+  }
+  int num_parts(int64_t row) const {
+    return partials ? parts_of(rows.context_len[row] - low_of_row(row)) : 1;
+  }
+};
+
+inline void attend_piece(const Wave& wave, int64_t number) {
+  thread_local Scratch s;
+  const Rows& rows = wave.rows;
+  const Cut& cut = wave.cut;
+  const Cache& cache = wave.cache;
+  int part = int(number % wave.most);
+  number /= wave.most;
+  int token_part = int(number % cut.token_parts);
+  number /= cut.token_parts;
+  int head_part = int(number % cut.head_parts);
+  number /= cut.head_parts;
+  int kv_head = int(number % cache.num_kv_heads);
+  int64_t row = wave.begin + number / cache.num_kv_heads;
+  int parts = wave.num_parts(row);
+  if (part >= parts) return;
+  int64_t context = rows.context_len[row], low_of_row = wave.low_of_row(row);
+  Task task{cache,         rows.chunk + row * rows.max_blocks,
+            rows.slot + row * rows.max_blocks,
+            kv_head,       0,
+            rows.first[row], low_of_row, 0, {}, {}, wave.form.scale, wave.form.softcap};
+  int64_t stop = context;
+  if (parts > 1) {
+    int64_t size = part_of(context - low_of_row);
+    task.begin = low_of_row + part * size;
+    stop = std::min(context, task.begin + size);
+  }
+  int t_begin = token_part * cut.tokens, t_end = std::min<int>(rows.q_len, t_begin + cut.tokens);
+  int h_begin = head_part * cut.heads, h_end = std::min(cut.group, h_begin + cut.heads);
+  int64_t from = stop;
+  for (int t = t_begin; t < t_end; t++) {
+    int64_t high = std::min(stop, context - rows.q_len + t + 1);
+    int64_t seen = context - rows.q_len + t + 1;
+    int64_t low = cache.window ? std::max<int64_t>(0, seen - cache.window) : 0;
+    low = std::max({low, task.first, task.begin});
+    from = std::min(from, low);
+    task.end = std::max(task.end, high);
+    for (int h = h_begin; h < h_end; h++) {
+      int q = task.num_queries++;
+      task.low[q] = low;
+      task.high[q] = high;
+      int64_t head = int64_t(kv_head) * cut.group + h;
+      int64_t token = rows.token_index[row * rows.q_len + t];
+      keep_query(s.query[q], wave.query + token * wave.q_stride + head * cache.dim, cache.dim);
+    }
+  }
+  task.begin = from;
+  attend(task, s);
+  int q = 0;
+  for (int t = t_begin; t < t_end; t++)
+    for (int h = h_begin; h < h_end; h++, q++) {
+      int64_t head = int64_t(kv_head) * cut.group + h;
+      if (parts > 1) {
+        put_partial(s, q, cache.dim, wave.partial(row, head, part));
+      } else {
+        put_result(s, q, cache.dim, wave.out + wave.target(row, t, head));
+      }
+    }
+}
+
+// Room for partial results, in floats, unless one row needs more.
+constexpr int64_t PARTIALS = 1 << 20;
+
 // query [T, q_stride], head h at h * dim; out [T, heads * dim].
 inline void attention(Pool& pool, const Cache& cache, const AttentionForm& form, const Rows* calls,
                       int num_calls, const bf16* query, int64_t q_stride, bf16* out) {
-  int group = form.num_heads / cache.num_kv_heads;
+  thread_local std::vector<float> room;
   for (int call = 0; call < num_calls; call++) {
     const Rows& rows = calls[call];
-    int tokens = std::max(1, std::min<int>(rows.q_len, MAX_QUERIES / group));
-    int parts = (rows.q_len + tokens - 1) / tokens;
-    int heads = std::min(group, MAX_QUERIES);  // of a task, where one token has more than fit
-    int head_parts = (group + heads - 1) / heads;
-    auto piece = [&](int number) {
-      thread_local Scratch s;
-      int part = number % parts, rest = number / parts;
-      int head_part = rest % head_parts;
-      rest /= head_parts;
-      int kv_head = rest % cache.num_kv_heads;
-      int64_t row = rest / cache.num_kv_heads;
-      int64_t context = rows.context_len[row];
-      Task task{cache, rows.chunk + row * rows.max_blocks, rows.slot + row * rows.max_blocks,
-                kv_head, 0, rows.first[row], 0, {}, {}, form.scale, form.softcap};
-      int64_t targets[MAX_QUERIES];
-      int t_end = std::min<int>(rows.q_len, (part + 1) * tokens);
-      int h_end = std::min(group, (head_part + 1) * heads);
-      for (int t = part * tokens; t < t_end; t++) {
-        int64_t high = context - rows.q_len + t + 1;
-        int64_t low = cache.window ? std::max<int64_t>(0, high - cache.window) : 0;
-        int64_t token = rows.token_index[row * rows.q_len + t];
-        for (int h = head_part * heads; h < h_end; h++) {
-          int q = task.num_queries++;
-          int64_t head = int64_t(kv_head) * group + h;
-          task.low[q] = std::max(low, task.first);
-          task.high[q] = high;
-          task.end = std::max(task.end, high);
-          targets[q] = (token * form.num_heads + head) * cache.dim;
-          std::memcpy(s.query[q], query + token * q_stride + head * cache.dim,
-                      size_t(cache.dim) * sizeof(bf16));
-        }
-      }
-      attend(task, s);
-      for (int q = 0; q < task.num_queries; q++) {
-        float total = sum(load(s.sums[q]));
-        Vec by = fill(total == 0.0f ? 0.0f : 1.0f / total);
-        for (int d = 0; d < cache.dim; d += LANES)
-          store_bf16(out + targets[q] + d, mul(load(s.out[q] + d), by));
-      }
-    };
-    pool.each(int(rows.num_rows) * cache.num_kv_heads * head_parts * parts, piece);
+    Cut cut(rows, form.num_heads, cache.num_kv_heads);
+    int most = 1;
+    if (rows.q_len == 1)
+      for (int64_t row = 0; row < rows.num_rows; row++)
+        most = std::max(most, parts_of(rows.context_len[row] - rows.first[row]));
+    int64_t row_size = most > 1 ? form.num_heads * most * partial_size(cache.dim) : 0;
+    int64_t at_once = row_size ? std::max<int64_t>(1, PARTIALS / row_size) : rows.num_rows;
+    if (row_size) room.resize(size_t(std::min<int64_t>(at_once, rows.num_rows) * row_size));
+    for (int64_t begin = 0; begin < rows.num_rows; begin += at_once) {
+      int64_t end = std::min<int64_t>(rows.num_rows, begin + at_once);
+      Wave wave{cache, form, rows,  cut,      begin, end, most, row_size ? room.data() : nullptr,
+                query, q_stride, out};
+      auto piece = [&](int number) { attend_piece(wave, number); };
+      pool.each(int(end - begin) * cache.num_kv_heads * cut.head_parts * cut.token_parts * most,
+                piece);
+      if (!row_size) continue;
+      auto join_row = [&](int number) {
+        int64_t row = begin + number;
+        int parts = wave.num_parts(row);
+        if (parts == 1) return;
+        for (int64_t head = 0; head < form.num_heads; head++)
+          join(wave.partial(row, head, 0), parts, cache.dim, out + wave.target(row, 0, head));
+      };
+      pool.each(int(end - begin), join_row);
+    }
   }
 }
 

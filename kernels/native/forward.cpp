@@ -8,9 +8,11 @@
 #include <mutex>
 
 #include "attention.h"
+#include "bytes.h"
 #include "linear.h"
 #include "pool.h"
 #include "rows.h"
+#include "sampling.h"
 
 using namespace polyhost;
 
@@ -138,22 +140,32 @@ EXPORTED void polyhost_threads(int num_threads, int spin_rounds) {
 // Which sizes fit: heads of a multiple of this many values.
 EXPORTED int polyhost_dim_multiple() { return PAIRS; }
 
+// Whether products of int8 weights round x too.
+EXPORTED int polyhost_rounds_int8() { return WHOLE_BYTES; }
+
 EXPORTED void polyhost_layers(const Layer* layers, int num_layers, const Step* step) {
   Turn turn;
   for (int i = 0; i < num_layers; i++) run_layer(layers[i], *step, step->first && i == 0);
 }
 
-// y [T, n] of x [T, k]; `wide`: y is float32.
+// y [T, n] of x [T, k]; `wide`: y is float32; `rounding`: see linear.
 EXPORTED void polyhost_linear(const Linear* op, int activation, const bf16* x, int64_t num_rows, void* y,
-                     int wide) {
+                     int wide, int rounding) {
   Turn turn;
-  linear(*pool, *op, activation, x, num_rows, {y, op->n, wide != 0});
+  linear(*pool, *op, activation, x, num_rows, {y, op->n, wide != 0}, Rounding(rounding));
 }
 
 EXPORTED void polyhost_attention(const Cache* cache, const AttentionForm* form, const Rows* calls,
                         int num_calls, const bf16* query, int64_t q_stride, bf16* out) {
   Turn turn;
   attention(*pool, *cache, *form, calls, num_calls, query, q_stride, out);
+}
+
+// token, broken [num_rows] of logits [num_rows, size], rows a stride apart.
+EXPORTED void polyhost_draw(const float* logits, int64_t stride, int num_rows, int size, const Draw* how,
+                   int64_t* token, uint8_t* broken) {
+  Turn turn;
+  draw(*pool, logits, stride, num_rows, size, *how, token, broken);
 }
 
 EXPORTED void polyhost_add_norm(const Norm* norm, const bf16* x, bf16* residual, bf16* y, int64_t num_rows,

@@ -23,11 +23,15 @@ namespace polyhost {
 
 enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
+// How a weight is stored. INT4: kernels/int4_blocks.py.
+enum Format { BF16 = 0, INT8 = 1, INT4 = 2 };
+
 struct Linear {
-  const void* weight;  // [n, k], or [2 n, k] of gate and up; bf16, or int8 where there is a scale
+  const void* weight;  // [n, k], or [2 n, k] of gate and up
   const bf16* bias;    // [n] or null
-  const bf16* scale;   // as many as there are rows, or null
+  const bf16* scale;   // of int8: one a row
   int32_t n, k;
+  int32_t format, reserved;
 };
 
 template <class F>
@@ -281,8 +285,9 @@ inline void linear_piece(const Linear& op, int activation, const bf16* x, int64_
   }
 }
 
-inline void linear(Pool& pool, const Linear& op, int activation, const bf16* x, int64_t num_rows,
-                   const Output& out) {
+// With x as it is. Not for INT4.
+inline void float_linear(Pool& pool, const Linear& op, int activation, const bf16* x,
+                         int64_t num_rows, const Output& out) {
   if (num_rows <= 0) return;
   int64_t row_bytes = int64_t(op.k) * (op.scale ? 1 : 2);
   int64_t x_rows = std::max<int64_t>(8, X_BLOCK_BYTES / (int64_t(op.k) * 2) / 8 * 8);

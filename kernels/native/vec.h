@@ -1,7 +1,8 @@
 // A register of float32 lanes and one of bfloat16 pairs: what the kernels compute with.
 //
 // 16 lanes with AVX-512, 8 with AVX2. Products of pairs are one instruction where the compiler may use
-// AVX-512 BF16; elsewhere pairs are widened, which is two products and some shifts. Kernels are written
+// AVX-512 BF16; elsewhere pairs are widened, which is two products and some shifts. So are products of
+// bytes, four a lane, where the compiler may use VNNI; elsewhere they are three. Kernels are written
 // once, over `Vec`; nothing outside this file knows the width but by LANES and PAIRS.
 
 #pragma once
@@ -35,6 +36,7 @@ inline bf16 narrow(float value) {
 constexpr int LANES = 16;
 using Vec = __m512;
 using Pairs = __m512i;  // 32 bfloat16: two neighbours a lane
+using Ints = __m512i;   // int32, or four bytes a lane
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec fill(float v) { return _mm512_set1_ps(v); }
@@ -75,20 +77,46 @@ inline Vec load_bf16(const bf16* p) {
 inline Vec load_int8(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-// Round to nearest, ties to even; NaN stays NaN.
-inline void store_bf16(bf16* p, Vec v) {
+// To the upper half of each lane, to nearest, ties to even; NaN stays NaN.
+inline __m512i rounded(Vec v) {
   __m512i bits = _mm512_castps_si512(v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
   __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  up = _mm512_mask_mov_epi32(up, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+  return _mm512_mask_mov_epi32(up, nan, _mm512_or_si512(bits, _mm512_set1_epi32(0x400000)));
 }
+inline void store_bf16(bf16* p, Vec v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(v), 16)));
+}
+inline Ints fill_ints(int32_t v) { return _mm512_set1_epi32(v); }
+inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
+inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints and_ints(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints xor_ints(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+inline Ints down_ints(Ints a, int bits) { return _mm512_srli_epi32(a, unsigned(bits)); }
+inline int32_t sum_ints(Ints a) { return _mm512_reduce_add_epi32(a); }
+inline Vec float_of(Ints a) { return _mm512_cvtepi32_ps(a); }
+inline Ints nearest_ints(Vec a) { return _mm512_cvtps_epi32(a); }  // ties to even
+inline void store_int8(int8_t* p, Ints a) {
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a));
+}
+#ifdef __AVX512VNNI__
+inline Ints dot_bytes(Ints c, Ints u, Ints s) { return _mm512_dpbusd_epi32(c, u, s); }
+#else
+inline Ints dot_bytes(Ints c, Ints u, Ints s) {
+  return add_ints(c, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
+}
+#endif
 // Lane i is kept where first <= i < end, else `other`.
 inline Vec keep_lanes(Vec v, int first, int end, float other) {
   __mmask16 below = end >= 16 ? 0xffff : __mmask16((1u << (end < 0 ? 0 : end)) - 1);
   __mmask16 before = first <= 0 ? 0 : first >= 16 ? 0xffff : __mmask16((1u << first) - 1);
   return _mm512_mask_mov_ps(_mm512_set1_ps(other), __mmask16(below & ~before), v);
+}
+// Lanes of at least `least`; the others are zero.
+inline Vec at_least(Vec v, Vec least) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, least, _CMP_GE_OQ), v);
 }
 // Lane i of the result: the sum of all lanes of in[i].
 inline Vec sum_each(const Vec* in) {
@@ -129,14 +157,23 @@ inline void transpose(const Pairs* in, Pairs* out) {
     out[i + 12] = _mm512_shuffle_i32x4(c, d, 0xdd);
   }
 }
-// Rows a and b, element by element as pairs, in the order of the elements: LANES of them at `low`,
-// the rest at `high`.
-inline void interleave(Pairs a, Pairs b, Pairs* low, Pairs* high) {
-  const __m512i order_low = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11);
-  const __m512i order_high = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-  __m512i l = _mm512_unpacklo_epi16(a, b), h = _mm512_unpackhi_epi16(a, b);
-  *low = _mm512_permutex2var_epi64(l, order_low, h);
-  *high = _mm512_permutex2var_epi64(l, order_high, h);
+#ifdef __AVX512BF16__
+// Rows a and b, element by element as pairs: two halves, split as `store_split` joins them.
+inline void pair_up(Pairs a, Pairs b, Pairs* low, Pairs* high) {
+  *low = _mm512_unpacklo_epi16(a, b);
+  *high = _mm512_unpackhi_epi16(a, b);
+}
+#endif
+// PAIRS values as bfloat16 of their halves: as `pair_up` splits rows, or as low_of and high_of do.
+inline void store_split(bf16* p, Vec low, Vec high) {
+#ifdef __AVX512BF16__
+  __m512i both = _mm512_packus_epi32(_mm512_srli_epi32(rounded(low), 16),
+                                     _mm512_srli_epi32(rounded(high), 16));
+#else
+  __m512i both = _mm512_mask_mov_epi16(rounded(high), 0x55555555u,
+                                       _mm512_srli_epi32(rounded(low), 16));
+#endif
+  _mm512_storeu_si512(p, both);
 }
 
 #else
@@ -144,6 +181,7 @@ inline void interleave(Pairs a, Pairs b, Pairs* low, Pairs* high) {
 constexpr int LANES = 8;
 using Vec = __m256;
 using Pairs = __m256i;  // 16 bfloat16
+using Ints = __m256i;
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec fill(float v) { return _mm256_set1_ps(v); }
@@ -191,22 +229,53 @@ inline Vec load_bf16(const bf16* p) {
 inline Vec load_int8(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-inline void store_bf16(bf16* p, Vec v) {
+inline __m256i rounded(Vec v) {
   __m256i bits = _mm256_castps_si256(v);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   __m256i kept = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  up = _mm256_srli_epi32(_mm256_blendv_epi8(up, kept, nan), 16);
+  return _mm256_blendv_epi8(up, kept, nan);
+}
+inline void store_bf16(bf16* p, Vec v) {
+  __m256i up = _mm256_srli_epi32(rounded(v), 16);
   __m128i low = _mm256_castsi256_si128(up), high = _mm256_extracti128_si256(up, 1);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, high));
 }
+inline Ints fill_ints(int32_t v) { return _mm256_set1_epi32(v); }
+inline Ints load_ints(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void store_ints(void* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints and_ints(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline Ints xor_ints(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+inline Ints down_ints(Ints a, int bits) { return _mm256_srli_epi32(a, bits); }
+inline int32_t sum_ints(Ints a) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+inline Vec float_of(Ints a) { return _mm256_cvtepi32_ps(a); }
+inline Ints nearest_ints(Vec a) { return _mm256_cvtps_epi32(a); }
+inline void store_int8(int8_t* p, Ints a) {
+  __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(pairs, pairs));
+}
+#ifdef __AVXVNNI__
+inline Ints dot_bytes(Ints c, Ints u, Ints s) { return _mm256_dpbusd_avx_epi32(c, u, s); }
+#else
+inline Ints dot_bytes(Ints c, Ints u, Ints s) {
+  return add_ints(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+#endif
 inline Vec keep_lanes(Vec v, int first, int end, float other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
   __m256i before = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
   Vec kept = _mm256_castsi256_ps(_mm256_andnot_si256(before, below));
   return _mm256_blendv_ps(fill(other), v, kept);
+}
+inline Vec at_least(Vec v, Vec least) {
+  return _mm256_and_ps(_mm256_cmp_ps(v, least, _CMP_GE_OQ), v);
 }
 inline Vec sum_each(const Vec* in) {
   Vec a = _mm256_hadd_ps(_mm256_hadd_ps(in[0], in[1]), _mm256_hadd_ps(in[2], in[3]));
@@ -230,17 +299,30 @@ inline void transpose(const Pairs* in, Pairs* out) {
     out[i + 4] = _mm256_permute2x128_si256(t[i], t[i + 4], 0x31);
   }
 }
-inline void interleave(Pairs a, Pairs b, Pairs* low, Pairs* high) {
-  __m256i l = _mm256_unpacklo_epi16(a, b), h = _mm256_unpackhi_epi16(a, b);
-  *low = _mm256_permute2x128_si256(l, h, 0x20);
-  *high = _mm256_permute2x128_si256(l, h, 0x31);
+inline void store_split(bf16* p, Vec low, Vec high) {
+  _mm256_storeu_si256((__m256i*)p, _mm256_blend_epi16(rounded(high),
+                                                      _mm256_srli_epi32(rounded(low), 16), 0x55));
 }
 
 #endif
 
 constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
 
+// Whether `dot_bytes` (c + the products of four bytes, without a sign and with one) is right for all
+// bytes. Where it is not, sums of two products are kept in 16 bits: right for u up to 15.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool WHOLE_BYTES = true;
+#else
+constexpr bool WHOLE_BYTES = false;
+#endif
+
 inline void store_pairs(bf16* p, Pairs v) { std::memcpy(p, &v, sizeof v); }
+
+inline uint32_t pair_at(const bf16* p) {
+  uint32_t pair;
+  std::memcpy(&pair, p, 4);
+  return pair;
+}
 
 // e^x by 2^n times a polynomial on [-ln2/2, ln2/2]; relative error below 3e-7, 0 far below zero.
 // NaN stays NaN: of two operands that cannot be compared the second one is the result.

@@ -1,13 +1,16 @@
 """The bench of the processor: its arithmetic, and children by a program that answers at once."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench import cpu
+from bench import cpu, cpu_attention, cpu_busy, cpu_http
+from kernels.native_calls import library
 
 ECHO = """
 import json, sys
@@ -29,14 +32,48 @@ def child(tmp_path: Path, program: str, name: str = "echo") -> cpu.Child:
 def test_decode_is_what_the_tokens_after_the_first_take(tmp_path: Path) -> None:
     engine = child(tmp_path, ECHO)
     engine.wait_ready()
-    args = argparse.Namespace(repeats=2, tokens=8)
-    found = cpu.run_case(cpu.Case("m", 4, 100), [engine], args, vocab=50)["echo"]
+    found: dict[str, Any] = {}
+    for number in range(2):
+        figures = cpu.run_engine(cpu.Case("m", 4, 100), number, engine, 8, vocab=50)
+        cpu.add(found, "echo", figures)
+    assert cpu.num_repeats(found, [engine]) == 2
     engine.close()
-    assert len(found["decode"]["values"]) == 2
-    assert found["prefill"]["median"] == pytest.approx(400 / (0.4 + 0.5))
-    assert found["decode"]["median"] == pytest.approx(4 * 8 / (8 * 0.5))
-    assert found["peak"]["max"] == 3.0
-    assert "| m x4 p100 | echo | 444.4 | 8.0 | 3 |" in cpu.table({"m x4 p100": {"echo": found}})
+    assert found["echo"]["prefill"]["median"] == pytest.approx(400 / (0.4 + 0.5))
+    assert found["echo"]["decode"]["median"] == pytest.approx(4 * 8 / (8 * 0.5))
+    assert found["echo"]["end_to_end"]["median"] == pytest.approx(4 * 9 / (0.4 + 4.5))
+    assert found["echo"]["peak"]["max"] == 3.0
+    assert "| m x4 p100 | echo | 444.4 | 8.0 | 7.3 | 3 |" in cpu.table({"m x4 p100": found})
+
+
+def test_a_server_is_counted_by_what_it_said(tmp_path: Path) -> None:
+    """It may have ended early: 20 of 36 tokens came, 4 of them in the first part."""
+    counting = ECHO.replace('"seconds": seconds,', '"seconds": seconds, "num_tokens": 20,')
+    engine = child(tmp_path, counting)
+    engine.wait_ready()
+    found = cpu.run_engine(cpu.Case("m", 4, 100), 0, engine, 8, vocab=50)
+    engine.close()
+    assert found["decode"] == pytest.approx(16 / (8 * 0.5))
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        threads=2,
+        llama_python=None,
+        peer_python=None,
+        without=["generate"],
+        quantized=False,
+        repeats=2,
+    )
+    case = cpu.Case("m", 1, 8)
+    names = list(cpu.commands(tmp_path, args, 1, 8))
+    done: dict[str, Any] = {case.name: {}}
+    for name in names:
+        assert cpu.missing(case, done, args)
+        for _ in range(2):
+            cpu.add(done[case.name], name, {"decode": 1.0})
+    assert not cpu.missing(case, done, args)
+    args.without = []
+    assert cpu.missing(case, done, args)
 
 
 def test_a_child_that_dies_is_named_with_its_log(tmp_path: Path) -> None:
@@ -55,9 +92,59 @@ def test_cases_and_engines(tmp_path: Path) -> None:
         16,
     }
     assert all(case.prompt == 128 for case in cpu.cases(short=True))
-    args = argparse.Namespace(threads=2, llama_python=None, without=["generate"])
-    assert list(cpu.commands(tmp_path, args, 4, 300)) == ["ours", "ours, torch"]
-    args = argparse.Namespace(threads=2, llama_python="/py", without=[])
-    last: list[Any] = cpu.commands(tmp_path, args, 4, 300)["llama.cpp"]
+    args = argparse.Namespace(
+        threads=2, llama_python=None, peer_python=None, without=["generate"], quantized=False
+    )
+    assert list(cpu.commands(tmp_path, args, 4, 300)) == ["ours", "ours, torch", "ours, HTTP"]
+    args = argparse.Namespace(
+        threads=2, llama_python="/py", peer_python="/peer", without=[], quantized=True
+    )
+    found = cpu.commands(tmp_path, args, 4, 300)
+    assert found["serve, HTTP"][-1] == "/peer"
+    last: list[Any] = found["llama.cpp"]
     assert last[0] == "/py"
     assert last[-1] == "300"
+    for dtype, kind in cpu.QUANTIZED:
+        assert found[f"ours, {dtype}"][-2:] == ["--dtype", dtype]
+        assert found[f"llama.cpp, {kind}"] == [*last, "--kind", kind]
+
+
+def test_only_what_goes_beyond_taken_time_counts() -> None:
+    def window(tokens_s: float, taken: float) -> cpu_busy.Window:
+        return {
+            "busy": taken > 0.1,
+            "tokens_s": tokens_s,
+            "worker_cores": 2 - taken,
+            "gateway_cores": taken / 2,
+            "client_cores": taken / 2,
+            "hit_p50_ms": 1.0,
+            "hit_p99_ms": 2.0,
+            "refused": 0,
+        }
+
+    # Half a core of two is taken: three quarters of 40 could have been had, 27 were.
+    alone = window(40.0, 0.0)
+    found = cpu_busy.report([alone, window(27.0, 0.5), alone], cores=2)["loss"]
+    assert found["taken"]["median"] == pytest.approx(0.25)
+    assert found["lost"]["median"] == pytest.approx(13 / 40)
+    assert found["beyond"]["median"] == pytest.approx(0.1)
+
+
+def test_memory_of_a_session_is_all_of_its_processes() -> None:
+    own = cpu_http.peak_bytes(os.getsid(0))
+    assert own >= 1 << 20
+    assert cpu_http.peak_bytes(-5) == 0
+
+
+@pytest.mark.skipif(library() is None, reason="nothing was compiled")
+def test_attention_is_measured_over_layers_that_exceed_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_attention, "LEAST_BYTES", 1 << 20)
+    case = cpu_attention.Case(cpu_attention.Shape(4, 2, 32, 2), rows=2, context=40)
+    assert case.num_bytes >= 1 << 20
+    assert case.num_bytes == case.layers * 2 * 40 * 2 * 32 * 2 * 2
+    native = cpu_attention.chosen(None)
+    found = cpu_attention.measure(native, case, torch.ones(1 << 16), repeats=1)
+    assert found["share"]["median"] == found["gb_s"]["median"] / found["read_gb_s"]["median"]
+    assert "| 2 x 40 |" in cpu_attention.table({"2 x 40": found})

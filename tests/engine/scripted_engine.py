@@ -12,6 +12,7 @@ from engine.errors import IntegrityError, RequestRefused
 from engine.protocol import (
     Finish,
     FinishReason,
+    Layout,
     Lease,
     ModelSpec,
     ModelStatus,
@@ -77,6 +78,8 @@ class ScriptedEngine:
     num_steps: int = 0
     num_status: int = 0
     num_integrity: int = 0
+    num_layouts: int = 0
+    told_layout: Layout | None = None
     free_kv_bytes: int = 1 << 20
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
@@ -159,6 +162,10 @@ class ScriptedEngine:
             leases=[Lease(m, free_requests, 1024, 64) for m in resident],
             counters={"steps": float(self.num_steps)},
         )
+
+    def layout(self) -> Layout:
+        self.num_layouts += 1
+        return Layout(["free"], [(0, 16)]) if self.told_layout is None else self.told_layout
 
     def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
         swaps, self.swaps = self.swaps, []

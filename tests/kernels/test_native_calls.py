@@ -6,7 +6,9 @@ Where the installation compiled none, because there was no compiler, there is no
 import ctypes
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +27,12 @@ from kernels.native_calls import (
     processor,
 )
 from kernels.paged_attention import LayerGeometry
+from kernels.paged_attention import Rows as PagedRows
 from kernels.rms_norm import rms_norm_ref
+from kernels.sampling import draw_ref
 from tests.kernels.guarded import Guards
 from tests.kernels.paged_case import SCALE, PagedCase, Row
+from tests.kernels.test_sampling import KINDS, VOCAB, drawn_how, parameters
 
 BUILDS = [name for name in builds_for(processor()) if find(name) is not None]
 NOTHING = pytest.param(
@@ -102,14 +107,16 @@ def test_gate_and_up_come_out_multiplied(
 def test_int8_weights_are_what_they_stand_for(
     native: NativeLibrary, sizes: tuple[int, int, int]
 ) -> None:
+    """With x as it is; where it is rounded too: test_byte_products.py."""
     num_rows, k, n = sizes
     x, bias = random(num_rows, k, seed=1), random(n, seed=5)
     weight, scale = quantize_rows(random(2 * n, k, seed=2, scale=k**-0.5), torch.bfloat16)
     exact = dequantize(weight, scale).double()
-    single = native.linear(x, weight[:n].contiguous(), bias, wide=True, scale=scale[:n])
+    how: Any = {"wide": True, "rounding": False}
+    single = native.linear(x, weight[:n].contiguous(), bias, scale=scale[:n], **how)
     assert close(single, functional.linear(x.double(), exact[:n], bias.double()), 1e-6)
     gate, up = functional.linear(x.double(), exact).chunk(2, -1)
-    both = native.linear(x, weight, activation="silu", wide=True, scale=scale)
+    both = native.linear(x, weight, activation="silu", scale=scale, **how)
     assert close(both, functional.silu(gate) * up, 3e-6)
 
 
@@ -267,6 +274,81 @@ def test_a_row_that_sees_nothing_is_zero(native: NativeLibrary) -> None:
     assert close(out[:3], wanted[:3], 0.02)
 
 
+LONG: list[Row] = [(513, 1), (40, 1), (1100, 1), (5000, 1), (512, 1)]
+
+
+def in_one_call(case: PagedCase) -> PagedRows:
+    """Rows of one token that had a call each, in one, their tables padded."""
+    calls = case.batch.rows
+    longest = max(call.chunk.shape[1] for call in calls)
+
+    def padded(tables: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([functional.pad(t, (0, longest - t.shape[1])) for t in tables])
+
+    return PagedRows(
+        torch.cat([call.token_index for call in calls]),
+        padded([call.chunk for call in calls]),
+        padded([call.slot for call in calls]),
+        torch.cat([call.context_len for call in calls]),
+        torch.cat([call.first for call in calls]),
+    )
+
+
+@pytest.mark.parametrize("window", [0, 600])
+def test_long_rows_are_joined_of_parts(native: NativeLibrary, window: int) -> None:
+    """And come out the same, to the last bit, alone, beside others, by any number of threads."""
+    layer = LayerGeometry(2, 32, 32, window)
+    case = PagedCase(layer, LONG, 14, torch.bfloat16, block_tokens=16)
+    alone = attend(native, case).clone()
+    assert case.is_right(0.02)
+    case.batch = replace(case.batch, rows=(in_one_call(case),))
+    for threads in (3, 1):
+        native.set_threads(threads)
+        case.out.fill_(torch.nan)
+        assert torch.equal(attend(native, case), alone)
+    native.set_threads(3)
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 512), (2, 513), (3, 4999)])
+def test_broken_memory_is_seen_in_every_part(native: NativeLibrary, place: tuple[int, int]) -> None:
+    case = PagedCase(LayerGeometry(2, 32, 32), LONG, 4, torch.bfloat16, block_tokens=16)
+    row, position = place
+    k_of(case, row, position, 1).fill_(torch.nan)
+    out = attend(native, case)
+    assert out[row, 3].isnan().all()
+    assert not out[:, :2].isnan().any()
+    out[row, 2:] = 0
+    assert not out.isnan().any()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_are_the_definitions(native: NativeLibrary, seed: int) -> None:
+    """Also among equals, over a vocabulary that ends in the middle of everything, over poison."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = ({"top_k": 500}, {"top_k": 900, "top_p": 0.8, "temperature": 4.0})
+    params = parameters((*KINDS, *wide), seed)
+    spread = torch.randn(len(params), VOCAB + 7, generator=generator) * 3
+    guards = Guards()
+    logits = guards.input(spread.round() if seed % 3 == 0 else spread, row_gap=5)
+    how = drawn_how(params, seed)
+    tokens, broken = native.draw(logits, how)
+    wanted, _ = draw_ref(logits, how)
+    assert tokens.tolist() == wanted.tolist()
+    assert not broken.any()
+    guards.check()
+
+
+def test_broken_rows_are_told_and_forbidden_tokens_never_drawn(native: NativeLibrary) -> None:
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(3))
+    logits[1, 50], logits[2, 99], logits[4] = torch.nan, torch.inf, -torch.inf
+    logits[5, :99] = -torch.inf
+    how = drawn_how(parameters(({}, {}, {}, {"temperature": 0.0}, {}, {"top_p": 0.5}), 1), 1)
+    tokens, broken = native.draw(logits, how)
+    assert broken.tolist() == [False, True, True, False, True, False]
+    assert tokens[5] == 99
+    assert tokens[3] == logits[3].argmax()
+
+
 FORKED = """
 import os, sys, torch
 from kernels.native_calls import AttentionForm, Cache, NativeLibrary, Rows
@@ -324,12 +406,21 @@ def test_structures_are_as_large_as_in_cpp() -> None:
 
 
 def test_builds_by_processor() -> None:
-    newest = AVX512 | {"avx512_bf16"}
-    assert builds_for(Processor("AuthenticAMD", newest))[0] == "_native_avx512_bf16"
-    assert builds_for(Processor("GenuineIntel", newest))[0] == "_native_avx512"
-    assert builds_for(Processor("GenuineIntel", AVX512))[0] == "_native_avx512"
-    laptop = Processor("GenuineIntel", frozenset({"avx2", "fma", "f16c"}))
-    assert builds_for(laptop) == ["_native_avx2"]
+    """The best first, and none with an instruction that the processor does not say it has."""
+    bare, newer = AVX512, AVX512 | {"avx512_vnni"}
+    newest = newer | {"avx512_bf16"}
+    old = ["_native_avx512", "_native_avx2"]
+    assert builds_for(Processor("GenuineIntel", bare)) == old
+    assert builds_for(Processor("GenuineIntel", bare | {"avx512_bf16"})) == old
+    assert builds_for(Processor("GenuineIntel", newer)) == ["_native_avx512_vnni", *old]
+    names = ["_native_avx512_bf16", "_native_avx512_vnni", *old]
+    assert builds_for(Processor("AuthenticAMD", newest)) == names
+    names = ["_native_avx512_vnni", "_native_avx512", "_native_avx512_bf16", "_native_avx2"]
+    assert builds_for(Processor("GenuineIntel", newest)) == names
+    laptop = frozenset({"avx2", "fma", "f16c"})
+    assert builds_for(Processor("GenuineIntel", laptop)) == ["_native_avx2"]
+    assert builds_for(Processor("GenuineIntel", laptop | {"avx_vnni"}))[0] == "_native_avx2_vnni"
+    assert builds_for(Processor("GenuineIntel", frozenset({"avx_vnni"}))) == []
     assert builds_for(Processor()) == []
 
 

@@ -97,10 +97,10 @@ def test_a_fused_view_is_its_members_joined(tmp_path: Path, family: str) -> None
 def test_neighbours_with_a_gap_between_are_no_group(tmp_path: Path) -> None:
     config = OPTConfig(
         **{k: SHAPE[k] for k in ("vocab_size", "num_hidden_layers", "max_position_embeddings")},
-        hidden_size=36,
+        hidden_size=33,
         ffn_dim=64,
-        word_embed_proj_dim=36,
-        num_attention_heads=4,
+        word_embed_proj_dim=33,
+        num_attention_heads=3,
         pad_token_id=1,
     )
     pack_dir, index = packed(tmp_path, config)

@@ -1,4 +1,4 @@
-"""int8 packs: what is rounded and how, that we compute with exactly that, and who is refused."""
+"""Quantized packs: what is rounded and how, that we compute with exactly that, who is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -8,18 +8,30 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
+from bench.family_configs import tiny_config
 from engine.errors import PackError, RegistrationRefused
 from engine.packs import quantize
 from engine.packs.convert import inspect, write_pack
-from engine.packs.pack import BLOB_NAME, SCALE_SUFFIX, SCHEME, PackIndex
-from engine.packs.quantize import LIMIT, Int8Linear, dequantize, quantize_rows, replace_linears
+from engine.packs.pack import BLOB_NAME, INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, PackIndex
+from engine.packs.quantize import (
+    LIMIT,
+    Int4Linear,
+    Int8Embedding,
+    Int8Linear,
+    dequantize,
+    kept_bytes,
+    quantize_rows,
+    replace_modules,
+    schemes_in,
+)
 from engine.packs.weights import build_fused, build_views, check_pack
 from engine.registration import parity
 from engine.registration.parity import probe
 from engine.registration.source import SourceTensors
 from engine.running.transformers_backend import bind_weights, build_skeleton, unbind_weights
+from kernels import int4_blocks
 from tests.engine.models import TinyModel, save_folder, tiny_configs
 from tests.engine.pack_rig import hf_folder
 from tests.engine.test_engine import Driver
@@ -90,11 +102,11 @@ def test_a_pack_has_int8_linears_and_the_rest_in_bfloat16(
     check_pack(pack_dir, index)
     source = load_file(tmp_path / "model" / "model.safetensors")
     tensors = build_views(*_views(pack_dir, index)).tensors
-    rounded = {entry.name for entry in index.tensors if entry.scheme == SCHEME}
-    assert {name.split(".")[-2] for name in rounded} == {
+    rounded = {entry.name for entry in index.tensors if entry.scheme == INT8_SCHEME}
+    assert {name.split(".")[-2] for name in rounded} == {"lm_head"} | {
         f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")
     }
-    assert len(rounded) == 14
+    assert len(rounded) == 15
     for name, weight in source.items():
         if name in rounded:
             values, scale = quantize_rows(weight, torch.bfloat16)
@@ -119,7 +131,7 @@ def _views(pack_dir: Path, index: PackIndex) -> tuple[torch.Tensor, PackIndex, l
 def test_experts_and_routers_stay_as_they_are(tmp_path: Path) -> None:
     _, index = packed(tmp_path, MixtralConfig(**SHAPE, num_local_experts=4))
     rounded = {entry.name.split(".")[-2] for entry in index.tensors if entry.scheme}
-    assert rounded == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert rounded == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
     assert {e.dtype for e in index.tensors if "experts" in e.name or "gate" in e.name} == {
         "bfloat16"
     }
@@ -133,10 +145,21 @@ def test_a_family_without_plain_linears_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [LlamaConfig(**SHAPE), Qwen2Config(**SHAPE), MixtralConfig(**SHAPE)]
+    "config",
+    [
+        LlamaConfig(**SHAPE),
+        Qwen2Config(**SHAPE, tie_word_embeddings=True),
+        MixtralConfig(**SHAPE),
+        GemmaConfig(**SHAPE, head_dim=32),
+        tiny_config("mimo_v2_flash"),  # keys and values of unlike widths, asked of the projections
+        tiny_config("biogpt"),  # an embedding with a factor that is no tensor
+    ],
 )
-def test_the_probe_holds_our_path_to_the_dequantized_weights(config: Any) -> None:
-    assert probe(config, int8=True) <= parity.TOLERANCE
+@pytest.mark.parametrize("quantization", quantize.QUANTIZATIONS)
+def test_the_probe_holds_our_path_to_the_dequantized_weights(
+    config: Any, quantization: str
+) -> None:
+    assert probe(config, quantization=quantization) <= parity.TOLERANCE
 
 
 def test_the_probe_sees_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,15 +170,15 @@ def test_the_probe_sees_a_wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quantize, "dequantize", wrong)
     with pytest.raises(RegistrationRefused, match="differs from transformers"):
-        probe(LlamaConfig(**SHAPE), int8=True)
+        probe(LlamaConfig(**SHAPE), quantization="int8")
 
 
 def test_a_skeleton_takes_the_packs_tensors_and_gives_them_back(tmp_path: Path) -> None:
     pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE))
     model = build_skeleton(pack_dir, torch.bfloat16)
-    replace_linears(model, [entry.name for entry in index.tensors if entry.scheme])
-    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 14
-    assert type(model.get_submodule("lm_head")) is nn.Linear
+    replace_modules(model, schemes_in(index))
+    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 15
+    assert type(model.get_submodule("model.embed_tokens")) is nn.Embedding
     tensors = build_views(*_views(pack_dir, index)).tensors
     bind_weights(model, tensors)
     for name, parameter in model.named_parameters():
@@ -164,17 +187,18 @@ def test_a_skeleton_takes_the_packs_tensors_and_gives_them_back(tmp_path: Path) 
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
 def test_the_engine_serves_what_the_pack_stands_for(tmp_path: Path, dtype: Any) -> None:
     folder = tmp_path / "model"
     reference = save_folder(tiny_configs()["llama"], folder, 3)
     pack_dir, index = write_pack(inspect(folder), tmp_path / "packs", dtype, _quiet)
     tensors = build_views(*_views(pack_dir, index)).tensors
-    scaled = {entry.name for entry in index.tensors if entry.scheme}
-    assert bool(scaled) is (dtype == "int8")
+    schemes = schemes_in(index)
+    assert bool(schemes) is (dtype != "float16")
+    shapes = {name: tensor.shape for name, tensor in reference.state_dict().items()}
     exact = {
-        name: dequantize(tensor, tensors[name + SCALE_SUFFIX]) if name in scaled else tensor.float()
-        for name, tensor in tensors.items()
+        name: stands_for(tensors, name, shapes[name], schemes.get(name, ""))
+        for name in tensors
         if not name.endswith(SCALE_SUFFIX)
     }
     reference.load_state_dict(exact)
@@ -194,6 +218,81 @@ def test_the_engine_serves_what_the_pack_stands_for(tmp_path: Path, dtype: Any) 
             num_best += int(row.argmax()) == token
     assert num_best >= 54  # of 60
     driver.empty()
+
+
+def stands_for(
+    tensors: dict[str, torch.Tensor], name: str, shape: torch.Size, scheme: str
+) -> torch.Tensor:
+    if scheme == INT4_SCHEME:
+        return int4_blocks.dequantize(tensors[name], shape[1])
+    if scheme:
+        return dequantize(tensors[name], tensors[name + SCALE_SUFFIX])
+    return tensors[name].float()
+
+
+def test_a_shared_vocabulary_is_kept_once_and_serves_both(tmp_path: Path) -> None:
+    pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    kept = {entry.name: entry.scheme for entry in index.tensors}
+    assert kept["model.embed_tokens.weight"] == INT8_SCHEME
+    assert not any(name.startswith("lm_head") for name in kept)
+    model = build_skeleton(pack_dir, torch.bfloat16)
+    replace_modules(model, schemes_in(index))
+    tensors = build_views(*_views(pack_dir, index)).tensors
+    bind_weights(model, tensors)
+    embedding, head = model.get_submodule("model.embed_tokens"), model.get_submodule("lm_head")
+    assert isinstance(embedding, Int8Embedding)
+    assert isinstance(head, Int8Linear)
+    assert embedding.weight.data_ptr() == head.weight.data_ptr()
+    assert embedding.weight_scale.data_ptr() == head.weight_scale.data_ptr()
+    source = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    exact = dequantize(*quantize_rows(source, torch.bfloat16))
+    ids = torch.tensor([[3, 95], [0, 3]])
+    assert torch.allclose(embedding(ids).float(), exact[ids], rtol=2**-8)
+    states = torch.randn(2, 128).bfloat16()
+    assert torch.allclose(head(states).float(), states.float() @ exact.T, atol=0.05)
+
+
+def test_an_int4_pack_has_blocks_and_what_does_not_fit_in_int8(tmp_path: Path) -> None:
+    config = Qwen2Config(**(SHAPE | {"num_key_value_heads": 4, "intermediate_size": 200}))
+    pack_dir, index = packed(tmp_path, config, "int4")
+    assert (index.dtype, index.quantization) == ("bfloat16", "int4")
+    check_pack(pack_dir, index)
+    source = load_file(tmp_path / "model" / "model.safetensors")
+    tensors = build_views(*_views(pack_dir, index)).tensors
+    of_kind: dict[str, set[str]] = {}
+    for entry in index.tensors:
+        of_kind.setdefault(entry.scheme, set()).add(entry.name.split(".")[-2])
+    # 200 rows are no whole number of blocks; 200 columns are.
+    assert of_kind[INT4_SCHEME] == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+    assert of_kind[INT8_SCHEME] == {"gate_proj", "up_proj", "lm_head"}
+    for name, scheme in schemes_in(index).items():
+        if scheme == INT4_SCHEME:
+            assert torch.equal(tensors[name], int4_blocks.quantize(source[name])), name
+    fused = build_fused(*memory(pack_dir, index)[:1], index, memory(pack_dir, index)[1])
+    parts = [tensors[QKV.replace("qkv", kind)] for kind in "qkv"]
+    assert torch.equal(fused[QKV], torch.cat(parts))
+    model = build_skeleton(pack_dir, torch.bfloat16)
+    replace_modules(model, schemes_in(index))
+    assert sum(isinstance(module, Int4Linear) for module in model.modules()) == 10
+    names = [name for name in source if name in {entry.name for entry in index.tensors}]
+    sizes = {name: source[name].shape for name in names}
+    held = sum(
+        kept_bytes(sizes[name], schemes_in(index)[name])
+        if name in schemes_in(index)
+        else sizes[name].numel() * 2
+        for name in names
+    )
+    assert held == sum(entry.num_bytes for entry in index.tensors)
+
+
+def test_an_int4_pack_of_many_pieces_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, _ = packed(tmp_path / "whole", LlamaConfig(**SHAPE), "int4")
+    monkeypatch.setattr(SourceTensors.pieces, "__defaults__", (20_000,))
+    monkeypatch.setattr(int4_blocks, "QUANTIZED_AT_ONCE", 5000)
+    pieces, _ = packed(tmp_path / "pieces", LlamaConfig(**SHAPE), "int4")
+    assert (pieces / BLOB_NAME).read_bytes() == (whole / BLOB_NAME).read_bytes()
 
 
 def test_an_index_without_its_scales_is_refused(tmp_path: Path) -> None:

@@ -258,10 +258,13 @@ def scores(parts: list[TokenDelta]) -> list[TokenLogprobs]:
     return [s for d in parts for s in d.prompt_logprobs] + [s for d in parts for s in d.logprobs]
 
 
-def test_int8_is_fused_too(models: dict[str, TinyModel], tmp_path: Path) -> None:
-    """What the fused layers say of int8 weights is what the modules say of them."""
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantized_weights_are_fused_too(
+    models: dict[str, TinyModel], tmp_path: Path, dtype: Any
+) -> None:
+    """What the fused layers say of rounded weights is what the modules say of them."""
     source = models["qwen2"].folder
-    pack_dir, index = write_pack(inspect(source), tmp_path, "int8", lambda *_: None)
+    pack_dir, index = write_pack(inspect(source), tmp_path, dtype, lambda *_: None)
     model = TinyModel("small", source, pack_dir, None)
     assert any(entry.scheme for entry in index.tensors)
     run = Run([model])

@@ -28,10 +28,12 @@ from transformers import (
 )
 
 from engine.packs.convert import inspect, write_pack
-from engine.packs.quantize import dequantize, quantize_rows
+from engine.packs.pack import INT4_SCHEME
+from engine.packs.quantize import dequantize, quantize_rows, schemes_in
 from engine.parts import device_in_words
 from engine.running.fusion import LAYERS, NotFused
 from engine.running.model_runner import ModelRunner
+from kernels import int4_blocks
 from kernels.decoder_layer import Product
 from kernels.native_calls import library
 from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel, save_folder
@@ -171,23 +173,31 @@ def test_families_are_as_near_to_the_truth_as_torch(
         assert ours < 0.25, name
 
 
-def test_int8_packs_are_as_near_to_what_they_stand_for(
-    models: dict[str, TinyModel], rigs: Any, tmp_path: Path
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "qwen2"])
+def test_quantized_packs_are_as_near_to_what_they_stand_for(
+    models: dict[str, TinyModel], rigs: Any, tmp_path: Path, dtype: Any, name: str
 ) -> None:
     """The same rounded weights natively, by torch, and in float32."""
-    source = models["qwen3"]
-    pack_dir, index = write_pack(inspect(source.folder), tmp_path, "int8", lambda *_: None)
+    source = models[name]
+    pack_dir, index = write_pack(inspect(source.folder), tmp_path, dtype, lambda *_: None)
     reference = copy.deepcopy(source.reference)
+    schemes = schemes_in(index)
+    assert len(schemes) >= 15
     with torch.no_grad():
-        for name, parameter in reference.named_parameters():
-            if any(entry.name == name and entry.scheme for entry in index.tensors):
+        for place, parameter in reference.named_parameters():
+            if schemes.get(place) == INT4_SCHEME:
+                blocks = int4_blocks.quantize(parameter)
+                parameter.copy_(int4_blocks.dequantize(blocks, parameter.shape[1]))
+            elif place in schemes:
                 parameter.copy_(dequantize(*quantize_rows(parameter, torch.bfloat16)))
-    model = TinyModel("int8", source.folder, pack_dir, reference)
-    native, plain = rigs({"int8": model}), rigs({"int8": model}, native_kernels=False)
-    assert runner(native, "int8")._native is not None
+    model = TinyModel("rounded", source.folder, pack_dir, reference)
+    native, plain = rigs({"rounded": model}), rigs({"rounded": model}, native_kernels=False)
+    assert runner(native, "rounded")._native is not None
     prompt = random_prompt(random.Random(8), 90)
     ours, torchs = (error_of(rig, model, prompt) for rig in (native, plain))
-    assert ours <= 1.3 * torchs + 0.01, (ours, torchs)
+    # What is rounded to bytes on the way is off by up to 1/254, what stays in bfloat16 by 1/256.
+    assert ours <= 2 * torchs + 0.01, (ours, torchs)
     assert ours < 0.25
 
 

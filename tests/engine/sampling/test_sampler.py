@@ -1,6 +1,8 @@
 """Sampling: the right distribution, and the same token whatever a row is batched with."""
 
+import functools
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import SampleOutput, build_sampling, sample
 from engine.sampling.sampling_batch import SampleInput, SamplingState, check_sampling
+from kernels.native_calls import library
 from tests.engine.sampling_rig import assert_follows, exact_distribution
 
 CPU = torch.device("cpu")
@@ -39,6 +42,17 @@ CASES = [
     *itertools.combinations(PARAMETERS, 2),
     tuple(PARAMETERS),
 ]
+
+
+@pytest.fixture(autouse=True, params=["operators", "kernel"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test here holds for torch's operators and for the C++ kernel."""
+    if request.param == "kernel":
+        native = library()
+        if native is None:
+            pytest.skip("no C++ kernels for this processor")
+        drawing = functools.partial(sample, drawer=native.draw)
+        monkeypatch.setattr(sys.modules[__name__], "sample", drawing)
 
 
 def logits_of(seed: int, num_rows: int = 1, vocab: int = VOCAB) -> torch.Tensor:

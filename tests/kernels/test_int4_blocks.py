@@ -1,0 +1,107 @@
+"""int4 in blocks: the layout, how weights are rounded, and torch's way against the definition."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kernels import int4_blocks
+from kernels.int4_blocks import GROUP, block_shape, dequantize, fits, pack, quantize, rounded_rows
+
+
+def test_where_a_weight_lies() -> None:
+    """Every nibble and scale by the words of the module's docstring."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randint(-8, 8, (32, 128), generator=generator).float()
+    scale = torch.randn(32, 4, generator=generator).bfloat16()
+    blocks = pack(values, scale)
+    assert blocks.shape == block_shape((32, 128)) == (2, 2, 576)
+    for row, column in [(0, 0), (3, 5), (15, 63), (16, 64), (31, 127), (20, 100), (7, 31), (7, 32)]:
+        block = blocks[row // 16, column // 64]
+        line, place = divmod(column % 64, 8)
+        byte = int(block[64 + 64 * line + 4 * (row % 16) + place % 4])
+        nibble = byte >> 4 if place >= 4 else byte & 15
+        assert nibble - 8 == values[row, column]
+        scales = block[:64].view(torch.bfloat16)
+        assert scales[16 * (column % 64 // 32) + row % 16] == scale[row, column // 32]
+    wide = values * scale.float().repeat_interleave(32, 1)
+    assert torch.equal(dequantize(blocks, 128), wide)
+
+
+@pytest.mark.parametrize("k", [32, 64, 70, 352, 1000])
+def test_rounding_is_within_half_a_step_or_better_in_sum(k: int) -> None:
+    weight = torch.randn(48, k) * torch.logspace(-6, 3, 48)[:, None]
+    weight[7] = 0
+    weight[8] = 1e-44  # its scale is nothing
+    kept = dequantize(quantize(weight), k)
+    assert kept.shape == weight.shape
+    assert not kept[7:9].any()
+    groups = functional.pad(weight, (0, -k % GROUP)).view(48, -1, GROUP)
+    found = functional.pad(kept, (0, -k % GROUP)).view(48, -1, GROUP)
+    # The plain rule: the largest of a group is minus eight steps.
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    step = (largest / -8).bfloat16().float()
+    step = torch.where(step == 0, torch.ones_like(step), step)
+    plain = (groups / step).round().clamp(-8, 7) * step
+    ours, theirs = ((it - groups).square().sum(-1) for it in (found, plain))
+    assert bool((ours <= theirs * 1.0001 + 1e-30).all())
+    assert float(ours[:7].sum()) < float(theirs[:7].sum()) or k < 64
+
+
+def test_weights_on_the_grid_stay() -> None:
+    values = torch.randint(-8, 8, (16, 64), generator=torch.Generator().manual_seed(2)).float()
+    values[:, ::32] = -8  # so that every group's largest is known
+    assert torch.equal(dequantize(quantize(values * 0.25), 64), values * 0.25)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
+    weight = torch.ones(16, 64)
+    weight[3, 40] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        quantize(weight)
+
+
+def test_what_fits() -> None:
+    assert fits((16, 33))
+    assert fits(torch.Size((128, 64)))
+    assert not fits((24, 64))
+    assert not fits((16, 64, 2))
+    assert not fits((16,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("rows", "k"), [(1, 64), (3, 70), (40, 352)])
+def test_torchs_way_is_the_definition(dtype: torch.dtype, rows: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, rows, k, generator=generator).to(dtype)
+    blocks = quantize(torch.randn(64, k, generator=generator) * k**-0.5)
+    bias = torch.randn(64, generator=generator).to(dtype)
+    wanted = int4_blocks.int4_blocks_linear_ref(x, blocks, bias)
+    found = int4_blocks.int4_blocks_linear(x, blocks, bias)
+    assert found.shape == (2, rows, 64)
+    assert found.dtype == dtype
+    bound = 1e-5 if dtype == torch.float32 else 0.03
+    assert torch.allclose(found.float(), wanted.float(), atol=bound, rtol=bound)
+
+
+def test_torchs_way_goes_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, blocks = torch.randn(3, 64), quantize(torch.randn(160, 64))
+    whole = int4_blocks.int4_blocks_linear(x, blocks)
+    monkeypatch.setattr(int4_blocks, "WIDE_BYTES", 3 * 64 * 16 * 4)
+    assert torch.allclose(int4_blocks.int4_blocks_linear(x, blocks), whole, atol=1e-6)
+
+
+def test_rows_are_rounded_in_groups() -> None:
+    x = torch.randn(3, 70, generator=torch.Generator().manual_seed(4))
+    x[1, 3] = 1000.0
+    found = rounded_rows(x)
+    assert found.shape == x.shape
+    groups = functional.pad(x, (0, 26)).view(3, 3, 32)
+    step = (groups.abs().amax(-1, keepdim=True) / 127).expand(3, 3, 32).reshape(3, 96)[:, :70]
+    assert bool(((found - x).abs() <= step * 0.5001).all())
+    assert bool(((found / step) - (found / step).round()).abs().max() < 1e-4)
+    assert found[1, 40] != 0  # another group does not feel the 1000
+    x[2, 5] = torch.inf
+    broken = rounded_rows(x)
+    assert bool(broken[2, :32].isnan().all())
+    assert not broken[2, 32:].isnan().any()
