@@ -1,8 +1,12 @@
 """An entry as bytes, for a store outside this process. The layout is told in store/answers.lua,
 which reads all but the body.
+
+Answers are deflated (on the event loop: some 30 us each way and kilobyte): of English prose of 256
+bytes 73 % is left, of a kilobyte 58 %.
 """
 
 import struct
+import zlib
 from hashlib import blake2b
 
 import msgspec
@@ -15,7 +19,9 @@ ID_BYTES = 16
 VALID_BYTES = 16
 """Of an epoch: what an entry is found by."""
 NO_SET = bytes(ID_BYTES)
-UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError)
+DEFLATED_BYTES = range(128, 1 << 16)
+"""Shorter answers gain nothing, longer ones would hold up the event loop."""
+UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, zlib.error)
 """What `decode` raises for an entry of another version, or of nobody's."""
 _LENGTH = _SIZE = struct.Struct(">I")
 _PARTS_AT = VALID_BYTES + ID_BYTES + _SIZE.size
@@ -37,6 +43,8 @@ class _Body(msgspec.Struct, array_like=True, frozen=True):
     cost_nanos: int
     made_at: float
     expires_at: float
+    deflated: bytes = b""
+    """The answer, where `text` is empty."""
 
 
 _names = msgspec.msgpack.Decoder(_Names)
@@ -58,16 +66,18 @@ def encode(entry: Entry, with_vector: bool, overhead_bytes: int) -> bytes:
     """`with_vector`: the vector lies with the entry, as float16, and not in a vector set.
     `overhead_bytes`: what it is counted beside these bytes."""
     scope, answer = entry.scope, entry.answer
+    deflated = _deflated(answer.text)
     names = _Names(entry.entry_id, entry.key_id, scope.model_name, entry.question)
     body = _Body(
         scope.digest,
         entry.exact_key[ID_BYTES:],
-        answer.text,
+        "" if deflated else answer.text,
         answer.finish_reason,
         answer.completion_tokens,
         entry.cost_nanos,
         entry.made_at,
         entry.expires_at,
+        deflated,
     )
     vector = b""
     if with_vector and entry.vector is not None:
@@ -93,6 +103,7 @@ def decode(value: bytes, name: bytes, tenant_id: str, epoch: Epoch) -> Entry:
         _names.decode(parts[2]),
         _body.decode(value[at:]),
     )
+    text = _inflated(body.deflated) if body.deflated else body.text
     return Entry(
         entry_id=names.entry_id,
         key_id=names.key_id,
@@ -100,7 +111,7 @@ def decode(value: bytes, name: bytes, tenant_id: str, epoch: Epoch) -> Entry:
         exact_key=name + body.key_rest,
         question=names.question,
         vector=None,
-        answer=CachedAnswer(body.text, body.finish_reason, body.completion_tokens),
+        answer=CachedAnswer(text, body.finish_reason, body.completion_tokens),
         cost_nanos=body.cost_nanos,
         made_at=body.made_at,
         expires_at=body.expires_at,
@@ -118,3 +129,21 @@ def decode_vector(vector: bytes) -> Vector:
     """As it lies with an entry; of length 1 again."""
     wide = np.frombuffer(vector, np.float16).astype(np.float32)
     return wide / np.linalg.norm(wide)
+
+
+def _deflated(text: str) -> bytes:
+    """Empty where that is not shorter."""
+    raw = text.encode()
+    if len(raw) not in DEFLATED_BYTES:
+        return b""
+    packed = zlib.compress(raw, 1)
+    return packed if len(packed) < len(raw) else b""
+
+
+def _inflated(packed: bytes) -> str:
+    """Of what a foreign hand wrote, no more than could have been deflated."""
+    reader = zlib.decompressobj()
+    raw = reader.decompress(packed, DEFLATED_BYTES.stop)
+    if not reader.eof:
+        raise zlib.error("longer than any answer that is deflated")
+    return raw.decode()

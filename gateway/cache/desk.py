@@ -2,6 +2,7 @@
 
     {"ask": "stats"}
     {"ask": "show", "tenant_id": ID, "entry_id": REQUEST_ID}
+    {"ask": "list", "tenant_id": ID, "model_name": NAME or "", "limit": N}
     {"ask": "purge", "tenant_id": ID or "", "model_name": ..., "key_id": ..., "question": TEXT}
 
 One line of JSON each way over a socket in the data folder, as dispatch/operator_socket.py has it;
@@ -22,6 +23,9 @@ from gateway.cache.types import Entry, Selector
 from gateway.server import machine
 
 MAX_NAME_CHARS = 16
+MAX_LISTED = 1000
+LISTED_CHARS = 120
+"""Of a question and of an answer in a list."""
 _PREFIX = "cache-"
 
 
@@ -34,6 +38,7 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_id: str = ""
     question: str = ""
     entry_id: str = ""
+    limit: int = 0
 
 
 _questions = msgspec.json.Decoder(Question)
@@ -90,11 +95,15 @@ class CacheDesk:
                 "num_bytes": size.num_bytes,
             }
         if question.ask == "show":
-            entry = await self._store.entry(question.tenant_id, question.entry_id)
-            return {"entry": None if entry is None else _shown(entry)}
+            found = await self._store.entries(question.tenant_id, question.entry_id)
+            return {"entry": _shown(found[0]) if found and question.entry_id else None}
+        if question.ask == "list":
+            limit = min(max(question.limit, 0), MAX_LISTED)
+            found = await self._store.entries(question.tenant_id, "", question.model_name, limit)
+            return {"entries": [_listed(entry) for entry in found]}
         if question.ask == "purge":
             return await self._purge(question)
-        return {"error": f"nothing is known of {question.ask!r}: ask stats, show or purge"}
+        return {"error": f"nothing is known of {question.ask!r}: ask stats, list, show or purge"}
 
     async def _purge(self, question: Question) -> dict[str, Any]:
         """All of a tenant or of a model is a step, however much it is; else entries are sought."""
@@ -112,6 +121,13 @@ class CacheDesk:
         if is_whole and self._forget is not None:
             await self._forget(tenant_id, model_name)
         return {"purged": num_purged}
+
+
+def _listed(entry: Entry) -> dict[str, Any]:
+    shown = _shown(entry)
+    texts = {name: shown[name][:LISTED_CHARS] for name in ("question", "answer")}
+    named = ("request_id", "tenant_id", "key_id", "model", "made_at", "expires_at")
+    return {name: shown[name] for name in named} | texts
 
 
 def _shown(entry: Entry) -> dict[str, Any]:

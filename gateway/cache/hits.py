@@ -86,9 +86,11 @@ class CacheHits:
         cache_metrics: CacheMetrics,
         tasks: TaskSet,
         timeout_s: float,
+        least_logprob: float = 0.0,
     ) -> None:
-        """`timeout_s`: how long one may wait for another's answer."""
+        """`timeout_s`: how long one may wait for another's answer; `least_logprob`: the setting."""
         self._timeout_s = timeout_s
+        self._least_logprob = least_logprob
         self._cache = cache
         self._metrics = metrics
         self._cache_metrics = cache_metrics
@@ -201,7 +203,7 @@ class CacheHits:
 
     def _worth_keeping(self, choice: Choice, place: Place) -> CachedAnswer | None:
         """Its answer, if it is whole and nothing about it is doubtful."""
-        why = doubt(choice, place.names_length)
+        why = doubt(choice, place.names_length, self._least_logprob)
         if why:
             self._cache_metrics.not_kept.labels(why).inc()
             return None
@@ -209,14 +211,19 @@ class CacheHits:
         return CachedAnswer(choice.text, reason, choice.num_tokens)
 
 
-def doubt(choice: Choice, names_length: bool) -> str:
+def doubt(choice: Choice, names_length: bool, least_logprob: float) -> str:
     """Why an answer is not for others, "" where it is. One that is cut where its caller wanted it
-    to be (`names_length`) is whole; one that is cut by our bounds is not."""
+    to be (`names_length`) is whole; one that is cut by our bounds is not. Where a `least_logprob`
+    is set (< 0), one that says nothing of its own is doubtful, too."""
     if not choice.is_complete:
         return "broken off"
     if choice.finish_reason == "length" and not names_length:
         return "truncated"
-    return "" if choice.num_tokens else "empty"
+    if not choice.num_tokens:
+        return "empty"
+    mean = choice.mean_logprob
+    is_sure = mean is not None and mean >= least_logprob
+    return "" if is_sure or not least_logprob else "doubtful"
 
 
 def _cost_nanos(request: PreparedRequest, cached_tokens: int, answer: CachedAnswer) -> int:

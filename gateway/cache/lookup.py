@@ -113,7 +113,8 @@ class AnswerCache:
     async def exact(self, place: Place, plan: CachePlan) -> Hit | Miss:
         """The answer to this very request, not older than the plan says."""
         try:
-            found = await self.store.exact(place.scope, place.exact_key)
+            with self._metrics.look_time.labels("exact").time():
+                found = await self.store.exact(place.scope, place.exact_key)
         except StoreUnavailable as error:
             self._out("exact", error)
             return Miss()
@@ -135,7 +136,8 @@ class AnswerCache:
             self._metrics.embed_failures.inc()
             return miss
         try:
-            near = await self.store.nearest(place.scope, vectors[0], cache_choice.CANDIDATES)
+            with self._metrics.look_time.labels("nearest").time():
+                near = await self.store.nearest(place.scope, vectors[0], cache_choice.CANDIDATES)
         except StoreUnavailable as error:
             self._out("nearest", error)
             return Miss(miss.epoch, vectors[0])

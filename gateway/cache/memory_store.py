@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 from gateway.cache.selection import selects
@@ -66,14 +67,19 @@ class MemoryAnswers:
         found = [(self._find(scope, exact_key), cosine) for exact_key, cosine in near]
         return [Neighbour(kept.entry, cosine) for kept, cosine in found if kept]
 
-    async def entry(self, tenant_id: str, entry_id: str) -> Entry | None:
-        """See AnswerStore."""
+    async def entries(
+        self, tenant_id: str, entry_id: str = "", model_name: str = "", limit: int = 1
+    ) -> list[Entry]:
+        """See AnswerStore. The newest first."""
         shelf = self._shelves.get(tenant_id, Shelf())
-        for kept in shelf.entries.values():
-            if kept.entry.entry_id == entry_id:
-                found = self._find(kept.entry.scope, kept.entry.exact_key)
-                return found.entry if found else None
-        return None
+        chosen = (
+            entry
+            for entry in (kept.entry for kept in reversed(shelf.entries.values()))
+            if entry_id in ("", entry.entry_id)
+            and model_name in ("", entry.scope.model_name)
+            and self._find(entry.scope, entry.exact_key)
+        )
+        return list(islice(chosen, limit))
 
     async def keep(self, entry: Entry) -> None:
         """See AnswerStore."""

@@ -48,9 +48,11 @@ class AnswerStore(Protocol):
         """At most k entries of the scope, the nearest first, none below SIMILARITY_FLOOR. Their
         own vectors may be None."""
 
-    async def entry(self, tenant_id: str, entry_id: str) -> Entry | None:
-        """By the id of the request that it came from. Looks through the tenant's entries: for
-        operators, not for requests."""
+    async def entries(
+        self, tenant_id: str, entry_id: str = "", model_name: str = "", limit: int = 1
+    ) -> list[Entry]:
+        """Some of the tenant's that may be served: that of a request, those of a model, or any
+        ("" says nothing). Looks through all of them: for operators, not for requests."""
 
     async def keep(self, entry: Entry) -> None:
         """Remember it, soon; dropped without a word where it may not or cannot be kept."""

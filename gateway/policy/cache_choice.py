@@ -5,16 +5,15 @@ been learnt for the tenant and model, the share of wrong answers that the operat
 
     1. guards       neighbours whose question differs in a number, a name, a "not"... drop out
     2. same words   the question is a neighbour's but for case, signs and courtesy: a hit
-    3. score        log-odds that the nearest answer is right, from its cosine, from how far the
-                    nearest entry with another answer is, how many near ones answer alike, and from
-                    the entry's own record (`cache_weights`, fitted by bench/cache_fit.py)
-    4. budget       the score must reach what comparisons of its class of evidence have shown to
-                    be safe (`least_score`)
+    3. score        log-odds that the nearest answer is right (`cache_score`, weighed as
+                    `cache_weights` says, fitted by bench/cache_fit.py)
+    4. budget       the score must reach what comparisons of its class of evidence, and before there
+                    are any the score itself, say is within the budget (`least_score`)
     5. audit        a share of the hits is withheld and compared all the same
 
-Without comparisons nothing is a hit but the same words: a tenant's cache earns its hits. The idea
-of learning per entry when to answer, with a bound on errors, is vCache's (arXiv 2502.03771); that
-answers which agreed vote together, and counting instead of fitting online, are ours.
+The idea of learning per entry when to answer, with a bound on errors, is vCache's (arXiv
+2502.03771); that answers which agreed vote together, and counting instead of fitting online, are
+ours.
 """
 
 import math
@@ -30,17 +29,17 @@ from gateway.policy.cache_confidence import (
     recorded,
 )
 from gateway.policy.cache_guards import compared as differences_of
-from gateway.policy.cache_guards import same_words, word_gap
+from gateway.policy.cache_guards import same_words
 from gateway.policy.cache_reading import Reading, read
+from gateway.policy.cache_score import FARTHEST, Neighbour, features_of, kind_of
 from gateway.policy.cache_weights import FITTED, Weights
 
 CANDIDATES = 8
 """Neighbours to ask the store for."""
-LEAST_SIMILARITY = 0.5
+LEAST_SIMILARITY = FARTHEST
 """What is farther is no neighbour."""
 COMPARED_AT_MOST = 3
 AUDITED_SHARE = 0.05
-_TEMPERATURE = 0.05
 _NONE: frozenset[str] = frozenset()
 
 
@@ -118,10 +117,13 @@ def choose(
     if not passed:
         why = f"differs: {found[0][0]}" if found else "nothing near"
         return Verdict(why=why, compare=to_compare)
-    lead = readings[passed[0]]
-    near = [neighbours[i] for i in passed]
-    features = features_of(near)
-    kind = _kind_of(near, asked, lead)
+    near = [
+        Neighbour(one.similarity, one.group, one.confidence, reading, i in passed)
+        for i, (one, reading) in enumerate(zip(near_enough, readings, strict=True))
+    ]
+    lead = near[passed[0]]
+    features = features_of(asked, near, lead)
+    kind = kind_of(asked, near, lead)
     score = weights.bias + sum(
         weight * value for weight, value in zip(weights.values, features, strict=True)
     )
@@ -133,7 +135,7 @@ def choose(
         features=features,
         kind=kind,
     )
-    if same_words(asked, lead):
+    if same_words(asked, lead.reading):
         why = "same words"
     elif score >= least_score(calibration, kind, budget):
         why = "within budget"
@@ -142,41 +144,6 @@ def choose(
     if draw < AUDITED_SHARE:
         return replace(verdict, shadow=True, why="audit")
     return replace(verdict, hit=passed[0], why=why)
-
-
-def features_of(near: Sequence[Candidate]) -> tuple[float, ...]:
-    """What the score is made of, in the order of `cache_weights.NAMES`; `near`: what passed."""
-    lead = near[0]
-    best = lead.similarity
-    votes = total = 0.0
-    num_alike = run = 0
-    is_run = True
-    other = LEAST_SIMILARITY if len(near) < CANDIDATES else near[-1].similarity
-    for candidate in near:
-        weight = math.exp((candidate.similarity - best) / _TEMPERATURE)
-        total += weight
-        if candidate.group == lead.group:
-            votes += weight
-            num_alike += 1
-            run += is_run
-        elif is_run:
-            other = candidate.similarity
-            is_run = False
-    record = lead.confidence
-    return (
-        best,
-        best - other,
-        votes / total,
-        num_alike / CANDIDATES,
-        run / CANDIDATES,
-        math.log((record.agreed + 0.5) / (record.disagreed + 0.5)),
-    )
-
-
-def _kind_of(near: Sequence[Candidate], asked: Reading, lead: Reading) -> int:
-    if any(candidate.group == near[0].group for candidate in near[1:]):
-        return 0
-    return 1 if word_gap(asked, lead)[0] == 0 else 2
 
 
 def compared(
@@ -191,23 +158,27 @@ def compared(
     if not agreed:
         return Outcome(Confidence(), (), calibration)
     pairs = list(zip((neighbours[i] for i in verdict.compare), agreed, strict=False))
+    alike = [candidate.group for candidate, same in pairs if same]
+    new = Confidence(group=alike[0] if alike and alike[0] != entry_id else "")
+    # What agrees with one answer is one group: the neighbours of the others move over.
+    records = {
+        one.entry_id: replace(one.confidence, group=alike[0])
+        for one in neighbours
+        if one.group in alike[1:]
+    }
     # Only the first was about to be given: it alone counts for scores and records.
     first, is_right = pairs[0]
-    alike = next((candidate.group for candidate, same in pairs if same), "")
-    new = Confidence(group="" if alike == entry_id else alike)
-    if not verdict.leads:
-        return Outcome(new, (), calibration)
-    return Outcome(
-        new=new,
-        learned=((first.entry_id, learned(first.confidence, is_right)),),
-        calibration=recorded(
+    if verdict.leads:
+        record = records.get(first.entry_id, first.confidence)
+        records[first.entry_id] = learned(record, is_right)
+        calibration = recorded(
             calibration,
             verdict.kind,
             verdict.score,
             is_right,
             1 / AUDITED_SHARE if verdict.shadow else 1.0,
-        ),
-    )
+        )
+    return Outcome(new, tuple(records.items()), calibration)
 
 
 def _waived(

@@ -3,28 +3,45 @@
 Wherever the model answers a question to which the cache had an answer too, the two are compared:
 on every miss with neighbours, and on a share of the hits, which are withheld for it. An entry
 remembers its own comparisons and the group of entries whose answers agreed; a `Calibration` counts,
-by score, how often the nearest answer was right. From the counts alone follows which scores may be
-answered: those above which the upper confidence bound of the share of wrong answers lies within
-the operator's budget. Nothing is assumed of the scores but their order. Old counts fade.
+by score, how often the nearest answer was right. From the counts follows which scores may be
+answered: those above which the share of wrong answers is within the operator's budget. A score is
+log-odds that were fitted elsewhere: what it says counts as a few comparisons of each bin, so that
+there is an answer before there is a comparison, and a tenant's own soon outweigh it. Old counts
+fade.
 """
 
+import math
 from dataclasses import dataclass, replace
+
+from gateway.policy.cache_weights import PRIORS
 
 NUM_BINS = 40
 LOWEST_SCORE = -4.0
 BIN_WIDTH = 0.3
-CLASSES = ("alike", "same words", "other words")
-"""Kinds of evidence, each with counts of its own, each of which must earn the budget: several near
-entries with one answer; one entry, none of whose words the question replaces; one entry, and a word
-in another's place."""
-CONFIDENCE_Z = 0.8416
-"""One-sided 80 %: the bound is that of the count of wrong ones as a Poisson variable."""
+CLASSES = ("alike", "same content", "other words")
+"""Kinds of evidence, each with counts of its own, each of which must keep the budget: several near
+entries with one answer; one entry, neither question having a word of its own; one entry, and other
+words."""
+STARTS = (True, True, False)
+"""By class: whether a score may be answered before it was compared. One entry with other words must
+have been shown to do: "methanol" instead of "ethanol" looks like a paraphrase."""
+PRIOR = 4.0
+"""How many comparisons of each bin the score itself is worth."""
+DOUBT = 0.5
+"""Standard deviations that are added to the share of wrong answers: the lowest score that looks
+safe is the luckiest one, too."""
+_WRONG = tuple(
+    tuple(
+        1 / (1 + math.exp(slope * (LOWEST_SCORE + (at + 0.5) * BIN_WIDTH) + bias))
+        for at in range(NUM_BINS)
+    )
+    for slope, bias in PRIORS
+)
+_UNSEEN = 1e-3
+FEWEST_IN_BIN = 4.0
+"""Comparisons that a score must have seen itself before the merits of better ones reach it."""
 MEMORY = 4096.0
 """Comparisons that a calibration holds; at more, all counts are halved."""
-MOST_OF_HITS = 3.0
-"""How many times the budget may be wrong of the answers given; the budget is of all requests."""
-FEWEST_IN_BIN = 4.0
-"""Comparisons that a score must have seen itself: the merits of others do not reach it."""
 ENTRY_MEMORY = 64.0
 NEVER = 1e9
 """A score that none has: nothing may be answered yet."""
@@ -100,35 +117,33 @@ def bin_of(score: float) -> int:
 
 
 def least_score(calibration: Calibration, kind: int, budget: float) -> float:
-    """The lowest score that may be answered in a class. Of all requests of the class, no more than
-    the budget may be answered wrongly; of those answered, no more than MOST_OF_HITS times that:
-    both by the upper bound of the share of wrong ones among all comparisons at that score and
-    above. NEVER where there is none.
+    """The lowest score that may be answered in a class: of the answers given at that score and
+    above, no more than the budget are wrong, as far as comparisons and the scores say. NEVER where
+    there is none. A score that has hardly been compared must be within the budget by itself, and
+    of a class that STARTS.
 
     Comparisons of hits are a sample, those of misses are all: within a bin the share is right
-    either way, and bins are weighed by their requests.
+    either way, and bins are weighed by their requests. Each bin's share is the mean of a beta
+    distribution, the prior being what the score says.
     """
-    if not calibration.right:
-        return NEVER
     first = kind * NUM_BINS
-    num_requests = sum(calibration.seen[first : first + NUM_BINS])
+    none = (0.0,) * NUM_BINS
+    right, wrong, seen = (
+        counts[first : first + NUM_BINS] or none
+        for counts in (calibration.right, calibration.wrong, calibration.seen)
+    )
     least = NEVER
-    seen = mass = spread = 0.0
-    for at in range(first + NUM_BINS - 1, first - 1, -1):
-        compared = calibration.right[at] + calibration.wrong[at]
-        if compared == 0:
-            continue
-        # Each bin's own share of wrong ones, weighed by its requests; `num` is how many comparisons
-        # drawn evenly would say as much (Kish).
-        seen += calibration.seen[at]
-        mass += calibration.seen[at] * calibration.wrong[at] / compared
-        spread += calibration.seen[at] ** 2 / compared
-        if compared < FEWEST_IN_BIN:
-            continue
-        num = seen**2 / spread
-        bound = upper_bound(num * mass / seen, num)
-        if bound <= MOST_OF_HITS * budget and bound * seen / num_requests <= budget:
-            least = LOWEST_SCORE + (at - first) * BIN_WIDTH
+    mass = num = variance = 0.0
+    for at in range(NUM_BINS - 1, -1, -1):
+        known = right[at] + wrong[at] + PRIOR
+        share = (wrong[at] + PRIOR * _WRONG[kind][at]) / known
+        weight = seen[at] + _UNSEEN
+        num += weight
+        mass += weight * share
+        variance += weight * weight * share * (1 - share) / (known + 1)
+        is_known = known - PRIOR >= FEWEST_IN_BIN or (STARTS[kind] and share <= budget)
+        if is_known and mass + DOUBT * math.sqrt(variance) <= budget * num:
+            least = LOWEST_SCORE + at * BIN_WIDTH
     return least
 
 
@@ -141,11 +156,3 @@ def chance(calibration: Calibration, kind: int, score: float, prior: float) -> f
     around = slice(first + max(0, i - 1), first + min(NUM_BINS, i + 2))
     right, wrong = sum(calibration.right[around]), sum(calibration.wrong[around])
     return (right + 10 * prior) / (right + wrong + 10)
-
-
-def upper_bound(num_wrong: float, num_all: float) -> float:
-    """Of the share of wrong ones, given a count of them: the Poisson bound, by Wilson and
-    Hilferty's approximation of the gamma quantile (within 2 % of the exact one)."""
-    shape = num_wrong + 1.0
-    quantile: float = shape * (1 - 1 / (9 * shape) + CONFIDENCE_Z / (3 * shape**0.5)) ** 3
-    return min(1.0, quantile / num_all)

@@ -1,8 +1,8 @@
 """Stage 4's guards: what forbids that two questions get one answer, however alike they look (pure).
 
 A sentence's vector hardly moves when a number, a name or a "not" changes, and not at all when two
-names change places; the answer does. `differences` names each such difference, `word_gap` says how
-much of the rest one text has and the other lacks. Symmetric both: the order of the two texts does
+names change places; the answer does. `differences` names each such difference, `same_content`
+says that the rest is the same. Symmetric both: the order of the two texts does
 not matter. What this cannot see (docs/cache-rule.md has the list): a difference that common
 knowledge makes, a negation of its own in a language without a list, who does what to whom in
 languages that say it by endings.
@@ -57,17 +57,15 @@ def compared(a: Reading, b: Reading) -> tuple[str, ...]:
         ("name", _other_names(a, b)),
         ("negation", a.num_negations % 2 != b.num_negations % 2 or _prefixed(a, b)),
         ("opposite", _opposed(a, b)),
-        ("order", _reordered(a, b)),
+        ("order", _turned_on_me(a, b) or _reordered(a, b)),
         ("question", _other_question(a.questions, b.questions)),
     )
     return tuple(name for name, differs in checks if differs)
 
 
-def word_gap(a: Reading, b: Reading) -> tuple[int, int]:
-    """Content words that only one of them has: (the smaller count, the larger). (0, 0): the same
-    words; (0, n): one says more; (1, 1): one word stands in another's place."""
-    only_a, only_b = len(a.stems - b.stems), len(b.stems - a.stems)
-    return min(only_a, only_b), max(only_a, only_b)
+def same_content(a: Reading, b: Reading) -> bool:
+    """Neither has a word of its own, light ones included; only the way of asking differs."""
+    return a.stems == b.stems and a.light == b.light and bool(a.stems)
 
 
 def same_words(a: Reading, b: Reading) -> bool:
@@ -161,6 +159,11 @@ def _opposed(a: Reading, b: Reading) -> bool:
         if not _OPPOSITES.get(stem(word), _NONE).isdisjoint(stems_b):
             return True
     return False
+
+
+def _turned_on_me(a: Reading, b: Reading) -> bool:
+    """I do it to you, you do it to me."""
+    return len(a.roles) == len(b.roles) == 1 and a.roles != b.roles
 
 
 def _reordered(a: Reading, b: Reading) -> bool:

@@ -10,6 +10,7 @@ characters of one kind; there, only numbers, quotes, code and those runs are see
 import re
 from dataclasses import dataclass
 
+from gateway.policy.cache_light import light_in, roles_in
 from gateway.policy.cache_passages import code_in, negatives_in, quoted_in, signs_in
 from gateway.policy.cache_words import (
     AUXILIARIES,
@@ -126,6 +127,8 @@ class Reading:
     scripts: frozenset[str]
     capitals: tuple[str, ...]
     signs: tuple[str, ...]
+    light: frozenset[str]
+    roles: frozenset[str]
     is_cut: bool
 
 
@@ -161,6 +164,8 @@ def read(text: str) -> Reading:
         scripts=scripts,
         capitals=tuple(word for word in tokens if 1 < len(word) < 4 and word.isupper()),
         signs=signs_in(kept),
+        light=light_in(words),
+        roles=roles_in(words),
         is_cut=len(text) > LONGEST_CHARS,
     )
 

@@ -45,6 +45,20 @@ o os as um uma do da é são qual quem onde meu minha para com no na ao
 het een zijn hoe wat wie waar wanneer waarom ik je mijn voor op te van dit dat naar
 """
 
+# Of the fillers, those that may be what a question turns on. No difference by themselves; but where
+# one text alone has them, the two do not have the same content.
+LIGHT = """
+another other same own such trouble used use using take takes taking become up down out off over
+person people someone anyone something anything thing things working works work
+"""
+# Who speaks to whom, and no part of what is asked: patterns, one a line.
+ADDRESS = """
+(?:can|could|will|would) you (?:please )?(?:tell|show|explain|help|give|let|teach)(?: me| us)?
+do you know
+(?:tell|show|give|let|help|teach) (?:me|us)
+(?:i|we) (?:want|need|would like|wish) (?:for )?you to
+"""
+
 NEGATIONS = """
 not no never none nothing nobody nowhere neither nor without cannot cant dont doesnt didnt isnt
 arent wasnt werent wont wouldnt shouldnt couldnt hasnt havent hadnt unable lack lacks lacking

@@ -233,14 +233,25 @@ function calls.drop(cursor, by_name, wanted_model, wanted_key, wanted_question)
   return {slice[1], num_dropped}
 end
 
-function calls.search(cursor, entry_id)
+-- Of some entries of the tenant those of a request, of a model ('': of any): id, value, ...
+function calls.search(cursor, wanted_entry, wanted_model)
   local slice = redis.call('ZSCAN', OWN .. 'worth', cursor, 'COUNT', SLICE)
+  local counts, found = {}, {}
   for i = 1, #slice[2], 2 do
     local id = string.sub(slice[2][i], 1, 16)
     local value = redis.call('GET', key_of(id))
-    if value and names_of(value)[1] == entry_id then return {'0', value, id} end
+    if value then
+      local entry, _, name = unpack(names_of(value))
+      if counts[name] == nil then counts[name] = redis.call('HGET', STATE, 'm:' .. name) end
+      if string.sub(value, 1, 16) == valid_of(counts[name])
+        and (wanted_entry == '' or wanted_entry == entry)
+        and (wanted_model == '' or wanted_model == name) then
+        found[#found + 1] = id
+        found[#found + 1] = value
+      end
+    end
   end
-  return {slice[1], false, ''}
+  return {slice[1], found}
 end
 
 function calls.since(set, after, limit)  -- plain: members added later, with their vectors

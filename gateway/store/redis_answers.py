@@ -45,8 +45,10 @@ WRITERS = 4
 WRITE_TIMEOUT_S = 1.0
 ADMIN_TIMEOUT_S = 5.0
 """Of each of a purge's calls, which look through some hundred entries."""
-EFFORT = 100
-"""VSIM's EF: how many candidates it looks at (recall against time: bench.cache_store)."""
+EFFORT = 200
+"""VSIM's EF: how many candidates it looks at. Of 100,000 vectors with 8 links each the nearest is
+found in 96.5 % of cases with 50, 98.3 with 100, 99.4 with 200, 99.9 with 400, in 0.6, 0.8, 1.1 and
+1.6 ms (bench.cache_store)."""
 SPARE = 4
 """Nearest ones asked for beyond k, for those that turn out to have ended."""
 MAX_EPOCHS = 4096
@@ -147,17 +149,22 @@ class RedisAnswers:
 
         return await self._link.within(self._timeout_s, ask)
 
-    async def entry(self, tenant_id: str, entry_id: str) -> Entry | None:
+    async def entries(
+        self, tenant_id: str, entry_id: str = "", model_name: str = "", limit: int = 1
+    ) -> list[Entry]:
         """See AnswerStore."""
-        cursor = b"0"
-        while True:
-            reply = await self._admin("search", quoted(tenant_id), "", cursor, entry_id)
-            cursor, value, name = reply[2]
-            if value:
-                entry = decode(value, name, tenant_id, reply[0])
-                return (await self.exact(entry.scope, entry.exact_key)).entry
+        found: dict[bytes, Entry] = {}
+        cursor, tenant = b"0", quoted(tenant_id)
+        while len(found) < limit:
+            reply = await self._admin("search", tenant, "", cursor, entry_id, model_name)
+            cursor, rows = reply[2]
+            for name, value in zip(rows[::2], rows[1::2], strict=True):
+                entry = self._read(value, name, tenant_id, reply[0])
+                if entry is not None and entry.expires_at > self._clock():
+                    found[name] = entry
             if cursor == b"0":
-                return None
+                break
+        return list(found.values())[:limit]
 
     async def keep(self, entry: Entry) -> None:
         """See AnswerStore."""
@@ -329,12 +336,17 @@ class RedisAnswers:
         this program has written in its own way."""
         if not value or value[:VALID_BYTES] != epoch[:VALID_BYTES]:
             return None
+        entry = self._read(value, name, scope.tenant_id, epoch)
+        if entry is None or entry.scope != scope:
+            return None
+        return entry if entry.expires_at > self._clock() else None
+
+    def _read(self, value: bytes, name: bytes, tenant_id: str, epoch: Epoch) -> Entry | None:
         try:
-            entry = decode(value, name, scope.tenant_id, epoch)
+            return decode(value, name, tenant_id, epoch)
         except UNREADABLE as error:
             logger.info("cache: an entry cannot be read: %s", error)
             return None
-        return entry if entry.scope == scope and entry.expires_at > self._clock() else None
 
     async def _sweep(self, tenant_id: str) -> None:
         try:

@@ -38,12 +38,12 @@ def test_the_rule_learns_what_it_may_answer() -> None:
     assert served.num_audits > 0
 
 
-def test_without_sense_in_the_vectors_nothing_is_answered() -> None:
+def test_without_sense_in_the_vectors_it_is_soon_found_out() -> None:
     stream = made()
     shuffled = np.random.default_rng(1).permutation(stream.answers)
     noise = streamed("noise", stream.texts, shuffled, stream.vectors)
     served = by_rule(noise, 0, BUDGET)
-    assert served.num_right + served.num_wrong == 0
+    assert served.num_right + served.num_wrong <= 0.005 * served.num_requests
 
 
 def test_threshold() -> None:
@@ -85,6 +85,7 @@ def test_traps_are_counted_by_part() -> None:
         "traps": 1, "false_hits": 0, "paraphrases": 0, "true_hits": 0
     }  # fmt: skip
     assert report["rule"]["held"]["true_hits"] == 1
+    assert report["rule, taught"]["held"]["true_hits"] == 1
     assert report["threshold 0.95"]["open"]["false_hits"] == 1
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -268,11 +269,36 @@ async def test_an_entry_is_found_by_its_request(rig: Rig) -> None:
     scope = scope_of()
     entry = await kept(rig, entry_of(scope, "why?", b""))
     await kept(rig, entry_of(scope, "how?", b""))
-    seen = await rig.stores[-1].entry(scope.tenant_id, entry.entry_id)
-    assert seen is not None
+    (seen,) = await rig.stores[-1].entries(scope.tenant_id, entry.entry_id)
     assert seen.question == "why?"
-    assert await rig.stores[-1].entry("another", entry.entry_id) is None
-    assert await rig.stores[-1].entry(scope.tenant_id, "another") is None
+    assert not await rig.stores[-1].entries("another", entry.entry_id)
+    assert not await rig.stores[-1].entries(scope.tenant_id, "another")
+
+
+async def test_what_is_kept_is_listed_by_tenant_and_model(rig: Rig) -> None:
+    async def listed(tenant: str, **wanted: Any) -> list[str]:
+        found = await rig.stores[-1].entries(tenant, limit=wanted.pop("limit", 9), **wanted)
+        return sorted(one.question for one in found)
+
+    for tenant, model, question in (
+        ("a", "m", "one"),
+        ("a", "m", "two"),
+        ("a", "n", "three"),
+        ("b", "m", "four"),
+    ):
+        await kept(rig, entry_of(scope_of(tenant, model), question, b""))
+    await kept(rig, entry_of(scope_of("a", "m"), "short", b"", ttl_s=30.0))
+    assert await listed("a") == ["one", "short", "three", "two"]
+    rig.now.at += 40.0
+    assert await listed("a") == ["one", "three", "two"]
+    assert await listed("a", model_name="m") == ["one", "two"]
+    assert len(await listed("a", limit=2)) == 2
+    assert await listed("a", limit=0) == []
+    await rig.stores[0].invalidate(model_name="m")
+    assert await listed("a") == ["three"]
+    assert await listed("b") == []
+    await rig.stores[0].purge(Selector(tenant_id="a", question="three"))
+    assert await listed("a") == []
 
 
 async def test_a_purge_of_nothing_in_particular_is_refused(rig: Rig) -> None:

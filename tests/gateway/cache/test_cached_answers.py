@@ -74,8 +74,7 @@ async def test_the_same_words_hit_and_say_where_they_are_from(
     assert len(kit.dispatcher.requests) == 1
     assert [p.outcome for p in kit.ledger.posted] == ["finished", "cache_hit"]
     kit.check_closed()
-    kept = await kit.edge.cache.store.entry("ten_1", first["id"])
-    assert kept is not None
+    (kept,) = await kit.edge.cache.store.entries("ten_1", first["id"])
     assert (kept.question, kept.key_id) == (ASK, "key_1")
 
 
@@ -278,8 +277,7 @@ async def near(kit: Kit) -> list[Any]:
     vectors = await kit.edge.cache.embedder.embed([ASK])
     assert vectors is not None
     first = next(e for e in [p.request_id for p in kit.ledger.posted])
-    entry = await kit.edge.cache.store.entry("ten_1", first)
-    assert entry is not None
+    (entry,) = await kit.edge.cache.store.entries("ten_1", first)
     return await kit.edge.cache.store.nearest(entry.scope, vectors[0], 8)
 
 

@@ -1,12 +1,16 @@
 """An entry comes back from its bytes as it went in."""
 
+import zlib
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
 from gateway.cache.codec import (
+    DEFLATED_BYTES,
     NO_SET,
+    UNREADABLE,
     decode,
     decode_vector,
     encode,
@@ -14,6 +18,7 @@ from gateway.cache.codec import (
     id_of,
     set_of,
 )
+from gateway.cache.types import CachedAnswer
 from gateway.policy.cache_confidence import Confidence
 from tests.gateway.cache.answers_kit import entry_of, scope_of, vector_of
 
@@ -54,3 +59,29 @@ def test_a_set_is_of_one_scope_in_one_epoch() -> None:
 
 def test_equal_confidence_is_equal_bytes() -> None:
     assert encode_confidence(Confidence(agreed=1.0)) == encode_confidence(Confidence("", 1.0, 0.0))
+
+
+PROSE = "The answer to that is found where questions of this kind are answered. "
+LENGTHS = (0, 1, 127, 128, 129, 2000, DEFLATED_BYTES.stop - 1, DEFLATED_BYTES.stop, 200_000)
+
+
+@pytest.mark.parametrize("num_chars", LENGTHS)
+def test_an_answer_of_any_length_comes_back(num_chars: int) -> None:
+    text = (PROSE * (1 + num_chars // len(PROSE)))[:num_chars]
+    entry = replace(entry_of(SCOPE, "why?", EPOCH), answer=CachedAnswer(text, "stop", 3))
+    value = encode(entry, False, 0)
+    assert decode(value, id_of(entry.exact_key), "tenant", EPOCH).answer.text == text
+    assert (len(value) < num_chars) == (num_chars in DEFLATED_BYTES and num_chars > 1000)
+
+
+def test_a_body_that_grows_beyond_bounds_is_not_read() -> None:
+    """Whoever may write to that Redis may write anything."""
+    answer = CachedAnswer("a" * 4000, "stop", 3)
+    entry = replace(entry_of(SCOPE, "why?", EPOCH), answer=answer)
+    value, huge = encode(entry, False, 0), zlib.compress(bytes(10 * DEFLATED_BYTES.stop))
+    packed = msgspec.msgpack.encode(zlib.compress(answer.text.encode(), 1))
+    assert packed in value
+    for body in (huge, huge[:-9], b"no stream"):
+        forged = value.replace(packed, msgspec.msgpack.encode(body))
+        with pytest.raises(UNREADABLE):
+            decode(forged, id_of(entry.exact_key), "tenant", EPOCH)

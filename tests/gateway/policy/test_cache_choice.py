@@ -13,10 +13,8 @@ from gateway.policy.cache_choice import (
     Verdict,
     choose,
     compared,
-    features_of,
 )
 from gateway.policy.cache_confidence import CLASSES, Calibration, Confidence, recorded
-from gateway.policy.cache_weights import FITTED, NAMES
 
 ASKED = "How do I reset my password?"
 NEAR = Candidate("e1", "How can I change my forgotten password?", 0.9, Confidence())
@@ -26,8 +24,9 @@ def earned() -> Calibration:
     """All scores of all classes shown to be right."""
     calibration = Calibration()
     for kind in range(len(CLASSES)):
-        for _ in range(400):
-            calibration = recorded(calibration, kind, -3.9, True)
+        for score in range(-4, 8):
+            for _ in range(300):
+                calibration = recorded(calibration, kind, score + 0.1, True)
     return calibration
 
 
@@ -45,7 +44,7 @@ def test_nothing_near() -> None:
     assert ask(far).why == "nothing near"
 
 
-def test_a_hit_must_be_earned() -> None:
+def test_a_hit_must_be_earned_where_the_score_does_not_say_enough() -> None:
     assert ask(NEAR).hit == 0
     verdict = ask(NEAR, calibration=Calibration())
     assert (verdict.hit, verdict.why, verdict.compare) == (None, "unsure", (0,))
@@ -54,6 +53,24 @@ def test_a_hit_must_be_earned() -> None:
 def test_the_same_words_need_no_proof() -> None:
     same = replace(NEAR, question="how do i reset my password please", similarity=0.99)
     assert ask(same, calibration=Calibration()).why == "same words"
+
+
+def test_the_same_content_asked_otherwise_is_a_hit_from_the_start() -> None:
+    """And no longer one where the tenant's comparisons say that it is wrong."""
+    other = Candidate("e1", "How can I reset my password?", 0.99, Confidence())
+    learnt = Calibration()
+    assert ask(other, calibration=learnt).why == "within budget"
+    verdict = ask(other, calibration=learnt, draw=0.0)
+    assert verdict.shadow
+    for _ in range(3):
+        learnt = compared("new", verdict, [other], [False], learnt).calibration
+    assert ask(other, calibration=learnt).why == "unsure"
+
+
+def test_a_word_more_is_not_the_same_content() -> None:
+    other = Candidate("e1", "How can I reset my email password?", 0.99, Confidence())
+    verdict = ask(other, calibration=Calibration())
+    assert (verdict.hit, CLASSES[verdict.kind]) == (None, "other words")
 
 
 def test_guards_hold_whatever_was_learnt() -> None:
@@ -125,8 +142,24 @@ def test_few_are_compared() -> None:
     assert len(ask(*many).compare) == COMPARED_AT_MOST
 
 
-def test_each_feature_has_a_weight() -> None:
-    assert len(features_of([NEAR])) == len(NAMES) == len(FITTED.values)
+def test_answers_that_agree_with_one_are_one_group() -> None:
+    """Two groups were apart only because nobody had compared them."""
+    groups = ("g", "h", "h", "i")
+    near = [
+        replace(
+            NEAR, entry_id=f"e{i}", similarity=0.9 - i / 100, confidence=Confidence(group, 1, i)
+        )
+        for i, group in enumerate(groups)
+    ]
+    verdict = ask(*near, calibration=Calibration())
+    assert verdict.compare == (0, 1, 3)
+    outcome = compared("new", verdict, near, (True, True, False), Calibration())
+    assert outcome.new == Confidence("g")
+    assert dict(outcome.learned) == {
+        "e0": Confidence("g", 2, 0),
+        "e1": Confidence("g", 1, 1),
+        "e2": Confidence("g", 1, 2),
+    }
 
 
 @pytest.mark.parametrize(

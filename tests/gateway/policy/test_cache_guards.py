@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.policy.cache_guards import compared, differences, same_words, word_gap
+from gateway.policy.cache_guards import (
+    compared,
+    differences,
+    same_content,
+    same_words,
+)
 from gateway.policy.cache_reading import LONGEST_CHARS, read, stem
 
 TRAPS = Path(__file__).parents[3] / "bench" / "cache_traps.jsonl"
@@ -37,6 +42,8 @@ TRAPS = Path(__file__).parents[3] / "bench" / "cache_traps.jsonl"
         ("Flights from London to Rome", "Flights from Rome to London", "order"),
         ("Why do cats chase mice?", "Why do mice chase cats?", "order"),
         ("Divide 10 by 2", "Divide 2 by 10", "order"),
+        ("Can I call you something else?", "Can you call me something else?", "order"),
+        ("How do I send you a file?", "How do you send me a file?", "order"),
         ("Where was he born?", "When was he born?", "question"),
         ("Wo ist der Bahnhof?", "Waar is het station?", "language"),
         ("Как дела?", "How are you?", "language"),
@@ -59,7 +66,7 @@ def test_found(a: str, b: str, reason: str) -> None:
         ("What happened on 5 June 1967?", "What happened on June 5, 1967?"),
         ("what does nasa do", "What does NASA do?"),
         ("Is it safe to drink tap water?", "Is tap water safe to drink?"),
-        ("You may ask me", "May I ask you"),
+        ("You may ask him", "May I ask him"),
         ("The disposable cards, what are they for?", "The disposable cards - what are they for?"),
     ],
 )
@@ -85,8 +92,8 @@ def test_hand_made_traps() -> None:
 
 
 def test_another_word_in_its_place_is_counted() -> None:
-    assert word_gap(read("How do I train a puppy?"), read("How do I train a kitten?")) == (1, 1)
-    assert word_gap(read("How do I train a puppy?"), read("How can one train puppies")) == (0, 0)
+    assert not same_content(read("How do I train a puppy?"), read("How do I train a kitten?"))
+    assert same_content(read("How do I train a puppy?"), read("How can one train puppies"))
 
 
 def test_other_numbers_never_pass() -> None:
@@ -161,3 +168,20 @@ def test_a_minus_is_part_of_a_number() -> None:
 )
 def test_stems(word: str, other: str) -> None:
     assert stem(word) == stem(other)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("How do I reset my password?", "What is the best way to reset my password?", True),
+        ("What does inflation mean?", "Can you explain inflation?", True),
+        ("How many days do I have?", "How many days have I used?", False),
+        ("How do I order my card?", "How do I order another card?", False),
+        ("How do I verify my identity?", "I have trouble verifying my identity", False),
+        ("How do I reset it?", "What is it?", False),
+        ("What is it?", "What was it?", False),
+    ],
+)
+def test_same_content(a: str, b: str, same: bool) -> None:
+    assert same_content(read(a), read(b)) is same
+    assert same_content(read(b), read(a)) is same
