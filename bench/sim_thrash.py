@@ -12,13 +12,15 @@ disk. The product's dispatcher and engine run in simulated time. Figures of each
     bound_s        what a wait may be: the bound of gathering, then the budget's pause after a load
                    of that length, the drain of the other, and the load
     refused_early  answered 503 before their time in the queue was up, with the expected time
-    eta_error_s    of these: told time less the time until the model really was there
+    eta_error_s    of these: the expected time in the message less the time until the model really
+                   was there; `retry_s` is what retry-after told, on purpose a little earlier
     wrongly_early  of these: the model was there before their time in the queue would have been up
     timeouts       answered 503 when their time in the queue was up
 """
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +56,7 @@ SHOWN = (
     "wrongly_early",
     "timeouts",
 )
+_EXPECTED = re.compile(r"expected to be loaded in (\d+) s")
 POLICIES: dict[str, dict[str, object]] = {
     "ours": {},
     "no bound": {"gather_wait_s": 0.0, "max_load_share": 1.0},
@@ -73,11 +76,13 @@ class Case:
 
 @dataclass(slots=True)
 class Refusal:
-    """A 503: when, what was told, and when its time in the queue would have been up."""
+    """A 503: when, in how long the model was said to be there, in how long to ask again, and when
+    its time in the queue would have been up."""
 
     model: int
     at_s: float
     eta_s: float
+    retry_s: float
     deadline_s: float
     early: bool
 
@@ -130,8 +135,10 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
             return
         now_s, deadline_s = simulation.loop.now_s, client.arrival.at_s + case.timeout_s
         early = now_s < deadline_s - 1e-6
-        told_s = client.retry_after_s or 0.0
-        seen.refusals.append(Refusal(client.arrival.model, now_s, told_s, deadline_s, early))
+        told = _EXPECTED.search(client.error)
+        eta_s, retry_s = float(told[1]) if told else 0.0, client.retry_after_s or 0.0
+        model = client.arrival.model
+        seen.refusals.append(Refusal(model, now_s, eta_s, retry_s, deadline_s, early))
 
     simulation.on_end = ended
     simulation.start()
@@ -161,6 +168,7 @@ def run_case(case: Case, seconds: float) -> dict[str, Any]:
         "refused_early": len(early),
         "timeouts": len(seen.refusals) - len(early),
         "eta_s_p50": _percentile(np.array([r.eta_s for r in early]), 50),
+        "retry_s_p50": _percentile(np.array([r.retry_s for r in early]), 50),
         "eta_error_s_p50": _percentile(errors, 50),
         "eta_error_s_p95": _percentile(np.abs(errors), 95),
         "eta_unknown": len(early) - len(errors),

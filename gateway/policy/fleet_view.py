@@ -176,7 +176,7 @@ class WeightRoom:
         in again at the rate it is asked for would take more than `share` of the worker's time.
         """
         spare = self._unused_bytes - self.claimed_bytes
-        loss_s, worth, in_demand = 0.0, 0.0, 0
+        loss_s, worth, in_demand, used = 0.0, 0.0, 0, 0
         for leaver in self._ordered():
             if spare >= num_bytes:
                 break
@@ -188,7 +188,8 @@ class WeightRoom:
             if leaver.is_used or leaver.asks_s * both_s >= share:
                 loss_s += both_s
                 in_demand += 1
-        return PushedOut(loss_s, worth, in_demand) if spare >= num_bytes else None
+                used += leaver.is_used
+        return PushedOut(loss_s, worth, in_demand, used) if spare >= num_bytes else None
 
     def _ordered(self) -> list["_Leaver"]:
         if self._leavers is None:
@@ -235,11 +236,13 @@ class PushedOut:
     worth          of all that it pushes out: seconds of loading a second if each ask had to
                    bring its model back
     num_in_demand  how many these are
+    num_used       of them, those that somebody waits for or that run something at this moment
     """
 
     loss_s: float
     worth: float
     num_in_demand: int
+    num_used: int
 
 
 def load_seconds(model: ModelView) -> float:

@@ -13,7 +13,8 @@ the wanted ones, in the order of their heads in the fair queue:
    What is asked once in a while then shares loads with what is asked next, and waiting never costs
    more than twice what the best choice in hindsight would (the rule of ski rental, in the form of
    Dooly, Goldman and Scott 1998, "TCP dynamic acknowledgment delay"). Nobody waits for that longer
-   than `gather_wait_s`.
+   than `gather_wait_s`, and nobody at all while all that it pushes out is at rest: a moment later
+   somebody may be at work there, and the load would have to wait for a drain.
    Not held back is what is worth more than what it pushes out by MARGIN: asked for so much oftener,
    times the seconds of its load. That changes who is in demand, once, and is no swapping back and
    forth; the worker judges it by its own margin and residence. It takes nothing out of the budget:
@@ -42,6 +43,7 @@ from gateway.policy.fleet_view import (
     Demand,
     ModelView,
     Outlook,
+    PushedOut,
     WeightRoom,
     WorkerView,
     load_seconds,
@@ -83,6 +85,7 @@ class _Turn:
     room: WeightRoom
     model: ModelView
     reason: Reason  # why not before
+    rests: bool  # nobody is at work with what it pushes out
     gathered_s: float
     bucket: Bucket
 
@@ -228,8 +231,7 @@ class Placement:
             if pushed is not None and not copies and gain > MARGIN * pushed.worth:
                 return self._claim(now_s, room, demand, "worth more")
             if not copies and demand.num_waiting:
-                loss_s = math.inf if pushed is None else pushed.loss_s
-                turns.append(self._turn(now_s, demand, room, model, loss_s, place, buckets))
+                turns.append(self._turn(now_s, demand, room, model, pushed, place, buckets))
         if not turns:
             if not copies:
                 self._outlooks[model_id] = Outlook(model_id, math.inf, "no room")
@@ -243,13 +245,15 @@ class Placement:
         demand: Demand,
         room: WeightRoom,
         model: ModelView,
-        loss_s: float,
+        pushed: PushedOut | None,
         place: int,
         buckets: dict[str, Bucket],
     ) -> _Turn:
         """When the load may begin there against models in demand."""
         worker_id = room.view.worker_id
-        gathered_s = self._gathered_s(now_s, demand, loss_s)
+        loss_s = math.inf if pushed is None else pushed.loss_s
+        rests = pushed is not None and not pushed.num_used
+        gathered_s = now_s if rests else self._gathered_s(now_s, demand, loss_s)
         moved_s = self._moved_s(now_s, room.view)
         bucket = buckets.get(worker_id) or self._budget.bucket(worker_id, now_s)
         charge_s = self._budget.charge_s(worker_id, load_seconds(model))
@@ -260,7 +264,7 @@ class Placement:
             (gathered_s, "gathering"),
         ]
         start_s, reason = max(waits, key=lambda wait: wait[0])
-        return _Turn(start_s, loss_s, place, room, model, reason, gathered_s, bucket)
+        return _Turn(start_s, loss_s, place, room, model, reason, rests, gathered_s, bucket)
 
     def _take(
         self, now_s: float, demand: Demand, turn: _Turn, buckets: dict[str, Bucket]
@@ -286,6 +290,7 @@ class Placement:
         if self._gather_wait_s > 0:
             overdue = now_s - demand.oldest_s >= self._gather_wait_s
             reason = "bound reached" if overdue else "gathered"
+            reason = "models at rest make room" if turn.rests else reason
         return self._claim(now_s, turn.room, demand, reason, forced=True)
 
     def _gathered_s(self, now_s: float, demand: Demand, loss_s: float) -> float:

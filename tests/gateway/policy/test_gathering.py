@@ -71,8 +71,39 @@ def test_a_model_that_is_seldom_asked_for_is_no_reason_to_wait() -> None:
     found = placement.decide(0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 0.099}))
     assert first(found) == ("idle models make room", False)
     placement = Placement(0.2, 5.0)
-    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 0.101}))
+    found = placement.decide(0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 0.101}))
+    assert first(found) == ("models at rest make room", True), "and the budget pays for it"
+
+
+def test_nobody_gathers_while_what_gives_way_is_at_rest() -> None:
+    often = asks({"b": 1.0})
+    placement = Placement(0.2, 5.0)
+    timed(placement, "w")
+    at_work = view(load_s=3.0, a="cold", b="resident", c="cold")
+    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], [at_work], asks_s=often)
     assert placement.outlooks["a"].reason == "gathering"
+    resting = view(idle=True, load_s=3.0, a="cold", b="resident", c="cold")
+    line = [waits("a", 0.1, 0.0)]
+    assert not placement.decide(0.1, line, [resting], wanted={"b"}, asks_s=often), "b is waited for"
+    found = placement.decide(0.1, line, [resting], asks_s=often)
+    assert first(found) == ("models at rest make room", True)
+    placement.drop_claims(3.1, lambda worker_id, model_id: "resident")
+    placement.loaded("w", "a", 3.0, 3.1)
+
+
+def test_the_budget_holds_while_what_gives_way_is_at_rest() -> None:
+    """What is told is when the bucket is full, and it begins then and not before."""
+    often = asks({"b": 1.0})
+    placement = Placement(0.2, 5.0)
+    timed(placement, "w")
+    placement._budget.take("w", "before", 2.0, 0.0)
+    resting = view(idle=True, load_s=1.0, a="cold", b="resident")
+    for now_s in (0.0, 2.5, 4.9):
+        assert not placement.decide(now_s, [waits("a", now_s, 0.0)], [resting], asks_s=often)
+        assert placement.outlooks["a"].reason == "load budget"
+        assert placement.outlooks["a"].at_s == pytest.approx(6.0)
+    found = placement.decide(5.0, [waits("a", 5.0, 0.0)], [resting], asks_s=often)
+    assert first(found) == ("models at rest make room", True)
 
 
 def test_the_load_begins_when_the_waiting_has_cost_what_the_swap_costs() -> None:
@@ -105,6 +136,7 @@ def test_0_switches_gathering_off() -> None:
 def test_the_less_wanted_of_two_is_taken_for_what_goes() -> None:
     idle = view(idle=True, a="cold", b="resident", c="resident")
     placement = Placement(0.2, 5.0)
+    placement._budget.take("w", "before", 5.0, 0.0)
     found = placement.decide(
         0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 3.0, "c": 0.01})
     )
@@ -113,7 +145,7 @@ def test_the_less_wanted_of_two_is_taken_for_what_goes() -> None:
     assert not placement.decide(
         0.1, [waits("d", 0.1, 0.1)], [idle], asks_s=asks({"b": 3.0, "c": 0.01})
     )
-    assert placement.outlooks["d"].reason == "gathering"
+    assert placement.outlooks["d"].reason == "load budget"
 
 
 def test_a_load_that_has_its_pages_is_not_counted_twice() -> None:
