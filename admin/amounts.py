@@ -59,3 +59,9 @@ def midnight(text: str) -> float | None:
 def day_text(at: float) -> str:
     """The day that an instant lies in, in UTC."""
     return datetime.datetime.fromtimestamp(at, datetime.UTC).date().isoformat()
+
+
+def decimal_text(value: float) -> str:
+    """A number as a field has it: without an exponent, twelve digits at most."""
+    text = f"{Decimal(f'{value:.12g}'):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

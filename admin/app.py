@@ -21,16 +21,22 @@ from urllib.parse import parse_qsl
 from starlette.concurrency import iterate_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import Receive, Scope, Send
 
-from admin import csrf, errors, live, session
-from admin.ask import PREFIX, Ask, Desk, Incoming, LiveState, PageRoute, Reply, StreamRoute
+from admin import csrf, errors, live, session, single_sign_on
+from admin.ask import PREFIX, Ask, Desk, Incoming, PageRoute, Reply, StreamRoute
+from admin.fleet_watch import FleetWatch
 from admin.headers import COMMON, FOR_EVER, FOR_PAGES, HeaderRows
+from admin.incoming import MAX_FIELDS, form_of, read
+from admin.live_state import LiveState
 from admin.navigation import NAVIGATION
+from admin.oidc.provider import Provider
+from admin.overview_board import Board
 from admin.pages import PAGES, STREAMS
 from admin.static_files import StaticFiles
+from admin.streams import Held, Streams, TooMany
 from admin.templating import Templates
 from admin.threads import Threads, TooBusy
 from gateway.edge import Edge
@@ -44,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DOWNLOADS = 4
 """Each holds a connection to the database for as long as it is taken."""
-MAX_FIELDS = 500
-MAX_FORM_BYTES = 1 << 20
 MIN_COMPRESSED_BYTES = 1000
 NUM_SIGN_IN_THREADS = 2
 """A password's digest takes 64 MiB while it is looked at."""
@@ -58,6 +62,7 @@ class _Pools:
     pages: Threads
     sign_in: Threads
     checks: Threads
+    provider: Threads
 
     def of(self, name: str) -> Threads:
         found: Threads = getattr(self, name)
@@ -74,19 +79,34 @@ class AdminApp:
         self._clock = clock
         self._engine = make_engine(settings.registry_url)
         control = Control(self._engine, settings.data_path, "server", clock, settings)
-        self.desk = Desk(settings, control, Templates(), StaticFiles(), NAVIGATION, edge)
+        provider = Provider(settings, clock) if settings.oidc_issuer else None
+        templates, fleet = Templates(), FleetWatch(settings.data_path)
+        self.desk = Desk(
+            settings,
+            control,
+            templates,
+            StaticFiles(),
+            NAVIGATION,
+            edge,
+            fleet,
+            Board(control, templates, fleet, edge),
+            provider,
+        )
         waiting = settings.max_admin_waiting
         self._pools = _Pools(
             Threads("page", settings.admin_threads, waiting),
             Threads("sign-in", NUM_SIGN_IN_THREADS, waiting),
             Threads("check", NUM_SIGN_IN_THREADS, NUM_SIGN_IN_THREADS),
+            Threads("provider", NUM_SIGN_IN_THREADS, waiting),  # whose answers may not come
         )
-        self._num_streams = 0
+        self._streams = Streams(
+            settings.max_admin_streams, settings.max_admin_streams_per_user, self._ended
+        )
         self._num_downloads = 0
         routes: list[BaseRoute] = [Route("/static/{version}/{name}", self._static, methods=["GET"])]
         routes += [
             Route(page.path, self._page(page), methods=[page.method])
-            for page in (*session.ROUTES, *PAGES)
+            for page in (*session.ROUTES, *single_sign_on.ROUTES, *PAGES)
         ]
         routes += [Route(each.path, self._stream(each), methods=["GET"]) for each in STREAMS]
         routes.append(Route("/{path:path}", self._page(errors.NOT_HERE), methods=["GET"]))
@@ -108,7 +128,8 @@ class AdminApp:
 
     def close(self) -> None:
         """When no more requests come. Blocks until what runs in threads has ended."""
-        for pool in (self._pools.pages, self._pools.sign_in, self._pools.checks):
+        pools = self._pools
+        for pool in (pools.pages, pools.sign_in, pools.checks, pools.provider):
             pool.close()
         self._engine.dispose()
 
@@ -126,7 +147,7 @@ class AdminApp:
         async def endpoint(request: Request) -> Response:
             try:
                 async with asyncio.timeout(self.desk.settings.receive_timeout_s):
-                    incoming = await _incoming(request, page.method == "POST")
+                    incoming = await read(request, page.method == "POST")
             except TimeoutError:
                 late = Reply(b"the form did not come in time", 408, "text/plain")
                 late.headers.append(("connection", "close"))
@@ -139,27 +160,41 @@ class AdminApp:
             try:
                 reply = await self._pools.of(page.pool).run(self._run, page, incoming, state)
             except TooBusy:
-                reply = Reply(b"busy: try again in a moment", 503, "text/plain")
-                reply.headers.append(("retry-after", "1"))
-            chunks = reply.chunks
-            if isinstance(chunks, Iterator):
-                if self._num_downloads >= MAX_DOWNLOADS:
-                    reply = Reply(b"as many downloads run as may", 503, "text/plain")
-                    reply.headers.append(("retry-after", "10"))
-                else:
-                    reply = replace(reply, chunks=self._download(chunks))
+                return _busy("busy: try again in a moment", 1)
+            if page.method == "POST":
+                self._streams.look_now()
+            if reply.chunks is not None:
+                return self._going_on(reply, reply.chunks, incoming)
             return _response(reply, FOR_PAGES)
 
         return endpoint
 
-    async def _download(self, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
-        self._num_downloads += 1
+    def _going_on(
+        self, reply: Reply, chunks: Iterator[bytes] | AsyncIterator[bytes], incoming: Incoming
+    ) -> Response:
+        """An answer that takes a while, if there is a place for it."""
+        is_download = isinstance(chunks, Iterator)
+        if is_download and self._num_downloads >= MAX_DOWNLOADS:
+            return _busy("as many downloads run as may", 10)
+        token = incoming.cookies.get(session.COOKIE, "")
         try:
-            async for data in iterate_in_threadpool(chunks):
-                yield data
-        finally:  # who leaves half-way leaves a query behind: not for the event loop to wait for
-            closing = asyncio.get_running_loop().run_in_executor(None, _close, chunks)
-            closing.add_done_callback(self._download_over)
+            place = self._streams.take(token, reply.user_id, is_counted=not is_download)
+        except TooMany as error:
+            return _busy(str(error), 10)
+        self._num_downloads += is_download
+
+        def over() -> None:
+            self._streams.give_back(place)
+            if isinstance(chunks, Iterator):
+                # Who leaves half-way leaves a query behind: not for the event loop to wait for.
+                closing = asyncio.get_running_loop().run_in_executor(None, _close, chunks)
+                closing.add_done_callback(self._download_over)
+
+        taken = iterate_in_threadpool(chunks) if isinstance(chunks, Iterator) else chunks
+        held = Held(self._streams.guarded(place, taken), reply.status, reply.media, over)
+        for name, value in reply.headers:
+            held.raw_headers.append((name.encode(), value.encode("latin-1", "replace")))
+        return _with(held, FOR_PAGES)
 
     def _download_over(self, _: asyncio.Future[None]) -> None:
         self._num_downloads -= 1
@@ -178,13 +213,15 @@ class AdminApp:
             if found is None and not page.open:
                 return errors.signed_out(ask)
             if incoming.method == "POST":
-                form = _form(incoming)
+                form = form_of(incoming)
                 if found is not None and not page.open:
                     errors.check_token(form.get(csrf.FIELD, [""])[-1], token)
                 last = {name: values[-1] for name, values in form.items() if name != csrf.FIELD}
                 ask = replace(ask, form=last, form_lists=form)
             with away_is_told():
                 reply = page.run(ask)
+            if reply.chunks is not None and ask.signed_in is not None:
+                reply = replace(reply, user_id=ask.signed_in.user.id)
         except (RegistryError, errors.Refused) as error:
             if isinstance(error, RegistryAway):
                 why = getattr(error.__cause__, "orig", error.__cause__)
@@ -198,15 +235,15 @@ class AdminApp:
     def _ask(self, incoming: Incoming, state: LiveState | None) -> Ask:
         pairs = parse_qsl(incoming.query_string[:8192], max_num_fields=None)[:MAX_FIELDS]
         query = {name: value for name, value in pairs if "\0" not in value}
+        if state is not None and self.desk.settings.gateway_processes > 1:
+            state = self.desk.fleet.complete(state)
         return Ask(self.desk, incoming, query, {}, None, "", self._clock(), state)
 
     def _stream(self, stream: StreamRoute) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            incoming = await _incoming(request, False)
+            incoming = await read(request, False)
             assert incoming is not None
-            if self._num_streams >= self.desk.settings.max_admin_streams:
-                busy = Reply(b"as many live pages are open as may", 503, "text/plain")
-                return _response(busy, FOR_PAGES)
+            token = incoming.cookies.get(session.COOKIE, "")
 
             async def look() -> Mapping[str, str] | None:
                 try:
@@ -214,23 +251,51 @@ class AdminApp:
                 except (TooBusy, RegistryAway) as error:
                     raise live.NoNews from error
 
-            async def counted() -> AsyncIterator[bytes]:
-                self._num_streams += 1
-                try:
-                    async for data in live.events(look, stream.every_s, self._is_stopping):
-                        yield data
-                finally:
-                    self._num_streams -= 1
+            try:
+                user_id = await self._pools.pages.run(self._user_id, token)
+                place = self._streams.take(token, user_id) if user_id else None
+            except TooMany as error:
+                return _busy(str(error), 10)
+            except (TooBusy, RegistryAway):
+                return _busy("try again in a moment", 1)
+            if place is None:
+                return _response(Reply(b"sign in first", 401, "text/plain"), FOR_PAGES)
+
+            def over() -> None:
+                self._streams.give_back(place)
 
             try:
-                if await look() is None:
-                    return _response(Reply(b"sign in first", 401, "text/plain"), FOR_PAGES)
+                first = await look()
             except live.NoNews:
-                return _response(Reply(b"try again in a moment", 503, "text/plain"), FOR_PAGES)
-            response = StreamingResponse(counted(), media_type="text/event-stream")
-            return _with(response, FOR_PAGES)
+                over()
+                return _busy("try again in a moment", 1)
+            except BaseException:
+                over()
+                raise
+            if first is None:
+                over()
+                return _response(Reply(b"sign in first", 401, "text/plain"), FOR_PAGES)
+            events = live.events(look, stream.every_s, self._is_stopping, place.over)
+            return _with(Held(events, 200, "text/event-stream", over), FOR_PAGES)
 
         return endpoint
+
+    def _user_id(self, token: str) -> str:
+        """In a thread. "": nobody's."""
+        with away_is_told():
+            found = sessions.who(self.desk.control, token, is_use=False) if token else None
+        return found.user.id if found else ""
+
+    async def _ended(self, tokens: frozenset[str]) -> frozenset[str]:
+        try:
+            return await self._pools.pages.run(self._ended_now, tokens)
+        except TooBusy as error:
+            raise RegistryAway from error
+
+    def _ended_now(self, tokens: frozenset[str]) -> frozenset[str]:
+        """In a thread."""
+        with away_is_told():
+            return sessions.ended(self.desk.control, tokens)
 
     def _parts(
         self, stream: StreamRoute, incoming: Incoming, state: LiveState
@@ -268,47 +333,6 @@ def _close(chunks: Iterator[bytes]) -> None:
         chunks.close()
 
 
-async def _incoming(request: Request, with_body: bool) -> Incoming | None:
-    """None where the body is larger than any form."""
-    body = b""
-    if with_body:
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_FORM_BYTES:
-                return None
-    return Incoming(
-        method=request.method,
-        path=request.scope["path"],
-        query_string=request.scope["query_string"].decode("latin-1"),
-        headers=dict(request.headers.items()),
-        cookies=request.cookies,
-        address=request.client.host if request.client else "",
-        is_https=request.scope["scheme"] == "https",
-        http_id=request.scope.get("state", {}).get("http_id", ""),
-        params=request.path_params,
-        loop=asyncio.get_running_loop(),
-        body=body,
-    )
-
-
-def _form(incoming: Incoming) -> dict[str, list[str]]:
-    """All values of each field, of an ordinary form. Raises Refused."""
-    media = incoming.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media != "application/x-www-form-urlencoded":
-        raise errors.Refused(415, "This is no form", "Send it as an ordinary form does.")
-    found: dict[str, list[str]] = {}
-    try:
-        text = incoming.body.decode()
-        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="strict")
-        if any("\0" in value for _, value in pairs):
-            raise ValueError("NUL is no text")
-    except ValueError as error:  # not UTF-8, too many fields, or not to be stored
-        raise errors.Refused(400, "This is no form", "It cannot be read.") from error
-    for name, value in pairs:
-        found.setdefault(name, []).append(value)
-    return found
-
-
 def _compressed(reply: Reply, incoming: Incoming) -> Reply:
     """As the browser can take it."""
     takes = "gzip" in incoming.headers.get("accept-encoding", "")
@@ -318,12 +342,15 @@ def _compressed(reply: Reply, incoming: Incoming) -> Reply:
     return replace(reply, body=gzip.compress(reply.body, 5, mtime=0), headers=headers)
 
 
+def _busy(said: str, after_s: int) -> Response:
+    """503, and when to try again."""
+    headers = [("retry-after", str(after_s))]
+    return _response(Reply(said.encode(), 503, "text/plain", headers), FOR_PAGES)
+
+
 def _response(reply: Reply, headers: HeaderRows) -> Response:
     """Ready to be sent."""
-    if reply.chunks is not None:
-        made: Response = StreamingResponse(reply.chunks, reply.status, media_type=reply.media)
-    else:
-        made = Response(reply.body, reply.status, media_type=reply.media)
+    made = Response(reply.body, reply.status, media_type=reply.media)
     for name, value in reply.headers:
         made.raw_headers.append((name.encode(), value.encode("latin-1", "replace")))
     return _with(made, headers)

@@ -13,15 +13,17 @@ from typing import Any, Literal, TypeAlias
 from urllib.parse import urlencode
 
 from admin.csrf import masked
+from admin.fleet_watch import FleetWatch
+from admin.live_state import LiveState
 from admin.navigation import Group
+from admin.oidc.provider import Provider
+from admin.overview_board import Board
 from admin.requests import events_as, request_as
 from admin.static_files import StaticFiles
 from admin.templating import Templates
-from engine.protocol import WorkerStatus
 from gateway.edge import Edge
 from gateway.service.control import Control
 from gateway.service.sessions import SignedIn
-from gateway.services import DispatcherSnapshot, LedgerSnapshot
 from gateway.settings import Settings
 from gateway.types import RequestKind
 
@@ -31,26 +33,6 @@ MAX_NOTE_LEN = 300
 SEE_OTHER = 303
 
 Headers: TypeAlias = list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class LiveState:
-    """The running server at one moment, as this process sees it."""
-
-    workers: Sequence[WorkerStatus]
-    dispatcher: DispatcherSnapshot
-    ledger: LedgerSnapshot
-    ready: bool
-    limits_degraded: bool
-
-    def states_of(self, model: str) -> dict[str, str]:
-        """Where a model is, by worker; cold where a worker says nothing of it."""
-        return {
-            worker.worker_id: next(
-                (row.state for row in worker.models if row.model_id == model), "cold"
-            )
-            for worker in self.workers
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +47,10 @@ class Desk:
     navigation: Sequence[Group]
     edge: Edge
     """What requests of tenants go through; for pages that send one themselves."""
+    fleet: FleetWatch
+    board: Board
+    provider: Provider | None = None
+    """Whom operators may sign in by."""
     streaming: set[asyncio.Task[None]] = field(default_factory=set)
     """Requests that pages sent, as long as they run: also for who has left. Of the loop alone."""
 
@@ -96,6 +82,8 @@ class Reply:
     headers: Headers = field(default_factory=list)
     chunks: Iterator[bytes] | AsyncIterator[bytes] | None = None
     """Instead of a body: what is made while it is sent, in a thread or on the event loop."""
+    user_id: str = ""
+    """Of who gets the chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +188,7 @@ class PageRoute:
     live: bool = False
     open: bool = False
     """Whether it is also for who has not signed in."""
-    pool: Literal["pages", "sign_in", "checks"] = "pages"
+    pool: Literal["pages", "sign_in", "checks", "provider"] = "pages"
 
 
 @dataclass(frozen=True, slots=True)

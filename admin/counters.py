@@ -6,7 +6,8 @@ from gateway.edge import Edge
 
 
 def counts(edge: Edge, wanted: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Metric -> value of its label -> how many. `wanted`: metric -> label, "" where it has none.
+    """Metric -> value of its label -> how many, over its other labels. `wanted`: metric -> label,
+    "" where it has none.
 
     Only the collectors of these are asked, so that it costs no scrape.
     """
@@ -14,5 +15,6 @@ def counts(edge: Edge, wanted: Mapping[str, str]) -> dict[str, dict[str, int]]:
     for metric in edge.services.metrics_registry.restricted_registry(list(wanted)).collect():
         for sample in metric.samples:
             if sample.name in wanted:
-                found[sample.name][sample.labels.get(wanted[sample.name], "")] = int(sample.value)
+                told, label = found[sample.name], sample.labels.get(wanted[sample.name], "")
+                told[label] = told.get(label, 0) + int(sample.value)
     return found

@@ -19,7 +19,7 @@ from gateway.limits.limits import budget_name, budgets_of, count_name, limited
 from gateway.limits.periods import period_of
 from gateway.policy.rate_limit import Draw, Figures
 from gateway.service import limits as verbs
-from gateway.service.limits import ChangedMeanwhile
+from gateway.service.limits import LimitsChanged
 from gateway.store.base import LimitStore
 from registry.errors import RegistryError
 from registry.quotas import LIMIT_NAMES, MAX_LIMIT, Limits, LimitScope
@@ -112,7 +112,7 @@ def store(ask: Ask, owner: Owner, form: Form) -> bool:
         return False
     try:
         verbs.set_limits(ask.control, owner.scope, owner.id, changes, seen)
-    except ChangedMeanwhile as error:
+    except LimitsChanged as error:
         now = {name: _text(name, getattr(error.now, name)) for name in LABELS}
         kept = {name: form.value(name) for name in changes}
         form.given = {**now, **kept, SEEN: _seen_text(error.now)}

@@ -23,7 +23,7 @@ class Stack:
 def stacked(labels: Sequence[str], stacks: Sequence[Stack], name: str, currency: str) -> Markup:
     """Bars side by side over a common scale, each of the stacks' costs (nano-units)."""
     sums = [sum(max(0, stack.costs[n]) for stack in stacks) for n in range(len(labels))]
-    top = _round_up(max(sums, default=0))
+    top = round_up(max(sums, default=0))
     inner, left = HEIGHT - TOP - BOTTOM, LEFT + 16
     step = (WIDTH - left) / max(1, len(labels))
     parts = [
@@ -64,7 +64,7 @@ def stacked(labels: Sequence[str], stacks: Sequence[Stack], name: str, currency:
     return Markup("").join(parts)
 
 
-def _round_up(nanos: int) -> int:
+def round_up(nanos: int) -> int:
     """The next sum that a scale may end with: 1, 2, 4, 8 or 10 times a power of ten."""
     power: int = 10 ** max(0, len(str(max(1, nanos))) - 1)
     return max(4, next(f * power for f in (1, 2, 4, 8, 10) if f * power >= nanos))

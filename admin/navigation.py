@@ -28,7 +28,9 @@ NAVIGATION: Final = (
     Group(
         "",
         (
+            Item("Overview", "/overview", "overview", "audit.read"),
             Item("Models", "/models", "models", "models.read"),
+            Item("Registrations", "/registrations", "plus", "models.read"),
             Item("Playground", "/playground", "playground", "models.write"),
         ),
     ),
@@ -43,8 +45,9 @@ NAVIGATION: Final = (
         "Money",
         (
             Item("Usage", "/usage", "usage", "usage.read"),
+            Item("Exports", "/exports", "exports", "usage.read"),
             Item("Prices", "/prices", "prices", "prices.read"),
-            Item("Invoices", "/invoices", "exports", "usage.read"),
+            Item("Invoices", "/invoices", "invoices", "usage.read"),
         ),
     ),
     Group(
@@ -61,6 +64,7 @@ NAVIGATION: Final = (
             Item("Users", "/users", "users", "users.read"),
             Item("Sessions", "/sessions", "sessions", "users.read"),
             Item("Audit log", "/audit", "audit", "audit.read"),
+            Item("Settings", "/settings", "settings", "models.write"),
         ),
     ),
 )

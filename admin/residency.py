@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from admin.ask import LiveState
+from admin.live_state import LiveState
 from engine.protocol import ModelStatus
 
 _ORDER: Final = ("resident", "loading", "draining", "warm", "failed", "cold")

@@ -6,10 +6,11 @@ SameSite=Strict, for the pages' paths alone, and Secure where the request came o
 
 from urllib.parse import quote, urlsplit
 
-from admin.ask import PREFIX, Ask, PageRoute, Reply
+from admin.ask import PREFIX, Ask, Headers, PageRoute, Reply
 from admin.forms import Field, Form
 from gateway.service import sessions
 from gateway.service.sessions import SignInRefused
+from gateway.settings_oidc import EVERYBODY
 from registry.errors import RegistryError
 
 COOKIE = "polyhost_session"
@@ -32,8 +33,15 @@ def sign_in_path(incoming_path: str, query_string: str) -> str:
 def show_sign_in(ask: Ask) -> Reply:
     """The form."""
     if ask.signed_in is not None:
-        return ask.redirect(_next(ask.query.get("next", "")))
-    return ask.page("sign_in.html", form=_form(), next=ask.query.get("next", ""))
+        return ask.redirect(next_path(ask.query.get("next", "")))
+    return _door(ask, _form(), next=ask.query.get("next", ""))
+
+
+def sign_in_page(ask: Ask, trouble: str, status: int, headers: Headers) -> Reply:
+    """The form, and why signing in went no further."""
+    form = _form()
+    form.trouble = trouble
+    return _door(ask, form, status, headers, ask.query.get("next", ""))
 
 
 def sign_in(ask: Ask) -> Reply:
@@ -64,17 +72,19 @@ def sign_in(ask: Ask) -> Reply:
             if ask.token:  # whoever had this browser before is out
                 sessions.sign_out(ask.desk.control, ask.token)
             cookie = session_cookie(token, incoming.is_https)
-            return ask.redirect(_next(ask.form.get("next", "")), headers=[("set-cookie", cookie)])
-    return ask.page(
-        "sign_in.html", status, headers=headers, form=form, next=ask.form.get("next", "")
-    )
+            return ask.redirect(
+                next_path(ask.form.get("next", "")), headers=[("set-cookie", cookie)]
+            )
+    return _door(ask, form, status, headers, ask.form.get("next", ""))
 
 
 def sign_out(ask: Ask) -> Reply:
     """The session ends, and so do its cookie and what the browser keeps of the pages."""
     sessions.sign_out(ask.desk.control, ask.token)
     cookie = session_cookie("", ask.incoming.is_https)
-    return ask.redirect("/sign-in", headers=[("set-cookie", cookie)])
+    by_provider = ask.me.session.issuer and ask.desk.settings.oidc_sign_out
+    path = "/sign-in?out=1" if by_provider else "/sign-in"
+    return ask.redirect(path, headers=[("set-cookie", cookie)])
 
 
 def show_account(ask: Ask) -> Reply:
@@ -117,6 +127,26 @@ def _account(ask: Ask, form: Form, status: int = 200) -> Reply:
     return ask.page("account.html", status, form=form, sessions=mine, current=ask.me.session.id)
 
 
+def _door(
+    ask: Ask, form: Form, status: int = 200, headers: Headers | None = None, next: str = ""
+) -> Reply:
+    """The sign-in page: by the provider where there is one, by a password for who may."""
+    provider, settings = ask.desk.provider, ask.desk.settings
+    wanted = next_path(next)
+    start = "/oidc/start" + ("" if wanted == HOME else f"?next={quote(wanted, safe='')}")
+    return ask.page(
+        "sign_in.html",
+        status,
+        headers=headers,
+        form=form,
+        next=next,
+        provider=provider.name if provider else "",
+        start=start,
+        few_passwords=settings.password_users.strip() != EVERYBODY,
+        sign_out_there=bool(provider and settings.oidc_sign_out and ask.query.get("out")),
+    )
+
+
 def _form(ask: Ask | None = None) -> Form:
     fields = (
         Field("name", "User", required=True, autocomplete="username", max_length=128),
@@ -140,7 +170,7 @@ def _password_form(ask: Ask | None = None) -> Form:
     return Form(fields, ask.form if ask else None)
 
 
-def _next(wanted: str) -> str:
+def next_path(wanted: str) -> str:
     """A path of ours; anything else is the first page."""
     parts = urlsplit(wanted)
     ours = wanted.startswith("/") and not wanted.startswith("//") and "\\" not in wanted

@@ -20,6 +20,7 @@ from gateway.policy.permissions import allowed, tenants_allowed
 
 FOLDER = Path(__file__).parent / "templates"
 NUM_COLOURS = 8
+NUM_HATCHES = 4
 _NANOS = 10**9
 _STEPS = ((86_400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -155,8 +156,23 @@ def path(name: str) -> str:
 
 
 def colour(name: str) -> str:
-    """The class of a model's colour: the same wherever it is shown."""
-    return f"c{zlib.crc32(name.encode()) % NUM_COLOURS}"
+    """The classes of a model's colour, and of its pattern: the same wherever it is shown."""
+    number = hatch(name)
+    return f"c{_shade(name)}" + (f" p{number}" if number else "")
+
+
+def fill(name: str) -> str:
+    """The same colour in a picture, without the pattern."""
+    return f"fill-c{_shade(name)}"
+
+
+def hatch(name: str) -> int:
+    """Which pattern lies over a model's colour; 0 is none. Colours repeat after eight."""
+    return zlib.crc32(name.encode()) // NUM_COLOURS % NUM_HATCHES
+
+
+def _shade(name: str) -> int:
+    return zlib.crc32(name.encode()) % NUM_COLOURS
 
 
 def may(me: Any, verb: Any, tenant_id: str = "") -> bool:

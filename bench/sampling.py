@@ -1,7 +1,8 @@
 """What sampling costs a step, parameter by parameter, and what constraints cost beside it.
 
-    python -m bench.sampling [--vocab 151936] [--rows 16 64]
-        CPU milliseconds of build_sampling and of sample, all rows with the same parameters
+    python -m bench.sampling [--vocab 151936] [--rows 16 64] [--kernel]
+        CPU milliseconds of build_sampling and of sample, all rows with the same parameters; by
+        torch's operators, or by the C++ kernel
     python -m bench.sampling --masks --tokenizer tokenizer.json[.gz] [--shape Qwen/Qwen2.5-0.5B]
         CPU milliseconds of decode steps of a model of that shape (random weights, transformers'
         own attention) with every row constrained and with none, in turn; the constraint process's
@@ -27,8 +28,9 @@ from bench.shapes import config_kwargs, read_shapes
 from engine.constraints.constraint_child import TokenizerSource
 from engine.constraints.constraints import Constraints, Session
 from engine.protocol import Constraint, SamplingParams
-from engine.sampling.sampler import build_sampling, sample
+from engine.sampling.sampler import Drawer, build_sampling, sample
 from engine.sampling.sampling_batch import SampleInput, SamplingState
+from kernels.native_calls import library
 
 CPU = torch.device("cpu")
 NUM_PROMPT, NUM_OUTPUT = 200, 200
@@ -49,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.1,
     },
     "logit_bias": {"temperature": 0.0, "logit_bias": {i * 97: 1.0 for i in range(300)}},
+    "logprobs 0": {"temperature": 0.0},
     "logprobs 5": {"temperature": 0.0},
     "mask": {"temperature": 0.0},
     "chat": {"temperature": 0.7, "top_p": 0.9, "top_k": 50, "presence_penalty": 0.5},
@@ -81,7 +84,9 @@ SCHEMAS: tuple[Any, ...] = (
 )
 
 
-def sampling_costs(rows: int, vocab: int, repeats: int) -> dict[str, tuple[float, float]]:
+def sampling_costs(
+    rows: int, vocab: int, repeats: int, drawer: Drawer | None = None
+) -> dict[str, tuple[float, float]]:
     """Median CPU milliseconds of (build, sample) by case."""
     generator = torch.Generator().manual_seed(1)
     # As peaked as a trained model's: a nucleus of 0.9 has some hundred tokens or fewer.
@@ -94,7 +99,7 @@ def sampling_costs(rows: int, vocab: int, repeats: int) -> dict[str, tuple[float
             start_s = time.thread_time()
             batch = build_sampling(inputs[name], CPU)
             built_s = time.thread_time()
-            sample(fresh, batch)
+            sample(fresh, batch, drawer)
             spent[name].append((built_s - start_s, time.thread_time() - built_s))
     return {
         name: (
@@ -114,7 +119,7 @@ def _inputs(name: str, rows: int, vocab: int) -> list[SampleInput]:
     for row in range(rows):
         tokens = [(row * 7919 + i * i * 31) % vocab for i in range(NUM_PROMPT + NUM_OUTPUT)]
         params = SamplingParams(seed=row, **CASES[name])
-        logprobs = 5 if name == "logprobs 5" else -1
+        logprobs = int(name.partition(" ")[2]) if name.startswith("logprobs") else -1
         state = SamplingState(params, tokens[:NUM_PROMPT], (), logprobs)
         made.append(SampleInput(state, tokens[NUM_PROMPT:], mask))
     return made
@@ -229,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--kernel", action="store_true", help="the C++ kernel's, by one thread")
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--eos", type=int, default=0, help="an id of the tokenizer that ends")
@@ -247,7 +253,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_mask_cost(args)
         return 0
     print(f"{'CPU ms a step':<18}" + "".join(f"{rows:>10} rows{'':<8}" for rows in args.rows))
-    costs = [sampling_costs(rows, args.vocab, args.repeats) for rows in args.rows]
+    native = library() if args.kernel else None
+    if args.kernel and native is None:
+        parser.error("no C++ kernels are installed")
+    drawer = None
+    if native is not None:
+        native.set_threads(1)
+        drawer = native.draw
+    costs = [sampling_costs(rows, args.vocab, args.repeats, drawer) for rows in args.rows]
     for name in CASES:
         cells = [f"{cost[name][0]:>8.2f} + {cost[name][1]:<10.2f}" for cost in costs]
         print(f"{name:<18}" + " ".join(cells))

@@ -17,7 +17,10 @@ import msgspec
 from gateway.settings import ENV_PREFIX, Settings, annotations
 
 DEFAULT_CONFIG_FILE = Path("polyhost.toml")
-SECRETS = ("admin_password", "database_url", "demo_api_key", "hub_token", "redis_url")
+SECRETS = (
+    *("admin_password", "database_url", "demo_api_key", "hub_token", "oidc_client_secret"),
+    "redis_url",
+)
 """Settings that may hold what only the gateway is to know."""
 
 
@@ -57,6 +60,32 @@ def load_settings(
         return Settings(**checked)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def sources_of(
+    settings: Settings, environ: Mapping[str, str] | None = None, path: Path | None = None
+) -> dict[str, str]:
+    """Where each value that is not the default came from, as far as this process can tell: a
+    variable, the file `path` (polyhost.toml here), or else the command line or `--config`'s file.
+    """
+    given = os.environ if environ is None else environ
+    file = path or DEFAULT_CONFIG_FILE
+    try:
+        in_file = _read_toml(file) if file.is_file() else {}
+    except SettingsError:  # broken since the start
+        in_file = {}
+    found: dict[str, str] = {}
+    for field in msgspec.structs.fields(Settings):
+        name, variable = field.name, ENV_PREFIX + field.name.upper()
+        if getattr(settings, name) == field.default:
+            continue
+        if variable in given:
+            found[name] = variable
+        elif in_file.get(name) == getattr(settings, name):
+            found[name] = str(file)
+        else:
+            found[name] = "the command line, or the file of --config"
+    return found
 
 
 def child_environment() -> dict[str, str]:

@@ -85,7 +85,8 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
     cache = _answer_cache(services, codecs, cache_metrics, clocks)
     bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
     has_embedder = cache.embedder.is_configured
-    preparer = Preparer(services.directory, codecs, bounds, has_embedder)
+    judges = settings.cache_least_logprob < 0
+    preparer = Preparer(services.directory, codecs, bounds, has_embedder, judges)
     encode_preparer = EncodePreparer(services.directory, codecs, settings.max_encode_tokens)
     services.dispatcher.add_swap_listener(metrics.on_swap)
     services.metrics_registry.register(

@@ -78,8 +78,15 @@ class Pipeline:
         self._around = Surroundings(
             self._ledger, metrics, TaskSet(), clocks, services.settings.ledger_checkpoint_tokens
         )
-        tasks, timeout_s = self._around.tasks, services.settings.request_timeout_s
-        self._hits = CacheHits(cache, metrics, cache_metrics, tasks, timeout_s)
+        tasks, settings = self._around.tasks, services.settings
+        self._hits = CacheHits(
+            cache,
+            metrics,
+            cache_metrics,
+            tasks,
+            settings.request_timeout_s,
+            settings.cache_least_logprob,
+        )
         self._replay = Replay(cache, self._ledger, clocks, tasks)
 
     async def handle(self, call: Call) -> Answer:

@@ -7,11 +7,10 @@ Sizes are bytes and times seconds, as the names say.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from gateway.settings_cache import CacheSettings
 from gateway.settings_http import HttpSettings
 from gateway.settings_kinds import MIB, Count, CountOrZero, Seconds, doc
 
@@ -339,6 +338,7 @@ class Settings(HttpSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         """Raises ValueError where fields contradict one another."""
         self.check_http()
+        self.check_oidc()
         page = self.page_bytes
         if page and (page < 4096 or page & (page - 1)):
             raise ValueError("page_bytes must be 0 or a power of two of at least 4096")
@@ -377,7 +377,7 @@ class SettingRow(NamedTuple):
 
 def annotations() -> dict[str, Any]:
     """Every field's type with its bounds and description."""
-    return CacheSettings.__annotations__ | HttpSettings.__annotations__ | Settings.__annotations__
+    return get_type_hints(Settings, include_extras=True)
 
 
 def settings_reference() -> list[SettingRow]:

@@ -4,10 +4,11 @@ from typing import Annotated
 
 import msgspec
 
+from gateway.settings_exports import ExportSettings
 from gateway.settings_kinds import MIB, Count, CountOrZero, Seconds, doc
 
 
-class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheSettings(ExportSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of `settings.Settings`."""
 
     cache_max_bytes: Annotated[
@@ -23,6 +24,14 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cache_ttl_s: Annotated[
         float, Seconds, doc("How long an answer is kept, however often it is asked for again.")
     ] = 3600.0
+    cache_least_logprob: Annotated[
+        float,
+        msgspec.Meta(le=0.0),
+        doc(
+            "Answers whose tokens' log-probabilities are below it in the mean are not kept. Below "
+            "0 workers are asked for them, of every answer that might be kept; 0: they are not."
+        ),
+    ] = 0.0
     cache_embedder: Annotated[
         str,
         doc(
@@ -39,5 +48,5 @@ class CacheSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cache_false_hit_budget: Annotated[
         float,
         msgspec.Meta(ge=0.0, lt=1.0),
-        doc("Share of questions that the cache may answer wrongly, where a key does not say."),
+        doc("Share of the answers from the cache that may be wrong, where a key does not say."),
     ] = 0.01

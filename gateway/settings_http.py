@@ -8,8 +8,8 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.settings_cache import CacheSettings
 from gateway.settings_kinds import MIB, Count, CountOrZero, Seconds, doc
+from gateway.settings_oidc import OidcSettings
 
 
 def _check_proxy(text: str) -> None:
@@ -22,7 +22,7 @@ def _check_proxy(text: str) -> None:
         raise ValueError(f"trusted_proxies: {error}") from error
 
 
-class HttpSettings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HttpSettings(OidcSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """See the module."""
 
     trusted_proxies: Annotated[
@@ -165,6 +165,9 @@ class HttpSettings(CacheSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     max_admin_streams: Annotated[
         int, Count, doc("Operator's pages that show live figures at one time; beyond it 503.")
     ] = 32
+    max_admin_streams_per_user: Annotated[
+        int, Count, doc("Of these, how many one user may have open in a process; beyond it 503.")
+    ] = 12
 
     def check_http(self) -> None:
         """Raises ValueError where fields contradict one another, or name what is not."""

@@ -41,6 +41,7 @@ class HostedModel:
     `weight_bytes`: what it takes on a device, for workers say nothing of models that are cold.
     `dim`: how long an embedding is; `labels`: a classifier's classes, which exclude one another
     unless it is `multi_label`. `max_context` of an encoder is its longest input.
+    `floors`: tenants whose model it is, and how many bytes of theirs stay on a worker.
     """
 
     name: str
@@ -57,6 +58,7 @@ class HostedModel:
     labels: tuple[str, ...] = ()
     multi_label: bool = False
     limits: Limits = UNLIMITED
+    floors: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,8 @@ class PreparedRequest:
     `prompt_logprobs`: -1 none, k the token's own and the k likeliest. `echo` is the prompt as the
     answer repeats it. `only_prompt`: nothing is to be generated. `continues_text`: the answer goes
     on where the prompt's text ends, in a chat too. `shown_token_ids`: control tokens that the
-    answer's parser has to see.
+    answer's parser has to see. `is_judged`: its tokens' own log-probabilities are asked for though
+    the caller does not see them.
 
     `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
     `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
@@ -103,6 +106,7 @@ class PreparedRequest:
     only_prompt: bool = False
     continues_text: bool = False
     shown_token_ids: frozenset[int] = frozenset()
+    is_judged: bool = False
     encode: EncodeInputs | None = None
     continues: bool = False
     rates: Rates = FREE

@@ -9,7 +9,8 @@ removed, no longer answers to the old token. A registering row whose process die
 ("interrupted") by the hand of whoever lists next. A removed row stays as a tombstone: its name can
 be added again, and nothing that was posted for it is touched.
 
-Not here: folders on disk (gateway/service/models.py), prices (registry/prices.py).
+Not here: what a running registration writes of itself (registry/registrations.py), folders on disk
+(gateway/service/models.py), prices (registry/prices.py).
 """
 
 import math
@@ -27,7 +28,6 @@ from sqlalchemy import (
     false,
     select,
     text,
-    update,
 )
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -71,7 +71,8 @@ class ModelRecord:
 
     `pack` is the pack folder's name inside `<data_dir>/packs` (its path is not stored, so that a
     data folder can be moved); `gateway.service.models.hosted_models` joins the two and adds prices.
-    `reason_code` and `reason` say why a model failed. `dim` is how long an embedding is, `labels`
+    `reason_code` and `reason` say why a model failed. `bytes_per_s` is how fast a registration's
+    present phase goes, `phase_at` when that began. `dim` is how long an embedding is, `labels`
     name a classifier's classes; `multi_label`: they do not exclude one another.
     """
 
@@ -90,6 +91,8 @@ class ModelRecord:
     registrar_host: str
     registrar_pid: int
     heartbeat_at: float | None
+    bytes_per_s: float
+    phase_at: float | None
     registration: str
     revision: str
     pack: str
@@ -149,6 +152,8 @@ class Model(Base):
     registrar_host: Mapped[str] = mapped_column(String(255), default="")
     registrar_pid: Mapped[Count] = mapped_column(default=0)
     heartbeat_at: Mapped[OptionalInstant]
+    bytes_per_s: Mapped[float] = mapped_column(Double, default=0.0, server_default=text("0"))
+    phase_at: Mapped[OptionalInstant]
     registration: Mapped[str] = mapped_column(String(32))
     revision: Mapped[Name] = mapped_column(default="")
     pack: Mapped[str] = mapped_column(String(255), default="")
@@ -208,56 +213,12 @@ def add_model(
     row.phase, row.done_bytes, row.total_bytes = "start", 0, 0
     row.reason_code, row.reason, row.revision, row.pack = "", "", "", ""
     row.registrar_host, row.registrar_pid = registrar_host, registrar_pid
-    row.heartbeat_at, row.created_at = now_at, now_at
+    row.heartbeat_at = row.created_at = row.phase_at = now_at
+    row.bytes_per_s = 0.0
     row.ready_at, row.removed_at = None, None
     session.flush()
     audit.record(session, now_at, "model.add", name, before, _public(row))
     return _record(row)
-
-
-def progress(
-    session: Session,
-    registration: str,
-    phase: str,
-    done_bytes: int,
-    total_bytes: int,
-    *,
-    now_at: float,
-) -> bool:
-    """Progress and heartbeat of a registration. False if the row is no longer this one's.
-
-    Neither audited nor a change of the registry's version: no gateway caches it.
-    """
-    changed = session.scalars(
-        update(Model)
-        .where(Model.registration == registration, Model.state == "registering")
-        .values(phase=phase, done_bytes=done_bytes, total_bytes=total_bytes, heartbeat_at=now_at)
-        .returning(Model.id)
-        .execution_options(synchronize_session=False)
-    )
-    return changed.first() is not None
-
-
-def adopt(session: Session, registration: str, host: str, pid: int, *, now_at: float) -> bool:
-    """Another process takes the registration over (`--no-wait`). False if it is gone."""
-    changed = session.scalars(
-        update(Model)
-        .where(Model.registration == registration, Model.state == "registering")
-        .values(registrar_host=host, registrar_pid=pid, heartbeat_at=now_at)
-        .returning(Model.id)
-        .execution_options(synchronize_session=False)
-    )
-    return changed.first() is not None
-
-
-def note_commit(session: Session, registration: str, commit: str) -> None:
-    """Which commit of a hub the registration is of; it stays that one when it is retried."""
-    session.execute(
-        update(Model)
-        .where(Model.registration == registration, Model.state == "registering")
-        .values(source_commit=commit)
-        .execution_options(synchronize_session=False)
-    )
 
 
 def finish(session: Session, registration: str, facts: PackFacts, *, now_at: float) -> bool:

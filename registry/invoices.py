@@ -6,14 +6,16 @@ postings before the month's end that are numbered up to `through_seq` (`postings
 is the last one's. Whatever comes later, for whatever month, is the next one's.
 """
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import Text, UniqueConstraint, func, select
+from sqlalchemy import ColumnElement, Text, UniqueConstraint, func, or_, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import audit
 from registry.base import Base, Count, Id, Instant, Name, Nanos
 from registry.errors import AlreadyExists, NotFound
+from registry.paging import Cut, Listed, listed
 from registry.rollups import DAY_S, RollupRow
 
 
@@ -39,6 +41,19 @@ class InvoiceRecord:
     digest: str
 
 
+@dataclass(frozen=True, slots=True)
+class IssuedInvoice:
+    """One of a list: without its text."""
+
+    number: str
+    tenant_id: str
+    tenant_name: str
+    began_at: float
+    issued_at: float
+    currency: str
+    total_nanos: int
+
+
 class InvoiceRow(Base):
     """See InvoiceRecord."""
 
@@ -61,6 +76,7 @@ class InvoiceRow(Base):
 
 
 _NAMES = tuple(InvoiceRecord.__dataclass_fields__)
+_SHOWN = tuple(IssuedInvoice.__dataclass_fields__)
 
 
 def issue(session: Session, invoice: InvoiceRecord, *, now_at: float) -> InvoiceRecord:
@@ -130,6 +146,25 @@ def list_invoices(session: Session, tenant_id: str | None = None) -> list[Invoic
     if tenant_id is not None:
         query = query.where(InvoiceRow.tenant_id == tenant_id)
     return [_record(row) for row in session.scalars(query)]
+
+
+def page(
+    session: Session, tenant_ids: Collection[str] | None, text: str, cut: Cut
+) -> tuple[Listed[IssuedInvoice], int]:
+    """A page by order of issue, and how many there are; of these tenants or (None) of all, where
+    `text` is a part of the number or of the tenant's name."""
+    where: list[ColumnElement[bool]] = []
+    if tenant_ids is not None:
+        where.append(InvoiceRow.tenant_id.in_(tenant_ids))
+    if text:
+        parts = (InvoiceRow.number, InvoiceRow.tenant_name)
+        where.append(or_(*(part.icontains(text, autoescape=True) for part in parts)))
+    columns = [getattr(InvoiceRow, name) for name in _SHOWN]
+    query = select(*columns).where(*where)
+    found = listed(session, query, InvoiceRow.sequence, InvoiceRow.number, cut)
+    rows = [IssuedInvoice(*row[: len(_SHOWN)]) for row in found.rows]
+    num = session.scalar(select(func.count()).select_from(InvoiceRow).where(*where)) or 0
+    return Listed(rows, found.previous, found.next), num
 
 
 def get_invoice(session: Session, number: str) -> InvoiceRecord:

@@ -1,4 +1,5 @@
-"""Sums of postings by hour and by day: derived, kept up behind the postings, made anew at will.
+"""Sums of postings by hour and by day, by week and by four weeks: derived, kept up behind the
+postings, made anew at will.
 
     roll      what came since the last time is added, in slices; sums and the mark up to which they
               go (ledger_state.rolled_seq) move in one transaction, so each posting counts once
@@ -7,7 +8,8 @@
 
 Everything is integers (times are microseconds, each posting's rounded once), so that sums are the
 same in whatever order they are made. A row tells of one span, tenant, key, model, revision, kind
-and outcome, with the names that tenant and key had. It counts at the time of its posting.
+and outcome, with the names that tenant and key had. It counts at the time of its posting. The long
+spans are sums of days, begin with the epoch's, and are there so that sums over months read little.
 """
 
 from collections.abc import Sequence
@@ -24,6 +26,7 @@ from sqlalchemy import (
     cast,
     delete,
     func,
+    insert,
     literal,
     select,
     text,
@@ -38,7 +41,10 @@ from registry.ledger import WRITERS_LOCK, PostingRow
 
 HOUR_S = 3600
 DAY_S = 86_400
+WEEK_S = 7 * DAY_S
 SPANS_S = (HOUR_S, DAY_S)
+LONG_SPANS_S = (WEEK_S, 4 * WEEK_S)
+ALL_SPANS_S = (*SPANS_S, *LONG_SPANS_S)
 SLICE_ROWS = 20_000
 """Postings of one transaction at most."""
 ONLY_ROW = 1
@@ -148,8 +154,14 @@ def rebuild(session: Session) -> int:
     for `roll`."""
     rolled = _claim(session, wait=True)
     kept_from = session.get_one(LedgerStateRow, ONLY_ROW).kept_from
-    session.execute(delete(RollupRow).where(RollupRow.began_at >= kept_from))
-    return _add(session, (PostingRow.seq <= (rolled or 0), PostingRow.posted_at >= kept_from))
+    days = (RollupRow.span_s.in_(SPANS_S), RollupRow.began_at >= kept_from)
+    session.execute(delete(RollupRow).where(*days))
+    kept = (PostingRow.seq <= (rolled or 0), PostingRow.posted_at >= kept_from)
+    num = _add(session, kept, SPANS_S)
+    for span_s in LONG_SPANS_S:  # what began before may be of days whose postings are gone
+        session.execute(delete(RollupRow).where(RollupRow.span_s == span_s))
+        session.execute(insert(RollupRow).from_select([*KEY, *NAMES, *SUMS], _sums_of_days(span_s)))
+    return num
 
 
 def check_integrity(session: Session) -> None:
@@ -157,19 +169,18 @@ def check_integrity(session: Session) -> None:
     row = session.get_one(LedgerStateRow, ONLY_ROW)
     on_sqlite = session.get_bind().dialect.name == "sqlite"
     kept = (PostingRow.seq <= row.rolled_seq, PostingRow.posted_at >= row.kept_from)
-    for span_s in SPANS_S:
-        told = {
-            tuple(found[: len(KEY)]): tuple(int(value) for value in found[len(KEY) :])
-            for found in session.execute(
-                select(*(getattr(RollupRow, name) for name in (*KEY, *SUMS))).where(
-                    RollupRow.span_s == span_s, RollupRow.began_at >= row.kept_from
-                )
-            )
-        }
-        summed = {
-            tuple(found[: len(KEY)]): tuple(int(value) for value in found[len(KEY) :])
-            for found in session.execute(_sums(span_s, kept, on_sqlite, with_names=False))
-        }
+    for span_s in ALL_SPANS_S:
+        days = span_s in LONG_SPANS_S
+        told = _by_key(
+            session,
+            select(*(getattr(RollupRow, name) for name in (*KEY, *SUMS))).where(
+                RollupRow.span_s == span_s, RollupRow.began_at >= (0 if days else row.kept_from)
+            ),
+        )
+        made_of = _sums_of_days(span_s, with_names=False)
+        if not days:
+            made_of = _sums(span_s, kept, on_sqlite, with_names=False)
+        summed = _by_key(session, made_of)
         wrong = [key for key in {*told, *summed} if told.get(key) != summed.get(key)]
         if wrong:
             raise RegistryError(
@@ -178,24 +189,31 @@ def check_integrity(session: Session) -> None:
             )
 
 
+def _by_key(session: Session, query: Select[Any]) -> dict[tuple[Any, ...], tuple[int, ...]]:
+    return {
+        tuple(found[: len(KEY)]): tuple(int(value) for value in found[len(KEY) :])
+        for found in session.execute(query)
+    }
+
+
 def _claim(session: Session, wait: bool = False) -> int | None:
     """The mark, this transaction's alone from here on; None where another has it."""
     query = select(LedgerStateRow.rolled_seq).where(LedgerStateRow.id == ONLY_ROW)
     return session.scalar(query.with_for_update(skip_locked=not wait))
 
 
-def _add(session: Session, which: Sequence[ColumnElement[bool]]) -> int:
+def _add(
+    session: Session, which: Sequence[ColumnElement[bool]], spans_s: Sequence[int] = ALL_SPANS_S
+) -> int:
     """Sums of these postings onto what is there."""
     names = [*KEY, *NAMES, *SUMS]
     on_sqlite = session.get_bind().dialect.name == "sqlite"
     dialect = sqlite if on_sqlite else postgresql
-    for span_s in SPANS_S:
-        insert = dialect.insert(RollupRow).from_select(names, _sums(span_s, which, on_sqlite))
-        more = {name: getattr(RollupRow, name) + insert.excluded[name] for name in SUMS}
-        newer = {name: insert.excluded[name] for name in NAMES}
-        session.execute(
-            insert.on_conflict_do_update(index_elements=list(KEY), set_={**newer, **more})
-        )
+    for span_s in spans_s:
+        new = dialect.insert(RollupRow).from_select(names, _sums(span_s, which, on_sqlite))
+        more = {name: getattr(RollupRow, name) + new.excluded[name] for name in SUMS}
+        newer = {name: new.excluded[name] for name in NAMES}
+        session.execute(new.on_conflict_do_update(index_elements=list(KEY), set_={**newer, **more}))
     count = select(func.count()).select_from(PostingRow).where(*which)
     return session.scalar(count) or 0
 
@@ -228,5 +246,18 @@ def _sums(
             *times,
         )
         .where(*which)
+        .group_by(began_at, *owners)
+    )
+
+
+def _sums_of_days(span_s: int, with_names: bool = True) -> Select[Any]:
+    """A long span's rows, as KEY, NAMES, SUMS have them."""
+    began_at = (RollupRow.began_at // span_s * span_s).label("began")
+    owners = [getattr(RollupRow, name) for name in KEY[2:]]
+    names = [func.max(getattr(RollupRow, name)) for name in NAMES]
+    sums = [cast(func.sum(getattr(RollupRow, name)), BigInteger) for name in SUMS]
+    return (
+        select(literal(span_s, Integer), began_at, *owners, *(names if with_names else ()), *sums)
+        .where(RollupRow.span_s == DAY_S)
         .group_by(began_at, *owners)
     )

@@ -1,24 +1,44 @@
 """Sums of usage for the operator's pages: by tenant, key, model, day or hour, exact to the unit.
 
 The same figures as `exports.totals` has of the postings, made of roll-ups as far as these go and of
-the postings behind their mark, in one snapshot: a posting counts once. What retention has deleted
-is still in the roll-ups. Spans begin and end with whole hours, or reach beyond the newest posting.
+the postings behind their mark, in one snapshot: a posting counts once. A span is laid out with the
+longest roll-ups that fit into it, so that a year costs little more than a week; the database adds
+up, and of tenants, keys and models only the costliest leave it. What retention has deleted is still
+in the roll-ups. Spans begin and end with whole hours, or reach beyond all postings.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import BigInteger, ColumnElement, Select, case, cast, func, literal, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Select,
+    case,
+    cast,
+    func,
+    literal,
+    select,
+    union_all,
+)
 from sqlalchemy.orm import Session
 
 from registry.api_keys import ID_SLICE, ApiKey
 from registry.errors import InvalidValue
 from registry.ledger import CORRECTION, PostingRow
-from registry.rollups import DAY_S, HOUR_S, ONLY_ROW, LedgerStateRow, RollupRow
+from registry.rollups import (
+    ALL_SPANS_S,
+    DAY_S,
+    HOUR_S,
+    ONLY_ROW,
+    LedgerStateRow,
+    RollupRow,
+)
 from registry.tenants import Tenant
 
-BY: Final = ("tenant", "key", "model", "day", "hour")
+OWNERS: Final = ("tenant", "key", "model")
+BY: Final = (*OWNERS, "day", "hour")
 MAX_ROWS = 20_000
 _WIDTHS: Final = {"day": DAY_S, "hour": HOUR_S}
 
@@ -51,61 +71,148 @@ class Amounts(NamedTuple):
         return Amounts(*(a + int(b) for a, b in zip(self, other, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Top:
+    """The costliest of many, the costliest first; `total` and `num` are of all of them."""
+
+    lines: list[tuple[str, Amounts]]
+    total: Amounts
+    num: int
+
+
 def total(session: Session, wanted: UsageFilter) -> Amounts:
     """Of all of it."""
-    return sum_of(session, wanted).get(("", ""), Amounts())
+    return sum_of(session, wanted).get("", Amounts())
 
 
-def sum_of(
-    session: Session, wanted: UsageFilter, by: str = "", part: str = ""
-) -> dict[tuple[str, str], Amounts]:
-    """Sums by (by, part), of BY; "" is apart by nothing. Days and hours are instants, as text, and
-    only those with something. Raises InvalidValue where there are more than MAX_ROWS."""
-    if any(one and one not in BY for one in (by, part)):
-        raise InvalidValue(f"usage is apart by {', '.join(BY)}")
-    rolled_seq = session.get_one(LedgerStateRow, ONLY_ROW).rolled_seq
-    sums: dict[tuple[str, str], Amounts] = {}
-    hourly = "hour" in (by, part)
-    for span_s, from_at, to_at in _pieces(wanted, hourly):
-        which = (
-            RollupRow.span_s == span_s,
-            RollupRow.began_at >= from_at,
-            RollupRow.began_at < to_at,
-        )
-        _add(sums, _rows(session, wanted, RollupRow, by, part, which))
-    _add(sums, _rows(session, wanted, PostingRow, by, part, _later(wanted, rolled_seq)))
-    return sums
+def sum_of(session: Session, wanted: UsageFilter, by: str = "") -> dict[str, Amounts]:
+    """Sums by one of BY; "" is apart by nothing. Days and hours are instants, as text, and only
+    those with something. Raises InvalidValue where there are more than MAX_ROWS."""
+    _check(by)
+    found = session.execute(_sums(session, wanted, by).limit(MAX_ROWS + 1)).all()
+    if len(found) > MAX_ROWS:
+        raise InvalidValue(f"more than {MAX_ROWS} sums: ask for a shorter time")
+    return {str(ref): Amounts._make(map(int, amounts)) for ref, *amounts in found}
+
+
+def top(session: Session, wanted: UsageFilter, by: str, limit: int) -> Top:
+    """The costliest by one of OWNERS, at most `limit`; those that cost the same by their number of
+    requests. The others are only in the total."""
+    _check(by)
+    sums = _sums(session, wanted, by).cte("sums")
+    columns = [sums.c[name] for name in Amounts._fields]
+    order = (sums.c.cost_nanos.desc(), sums.c.num_requests.desc(), sums.c.ref)
+    first = select(literal(0).label("num"), sums.c.ref, *columns).order_by(*order).limit(limit)
+    added = (_int(func.coalesce(func.sum(column), 0)) for column in columns)
+    whole = select(func.count(), literal(""), *added).select_from(sums)
+    found = session.execute(union_all(select(first.subquery()), whole)).all()
+    *lines, (num, _, *amounts) = found
+    listed = [(str(ref), Amounts._make(map(int, each))) for _, ref, *each in lines]
+    return Top(listed, Amounts._make(map(int, amounts)), int(num))
 
 
 def cost_series(
     session: Session, wanted: UsageFilter, by: str, refs: Sequence[str], unit: str
 ) -> dict[str, dict[int, int]]:
     """Nano-units by day or hour (their beginning) of each of these; "": of all others together."""
-    rolled_seq = session.get_one(LedgerStateRow, ONLY_ROW).rolled_seq
-    tables: list[tuple[Any, Sequence[ColumnElement[bool]]]] = [
-        (RollupRow, (RollupRow.span_s == span_s, RollupRow.began_at >= from_at,
-                     RollupRow.began_at < to_at))
-        for span_s, from_at, to_at in _pieces(wanted, unit == "hour")
-    ]  # fmt: skip
-    tables.append((PostingRow, _later(wanted, rolled_seq)))
     found: dict[str, dict[int, int]] = {}
-    for table, which in tables:
-        at = _key(session, table, unit).label("at")
-        own = _key(session, table, by)
-        ref = (case((own.in_(refs), own), else_="") if refs else literal("")).label("ref")
-        query = select(ref, at, cast(func.sum(table.cost_nanos), BigInteger)).where(*which)
-        query = _of_owners(query, wanted, table).group_by(ref, at)
-        for name, began_at, cost in session.execute(query):
-            costs = found.setdefault(str(name), {})
-            costs[int(began_at)] = costs.get(int(began_at), 0) + int(cost)
-    return found
+    whole: dict[int, int] = {}
+    for table, span_s, which in _tables(session, wanted, unit):
+        at, own = (_key(session, table, span_s, each).label(each) for each in (unit, by))
+        cost = _int(func.sum(table.cost_nanos))
+        rows = _of_owners(select(at, cost).where(*which), wanted, table)
+        for began_at, nanos in session.execute(rows.group_by(at)):
+            whole[int(began_at)] = whole.get(int(began_at), 0) + int(nanos)
+        if not refs:
+            continue
+        # Apart from the others: an index that has the owner need not look at their rows.
+        named = rows.add_columns(own).where(own.in_(refs)).group_by(at, own)
+        for began_at, nanos, ref in session.execute(named):
+            costs = found.setdefault(str(ref), {})
+            costs[int(began_at)] = costs.get(int(began_at), 0) + int(nanos)
+    apart = list(found.values())
+    found[""] = {at: nanos - sum(one.get(at, 0) for one in apart) for at, nanos in whole.items()}
+    told = {ref: {at: one for at, one in costs.items() if one} for ref, costs in found.items()}
+    return {ref: costs for ref, costs in told.items() if costs}
 
 
-def _later(wanted: UsageFilter, rolled_seq: int) -> Sequence[ColumnElement[bool]]:
-    """Postings that are in no roll-up yet: few, so they are found by their number. As a sum the
-    instant can't lure a database into walking its index of all postings of the span."""
+def _check(by: str) -> None:
+    if by and by not in BY:
+        raise InvalidValue(f"usage is apart by {', '.join(BY)}")
+
+
+def _sums(session: Session, wanted: UsageFilter, by: str) -> Select[Any]:
+    """(ref, *Amounts) of everything, added up by the database in one pass."""
+    parts = []
+    for table, span_s, which in _tables(session, wanted, by):
+        number = table.num_postings if table is RollupRow else literal(1)
+        amounts = {
+            "num_requests": case((table.outcome == CORRECTION, 0), else_=number),
+            "num_failed": case((table.outcome == "failed", number), else_=0),
+            "prompt_tokens": table.prompt_tokens,
+            "cached_tokens": table.cached_tokens,
+            "completion_tokens": table.completion_tokens,
+            "cost_nanos": table.cost_nanos,
+            "num_rows": number,
+        }
+        ref = _key(session, table, span_s, by).label("ref")
+        if by in OWNERS:
+            query = select(ref, *(column.label(name) for name, column in amounts.items()))
+        else:  # few groups, in the order of the index
+            added = (_int(func.sum(one)).label(name) for name, one in amounts.items())
+            query = select(ref, *added).group_by(ref)
+        parts.append(_of_owners(query.where(*which), wanted, table))
+    each = union_all(*parts).subquery()
+    added = (_int(func.sum(each.c[name])).label(name) for name in Amounts._fields)
+    return select(each.c.ref, *added).group_by(each.c.ref)
+
+
+def _tables(
+    session: Session, wanted: UsageFilter, by: str
+) -> Iterator[tuple[Any, int, Sequence[ColumnElement[bool]]]]:
+    """What to add up: (table, a roll-up's span, which rows)."""
+    finest = _WIDTHS.get(by, max(ALL_SPANS_S))
+    spans = wanted if by in _WIDTHS else _widened(session, wanted)
+    widths = sorted((each for each in ALL_SPANS_S if each <= finest), reverse=True)
+    for span_s, from_at, to_at in _pieces(spans.from_at, spans.to_at, widths):
+        row = RollupRow
+        yield row, span_s, (row.span_s == span_s, row.began_at >= from_at, row.began_at < to_at)
+    # Few, so they are found by their number. As a sum the instant can't lure a database into
+    # walking its index of all postings of the span.
+    rolled_seq = session.get_one(LedgerStateRow, ONLY_ROW).rolled_seq
     posted_at = PostingRow.posted_at + 0.0
-    return (PostingRow.seq > rolled_seq, posted_at >= wanted.from_at, posted_at < wanted.to_at)
+    later = (posted_at >= wanted.from_at, posted_at < wanted.to_at)
+    yield PostingRow, 0, (PostingRow.seq > rolled_seq, *later)
+
+
+def _widened(session: Session, wanted: UsageFilter) -> UsageFilter:
+    """The same roll-ups, with ends at the longest spans' where there is nothing beyond."""
+    longest = max(ALL_SPANS_S)
+    days = RollupRow.span_s == DAY_S
+    first = session.scalar(select(func.min(RollupRow.began_at)).where(days))
+    last = session.scalar(select(func.max(RollupRow.began_at)).where(days))
+    if first is None or last is None:
+        return wanted
+    from_at = first // longest * longest if wanted.from_at <= first else wanted.from_at
+    to_at = (last // longest + 1) * longest if wanted.to_at >= last + DAY_S else wanted.to_at
+    return replace(wanted, from_at=from_at, to_at=max(from_at, to_at))
+
+
+def _pieces(from_at: int, to_at: int, widths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """[from_at, to_at) as (width, from, to): the widest where they fit, what is left at the ends
+    by the next ones."""
+    width, *finer = widths
+    if not finer:
+        if from_at < to_at:
+            yield width, from_at, to_at
+        return
+    first, last = -(-from_at // width) * width, to_at // width * width
+    if first >= last:
+        yield from _pieces(from_at, to_at, finer)
+        return
+    yield width, first, last
+    yield from _pieces(from_at, first, finer)
+    yield from _pieces(last, to_at, finer)
 
 
 def _of_owners(query: Select[Any], wanted: UsageFilter, table: Any) -> Select[Any]:
@@ -117,73 +224,30 @@ def _of_owners(query: Select[Any], wanted: UsageFilter, table: Any) -> Select[An
     return query
 
 
-def _pieces(wanted: UsageFilter, hourly: bool) -> Iterator[tuple[int, int, int]]:
-    """Whole days by day, what is left at the ends by hour."""
-    first, last = -(-wanted.from_at // DAY_S) * DAY_S, wanted.to_at // DAY_S * DAY_S
-    if hourly or first >= last:
-        yield HOUR_S, wanted.from_at, wanted.to_at
-        return
-    yield DAY_S, first, last
-    if wanted.from_at < first:
-        yield HOUR_S, wanted.from_at, first
-    if last < wanted.to_at:
-        yield HOUR_S, last, wanted.to_at
-
-
-def _rows(
-    session: Session,
-    wanted: UsageFilter,
-    table: Any,
-    by: str,
-    part: str,
-    which: Sequence[ColumnElement[bool]],
-) -> Sequence[Any]:
-    keys = [_key(session, table, one).label(f"by_{place}") for place, one in enumerate((by, part))]
-    rolled = table is RollupRow
-    number = table.num_postings if rolled else literal(1)
-    counts = (
-        case((table.outcome == CORRECTION, 0), else_=number),
-        case((table.outcome == "failed", number), else_=0),
-        table.prompt_tokens,
-        table.cached_tokens,
-        table.completion_tokens,
-        table.cost_nanos,
-        number,
-    )
-    query = select(*keys, *(cast(func.sum(one), BigInteger) for one in counts)).where(*which)
-    query = _of_owners(query, wanted, table)
-    found = session.execute(query.group_by(*keys).limit(MAX_ROWS + 1)).all()
-    if len(found) > MAX_ROWS:
-        raise InvalidValue(f"more than {MAX_ROWS} sums: ask for a shorter time")
-    return found
-
-
 def _owner(table: Any, by: str) -> Any:
-    """Of postings as an expression, for the same reason as in `_later`."""
+    """Of postings as an expression, for the same reason as their instants in `_tables`."""
     column = {"tenant": table.tenant_id, "key": table.key_id, "model": table.model}[by]
     return column if table is RollupRow else column.concat("")
 
 
-def _key(session: Session, table: Any, by: str) -> Any:
+def _key(session: Session, table: Any, span_s: int, by: str) -> Any:
     if not by:
         return literal("")
     if by not in _WIDTHS:
         return _owner(table, by)
     width_s = _WIDTHS[by]
-    if table is RollupRow:
-        return table.began_at // width_s * width_s
+    if table is RollupRow:  # as it stands there it comes in the index's order: nothing is sorted
+        at = table.began_at
+        return at if span_s == width_s else at // width_s * width_s
     # Not every build of SQLite has floor(), and PostgreSQL's cast would round.
     number = table.posted_at / width_s
     whole = number if session.get_bind().dialect.name == "sqlite" else func.floor(number)
     return cast(whole, BigInteger) * width_s
 
 
-def _add(sums: dict[tuple[str, str], Amounts], found: Sequence[Any]) -> None:
-    for by, part, *amounts in found:
-        if amounts[-1] is not None:  # a sum of no rows
-            key = (str(by), str(part))
-            here, before = Amounts._make(map(int, amounts)), sums.get(key)
-            sums[key] = here if before is None else before.plus(here)
+def _int(total: Any) -> Any:
+    """PostgreSQL sums integers as numeric."""
+    return cast(total, BigInteger)
 
 
 def names(session: Session, by: str, refs: Collection[str]) -> dict[str, str]:

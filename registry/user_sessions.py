@@ -38,6 +38,8 @@ class SessionRecord:
     expires_at: float
     address: str
     agent: str
+    issuer: str = ""
+    """Of the identity provider that it began by; "": a password."""
 
 
 class UserSession(Base):
@@ -53,6 +55,7 @@ class UserSession(Base):
     seen_at: Mapped[Instant] = mapped_column(server_default="0")
     address: Mapped[str] = mapped_column(String(MAX_ADDRESS_LEN), server_default="")
     agent: Mapped[str] = mapped_column(String(MAX_AGENT_LEN), server_default="")
+    issuer: Mapped[str] = mapped_column(String(255), server_default="")
 
 
 def begin(
@@ -63,6 +66,7 @@ def begin(
     now_at: float,
     address: str = "",
     agent: str = "",
+    issuer: str = "",
 ) -> str:
     """A new session's token, which is nowhere to be had afterwards. Old sessions are cleared."""
     session.execute(delete(UserSession).where(UserSession.expires_at <= now_at))
@@ -76,6 +80,7 @@ def begin(
             seen_at=now_at,
             address=address[:MAX_ADDRESS_LEN],
             agent=agent[:MAX_AGENT_LEN],
+            issuer=issuer,
         )
     )
     session.flush()
@@ -187,6 +192,7 @@ def _record(row: UserSession, user: UserRecord) -> SessionRecord:
         row.expires_at,
         row.address,
         row.agent,
+        row.issuer,
     )
 
 

@@ -86,7 +86,7 @@ def create_user(
     )
     session.add(row)
     session.flush()
-    _put_role(session, row.id, _tenant_id(session, tenant), role)
+    _put_role(session, row.id, tenant_id_of(session, tenant), role)
     user = get_user(session, name)
     _check_owned(session, name)
     audit.record(session, now_at, "user.create", name, None, _public(user))
@@ -111,7 +111,7 @@ def set_role(
     Raises NotFound, InvalidValue, or IllegalTransition for the last owner's.
     """
     before = get_user(session, name)
-    tenant_id = _tenant_id(session, tenant)
+    tenant_id = tenant_id_of(session, tenant)
     session.execute(
         delete(UserRole).where(UserRole.user_id == before.id, UserRole.tenant_id == tenant_id)
     )
@@ -177,7 +177,8 @@ def _put_role(session: Session, user_id: str, tenant_id: str, role: str) -> None
     session.flush()
 
 
-def _tenant_id(session: Session, tenant: str) -> str:
+def tenant_id_of(session: Session, tenant: str) -> str:
+    """Of a name or an id; INSTALLATION for "". Raises NotFound."""
     return tenants.get_tenant(session, tenant).id if tenant else INSTALLATION
 
 

@@ -36,6 +36,32 @@ def live_cache(ask: Ask) -> Mapping[str, str]:
     return {each: ask.fragment("cache_parts.html", each, found) for each in parts}
 
 
+def show_answers(ask: Ask) -> Reply:
+    """What is kept of a tenant. Texts are the tenant's: who may purge them may read them."""
+    _require_flush(ask)
+    fields = (
+        Field("tenant", "Tenant", help="Name or id."),
+        Field("model", "Model", help="Empty: of all."),
+    )
+    form = Form(fields, dict(ask.query))
+    tenant, model = form.text("tenant"), form.text("model")
+    rows: list[dict[str, Any]] = []
+    if tenant and form.is_sound:
+        try:
+            rows = verbs.list_entries(ask.control, tenant, model)
+        except Forbidden:
+            raise
+        except RegistryError as error:
+            form.trouble = str(error)
+    return ask.page(
+        "cache_answers.html",
+        422 if not form.is_sound else 200,
+        rows=rows,
+        form=form,
+        now_at=ask.control.clock(),
+    )
+
+
 def confirm_flush(ask: Ask) -> Reply:
     """What will happen, and a button."""
     form = _form(ask, given=True)
@@ -131,6 +157,7 @@ def _figures(ask: Ask) -> dict[str, Any]:
 
 ROUTES = (
     PageRoute("GET", "/cache", show_cache, live=True),
+    PageRoute("GET", "/cache/answers", show_answers, live=True),
     PageRoute("GET", "/cache/confirm", confirm_flush, live=True),
     PageRoute("POST", "/cache/flush", flush, live=True),
 )

@@ -3,9 +3,10 @@
 import re
 
 from admin.amounts import day_text
-from admin.ask import Ask, PageRoute, Reply
+from admin.ask import PREFIX, Ask, PageRoute, Reply
 from admin.errors import Refused
 from admin.forms import Field, Form
+from admin.tables import Column, TableSpec, table_state
 from admin.templating import path
 from gateway.billing.invoice import Document, money
 from gateway.service import invoices as verbs
@@ -13,7 +14,18 @@ from gateway.service.control import require
 from registry.errors import Forbidden, NotFound, RegistryError
 
 MEDIA = {"pdf": "application/pdf", "html": "text/html; charset=utf-8", "json": "application/json"}
-MAX_SHOWN = 200
+TABLE = TableSpec(
+    columns=(
+        Column("Number", "number", first="down"),
+        Column("Tenant"),
+        Column("Month"),
+        Column("Issued"),
+        Column("Total", kind="number"),
+        Column("Files", kind="action"),
+    ),
+    default_sort="-number",
+    search="Number or tenant",
+)
 _NUMBER = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -72,12 +84,15 @@ def download(ask: Ask) -> Reply:
 
 
 def _page(ask: Ask, form: Form, document: Document | None = None, status: int = 200) -> Reply:
-    found = verbs.list_invoices(ask.control, ask.query.get("tenant") or None)[::-1]
+    table = table_state(TABLE, f"{PREFIX}/invoices", ask.query)
+    tenant = ask.query.get("tenant", "")
+    page, total = verbs.invoices_page(ask.control, tenant, table.search, table.cut)
     return ask.page(
         "invoices.html",
         status,
-        found=found[:MAX_SHOWN],
-        num_found=len(found),
+        table=table,
+        page=page,
+        total=total,
         form=form,
         document=document,
         said=money,

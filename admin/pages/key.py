@@ -1,19 +1,31 @@
 """One API key: what it uses of its limits now, its bounds, another secret, its end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Field, Form
 from admin.key_form import bound_fields, read_key
 from admin.limits_form import Owner, is_in_force, limits_form, store, uses
+from admin.merged_form import CLASH, TRIES, merge, with_marks
 from admin.templating import may, path
 from gateway.service import key_list
 from gateway.service import keys as verbs
 from gateway.service.control import require
 from gateway.service.key_list import KeyView
+from gateway.service.meanwhile import ChangedMeanwhile, who_set
 from registry.errors import AlreadyExists, Forbidden, RegistryError
 from registry.key_changes import KeyChanges
 
+BOUNDS = {
+    "models": "allowed_models",
+    "networks": "allowed_cidrs",
+    "expires": "expires_at",
+    "cache": "cache_mode",
+    "cache_age": "cache_max_age_s",
+    "cache_budget": "cache_false_hit_budget",
+    "cache_sampled": "cache_sampled",
+}
+"""Of the form, and what the audit log calls them."""
 GRACES = {"0": "None: it stops at once", "3600": "1 hour", "86400": "1 day", "604800": "7 days"}
 
 
@@ -35,9 +47,21 @@ def live(ask: Ask) -> Mapping[str, str]:
 
 def change(ask: Ask) -> Reply:
     """Models, networks, expiry, cached answers."""
+    for _ in range(TRIES):
+        try:
+            return _change(ask)
+        except ChangedMeanwhile:  # between our look and our change: look again
+            continue
+    raise ChangedMeanwhile(CLASH)
+
+
+def _change(ask: Ask) -> Reply:
+    """Raises ChangedMeanwhile where somebody else was quicker by a moment."""
     view = key_list.key_view(ask.control, ask.params["id"])
     require(ask.control, "keys.write", view.key.tenant_id)
-    form = Form(bound_fields(ask, view.key), ask.form)
+    form = _form(ask, view, given=True)
+    if not merge(form, _form(ask, view), lambda names: _who_set(ask, view, names)):
+        return _page(ask, view, form=form, status=409)
     bounds = read_key(form, ask.now_at, view.key)
     if form.is_sound:
         changes = KeyChanges(
@@ -47,8 +71,8 @@ def change(ask: Ask) -> Reply:
             cache=bounds.cache,
         )
         try:
-            verbs.change_key(ask.control, view.key.id, changes)
-        except Forbidden:
+            verbs.change_key(ask.control, view.key.id, changes, verbs.bounds_mark(view.key))
+        except (Forbidden, ChangedMeanwhile):
             raise
         except RegistryError as error:
             form.trouble = str(error)
@@ -132,7 +156,7 @@ def _page(
         view=view,
         key=key,
         uses=_uses(ask, view),
-        form=form or Form(bound_fields(ask, key)),
+        form=form or _form(ask, view),
         of_limits=of_limits or limits_form(ask, _owners(view)),
         may_change=may(ask.me, "keys.write", key.tenant_id) and key.revoked_at is None,
     )
@@ -163,6 +187,17 @@ def _grace_form(view: KeyView, ask: Ask | None = None) -> Form:
         Field("instead_of", "Secret", value=verbs.secret_mark(view.key)),
     )
     return Form(fields, ask.form if ask else None)
+
+
+def _form(ask: Ask, view: KeyView, given: bool = False) -> Form:
+    return with_marks(Form(bound_fields(ask, view.key), ask.form if given else None))
+
+
+def _who_set(ask: Ask, view: KeyView, names: Collection[str]) -> Mapping[str, str]:
+    """By the fields of the form."""
+    told = {name: BOUNDS[name] for name in names}
+    by = who_set(ask.control, "key.change", view.key.id, set(told.values()))
+    return {name: by[field] for name, field in told.items()}
 
 
 def _at(view: KeyView) -> str:

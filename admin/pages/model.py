@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from admin import charts
+from admin import model_charts
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Form
 from admin.pages import smoke
 from admin.residency import place
-from admin.templating import number, path, span
+from admin.templating import path, span
 from gateway.registration import registrar, registration
 from gateway.service import model_list as views
 from gateway.service import models as verbs
@@ -42,16 +42,7 @@ def model_page(
     """The page, with a test prompt's form and what came of it."""
     name = view.model.name
     hours = views.model_traffic(ask.control, name)
-    rows = [
-        charts.Bar(
-            charts.hour_label(hour.at),
-            hour.num_requests,
-            hour.num_failed,
-            f"{charts.hour_label(hour.at)} UTC: {number(hour.num_requests)} requests, "
-            f"{number(hour.num_failed)} failed",
-        )
-        for hour in hours
-    ]
+    show = model_charts.shown(ask.query.get("show", ""))
     return ask.page(
         "model.html",
         status,
@@ -59,7 +50,9 @@ def model_page(
         model=view.model,
         place=place(ask.live, name),
         hours=list(reversed(hours)),
-        chart=charts.bars(rows, f"Requests of {name} by hour, the last 24"),
+        pictures=model_charts.PICTURES,
+        show=show,
+        chart=model_charts.picture(hours, name, show),
         has_worker=bool(ask.live.workers),
         form=form or smoke.form_for(ask, view.model),
         answer=answer,
@@ -113,6 +106,8 @@ def act(ask: Ask) -> Reply:
     action.run(ask, name)
     gone = ask.params["action"] == "remove"
     where = "/models" if gone else f"/models/{path(name)}"
+    if ask.form.get("back") == "registrations":
+        where = "/registrations"
     return ask.redirect(where, action.done.format(name=name))
 
 

@@ -1,18 +1,24 @@
 """List prices: what each model costs, dated changes, and what one would have come to last month."""
 
+from collections.abc import Collection, Mapping
+
 from admin.amounts import day_of, nanos_of, text_of
 from admin.ask import Ask, PageRoute, Reply
 from admin.forms import Field, Form
+from admin.merged_form import SEEN, merge, with_marks
 from admin.tables import Column, TableSpec, table_state
 from admin.templating import path
 from gateway.service import price_list
 from gateway.service import prices as verbs
 from gateway.service.control import require
+from gateway.service.meanwhile import ChangedMeanwhile, who_set
 from gateway.service.price_list import Effect, PriceView
 from registry.errors import RegistryError
 from registry.prices import PriceRecord
 
 MILLION = 10**6
+DATED = "dated"
+"""The mark of the dated prices that stood below the form."""
 TOKENS = {
     "prompt_nanos": "Prompt tokens",
     "cached_nanos": "Cached prompt tokens",
@@ -53,6 +59,8 @@ def preview(ask: Ask) -> Reply:
     view = price_list.price_view(ask.control, ask.params["name"])
     require(ask.control, "prices.write")
     form = _form(ask, view, given=True)
+    if not _is_current(ask, view, form):
+        return _page(ask, view, form, status=409)
     price, _ = _read(form, view, ask.now_at)
     if form.is_sound:
         try:
@@ -67,10 +75,14 @@ def set_price(ask: Ask) -> Reply:
     view = price_list.price_view(ask.control, ask.params["name"])
     require(ask.control, "prices.write")
     form = _form(ask, view, given=True)
+    if not _is_current(ask, view, form):
+        return _page(ask, view, form, status=409)
     price, valid_from = _read(form, view, ask.now_at)
     if form.is_sound:
         try:
-            verbs.set_price(ask.control, price, valid_from)
+            verbs.set_price(ask.control, price, valid_from, verbs.prices_mark(view.dated))
+        except ChangedMeanwhile:
+            return set_price(ask)  # it stops at `_is_current`
         except RegistryError as error:
             form.trouble = str(error)
         else:
@@ -112,7 +124,28 @@ def _form(ask: Ask, view: PriceView, given: bool = False) -> Form:
     ]  # fmt: skip
     help_text = "From the beginning of that day (UTC); empty: as soon as every gateway knows of it."
     fields.append(Field("from", "Holds from", "date", help=help_text))
-    return Form(tuple(fields), ask.form if given else None)
+    mark = verbs.prices_mark(view.dated)
+    fields.append(Field(DATED, "Prices seen", value=mark, max_length=16))
+    return with_marks(Form(tuple(fields), ask.form if given else None))
+
+
+def _is_current(ask: Ask, view: PriceView, form: Form) -> bool:
+    """Whether the prices are those that were seen; else the form says so and knows those of now."""
+
+    def by(names: Collection[str]) -> Mapping[str, str]:
+        return who_set(ask.control, "price.set", view.model, names)
+
+    mark = verbs.prices_mark(view.dated)
+    seen = form.text(DATED)
+    is_merged = merge(form, _form(ask, view), by)
+    form.given = {**(form.given or {}), DATED: mark}
+    if seen and seen != mark:
+        form.trouble = (
+            "The prices were changed meanwhile, as they stand below: nothing was done. Sent again, "
+            "yours is set all the same."
+        )
+        form.given = {**form.given, SEEN: _form(ask, view).value(SEEN)}
+    return is_merged and form.is_sound
 
 
 def _read(form: Form, view: PriceView, now_at: float) -> tuple[PriceRecord, float | None]:

@@ -11,8 +11,9 @@ begun is a row of the catalog.
 
 from collections.abc import Sequence
 
-from admin.ask import Ask, LiveState, PageRoute, Reply
+from admin.ask import Ask, PageRoute, Reply
 from admin.forms import Field, Form
+from admin.live_state import LiveState
 from admin.templating import path
 from gateway.policy.fleet_view import ModelView, WorkerView
 from gateway.policy.make_room import Outlook, outlook
@@ -28,6 +29,7 @@ DTYPES = {
     "float16": "float16",
     "float32": "float32",
     "int8": "int8: half the memory of bfloat16",
+    "int4": "int4: a third of the memory of bfloat16, with some loss",
 }
 
 

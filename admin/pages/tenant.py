@@ -1,21 +1,26 @@
 """One tenant: what it has, what it uses of its limits now, its keys, and what may be changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
+from admin.amounts import decimal_text
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Field, Form
 from admin.limits_form import Owner, is_in_force, limits_form, store, uses
+from admin.merged_form import CLASH, TRIES, merge, with_marks
 from admin.pages.tenants import PRIORITIES
 from admin.templating import path
 from gateway.service import key_list, tenant_list
 from gateway.service import tenants as verbs
 from gateway.service.control import require
+from gateway.service.meanwhile import ChangedMeanwhile, who_set
 from gateway.service.tenant_list import TenantView
 from registry.errors import RegistryError
 from registry.key_list import KeyFilter
 from registry.paging import Cut
 
 NUM_KEYS_SHOWN = 10
+FIELDS = {"weight": "weight", "priority": "priority", "reserved": "reserved_share"}
+"""Of the form, and what the audit log calls them."""
 
 
 def show(ask: Ask) -> Reply:
@@ -36,9 +41,21 @@ def live(ask: Ask) -> Mapping[str, str]:
 
 def change(ask: Ask) -> Reply:
     """Weight, priority and what is kept free for it."""
+    for _ in range(TRIES):
+        try:
+            return _change(ask)
+        except ChangedMeanwhile:  # between our look and our change: look again
+            continue
+    raise ChangedMeanwhile(CLASH)
+
+
+def _change(ask: Ask) -> Reply:
+    """Raises ChangedMeanwhile where somebody else was quicker by a moment."""
     view = tenant_list.tenant_view(ask.control, ask.params["id"])
     require(ask.control, "tenants.write")
     form = _form(ask, view, given=True)
+    if not merge(form, _form(ask, view), lambda names: _who_set(ask, view, names)):
+        return _page(ask, view, form=form, status=409)
     weight, priority = form.decimal("weight"), form.text("priority")
     reserved = form.decimal("reserved")
     if form.is_sound:
@@ -49,7 +66,10 @@ def change(ask: Ask) -> Reply:
                 weight=weight,
                 priority=priority,
                 reserved_share=(reserved or 0.0) / 100,
+                seen=verbs.share_mark(view.tenant),
             )
+        except ChangedMeanwhile:
+            raise
         except RegistryError as error:
             form.trouble = str(error)
         else:
@@ -140,7 +160,7 @@ def _form(ask: Ask, view: TenantView, given: bool = False) -> Form:
             "Weight",
             "number",
             required=True,
-            value=f"{tenant.weight:g}",
+            value=decimal_text(tenant.weight),
             help="Its share against other tenants': 2 gets twice what 1 gets.",
         ),
         Field(
@@ -155,12 +175,19 @@ def _form(ask: Ask, view: TenantView, given: bool = False) -> Form:
             "reserved",
             "Kept free for it",
             "number",
-            value=f"{100 * tenant.reserved_share:g}" if tenant.reserved_share else "",
+            value=decimal_text(100 * tenant.reserved_share) if tenant.reserved_share else "",
             unit="%",
             help="Of each worker's request places and KV memory; 50 % over all tenants.",
         ),
     )
-    return Form(fields, ask.form if given else None)
+    return with_marks(Form(fields, ask.form if given else None))
+
+
+def _who_set(ask: Ask, view: TenantView, names: Collection[str]) -> Mapping[str, str]:
+    """By the fields of the form."""
+    told = {name: FIELDS[name] for name in names}
+    by = who_set(ask.control, "tenant.update", view.tenant.id, set(told.values()))
+    return {name: by[field] for name, field in told.items()}
 
 
 def _at(view: TenantView) -> str:

@@ -2,6 +2,7 @@
 
 import datetime
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
@@ -9,11 +10,16 @@ from admin.amounts import day_text, midnight, text_of
 from admin.ask import PREFIX, Ask, PageRoute, Reply
 from admin.errors import Refused
 from admin.money_chart import Stack, stacked
+from admin.month_chart import Month, is_month, month_of
+from admin.pages.exports import LABELS
 from admin.templating import colour
 from gateway.billing.usage_export import Format
+from gateway.service import limits, usage_sums
 from gateway.service import usage as verbs
-from gateway.service import usage_sums
 from gateway.service.usage_sums import UsageView
+from registry.base import random_token
+from registry.errors import Forbidden
+from registry.quotas import LimitScope
 
 DAY_S = 86_400
 HOUR_S = 3600
@@ -73,20 +79,23 @@ def show(ask: Ask) -> Reply:
         wanted.tenant,
         wanted.key,
         wanted.model,
+        MAX_LINES,
     )
-    rest = view.lines[MAX_LINES:]
     left = view.total
-    for line in view.lines[:MAX_LINES]:
+    for line in view.lines:
         left = left.plus([-amount for amount in line.amounts])
     return ask.page(
         "usage.html",
         view=view,
         wanted=wanted,
         by=BY,
-        lines=view.lines[:MAX_LINES],
-        num_rest=len(rest),
+        lines=view.lines,
+        num_rest=view.num_lines - len(view.lines),
         rest=left,
         chart=_chart(ask, view, wanted),
+        month=_month(ask, view, wanted),
+        labels=LABELS,
+        once=random_token(10),
         formats={
             name: (label, f"{PREFIX}/usage/export?{urlencode({**wanted.fields, 'format': name})}")
             for name, (label, *_) in FORMATS.items()
@@ -164,6 +173,23 @@ def _presets(ask: Ask, wanted: Wanted) -> list[tuple[str, str, bool]]:
         )
         for words, first, last in spans
     ]
+
+
+def _month(ask: Ask, view: UsageView, wanted: Wanted) -> Month | None:
+    """Where this month is asked for: what it will come to, and the budget of whom it is asked."""
+    if not is_month(wanted.from_at, wanted.to_at, ask.now_at):
+        return None
+    costs: dict[int, int] = {}
+    for each in view.series:
+        for at, cost in each.costs.items():
+            costs[at] = costs.get(at, 0) + cost
+    budget = 0
+    if not wanted.model:
+        scope: LimitScope = "key" if view.key else "tenant" if view.tenant else "gateway"
+        owner = view.key.id if view.key else view.tenant.id if view.tenant else ""
+        with suppress(Forbidden):  # the whole server's is not for a tenant's user
+            budget = limits.show_limits(ask.control, scope, owner).limits.month_budget_nanos
+    return month_of(costs, ask.now_at, budget, ask.desk.settings.currency)
 
 
 def _chart(ask: Ask, view: UsageView, wanted: Wanted) -> str:

@@ -2,13 +2,15 @@
 
 from admin.ask import Ask, PageRoute, Reply
 from admin.forms import Field, Form
-from admin.templating import path
-from gateway.service import sessions
+from admin.templating import may, path
+from gateway.service import identities, sessions
 from gateway.service import users as verbs
 from gateway.service.control import require
-from registry.errors import AlreadyExists, NotFound, RegistryError
+from gateway.service.meanwhile import ChangedMeanwhile
+from registry.errors import AlreadyExists, Forbidden, NotFound, RegistryError
 from registry.users import ROLES, UserRecord
 
+SEEN = "seen"
 ROLE_CHOICES = {
     "viewer": "Viewer: sees",
     "admin": "Admin: changes",
@@ -60,7 +62,14 @@ def set_role(ask: Ask) -> Reply:
         form.errors["role"] = "Choose one of the list."
     if form.is_sound:
         try:
-            verbs.set_role(ask.control, user.name, role or None, tenant)
+            seen = ask.form.get(SEEN, "")[:64]
+            verbs.set_role(ask.control, user.name, role or None, tenant, seen)
+        except ChangedMeanwhile:
+            user = _user(ask)
+            form.trouble = (
+                "Somebody else has changed this user's roles meanwhile, to those that stand here: "
+                "nothing was done."
+            )
         except NotFound as error:
             form.errors["tenant"] = str(error)
         except RegistryError as error:
@@ -80,6 +89,31 @@ def set_password(ask: Ask) -> Reply:
         form.errors["password"] = str(error)
         return _page(ask, user, password_form=form, status=422)
     return ask.redirect(f"/users/{path(user.name)}", f"{user.name} has another password.")
+
+
+def bind(ask: Ask) -> Reply:
+    """What the identity provider knows the user as."""
+    user = _user(ask)
+    form = _bind_form(ask)
+    subject = form.text("subject")
+    if form.is_sound:
+        try:
+            identities.bind(ask.control, user.name, subject)
+        except Forbidden:
+            raise
+        except RegistryError as error:
+            form.trouble = str(error)
+        else:
+            said = f"{user.name} may sign in by the provider now."
+            return ask.redirect(f"/users/{path(user.name)}", said)
+    return _page(ask, user, bind_form=form, status=422)
+
+
+def unbind(ask: Ask) -> Reply:
+    """No longer."""
+    user = identities.unbind(ask.control, ask.params["name"], ask.form.get("issuer", ""))
+    said = f"{user.name} is bound no longer, and all sessions have ended."
+    return ask.redirect(f"/users/{path(user.name)}", said)
 
 
 def set_disabled(ask: Ask) -> Reply:
@@ -122,14 +156,21 @@ def _page(
     user: UserRecord,
     role_form: Form | None = None,
     password_form: Form | None = None,
+    bind_form: Form | None = None,
     status: int = 200,
 ) -> Reply:
+    whole = may(ask.me, "users.read")
     return ask.page(
         "user.html",
         status,
         user=user,
+        seen=verbs.roles_mark(user),
         role_form=role_form or _role_form(),
         password_form=password_form or _password_form(),
+        bind_form=bind_form or _bind_form(),
+        bindings=identities.bindings_of(ask.control, user.name) if whole else (),
+        issuer=ask.desk.settings.oidc_issuer,
+        provider=ask.desk.settings.oidc_name,
     )
 
 
@@ -170,6 +211,14 @@ def _password_form(ask: Ask | None = None) -> Form:
     return Form((field,), ask.form if ask else None)
 
 
+def _bind_form(ask: Ask | None = None) -> Form:
+    field = Field(
+        *("subject", "Its subject for this user"),
+        required=True, max_length=255, help="The claim `sub`; who is refused is shown it.",
+    )  # fmt: skip
+    return Form((field,), ask.form if ask else None)
+
+
 ROUTES = (
     PageRoute("GET", "/users", list_users),
     PageRoute("GET", "/users/{name:path}", show_user),
@@ -177,6 +226,8 @@ ROUTES = (
     PageRoute("POST", "/user/add", add_user, pool="sign_in"),
     PageRoute("POST", "/user/role/{name:path}", set_role),
     PageRoute("POST", "/user/password/{name:path}", set_password, pool="sign_in"),
+    PageRoute("POST", "/user/bind/{name:path}", bind),
+    PageRoute("POST", "/user/unbind/{name:path}", unbind),
     PageRoute("POST", "/user/disabled/{name:path}", set_disabled),
     PageRoute("GET", "/user/remove/{name:path}", confirm_remove),
     PageRoute("POST", "/user/remove/{name:path}", remove),

@@ -1,5 +1,6 @@
 // What every page gets. Without scripts all pages work; these make them quicker to use.
 
+import { startArena } from "./arena.js";
 import { startLive } from "./live.js";
 import { startPalette } from "./palette.js";
 
@@ -100,4 +101,5 @@ startCopies();
 startForms();
 startKeys();
 startPalette();
+startArena();
 startLive();

@@ -31,6 +31,7 @@ function follow(line) {
       if (name === "@reload") location.reload();
       else put(name, html);
     }
+    document.dispatchEvent(new Event("parts"));
   });
   source.addEventListener("tick", () => {
     last = Date.now();

@@ -71,6 +71,7 @@ class Choice:
         self._events = aiter(running)
         self._texts: list[str] = []
         self._prompt_told = False
+        self._sum_logprobs, self._num_judged = 0.0, 0
         self._text = TextStream(
             pieces,
             request.stop_strings,
@@ -89,6 +90,12 @@ class Choice:
     def num_tokens(self) -> int:
         """Tokens up to the stop, as they are told and billed."""
         return self._text.num_tokens
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """How sure the model was of its tokens, those behind a stop string included; None where
+        nobody asked."""
+        return self._sum_logprobs / self._num_judged if self._num_judged else None
 
     @property
     def has_ended(self) -> bool:
@@ -171,7 +178,11 @@ class Choice:
         if event.token_ids:
             self._on_tokens(self, len(event.token_ids))
             if not self._request.only_prompt:
-                text = self._text.push(event.token_ids, event.logprobs)
+                shown = event.logprobs if self._request.logprobs >= 0 else ()
+                text = self._text.push(event.token_ids, shown)
+        if self._request.is_judged:
+            self._sum_logprobs += sum(score.logprob for score in event.logprobs)
+            self._num_judged += len(event.logprobs)
         if event.finish is not None:
             self.finish = event.finish
             if not self._text.stopped and event.finish.reason not in ("stop", "length"):

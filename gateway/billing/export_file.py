@@ -16,13 +16,13 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeAlias
 
 from sqlalchemy.orm import Session
 
@@ -31,6 +31,10 @@ from gateway.billing.export_rows import COLUMNS
 from gateway.billing.usage_export import Chunk, ExportOrder, order_from_json
 from gateway.policy.price_book import PriceBook
 from registry.errors import InvalidValue, RegistryError
+
+Watch: TypeAlias = Callable[[int, int, str], None]
+"""Told after each chunk how many rows there are, what they cost, and where one would go on; it
+raises to give the export up."""
 
 PROOF_SUFFIX = ".proof.json"
 PART_SUFFIX = ".part"
@@ -97,14 +101,20 @@ def write_stream(
     return _proof(order, tally), token
 
 
-def write_file(path: Path, session: Session, order: ExportOrder, book: PriceBook) -> Proof:
+def write_file(
+    path: Path,
+    session: Session,
+    order: ExportOrder,
+    book: PriceBook,
+    watch: Watch = lambda num_rows, cost_nanos, token: None,
+) -> Proof:
     """A whole file and its proof; an interrupted one of the same order is gone on with."""
     part = _part_of(path)
     with _alone(part):
         if order.format == "parquet":
-            proof = _write_parquet(part, session, order)
+            proof = _write_parquet(part, session, order, watch)
         else:
-            proof = _write_text(part, session, order, book)
+            proof = _write_text(part, session, order, book, watch)
         _write_json(_beside(path, PROOF_SUFFIX), proof.to_json())
         part.replace(path)
         _order_of(part).unlink(missing_ok=True)
@@ -169,10 +179,12 @@ def verify(path: Path, session: Session, book: PriceBook) -> Proof:
     return proof
 
 
-def _write_text(part: Path, session: Session, order: ExportOrder, book: PriceBook) -> Proof:
+def _write_text(
+    part: Path, session: Session, order: ExportOrder, book: PriceBook, watch: Watch
+) -> Proof:
     tally, after = Tally(), ""
     if part.exists() and interrupted_order(part.with_name(_whole_name(part))) == order:
-        tally, after = _go_on(part, order)
+        tally, after = _go_on(part, order, watch)
     else:
         part.write_bytes(b"")
         _write_json(_order_of(part), order.to_json())
@@ -181,18 +193,21 @@ def _write_text(part: Path, session: Session, order: ExportOrder, book: PriceBoo
             _put(stream, tally, usage_export.header(order))
         for chunk in usage_export.chunks(session, order, book, after):
             _put(stream, tally, chunk.data, chunk.num_rows, chunk.cost_nanos)
+            watch(tally.num_rows, tally.cost_nanos, chunk.token)
         stream.flush()
         os.fsync(stream.fileno())
     return _proof(order, tally)
 
 
-def _write_parquet(part: Path, session: Session, order: ExportOrder) -> Proof:
-    rows = hashlib.sha256()
+def _write_parquet(part: Path, session: Session, order: ExportOrder, watch: Watch) -> Proof:
+    rows, so_far = hashlib.sha256(), Tally()
 
     def noted() -> Iterator[tuple[Any, int]]:
         for batch, cost in usage_export.posting_batches(session, order):
             rows.update(export_parquet.digestible(batch))
             yield batch, cost
+            so_far.add(b"", len(batch), cost)
+            watch(so_far.num_rows, so_far.cost_nanos, usage_export.token_of(batch[-1]))
 
     num_rows, cost_nanos = export_parquet.write(part, noted())
     with part.open("rb") as stream:
@@ -216,7 +231,7 @@ def _rows_of_parquet(path: Path) -> Tally:
     return tally
 
 
-def _go_on(part: Path, order: ExportOrder) -> tuple[Tally, str]:
+def _go_on(part: Path, order: ExportOrder, watch: Watch) -> tuple[Tally, str]:
     """Cut the part behind what is whole; what is in it, and where to go on."""
     tally, after = Tally(), ""
     keep = _whole_bytes(part, order)
@@ -227,6 +242,7 @@ def _go_on(part: Path, order: ExportOrder) -> tuple[Tally, str]:
         for chunk in _chunks_of(stream, order):
             tally.add(chunk.data, chunk.num_rows, chunk.cost_nanos)
             after = chunk.token
+            watch(tally.num_rows, tally.cost_nanos, after)
     return tally, after
 
 

@@ -6,7 +6,8 @@ decimal number of currency units.
 
 Names come from operators and model registrations, and a spreadsheet runs a cell that begins with
 one of `= + - @`, a tab or a line's end as a formula (OWASP, CSV injection): in CSV such a name gets
-a leading quote. JSON lines have names as they are.
+a leading quote. JSON lines have names as they are, and amounts are numbers everywhere: a cost below
+zero keeps its minus.
 """
 
 import csv
@@ -31,7 +32,8 @@ _TEXTS = tuple(
     for name in POSTING_COLUMNS
     if name in ("tenant_name", "key_name") or get_type_hints(Posting)[name] is str
 )
-_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""The last four are the wide ones of East Asian keyboards: some spreadsheets take them as well."""
 _NANOS = 10**9
 _NUM_COMMAS = len(COLUMNS) - 1
 _NUM_QUOTES = 2 * (len(_TEXTS) + 2)

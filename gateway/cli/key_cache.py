@@ -25,7 +25,7 @@ def add_cache_options(parser: argparse.ArgumentParser) -> None:
         "--false-hit-budget",
         type=_share,
         metavar=f"SHARE|{SERVERS}",
-        help="share of questions that the cache may answer wrongly, such as 0.01",
+        help="share of the answers from the cache that may be wrong, such as 0.01",
     )
     parser.add_argument(
         "--cache-sampled",

@@ -15,12 +15,20 @@ TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 << 20
 
 
-def ask(data_path: Path, **question: object) -> dict[str, Any]:
+def ask(data_path: Path, timeout_s: float = TIMEOUT_S, **question: object) -> dict[str, Any]:
     """The answer. Raises RegistryError where no server runs there, or where it says why not."""
+    answer: dict[str, Any] = json.loads(ask_raw(data_path, timeout_s, **question))
+    if "error" in answer:
+        raise RegistryError(str(answer["error"]))
+    return answer
+
+
+def ask_raw(data_path: Path, timeout_s: float = TIMEOUT_S, **question: object) -> bytes:
+    """The answer as it came: JSON, perhaps with an `error`. Raises RegistryError where none did."""
     path = socket_path(data_path, "operator")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-            link.settimeout(TIMEOUT_S)
+            link.settimeout(timeout_s)
             link.connect(str(path))
             link.sendall(json.dumps(question).encode() + b"\n")
             text = _read(link)
@@ -34,10 +42,7 @@ def ask(data_path: Path, **question: object) -> dict[str, Any]:
         text = b""
     if not text:
         raise RegistryError("the server sent no answer: too many ask at once, or it is stopping")
-    answer: dict[str, Any] = json.loads(text)
-    if "error" in answer:
-        raise RegistryError(str(answer["error"]))
-    return answer
+    return text
 
 
 def _read(link: socket.socket) -> bytes:

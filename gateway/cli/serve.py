@@ -8,6 +8,7 @@ import argparse
 
 import uvloop
 
+from admin.oidc.provider import require_joserfc
 from gateway.cli.common import add_common_options, parse_size, settings_of
 from gateway.server import interpreter, supervisor
 
@@ -62,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     settings = settings_of(options, {name: getattr(options, name) for name in OVERRIDES})
+    if settings.oidc_issuer:
+        require_joserfc()
     interpreter.settle()
     uvloop.run(supervisor.serve(settings))
     return 0

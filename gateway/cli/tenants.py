@@ -1,4 +1,4 @@
-"""`polyhost tenants add|list|set`."""
+"""`polyhost tenants add|list|set|floor|floors`."""
 
 import argparse
 from dataclasses import asdict
@@ -9,8 +9,10 @@ from gateway.cli.common import (
     instant,
     note,
     open_registry,
+    parse_size,
     print_json,
     print_table,
+    size,
 )
 from gateway.service import tenants as service_tenants
 from registry.tenants import PRIORITIES
@@ -42,6 +44,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="refuse all its keys",
     )
     access.add_argument("--enable", dest="disabled", action="store_false", default=None)
+    floor = add_command(
+        commands, "floor", "keep a tenant's models on the device", _floor, with_json=True
+    )
+    floor.add_argument("name", help="name or id")
+    floor.add_argument(
+        "size",
+        type=parse_size,
+        help="so much of its models stays, whatever others load: 20GiB; 0: no floor",
+    )
+    floor.add_argument("models", nargs="*", metavar="MODEL", help="those that are the tenant's")
+    add_command(commands, "floors", "all tenants' floors", _floors, with_json=True)
 
 
 def _add(options: argparse.Namespace) -> int:
@@ -96,5 +109,39 @@ def _set(options: argparse.Namespace) -> int:
         print(
             f"{tenant.name}: weight {tenant.weight:g}, {tenant.priority}, "
             f"{tenant.reserved_share:g} reserved, {state}"
+        )
+    return 0
+
+
+def _floor(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        floor = service_tenants.set_model_floor(control, options.name, options.size, options.models)
+    if options.json:
+        print_json(asdict(floor))
+    elif floor.size_bytes:
+        print(f"{options.name}: {size(floor.size_bytes)} of {', '.join(floor.models)} stay")
+    else:
+        print(f"{options.name}: no floor")
+    return 0
+
+
+def _floors(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        found = service_tenants.list_model_floors(control)
+        names = {tenant.id: tenant.name for tenant in service_tenants.list_tenants(control)}
+    if options.json:
+        print_json([asdict(floor) for floor in found])
+    else:
+        print_table(
+            ("TENANT", "ID", "FLOOR", "MODELS"),
+            [
+                (
+                    names.get(floor.tenant_id, ""),
+                    floor.tenant_id,
+                    size(floor.size_bytes),
+                    ", ".join(floor.models),
+                )
+                for floor in found
+            ],
         )
     return 0

@@ -1,4 +1,7 @@
-"""`polyhost users add|list|set|rm|passwd`. Passwords are asked for, or read from standard input."""
+"""`polyhost users add|list|set|rm|passwd|bind|unbind`.
+
+Passwords are asked for, or read from standard input.
+"""
 
 import argparse
 import getpass
@@ -13,6 +16,7 @@ from gateway.cli.common import (
     print_json,
     print_table,
 )
+from gateway.service import identities
 from gateway.service import users as service_users
 from registry.errors import InvalidValue
 from registry.users import INSTALLATION, ROLES, UserRecord
@@ -39,6 +43,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("name")
     password = add_command(commands, "passwd", "another password; sessions end", _passwd)
     password.add_argument("name")
+    bind = add_command(commands, "bind", "who the identity provider says the user is", _bind)
+    unbind = add_command(commands, "unbind", "no longer; sessions end", _unbind)
+    for each in (bind, unbind):
+        each.add_argument("name")
+        each.add_argument("--issuer", default="", help="the provider; that of the settings")
+    bind.add_argument("subject", help="the claim `sub` of the user's tokens")
 
 
 def _add(options: argparse.Namespace) -> int:
@@ -83,6 +93,20 @@ def _passwd(options: argparse.Namespace) -> int:
     with open_registry(options) as control:
         user = service_users.set_password(control, options.name, password)
     print(f"{user.name} has another password")
+    return 0
+
+
+def _bind(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        found = identities.bind(control, options.name, options.subject, options.issuer)
+    print(f"{options.name} is {found.subject} of {found.issuer}")
+    return 0
+
+
+def _unbind(options: argparse.Namespace) -> int:
+    with open_registry(options) as control:
+        user = identities.unbind(control, options.name, options.issuer)
+    print(f"{user.name} is bound no longer, and all sessions have ended")
     return 0
 
 

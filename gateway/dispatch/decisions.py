@@ -22,8 +22,9 @@ Times are the dispatcher's clock. Whoever shows them to people adds the offset t
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from engine.protocol import SwapCandidate, SwapChoice
@@ -146,6 +147,17 @@ class DecisionLog:
             if len(going_on_now) > MAX_GOING_ON:
                 del going_on_now[next(iter(going_on_now))]
         self._log(kept, logging.ERROR if record.kind == "quarantine" else logging.INFO)
+
+    def add_choices(self, worker_id: str, choices: Iterable[SwapChoice], now_s: float) -> None:
+        """What a worker decided about who leaves."""
+        for choice in choices:
+            self.add(of_choice(worker_id, choice, now_s))
+
+    def last(self, kind: Kind, model: str | None = None, limit: int = 1) -> list[DecisionRecord]:
+        """The last ones of this kind, the latest first; of one model, or of all."""
+        kept = self._all if model is None else self._by_model.get(model, ())
+        found = (entry.frozen() for entry in reversed(kept) if entry.record.kind == kind)
+        return list(islice(found, limit))
 
     def recent(self, model: str | None = None, limit: int = 100) -> list[DecisionRecord]:
         """The last ones, the latest first; of one model, or of all."""

@@ -27,7 +27,7 @@ from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatu
 from gateway.dispatch.admission import Admission
 from gateway.dispatch.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
 from gateway.dispatch.capacity import WorkerCapacity
-from gateway.dispatch.decisions import DecisionLog, DecisionRecord, of_choice
+from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.dispatcher_snapshot import take_snapshot
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
@@ -75,6 +75,7 @@ class Dispatcher:
         self.headroom = Headroom()
         placement = placement or Placement(settings.max_load_share, settings.gather_wait_s)
         self._fleet = Fleet(placement, self.decisions)
+        self.history = self._fleet.history
         self._queue = TicketQueue()
         self._share = share or FairShare(settings.fair_share_max_lead_s)
         self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
@@ -279,8 +280,7 @@ class Dispatcher:
         self._running.progress(worker, status.service)
         if changes.states:
             self._book.status(worker_id, status, now_s)
-        for choice in status.choices:
-            self.decisions.add(of_choice(worker_id, choice, now_s))
+        self.decisions.add_choices(worker_id, status.choices, now_s)
         for swap in status.swaps:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
@@ -301,7 +301,7 @@ class Dispatcher:
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         """A worker process is gone, with all it was running."""
         self._num_workers_lost += 1
-        self._fleet.lose(worker_id)
+        self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
         for name in self._quarantine.worker_died(blamed, reason, self._clock()):

@@ -24,6 +24,7 @@ from engine.protocol import (
 )
 from gateway.dispatch.capacity import Changes, WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
+from gateway.dispatch.residency_log import ResidencyLog
 from gateway.dispatch.tickets import IntegrityError
 from gateway.dispatch.worker_connection import WorkerClient, WorkerListener, WorkerUnavailable
 from gateway.policy.fleet_view import AskRate, Decision, Demand, Outlook, WorkerView, load_seconds
@@ -49,6 +50,7 @@ class Fleet:
         self._connected: dict[str, WorkerCapacity] = {}
         self._placement = placement
         self._decisions = decisions
+        self.history = ResidencyLog()
         self._models: dict[str, HostedModel] = {}
         self._specs: list[ModelSpec] = []
         self._pinned: frozenset[str] = frozenset()
@@ -74,7 +76,7 @@ class Fleet:
     def set_catalog(self, models: Sequence[HostedModel]) -> None:
         """Tell every worker which models there are, now and whenever one connects."""
         self._models = {model.name: model for model in models}
-        self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight) for m in models]
+        self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight, m.floors) for m in models]
         self._pinned = frozenset(m.name for m in models if m.pinned)
         packs: dict[str, list[str]] = {}
         for model in models:
@@ -90,9 +92,10 @@ class Fleet:
         self._connected[worker_id] = WorkerCapacity(worker_id, epoch, now_s)
         self.send(worker_id, SetCatalog(self._specs))
 
-    def lose(self, worker_id: str) -> None:
+    def lose(self, worker_id: str, now_s: float) -> None:
         """Its process is gone."""
         self._forget(worker_id)
+        self.history.lose(worker_id, now_s)
         self._placement.lose_worker(worker_id)
 
     def update(self, worker: WorkerCapacity, status: WorkerStatus, now_s: float) -> Changes:
@@ -103,6 +106,7 @@ class Fleet:
         self._largest_arena_bytes = max(self._largest_arena_bytes, arena_bytes)
         offered, failed = list(worker.offers), [model.model_id for model in worker.failures]
         changes = worker.update(status, now_s)
+        self.history.note(status, changes.states, now_s)
         if changes.offers:
             self._note_offers(worker, offered)
         if changes.states:

@@ -3,6 +3,7 @@ folder.
 
     {"ask": "why", "what": MODEL or REQUEST_ID or "", "tenant": ID or "", "limit": N}
     {"ask": "decisions", "model": MODEL or "", "limit": N}
+    {"ask": "fleet"}     workers, arenas, an hour of residency: packed (fleet_told.py)
 
 One line of JSON each way; the server closes then. The answer has `at` (epoch seconds) and what was
 asked for, or `error`. Times in it are epoch seconds or, where the name says so, seconds from then.
@@ -30,6 +31,7 @@ import msgspec
 from gateway.dispatch.decisions import DecisionRecord
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.explain import WaitReason
+from gateway.dispatch.fleet_told import encode, tell
 from gateway.server import machine
 
 logger = logging.getLogger(__name__)
@@ -94,8 +96,12 @@ class OperatorDesk:
             found = self._why(question.what, question.tenant, limit)
         elif question.ask == "decisions":
             found = self._decisions(question.model, limit)
+        elif question.ask == "fleet":
+            now_s = self._clock()
+            fleet = tell(self._dispatcher, now_s, self._wall_clock() - now_s)
+            found = {"fleet": encode(fleet)}
         else:
-            found = {"error": f"nothing is known of {question.ask!r}: ask why, or decisions"}
+            found = {"error": f"nothing is known of {question.ask!r}: ask why, decisions or fleet"}
         return {"at": self._wall_clock()} | found
 
     def _why(self, what: str, tenant_id: str, limit: int) -> dict[str, Any]:

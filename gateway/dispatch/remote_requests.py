@@ -242,7 +242,7 @@ class RemoteRequests:
 
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         """A worker process is gone, with all it was running."""
-        self._workers.lose(worker_id)
+        self._workers.lose(worker_id, self._clock())
         mine = [t for t in self._running.values() if (t.worker_id, t.epoch) == (worker_id, epoch)]
         for ticket in mine:
             if ticket.state == "streaming":

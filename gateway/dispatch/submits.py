@@ -15,7 +15,7 @@ def submit_of(request: PreparedRequest, tenant_id: str, attempt: int, timeout_s:
         max_tokens=request.max_tokens,
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,
-        logprobs=request.logprobs,
+        logprobs=0 if request.is_judged else request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
         constraint=request.constraint,
         timeout_s=timeout_s,

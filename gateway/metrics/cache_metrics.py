@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+LOOK_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.05, 0.1)
 EMBED_BUCKETS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1)
 
 
@@ -36,6 +37,13 @@ class CacheMetrics:
             "store_failures", "Calls of the store that failed: misses.", ("call",)
         )
         self.not_kept = counter("not_kept", "Answers that are not worth keeping.", ("reason",))
+        self.look_time = Histogram(
+            "polyhost_semantic_cache_lookup_seconds",
+            "What a request waited for the store of answers, failures included.",
+            ("call",),
+            buckets=LOOK_BUCKETS,
+            registry=registry,
+        )
         self.embed_time = Histogram(
             "polyhost_semantic_cache_embed_seconds",
             "From a question to its vector.",

@@ -10,6 +10,7 @@ Reason: TypeAlias = Literal[
     # load, warm
     "free pages",  # room that costs nobody
     "idle models make room",
+    "models at rest make room",  # in demand, and at work for nobody at this moment
     "worth more",  # than a busy model, by margin and residence
     "gathered",  # enough waits that the load pays
     "bound reached",  # the oldest has waited as long as it may

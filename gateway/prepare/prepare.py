@@ -65,8 +65,11 @@ class Preparer:
         codecs: Codecs,
         bounds: PrepareBounds,
         has_embedder: bool = False,
+        judges: bool = False,
     ) -> None:
-        """`has_embedder`: the cache can compare meanings."""
+        """`has_embedder`: the cache can compare meanings; `judges`: it keeps no answer of which the
+        model was not sure."""
+        self._judges = judges
         self._has_embedder = has_embedder
         self._directory = directory
         self._codecs = codecs
@@ -119,6 +122,7 @@ class Preparer:
             shown_token_ids=frozenset(
                 codec.formats.special_ids[token] for token in prompt.plan.spelled_tokens
             ),
+            is_judged=self._judges and cache.decision == "lookup" and cache.keeps,
         )
         turn = None
         if cache.decision == "lookup":

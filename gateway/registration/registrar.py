@@ -36,6 +36,7 @@ import msgspec
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
+from gateway.policy.pace import Pace
 from gateway.registration import register_process
 from gateway.registration.register_process import (
     INTERNAL_ERROR,
@@ -47,7 +48,7 @@ from gateway.registration.registration_files import CRASHED, LOGS_FOLDER, RESUMA
 from gateway.service.control import Control, open_control
 from gateway.service.models import list_models
 from gateway.settings import Settings
-from registry import catalog, locks, revisions
+from registry import catalog, locks, registrations, revisions
 from registry.catalog import CANCELLED, INTERRUPTED, NEXT, ModelRecord, PackFacts
 from registry.errors import RegistryBusy, RegistryError
 
@@ -83,6 +84,7 @@ class _Run:
     on_progress: OnProgress
     waiting: dict[str, list[ModelRecord]] = field(default_factory=lambda: defaultdict(list))
     latest: dict[str, RegisterEvent] = field(default_factory=dict)
+    paces: dict[str, Pace] = field(default_factory=dict)
     told_of_bug: bool = False
 
 
@@ -207,15 +209,20 @@ def _handle(job: _Run, event: RegisterEvent) -> bool:
     if event.event == "progress" and rows:
         before = job.latest.get(event.source)
         job.latest[event.source] = event
+        same = before is not None and before.phase == event.phase
+        pace = job.paces.get(event.source, Pace()) if same else Pace()
+        job.paces[event.source] = pace.seen(event.done_bytes, time.monotonic())
         for row in rows:
             job.on_progress(Progress(row.name, event.phase, event.done_bytes, event.total_bytes))
-        return before is None or before.phase != event.phase
+        return not same
     if event.event == "preflight":
         for row in rows:
             job.on_progress(Progress(row.name, "preflight", 0, 0, event))
     if event.event == "resolved":
         for row in rows:
-            note = partial(catalog.note_commit, registration=row.registration, commit=event.commit)
+            note = partial(
+                registrations.note_commit, registration=row.registration, commit=event.commit
+            )
             lasting(control.writing, note)
     if event.event == "ready":
         facts = _facts(event)
@@ -259,11 +266,12 @@ def _beat(job: _Run) -> None:
         event = job.latest.get(source) or RegisterEvent("progress", source, phase="start")
         for row in rows:
             beat = partial(
-                catalog.progress,
+                registrations.progress,
                 registration=row.registration,
                 phase=event.phase[:32],
                 done_bytes=event.done_bytes,
                 total_bytes=event.total_bytes,
+                bytes_per_s=job.paces.get(source, Pace()).per_s,
                 now_at=job.control.clock(),
             )
             lasting(job.control.writing, beat)
@@ -353,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _adopt(control: Control, name: str, pid: int) -> ModelRecord:
     with control.writing() as session:
         model = catalog.get_model(session, name)
-        catalog.adopt(
+        registrations.adopt(
             session, model.registration, socket.gethostname(), pid, now_at=control.clock()
         )
     return model

@@ -18,7 +18,7 @@ from registry import catalog, revisions
 from registry.catalog import CANCELLED, NEXT, ModelRecord
 from registry.errors import IllegalTransition, InvalidValue
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
 _HUB_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _REVISION = re.compile(r"[!-~]{1,128}")
 

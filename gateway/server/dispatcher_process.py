@@ -9,9 +9,9 @@ registry, the counts of limits as the ledger knows them and what tenants were ah
 rest (dispatcher_protocol.py). A load that was under way is the worker's and goes on: its statuses
 say so.
 
-What a change of dispatcher forgets: predictions of what requests use, the decisions that were
-recorded, who was served lately, strikes of models that crashed workers, how loads were budgeted,
-and counts by the minute.
+What a change of dispatcher forgets: predictions of what requests use, the decisions and the hour of
+residency that were recorded, who was served lately, strikes of models that crashed workers, how
+loads were budgeted, and counts by the minute.
 """
 
 import asyncio

@@ -77,6 +77,22 @@ def purge_cache(
     return None if None in counts else sum(counts)
 
 
+def list_entries(
+    control: Control, tenant: str, model: str = "", limit: int = 100
+) -> list[dict[str, Any]]:
+    """Kept answers of a tenant, or of its with a model, some of them if there are more; the newest
+    first, texts cut. Who may purge them may read them."""
+    with control.reading() as session:
+        tenant_id = find_tenant(control, session, tenant, "cache.write").id
+    if limit < 1:
+        raise InvalidValue("say how many to list: 1 or more")
+    question = {"ask": "list", "tenant_id": tenant_id, "model_name": model, "limit": limit}
+    found: dict[str, dict[str, Any]] = {}
+    for row in _ask_all(control, question):
+        found |= {entry["request_id"]: entry for entry in row["entries"]}
+    return sorted(found.values(), key=lambda entry: -entry["made_at"])[:limit]
+
+
 def show_entry(control: Control, request_id: str, tenant: str = "") -> dict[str, Any]:
     """The kept answer that came from a request. Its texts are the tenant's: who may purge them may
     read them. `tenant` saves looking through those of all. Raises NotFound."""

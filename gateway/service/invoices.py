@@ -23,7 +23,8 @@ from gateway.service.prices import price_book
 from registry import exports, invoices, tenants
 from registry.errors import AlreadyExists, InvalidValue, NotFound, RegistryError
 from registry.exports import Corrected, Scope
-from registry.invoices import InvoiceRecord
+from registry.invoices import InvoiceRecord, IssuedInvoice
+from registry.paging import Cut, Listed
 from registry.tenants import TenantRecord
 
 EARLIER = "earlier months"
@@ -132,6 +133,16 @@ def list_invoices(control: Control, tenant: str | None = None) -> list[InvoiceRe
         only = None if tenant is None else find_tenant(control, session, tenant, "usage.read").id
         found = invoices.list_invoices(session, only)
     return [one for one in found if seen is None or one.tenant_id in seen]
+
+
+def invoices_page(
+    control: Control, tenant: str, text: str, cut: Cut
+) -> tuple[Listed[IssuedInvoice], int]:
+    """A page of those that who asks may see, of one tenant where it is named, and how many."""
+    seen = visible(control, "usage.read")
+    with control.reading() as session:
+        only = (find_tenant(control, session, tenant, "usage.read").id,) if tenant else seen
+        return invoices.page(session, only, text, cut)
 
 
 def get_invoice(control: Control, number: str) -> tuple[InvoiceRecord, Document]:

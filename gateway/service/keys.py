@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from gateway.cache.asks import no_embedder
 from gateway.service.control import Control, find_key, find_tenant, visible
+from gateway.service.meanwhile import check_unchanged, mark_of
 from registry import api_keys
 from registry.api_keys import KeyChanges, KeyRecord
 from registry.errors import AlreadyExists, InvalidValue
@@ -64,12 +65,14 @@ def show_key(control: Control, key: str) -> KeyRecord:
         return find_key(control, session, key, "keys.read")
 
 
-def change_key(control: Control, key: str, changes: KeyChanges) -> KeyRecord:
-    """Other bounds for a key; its secret stays."""
+def change_key(control: Control, key: str, changes: KeyChanges, seen: str = "") -> KeyRecord:
+    """Other bounds for a key; its secret stays. `seen`: the mark of the bounds that were looked at.
+    Raises ChangedMeanwhile where they are others by now."""
     if not isinstance(changes.cache, Unchanged):
         _check_cache(control, changes.cache)
     with control.writing() as session:
         found = find_key(control, session, key, "keys.write")
+        check_unchanged("the key was", bounds_mark(found), seen)
         return api_keys.change(session, found.id, changes, now_at=control.clock())
 
 
@@ -78,6 +81,19 @@ def revoke_key(control: Control, key: str) -> KeyRecord:
     with control.writing() as session:
         found = find_key(control, session, key, "keys.write")
         return api_keys.revoke(session, found.id, now_at=control.clock())
+
+
+def bounds_mark(key: KeyRecord) -> str:
+    """Of all that `change_key` may change."""
+    models, networks = key.allowed_models, key.allowed_networks
+    return mark_of(
+        (
+            None if models is None else sorted(models),
+            None if networks is None else [str(one) for one in networks],
+            key.expires_at,
+            key.cache.public(),
+        )
+    )
 
 
 def secret_mark(key: KeyRecord) -> str:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from sqlalchemy.orm import Session
 
 from gateway.service.control import Control, find_key, find_tenant, require, visible
-from registry import api_keys, audit, catalog, quotas, tenants
-from registry.audit import AuditFilter
-from registry.errors import RegistryError
+from gateway.service.meanwhile import ChangedMeanwhile, setters
+from registry import api_keys, catalog, quotas, tenants
 from registry.quotas import Limits, LimitScope
 
 
@@ -22,7 +21,7 @@ class OwnedLimits:
     limits: Limits
 
 
-class ChangedMeanwhile(RegistryError):
+class LimitsChanged(ChangedMeanwhile):
     """Somebody else has set a limit since it was looked at; nothing was changed. `now` holds, and
     `by` says who set each of those that clash."""
 
@@ -42,7 +41,7 @@ def set_limits(
     """Change the limits that are named (fields of Limits); 0 means unlimited.
 
     `owner`: a key's id or public id, a tenant's id or name, a model's name, "" for the gateway.
-    `seen`: what held when they were chosen. Raises ChangedMeanwhile where one of them holds no
+    `seen`: what held when they were chosen. Raises LimitsChanged where one of them holds no
     more and is not what is wanted anyway.
     """
     require(control, "limits.write")
@@ -94,13 +93,7 @@ def _check_unchanged(
     }
     if not clashing:
         return
-    told = audit.page(session, AuditFilter(action="limits.set", target=owner or scope), limit=50)
-    by: dict[str, str] = {}
-    for entry in told:
-        for name in clashing.difference(by):
-            if (entry.before or {}).get(name) != (entry.after or {}).get(name):
-                by[name] = entry.actor
-    raise ChangedMeanwhile(now, {name: by.get(name, "somebody") for name in clashing})
+    raise LimitsChanged(now, setters(session, "limits.set", owner or scope, clashing))
 
 
 def resolve_owner(

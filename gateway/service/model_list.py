@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 from gateway.service.control import Control, process_is_alive, require
 from gateway.service.models import list_models
-from registry import catalog, model_list, prices, revisions
+from registry import catalog, model_list, prices, registrations, revisions
 from registry.catalog import HEARTBEAT_TIMEOUT_S, NEXT, ModelRecord
 from registry.model_list import Hour, ModelCounts, ModelFilter, ModelLine
 from registry.paging import Cut, Listed
 from registry.prices import PriceRecord
+from registry.registrations import Registration, RegistrationFilter
 from registry.revisions import RevisionRecord
 
 RECENT_S = 86_400.0
@@ -57,6 +58,21 @@ def model_view(control: Control, name: str) -> ModelView:
             job = update
         price = prices.prices_of(session, [name], control.clock()).get(name)
         return ModelView(model, job, price, revisions.list_revisions(session, name))
+
+
+def registrations_page(
+    control: Control, wanted: RegistrationFilter, sort: str, cut: Cut
+) -> tuple[Listed[Registration], Listed[Registration], dict[str, int]]:
+    """A page of all registrations; those that go on, the newest first; how many by state."""
+    require(control, "models.read")
+    _fail_lost(control)
+    running = RegistrationFilter(state="registering")
+    with control.reading() as session:
+        return (
+            registrations.page(session, wanted, sort, cut),
+            registrations.page(session, running, "since", Cut(descending=True)),
+            model_list.counts(session).by_state,
+        )
 
 
 def model_traffic(control: Control, name: str, hours: int = 24) -> list[Hour]:

@@ -27,7 +27,7 @@ from gateway.service.control import (
 )
 from gateway.settings import Settings
 from gateway.types import HostedModel
-from registry import catalog, locks, quotas, residency_requests, revisions
+from registry import catalog, floors, locks, quotas, residency_requests, revisions
 from registry.catalog import ModelRecord
 from registry.errors import RegistryError
 from registry.quotas import UNLIMITED
@@ -129,7 +129,7 @@ def remove_model(control: Control, name: str) -> bool:
 
 def hosted_models(session: Session, data_dir: Path) -> list[HostedModel]:
     """The ready models as the request path needs them."""
-    limits = quotas.all_limits(session, "model")
+    limits, kept = quotas.all_limits(session, "model"), floors.by_model(session)
     hosted = []
     for model in catalog.ready_models(session):
         hosted.append(
@@ -148,6 +148,7 @@ def hosted_models(session: Session, data_dir: Path) -> list[HostedModel]:
                 labels=tuple(model.labels),
                 multi_label=model.multi_label,
                 limits=limits.get(model.name, UNLIMITED),
+                floors=kept.get(model.name, ()),
             )
         )
     return hosted

@@ -6,13 +6,15 @@ that of its arrival, and no gateway may learn of a price after it began.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 
 from sqlalchemy.orm import Session
 
 from gateway.policy.price_book import Plan, PriceBook, Terms
 from gateway.policy.pricing import Prices
 from gateway.service.control import Control, find_tenant, require, visible
+from gateway.service.meanwhile import check_unchanged, mark_of
 from registry import catalog, plans, prices, tenants
 from registry.base import LATEST_AT
 from registry.errors import InvalidValue
@@ -34,14 +36,20 @@ class PlanView:
     num_tenants: int
 
 
-def set_price(control: Control, price: PriceRecord, valid_from: float | None = None) -> PriceRecord:
+def set_price(
+    control: Control, price: PriceRecord, valid_from: float | None = None, seen: str = ""
+) -> PriceRecord:
     """A list price from `valid_from` (as soon as may be where None) on. The model must be in the
-    catalog."""
+    catalog. `seen`: the mark of its dated prices that were looked at. Raises ChangedMeanwhile where
+    they are others by now."""
     require(control, "prices.write")
     with control.writing() as session:
         now_at = control.clock()
         start = _start(control, valid_from, now_at)
         name = catalog.get_model(session, price.model).name
+        if seen:
+            now = prices_mark(prices.list_prices(session, name))
+            check_unchanged("the model's prices were", now, seen)
         dated = replace(price, model=name, valid_from=start)
         return prices.set_price(session, dated, now_at=now_at)
 
@@ -51,6 +59,11 @@ def list_prices(control: Control, model: str | None = None) -> list[PriceRecord]
     visible(control, "prices.read")
     with control.reading() as session:
         return prices.list_prices(session, model)
+
+
+def prices_mark(dated: Iterable[PriceRecord]) -> str:
+    """Of one model's dated prices, in any order."""
+    return mark_of(sorted(astuple(price) for price in dated))
 
 
 def create_plan(control: Control, name: str, discount_bp: int = 0) -> PlanDiscount:

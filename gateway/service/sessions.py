@@ -12,6 +12,7 @@ A token is a secret: it is in no log, no audit entry and no message.
 
 import ipaddress
 import logging
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ def sign_in(control: Control, name: str, password: str, address: str, agent: str
     began_at = control.clock()  # a password that is changed from here on ends this session too
     with control.reading() as session:
         user = users.authenticate(session, name, password)
-    if user is None:
+    if user is None or not control.settings.may_use_password(user.name):
         logger.warning("sign-in refused user=%r address=%s", name, address)
         raise SignInRefused("That name and password do not go together.")
     with acting_as(control, user).writing() as session:
@@ -102,6 +103,17 @@ def who(control: Control, token: str, is_use: bool = True) -> SignedIn | None:
         ):
             user_sessions.touch(session, token, now_at=now_at)
     return SignedIn(user, found, acting_as(control, user))
+
+
+def ended(control: Control, tokens: Collection[str]) -> frozenset[str]:
+    """Those of the tokens whose sessions hold no more: ended, idle, or of who was shut out."""
+    now_at, idle_s = control.clock(), control.settings.admin_idle_s
+    with control.reading() as session:
+        return frozenset(
+            token
+            for token in tokens
+            if user_sessions.user_of(session, token, now_at=now_at, idle_s=idle_s) is None
+        )
 
 
 def sign_out(control: Control, token: str) -> None:

@@ -44,13 +44,14 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class UsageView:
-    """What a page shows. `lines` are the costliest first; of days and hours, in their order.
-    `kept_from`: postings before that may be deleted, and exports lack them."""
+    """What a page shows. `lines` are the costliest first, of `num_lines`; of days and hours all, in
+    their order. `kept_from`: postings before that may be deleted, and exports lack them."""
 
     tenant: TenantRecord | None
     key: KeyRecord | None
     total: Amounts
     lines: list[UsageLine]
+    num_lines: int
     series: list[Series]
     kept_from: float
 
@@ -64,9 +65,11 @@ def usage_view(
     tenant: str = "",
     key: str = "",
     model: str = "",
+    max_lines: int = 200,
 ) -> UsageView:
-    """Of [from_at, to_at), apart by one of usage_sums.BY; `unit` of the picture: day or hour.
-    Raises NotFound, Forbidden, InvalidValue."""
+    """Of [from_at, to_at), apart by one of usage_sums.BY; `unit` of the picture: day or hour. Of
+    tenants, keys and models at most `max_lines` are apart. Raises NotFound, Forbidden,
+    InvalidValue."""
     if from_at >= to_at:
         raise InvalidValue("the first day is behind the last")
     seen = visible(control, "usage.read")
@@ -83,17 +86,16 @@ def usage_view(
             (of_key.id,) if of_key else None,
             (model,) if model else None,
         )
-        sums = usage_sums.sum_of(session, wanted, by)
-        found = [(ref, amounts) for (ref, _), amounts in sums.items()]
-        if by in ("day", "hour"):
-            found.sort(key=lambda row: int(row[0]))
+        apart = by in usage_sums.OWNERS
+        if apart:
+            top = usage_sums.top(session, wanted, by, max_lines)
+            found, total, num = top.lines, top.total, top.num
         else:
-            found.sort(key=lambda row: (-row[1].cost_nanos, -row[1].num_requests, row[0]))
+            sums = usage_sums.sum_of(session, wanted, by)
+            found, num = sorted(sums.items(), key=lambda row: int(row[0])), len(sums)
+            total = Amounts._make(map(sum, zip(*sums.values(), strict=True))) if sums else Amounts()
         names = usage_sums.names(session, by, [ref for ref, _ in found])
         lines = [UsageLine(ref, names[ref], amounts) for ref, amounts in found]
-        columns = zip(*(amounts for _, amounts in found), strict=True)
-        total = Amounts._make(map(sum, columns)) if found else Amounts()
-        apart = by in ("tenant", "key", "model")
         first = lines[:NUM_SERIES] if apart else []
         if by == unit:
             costs = {"": {int(ref): amounts.cost_nanos for ref, amounts in found}}
@@ -104,7 +106,7 @@ def usage_view(
         if "" in costs:
             series.append(Series("", "others" if series else "all", costs[""]))
         kept_from = session.get_one(rollups.LedgerStateRow, rollups.ONLY_ROW).kept_from
-        return UsageView(of_tenant, of_key, total, lines, series, kept_from)
+        return UsageView(of_tenant, of_key, total, lines, num, series, kept_from)
 
 
 def export_chunks(control: Control, order: ExportOrder) -> Iterator[bytes]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from gateway.policy.permissions import INSTALLATION
 from gateway.service.control import Control, find_tenant, open_control, require, visible
+from gateway.service.meanwhile import check_unchanged, mark_of
 from gateway.settings import Settings
 from registry import user_sessions, users
 from registry.users import UserRecord
@@ -37,15 +38,26 @@ def list_users(control: Control) -> list[UserRecord]:
     return [_as_seen(user, seen) for user in every if seen is None or seen & user.roles.keys()]
 
 
-def set_role(control: Control, name: str, role: str | None, tenant: str = "") -> UserRecord:
-    """A user's role for the installation or for a tenant; None takes it away."""
+def set_role(
+    control: Control, name: str, role: str | None, tenant: str = "", seen: str = ""
+) -> UserRecord:
+    """A user's role for the installation or for a tenant; None takes it away. `seen`: the mark of
+    the roles that were looked at. Raises ChangedMeanwhile where they are others by now."""
     with control.writing() as session:
         if tenant:
             tenant = find_tenant(control, session, tenant, "users.write").id
         else:
             require(control, "users.write")
+        if seen:
+            known = _as_seen(users.get_user(session, name), visible(control, "users.read"))
+            check_unchanged(f"the roles of {name!r} were", roles_mark(known), seen)
         user = users.set_role(session, name, role, tenant, now_at=control.clock())
     return _as_seen(user, visible(control, "users.read"))
+
+
+def roles_mark(user: UserRecord) -> str:
+    """Of the user's roles, as far as who asks may see them."""
+    return mark_of(user.roles)
 
 
 def set_user_disabled(control: Control, name: str, disabled: bool) -> UserRecord:

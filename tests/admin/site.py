@@ -126,15 +126,16 @@ class Visitor:
             if self.cookies:
                 jar = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
                 request.add_header("cookie", jar)
-            answer = _ask(request)
-            self._keep(answer.headers)
+            answer = send(request)
+            self.keep(answer.headers)
             if answer.status not in (302, 303, 308):
                 return answer
             url = urllib.parse.urljoin(url, answer.headers["location"])
             method, data = "GET", None
         raise AssertionError(f"redirects without an end: {url}")
 
-    def _keep(self, headers: "Message[str, str]") -> None:
+    def keep(self, headers: "Message[str, str]") -> None:
+        """The cookies that came."""
         for line in headers.get_all("set-cookie") or []:
             name, _, value = line.partition(";")[0].partition("=")
             if "Max-Age=0" in line:
@@ -148,7 +149,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def _ask(request: urllib.request.Request) -> Answer:
+def send(request: urllib.request.Request) -> Answer:
+    """One request, no redirect followed."""
     opener = urllib.request.build_opener(_NoRedirect)
     try:
         with opener.open(request, timeout=30) as answer:

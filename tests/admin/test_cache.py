@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway.service.cache_use import upper_bound
 from registry import audit, ledger, rollups, tenants
 from registry.ledger import Posting
 from tests.admin.site import Site, Visitor
+from tests.gateway.cache.answers_kit import entry_of, scope_of
 
 HOSTILE = '"><script>alert(1)</script>'
 
@@ -22,7 +24,8 @@ class Desk(CacheDesk):
     """The gateway's own, which notes what it was asked."""
 
     def __init__(self) -> None:
-        super().__init__(MemoryAnswers(1 << 20, 1 << 20))
+        self.store = MemoryAnswers(1 << 20, 1 << 20)
+        super().__init__(self.store)
         self.asked: list[bytes] = []
 
     async def answer(self, line: bytes) -> dict[str, Any]:
@@ -119,6 +122,32 @@ def test_stores_say_what_they_keep_and_are_flushed(site: Site, ann: Visitor, des
         assert audit.latest(session, 1)[0].action == "cache.purge"
 
 
+def test_answers_of_a_tenant_are_listed(site: Site, ann: Visitor, desk: Desk) -> None:
+    with site.control.reading() as session:
+        acme = next(one.id for one in tenants.list_tenants(session) if one.name == "acme")
+
+    async def keep(question: str, model: str) -> None:
+        scope = scope_of(acme, model)
+        found = await desk.store.exact(scope, bytes(32))
+        await desk.store.keep(entry_of(scope, question, found.epoch, made_at=time.time()))
+
+    for question, model in ((HOSTILE, "tiny"), ("why?", "tiny"), ("how?", "other")):
+        asyncio.run(keep(question, model))
+    assert "Kept answers of a tenant" in ann.get("/cache").text
+    assert "Nothing is kept" not in ann.get("/cache/answers").text
+    text = ann.get("/cache/answers?tenant=acme&model=").text
+    assert all(f'<td data-label="Question">{one}' in text for one in ("why?", "how?"))
+    assert HOSTILE not in text
+    assert "3 of what is kept" in text
+    text = ann.get("/cache/answers?tenant=acme&model=other").text
+    assert "how?" in text
+    assert "why?" not in text
+    assert "Nothing is kept" in ann.get("/cache/answers?tenant=acme&model=none").text
+    missing = ann.get("/cache/answers?tenant=nobody")
+    assert missing.status == 422
+    assert "nobody" in missing.text
+
+
 def test_what_is_wrong_is_said(ann: Visitor, desk: Desk) -> None:
     del desk
     assert ann.get("/cache/confirm").status == 422
@@ -133,6 +162,7 @@ def test_a_viewer_sees_and_a_tenants_user_does_not(site: Site, ann: Visitor, des
     vera, tom = site.visitor("vera"), site.visitor("tom")
     assert vera.get("/cache").status == 200
     assert "/cache/confirm" not in vera.get("/cache").text
+    assert vera.get("/cache/answers?tenant=acme").status == 403
     assert vera.get("/cache/confirm?tenant=acme").status == 403
     before = len(desk.asked)
     assert vera.post("/cache/flush", {"tenant": "acme"}).status == 403

@@ -9,7 +9,7 @@ from admin.ask import PageRoute, StreamRoute
 from admin.pages import PAGES, STREAMS
 from admin.session import ROUTES
 from engine.protocol import ModelStatus
-from registry import catalog, prices
+from registry import catalog, prices, registrations
 from registry.catalog import NEXT
 from registry.prices import PriceRecord
 from tests.admin.site import MIB, Site, Visitor, worker_status
@@ -61,7 +61,7 @@ def test_a_registration_is_seen_until_it_ends(site: Site, ann: Visitor) -> None:
         row = catalog.add_model(
             session, "tiny" + NEXT, "/models/tiny-2", now_at=now_at, registrar_host="elsewhere"
         )
-        catalog.progress(session, row.registration, "convert", 30, 120, now_at=now_at)
+        registrations.progress(session, row.registration, "convert", 30, 120, now_at=now_at)
     page = ann.get("/models/tiny").text
     assert "Registration of /models/tiny-2" in page
     assert 'value="30"' in page

@@ -11,6 +11,7 @@ PAGES = {
     "models": "/models",
     "models-filtered": "/models?q=nothing-is-called-that",
     "model": "/models/tiny",
+    "model-tokens": "/models/tiny?show=tokens",
     "model-failed": "/models/broken",
     "model-confirm": "/model/confirm/unload/tiny",
     "register": "/register",
@@ -76,7 +77,8 @@ def test_pages_are_used_by_keyboard_alone(site: Site, browser: Browser) -> None:
         visit.page.keyboard.press("Tab")
         visit.page.keyboard.type(PASSWORD)
         visit.page.keyboard.press("Enter")
-        visit.page.wait_for_url("**/models")
+        visit.page.wait_for_url("**/overview")
+        visit.go("/models")
         visit.page.keyboard.press("Tab")
         assert visit.page.evaluate("document.activeElement.className") == "skip"
         visit.page.keyboard.press("Enter")
@@ -127,6 +129,7 @@ def test_what_a_worker_says_is_seen_without_loading_the_page_anew(
 def test_without_scripts_the_pages_work(site: Site, browser: Browser) -> None:
     with browser.open(site.url, scripts=False) as visit:
         visit.sign_in("ann", PASSWORD)
+        visit.go("/models")
         visit.page.fill("input[name=q]", "tiny")
         visit.page.click("text=Filter")
         visit.page.wait_for_url("**q=tiny**")

@@ -41,6 +41,8 @@ CHANGES: tuple[tuple[str, dict[str, str]], ...] = (
     ("/user/password/ann", {"password": "long enough"}),
     ("/user/disabled/ann", {"disabled": "1"}),
     ("/user/remove/ann", {}),
+    ("/user/bind/ann", {"subject": "mine"}),
+    ("/user/unbind/ann", {"issuer": "https://id.example"}),
 )
 
 

@@ -47,7 +47,7 @@ def test_after_signing_in_nobody_is_sent_elsewhere(site: Site, elsewhere: str) -
 def test_the_cookie_is_for_these_pages_and_no_script(site: Site) -> None:
     visitor = site.visitor()
     # Without following: the answer to the form itself.
-    visitor._keep = lambda headers: told.append(headers.get_all("set-cookie"))  # type: ignore[method-assign]
+    visitor.keep = lambda headers: told.append(headers.get_all("set-cookie"))  # type: ignore[method-assign]
     told: list[list[str] | None] = []
     visitor.sign_in("ann")
     cookies = [line for lines in told if lines for line in lines if line.startswith(COOKIE)]
@@ -241,3 +241,18 @@ def test_pages_are_answered_while_the_server_is_told_to_stop(fresh: Site) -> Non
     assert stream.headers["content-type"].startswith("text/event-stream")
     assert b"event: tick" not in stream.body, "a stream ends with the server"
     assert visitor.get("/models").status == 200
+
+
+def test_behind_a_proxy_that_speaks_tls(tmp_path: Path) -> None:
+    with running_site(tmp_path, trusted_proxies="127.0.0.1") as site:
+        visitor = site.visitor()
+        told: list[str] = []
+        visitor.keep = lambda headers: told.extend(headers.get_all("set-cookie") or [])  # type: ignore[method-assign]
+        fields = {"name": "ann", "password": PASSWORD}
+        browser = {"origin": site.url.replace("http:", "https:")}
+        assert visitor.post("/sign-in", fields, csrf="", **browser).status == 403, "not told of TLS"
+        visitor.post("/sign-in", fields, csrf="", x_forwarded_proto="https", **browser)
+        (cookie,) = [line for line in told if line.startswith(COOKIE)]
+        assert cookie.endswith("; Secure")
+        forged = {"x_forwarded_proto": "https", "origin": site.url}
+        assert visitor.post("/sign-in", fields, csrf="", **forged).status == 403

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import convert_memory, int8_loss, pack_load, shapes
+from bench import convert_memory, format_loss, pack_load, shapes
 from engine.registration.source import SourceTensors, weight_files
 
 SHAPE = {
@@ -76,17 +76,22 @@ def test_loads_are_compared(
     assert "safetensors" not in capsys.readouterr().err
 
 
-def test_losses_and_times_of_int8(
+def test_losses_and_times_of_formats(
     tmp_path: Path, shape_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in int8_loss.MODELS:
+    for name in format_loss.MODELS:
         (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(b"To be, or not to be. " * 400))
     output = tmp_path / "result.json"
     arguments = [str(tmp_path), "--rows", "1", "--repeats", "1", "--output", str(output)]
-    int8_loss.main([*arguments, "--shape", "tiny", "--shapes", str(shape_file)])
+    format_loss.main([*arguments, "--shape", "tiny", "--shapes", str(shape_file)])
     result = json.loads(output.read_text())
     for row in result["loss"].values():
-        assert row["int8"]["pack_bytes"] < row["bfloat16"]["pack_bytes"]
-        assert abs(row["int8"]["loss"] - row["float32"]["loss"]) < 0.2
-    assert set(result["linears"]) == {"1", "16"}
+        sizes = [row[name]["pack_bytes"] for name in ("int4", "int8", "bfloat16")]
+        assert sizes == sorted(set(sizes))
+        for name, bound in (("int8", 0.05), ("int8 dynamic", 0.05), ("int4 dynamic", 0.3)):
+            assert 0 < abs(row[name]["loss"] - row["bfloat16"]["loss"]) < bound
+        # Formats that differ in what is rounded differ in what comes out.
+        assert len({row[name]["loss"] for name in format_loss.FORMATS}) == len(format_loss.FORMATS)
+    assert set(result["linears"]) == {"1", "16", "128"}
+    assert "bfloat16" in result["linears"]["16"]
     assert "perplexity" in capsys.readouterr().out

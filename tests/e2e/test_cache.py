@@ -34,6 +34,7 @@ def cached(
     settings = {
         "POLYHOST_CACHE_EMBEDDER": "embed",
         "POLYHOST_CACHE_EMBED_TIMEOUT_S": "5",
+        "POLYHOST_CACHE_LEAST_LOGPROB": "-100",  # asked for, and never so low
         "POLYHOST_REDIS_URL": redis.url,
     }
     arguments = ("--device-budget", DEVICE_BUDGET, "--gateway-processes", "2")
@@ -99,7 +100,21 @@ def test_hits_are_shared_traced_and_purged_everywhere(cached: Server, prepared: 
     rows = polyhost_json(cached.data_dir, "cache", "stats")
     assert [row["gateway"] for row in rows] == ["gateway-0", "gateway-1"]
     assert {row["store"].partition(" ")[0] for row in rows} == {"redis"}
+    listed = polyhost_json(cached.data_dir, "cache", "list", "--tenant", "acme")
+    assert {entry for result, entry, _ in found if result == "hit"} <= {
+        row["request_id"] for row in listed
+    }
     assert ask(cached, prepared.keys["crowd"], SAME)[0] == "miss"  # another tenant
+    said = {row["question"] for row in listed if row["question"] in (ASK, SAME)}
+    for text in said:
+        purged = polyhost(cached.data_dir, "cache", "purge", "--tenant", "acme", "--text", text)
+        assert purged.stdout.startswith("purged ")
+        assert purged.stdout != "purged 0 answers\n"
+    assert said.isdisjoint(
+        row["question"]
+        for row in polyhost_json(cached.data_dir, "cache", "list", "--tenant", "acme")
+    )
+    assert ask(cached, key, SAME)[0] == "miss"
     done = polyhost(cached.data_dir, "cache", "purge", "--tenant", "acme")
     assert done.returncode == 0, done.stderr
     assert ask(cached, key, "the cat sat on THE mat")[0] == "miss"

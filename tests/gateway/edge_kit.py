@@ -188,7 +188,8 @@ class Running:
         """Tokens come from the worker, with the scores that were asked for."""
         request, is_first = self.request, not self.num_sent
         self.num_sent += len(token_ids)
-        scores = [score(i, request.logprobs) for i in token_ids] if request.logprobs >= 0 else []
+        wanted = 0 if request.is_judged else request.logprobs
+        scores = [score(i, wanted) for i in token_ids] if wanted >= 0 else []
         prompt = []
         if is_first and request.prompt_logprobs >= 0:
             prompt = [score(i, request.prompt_logprobs) for i in request.prompt_token_ids[1:]]

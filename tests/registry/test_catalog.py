@@ -5,7 +5,7 @@ import itertools
 import pytest
 from sqlalchemy import Engine
 
-from registry import catalog
+from registry import catalog, registrations
 from registry.catalog import TRANSITIONS, ModelRecord, PackFacts
 from registry.errors import AlreadyExists, InvalidValue, NotFound
 from registry.session import reading, writing
@@ -85,7 +85,7 @@ def test_progress_beats_without_a_new_version(engine: Engine) -> None:
     model = begin(engine)
     with writing(engine, "test") as session:
         before = current(session)
-        assert catalog.progress(session, model.registration, "convert", 5, 10, now_at=NOW + 1)
+        assert registrations.progress(session, model.registration, "convert", 5, 10, now_at=NOW + 1)
         assert current(session) == before
         found = catalog.get_model(session, "tiny")
     assert (found.phase, found.done_bytes, found.total_bytes) == ("convert", 5, 10)
@@ -98,11 +98,11 @@ def test_an_earlier_registration_has_no_say_any_more(engine: Engine) -> None:
     assert first.id == second.id
     assert first.registration != second.registration
     with writing(engine, "test") as session:
-        assert not catalog.progress(session, first.registration, "probe", 1, 1, now_at=NOW)
-        assert not catalog.adopt(session, first.registration, "h", 8, now_at=NOW)
+        assert not registrations.progress(session, first.registration, "probe", 1, 1, now_at=NOW)
+        assert not registrations.adopt(session, first.registration, "h", 8, now_at=NOW)
         assert not catalog.finish(session, first.registration, FACTS, now_at=NOW)
         assert not catalog.fail(session, first.registration, "x", "y", now_at=NOW)
-        assert catalog.adopt(session, second.registration, "h", 8, now_at=NOW)
+        assert registrations.adopt(session, second.registration, "h", 8, now_at=NOW)
         assert catalog.finish(session, second.registration, FACTS, now_at=NOW)
     assert state_of(engine) == "ready"
 

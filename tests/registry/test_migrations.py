@@ -37,6 +37,7 @@ EXAMPLES: dict[str, object] = {
     "limits.scope": lambda number: "key" if number == 6 else "gateway",
     "limits.owner": lambda number: "id-5" if number == 6 else "",  # a key that there is
     "state": "ready",
+    "export_jobs.state": "done",
     "cache_mode": "off",
     "action": "load",
     "audit_log.action": "tenant.create",

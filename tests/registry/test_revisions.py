@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from sqlalchemy import Engine, inspect, text
 
-from registry import audit, catalog, revisions
+from registry import audit, catalog, registrations, revisions
 from registry.catalog import NEXT, ModelRecord, PackFacts
 from registry.errors import AlreadyExists, IllegalTransition, InvalidValue, NotFound, RegistryError
 from registry.session import downgrade, make_engine, reading, upgrade, writing
@@ -24,7 +24,7 @@ def facts(number: int) -> PackFacts:
 def ready(engine: Engine, name: str = "m") -> None:
     with writing(engine, "test") as session:
         row = catalog.add_model(session, name, "acme/m", now_at=NOW, requested_revision="main")
-        catalog.note_commit(session, row.registration, "c1")
+        registrations.note_commit(session, row.registration, "c1")
         assert revisions.finish(session, row.registration, facts(1), keep=3, now_at=NOW)
 
 
@@ -36,7 +36,7 @@ def begin(engine: Engine, source: str = "acme/m") -> ModelRecord:
 def update(engine: Engine, number: int, keep: int = 3) -> None:
     row = begin(engine)
     with writing(engine, "test") as session:
-        catalog.note_commit(session, row.registration, f"c{number}")
+        registrations.note_commit(session, row.registration, f"c{number}")
         done = revisions.finish(
             session, row.registration, facts(number), keep=keep, now_at=NOW + number
         )
@@ -132,7 +132,7 @@ def test_content_that_comes_back_is_the_latest_again(engine: Engine) -> None:
     update(engine, 2)
     row = begin(engine)
     with writing(engine, "test") as session:
-        catalog.note_commit(session, row.registration, "c9")
+        registrations.note_commit(session, row.registration, "c9")
         assert revisions.finish(session, row.registration, facts(1), keep=3, now_at=NOW + 9)
         assert catalog.get_model(session, "m").source_commit == "c9"
     assert known(engine) == ["rev2", "rev1"]

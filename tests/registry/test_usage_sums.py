@@ -44,8 +44,8 @@ def postings(chance: Random, num: int) -> list[Posting]:
     return [replace(row, corrects="r0") if row.outcome == CORRECTION else row for row in free]
 
 
-def by_hand(rows: list[Posting], wanted: UsageFilter, by: str) -> dict[tuple[str, str], Amounts]:
-    sums: dict[tuple[str, str], Amounts] = defaultdict(Amounts)
+def by_hand(rows: list[Posting], wanted: UsageFilter, by: str) -> dict[str, Amounts]:
+    sums: dict[str, Amounts] = defaultdict(Amounts)
     for row in rows:
         owners = ((row.tenant_id, wanted.tenant_ids), (row.key_id, wanted.key_ids),
                   (row.model, wanted.models))  # fmt: skip
@@ -61,7 +61,7 @@ def by_hand(rows: list[Posting], wanted: UsageFilter, by: str) -> dict[tuple[str
             "day": str(int(row.posted_at // DAY_S) * DAY_S),
             "hour": str(int(row.posted_at // HOUR_S) * HOUR_S),
         }[by]
-        sums[ref, ""] = sums[ref, ""].plus(
+        sums[ref] = sums[ref].plus(
             (
                 int(row.outcome != CORRECTION),
                 int(row.outcome == "failed"),
@@ -96,7 +96,8 @@ def test_sums_are_those_of_the_postings_and_of_exports(engine: Engine, seed: int
             for name, model in (("tiny", "tiny"), ("", "large")):
                 of_model = by_hand(rows, replace(wanted, models=(model,)), "day")
                 told_costs = {str(at): cost for at, cost in costs.get(name, {}).items()}
-                assert told_costs == {at: sums.cost_nanos for (at, _), sums in of_model.items()}
+                costed = {at: sums.cost_nanos for at, sums in of_model.items() if sums.cost_nanos}
+                assert told_costs == costed
             scope = Scope(from_at, to_at, "ten_1")
             ((requests, prompt, cached, made, cost),) = exports.totals(session, scope, FAR_SEQ)
             told = usage_sums.total(session, UsageFilter(from_at, to_at, ("ten_1",)))
@@ -127,3 +128,42 @@ def test_a_price_sees_what_is_billed(engine: Engine) -> None:
     assert (found.cost_nanos, found.list_nanos) == (50, 100)
     price = PriceRecord("tiny", 0.0, 1, 10, 100, 1000, 2_000_000, 0)
     assert found.at_list(price) == 6 + 250 + 1400 + 6000 + 2 * found.service_us
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_spans_and_the_costliest_are_those_of_the_postings(engine: Engine, seed: int) -> None:
+    """Over half a year: days, weeks and four weeks, whole and cut, and what lies beyond."""
+    chance = Random(seed)
+    began_at = chance.randrange(400) * DAY_S
+    rows = [
+        replace(
+            row,
+            model=f"model-{chance.randrange(9)}",
+            posted_at=began_at + chance.randrange(180 * DAY_S) + chance.random(),
+        )
+        for row in postings(chance, 400)
+    ]
+    with appending(engine, "test") as session:
+        ledger.insert_postings(session, rows)
+    for upto in (150, 390):
+        with appending(engine, "test") as session:
+            rollups.roll(session, upto)
+    for again in range(2):
+        with reading(engine) as session:
+            rollups.check_integrity(session)
+            for _ in range(12):
+                first, last = sorted(chance.sample(range(-40, 220), 2))
+                wanted = UsageFilter(began_at + first * DAY_S, began_at + last * DAY_S)
+                if chance.random() < 0.5:
+                    wanted = replace(wanted, tenant_ids=("ten_1",))
+                sums = by_hand(rows, wanted, "model")
+                assert sum_of(session, wanted, "model") == sums
+                ordered = sorted(
+                    sums.items(), key=lambda one: (-one[1].cost_nanos, -one[1].num_requests, one[0])
+                )
+                found = usage_sums.top(session, wanted, "model", 4)
+                assert (found.lines, found.num) == (ordered[:4], len(sums))
+                assert found.total == by_hand(rows, wanted, "").get("", Amounts())
+        if not again:
+            with appending(engine, "test") as session:
+                rollups.rebuild(session)

@@ -113,6 +113,25 @@ async def test_an_answer_is_shown_with_where_it_is_from(control: Control) -> Non
             await asyncio.to_thread(service_cache.show_entry, control, entry_id, "crowd")
 
 
+async def test_answers_of_a_tenant_are_listed(control: Control) -> None:
+    acme = tenant_id(control, "acme")
+    async with two_gateways(control) as processes:
+        first = await processes[0].keep(acme, "why?" * 100)
+        second = await processes[1].keep(acme, "how?", "n")
+        await processes[0].keep(tenant_id(control, "crowd"), "when?")
+        rows = await asyncio.to_thread(service_cache.list_entries, control, "acme")
+        assert {row["request_id"] for row in rows} == {first, second}
+        assert {len(row["question"]) for row in rows} == {120, 4}
+        rows = await asyncio.to_thread(service_cache.list_entries, control, "acme", "n")
+        assert [row["request_id"] for row in rows] == [second]
+        rows = await asyncio.to_thread(service_cache.list_entries, control, "acme", "", 1)
+        assert len(rows) == 1
+        with pytest.raises(InvalidValue, match="how many"):
+            service_cache.list_entries(control, "acme", limit=0)
+        with pytest.raises(NotFound):
+            service_cache.list_entries(control, "nobody")
+
+
 async def test_roles_are_asked(control: Control) -> None:
     acme = tenant_id(control, "acme")
     key, _ = service_keys.create_key(control, "crowd", "theirs")
@@ -133,6 +152,8 @@ async def test_roles_are_asked(control: Control) -> None:
             viewer = replace(control, grants=grants)
             with pytest.raises(Forbidden):
                 await asyncio.to_thread(service_cache.show_entry, viewer, entry_id, "acme")
+            with pytest.raises(Forbidden):
+                await asyncio.to_thread(service_cache.list_entries, viewer, "acme")
             with pytest.raises(Forbidden):
                 await asyncio.to_thread(service_cache.purge_cache, viewer, "acme")
         with pytest.raises(Forbidden):

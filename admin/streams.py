@@ -1,0 +1,155 @@
+"""Answers that go on for a while: how many there may be, and that none outlives its session.
+
+Live pages, talks in the playground and downloads. Of the first two a process has
+`max_admin_streams`, a user `max_admin_streams_per_user` in it. One watch asks every second whose
+sessions have ended, in whatever process, and at once after anything was changed by a page of this
+one; their answers end then: a live page is told, all else breaks off, so that nobody takes half a
+file for a whole one. Of the event loop alone.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import ClientGone
+from registry.errors import RegistryAway
+
+WATCH_EVERY_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+Ended = Callable[[frozenset[str]], Awaitable[frozenset[str]]]
+"""Of these sessions' tokens, those that hold no more."""
+
+
+class TooMany(Exception):
+    """As many are open as may; the message names the bound."""
+
+
+class SessionOver(ClientGone):
+    """Nobody who may have the rest is there any more."""
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """One answer that goes on. `over` is set when its session has ended."""
+
+    token: str
+    user_id: str
+    is_counted: bool
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Streams:
+    """Those of one process."""
+
+    def __init__(self, max_total: int, max_per_user: int, ended: Ended) -> None:
+        self._max_total = max_total
+        self._max_per_user = max_per_user
+        self._ended = ended
+        self._places: set[Place] = set()
+        self._by_user: Counter[str] = Counter()
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def num_open(self) -> int:
+        """Of those that are counted."""
+        return self._by_user.total()
+
+    def take(self, token: str, user_id: str, is_counted: bool = True) -> Place:
+        """A place, to be given back. Raises TooMany."""
+        if is_counted and self.num_open >= self._max_total:
+            raise TooMany("as many live pages are open as may: max_admin_streams")
+        if is_counted and self._by_user[user_id] >= self._max_per_user:
+            raise TooMany("you have as many live pages open as may: max_admin_streams_per_user")
+        place = Place(token, user_id, is_counted)
+        self._places.add(place)
+        self._by_user[user_id] += is_counted
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """As often as one likes."""
+        if place not in self._places:
+            return
+        self._places.remove(place)
+        self._by_user[place.user_id] -= place.is_counted
+        if not self._by_user[place.user_id]:
+            del self._by_user[place.user_id]
+
+    def look_now(self) -> None:
+        """Something was changed here: perhaps a session has ended."""
+        self._changed.set()
+
+    async def guarded(self, place: Place, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The chunks, as long as the session holds. Raises SessionOver."""
+        over = asyncio.ensure_future(place.over.wait())
+        coming: asyncio.Future[bytes | None] | None = None
+        try:
+            while True:
+                coming = asyncio.ensure_future(_next(chunks))
+                await asyncio.wait((coming, over), return_when=asyncio.FIRST_COMPLETED)
+                if over.done():
+                    raise SessionOver
+                data = coming.result()
+                if data is None:
+                    return
+                yield data
+        finally:
+            over.cancel()
+            if coming is not None and not coming.done():
+                coming.cancel()
+                with suppress(BaseException):
+                    await coming
+            close = getattr(chunks, "aclose", None)
+            if close is not None:
+                await close()
+
+    async def _watch(self) -> None:
+        """Until nothing is open."""
+        while self._places:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_EVERY_S):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                ended = await self._ended(frozenset(place.token for place in self._places))
+            except RegistryAway:
+                continue  # it cannot be told; pages say how old they are
+            except Exception:  # the watch goes on whatever happens: without it nothing ends
+                logger.exception("cannot look for sessions that have ended")
+                continue
+            for place in self._places:
+                if place.token in ended:
+                    place.over.set()
+        self._watching = None
+
+
+class Held(StreamingResponse):
+    """Gives its place back however it ends, also where nobody has taken a byte of it."""
+
+    def __init__(
+        self, chunks: AsyncIterator[bytes], status: int, media: str, over: Callable[[], None]
+    ) -> None:
+        super().__init__(chunks, status, media_type=media)
+        self._over = over
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._over()
+
+
+async def _next(chunks: AsyncIterator[bytes]) -> bytes | None:
+    """None: there are no more."""
+    return await anext(chunks, None)

@@ -1,0 +1,236 @@
+"""Makes exports that were asked for, one after the other, in a process of its own.
+
+    python -m gateway.exporting.export_runner      settings as JSON on standard input
+
+Takes the job that has waited longest, writes its file, takes the next; ends when nothing waits or
+as many run on this machine as may. It belongs to nobody: a gateway's restart, a sign-out or a
+closed browser do not concern it. While it works, a thread writes how far it is, which is its
+heartbeat too; from a job that is not its own any more (cancelled) it lets go within a second. The
+file appears in its folder when it is whole, and is offered when the job says so after that. Killed,
+it leaves a part; whoever looks next says so (service/export_jobs.py), and a retry goes on with it.
+"""
+
+import errno
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
+
+from gateway.billing import export_file
+from gateway.billing.usage_export import order_from_json
+from gateway.exporting import export_folders, invoice_archive
+from gateway.policy.pace import Pace
+from gateway.service.control import Control, open_control
+from gateway.service.prices import price_book
+from gateway.settings import Settings
+from registry import export_jobs, exports
+from registry.errors import NotFound, RegistryError
+from registry.export_jobs import ExportJob, Progress
+from registry.session import appending
+
+BEAT_S = 0.5
+NICENESS = 10
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_USE = frozenset({"disk_full", "io_error", "refused", "internal_error"})
+"""Reasons after which a retry begins anew."""
+
+logger = logging.getLogger(__name__)
+
+
+class GivenUp(Exception):
+    """The job is nobody's any more."""
+
+
+class NoRoom(Exception):
+    """Exports may take no more of the disk."""
+
+
+class Beat:
+    """How far the work is, written down now and then by a thread of its own."""
+
+    def __init__(
+        self, control: Control, job: ExportJob, path: Path, share: Callable[[int, str], float]
+    ) -> None:
+        self.so_far = Progress()
+        self._control = control
+        self._job = job
+        self._path = path
+        self._share = share
+        self._room_bytes = _room(control, job)
+        self._pace = Pace()
+        self._over = threading.Event()
+        self._lost = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="export-beat", daemon=True)
+
+    def __enter__(self) -> "Beat":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def watch(self, num_rows: int, cost_nanos: int, token: str) -> None:
+        """The work has come this far. Raises GivenUp, NoRoom."""
+        if self._lost.is_set():
+            raise GivenUp
+        size = self._path.stat().st_size
+        if size > self._room_bytes:
+            raise NoRoom
+        done = min(0.999, self._share(num_rows, token))
+        self._pace = self._pace.seen(done, time.monotonic())
+        self.so_far = Progress(num_rows, size, cost_nanos, done, self._pace.per_s)
+
+    def _keep(self) -> None:
+        while not self._over.wait(BEAT_S):
+            try:
+                if not self._write():
+                    self._lost.set()
+                    return
+            except SQLAlchemyError:  # the work itself will say what is wrong, or it passes
+                logger.warning("export %s: no word of its progress", self._job.id, exc_info=True)
+
+    def _write(self) -> bool:
+        free = shutil.disk_usage(self._path.parent).free
+        if free < self._control.settings.exports_min_free_bytes:
+            self._room_bytes = -1
+        note = partial(export_jobs.progress, attempt=self._job.attempt, so_far=self.so_far)
+        with appending(self._control.engine, self._control.actor) as session:
+            return note(session, now_at=self._control.clock())
+
+
+def work_off(control: Control) -> int:
+    """All that waits, as far as it is this process's to do. Returns how many it had."""
+    num = 0
+    host = socket.gethostname()
+    while True:
+        most = control.settings.max_exports_running
+        with control.writing() as session:
+            job = export_jobs.claim(session, most, host, os.getpid(), now_at=control.clock())
+        if job is None:
+            return num
+        num += 1
+        make(control, job)
+
+
+def make(control: Control, job: ExportJob) -> None:
+    """One job, to whatever end."""
+    folder = export_folders.folder_of(control.data_dir, job.id)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        told, digest = _written(control, job)
+        _end(control, partial(export_jobs.finish, attempt=job.attempt, told=told, sha256=digest))
+    except GivenUp:
+        pass
+    except NoRoom:
+        _fail(control, job, "disk_full", "exports may take no more room: remove some, then retry")
+    except RegistryError as error:
+        _fail(control, job, "refused", str(error))
+    except SQLAlchemyError as error:
+        logger.error("export %s: %s", job.id, error)
+        _fail(control, job, "database", "the database did not answer: a retry goes on from here")
+    except OSError as error:
+        code = "disk_full" if error.errno in DISK_FULL else "io_error"
+        _fail(control, job, code, f"{error.strerror}: make room and try again")
+    except Exception as error:  # the process's boundary: the others must still be made
+        logger.exception("export %s failed", job.id)
+        _fail(control, job, "internal_error", f"{type(error).__name__} (see logs/exports.log)")
+    _clear(control, job, folder)
+
+
+def _clear(control: Control, job: ExportJob, folder: Path) -> None:
+    """Nothing of a job that is gone or was cancelled stays, and no part that nobody goes on with.
+    Another attempt's is not touched."""
+    with control.reading() as session:
+        try:
+            now = export_jobs.get(session, job.id)
+        except NotFound:
+            now = None
+    mine = now is None or now.attempt == job.attempt
+    if mine and (now is None or now.state == "cancelled" or now.reason_code in NO_USE):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _written(control: Control, job: ExportJob) -> tuple[Progress, str]:
+    path = export_folders.file_of(control.data_dir, job)
+    part = path.with_name(path.name + export_file.PART_SUFFIX)
+    part.touch()
+    if job.format == "invoices":
+        numbers = [str(number) for number in job.asked["numbers"]]
+        with Beat(control, job, part, lambda done, _: done / len(numbers)) as beat:
+            watch = partial(_watch_invoices, beat)
+            nanos, digest = invoice_archive.write(control, part, numbers, watch)
+        part.replace(path)
+        return Progress(len(numbers), path.stat().st_size, nanos), digest
+    order = order_from_json(job.asked)
+    with control.reading() as session:
+        share = _by_time(session, job) if job.format == "focus" else _by_rows(job)
+        with Beat(control, job, part, share) as beat:
+            proof = export_file.write_file(path, session, order, price_book(session), beat.watch)
+    return Progress(proof.num_rows, proof.size_bytes, proof.cost_nanos), proof.sha256
+
+
+def _watch_invoices(beat: Beat, num: int, nanos: int) -> None:
+    beat.watch(num, nanos, "")
+
+
+def _by_rows(job: ExportJob) -> Callable[[int, str], float]:
+    return lambda num_rows, _: num_rows / max(1, job.total_rows, num_rows)
+
+
+def _by_time(session: Session, job: ExportJob) -> Callable[[int, str], float]:
+    """FOCUS has as many rows as it turns out to have: how many of its hours are written."""
+    order = order_from_json(job.asked)
+    first, last = exports.bounds(session, order.scope, order.through_seq) or (0.0, 1.0)
+
+    def share(_: int, token: str) -> float:
+        return (float(token.rpartition(":")[2]) - first) / max(3600.0, last - first + 3600.0)
+
+    return share
+
+
+def _room(control: Control, job: ExportJob) -> int:
+    """How large its file may become."""
+    settings = control.settings
+    folder = export_folders.folder_of(control.data_dir, job.id)
+    free = shutil.disk_usage(folder).free - settings.exports_min_free_bytes
+    own = sum(path.stat().st_size for path in folder.iterdir())
+    if settings.exports_quota_bytes:
+        others = export_folders.used_bytes(control.data_dir) - own
+        return min(free + own, settings.exports_quota_bytes - others)
+    return free + own
+
+
+def _fail(control: Control, job: ExportJob, code: str, reason: str) -> None:
+    _end(control, partial(export_jobs.fail, attempt=job.attempt, code=code, reason=reason))
+
+
+def _end(control: Control, end: Callable[..., bool]) -> bool:
+    """False where the job was not this process's any more."""
+    settings = control.settings
+    with appending(control.engine, control.actor) as session:
+        return end(session, keep_s=settings.exports_keep_s, now_at=control.clock())
+
+
+def main() -> int:
+    """Entry of the process."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    os.nice(NICENESS)  # requests come first
+    with open_control(settings, "exporter") as control:
+        work_off(control)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

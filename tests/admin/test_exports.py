@@ -1,0 +1,371 @@
+"""Exports in the background: made, followed, cancelled, killed, retried, taken by whoever may."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from admin.amounts import day_text
+from gateway.billing import export_parquet
+from gateway.exporting import export_folders, export_runner
+from gateway.service import export_jobs as verbs
+from gateway.service import usage
+from registry import api_keys, export_jobs, ledger, rollups, tenants
+from registry.audit import latest
+from registry.errors import AlreadyExists, IllegalTransition, NotFound, RegistryError
+from registry.export_jobs import ExportJob
+from registry.ledger import Posting
+from registry.session import appending
+from tests.admin.site import Site
+
+DAY_S = 86_400
+PATIENCE_S = 60.0
+POSTING = Posting(
+    *("r", "ten_1", "key_1", "tiny", "rev1", "chat", "finished", 10, 2, 5, 1001),
+    *(0.25, 0.125, 0.5, 1.0, 0.0),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _used(site: Site) -> None:
+    site.add_model("tiny")
+    now_at = site.control.clock()
+    owners = []
+    with site.control.writing() as session:
+        for name in ("acme", "other"):
+            tenant = tenants.create_tenant(session, name, now_at=now_at)
+            key, _ = api_keys.create_key(session, tenant.id, f"key of {name}", now_at=now_at)
+            owners.append((tenant, key))
+    rows = [
+        replace(
+            POSTING,
+            request_id=f"r{n:06}",
+            tenant_id=owners[n % 2][0].id,
+            key_id=owners[n % 2][1].id,
+            cost_nanos=1001 + n,
+            posted_at=now_at - (n % 3) * DAY_S,
+        )
+        for n in range(12_000)
+    ]
+    with appending(site.control.engine, "test") as session:
+        ledger.insert_postings(session, rows)
+    with appending(site.control.engine, "test") as session:
+        rollups.roll(session, 11_000)
+    for name, role, of in (("vera", "viewer", ""), ("tom", "owner", "acme"),
+                               ("olga", "viewer", "other")):  # fmt: skip
+        site.add_user(name, role, of)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started: the test makes exports itself, or looks at them as they wait."""
+    monkeypatch.setattr(export_folders, "start_runner", lambda settings: None)
+
+
+@pytest.fixture(autouse=True)
+def _none_left(site: Site) -> Iterator[None]:
+    yield
+    with site.control.writing() as session:
+        for job in export_jobs.jobs(session):
+            if job.is_going_on:
+                export_jobs.cancel(session, job.id, now_at=site.control.clock())
+            export_jobs.remove(session, job.id, now_at=site.control.clock())
+    verbs.tidy(site.control)
+
+
+def fields(site: Site, format_name: str, **more: str) -> dict[str, str]:
+    today = site.control.clock()
+    span = {"from": day_text(today - 6 * DAY_S), "to": day_text(today)}
+    return {**span, "format": format_name, "once": os.urandom(6).hex(), **more}
+
+
+def ask(site: Site, format_name: str = "csv", tenant: str = "") -> ExportJob:
+    """Asked for in person, with all rights."""
+    now_at = site.control.clock()
+    scope = usage.scope_of(site.control, now_at // DAY_S * DAY_S - 6 * DAY_S,
+                           now_at + DAY_S, tenant or None)  # fmt: skip
+    return verbs.ask_export(site.control, format_name, scope, "exp_" + os.urandom(6).hex())
+
+
+def now(site: Site, job_id: str) -> ExportJob:
+    return verbs.get_export(site.control, job_id)
+
+
+def only_job(site: Site) -> ExportJob:
+    (job,) = verbs.list_exports(site.control).jobs
+    return job
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come to that"
+        time.sleep(0.05)
+
+
+def page_nanos(page: str) -> int:
+    return int(re.findall(r'data-nanos="(-?\d+)"', page)[-1])
+
+
+def test_every_format_is_made_and_sums_to_what_the_page_says(site: Site) -> None:
+    """By the real process, asked for by the form, taken by the link."""
+    ann = site.visitor("ann")
+    total = page_nanos(ann.get("/usage").text)
+    for format_name in ("csv", "jsonl", "parquet", "focus"):
+        assert "is being made" in ann.post("/export/ask", fields(site, format_name)).text
+    wait_until(lambda: all(job.state == "done" for job in verbs.list_exports(site.control).jobs))
+    page = ann.get("/exports").text
+    assert page.count(">done<") == 4
+    for job in verbs.list_exports(site.control).jobs:
+        assert job.cost_nanos == total, job.format
+        answer = ann.get(f"/exports/{job.id}/file")
+        assert answer.status == 200
+        assert job.file_name in answer.headers["content-disposition"]
+        assert hashlib.sha256(answer.body).hexdigest() == job.sha256
+        assert len(answer.body) == job.size_bytes == int(answer.headers["content-length"])
+        if job.format == "csv":
+            rows = list(csv.DictReader(io.StringIO(answer.text)))
+            assert sum(int(row["cost_nanos"]) for row in rows) == total
+            assert len(rows) == job.num_rows == 12_000
+        if job.format == "jsonl":
+            assert sum(json.loads(line)["cost_nanos"] for line in answer.text.splitlines()) == total
+        if job.format == "parquet":
+            _, parquet = export_parquet.require_pyarrow()
+            table = parquet.read_table(io.BytesIO(answer.body))
+            assert sum(table["cost_nanos"].to_pylist()) == total
+        if job.format == "focus":
+            assert answer.text.startswith("BilledCost,")
+    with site.control.reading() as session:
+        actions = [entry.action for entry in latest(session, 20)]
+    assert actions.count("export.download") == 4
+
+
+def test_issued_invoices_come_as_an_archive(site: Site, held: None) -> None:
+    ann = site.visitor("ann")
+    refused = ann.post("/export/ask", fields(site, "invoices"))
+    assert refused.status == 422
+    assert "no invoice was issued" in refused.text
+    old = replace(POSTING, request_id="old", posted_at=86_400.0)
+    with site.control.reading() as session:
+        old = replace(old, tenant_id=tenants.get_tenant(session, "acme").id)
+    with appending(site.control.engine, "test") as session:
+        ledger.insert_postings(session, [old])
+    issued = ann.post("/invoice/issue", {"tenant": "acme", "month": "1970-01", "details": ""})
+    assert "is issued" in issued.text
+    span = {"from": "1970-01-01", "to": "1970-01-31"}
+    ann.post("/export/ask", fields(site, "invoices", tenant="acme") | span)
+    assert export_runner.work_off(site.control) == 1
+    job = only_job(site)
+    assert (job.state, job.num_rows, job.total_rows) == ("done", 1, 1)
+    archive = zipfile.ZipFile(io.BytesIO(ann.get(f"/exports/{job.id}/file").body))
+    pdf, told = (archive.read(name) for name in sorted(archive.namelist(), reverse=True))
+    assert pdf.startswith(b"%PDF")
+    assert json.loads(told)["net_nanos"] == POSTING.cost_nanos
+    assert site.visitor("olga").get(f"/exports/{job.id}/file").status == 403
+
+
+def test_a_tenants_user_sees_and_takes_that_tenants_exports_alone(site: Site, held: None) -> None:
+    ann, tom, olga, vera = (site.visitor(name) for name in ("ann", "tom", "olga", "vera"))
+    ann.post("/export/ask", fields(site, "csv"))
+    ann.post("/export/ask", fields(site, "jsonl", tenant="acme"))
+    assert tom.post("/export/ask", fields(site, "csv", tenant="other")).status == 403
+    assert "is being made" in tom.post("/export/ask", fields(site, "csv")).text
+    assert export_runner.work_off(site.control) == 3
+    mine, acme, everything = verbs.list_exports(site.control).jobs
+    assert mine.tenant_id == acme.tenant_id != everything.tenant_id == ""
+    assert [tom.get("/exports").text.count(f"/exports/{one.id}/file")
+            for one in (mine, acme, everything)] == [1, 1, 0]  # fmt: skip
+    assert "/file" not in olga.get("/exports").text
+    rows = list(csv.DictReader(io.StringIO(tom.get(f"/exports/{mine.id}/file").text)))
+    assert {row["tenant_id"] for row in rows} == {mine.tenant_id}
+    for who, job, status in (
+        (tom, acme, 200), (tom, everything, 403), (olga, mine, 403), (olga, everything, 403),
+        (vera, everything, 200), (ann, mine, 200),
+    ):  # fmt: skip
+        assert who.get(f"/exports/{job.id}/file").status == status
+    unknown = f"/exports/exp_{'a' * 16}/file"
+    assert tom.get(unknown).status == 403, "as another's"
+    assert ann.get(unknown).status == 404
+    # Who may only see changes nothing of others'.
+    for who in (vera, tom):
+        assert who.post(f"/export/remove/{everything.id}", {}).status == 403
+    assert tom.post(f"/export/remove/{acme.id}", {}).status == 403, "another asked for it"
+    assert ann.post(f"/export/remove/{acme.id}", {}, csrf="00" * 64).status == 403
+    assert "is removed" in tom.post(f"/export/remove/{mine.id}", {}).text
+    assert ann.get(f"/exports/{mine.id}/file").status == 404
+    assert not export_folders.folder_of(site.control.data_dir, mine.id).exists()
+
+
+def test_a_form_that_is_sent_twice_makes_one_export(site: Site, held: None) -> None:
+    ann, form = site.visitor("ann"), fields(site, "csv")
+    ann.post("/export/ask", form)
+    assert "asked for its export already" in ann.post("/export/ask", form).text
+    assert only_job(site).state == "waiting"
+    assert ann.post("/export/ask", fields(site, "exe")).status == 404
+    assert ann.post("/export/ask", {"format": "csv"}).status == 422
+
+
+def test_two_operators_press_the_same_button(site: Site, held: None) -> None:
+    ann, bob = site.visitor("ann"), site.visitor("ann")
+    ann.post("/export/ask", fields(site, "csv"))
+    job = only_job(site)
+    assert "is cancelled" in ann.post(f"/export/cancel/{job.id}", {}).text
+    assert "cannot be cancelled" in bob.post(f"/export/cancel/{job.id}", {}).text
+    assert "nothing to retry" in bob.post(f"/export/retry/{job.id}", {}).text
+    assert export_runner.work_off(site.control) == 0
+    with pytest.raises(RegistryError, match="cancelled"):
+        verbs.open_export(site.control, job.id)
+
+
+def test_killed_in_the_middle_it_says_so_offers_no_half_and_goes_on(
+    site: Site, held: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ask(site)
+    part = export_folders.file_of(site.control.data_dir, job)
+    part = part.with_name(part.name + ".part")
+    child = os.fork()
+    if not child:  # dies as by kill -9 while it writes its second batch
+        beats = []
+
+        def watch(self: export_runner.Beat, num_rows: int, nanos: int, token: str) -> None:
+            beats.append(num_rows)
+            if len(beats) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        export_runner.Beat.watch = watch  # type: ignore[method-assign]
+        site.control.engine.dispose(close=False)
+        export_runner.work_off(site.control)
+        os._exit(1)
+    os.waitpid(child, 0)
+    assert part.stat().st_size > 0
+    with site.control.reading() as session:
+        assert export_jobs.get(session, job.id).state == "running"
+    ann = site.visitor("ann")
+    assert "failed: interrupted" in ann.get("/exports").text
+    assert ann.get(f"/exports/{job.id}/file").status == 409
+    assert "goes on" in ann.post(f"/export/retry/{job.id}", {}).text
+    looked: list[int] = []
+    kept = export_runner.Beat.watch
+
+    def watched(self: export_runner.Beat, num_rows: int, nanos: int, token: str) -> None:
+        looked.append(num_rows)
+        kept(self, num_rows, nanos, token)
+
+    monkeypatch.setattr(export_runner.Beat, "watch", watched)
+    assert export_runner.work_off(site.control) == 1
+    done = now(site, job.id)
+    assert (done.state, done.num_rows) == ("done", 12_000)
+    whole = ask(site)
+    export_runner.work_off(site.control)
+    assert now(site, whole.id).sha256 == done.sha256, "byte for byte"
+
+
+def test_cancelled_while_it_is_made_it_lets_go(
+    site: Site, held: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = ask(site)
+    kept = export_runner.Beat.watch
+
+    def cancelled(self: export_runner.Beat, num_rows: int, nanos: int, token: str) -> None:
+        if now(site, job.id).state == "running":
+            verbs.cancel_export(site.control, job.id)
+        wait_until(self._lost.is_set)
+        kept(self, num_rows, nanos, token)
+
+    monkeypatch.setattr(export_runner.Beat, "watch", cancelled)
+    assert export_runner.work_off(site.control) == 1
+    assert now(site, job.id).state == "cancelled"
+    assert not export_folders.folder_of(site.control.data_dir, job.id).exists()
+
+
+def test_no_more_run_wait_or_lie_there_than_may(site: Site, held: None) -> None:
+    settings = site.control.settings
+    first, _ = ask(site), ask(site)
+    with site.control.writing() as session:
+        taken = [
+            export_jobs.claim(session, 1, "here", 1, now_at=site.control.clock()) for _ in range(2)
+        ]
+    assert [one is not None for one in taken] == [True, False], "one at a time"
+    small = replace(
+        site.control, settings=msgspec.structs.replace(settings, max_exports_per_user=2)
+    )
+    scope = usage.scope_of(site.control, 0.0, DAY_S)
+    with pytest.raises(RegistryError, match="as many as may be"):
+        verbs.ask_export(small, "csv", scope, "exp_third")
+    small = replace(site.control, settings=msgspec.structs.replace(settings, max_exports=2))
+    with pytest.raises(RegistryError, match="remove some"):
+        verbs.ask_export(small, "csv", scope, "exp_third")
+    with pytest.raises(AlreadyExists):
+        verbs.ask_export(site.control, "csv", scope, first.id)
+
+
+@pytest.mark.parametrize(
+    "bound", [{"exports_quota_bytes": 1000}, {"exports_min_free_bytes": 2**60}]
+)
+def test_a_disk_that_is_full_is_told_and_nothing_stays(
+    site: Site, held: None, bound: dict[str, int]
+) -> None:
+    job = ask(site)
+    small = replace(site.control, settings=msgspec.structs.replace(site.control.settings, **bound))
+    assert export_runner.work_off(small) == 1
+    failed = now(site, job.id)
+    assert (failed.state, failed.reason_code) == ("failed", "disk_full")
+    assert "remove some" in site.visitor("ann").get("/exports").text
+    assert not export_folders.folder_of(site.control.data_dir, job.id).exists()
+    verbs.retry_export(site.control, job.id)
+    assert export_runner.work_off(site.control) == 1
+    assert now(site, job.id).state == "done"
+
+
+def test_what_is_over_goes_and_strays_go(site: Site, held: None) -> None:
+    job = ask(site)
+    export_runner.work_off(site.control)
+    stray = export_folders.folder_of(site.control.data_dir, "exp_stray")
+    stray.mkdir()
+    late = now(site, job.id).expires_at or 0.0
+    verbs.tidy(site.control)
+    assert not stray.exists()
+    assert now(site, job.id).state == "done"
+    verbs.tidy(replace(site.control, clock=lambda: late))
+    with pytest.raises(NotFound):
+        now(site, job.id)
+    assert not export_folders.folder_of(site.control.data_dir, job.id).exists()
+
+
+def test_what_nobody_takes_up_is_taken_up_again(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(export_folders, "start_runner", started.append)
+    job = ask(site)
+    assert len(started) == 1
+    late = replace(site.control, clock=lambda: job.created_at + verbs.NUDGE_S + 1)
+    for _ in range(3):
+        verbs.list_exports(late)
+    assert len(started) == 2, "once, however many look"
+
+
+def test_states_are_a_table(site: Site, held: None) -> None:
+    job = ask(site)
+    control = site.control
+    for wrong in (verbs.retry_export, verbs.remove_export):
+        with pytest.raises(IllegalTransition):
+            wrong(control, job.id)
+    export_runner.work_off(control)
+    for wrong in (verbs.retry_export, verbs.cancel_export):
+        with pytest.raises(IllegalTransition):
+            wrong(control, job.id)
+    with appending(control.engine, "late") as session:
+        told = export_jobs.Progress(1)
+        assert not export_jobs.progress(session, job.attempt or "none", told, now_at=0.0)
+    assert site.visitor("ann").post(f"/export/explode/{job.id}", {}).status == 404

@@ -1,0 +1,249 @@
+"""Answers that go on: bounded by user and in all, and over when their session is."""
+
+import asyncio
+import http.client
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.routing import Route
+
+from admin import streams as streams_module
+from admin.ask import Ask, PageRoute, Reply, StreamRoute
+from admin.session import COOKIE
+from admin.streams import SessionOver, Streams, TooMany
+from gateway.service import sessions, users
+from registry import user_sessions
+from registry.errors import RegistryAway
+from tests.admin.site import Site, Visitor, running_site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("site")
+    with running_site(folder, max_admin_streams=5, max_admin_streams_per_user=3) as running:
+        running.add_model("tiny")
+        running.add_user("vera", "viewer")
+        yield running
+
+
+class Listener:
+    """A live page without a browser."""
+
+    def __init__(self, visitor: Visitor, path: str = "/live/models") -> None:
+        parts = urlsplit(visitor.base)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
+        jar = "; ".join(f"{name}={value}" for name, value in visitor.cookies.items())
+        self._connection.request("GET", "/admin" + path, headers={"cookie": jar})
+        self._answer = self._connection.getresponse()
+        self.status = self._answer.status
+
+    def until(self, event: str) -> None:
+        """Read on until that event comes."""
+        while line := self._answer.readline():
+            if line == f"event: {event}\n".encode():
+                return
+        raise AssertionError(f"it ended without {event}")
+
+    def rest(self) -> bytes:
+        """Until it ends."""
+        return self._answer.read()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    for _ in range(400):
+        if holds():
+            return True
+        time.sleep(0.025)
+    return False
+
+
+def opened(site: Site) -> Streams:
+    found: Streams = site.kit.app.admin._streams
+    return found
+
+
+def test_how_many_a_user_and_all_may_have(site: Site) -> None:
+    ann, vera = site.visitor("ann"), site.visitor("vera")
+    again = site.visitor("ann")
+    held = [Listener(who) for who in (ann, ann, again)]
+    assert [each.status for each in held] == [200] * 3
+    refused = ann.get("/live/models")
+    assert refused.status == 503
+    assert "max_admin_streams_per_user" in refused.text
+    assert refused.headers["retry-after"]
+    held += [Listener(vera), Listener(vera)]
+    assert [each.status for each in held[3:]] == [200] * 2
+    full = vera.get("/live/health")
+    assert full.status == 503
+    assert full.text.endswith("max_admin_streams")
+    for each in held:
+        each.until("tick")
+        each.close()
+    assert soon(lambda: opened(site).num_open == 0)
+    assert ann.get("/live/nothing").status == 404
+    last = Listener(ann)
+    assert last.status == 200
+    last.close()
+    assert soon(lambda: opened(site).num_open == 0)
+
+
+def test_who_has_no_session_takes_no_place(site: Site) -> None:
+    for visitor in (site.visitor(), Visitor(site.url, {COOKIE: "x" * 43})):
+        assert visitor.get("/live/models").status == 401
+    assert site.visitor("vera").get("/live/model/not-there").status == 401
+    assert opened(site).num_open == 0
+
+
+def test_many_at_once_do_not_get_past_the_bound(site: Site) -> None:
+    ann = site.visitor("ann")
+    held: list[Listener] = []
+    threads = [
+        threading.Thread(target=lambda: held.append(Listener(ann, "/live/health")))
+        for _ in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(each.status for each in held) == [200] * 3 + [503] * 9
+    for each in held:
+        each.close()
+    assert soon(lambda: opened(site).num_open == 0)
+
+
+def _out(site: Site, who: Visitor) -> None:
+    who.post("/sign-out", {})
+
+
+def _ended_by_an_owner(site: Site, who: Visitor) -> None:
+    with site.control.reading() as session:
+        now_at = site.control.clock()
+        found = user_sessions.find(session, who.cookies[COOKIE], now_at=now_at, idle_s=1e9)
+    assert found is not None
+    site.visitor("ann").post(f"/sessions/end/{found.id}", {"back": "sessions"})
+
+
+def _shut_out(site: Site, who: Visitor) -> None:
+    ann = site.visitor("ann")
+    ann.post("/user/disabled/vera", {"disabled": "1"})
+    ann.post("/user/disabled/vera", {"disabled": ""})
+
+
+def _by_a_command(site: Site, who: Visitor) -> None:
+    sessions.sign_out(site.control, who.cookies[COOKIE])
+
+
+def _let_in_again(site: Site, who: Visitor) -> None:
+    """Shut out and let in again between two looks of the watch."""
+    users.set_user_disabled(site.control, "vera", True)
+    users.set_user_disabled(site.control, "vera", False)
+
+
+ENDS = (_out, _ended_by_an_owner, _shut_out, _by_a_command, _let_in_again)
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_a_stream_ends_with_its_session(
+    site: Site, end: Callable[[Site, Visitor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vera, other = site.visitor("vera"), site.visitor("ann")
+    if end in (_out, _ended_by_an_owner, _shut_out):  # at once: not by the watch's own time
+        monkeypatch.setattr(streams_module, "WATCH_EVERY_S", 3600.0)
+    admin = site.kit.app.admin
+    slow = admin._stream(StreamRoute("/slow", lambda ask: {"part": "x"}, every_s=3600.0))
+    admin._router.routes.insert(0, Route("/slow", slow, methods=["GET"]))
+    listener, stays = Listener(vera, "/slow"), Listener(other, "/live/models")
+    listener.until("tick")
+    end(site, vera)
+    assert b"event: signed-out" in listener.rest()
+    stays.until("tick")
+    stays.until("tick")
+    stays.close()
+    listener.close()
+    assert soon(lambda: opened(site).num_open == 0)
+
+
+def _endless(ask: Ask) -> Reply:
+    def chunks() -> Iterator[bytes]:
+        while True:
+            time.sleep(0.02)
+            yield b"row\n" * 100
+
+    return Reply(media="text/csv", chunks=chunks())
+
+
+def _silent(ask: Ask) -> Reply:
+    """As a talk whose model does not say anything yet."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"first\n"
+        await asyncio.sleep(3600)
+
+    return Reply(media="text/plain", chunks=chunks())
+
+
+@pytest.mark.parametrize(("run", "counts"), [(_endless, 0), (_silent, 1)])
+def test_what_is_sent_breaks_off_and_is_not_taken_for_whole(
+    tmp_path: Path, run: Callable[[Ask], Reply], counts: int
+) -> None:
+    with running_site(tmp_path) as own:
+        admin = own.kit.app.admin
+        page = admin._page(PageRoute("GET", "/endless", run))
+        admin._router.routes.insert(0, Route("/endless", page, methods=["GET"]))
+        ann = own.visitor("ann")
+        listener = Listener(ann, "/endless")
+        assert listener.status == 200
+        assert soon(lambda: len(opened(own)._places) == 1)
+        assert opened(own).num_open == counts
+        ann.post("/sign-out", {})
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            listener.rest()
+        listener.close()
+        assert soon(lambda: admin._num_downloads == 0 and not opened(own)._places)
+
+
+async def test_the_watch_goes_on_while_the_database_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams_module, "WATCH_EVERY_S", 0.01)
+    asked: list[frozenset[str]] = []
+
+    async def ended(tokens: frozenset[str]) -> frozenset[str]:
+        asked.append(tokens)
+        if len(asked) == 1:
+            raise RegistryAway("away")
+        if len(asked) == 2:
+            raise ValueError("a bug")
+        return frozenset({"a"}) & tokens
+
+    streams = Streams(2, 2, ended)
+    first, second = streams.take("a", "ann"), streams.take("b", "bob")
+    with pytest.raises(TooMany):
+        streams.take("c", "eve")
+    download = streams.take("c", "eve", is_counted=False)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"one"
+        await asyncio.sleep(3600)
+
+    guarded = streams.guarded(first, chunks())
+    assert await anext(guarded) == b"one"
+    with pytest.raises(SessionOver):
+        await anext(guarded)
+    assert not second.over.is_set()
+    for place in (first, first, second, download):
+        streams.give_back(place)
+    assert streams.num_open == 0
+    for _ in range(100):
+        if streams._watching is None:
+            break
+        await asyncio.sleep(0.01)
+    assert streams._watching is None
+    assert len(asked) >= 3
