@@ -16,6 +16,7 @@ STEP_S = 10.0
 """The last hour moves on in such steps, so that a picture in which nothing happens stays."""
 MAX_BANDS = 16
 MAX_ROWS = 200
+KINDS = ("weights", "kv_live", "kv_kept")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class Arena:
     """One device. `rows`: the largest weights first, MAX_ROWS at most, `num_rows` of all; models
-    that share a pack with a row have none of their own."""
+    that share a pack with a row have none of their own. `totals`: pages by kind, of all rows."""
 
     worker: str
     page_bytes: int
@@ -52,14 +53,20 @@ class Arena:
     rows: list[ModelRow]
     num_rows: int
     layout: Layout | None
+    totals: Mapping[str, int]
 
     def size(self, pages: int) -> int:
         """In bytes."""
         return pages * self.page_bytes
 
     def total(self, kind: str) -> int:
-        """Pages of one kind, over all rows."""
-        return sum(int(getattr(row, kind)) for row in self.rows)
+        """Pages of one kind, over all models."""
+        return self.totals[kind]
+
+    @property
+    def taken(self) -> int:
+        """Pages of all models."""
+        return sum(self.totals.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,8 @@ def _band(
     known_s = max(0.0, since_at - from_at)
     stretches, loads, evictions = [], [], []
     at_s, before = known_s, moves[0].before if moves else state
+    if moves and moves[0].before == moves[0].state:
+        before = "cold"  # found there by a dispatcher that had not heard of its worker
     for move in moves:
         then_s = min(SPAN_S, max(known_s, move.at - from_at))
         if then_s > at_s:
@@ -177,6 +186,7 @@ def _arena(worker: Worker, fleet: Fleet) -> Arena:
         rows[:MAX_ROWS],
         len(rows),
         worker.layout,
+        {kind: sum(int(getattr(row, kind)) for row in rows) for kind in KINDS},
     )
 
 

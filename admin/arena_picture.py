@@ -68,10 +68,9 @@ def strip(arena: Arena) -> Markup:
             parts.append(Markup(lines).format(hatch(row.name), begin, wide, STRIP_HEIGHT))
         hit = '<rect class="hit" x="{:.2f}" width="{:.2f}" height="{}"/></a>'
         parts.append(Markup(hit).format(begin, max(0.5, at - begin - _GAP), STRIP_HEIGHT))
-    rest = [row for row in arena.rows if row not in shown]
-    pages = sum(row.pages for row in rest)
+    pages = arena.taken - sum(row.pages for row in shown)
     if pages:
-        text = f"{len(rest)} more models: {_amount(pages, arena)}"
+        text = f"{arena.num_rows - len(shown)} more models: {_amount(pages, arena)}"
         wide = max(0.5, pages * scale - _GAP)
         parts.append(
             Markup(

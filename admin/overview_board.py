@@ -86,7 +86,7 @@ class Board:
         self._edge = edge
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tokens = Rising(TOKENS_SPAN_S)
+        self._tokens = Rising(TOKENS_SPAN_S, from_zero=False)
         self._answers = Rising(ANSWERS_SPAN_S)
         self._traffic = Shared(lambda: traffic_now(control), TRAFFIC_S, clock)
         self._answered = Shared(self._ask_counts, ANSWERS_S, clock)

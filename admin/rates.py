@@ -29,15 +29,22 @@ _LINE: Final = re.compile(
 
 
 class Rising:
-    """Counts by name, sampled now and then, over the last `span_s`."""
+    """Counts by name, sampled now and then, over the last `span_s`.
 
-    def __init__(self, span_s: float) -> None:
+    `from_zero`: a count that was not there began with 0. Otherwise it was not seen: whoever counts
+    (a worker) may have done so for hours before it was heard of, or heard of again.
+    """
+
+    def __init__(self, span_s: float, from_zero: bool = True) -> None:
         self._span_s = span_s
+        self._from_zero = from_zero
         self._samples: deque[tuple[float, Mapping[str, float]]] = deque()
 
     def since(self, now_s: float, counts: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Seconds that are looked back on, and what was added in them; 0 and nothing at the first
-        look. A count that was not there began with 0, one that fell began anew."""
+        look. A count that fell began anew."""
+        if self._samples and now_s < self._samples[-1][0]:
+            self._samples.clear()  # the clock was set back
         self._samples.append((now_s, counts))
         while len(self._samples) > 2 and self._samples[1][0] <= now_s - self._span_s:
             self._samples.popleft()
@@ -45,12 +52,12 @@ class Rising:
             self._samples.popleft()  # nobody looked for long: that is no rate of now
         began_s = self._samples[0][0]
         added: dict[str, float] = {}
-        for (_, before), (_, after) in zip(
-            list(self._samples)[:-1], list(self._samples)[1:], strict=True
-        ):
+        before = dict(self._samples[0][1])
+        for _, after in list(self._samples)[1:]:
             for name, count in after.items():
-                more = count - before.get(name, 0.0)
+                more = count - before.get(name, 0.0 if self._from_zero else count)
                 added[name] = added.get(name, 0.0) + (more if more >= 0 else count)
+            before |= after
         return now_s - began_s, added
 
 

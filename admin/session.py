@@ -172,7 +172,10 @@ def _password_form(ask: Ask | None = None) -> Form:
 
 def next_path(wanted: str) -> str:
     """A path of ours; anything else is the first page."""
-    parts = urlsplit(wanted)
+    try:
+        parts = urlsplit(wanted)
+    except ValueError:  # such as //[
+        return HOME
     ours = wanted.startswith("/") and not wanted.startswith("//") and "\\" not in wanted
     sound = ours and not parts.netloc and not parts.scheme and wanted.isprintable()
     return wanted if sound and not wanted.startswith("/sign-") else HOME

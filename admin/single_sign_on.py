@@ -31,6 +31,7 @@ COOKIE = "polyhost_oidc"
 COOKIE_PATH = PREFIX + "/oidc"
 VALID_S = 600
 MAX_CODE_LEN = 4096
+NOT_BEGUN = "This sign-in was not begun here, or too long ago: begin again."
 _BYTES = 32
 _SOUND = re.compile(r"[A-Za-z0-9_-]{43}")
 _ERROR = re.compile(r"[a-z_]{1,40}")
@@ -94,7 +95,8 @@ def callback(ask: Ask) -> Reply:
     begun = begun_of(ask.incoming.cookies.get(COOKIE, ""), ask.now_at)
     state = ask.query.get("state", "")
     if begun is None or not hmac.compare_digest(state.encode(), begun.state.encode()):
-        return _refused(ask, "This sign-in was not begun here, or too long ago: begin again.")
+        # The cookie stays: another site sent the browser here, or a second tab began since.
+        return sign_in_page(ask, NOT_BEGUN, 400, [])
     error = ask.query.get("error", "")
     if error:
         said = error if _ERROR.fullmatch(error) else "no reason that can be shown"

@@ -99,17 +99,24 @@ def chat(content: str, max_tokens: int) -> dict[str, Any]:
 
 
 def cpu_seconds(leader: int) -> tuple[float, float]:
-    """Of the session's workers, and of its other processes."""
-    found = [0.0, 0.0]
+    """Of the workers below this process, and of it and the others below it."""
+    parents, spent = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
             command = stat.with_name("cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[3]) == leader:
-            seconds = (int(fields[11]) + int(fields[12])) / TICKS
-            found[0 if b"engine.worker" in command else 1] += seconds
+        pid = int(stat.parent.name)
+        parents[pid] = int(fields[1])
+        spent[pid] = (b"engine.worker" in command, (int(fields[11]) + int(fields[12])) / TICKS)
+    found = [0.0, 0.0]
+    for pid, (is_worker, seconds) in spent.items():
+        above = pid
+        while above not in (leader, 0):  # a worker leads a session of its own
+            above = parents.get(above, 0)
+        if above == leader:
+            found[0 if is_worker else 1] += seconds
     return found[0], found[1]
 
 

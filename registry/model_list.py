@@ -147,6 +147,11 @@ def requests(session: Session, names: Collection[str], since_at: float) -> dict[
     return {row.model: int(row.num_requests) for row in session.execute(query)}
 
 
+def pinned(session: Session, names: Collection[str]) -> set[str]:
+    """Which of these are."""
+    return set(session.scalars(select(Model.name).where(Model.pinned, Model.name.in_(names))))
+
+
 def hours(session: Session, model: str, from_at: float, to_at: float) -> list[Hour]:
     """Hour by hour, those without a request too."""
     first, last = (int(at // HOUR_S) * HOUR_S for at in (from_at, to_at))

@@ -9,12 +9,13 @@ Nothing is kept between the steps: what was typed travels in the form, and a reg
 begun is a row of the catalog.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from admin.ask import Ask, PageRoute, Reply
 from admin.forms import Field, Form
 from admin.live_state import LiveState
 from admin.templating import path
+from engine.protocol import WorkerStatus
 from gateway.policy.fleet_view import ModelView, WorkerView
 from gateway.policy.make_room import Outlook, outlook
 from gateway.registration import preflight, registrar, registration
@@ -139,18 +140,20 @@ def _page(
 
 def _outlook(ask: Ask, live: LiveState, num_bytes: int) -> Outlook | None:
     """On the worker where the least has to leave; None where no worker is connected."""
-    views = _views(live)
-    rates = model_list.ask_rates(ask.control, {name for view in views for name in view.models})
+    names = {row.model_id for worker in live.workers for row in worker.models}
+    views = _views(live, model_list.pinned(ask.control, names))
+    rates = model_list.ask_rates(ask.control, names)
     looks = [outlook(view, num_bytes, rates) for view in views]
     order = ("free", "evicts", "never")
     return min(looks, key=lambda look: (order.index(look.fit), len(look.leavers)), default=None)
 
 
-def _views(live: LiveState) -> Sequence[WorkerView]:
+def _views(live: LiveState, pinned: Collection[str]) -> Sequence[WorkerView]:
+    """KV that is only kept for reuse makes room without anybody's leaving."""
     return [
         WorkerView(
             worker_id=worker.worker_id,
-            free_bytes=worker.pages.get("free", 0) * worker.page_bytes,
+            free_bytes=_free_pages(worker) * worker.page_bytes,
             arena_bytes=worker.num_pages * worker.page_bytes,
             models={
                 row.model_id: ModelView(
@@ -158,12 +161,18 @@ def _views(live: LiveState) -> Sequence[WorkerView]:
                     weight_bytes=row.weight_bytes,
                     load_s=row.load_s_estimate,
                     idle=not (row.num_running or row.num_waiting),
+                    pinned=row.model_id in pinned,
                 )
                 for row in worker.models
             },
         )
         for worker in live.workers
     ]
+
+
+def _free_pages(worker: WorkerStatus) -> int:
+    kept = sum(n for owner, n in worker.pages.items() if owner.endswith("/kv_cached"))
+    return worker.pages.get("free", 0) + kept
 
 
 ROUTES = (

@@ -24,8 +24,8 @@ _ON_DEVICE: Final = ("resident", "loading", "draining")
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """One that is connected. `since`: model -> when it came into the state it is in; what lies
-    where may be not known yet."""
+    """One that is connected. `since`: model -> when it came into the state it is in, where that was
+    seen; what lies where may be not known yet."""
 
     status: WorkerStatus
     layout: Layout | None
@@ -33,7 +33,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True, array_like=True):
-    """A model came from one state into another on a worker."""
+    """A model came from one state into another on a worker; see residency_log.Move."""
 
     at: float
     worker: str

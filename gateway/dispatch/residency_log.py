@@ -3,9 +3,12 @@
     note    a worker's status: its layout where it tells one, and which models changed their state
     lose    the worker is gone: nothing is anywhere on it any more
 
-A model that a worker does not name is `cold` there. Bounded: MAX_MOVES changes and MAX_SWAPS swaps,
-of an hour at most; `since_s` says from when on all of them are kept. Decides nothing, and nothing
-reads it to decide. Times are the dispatcher's clock.
+A model that a worker does not name is `cold` there. What a worker has when it is first heard of is
+no change: how long it was so is not known, and the move says the same state twice.
+
+Bounded: MAX_MOVES changes and MAX_SWAPS swaps, of an hour at most; `since_s` says from when on all
+of them are kept. Decides nothing, and nothing reads it to decide. Times are the dispatcher's
+clock.
 """
 
 from collections import deque
@@ -21,7 +24,8 @@ MAX_SWAPS = 64
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A model came from one state into another on a worker."""
+    """A model came from one state into another on a worker; or was found there, where both are
+    one."""
 
     at_s: float
     worker: str
@@ -41,7 +45,8 @@ class Swapped:
 
 @dataclass(slots=True)
 class _Here:
-    """One worker: models that are not cold, and since when each is in its state."""
+    """One worker: models that are not cold, and since when each is in its state, where that was
+    seen."""
 
     states: dict[str, ResidencyState]
     since: dict[str, float]
@@ -61,6 +66,7 @@ class ResidencyLog:
     def note(self, status: WorkerStatus, has_moved: bool, now_s: float) -> None:
         """Take in a heartbeat. `has_moved`: some state may differ, or swaps have ended."""
         here = self._workers.get(status.worker_id)
+        is_found = here is None
         if here is None:
             here = self._workers[status.worker_id] = _Here({}, {})
             self._lost.pop(status.worker_id, None)
@@ -75,7 +81,8 @@ class ResidencyLog:
         # A host tier may hold thousands: only what differs is looked at.
         moved = {model for model, _ in now.items() ^ here.states.items()}
         for model in sorted(moved):
-            before, state = here.states.get(model, "cold"), now.get(model, "cold")
+            state = now.get(model, "cold")
+            before = state if is_found else here.states.get(model, "cold")
             self._move(Move(now_s, status.worker_id, model, before, state), here)
 
     def lose(self, worker_id: str, now_s: float) -> None:
@@ -103,7 +110,8 @@ class ResidencyLog:
         return None if here is None else here.layout
 
     def since(self, worker_id: str) -> dict[str, float]:
-        """Since when each model is in the state it is in; what is cold is not named."""
+        """Since when each model is in the state it is in. Not named: what is cold, and what was so
+        already when the worker was first heard of."""
         here = self._workers.get(worker_id)
         return {} if here is None else dict(here.since)
 
@@ -122,7 +130,8 @@ class ResidencyLog:
             here.since.pop(move.model, None)
         else:
             here.states[move.model] = move.state
-            here.since[move.model] = move.at_s
+            if move.before != move.state:
+                here.since[move.model] = move.at_s
         self._moves.append(move)
         if len(self._moves) > MAX_MOVES:
             self._since_s = self._moves.popleft().at_s

@@ -6,7 +6,7 @@ asked for: the issuer and the audience to the letter, the nonce, the instants wi
 `ops=admin` or `acme-people=viewer@acme`; of several for the same place the highest counts.
 """
 
-import math
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,6 +16,8 @@ MAX_EMAIL_LEN: Final = 128
 MAX_AGE_S: Final = 600.0
 """A token that was made longer ago is none that was just asked for."""
 _RANKS: Final[Mapping[str, int]] = {"viewer": 0, "admin": 1, "owner": 2}
+_MAX_INSTANT_S: Final = 1e15
+_SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
 
 class NotTrusted(Exception):
@@ -114,18 +116,25 @@ def _check_instants(claims: Mapping[str, Any], now_s: float, skew_s: float) -> N
 
 def _instant(claims: Mapping[str, Any], name: str) -> float:
     value = claims.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise NotTrusted(f"the token has no {name}")
+    if not -_MAX_INSTANT_S < value < _MAX_INSTANT_S:  # nor does NaN get past
+        raise NotTrusted(f"the token's {name} is no instant")
     return float(value)
 
 
 def _email(claims: Mapping[str, Any]) -> str:
-    """Only what the issuer has verified: others could name themselves as they like."""
+    """Only what the issuer has verified: others could name themselves as they like.
+
+    ASCII's letters alone become small: of others some would become ASCII's (the Kelvin sign a k),
+    and so somebody else's address.
+    """
     email = claims.get("email")
     if claims.get("email_verified") is not True or not isinstance(email, str):
         return ""
-    email = email.strip().lower()
-    sound = email.isprintable() and "@" in email and len(email) <= MAX_EMAIL_LEN
+    email = email.strip().translate(_SMALL)
+    local, _, domain = email.rpartition("@")
+    sound = email.isprintable() and local and domain and len(email) <= MAX_EMAIL_LEN
     return email if sound else ""
 
 

@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass
 
 HALF_LIFE_S = 5.0
+STALLED_S = 60.0
+"""What has done nothing for so long has no pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,13 @@ class Pace:
     per_s: float = 0.0
     seen_s: float = 0.0
     """Over how long it has been seen."""
+
+    def at(self, now_s: float) -> float:
+        """Of this moment: less and less where nothing was seen for a while, and then none."""
+        lull_s = now_s - self.at_s
+        if lull_s > STALLED_S:
+            return 0.0
+        return self.per_s * math.exp2(-max(0.0, lull_s - HALF_LIFE_S) / HALF_LIFE_S)
 
     def seen(self, done: float, now_s: float) -> "Pace":
         """It has come this far. Less than before: it is another piece of work."""

@@ -271,7 +271,7 @@ def _beat(job: _Run) -> None:
                 phase=event.phase[:32],
                 done_bytes=event.done_bytes,
                 total_bytes=event.total_bytes,
-                bytes_per_s=job.paces.get(source, Pace()).per_s,
+                bytes_per_s=job.paces.get(source, Pace()).at(time.monotonic()),
                 now_at=job.control.clock(),
             )
             lasting(job.control.writing, beat)

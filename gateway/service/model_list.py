@@ -83,6 +83,13 @@ def model_traffic(control: Control, name: str, hours: int = 24) -> list[Hour]:
         return model_list.hours(session, name, now_at - (hours - 1) * 3600.0, now_at)
 
 
+def pinned(control: Control, names: Collection[str]) -> set[str]:
+    """Which of these models are."""
+    require(control, "models.read")
+    with control.reading() as session:
+        return model_list.pinned(session, names)
+
+
 def ask_rates(control: Control, names: Collection[str]) -> dict[str, float]:
     """How often each was asked for lately, in asks a second."""
     require(control, "models.read")

@@ -16,7 +16,8 @@
 -- a digest of scope and epoch, so that what was invalidated lies in no set that is looked into.
 --
 -- An entry:  valid (16)  SET (16, zeros: none)  size (4)  and, each with its length (4) before it,
---            confidence, vector, names  and the rest
+--            confidence, vector, names  and the rest, which only gateways read (its layout has a
+--            number there, and gateways of two versions miss each other's)
 -- A member of worth:  ID  SET  size     (all that is to be known once the entry is gone)
 -- An epoch:  base (8)  tenant's count (4)  model's (4)  purges (4); its first 16 bytes are `valid`
 --

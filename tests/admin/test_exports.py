@@ -237,7 +237,7 @@ def test_killed_in_the_middle_it_says_so_offers_no_half_and_goes_on(
     if not child:  # dies as by kill -9 while it writes its second batch
         beats = []
 
-        def watch(self: export_runner.Beat, num_rows: int, nanos: int, token: str) -> None:
+        def watch(self: export_runner.Beat, num_rows: int, cost_nanos: int, token: str) -> None:
             beats.append(num_rows)
             if len(beats) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -2,13 +2,13 @@
 
 import csv
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from gateway.exporting import export_runner
+from gateway.exporting import export_folders, export_runner
 from gateway.registration import registrar
-from gateway.service import export_jobs as verbs
 from registry import api_keys, catalog, export_jobs, ledger, registrations, revisions, tenants
 from registry.catalog import PackFacts
 from registry.session import appending
@@ -87,11 +87,11 @@ def test_an_export_is_asked_for_followed_and_taken_and_sums_to_the_page(
 def test_exports_in_every_state_are_clean_accessible_and_fit(
     site: Site, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verbs.export_folders, "start_runner", lambda settings: None)
+    monkeypatch.setattr(export_folders, "start_runner", lambda settings: None)
     ann = site.visitor("ann")
     for number, name in enumerate(("focus", "parquet", "csv", "jsonl", "csv")):
         day = site.control.clock()
-        sent = {"from": verbs.datetime.fromtimestamp(day, verbs.UTC).date().isoformat()}
+        sent = {"from": datetime.fromtimestamp(day, UTC).date().isoformat()}
         ann.post("/export/ask", {**sent, "to": sent["from"], "format": name, "once": str(number)})
     control, later = site.control, site.control.clock() + 600.0
     with control.writing() as session:
@@ -113,6 +113,7 @@ def test_exports_in_every_state_are_clean_accessible_and_fit(
         visit.check_accessible()
         visit.shoot("exports")
         # Its progress is seen, and its end too, without loading the page by hand.
+        assert job is not None
         visit.page.wait_for_selector(".live.on")
         with control.writing() as session:
             told = export_jobs.Progress(3_600, 2 << 20, 9, 0.6, 0.02)

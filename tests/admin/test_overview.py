@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from admin.arena import MAX_BANDS, SPAN_S, arenas, bands
+from admin.arena import MAX_BANDS, MAX_ROWS, SPAN_S, arenas, bands
 from admin.arena_picture import MAX_SEGMENTS, layout, strip
 from admin.arena_picture import band as draw_band
 from admin.fleet_watch import FleetWatch
@@ -111,6 +111,32 @@ def test_a_band_is_the_hour_as_it_was() -> None:
     assert (len(band.loads), len(band.evictions)) == (1, 1)
 
 
+def test_what_a_dispatcher_finds_was_not_loaded_then() -> None:
+    moves = [
+        Moved(AT - 900, "worker-0", "alpha", "resident", "resident"),
+        Moved(AT - 600, "worker-0", "alpha", "resident", "cold"),
+        Moved(AT - 300, "worker-0", "alpha", "resident", "resident"),
+    ]
+    (band,), _ = bands(fleet(AT, status(model("alpha")), moves=moves, since_at=AT - 1800))
+    states = [(stretch.state, stretch.to_s - stretch.from_s) for stretch in band.stretches]
+    assert [state for state, _ in states] == ["cold", "resident", "cold", "resident"]
+    assert states[0][1] == pytest.approx(900)
+    assert (len(band.loads), len(band.evictions)) == (0, 1)
+
+
+def test_what_is_beyond_the_rows_counts_in_the_sums() -> None:
+    rows = [model(f"m{n:03}") for n in range(MAX_ROWS + 50)]
+    pages = {f"{row.model_id}/weights": 1 for row in rows} | {"m000/kv": 3, "free": 3}
+    (arena,) = arenas(fleet(AT, status(*rows, pages=pages)))
+    assert (len(arena.rows), arena.num_rows) == (MAX_ROWS, MAX_ROWS + 50)
+    assert arena.total("weights") == MAX_ROWS + 50
+    assert arena.taken + arena.free == arena.num_pages == NUM_PAGES
+    drawn = re.search(r"(\d+) more models: [^(]*\((\d+) pages\)", str(strip(arena)))
+    assert drawn is not None
+    assert int(drawn[1]) == MAX_ROWS + 50 - MAX_SEGMENTS
+    assert int(drawn[2]) == arena.taken - sum(r.pages for r in arena.rows[:MAX_SEGMENTS])
+
+
 def test_thrash_is_drawn_and_stays_small() -> None:
     moves = [
         Moved(AT - 60 + n * 0.05, "worker-0", "alpha", was, now)  # type: ignore[arg-type]
@@ -155,6 +181,16 @@ def test_rates_are_of_the_last_while() -> None:
     span_s, added = rising.since(16.0, {"a": 5.0, "b": 3.0})
     assert (span_s, added) == (11.0, {"a": 15.0, "b": 3.0}), "one that fell began anew"
     assert rising.since(500.0, {"a": 6.0}) == (0.0, {}), "nobody looked for long"
+
+
+def test_a_worker_that_comes_back_did_not_do_all_its_work_just_now() -> None:
+    rising = Rising(10.0, from_zero=False)
+    rising.since(0.0, {})
+    assert rising.since(1.0, {"old": 1e6}) == (1.0, {"old": 0.0}), "how much before is not known"
+    rising.since(2.0, {})
+    assert rising.since(3.0, {"old": 1e6 + 30.0}) == (3.0, {"old": 30.0})
+    assert rising.since(-3600.0, {"old": 1e6 + 40.0}) == (0.0, {}), "the clock was set back"
+    assert rising.since(-3599.0, {"old": 1e6 + 45.0}) == (1.0, {"old": 5.0})
 
 
 def test_answers_are_failed_by_us_or_refused() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -148,3 +149,18 @@ def test_attention_is_measured_over_layers_that_exceed_caches(
     found = cpu_attention.measure(native, case, torch.ones(1 << 16), repeats=1)
     assert found["share"]["median"] == found["gb_s"]["median"] / found["read_gb_s"]["median"]
     assert "| 2 x 40 |" in cpu_attention.table({"2 x 40": found})
+
+
+def test_a_worker_in_a_session_of_its_own_is_told_from_the_gateway() -> None:
+    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
+    command = [sys.executable, "-c", spin, "engine.worker"]
+    with subprocess.Popen(
+        command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        of_workers, of_others = cpu_busy.cpu_seconds(os.getpid())
+        assert of_workers >= 0.1
+        assert of_others > 0
+        assert cpu_busy.cpu_seconds(worker.pid)[1] == 0
+        worker.communicate(b"\n")

@@ -325,7 +325,10 @@ def test_broken_memory_is_seen_in_every_part(native: NativeLibrary, place: tuple
 def test_tokens_are_the_definitions(native: NativeLibrary, seed: int) -> None:
     """Also among equals, over a vocabulary that ends in the middle of everything, over poison."""
     generator = torch.Generator().manual_seed(seed)
-    wide = ({"top_k": 500}, {"top_k": 900, "top_p": 0.8, "temperature": 4.0})
+    wide: tuple[dict[str, float], ...] = (
+        {"top_k": 500},
+        {"top_k": 900, "top_p": 0.8, "temperature": 4.0},
+    )
     params = parameters((*KINDS, *wide), seed)
     spread = torch.randn(len(params), VOCAB + 7, generator=generator) * 3
     guards = Guards()

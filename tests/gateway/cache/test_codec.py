@@ -39,6 +39,45 @@ def test_an_entry_comes_back(with_vector: bool, confidence: Confidence, question
     assert value[16:32] == set_of(SCOPE, EPOCH)
 
 
+class FirstBody(msgspec.Struct, array_like=True, frozen=True):
+    """As it was before it had a number."""
+
+    scope_digest: bytes
+    key_rest: bytes
+    text: str
+    finish_reason: str
+    completion_tokens: int
+    cost_nanos: int
+    made_at: float
+    expires_at: float
+
+
+def body_of(value: bytes) -> tuple[bytes, bytes]:
+    """What comes before the body, and the body."""
+    at = 36
+    for _ in range(3):
+        at += 4 + int.from_bytes(value[at : at + 4])
+    return value[:at], value[at:]
+
+
+@pytest.mark.parametrize("text", ["Paris.", "Paris. " * 1000])
+def test_an_older_gateway_cannot_read_an_entry(text: str) -> None:
+    entry = replace(entry_of(SCOPE, "why?", EPOCH), answer=CachedAnswer(text, "stop", 3))
+    _, body = body_of(encode(entry, False, 0))
+    with pytest.raises(msgspec.MsgspecError):
+        msgspec.msgpack.decode(body, type=FirstBody)
+
+
+@pytest.mark.parametrize("layout", [None, 1, 3])
+def test_an_entry_of_another_layout_is_refused(layout: int | None) -> None:
+    entry = entry_of(SCOPE, "why?", EPOCH)
+    before, body = body_of(encode(entry, False, 0))
+    _, *rest = msgspec.msgpack.decode(body)
+    other = rest if layout is None else [layout, *rest]
+    with pytest.raises(UNREADABLE):
+        decode(before + msgspec.msgpack.encode(other), id_of(entry.exact_key), "tenant", EPOCH)
+
+
 def test_without_a_vector_there_is_no_set() -> None:
     assert encode(entry_of(SCOPE, "why?", EPOCH), True, 0)[16:32] == NO_SET
 

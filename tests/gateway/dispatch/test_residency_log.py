@@ -27,7 +27,7 @@ def test_every_change_is_kept_once_and_what_is_not_named_is_cold() -> None:
     assert log.since("w") == {"m": 2.0, "n": 2.0}
     log.note(status(n="warm"), True, 4.0)
     assert [(m.at_s, m.model, m.before, m.state) for m in log.moves(4.0)] == [
-        (1.0, "m", "cold", "loading"),
+        (1.0, "m", "loading", "loading"),
         (2.0, "m", "loading", "resident"),
         (2.0, "n", "cold", "warm"),
         (4.0, "m", "resident", "cold"),
@@ -42,7 +42,7 @@ def test_what_has_not_moved_costs_no_look_and_the_layout_stays() -> None:
     log, layout = ResidencyLog(), Layout(["free"], [(0, 8)])
     log.note(status(layout=layout, m="resident"), True, 1.0)
     log.note(status(m="warm"), False, 2.0)
-    assert (log.since("w"), log.layout("w")) == ({"m": 1.0}, layout)
+    assert (log.moves(2.0)[-1].state, log.layout("w")) == ("resident", layout)
     assert log.layout("another") is None
 
 
@@ -55,7 +55,21 @@ def test_a_worker_that_is_gone_has_nothing_until_it_comes_back() -> None:
     assert (log.lost, log.since("w"), log.layout("w")) == ({"w": 5.0}, {}, None)
     assert [(m.model, m.state) for m in log.moves(6.0)][-1] == ("m", "cold")
     log.note(status(m="loading"), True, 7.0)
-    assert (log.lost, log.since("w")) == ({}, {"m": 7.0})
+    assert (log.lost, log.since("w")) == ({}, {})
+    log.note(status(m="resident"), True, 8.0)
+    assert log.since("w") == {"m": 8.0}
+
+
+def test_what_a_worker_has_when_it_is_first_heard_of_was_not_loaded_then() -> None:
+    log = ResidencyLog()
+    log.note(status(m="resident", n="warm"), True, 5.0)
+    assert log.since("w") == {}, "nobody saw since when"
+    assert [(m.model, m.before, m.state) for m in log.moves(5.0)] == [
+        ("m", "resident", "resident"),
+        ("n", "warm", "warm"),
+    ]
+    log.note(status(n="loading"), True, 6.0)
+    assert log.since("w") == {"n": 6.0}
 
 
 def test_it_is_bounded_and_says_from_when_on_it_knows_all() -> None:
@@ -77,7 +91,7 @@ async def test_the_desk_tells_all_of_it_in_a_form_that_pages_read() -> None:
     assert fleet.at == WALL_S + rig.clock.now_s
     (worker,) = fleet.workers
     assert worker.status.worker_id == "w"
-    assert worker.since == {"m": pytest.approx(fleet.at)}
+    assert (worker.since, [m.model for m in fleet.moves]) == ({}, ["m", "n"])
     assert {(g.model, g.num_waiting, g.code) for g in fleet.waiting} == {
         ("m", 1, "worker full"),
         ("n", 1, "loading"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.policy.pace import HALF_LIFE_S, Pace
+from gateway.policy.pace import HALF_LIFE_S, STALLED_S, Pace
 
 
 def after(*looks: tuple[float, float]) -> Pace:
@@ -39,3 +39,11 @@ def test_less_than_before_is_other_work_and_a_clock_that_stands_is_passed_over()
     again = after((1.0, 0.0), (2.0, 100.0), (3.0, 10.0))
     assert (again.per_s, again.done) == (0.0, 10.0)
     assert after((1.0, 0.0), (2.0, 100.0), (2.0, 120.0)).per_s == 100.0
+
+
+def test_work_that_stands_still_has_no_pace_after_a_while() -> None:
+    pace = after((1.0, 0.0), (2.0, 80.0))
+    assert pace.at(2.0) == pace.at(2.0 + HALF_LIFE_S) == 80.0
+    assert pace.at(2.0 + 3 * HALF_LIFE_S) == pytest.approx(20.0)
+    assert pace.at(2.5 + STALLED_S) == 0.0
+    assert pace.seen(160.0, 3.0).at(3.0) > 0.0, "looking at it changed nothing"
