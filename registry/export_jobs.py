@@ -299,14 +299,14 @@ def remove_expired(session: Session, *, now_at: float) -> int:
     return len(list(found))
 
 
-def nudge(session: Session, before_at: float, *, now_at: float) -> bool:
-    """Waiting jobs that nobody has looked after since then are looked after now; False where there
-    are none, any more."""
+def nudge(session: Session, before_at: float, host: str, *, now_at: float) -> bool:
+    """Waiting jobs that nobody has looked after since then, and this machine may make, are looked
+    after now; False where there are none, any more."""
     row = ExportJobRow
     since_at = func.coalesce(row.heartbeat_at, row.created_at)
     found = session.scalars(
         update(row)
-        .where(row.state == "waiting", since_at < before_at)
+        .where(row.state == "waiting", since_at < before_at, row.runner_host.in_(("", host)))
         .values(heartbeat_at=now_at)
         .returning(row.id)
         .execution_options(synchronize_session=False)

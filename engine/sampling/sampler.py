@@ -151,10 +151,8 @@ def _addend(mask: torch.Tensor) -> torch.Tensor:
 def _draw(logits: torch.Tensor, rows: RandomRows) -> torch.Tensor:
     picked = _rows(logits, rows.index)
     if rows.temperature is not None:
-        # Below float32's range it would be 0, and 0 / 0 is NaN.
-        temperature = rows.temperature.clamp(min=torch.finfo(torch.float32).tiny)
         # The largest logit goes to 0 first: a tiny temperature must not overflow.
-        picked = (picked - picked.amax(-1, keepdim=True)).div_(temperature[:, None])
+        picked = (picked - picked.amax(-1, keepdim=True)).div_(rows.temperature[:, None])
     weights = pad(picked.softmax(-1), 0.0)
     if rows.min_p_place is not None:
         chosen = _rows(weights, rows.min_p_place)

@@ -292,7 +292,9 @@ def _group(rows: Sequence[SampleInput], index: Sequence[int], device: torch.devi
     hot = any(p.temperature != 1.0 for p in params)
     return RandomRows(
         index=tensor(index, torch.int64),
-        temperature=tensor([p.temperature for p in params], torch.float32) if hot else None,
+        temperature=tensor([_in_range(p.temperature) for p in params], torch.float32)
+        if hot
+        else None,
         number=torch.from_numpy(uniforms([p.seed for p in params], positions)).to(device),
         min_p_place=_index(floor, device),
         min_p=tensor([params[j].min_p for j in floor], torch.float32),
@@ -301,6 +303,12 @@ def _group(rows: Sequence[SampleInput], index: Sequence[int], device: torch.devi
         top_p=tensor(top_p, torch.float64),
         short_list=_short_list(top_k, top_p) if device.type == "cpu" else 0,
     )
+
+
+def _in_range(temperature: float) -> float:
+    """As float32 holds it: not as 0, which is greedy, nor as infinity (0 / 0 and inf / inf)."""
+    kept = torch.finfo(torch.float32)
+    return min(max(temperature, kept.tiny), kept.max)
 
 
 def _short_list(top_k: Sequence[int], top_p: Sequence[float]) -> int:

@@ -110,7 +110,7 @@ def write_file(
 ) -> Proof:
     """A whole file and its proof; an interrupted one of the same order is gone on with."""
     part = _part_of(path)
-    with _alone(part):
+    with alone(part):
         if order.format == "parquet":
             proof = _write_parquet(part, session, order, watch)
         else:
@@ -122,7 +122,7 @@ def write_file(
 
 
 @contextmanager
-def _alone(part: Path) -> Iterator[None]:
+def alone(part: Path) -> Iterator[None]:
     """One writer of a part at a time; the lock goes with its process, however that ends."""
     with part.open("ab") as stream:
         try:

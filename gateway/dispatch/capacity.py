@@ -11,13 +11,14 @@ wait for ever. Where KV memory was short, `view` says so, and placement has idle
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.policy.fleet_view import ModelView, WorkerView
+from gateway.types import HostedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class WorkerCapacity:
         self._idle_since_s: dict[str, float] = {}
         self._kv_short = False
         self._view: WorkerView | None = None
-        self._pinned: frozenset[str] = frozenset()
+        self._hosted: Mapping[str, HostedModel] = {}
 
     def update(self, status: WorkerStatus, now_s: float) -> Changes:
         """Take in a heartbeat. Says what is not as it was."""
@@ -243,17 +244,19 @@ class WorkerCapacity:
         model = self._models.get(model_id)
         return "cold" if model is None else model.state
 
-    def view(self, pinned: frozenset[str]) -> WorkerView | None:
-        """The worker as placement sees it; None before its first status. Kept until it changes."""
+    def view(self, hosted: Mapping[str, HostedModel]) -> WorkerView | None:
+        """The worker as placement sees it; None before its first status. Kept until it changes, or
+        another catalog comes."""
         if self.status is None:
             return None
-        if self._view is None or pinned is not self._pinned:
-            self._view, self._pinned = self._look(self.status, pinned), pinned
+        if self._view is None or hosted is not self._hosted:
+            self._view, self._hosted = self._look(self.status, hosted), hosted
         if self._view.kv_short != self._kv_short:
             self._view = replace(self._view, kv_short=self._kv_short)
         return self._view
 
-    def _look(self, status: WorkerStatus, pinned: frozenset[str]) -> WorkerView:
+    def _look(self, status: WorkerStatus, hosted: Mapping[str, HostedModel]) -> WorkerView:
+        pinned = {row.model_id for row in status.models if _is_pinned(hosted, row.model_id)}
         models = {
             model.model_id: ModelView(
                 state=model.state,
@@ -268,6 +271,7 @@ class WorkerCapacity:
                 idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
                 pinned=model.model_id in pinned,
                 held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,
+                floors=hosted[model.model_id].floors if model.model_id in hosted else (),
             )
             for model in status.models
         }
@@ -318,6 +322,11 @@ class WorkerCapacity:
         if self.status is None:
             return 0
         return self.status.free_requests - len(self._in_flight)
+
+
+def _is_pinned(hosted: Mapping[str, HostedModel], name: str) -> bool:
+    model = hosted.get(name)
+    return model is not None and model.pinned
 
 
 def _kv_tokens(ticket: Ticket, lease: Lease) -> int:

@@ -184,16 +184,12 @@ class Fleet:
         """
         self._placement.drop_claims(now_s, self._state_of)
         demanded = {demand.model_id for demand in demands}
-        pins = [
-            Demand(m, 0, 0.0, True, self._models[m].weight_bytes)
-            for m in sorted(self._pinned - demanded)
-            if m not in self._offering
-        ]
+        unserved = (m for m in sorted(self._pinned - demanded) if m not in self._offering)
+        pins = self.demand_of(unserved)
         if demands or pins or self._placement.outlooks:
             wanted = self._with_packs(waiting)
-            sized = [
-                replace(d, weight_bytes=self._models[d.model_id].weight_bytes) for d in demands
-            ]
+            hosted = [(demand, self._models[demand.model_id]) for demand in demands]
+            sized = [replace(d, weight_bytes=m.weight_bytes, floors=m.floors) for d, m in hosted]
             all_ = [*sized, *pins]
             for decision in self._placement.decide(now_s, all_, self.views(), wanted, asks_s):
                 self._load(decision, now_s)
@@ -224,7 +220,11 @@ class Fleet:
     def demand_of(self, model_names: Iterable[str]) -> list[Demand]:
         """Hosted ones of these, with their sizes; nobody waits."""
         hosted = (self._models.get(name) for name in model_names)
-        return [Demand(m.name, 0, 0.0, m.pinned, m.weight_bytes) for m in hosted if m is not None]
+        return [
+            Demand(m.name, 0, 0.0, m.pinned, m.weight_bytes, floors=m.floors)
+            for m in hosted
+            if m is not None
+        ]
 
     def is_pinned(self, model_name: str) -> bool:
         """Whether it is to stay on the device."""
@@ -267,7 +267,7 @@ class Fleet:
         """An operator's wish; nothing happens where it is resident or cannot be."""
         if model_name not in self._models:
             return
-        demand = Demand(model_name, 0, 0.0, False, self._models[model_name].weight_bytes)
+        (demand,) = self.demand_of([model_name])
         decision = self._placement.claim(now_s, demand, self.views())
         if decision is not None:
             self._load(decision, now_s)
@@ -330,7 +330,7 @@ class Fleet:
         return [view for worker in self if (view := self._view(worker)) is not None]
 
     def _view(self, worker: WorkerCapacity) -> WorkerView | None:
-        view = worker.view(self._pinned)
+        view = worker.view(self._models)
         return view if view is None or not self._packs else self._by_pack(view)
 
     def _by_pack(self, view: WorkerView) -> WorkerView:

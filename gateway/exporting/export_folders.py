@@ -24,6 +24,8 @@ from registry.export_jobs import ExportJob
 
 EXPORTS_FOLDER = "exports"
 LOG_FILE = "exports.log"
+WATCHER = "export-runner"
+"""Threads of this name wait for a runner's end, one each."""
 RUNNER = (sys.executable, "-m", "gateway.exporting.export_runner")
 
 
@@ -39,10 +41,16 @@ def file_of(data_dir: Path, job: ExportJob) -> Path:
 
 def used_bytes(data_dir: Path) -> int:
     """What all exports take together."""
+    return sum(map(size_bytes, _entries(data_dir)))
+
+
+def size_bytes(folder: Path) -> int:
+    """What the files in it take."""
     total = 0
-    for folder in _entries(data_dir):
-        with suppress(OSError), os.scandir(folder) as entries:  # what goes meanwhile takes nothing
-            total += sum(entry.stat().st_size for entry in entries if entry.is_file())
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):  # what goes meanwhile takes nothing
+                total += entry.stat().st_size
     return total
 
 
@@ -58,7 +66,14 @@ def sweep(data_dir: Path, job_ids: Collection[str]) -> None:
 
 
 def start_runner(settings: Settings) -> None:
-    """A process that works on what waits, and lives on when this one ends. Returns at once."""
+    """A process that works on what waits, and lives on when this one ends. Returns at once.
+
+    Of those that this process has started no more live than may work, and one for who asks while
+    the others are about to end: asking again and again costs no process each time.
+    """
+    alive = sum(thread.name == WATCHER for thread in threading.enumerate())
+    if alive > settings.max_exports_running:
+        return
     log = settings.data_path / LOGS_FOLDER / LOG_FILE
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
@@ -72,7 +87,7 @@ def start_runner(settings: Settings) -> None:
     assert process.stdin is not None
     with process.stdin as stream:  # settings have secrets: they are on no command line
         stream.write(msgspec.json.encode(settings))
-    threading.Thread(target=process.wait, name="export-runner", daemon=True).start()
+    threading.Thread(target=process.wait, name=WATCHER, daemon=True).start()
 
 
 def _entries(data_dir: Path) -> list[Path]:

@@ -97,13 +97,14 @@ class Beat:
                 if not self._write():
                     self._lost.set()
                     return
+            except FileNotFoundError:  # swept by who cancelled it
+                self._lost.set()
+                return
             except SQLAlchemyError:  # the work itself will say what is wrong, or it passes
                 logger.warning("export %s: no word of its progress", self._job.id, exc_info=True)
 
     def _write(self) -> bool:
-        free = shutil.disk_usage(self._path.parent).free
-        if free < self._control.settings.exports_min_free_bytes:
-            self._room_bytes = -1
+        self._room_bytes = _room(self._control, self._job)  # others take of it too
         note = partial(export_jobs.progress, attempt=self._job.attempt, so_far=self.so_far)
         with appending(self._control.engine, self._control.actor) as session:
             return note(session, now_at=self._control.clock())
@@ -167,10 +168,11 @@ def _written(control: Control, job: ExportJob) -> tuple[Progress, str]:
     part.touch()
     if job.format == "invoices":
         numbers = [str(number) for number in job.asked["numbers"]]
-        with Beat(control, job, part, lambda done, _: done / len(numbers)) as beat:
+        beating = Beat(control, job, part, lambda done, _: done / len(numbers))
+        with export_file.alone(part), beating as beat:
             watch = partial(_watch_invoices, beat)
             nanos, digest = invoice_archive.write(control, part, numbers, watch)
-        part.replace(path)
+            part.replace(path)
         return Progress(len(numbers), path.stat().st_size, nanos), digest
     order = order_from_json(job.asked)
     with control.reading() as session:
@@ -200,11 +202,13 @@ def _by_time(session: Session, job: ExportJob) -> Callable[[int, str], float]:
 
 
 def _room(control: Control, job: ExportJob) -> int:
-    """How large its file may become."""
+    """How large its file may become; negative where the disk is full."""
     settings = control.settings
     folder = export_folders.folder_of(control.data_dir, job.id)
     free = shutil.disk_usage(folder).free - settings.exports_min_free_bytes
-    own = sum(path.stat().st_size for path in folder.iterdir())
+    if free < 0:
+        return -1
+    own = export_folders.size_bytes(folder)
     if settings.exports_quota_bytes:
         others = export_folders.used_bytes(control.data_dir) - own
         return min(free + own, settings.exports_quota_bytes - others)

@@ -1,6 +1,7 @@
 """Issued invoices as one ZIP: of each its PDF and what it was issued as."""
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ def write(
             total_nanos += record.total_nanos
             watch(place, total_nanos)
     with path.open("rb") as stream:
+        os.fsync(stream.fileno())
         return total_nanos, hashlib.file_digest(stream, "sha256").hexdigest()
 
 

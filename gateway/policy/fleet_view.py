@@ -36,6 +36,7 @@ class Demand:
     weight_bytes  what it takes where a worker says nothing of it
     oldest_s      arrival of the oldest ticket
     waited_s      of all its tickets together, up to now
+    floors        (tenant, bytes) of tenants with a floor whose model it is
     """
 
     model_id: str
@@ -45,12 +46,14 @@ class Demand:
     weight_bytes: int = 0
     oldest_s: float = math.inf
     waited_s: float = 0.0
+    floors: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
     """A model on one worker. `idle`: nothing runs there, and it is not pinned; `idle_since_s` is
-    since when. `held_bytes`: of its weights, what lies in pages of its own already."""
+    since when. `held_bytes`: of its weights, what lies in pages of its own already. `floors`: as
+    in Demand."""
 
     state: str
     weight_bytes: int
@@ -59,6 +62,7 @@ class ModelView:
     idle_since_s: float = 0.0
     pinned: bool = False
     held_bytes: int = 0
+    floors: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,7 @@ class WeightRoom:
     wanted: Container[str]
     asks_s: AskRate
     _leavers: list["_Leaver"] | None = field(default=None)
+    _pinned_bytes: int | None = field(default=None)
 
     @property
     def free_bytes(self) -> int:
@@ -169,17 +174,56 @@ class WeightRoom:
     def _unused_bytes(self) -> int:
         return 0 if self.view.kv_short else self.view.free_bytes
 
-    def push_out(self, num_bytes: int, load_s: float, share: float) -> "PushedOut | None":
-        """What goes for so many bytes, least loss first; None where even all would not do.
+    def may_load(self, demand: Demand) -> bool:
+        """Whether it would have room there at least once all had left that may.
+
+        What is pinned or kept by others' floors stays however long somebody waits: a load against
+        that would stand in the way of all loads behind it, again and again, and come to nothing.
+        """
+        if not self.view.may_load(demand):
+            return False
+        if self._pinned_bytes is None:
+            models = self.view.models.values()
+            self._pinned_bytes = sum(model.held_bytes for model in models if model.pinned)
+        kept = sum(self.view.models[name].held_bytes for name in self._kept(demand))
+        num_bytes = self.view.model(demand).weight_bytes
+        return num_bytes <= self.view.arena_bytes - self._pinned_bytes - kept
+
+    def _kept(self, demand: Demand) -> set[str]:
+        """What others' floors keep, if models leave in the order of `push_out`. The worker judges
+        it anew (engine/policy/eviction_rules.py), in its own order."""
+        own = {tenant_id for tenant_id, _ in demand.floors}
+        spare: dict[str, int] = {}
+        floored = [leaver for leaver in self._ordered() if leaver.floors]
+        for leaver in floored:
+            for tenant_id, floor_bytes in leaver.floors:
+                if tenant_id not in own:
+                    spare[tenant_id] = spare.get(tenant_id, -floor_bytes) + leaver.num_bytes
+        kept = set()
+        for leaver in floored:
+            tenants = [tenant_id for tenant_id, _ in leaver.floors if tenant_id in spare]
+            if any(spare[tenant_id] < leaver.num_bytes for tenant_id in tenants):
+                kept.add(leaver.model_id)
+            else:
+                for tenant_id in tenants:
+                    spare[tenant_id] -= leaver.num_bytes
+        return kept
+
+    def push_out(self, demand: Demand, share: float) -> "PushedOut | None":
+        """What goes for its load, least loss first; None where even all would not do.
 
         A model is in demand where somebody waits for it or it runs, or where swapping it out and
         in again at the rate it is asked for would take more than `share` of the worker's time.
         """
-        spare = self._unused_bytes - self.claimed_bytes
+        model = self.view.model(demand)
+        num_bytes, load_s = model.weight_bytes, load_seconds(model)
+        spare, kept = self._unused_bytes - self.claimed_bytes, self._kept(demand)
         loss_s, worth, in_demand, used = 0.0, 0.0, 0, 0
         for leaver in self._ordered():
             if spare >= num_bytes:
                 break
+            if leaver.model_id in kept:
+                continue
             spare += leaver.num_bytes
             if spare <= 0:
                 continue  # it goes for a load that was promised its pages before
@@ -212,6 +256,7 @@ class WeightRoom:
             asks_s,
             reload_s,
             model.weight_bytes,
+            model.floors,
         )
 
 
@@ -225,6 +270,7 @@ class _Leaver:
     asks_s: float
     reload_s: float
     num_bytes: int
+    floors: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ class Placement:
         asks_s: AskRate,
     ) -> Decision | None:
         model_id = demand.model_id
-        options = [(room, room.view.model(demand)) for room in rooms if room.view.may_load(demand)]
+        options = [(room, room.view.model(demand)) for room in rooms if room.may_load(demand)]
         copies = sum(room.view.has(model_id) for room in rooms)
         if not options:
             if not copies:
@@ -223,7 +223,7 @@ class Placement:
                 return self._claim(now_s, room, demand, "replica" if copies else "free pages")
         turns = []
         for place, (room, model) in enumerate(options):
-            pushed = room.push_out(model.weight_bytes, load_seconds(model), self._max_load_share)
+            pushed = room.push_out(demand, self._max_load_share)
             if pushed is not None and not pushed.num_in_demand:
                 reason = "replica" if copies else "idle models make room"
                 return self._claim(now_s, room, demand, reason)

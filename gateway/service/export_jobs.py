@@ -171,20 +171,22 @@ def tidy(control: Control) -> None:
         with control.reading() as session:  # behind the folders: a new job's may be among them
             gone = there - _kept(export_jobs.jobs(session))
         export_folders.sweep(control.data_dir, gone)
-    if not any(job.state == "running" for job in found):
-        _nudge(control, found, now_at)
+    host = socket.gethostname()
+    here = [job for job in found if job.runner_host in ("", host)]
+    if not any(job.state == "running" for job in here):
+        _nudge(control, here, host, now_at)
 
 
 def _kept(jobs: Sequence[ExportJob]) -> frozenset[str]:
     return frozenset(job.id for job in jobs if job.state != "cancelled")
 
 
-def _nudge(control: Control, jobs: Sequence[ExportJob], now_at: float) -> None:
+def _nudge(control: Control, jobs: Sequence[ExportJob], host: str, now_at: float) -> None:
     """A process for what has waited for one too long: those that were to work may be dead."""
     if not any(_is_forgotten(job, now_at) for job in jobs):
         return
     with control.writing() as session:
-        if not export_jobs.nudge(session, now_at - NUDGE_S, now_at=now_at):
+        if not export_jobs.nudge(session, now_at - NUDGE_S, host, now_at=now_at):
             return  # somebody else does
     export_folders.start_runner(control.settings)
 

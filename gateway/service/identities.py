@@ -11,6 +11,7 @@ user. Where roles come from a claim, they are set anew at each sign-in.
 import hashlib
 import logging
 import secrets
+from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
@@ -37,7 +38,7 @@ def sign_in_as(control: Control, who: Identity, state: str, address: str, agent:
             digest = hashlib.sha256(state.encode()).hexdigest()
             if not identities.use_up(session, digest, now_at=now_at, forget_s=USED_FORGET_S):
                 raise SignInRefused("This sign-in has been used already: begin again.")
-            roles = _roles(control, who)
+            roles = _roles(control, session, who)
             user = _find(control, session, who, roles, now_at)
             if user.disabled:
                 raise SignInRefused("This user is shut out: ask an owner.")
@@ -96,12 +97,14 @@ def _issuer(control: Control) -> str:
     return found
 
 
-def _roles(control: Control, who: Identity) -> dict[str, str] | None:
-    """By tenant's name or id; None: they are given here."""
+def _roles(control: Control, session: Session, who: Identity) -> dict[str, str] | None:
+    """By tenant's id, whether rules say its name or its id; None: they are given here."""
     settings = control.settings
     if not settings.oidc_role_claim:
         return None
-    found = roles_of(rules_of(settings.oidc_roles), who.groups)
+    met = [rule for rule in rules_of(settings.oidc_roles) if rule.group in who.groups]
+    placed = [replace(rule, tenant=users.tenant_id_of(session, rule.tenant)) for rule in met]
+    found = roles_of(placed, who.groups)
     if not found:
         raise SignInRefused("The provider names no group of yours that has a role here.")
     return found
@@ -139,10 +142,9 @@ def _set_roles(
     session: Session, user: UserRecord, roles: dict[str, str], now_at: float
 ) -> UserRecord:
     """Exactly these, given before others are taken, so that an owner stays one on the way."""
-    wanted = {users.tenant_id_of(session, tenant): role for tenant, role in roles.items()}
-    for tenant_id, role in wanted.items():
+    for tenant_id, role in roles.items():
         if user.roles.get(tenant_id) != role:
             users.set_role(session, user.name, role, tenant_id, now_at=now_at)
-    for tenant_id in user.roles.keys() - wanted.keys():
+    for tenant_id in user.roles.keys() - roles.keys():
         users.set_role(session, user.name, None, tenant_id, now_at=now_at)
     return users.get_user(session, user.id)

@@ -7,16 +7,19 @@ import json
 import os
 import re
 import signal
+import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
 
 from admin.amounts import day_text
-from gateway.billing import export_parquet
+from gateway.billing import export_file, export_parquet
 from gateway.exporting import export_folders, export_runner
 from gateway.service import export_jobs as verbs
 from gateway.service import usage
@@ -325,6 +328,83 @@ def test_a_disk_that_is_full_is_told_and_nothing_stays(
     verbs.retry_export(site.control, job.id)
     assert export_runner.work_off(site.control) == 1
     assert now(site, job.id).state == "done"
+
+
+def test_two_that_are_made_side_by_side_share_the_room(site: Site, held: None) -> None:
+    job, other = ask(site), ask(site)
+    bound = msgspec.structs.replace(site.control.settings, exports_quota_bytes=100_000)
+    small = replace(site.control, settings=bound)
+    with site.control.writing() as session:
+        job = export_jobs.claim(session, 2, "here", 1, now_at=site.control.clock()) or job
+    folders = [export_folders.folder_of(site.control.data_dir, one.id) for one in (job, other)]
+    part = folders[0] / "file.part"
+    for folder in folders:
+        folder.mkdir(parents=True)
+    part.write_bytes(b"x" * 60_000)
+    beat = export_runner.Beat(small, job, part, lambda rows, token: 0.5)
+    beat.watch(1, 1, "")
+    (folders[1] / "file.part").write_bytes(b"x" * 60_000)
+    assert beat._write()
+    with pytest.raises(export_runner.NoRoom):
+        beat.watch(2, 2, "")
+
+
+def test_an_archive_has_one_writer(site: Site, held: None) -> None:
+    """One that was stopped, and thought dead, and wakes up again."""
+    job = replace(ask(site), format="invoices", asked={"numbers": ["1"]})
+    path = export_folders.file_of(site.control.data_dir, job)
+    path.parent.mkdir(parents=True)
+    part = path.with_name(path.name + export_file.PART_SUFFIX)
+    with export_file.alone(part), pytest.raises(RegistryError, match="another export"):
+        export_runner._written(site.control, job)
+
+
+def test_asking_again_and_again_costs_no_process_each_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = site.control.settings
+    monkeypatch.setattr(export_folders, "RUNNER", ("sleep", "60"))
+    made: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    try:
+        for _ in range(20):
+            export_folders.start_runner(settings)
+        assert len(made) <= settings.max_exports_running + 1
+        assert made
+    finally:
+        for process in made:
+            process.kill()
+            process.wait(30)
+    wait_until(lambda: not any(t.name == export_folders.WATCHER for t in threading.enumerate()))
+    export_folders.start_runner(settings)
+    assert made[-1].poll() is None
+    made[-1].kill()
+
+
+def test_what_waits_for_another_machine_is_left_to_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    job, other = ask(site), ask(site)
+    wait_until(lambda: all(now(site, one.id).state == "done" for one in (job, other)))
+    monkeypatch.setattr(export_folders, "start_runner", started.append)
+    mine = ask(site)
+    with site.control.writing() as session:
+        for one, state in ((job, "waiting"), (other, "running")):
+            row = session.get(export_jobs.ExportJobRow, one.id)
+            assert row is not None
+            row.state, row.runner_host, row.heartbeat_at = state, "elsewhere", mine.created_at
+    started.clear()
+    late = replace(site.control, clock=lambda: mine.created_at + verbs.NUDGE_S + 1)
+    verbs.list_exports(late)
+    assert len(started) == 1, "what runs elsewhere does not make mine"
+    assert now(site, job.id).heartbeat_at == mine.created_at, "for that machine to take up"
 
 
 def test_what_is_over_goes_and_strays_go(site: Site, held: None) -> None:

@@ -1,13 +1,17 @@
 """Whom an identity provider's subject is here: bindings, addresses, roles, passwords beside it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.policy.identity import Identity
 from gateway.service import identities as verbs
 from gateway.service.control import acting_as
+from gateway.service.sessions import SignInRefused
 from registry import audit, identities, tenants, users
 from registry.errors import AlreadyExists, Forbidden
 from tests.admin.provider import (
@@ -109,6 +113,37 @@ def test_by_a_verified_address_where_the_operator_says_so(tmp_path: Path) -> Non
         _, taken = through(site)
         assert taken.status == 403, "an address that was given to somebody else"
         assert "bound to another account" in taken.text
+
+
+def test_letters_that_become_others_bind_nobody(tmp_path: Path) -> None:
+    """The Kelvin sign's small letter is k (compare CVE-2019-19844)."""
+    with running_provider() as own, running_site_of(tmp_path, own, oidc_link_by_email=True) as site:
+        site.add_user("kim@acme.example", "owner")
+        for email in ("\u212aim@acme.example", "kim@", "@acme.example", "kim"):
+            own.subject, own.claims = "evil", {"email": email, "email_verified": True}
+            assert through(site)[1].status == 403, email
+        own.claims = {"email": "KIM@Acme.example", "email_verified": True}
+        assert through(site)[1].status == 200
+
+
+def test_of_rules_for_one_tenant_the_highest_counts(tmp_path: Path) -> None:
+    """Also where one says its name and the other its id."""
+    with running_site(tmp_path) as site:
+        with site.control.writing() as session:
+            acme = tenants.create_tenant(session, "acme", now_at=site.control.clock())
+        rules = f"a=admin@acme,b=viewer@{acme.id},c=owner@gone"
+        mapped = {"oidc_role_claim": "groups", "oidc_roles": rules}
+        settings = msgspec.structs.replace(site.control.settings, **mapped)
+        control = replace(site.control, settings=settings)
+        site.add_user("ned", "viewer")
+        verbs.bind(control, "ned", "s", "https://id.example")
+        who = Identity("https://id.example", "s", "", frozenset({"a", "b"}))
+        verbs.sign_in_as(control, who, "state", "127.0.0.1", "")
+        with control.reading() as session:
+            assert users.get_user(session, "ned").roles == {acme.id: "admin"}
+        lost = replace(who, groups=frozenset({"a", "c"}))
+        with pytest.raises(SignInRefused, match="gone"):
+            verbs.sign_in_as(control, lost, "another", "127.0.0.1", "")
 
 
 def test_an_address_binds_nobody_unless_told(site: Site, provider: Provider) -> None:

@@ -142,3 +142,27 @@ def test_instants_of_the_audit_log_are_for_people(site: Site, ann: Visitor) -> N
     site.add_user("zoe", "viewer")
     page = ann.get("/audit?target=zoe").text
     assert re.search(r"password_set_at</span> \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", page)
+
+
+def test_the_wizards_outlook_spares_pins_and_takes_kept_kv(
+    site: Site, ann: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.add_model("stays", pinned=True)
+    rows = [ModelStatus(name, "resident", 200 * MIB, 0, 0, 0, 0.1) for name in ("stays", "tiny")]
+    told = worker_status(*rows, free_pages=26)
+    kept = replace(told, pages={**told.pages, "tiny/kv_cached": 30})
+    site.kit.dispatcher.statuses = [kept]
+    size = [100 * MIB]
+
+    def found(*_: object, **__: object) -> Preflight:
+        return Preflight("/new", RegisterEvent("preflight", "/new", weight_bytes=size[0]))
+
+    monkeypatch.setattr(preflight, "look", found)
+    asked = {"name": "new", "source": "/new", "dtype": "auto"}
+    assert "would leave" not in ann.post("/register/check", asked).text
+    size[0] = 300 * MIB
+    text = ann.post("/register/check", asked).text
+    assert "/models/tiny" in text or ">tiny<" in text
+    assert "/models/stays" not in text
+    size[0] = 400 * MIB
+    assert "with what is pinned it does not fit" in ann.post("/register/check", asked).text

@@ -123,6 +123,7 @@ HOSTILE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("made long ago", {"iat": -3600}),
     ("not yet", {"nbf": 120}),
     ("NaN", {"exp": float("nan")}),
+    ("an end that no clock shows", {"exp": 10**400}),
     ("no subject", {"sub": ""}),
     ("a subject that is no text", {"sub": ["subject-1"]}),
     ("an endless subject", {"sub": "s" * 256}),
@@ -237,6 +238,18 @@ def test_a_state_that_is_not_this_browsers(site: Site, provider: Provider) -> No
     assert COOKIE not in visitor.cookies
 
 
+def test_another_tab_or_site_does_not_end_a_sign_in(site: Site, provider: Provider) -> None:
+    visitor, first = begun(site)
+    again, second = begun(site)
+    visitor.cookies |= again.cookies
+    late = callback(site, visitor, code=provider.code(first), state=first["state"])
+    assert late.status == 400
+    assert "begin again" in late.text
+    assert callback(site, visitor, code="x", state="of somebody else").status == 400
+    good = callback(site, visitor, code=provider.code(second), state=second["state"])
+    assert good.status == 200
+
+
 def test_a_sign_in_counts_once(site: Site, provider: Provider) -> None:
     provider.codes_again = True
     visitor, asked = begun(site)
@@ -282,7 +295,7 @@ def test_odd_cookies_and_addresses(site: Site, provider: Provider) -> None:
     "path",
     [
         "https://evil.example", "//evil.example", "/\\evil.example", "\\\\evil.example", "/%0a//x",
-        "javascript:alert(1)", "/sign-out", "/sign-in", "//", "/ /x\n", "/x\"><script>",
+        "javascript:alert(1)", "/sign-out", "/sign-in", "//", "//[", "/ /x\n", "/x\"><script>",
     ],
 )  # fmt: skip
 def test_nobody_is_sent_elsewhere(site: Site, path: str) -> None:

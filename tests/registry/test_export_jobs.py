@@ -118,6 +118,8 @@ def test_a_cancelled_one_answers_no_more_and_counts_no_more(engine: Engine) -> N
 def test_what_waits_is_looked_after_once(engine: Engine) -> None:
     ask(engine, "exp_1")
     with appending(engine, "t") as session:
-        told = [export_jobs.nudge(session, before, now_at=NOW + 20) for before in (NOW, NOW + 5)]
+        told = [
+            export_jobs.nudge(session, before, "here", now_at=NOW + 20) for before in (NOW, NOW + 5)
+        ]
         assert told == [False, True]
-        assert not export_jobs.nudge(session, NOW + 5, now_at=NOW + 21)
+        assert not export_jobs.nudge(session, NOW + 5, "here", now_at=NOW + 21)

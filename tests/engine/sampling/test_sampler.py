@@ -222,6 +222,16 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow(
     assert not output.broken.any()
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-3, 1e38, 1e300])
+def test_equals_share_at_any_temperature_and_nothing_else_is_drawn(temperature: float) -> None:
+    """Also where float32 has no such number: 0 would be greedy, and infinity lose the mask."""
+    params = [SamplingParams(temperature, seed=seed) for seed in range(16)]
+    rows = [SampleInput(SamplingState(p, []), [], mask_of([8, 9, 10, 11])) for p in params]
+    found = draw(torch.zeros(16, VOCAB), rows)
+    assert found.token_ids.tolist() == [8 + int(4 * uniform(seed, 0)) for seed in range(16)]
+    assert not found.broken.any()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_broken_rows_are_named_and_harm_no_other(temperature: float) -> None:
     logits = logits_of(2, 6)

@@ -3,6 +3,10 @@
 What pushes models in demand out (gathering, the budget, outlooks) is in test_gathering.py.
 """
 
+from dataclasses import replace
+
+import pytest
+
 from gateway.policy.fleet_view import Demand, ModelView, WorkerView
 from gateway.policy.placement import Placement, relieve, unplaceable
 
@@ -166,3 +170,39 @@ def test_kv_pressure_takes_the_least_wanted_and_no_load_takes_what_it_gave() -> 
     placement = Placement(0.2)
     decision = placement.decide(0.0, [demand("c")], [short], asks_s=lambda m: rates.get(m, 0.0))
     assert [d.reason for d in decision] == ["idle models make room"]
+
+
+def held(mb: int, *, pinned: bool = False, floors: tuple[tuple[str, int], ...] = ()) -> ModelView:
+    """Resident, in all its pages; busy."""
+    size = mb * MB
+    return ModelView("resident", size, 2.0, False, pinned=pinned, held_bytes=size, floors=floors)
+
+
+@pytest.mark.parametrize("kept", ["pin", "floor"])
+def test_what_can_never_have_room_stands_in_nobodys_way(kept: str) -> None:
+    placement = Placement(0.2, gather_wait_s=5.0)
+    floors = (("acme", 1),) if kept == "floor" else ()
+    stays = held(50, pinned=kept == "pin", floors=floors)
+    view = worker("w", 5, stays=stays, busy=held(40))
+    wanted = [demand("large", mb=60), demand("small", mb=30)]
+    loaded = [
+        decision.model_id
+        for tick in range(100)
+        for decision in placement.decide(tick * 0.25, wanted, [view])
+    ]
+    assert set(loaded) == {"small"}
+    assert placement.outlooks["large"].reason == "no room"
+    own = replace(demand("large", mb=60), floors=floors)
+    moment = Placement(0.2).decide(0.0, [own], [view])
+    assert [d.model_id for d in moment] == (["large"] if floors else []), "one's own floor gives way"
+
+
+def test_models_that_a_floor_keeps_at_rest_make_no_room() -> None:
+    placement = Placement(0.2, gather_wait_s=5.0)
+    mine = replace(held(40, floors=(("acme", 1),)), idle=True)
+    view = worker("w", 5, mine=mine, busy=held(50))
+    assert placement.decide(0.0, [demand("other", mb=30)], [view]) == []
+    assert placement.outlooks["other"].reason == "gathering"
+    spared = worker("w", 5, mine=mine, spare=mine, busy=held(10))
+    (decision,) = placement.decide(0.0, [demand("other", mb=30)], [spared])
+    assert decision.reason == "idle models make room", "one of the two is enough for the floor"

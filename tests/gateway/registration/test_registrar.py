@@ -94,7 +94,7 @@ def test_a_failed_name_can_be_added_again_a_ready_one_not(control: Control, tmp_
         ("a/b/c", "auto", "neither a folder"),
         ("/no/such/folder", "auto", "neither a folder"),
         ("./also/none", "auto", "neither a folder"),
-        (".", "int4", "dtype"),
+        (".", "int3", "dtype"),
     ],
 )
 def test_requests_that_make_no_sense(
