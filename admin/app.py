@@ -13,7 +13,7 @@ import asyncio
 import gzip
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 from urllib.parse import parse_qsl
@@ -36,7 +36,7 @@ from admin.oidc.provider import Provider
 from admin.overview_board import Board
 from admin.pages import PAGES, STREAMS
 from admin.static_files import StaticFiles
-from admin.streams import Held, Streams, TooMany
+from admin.streams import Held, Made, Streams, TooMany
 from admin.templating import Templates
 from admin.threads import Threads, TooBusy
 from gateway.edge import Edge
@@ -173,7 +173,13 @@ class AdminApp:
         self, reply: Reply, chunks: Iterator[bytes] | AsyncIterator[bytes], incoming: Incoming
     ) -> Response:
         """An answer that takes a while, if there is a place for it."""
-        is_download = isinstance(chunks, Iterator)
+        made: Made | None = None
+        if isinstance(chunks, AsyncIterator):
+            taken = chunks
+        else:
+            made = Made(chunks)
+            taken = iterate_in_threadpool(made)
+        is_download = made is not None
         if is_download and self._num_downloads >= MAX_DOWNLOADS:
             return _busy("as many downloads run as may", 10)
         token = incoming.cookies.get(session.COOKIE, "")
@@ -185,12 +191,11 @@ class AdminApp:
 
         def over() -> None:
             self._streams.give_back(place)
-            if isinstance(chunks, Iterator):
+            if made is not None:
                 # Who leaves half-way leaves a query behind: not for the event loop to wait for.
-                closing = asyncio.get_running_loop().run_in_executor(None, _close, chunks)
+                closing = asyncio.get_running_loop().run_in_executor(None, made.close)
                 closing.add_done_callback(self._download_over)
 
-        taken = iterate_in_threadpool(chunks) if isinstance(chunks, Iterator) else chunks
         held = Held(self._streams.guarded(place, taken), reply.status, reply.media, over)
         for name, value in reply.headers:
             held.raw_headers.append((name.encode(), value.encode("latin-1", "replace")))
@@ -325,12 +330,6 @@ class AdminApp:
         if packed:
             reply.headers.append(("content-encoding", "gzip"))
         return _response(reply, FOR_EVER)
-
-
-def _close(chunks: Iterator[bytes]) -> None:
-    """What it holds of the database is given back."""
-    if isinstance(chunks, Generator):
-        chunks.close()
 
 
 def _compressed(reply: Reply, incoming: Incoming) -> Reply:

@@ -16,7 +16,8 @@ class Shared(Generic[T]):
     """What `make` gave last, made anew where it is older than `every_s`.
 
     While one thread makes it, the others have what was made before; only where there is nothing yet
-    they wait. What `make` raises goes to the thread that called it, and to nobody else.
+    they wait. What `make` raises goes to the thread that called it, and to those who come while the
+    next tries again: what was before is not shown as if it were of now.
     """
 
     def __init__(
@@ -31,19 +32,28 @@ class Shared(Generic[T]):
         self._lock = threading.Lock()
         self._made: tuple[T] | None = None
         self._made_s = 0.0
+        self._failed: Exception | None = None  # since then
 
     def get(self) -> T:
         """Fresh enough, or as fresh as there is."""
-        made = self._made
-        if made is not None and self._clock() - self._made_s < self._every_s:
+        made, failed = self._made, self._failed
+        if made is not None and failed is None and self._is_fresh():
             return made[0]
-        if not self._lock.acquire(blocking=made is None):
+        if not self._lock.acquire(blocking=made is None and failed is None):
+            if failed is not None:
+                raise failed.with_traceback(None)
             assert made is not None
             return made[0]
         try:
-            if self._made is None or self._clock() - self._made_s >= self._every_s:
+            if self._made is None or self._failed is not None or not self._is_fresh():
                 self._made = (self._make(),)
-                self._made_s = self._clock()
+                self._made_s, self._failed = self._clock(), None
             return self._made[0]
+        except Exception as error:  # told again to whoever comes while it is tried again
+            self._failed = error
+            raise
         finally:
             self._lock.release()
+
+    def _is_fresh(self) -> bool:
+        return self._clock() - self._made_s < self._every_s

@@ -9,8 +9,9 @@ file for a whole one. Of the event loop alone.
 
 import asyncio
 import logging
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -131,6 +132,28 @@ class Streams:
                 if place.token in ended:
                     place.over.set()
         self._watching = None
+
+
+class Made:
+    """Chunks that are made in threads. `close` waits for the one that is being made: who leaves
+    half-way leaves a thread in the database, and what it holds is given back when it is out."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        with self._lock:
+            return next(self._chunks)
+
+    def close(self) -> None:
+        """Blocks. There are no more chunks then."""
+        with self._lock:
+            if isinstance(self._chunks, Generator):
+                self._chunks.close()
 
 
 class Held(StreamingResponse):

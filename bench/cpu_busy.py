@@ -112,10 +112,7 @@ def cpu_seconds(leader: int) -> tuple[float, float]:
         spent[pid] = (b"engine.worker" in command, (int(fields[11]) + int(fields[12])) / TICKS)
     found = [0.0, 0.0]
     for pid, (is_worker, seconds) in spent.items():
-        above = pid
-        while above not in (leader, 0):  # a worker leads a session of its own
-            above = parents.get(above, 0)
-        if above == leader:
+        if cpu_http.is_below(pid, leader, parents):
             found[0 if is_worker else 1] += seconds
     return found[0], found[1]
 

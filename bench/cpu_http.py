@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -81,21 +81,30 @@ def ask(target: Target, prompts: Sequence[Sequence[int]], texts: PromptMaker, to
 
 
 def peak_bytes(leader: int) -> int:
-    """The most that the processes of its session have had in memory, added up."""
-    total = 0
+    """The most that it and all processes below it have had in memory, added up.
+
+    Not those of its session: our workers lead sessions of their own. What processes share counts
+    for each.
+    """
+    parents, peaks = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            session = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[3]
+            parent = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]
             status = stat.with_name("status").read_text(encoding="utf-8")
         except OSError:
             continue
-        if int(session) == leader:
-            total += sum(
-                int(line.split()[1]) * 1024
-                for line in status.splitlines()
-                if line.startswith("VmHWM")
-            )
-    return total
+        pid = int(stat.parent.name)
+        parents[pid] = int(parent)
+        lines = [line for line in status.splitlines() if line.startswith("VmHWM")]
+        peaks[pid] = sum(int(line.split()[1]) * 1024 for line in lines)
+    return sum(peak for pid, peak in peaks.items() if is_below(pid, leader, parents))
+
+
+def is_below(pid: int, leader: int, parents: Mapping[int, int]) -> bool:
+    """Whether a process is the leader or was started by it, or by one that was."""
+    while pid not in (leader, 0):
+        pid = parents.get(pid, 0)
+    return pid == leader
 
 
 def serve(target: Target, leader: int, texts: PromptMaker) -> None:

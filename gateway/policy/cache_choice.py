@@ -8,7 +8,9 @@ been learnt for the tenant and model, the share of wrong answers that the operat
     3. score        log-odds that the nearest answer is right (`cache_score`, weighed as
                     `cache_weights` says, fitted by bench/cache_fit.py)
     4. budget       the score must reach what comparisons of its class of evidence, and before there
-                    are any the score itself, say is within the budget (`least_score`)
+                    are any the score itself, say is within the budget (`least_score`); a neighbour
+                    that a guard would forbid but for its group waits for comparisons, and
+                    so does a question with a word that nobody of the group has
     5. audit        a share of the hits is withheld and compared all the same
 
 The idea of learning per entry when to answer, with a bound on errors, is vCache's (arXiv
@@ -32,7 +34,7 @@ from gateway.policy.cache_guards import compared as differences_of
 from gateway.policy.cache_guards import same_words
 from gateway.policy.cache_reading import Reading, read
 from gateway.policy.cache_score import FARTHEST, Neighbour, features_of, kind_of
-from gateway.policy.cache_weights import FITTED, Weights
+from gateway.policy.cache_weights import FITTED, NAMES, Weights
 
 CANDIDATES = 8
 """Neighbours to ask the store for."""
@@ -127,6 +129,8 @@ def choose(
     score = weights.bias + sum(
         weight * value for weight, value in zip(weights.values, features, strict=True)
     )
+    num_missing = features[NAMES.index("missing")]
+    may_start = not found[passed[0]] and not num_missing
     verdict = Verdict(
         probability=chance(calibration, kind, score, 1 / (1 + math.exp(-score))),
         compare=to_compare,
@@ -137,7 +141,7 @@ def choose(
     )
     if same_words(asked, lead.reading):
         why = "same words"
-    elif score >= least_score(calibration, kind, budget):
+    elif score >= least_score(calibration, kind, budget, may_start):
         why = "within budget"
     else:
         return replace(verdict, why="unsure")

@@ -116,11 +116,13 @@ def bin_of(score: float) -> int:
     return min(NUM_BINS - 1, max(0, int((score - LOWEST_SCORE) / BIN_WIDTH)))
 
 
-def least_score(calibration: Calibration, kind: int, budget: float) -> float:
+def least_score(
+    calibration: Calibration, kind: int, budget: float, may_start: bool = True
+) -> float:
     """The lowest score that may be answered in a class: of the answers given at that score and
     above, no more than the budget are wrong, as far as comparisons and the scores say. NEVER where
     there is none. A score that has hardly been compared must be within the budget by itself, and
-    of a class that STARTS.
+    of a class that STARTS, if the answer `may_start` at all.
 
     Comparisons of hits are a sample, those of misses are all: within a bin the share is right
     either way, and bins are weighed by their requests. Each bin's share is the mean of a beta
@@ -141,7 +143,8 @@ def least_score(calibration: Calibration, kind: int, budget: float) -> float:
         num += weight
         mass += weight * share
         variance += weight * weight * share * (1 - share) / (known + 1)
-        is_known = known - PRIOR >= FEWEST_IN_BIN or (STARTS[kind] and share <= budget)
+        starts = may_start and STARTS[kind] and share <= budget
+        is_known = known - PRIOR >= FEWEST_IN_BIN or starts
         if is_known and mass + DOUBT * math.sqrt(variance) <= budget * num:
             least = LOWEST_SCORE + at * BIN_WIDTH
     return least

@@ -64,20 +64,28 @@ def compared(a: Reading, b: Reading) -> tuple[str, ...]:
 
 
 def same_content(a: Reading, b: Reading) -> bool:
-    """Neither has a word of its own, light ones included; only the way of asking differs."""
-    return a.stems == b.stems and a.light == b.light and bool(a.stems)
+    """Neither has a word or sign of its own, light words included, and they come in one order; only
+    the way of asking differs."""
+    is_same = a.content == b.content and a.light == b.light and bool(a.content)
+    return is_same and _same_marks(a, b)
 
 
 def same_words(a: Reading, b: Reading) -> bool:
     """The same but for capitals at a word's begin, punctuation and words of courtesy, which only
     one of them has: who asks how to say "hello" does not ask how to say "thanks"."""
-    if a.is_cut or b.is_cut or a.signs != b.signs or a.capitals != b.capitals:
-        return False
-    polite, other = (tuple(w for w in one.words if w in _COURTESY) for one in (a, b))
-    if polite and other and polite != other:
+    if a.is_cut or b.is_cut or not _same_marks(a, b):
         return False
     bare = _bare(a.words)
     return bool(bare) and bare == _bare(b.words)
+
+
+def _same_marks(a: Reading, b: Reading) -> bool:
+    """What no stem shows and a question may turn on: signs, capitals (US, us), two different words
+    of courtesy."""
+    if a.signs != b.signs or a.capitals != b.capitals:
+        return False
+    polite, other = (tuple(w for w in one.words if w in _COURTESY) for one in (a, b))
+    return not polite or not other or polite == other
 
 
 def _bare(words: Sequence[str]) -> list[str]:
@@ -178,7 +186,27 @@ def _reordered(a: Reading, b: Reading) -> bool:
     if ("by" in a.words) != ("by" in b.words):
         # The passive turns the words around, not the meaning.
         return False
-    return _parts_differ(a, b, left, right) or _turned_around(left, right)
+    if _parts_differ(a, b, left, right) or _turned_around(left, right):
+        return True
+    return _changed_places(a, b, shared)
+
+
+def _changed_places(a: Reading, b: Reading, shared: frozenset[str]) -> bool:
+    """Numbers or names that both have come in another order: 7 - 3 and 3 - 7, who told whom. Not
+    where a word joins them as equals, or one stands after the same preposition in both."""
+    if not _JOINS.isdisjoint((*a.words, *b.words)):
+        return False
+    parts, others = _parts(a), _parts(b)
+    free = shared - {word for place, word in parts.items() if others.get(place) == word}
+    orders = [
+        [
+            common
+            for word, common in zip(one.words, one.commons, strict=True)
+            if common in free and (word[0].isdigit() or word in one.names)
+        ]
+        for one in (a, b)
+    ]
+    return orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
 
 
 def _parts_differ(a: Reading, b: Reading, left: Sequence[str], right: Sequence[str]) -> bool:

@@ -14,14 +14,16 @@ _CODE = re.compile(
     r"|(?<![\w.])\w++(?:\.\w++)*+\([^()]{0,200}\)"
     r"|\b\w++\[[^\]]{0,100}\]|\b[^\W\d]\w*+\.[a-z]\w++|\b[^\W_]++_\w++|(?<!\S)--?[A-Za-z][\w-]*+"
     r"|(?<![\w/])(?:/[\w.-]++){2,}+|\b\w\+\+|\bC#|\\\w\+?|\b\w++\s?[\^*]\s?\w++"
-    r"|[=!<>]=|:=|&&|\|\||\+=|-=|[<>{}\[\]]|(?<=\()\d++(?=,)"
+    r"|\([\w.]++ [-+*/^%] [\w.]++\)|(?<![\w/.~])(?:~|\.{1,2})/[\w./-]*+|(?<!\S)\.[A-Za-z_]\w*+"
+    r"|(?<!\w)_++\w*+|(?<=\d)!|[=!<>]=|:=|&&|\|\||\+=|-=|[<>{}\[\]]|(?<=\()\d++(?=,)"
 )
-_CODE_SIGNS = re.compile(r"[-_(){}\[\]=<>+*^|&\\~/#%]|\w\.\w")
+_CODE_SIGNS = re.compile(r"[-_(){}\[\]=<>+*^|&\\~/#%]|\w\.\w|(?<!\S)\.\w|\d!")
 _NEGATIVE = re.compile(r"(?<![\w)\]%.,])[-\u2212](\d++(?:[.,]\d++)*+)")
 _SIGN = re.compile(
-    r"(?<!\S)(?![?!.\u2026]*+\s*+$)[^\w\s]++(?!\S)|(?<!\w)[-+!](?=\w)|(?<=\w),(?=[^\W\d])"
+    r"(?<!\S)(?=[^\w\s])(?![?!.\u2026]*+\s*+$)[^\w\s]++(?!\S)|(?<!\w)[-+!](?=\w)|(?<=\w),(?=[^\W\d])"
     r"|[^\w\s.,;:?!'\"\u2018\u2019\u201c\u201d()\u2026\u2013\u2014-]"
 )
+_INDENTED = re.compile(r"^[ \t]*+(?=\S)", re.MULTILINE)
 _ABBREVIATED = re.compile(r"(?:e\.g|i\.e|a\.m|p\.m|u\.s|u\.k|etc)\.?", re.IGNORECASE)
 
 
@@ -34,8 +36,12 @@ def quoted_in(text: str) -> frozenset[str]:
 
 
 def code_in(text: str) -> tuple[str, ...]:
-    """Passages of code, in order, without blanks inside."""
+    """Passages of code, in order, without blanks inside; and of lines of which some are indented,
+    how far each is: b() within a loop and b() after it are not the same."""
     found = []
+    if "\n " in text or "\n\t" in text:
+        depths = (str(len(match[0].expandtabs(8))) for match in _INDENTED.finditer(text))
+        found.append(f"indented:{','.join(depths)}")
     if "`" in text:
         for match in _BACKTICKED.finditer(text):
             found.append("".join((match[1] or match[2] or "").split()))

@@ -7,6 +7,7 @@ microseconds. Scripts without blanks between words (Chinese, Japanese, Thai) are
 characters of one kind; there, only numbers, quotes, code and those runs are seen.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -65,8 +66,9 @@ _TONGUES = {
 }
 
 _TOKEN = re.compile(
-    r"\d+(?:[.,:/-]\d+)*|°[CcFf]\b|km/h|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*|[$€£¥₹%]|[?!.;:](?=\s|$)|[?\uff1f。]"
+    r"\d+(?:[.,:/-]\d+)*(?:[eE][+-]?\d+(?!\w))?|°[CcFf]\b|km/h|[^\W\d_]+(?:['\u2019-][^\W\d_]+)*|[$€£¥₹%]|[?!.;:](?=\s|$)|[?\uff1f。]"
 )
+_BARE_POINT = re.compile(r"(?<![\w.,])\.(?=\d)")
 _SCRIPTS = (
     ("han", 0x4E00, 0x9FFF),
     ("kana", 0x3040, 0x30FF),
@@ -134,7 +136,7 @@ class Reading:
 
 def read(text: str) -> Reading:
     """Take a question apart."""
-    kept = text[:LONGEST_CHARS].replace("\u2019", "'")
+    kept = _BARE_POINT.sub("0.", text[:LONGEST_CHARS].replace("\u2019", "'"))
     quoted = quoted_in(kept)
     code = code_in(kept)
     tokens = _TOKEN.findall(kept)
@@ -247,9 +249,10 @@ def _number(word: str, tongue: str) -> float | str | None:
     if word[0].isdigit():
         plain = word.replace(",", "") if _GROUPED.fullmatch(word) else word
         try:
-            return float(plain)
+            number = float(plain)
         except ValueError:
             return word
+        return number if math.isfinite(number) else word
     value = NUMBERS.get(word)
     if value is None:
         return _compound(word) if "-" in word else None

@@ -164,6 +164,7 @@ class WeightRoom:
     asks_s: AskRate
     _leavers: list["_Leaver"] | None = field(default=None)
     _pinned_bytes: int | None = field(default=None)
+    _has_floors: bool | None = field(default=None)
 
     @property
     def free_bytes(self) -> int:
@@ -192,6 +193,10 @@ class WeightRoom:
     def _kept(self, demand: Demand) -> set[str]:
         """What others' floors keep, if models leave in the order of `push_out`. The worker judges
         it anew (engine/policy/eviction_rules.py), in its own order."""
+        if self._has_floors is None:
+            self._has_floors = any(model.floors for model in self.view.models.values())
+        if not self._has_floors:
+            return set()
         own = {tenant_id for tenant_id, _ in demand.floors}
         spare: dict[str, int] = {}
         floored = [leaver for leaver in self._ordered() if leaver.floors]

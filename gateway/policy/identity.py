@@ -6,7 +6,6 @@ asked for: the issuer and the audience to the letter, the nonce, the instants wi
 `ops=admin` or `acme-people=viewer@acme`; of several for the same place the highest counts.
 """
 
-import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,7 +16,8 @@ MAX_AGE_S: Final = 600.0
 """A token that was made longer ago is none that was just asked for."""
 _RANKS: Final[Mapping[str, int]] = {"viewer": 0, "admin": 1, "owner": 2}
 _MAX_INSTANT_S: Final = 1e15
-_SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+_SMALL: Final = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
+"""Of ASCII's capital letters, the small one."""
 
 
 class NotTrusted(Exception):

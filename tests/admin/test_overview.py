@@ -1,5 +1,6 @@
 """The first page: its figures, the arena's rows and bands, who may see it, what it costs."""
 
+import concurrent.futures
 import gzip
 import math
 import re
@@ -256,6 +257,32 @@ def test_what_fails_is_tried_again_by_the_next() -> None:
     with pytest.raises(OSError, match="away"):
         shared.get()
     assert shared.get() == "there"
+
+
+def test_what_was_before_a_failure_is_not_shown_as_of_now() -> None:
+    tries, trying, go = iter(range(9)), threading.Event(), threading.Event()
+
+    def make() -> str:
+        number = next(tries)
+        if number == 2:
+            trying.set()
+            assert go.wait(10)
+        if number in (1, 2):
+            raise OSError(f"away at {number}")
+        return f"made at {number}"
+
+    shared = Shared(make, every_s=0.0)
+    assert shared.get() == "made at 0"
+    with pytest.raises(OSError, match="away at 1"):
+        shared.get()
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        first = other.submit(shared.get)
+        assert trying.wait(10)
+        with pytest.raises(OSError, match="away at 1"):
+            shared.get()
+        go.set()
+        assert str(first.exception(10)) == "away at 2"
+    assert (shared.get(), next(tries)) == ("made at 3", 4)
 
 
 def test_nobody_there_is_no_error(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from admin import streams as streams_module
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.session import COOKIE
-from admin.streams import SessionOver, Streams, TooMany
+from admin.streams import Made, SessionOver, Streams, TooMany
 from gateway.service import sessions, users
 from registry import user_sessions
 from registry.errors import RegistryAway
@@ -247,3 +247,36 @@ async def test_the_watch_goes_on_while_the_database_is_away(
         await asyncio.sleep(0.01)
     assert streams._watching is None
     assert len(asked) >= 3
+
+
+def test_who_leaves_while_a_chunk_is_made_waits_for_it_and_gives_all_back() -> None:
+    making, go_on, given_back = threading.Event(), threading.Event(), threading.Event()
+
+    def chunks() -> Iterator[bytes]:
+        try:
+            yield b"first"
+            making.set()
+            assert go_on.wait(30)
+            yield b"second"
+        finally:
+            given_back.set()
+
+    made = Made(chunks())
+    assert next(made) == b"first"
+    taking = threading.Thread(target=next, args=(made,))
+    taking.start()
+    assert making.wait(30)
+    trouble: list[BaseException] = []
+
+    def leave() -> None:
+        try:
+            made.close()
+        except ValueError as error:
+            trouble.append(error)
+
+    closing = threading.Thread(target=leave)
+    closing.start()
+    go_on.set()
+    for thread in (taking, closing):
+        thread.join(30)
+    assert (trouble, given_back.is_set(), list(made)) == ([], True, [])

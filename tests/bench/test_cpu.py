@@ -131,9 +131,20 @@ def test_only_what_goes_beyond_taken_time_counts() -> None:
     assert found["beyond"]["median"] == pytest.approx(0.1)
 
 
-def test_memory_of_a_session_is_all_of_its_processes() -> None:
-    own = cpu_http.peak_bytes(os.getsid(0))
-    assert own >= 1 << 20
+def test_memory_of_a_server_is_that_of_workers_in_their_own_sessions_too() -> None:
+    grows = "held = bytearray(b'x') * (96 << 20)\nprint('done', flush=True)\ninput()"
+    starts = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {grows!r}], start_new_session=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        assert 96 << 20 <= cpu_http.peak_bytes(server.pid) < 1 << 30
+        assert cpu_http.peak_bytes(os.getpid()) > cpu_http.peak_bytes(server.pid)
+        server.communicate(b"\n")
     assert cpu_http.peak_bytes(-5) == 0
 
 

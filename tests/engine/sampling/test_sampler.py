@@ -13,6 +13,7 @@ import torch
 from engine.protocol import SamplingParams
 from engine.sampling.sampler import SampleOutput, build_sampling, sample
 from engine.sampling.sampling_batch import SampleInput, SamplingState, check_sampling
+from engine.sampling.uniform import uniform
 from kernels.native_calls import library
 from tests.engine.sampling_rig import assert_follows, exact_distribution
 

@@ -181,3 +181,26 @@ def test_a_new_entry_joins_those_that_agree(agreed: tuple[bool, ...], group: str
 def test_nothing_compared_nothing_learnt() -> None:
     outcome = compared("new", Verdict(), (), (), Calibration())
     assert (outcome.new, outcome.learned, outcome.calibration) == (Confidence(), (), Calibration())
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("Is 83 a prime number?", "Is 79 a prime number?", "Is 82 a prime number?"),
+        (
+            "Can I take codeine at night?",
+            "Could I take codeine at night?",
+            "Can I take warfarin at night?",
+        ),
+    ],
+)
+def test_one_answer_to_several_is_not_one_to_the_next_before_it_was_compared(
+    texts: tuple[str, str, str],
+) -> None:
+    """A difference that the group waived, and a word that none of it has."""
+    group = [
+        Candidate(f"e{i}", text, 0.99, Confidence("e0", 3.0)) for i, text in enumerate(texts[:2])
+    ]
+    assert choose(texts[2], group, Calibration(), 0.01, 1.0).why == "unsure"
+    assert choose(texts[2], group, earned(), 0.01, 1.0).hit == 0
+    assert choose(texts[0].lower() + "!", group, Calibration(), 0.01, 1.0).hit == 0

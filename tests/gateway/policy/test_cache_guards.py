@@ -163,6 +163,42 @@ def test_a_minus_is_part_of_a_number() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("what is 7 - 3", "what is 3 - 7"),
+        ("what is 2**3", "what is 3**2"),
+        ("What did Alice tell Bob?", "What did Bob tell Alice?"),
+        ("what is .5 of ten", "what is 5 of ten"),
+        ("is 1e5 big", "is 1e-5 big"),
+        ("what is 8 - (3 - 1)", "what is (8 - 3) - 1"),
+        ("what is 5!", "what is 5?"),
+        ("what does __init__ do", "what does init do"),
+        ("what does _ mean", "what does __ mean"),
+        ("rm -rf ./x", "rm -rf /x"),
+        ("rm -rf .x", "rm -rf x"),
+        ("why c?\nif a:\n    b()\n    c()", "why c?\nif a:\n    b()\nc()"),
+        ("why c? `if a:\n\tb()\n\tc()`", "why c? `if a:\n\tb()\nc()`"),
+    ],
+)
+def test_what_looks_the_same_word_for_word_and_is_not(text: str, other: str) -> None:
+    assert differences(text, other)
+    assert differences(other, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("what is .5 of ten", "what is 0.5 of ten"),
+        ("which is more, 7 or 3", "which is more, 3 or 7"),
+        ("trains between Rome and Oslo", "trains between Oslo and Rome"),
+        ("is 1e5 big", "is 100000 big"),
+    ],
+)
+def test_numbers_and_names_that_are_the_same(text: str, other: str) -> None:
+    assert differences(text, other) == ()
+
+
+@pytest.mark.parametrize(
     ("word", "other"),
     [("cities", "city"), ("running", "run"), ("boxes", "box"), ("raised", "increase")],
 )
@@ -180,6 +216,9 @@ def test_stems(word: str, other: str) -> None:
         ("How do I verify my identity?", "I have trouble verifying my identity", False),
         ("How do I reset it?", "What is it?", False),
         ("What is it?", "What was it?", False),
+        ("Can IT help US travel?", "Can it help us travel?", False),
+        ("how do you say hello in French", "how do you say hi in French", False),
+        ("is every cat an animal", "is every animal a cat", False),
     ],
 )
 def test_same_content(a: str, b: str, same: bool) -> None:

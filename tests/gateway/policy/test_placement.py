@@ -172,6 +172,9 @@ def test_kv_pressure_takes_the_least_wanted_and_no_load_takes_what_it_gave() -> 
     assert [d.reason for d in decision] == ["idle models make room"]
 
 
+SIZES = {"large": 60, "small": 30}
+
+
 def held(mb: int, *, pinned: bool = False, floors: tuple[tuple[str, int], ...] = ()) -> ModelView:
     """Resident, in all its pages; busy."""
     size = mb * MB
@@ -184,7 +187,7 @@ def test_what_can_never_have_room_stands_in_nobodys_way(kept: str) -> None:
     floors = (("acme", 1),) if kept == "floor" else ()
     stays = held(50, pinned=kept == "pin", floors=floors)
     view = worker("w", 5, stays=stays, busy=held(40))
-    wanted = [demand("large", mb=60), demand("small", mb=30)]
+    wanted = [replace(demand(name, mb=mb), oldest_s=0.0) for name, mb in SIZES.items()]
     loaded = [
         decision.model_id
         for tick in range(100)
@@ -192,9 +195,9 @@ def test_what_can_never_have_room_stands_in_nobodys_way(kept: str) -> None:
     ]
     assert set(loaded) == {"small"}
     assert placement.outlooks["large"].reason == "no room"
-    own = replace(demand("large", mb=60), floors=floors)
-    moment = Placement(0.2).decide(0.0, [own], [view])
-    assert [d.model_id for d in moment] == (["large"] if floors else []), "one's own floor gives way"
+    own = replace(wanted[0], floors=floors)
+    found = [decision.model_id for decision in Placement(0.2).decide(0.0, [own], [view])]
+    assert found == (["large"] if floors else []), "one's own floor gives way"
 
 
 def test_models_that_a_floor_keeps_at_rest_make_no_room() -> None:
