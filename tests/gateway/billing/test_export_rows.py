@@ -17,6 +17,8 @@ from registry.ledger import Posting
 
 _TYPES = {name: field.type for name, field in Posting.__dataclass_fields__.items()}
 NAMES = ("model", "tenant_name", "key_name")
+# What a spreadsheet may take for a formula, in ASCII and in the wide forms.
+STARTS = (*"=+-@\t\r\n", *"\uff1d\uff0b\uff0d\uff20")
 
 
 def values(name: str) -> st.SearchStrategy[Any]:
@@ -28,7 +30,20 @@ def values(name: str) -> st.SearchStrategy[Any]:
     if kind in (float, "float"):
         return st.floats(0, 1e9)
     return st.text(st.characters(exclude_categories=["Cs"]), max_size=5) | st.sampled_from(
-        ["plain", "=1+1", "-x", "@y", "+z", "\tw", 'quo"te', "com,ma", "li\nne", "car\rriage", ""]
+        [
+            "plain",
+            "=1+1",
+            "-x",
+            "@y",
+            "+z",
+            "\tw",
+            'quo"te',
+            "com,ma",
+            "li\nne",
+            "car\rriage",
+            "",
+            "\uff1dv",
+        ]
     )
 
 
@@ -43,7 +58,7 @@ def test_csv_is_what_the_csv_module_writes(batch: list[tuple[Any, ...]]) -> None
         cells = list(export_rows.row_values(row))
         for name in NAMES:
             index = COLUMNS.index(name)
-            if str(cells[index]).startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+            if str(cells[index]).startswith(STARTS):
                 cells[index] = f"'{cells[index]}"
         # Floats as JSON has them: 1e-7, not 1e-07.
         writer.writerow(
