@@ -68,9 +68,13 @@ def theirs(folder: Path, args: argparse.Namespace, closing: ExitStack) -> tuple[
 
 
 def ask(target: Target, prompts: Sequence[Sequence[int]], texts: PromptMaker, tokens: int) -> int:
-    """All at once. How many tokens came; raises ServerFailed where a request failed."""
+    """All at once. How many tokens came; raises ServerFailed where a request failed.
+
+    Texts of their own for each number of tokens: a server with a prefix cache would find in the
+    second run what the first has left.
+    """
     requests = [
-        ChatRequest(number, texts.prompt(len(ids), repr(ids), number), tokens)
+        ChatRequest(number, texts.prompt(len(ids), f"{tokens} {ids}", number), tokens)
         for number, ids in enumerate(prompts)
     ]
     done = asyncio.run(load.closed_loop(target, requests, len(requests)))
