@@ -14,7 +14,7 @@ from registry.catalog import NEXT, Model
 from registry.paging import Cut, Listed, listed
 
 STATES: Final = ("registering", "failed", "ready")
-SORTS: Final = ("name", "since", "speed")
+SORTS: Final = ("name", "since")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def page(session: Session, wanted: RegistrationFilter, sort: str, cut: Cut) -> L
     """A page of them."""
     since_at = case((Model.state == "ready", func.coalesce(Model.ready_at, 0.0)),
                     else_=Model.created_at)  # fmt: skip
-    orders: dict[str, Any] = {"name": Model.name, "since": since_at, "speed": Model.bytes_per_s}
+    orders: dict[str, Any] = {"name": Model.name, "since": since_at}
     columns = (getattr(Model, name) for name in _OWN)
     query = select(*columns, since_at.label("since_at")).where(*_where(wanted))
     found = listed(session, query, orders[sort], Model.name, cut)

@@ -53,6 +53,11 @@ class Provider:
     codes_again: bool = False
     """Whether a code may be used twice, which no sound provider lets happen."""
 
+    def behave(self) -> None:
+        """As a test left it misbehaving, the next one does not find it."""
+        self.claims, self.leave_out, self.forge = {}, frozenset(), None
+        self.subject, self.down, self.codes_again = "subject-1", False, False
+
     def rotate(self) -> None:
         """Another key; the one before is gone."""
         self.keys = [RSAKey.generate_key(2048, {"kid": secrets.token_hex(4), "use": "sig"})]

@@ -27,16 +27,11 @@ from registry import api_keys, export_jobs, ledger, rollups, tenants
 from registry.audit import latest
 from registry.errors import AlreadyExists, IllegalTransition, NotFound, RegistryError
 from registry.export_jobs import ExportJob
-from registry.ledger import Posting
 from registry.session import appending
 from tests.admin.site import Site
+from tests.admin.test_usage_and_prices import DAY_S, POSTING
 
-DAY_S = 86_400
 PATIENCE_S = 60.0
-POSTING = Posting(
-    *("r", "ten_1", "key_1", "tiny", "rev1", "chat", "finished", 10, 2, 5, 1001),
-    *(0.25, 0.125, 0.5, 1.0, 0.0),
-)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,8 @@ from registry.catalog import PackFacts
 from registry.session import appending
 from tests.admin.browser import Browser
 from tests.admin.site import MIB, PASSWORD, Site, worker_status
-from tests.admin.test_exports import POSTING, page_nanos
+from tests.admin.test_exports import page_nanos
+from tests.admin.test_usage_and_prices import POSTING
 
 NO_ROOM = "exports may take no more room: remove some, then retry"
 FACTS = PackFacts("rev-2", "pack-2", "llama", "bfloat16", 64 * MIB, 2048, 32_000)

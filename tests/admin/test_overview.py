@@ -292,7 +292,8 @@ def test_nobody_there_is_no_error(tmp_path: Path) -> None:
 # The verb.
 
 
-def test_rates_times_and_money_of_now(site: Site) -> None:
+def post_recent(site: Site) -> None:
+    """Eleven that have just ended, and two that ended before; once, however often it is asked."""
     with site.control.writing() as session:
         now_at = site.control.clock()
         rows = [posting(f"r{n}", now_at - 1 - n / 10, 0.1 * (n + 1)) for n in range(10)]
@@ -300,6 +301,10 @@ def test_rates_times_and_money_of_now(site: Site) -> None:
         rows.append(posting("old", now_at - RATE_S - 30, 5.0))
         rows.append(posting("older", now_at - TTFT_S - 30, 50.0))
         ledger.post_many(session, rows)
+
+
+def test_rates_times_and_money_of_now(site: Site) -> None:
+    post_recent(site)
     found = traffic_now(site.control)
     assert found.num_ended == 11
     assert found.requests_per_s == pytest.approx(11 / RATE_S)
@@ -312,6 +317,7 @@ def test_rates_times_and_money_of_now(site: Site) -> None:
 def test_it_looks_at_so_many_postings_and_says_over_what_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    post_recent(site)
     for module in (recent_traffic, traffic):
         monkeypatch.setattr(module, "MAX_POSTINGS", 5)
     found = traffic_now(site.control)

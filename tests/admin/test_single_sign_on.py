@@ -49,10 +49,8 @@ def site(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterat
 
 @pytest.fixture(autouse=True)
 def _sound(provider: Provider) -> Iterator[None]:
-    """As a test leaves it misbehaving, the next one does not find it."""
     yield
-    provider.claims, provider.leave_out, provider.forge = {}, frozenset(), None
-    provider.subject, provider.down, provider.codes_again = "subject-1", False, False
+    provider.behave()
 
 
 def provider_of(site: Site) -> Client:
