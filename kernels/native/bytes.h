@@ -22,7 +22,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "floats.h"
 #include "linear.h"
+#include "pool.h"
 
 namespace polyhost {
 
@@ -138,6 +140,8 @@ struct Int4Blocks {
 
 constexpr int PANELS = 2;             // in work at once
 constexpr int PANEL_COLUMNS = 1024;   // of W, that stay in the first caches while x passes
+// Of x rounded, that is passed before the next rows of W: as much as the second cache holds well.
+constexpr int64_t ROUNDED_BYTES = 512 * 1024;
 constexpr int WIDEST = LANES == 16 ? 6 : 4;  // rows of x in a tile
 
 struct PanelRoom {
@@ -190,29 +194,6 @@ inline void panel_tiles(int rows, const PanelRoom& room, const ByteRows& x, int6
     panel_tile<Kind, ROWS>(room, x, t, first, groups, totals);
   } else if constexpr (ROWS > 1) {
     panel_tiles<Kind, ROWS - 1>(rows, room, x, t, first, groups, totals);
-  }
-}
-
-// bias or scale of rows [row, row + rows) of W as a register.
-inline Vec row_values(const bf16* values, int row, int rows) {
-  bf16 lanes[LANES] = {};
-  std::memcpy(lanes, values + row, size_t(rows) * sizeof(bf16));
-  return load_bf16(lanes);
-}
-
-inline void put_lanes(const Output& out, int64_t t, int row, int rows, Vec values) {
-  if (out.wide) {
-    float* y = static_cast<float*>(out.y) + t * out.stride + row;
-    float lanes[LANES];
-    if (rows == LANES) return store(y, values);
-    store(lanes, values);
-    std::memcpy(y, lanes, size_t(rows) * sizeof(float));
-  } else {
-    bf16* y = static_cast<bf16*>(out.y) + t * out.stride + row;
-    bf16 lanes[LANES];
-    if (rows == LANES) return store_bf16(y, values);
-    store_bf16(lanes, values);
-    std::memcpy(y, lanes, size_t(rows) * sizeof(bf16));
   }
 }
 
@@ -295,7 +276,7 @@ inline void byte_linear(Pool& pool, const Linear& op, int activation, const bf16
   pool.each(int((num_rows + few - 1) / few), some);
   ByteRows rounded{q, scale, start, groups};
 
-  int64_t x_rows = std::max<int64_t>(8, X_BLOCK_BYTES / op.k / 8 * 8);
+  int64_t x_rows = std::max<int64_t>(8, ROUNDED_BYTES / op.k / 8 * 8);
   int64_t x_blocks = (num_rows + x_rows - 1) / x_rows;
   int64_t step = activation == NONE ? PANELS * LANES : LANES;
   int64_t rows = PIECE_BYTES / (Kind::panel_bytes(op.k) * PANELS) * step;
@@ -323,7 +304,8 @@ inline void linear(Pool& pool, const Linear& op, int activation, const bf16* x, 
     if (op.format == INT8 && rounding != NEVER)
       return byte_linear<Int8Rows>(pool, op, activation, x, num_rows, out);
   }
-  float_linear(pool, op, activation, x, num_rows, out);
+  if (op.format == INT8) return float_linear<Bytes>(pool, op, activation, x, num_rows, out);
+  float_linear<Brief>(pool, op, activation, x, num_rows, out);
 }
 
 }  // namespace polyhost

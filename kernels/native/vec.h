@@ -40,6 +40,17 @@ using Ints = __m512i;   // int32, or four bytes a lane
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec fill(float v) { return _mm512_set1_ps(v); }
+// NUM values again and again.
+template <int NUM>
+inline Vec spread(const float* p) {
+  if constexpr (NUM == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
+  if constexpr (NUM == 2) {
+    double two;
+    std::memcpy(&two, p, sizeof two);
+    return _mm512_castpd_ps(_mm512_set1_pd(two));
+  }
+  return _mm512_set1_ps(*p);
+}
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -57,6 +68,8 @@ inline float sum(Vec a) { return _mm512_reduce_add_ps(a); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a); }
 inline Pairs load_pairs(const bf16* p) { return _mm512_loadu_si512(p); }
 inline Pairs fill_pairs(uint32_t pair) { return _mm512_set1_epi32(int(pair)); }
+inline Pairs bits_of(Vec a) { return _mm512_castps_si512(a); }
+inline Vec of_bits(Pairs a) { return _mm512_castsi512_ps(a); }
 inline Vec low_of(Pairs a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
 inline Vec high_of(Pairs a) {
   return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int(0xffff0000u))));
@@ -185,6 +198,16 @@ using Ints = __m256i;
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec fill(float v) { return _mm256_set1_ps(v); }
+template <int NUM>
+inline Vec spread(const float* p) {
+  if constexpr (NUM == 4) return _mm256_broadcast_ps((const __m128*)p);
+  if constexpr (NUM == 2) {
+    double two;
+    std::memcpy(&two, p, sizeof two);
+    return _mm256_castpd_ps(_mm256_set1_pd(two));
+  }
+  return _mm256_set1_ps(*p);
+}
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -215,6 +238,8 @@ inline float largest(Vec a) {
 }
 inline Pairs load_pairs(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Pairs fill_pairs(uint32_t pair) { return _mm256_set1_epi32(int(pair)); }
+inline Pairs bits_of(Vec a) { return _mm256_castps_si256(a); }
+inline Vec of_bits(Pairs a) { return _mm256_castsi256_ps(a); }
 inline Vec low_of(Pairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 inline Vec high_of(Pairs a) {
   return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(int(0xffff0000u))));

@@ -65,8 +65,12 @@ def close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
     return float(error.nan_to_num(nan=float("inf"))) <= bound * float(wanted.abs().max())
 
 
-# Rows and widths that end in the middle of every register, tile and piece.
-SIZES = [(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (5, 897, 257), (130, 96, 70)]
+# Rows and widths that end in the middle of every register, strip, panel, piece and block.
+SIZES = [
+    *[(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (4, 128, 8), (5, 897, 257)],
+    *[(8, 160, 40), (9, 65, 17), (16, 300, 31), (21, 129, 16), (40, 33, 50), (130, 96, 70)],
+    (75, 4100, 19),
+]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -80,11 +84,24 @@ def test_linear_is_the_product(
     weight = guards.input(random(n, k, seed=2, scale=k**-0.5))
     bias = guards.input(random(n, seed=3)) if biased else None
     wanted = functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert close(native.linear(x, weight, bias, wide=True), wanted, 1e-6)
+    assert close(native.linear(x, weight, bias, wide=True), wanted, 3e-6)
     rounded = native.linear(x, weight, bias)
     assert rounded.dtype == torch.bfloat16
     assert close(rounded, wanted, 2**-8)
     guards.check()
+
+
+@pytest.mark.parametrize("num_rows", [2, 7, 16, 40])
+def test_a_row_is_nobody_elses(native: NativeLibrary, num_rows: int) -> None:
+    """Whatever stands beside it, to the bit: another tenant's text does, or numbers that broke."""
+    weight = random(50, 300, seed=2)
+    x = random(num_rows, 300, seed=1)
+    alone = native.linear(x, weight, wide=True)
+    for kept in {0, num_rows // 2, num_rows - 1}:
+        others = random(num_rows, 300, seed=4)
+        others[::2] = float("nan")
+        others[kept] = x[kept]
+        assert torch.equal(native.linear(others, weight, wide=True)[kept], alone[kept])
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -100,7 +117,7 @@ def test_gate_and_up_come_out_multiplied(
     else:
         acted = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     found = native.linear(x, weight, activation=activation, wide=True)
-    assert close(found, acted * up, 3e-6)
+    assert close(found, acted * up, 5e-6)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -114,10 +131,10 @@ def test_int8_weights_are_what_they_stand_for(
     exact = dequantize(weight, scale).double()
     how: Any = {"wide": True, "rounding": False}
     single = native.linear(x, weight[:n].contiguous(), bias, scale=scale[:n], **how)
-    assert close(single, functional.linear(x.double(), exact[:n], bias.double()), 1e-6)
+    assert close(single, functional.linear(x.double(), exact[:n], bias.double()), 3e-6)
     gate, up = functional.linear(x.double(), exact).chunk(2, -1)
     both = native.linear(x, weight, activation="silu", scale=scale, **how)
-    assert close(both, functional.silu(gate) * up, 3e-6)
+    assert close(both, functional.silu(gate) * up, 5e-6)
 
 
 @pytest.mark.parametrize("form", ["llama", "gemma", "olmo", "bare"])
