@@ -88,6 +88,14 @@ class Compiled:
     num_warps: int
     tensor_core_ops: int
 
+    def line(self) -> str:
+        """In a terminal."""
+        return (
+            f"{self.name:44} sm_{self.arch:<4} {self.registers:4} registers "
+            f"{self.stack_bytes + self.local_bytes:5} B spilled {self.shared_bytes:7} B shared "
+            f"{self.num_warps} warps {self.tensor_core_ops:3} tensor-core ops"
+        )
+
     def faults(self) -> list[str]:
         """Which limits it breaks, in words."""
         found = []
@@ -133,10 +141,15 @@ def compile_declared(one: Declared, arch: int) -> Compiled:
         target=GPUTarget("cuda", arch, WARP),
         options={"num_warps": one.num_warps, "num_stages": one.num_stages},
     )
+    return compiled_as(one.name, arch, kernel)
+
+
+def compiled_as(name: str, arch: int, kernel: Any) -> Compiled:
+    """What the compiler made of one kernel."""
     ptx = kernel.asm["ptx"]
     used = _resources(kernel.asm["cubin"])
     return Compiled(
-        one.name,
+        name,
         arch,
         used["REG"],
         used["STACK"],
@@ -198,11 +211,7 @@ def main() -> int:
     chosen = [one for one in DECLARED if options.only in one.name]
     done, faults = compile_all(chosen, options.arch)
     for one in done:
-        print(
-            f"{one.name:44} sm_{one.arch:<4} {one.registers:4} registers "
-            f"{one.stack_bytes + one.local_bytes:5} B spilled {one.shared_bytes:7} B shared "
-            f"{one.num_warps} warps {one.tensor_core_ops:3} tensor-core ops"
-        )
+        print(one.line())
     if options.json:
         report = {"configurations": [asdict(one) for one in done], "faults": faults}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

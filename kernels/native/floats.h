@@ -22,7 +22,6 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "linear.h"
 #include "pool.h"
@@ -342,23 +341,9 @@ inline void one_row_piece(const Linear& op, int activation, const Strip& strip, 
   }
 }
 
-// Ends of pieces of W's rows: large ones first, for a piece's first panel is waited for, and small
-// ones last, for all threads to end together.
-inline void cut_rows(int n, int64_t row_bytes, int num_threads, std::vector<int>* ends) {
-  int64_t least = std::max<int64_t>(PIECE_BYTES / 2 / row_bytes, 1);
-  int64_t most = std::max<int64_t>(8 * PIECE_BYTES / row_bytes, 1);
-  ends->clear();
-  for (int at = 0; at < n;) {
-    int64_t rows = std::clamp<int64_t>((n - at) / (2 * num_threads), least, most);
-    rows = (rows + LANES - 1) / LANES * LANES;
-    at = int(std::min<int64_t>(n, at + rows));
-    ends->push_back(at);
-  }
-}
-
 template <class Kind>
 inline void times_block(Pool& pool, const Linear& op, int activation, const bf16* x,
-                        const Strips& strips, const std::vector<int>& ends, const Output& out) {
+                        const Strips& strips, const Output& out) {
   int parts = (op.k + WIDE_COLUMNS - 1) / WIDE_COLUMNS;
   int padded = (op.k + CHUNK - 1) / CHUNK * CHUNK;
   auto fill = [&](int number) {
@@ -367,32 +352,31 @@ inline void times_block(Pool& pool, const Linear& op, int activation, const bf16
                      std::min(padded, begin + WIDE_COLUMNS));
   };
   pool.each(strips.count * parts, fill);
+  int64_t row_bytes = int64_t(op.k) * int64_t(sizeof(typename Kind::Weight));
+  int rows = int(std::max<int64_t>(PIECE_BYTES / 4 / row_bytes, 1) + LANES - 1) / LANES * LANES;
   auto piece = [&](int number) {
-    int begin = number ? ends[size_t(number) - 1] : 0, end = ends[size_t(number)];
+    int begin = number * rows, end = std::min(op.n, begin + rows);
     if (strips.all[0].spread == LANES) {
       one_row_piece<Kind>(op, activation, strips.all[0], begin, end, out);
     } else {
       float_piece<Kind>(op, activation, strips, begin, end, out);
     }
   };
-  pool.each(int(ends.size()), piece);
+  pool.each_in_order((op.n + rows - 1) / rows, piece);
 }
 
 template <class Kind>
 inline void float_linear(Pool& pool, const Linear& op, int activation, const bf16* x,
                          int64_t num_rows, const Output& out) {
   thread_local Room<float> room;
-  thread_local std::vector<int> ends;
   int64_t places = (op.k + CHUNK - 1) / CHUNK * CHUNK / Kind::COLUMNS;
   int64_t fitting = STRIPS_BYTES / (places * int64_t(sizeof(float))) / (2 * LANES) * 2 * LANES;
   int64_t block = std::clamp<int64_t>(fitting, 2 * LANES, (MAX_STRIPS - 2) * LANES);
   block = std::min(block, num_rows);
   float* values = room.of((block + LANES) * places);
-  int64_t row_bytes = int64_t(op.k) * int64_t(sizeof(typename Kind::Weight));
-  cut_rows(op.n, row_bytes * (activation == NONE ? 1 : 2), pool.num_threads(), &ends);
   for (int64_t t = 0; t < num_rows; t += block) {
     Strips strips(t, std::min(num_rows, t + block), places, values);
-    times_block<Kind>(pool, op, activation, x, strips, ends, out);
+    times_block<Kind>(pool, op, activation, x, strips, out);
   }
 }
 

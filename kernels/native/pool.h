@@ -7,6 +7,9 @@
 // are not done after PATIENCE rounds: whoever has them was put aside, and a core that a caller keeps
 // busy with waiting is none that the system could move them to.
 //
+// `each_in_order` first gives every thread neighbouring pieces of its own, and what is left of one's
+// goes to whoever has none.
+//
 // One caller at a time. Which piece is next, how many there are and of which job lie in one word, so
 // that a thread that wakes late can never take a piece of a job it knows nothing of. In a forked
 // child the threads are missing and the caller does all pieces itself; it must not end the pool.
@@ -37,6 +40,7 @@ class Pool {
       for (int i = 1; i < num_threads; i++) threads_.emplace_back([this] { live(); });
     } catch (const std::system_error&) {
     }
+    shares_.reset(new Share[threads_.size() + 1]);
   }
 
   ~Pool() {
@@ -63,10 +67,67 @@ class Pool {
     }
   }
 
+  // The same; each thread goes through neighbours one after another, so that what it asks memory for
+  // ahead is its own, and helps the others from behind when it has no more.
+  template <class F>
+  void each_in_order(int num_pieces, F& f) {
+    int num_shares = std::min(num_threads(), num_pieces);
+    if (num_shares <= 1) {
+      for (int piece = 0; piece < num_pieces; piece++) f(piece);
+      return;
+    }
+    for (int i = 0; i < num_shares; i++)
+      shares_[size_t(i)].set(int(int64_t(num_pieces) * i / num_shares),
+                             int(int64_t(num_pieces) * (i + 1) / num_shares));
+    auto go_through = [&](int mine) {
+      int piece;
+      while (shares_[size_t(mine)].take_first(&piece)) f(piece);
+      for (int i = 1; i < num_shares; i++) {
+        Share& other = shares_[size_t((mine + i) % num_shares)];
+        while (other.take_last(&piece)) f(piece);
+      }
+    };
+    each(num_shares, go_through);
+  }
+
   // The most that one job's word has room for.
   static constexpr int MAX_PIECES = (1 << 20) - 1;
 
  private:
+  // Pieces [first, end) in one word.
+  class alignas(64) Share {
+   public:
+    void set(int first, int end) { range_.store(word(first, end), std::memory_order_relaxed); }
+    bool take_first(int* piece) {
+      return take([&](uint32_t first, uint32_t end) {
+        *piece = int(first);
+        return word(first + 1, end);
+      });
+    }
+    bool take_last(int* piece) {
+      return take([&](uint32_t first, uint32_t end) {
+        *piece = int(end - 1);
+        return word(first, end - 1);
+      });
+    }
+
+   private:
+    static uint64_t word(uint64_t first, uint64_t end) { return first << 32 | end; }
+
+    template <class F>
+    bool take(F rest) {
+      uint64_t range = range_.load(std::memory_order_relaxed);
+      for (;;) {
+        uint32_t first = uint32_t(range >> 32), end = uint32_t(range);
+        if (first >= end) return false;
+        if (range_.compare_exchange_weak(range, rest(first, end), std::memory_order_relaxed))
+          return true;
+      }
+    }
+
+    std::atomic<uint64_t> range_{0};
+  };
+
   static constexpr int COUNT_BITS = 20;
   static constexpr uint64_t COUNT_MASK = (1u << COUNT_BITS) - 1;
   static_assert(MAX_PIECES == int(COUNT_MASK));
@@ -161,6 +222,7 @@ class Pool {
   Work work_ = nullptr;
   void* context_ = nullptr;
   std::vector<std::thread> threads_;
+  std::unique_ptr<Share[]> shares_;
 };
 
 }  // namespace polyhost
