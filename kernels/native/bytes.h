@@ -31,6 +31,7 @@ namespace polyhost {
 constexpr int GROUP = 32;              // neighbours of x, and of an int4 weight, that share a scale
 constexpr int QUADS = GROUP / 4;       // steps of a panel in a group
 constexpr int QUAD_BYTES = 4 * LANES;  // of a panel: a step
+constexpr int PANELS = 2;              // in work at once
 constexpr float TINY = 1e-30f;         // groups below are zeros: 127 over them is no float
 
 // Rows of x as bytes.
@@ -80,11 +81,16 @@ struct Int8Rows {
   static int64_t panel_bytes(int k) { return int64_t(LANES) * k; }
 
   // Rows [row, row + rows), columns [at, at + count) as a panel; zeros behind the end.
+  // As much as that is asked for further on, in the order in which it lies.
   static void fill_panel(const Linear& op, int row, int rows, int at, int count, uint8_t* panel,
                          float*) {
     const Ints sign = fill_ints(int32_t(0x80808080u));
     const int8_t* w = static_cast<const int8_t*>(op.weight) + int64_t(row) * op.k + at;
+    const int8_t* ahead = w + PANELS * int64_t(LANES) * op.k + (LANES - 1) * int64_t(at);
     for (int c = 0; c < count; c += QUAD_BYTES) {
+      for (int i = 0; i < LANES; i++, ahead += QUAD_BYTES)
+        if (i % (64 / QUAD_BYTES) == 0)
+          _mm_prefetch(reinterpret_cast<const char*>(ahead), _MM_HINT_T1);
       Pairs in[LANES], turned[LANES];
       int there = std::min(QUAD_BYTES, count - c);
       for (int i = 0; i < LANES; i++) {
@@ -114,6 +120,7 @@ struct Int4Blocks {
   static constexpr bool GROUP_SCALES = true;
   static constexpr int ROWS = 16, COLUMNS = 64, LINE = 64;
   static constexpr int BYTES = 2 * ROWS * int(sizeof(bf16)) + COLUMNS / 8 * LINE;
+  static constexpr int AHEAD = 8192;  // bytes that are asked for before they are used
 
   static int64_t panel_bytes(int k) { return int64_t(LANES) * k / 2; }
 
@@ -129,6 +136,8 @@ struct Int4Blocks {
       for (int g = 0; g < COLUMNS / GROUP; g++, scales += LANES)
         store(scales, load_bf16(reinterpret_cast<const bf16*>(block) + g * ROWS + part));
       const uint8_t* line = block + 2 * ROWS * sizeof(bf16) + 4 * part;
+      const char* ahead = reinterpret_cast<const char*>(block) + AHEAD;
+      for (int i = 0; i < BYTES; i += LINE) _mm_prefetch(ahead + i, _MM_HINT_T1);
       for (int i = 0; i < COLUMNS / 8; i++, line += LINE, panel += 2 * QUAD_BYTES) {
         Ints both = load_ints(line);
         store_ints(panel, and_ints(both, low));
@@ -138,7 +147,6 @@ struct Int4Blocks {
   }
 };
 
-constexpr int PANELS = 2;             // in work at once
 constexpr int PANEL_COLUMNS = 1024;   // of W, that stay in the first caches while x passes
 // Of x rounded, that is passed before the next rows of W: as much as the second cache holds well.
 constexpr int64_t ROUNDED_BYTES = 512 * 1024;
@@ -288,7 +296,7 @@ inline void byte_linear(Pool& pool, const Linear& op, int activation, const bf16
     int64_t t_begin = x_block * x_rows, t_end = std::min(num_rows, t_begin + x_rows);
     byte_piece<Kind>(op, activation, rounded, t_begin, t_end, n_begin, n_end, out);
   };
-  pool.each(int(n_blocks * x_blocks), piece);
+  pool.each_in_order(int(n_blocks * x_blocks), piece);
 }
 
 // Whether int8 weights are multiplied with x rounded: where the build has whole bytes, for any number

@@ -161,7 +161,13 @@ inline void one_row_sums(const typename Kind::Weight* w, const float* x, int k, 
     }
   };
   int at = 0;
-  for (; at + PAIRS <= k; at += PAIRS) columns(at, PAIRS);
+  const char* ahead = reinterpret_cast<const char*>(w + int64_t(ROWS) * k);
+  for (; at + PAIRS <= k; at += PAIRS) {
+    for (int i = 0; i < ROWS * PAIRS * int(sizeof(typename Kind::Weight)); i += 64)
+      _mm_prefetch(ahead + i, _MM_HINT_T1);
+    ahead += ROWS * PAIRS * sizeof(typename Kind::Weight);
+    columns(at, PAIRS);
+  }
   if (at < k) columns(at, k - at);
 }
 
