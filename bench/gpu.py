@@ -1,17 +1,18 @@
 """The GPU's figures, part by part: parity, decode, prefill, serving, swaps, arena, chunks, peers.
 
     python -m bench.gpu [--out bench/results/gpu] [--only TEXT] [--minutes 9] [--wheels FOLDER]
+                        [--work-dir gpu-work]
     python -m bench.gpu --dry-run
 
 For machines that are lent by the minute: a part takes at most eight and runs in a process of its
 own; this one starts no part that would not end in time, and goes on with the rest when it is run
-again. Exit status 0: all parts are done; 3: some are left; 1: one failed; 2: no GPU. What stands in
-gpu.json and gpu.md comes from a real GPU only: a dry run sends every part's plumbing over the fake
-device at tiny shapes and writes nothing there.
+again, what has failed last. Exit status 0: all parts are done; 3: some are left; 1: one failed; 2:
+no GPU. What stands in gpu.json and gpu.md comes from a real GPU only: a dry run sends every part's
+plumbing over the fake device at tiny shapes and writes nothing there.
 
-Packages that a bare image lacks are brought along: `--wheels` names a folder filled beforehand by
-`pip download -r bench/requirements-gpu.txt -d FOLDER`, from which they are installed, without an
-index, into the work folder. Standard library only, for that very reason.
+Packages that a bare image lacks are brought along: `--wheels` names a folder filled beforehand
+(docs/cuda.md has the command), from which they are installed, without an index, into the work
+folder. Standard library only, for that very reason.
 """
 
 import argparse
@@ -32,12 +33,16 @@ REQUIREMENTS = HERE / "requirements-gpu.txt"
 LEFT = 3
 NO_GPU = 2
 PART_LIMIT_S = 480.0
+SHM = Path("/dev/shm")
+SHM_PREFIX = "gpu-bench-"
+"""Of the host tier's files; the number of the part's process follows."""
 # Minutes that a part takes on an H200, about; the order they run in.
 MINUTES: Mapping[str, float] = {
     "device": 0.7,
+    "checks": 0.7,
     "parity": 2,
     "decode 0.5B": 2,
-    "decode 8B": 4,
+    "decode 8B": 5,
     "serve 8B": 3,
     "swap 8B": 4,
     "swap under load": 4,
@@ -106,6 +111,8 @@ def run(
     """Parts that are not done, one process each, until no other would end in time."""
     begin = now()
     waiting = [name for name in wanted if "figures" not in results.get(name, {})]
+    # What has failed may fail again after minutes: the others come first.
+    waiting.sort(key=lambda name: name in results)
     for name in waiting:
         left = seconds - (now() - begin)
         if MINUTES[name] * 60 > left:
@@ -119,10 +126,19 @@ def run(
         row = rows.get(name, {"failure": f"ended with {status}", "device": "unknown"})
         results[name] = row
         save(results)
-        print(f"{name}: {row.get('failure') or 'done'}", flush=True)
+        print(line(name, row), flush=True)
     if any("failure" in results.get(name, {}) for name in wanted):
         return 1
     return LEFT if any(name not in results for name in wanted) else 0
+
+
+def line(name: str, row: Mapping[str, Any]) -> str:
+    """One part in a terminal: a machine may be gone before its files are."""
+    if "failure" in row:
+        return f"{name}: {row['failure']}"
+    goals = row["figures"].get("goals", {}).items()
+    reached = [f"{goal}: {_number(one['reached'])} ({one['wanted']})" for goal, one in goals]
+    return "; ".join([f"{name}: done in {row['figures'].get('wall_s', 0):.0f} s", *reached])
 
 
 def read_lines(file: Path) -> Results:
@@ -159,9 +175,17 @@ def bring_packages(wheels: Path | None, target: Path) -> Path | None:
     return target
 
 
+def clear_shared(folder: Path) -> None:
+    """Remove what parts that were killed have left in shared memory: a host tier is gigabytes."""
+    for path in folder.glob(f"{SHM_PREFIX}*"):
+        owner = path.name.removeprefix(SHM_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists():
+            path.unlink(missing_ok=True)
+
+
 def runner(work_dir: Path, dry: bool, packages: Path | None) -> RunParts:
     """Runs parts as `python -m bench.gpu_part`."""
-    environment = dict(os.environ)
+    environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1"}
     if packages is not None:
         paths = [str(packages), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
@@ -169,6 +193,7 @@ def runner(work_dir: Path, dry: bool, packages: Path | None) -> RunParts:
     def run_parts(names: Sequence[str], file: Path, seconds: float) -> int:
         command = [sys.executable, "-m", "bench.gpu_part", *names, "--results", str(file)]
         command += ["--work-dir", str(work_dir), *(["--dry-run"] if dry else [])]
+        clear_shared(SHM)
         try:
             return subprocess.run(
                 command, cwd=HERE.parent, env=environment, timeout=seconds, check=False

@@ -9,10 +9,10 @@ same bytes: other units to the engine, no further room on the disk.
 
 import os
 import shutil
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 from transformers import AutoConfig
@@ -21,6 +21,9 @@ from bench import shapes
 from engine.packs import convert
 from engine.packs.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
 
+SMALL = "Qwen/Qwen2.5-0.5B"
+MEDIUM = "Qwen/Qwen3-1.7B"
+LARGE = "meta-llama/Llama-3.1-8B"
 BLOCK_ELEMENTS = 4 << 20
 TINY: dict[str, Any] = {
     "hidden_size": 128,
@@ -112,23 +115,40 @@ def kv_bytes_per_token(index: PackIndex) -> int:
 def _fill(pack_dir: Path, index: PackIndex, seed: int) -> PackIndex:
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(BLOCK_ELEMENTS, generator=generator)
-    blob = np.memmap(pack_dir / BLOB_NAME, dtype=np.uint8, mode="r+")
-    for entry in index.tensors:
-        dtype = getattr(torch, entry.dtype)
-        scale = shapes.NORM_STD if len(entry.shape) < 2 else entry.shape[-1] ** -0.5
-        centre = 1.0 if entry.name.endswith("norm.weight") else 0.0
-        part = (block * scale + centre).to(dtype).view(torch.uint8).numpy()
-        start = index.segments[entry.segment].offset + entry.offset
-        for done in range(0, entry.num_bytes, len(part)):
-            size = min(len(part), entry.num_bytes - done)
-            blob[start + done : start + done + size] = part[:size]
     chunks = []
-    for chunk in index.chunks:
-        start = index.segments[chunk.segment].offset + chunk.offset
-        digest = xxhash.xxh3_64_intdigest(blob[start : start + chunk.num_bytes].data)
-        chunks.append(Chunk(chunk.segment, chunk.offset, chunk.num_bytes, digest))
-    blob.flush()
+    # Written and read by calls: through a mapping each 4 KiB of 16 GB would be a page fault. Not
+    # synchronised: readers find it in the page cache, and what a crash leaves fails its checksums.
+    with (pack_dir / BLOB_NAME).open("r+b", buffering=0) as blob:
+        for entry in index.tensors:
+            dtype = getattr(torch, entry.dtype)
+            scale = shapes.NORM_STD if len(entry.shape) < 2 else entry.shape[-1] ** -0.5
+            centre = 1.0 if entry.name.endswith("norm.weight") else 0.0
+            some = block[: entry.num_bytes // dtype.itemsize]
+            part = (some * scale + centre).to(dtype).view(torch.uint8).numpy().data
+            blob.seek(index.segments[entry.segment].offset + entry.offset)
+            for done in range(0, entry.num_bytes, len(part)):
+                _write_all(blob, part[: entry.num_bytes - done])
+        for chunk in index.chunks:
+            blob.seek(index.segments[chunk.segment].offset + chunk.offset)
+            digest = xxhash.xxh3_64_intdigest(_read_all(blob, chunk.num_bytes))
+            chunks.append(Chunk(chunk.segment, chunk.offset, chunk.num_bytes, digest))
     fields: dict[str, Any] = {name: getattr(index, name) for name in index.__struct_fields__}
     filled = PackIndex(**fields | {"chunks": tuple(chunks)})
     write_index(pack_dir, filled)
     return filled
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _read_all(file: FileIO, num_bytes: int) -> memoryview:
+    found = memoryview(bytearray(num_bytes))
+    done = 0
+    while done < num_bytes:
+        count = file.readinto(found[done:])
+        if not count:
+            raise EOFError("the blob ends early")
+        done += count
+    return found

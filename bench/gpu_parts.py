@@ -5,28 +5,27 @@ A part gets `Settings` and gives back figures; those that are goals of the proje
 bandwidth measured in the same part, so that a part needs no other.
 """
 
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import gpu_models, gpu_parity, gpu_peers
-from bench.gpu_rig import Rig, Settings, Window, rig
-from bench.kernel_timing import Ceilings, ceilings
+from bench import gpu_checks, gpu_models, gpu_parity, gpu_peers, gpu_swap
+from bench.gpu_models import LARGE, MEDIUM, SMALL
+from bench.gpu_rig import Figures, Rig, Settings, Window, goal, rig
+from bench.kernel_timing import Ceilings, ceilings, measure
 from engine.memory.page_pool import Owner
 from engine.packs.pack import PackIndex
 
-SMALL = "Qwen/Qwen2.5-0.5B"
-MEDIUM = "Qwen/Qwen3-1.7B"
-LARGE = "meta-llama/Llama-3.1-8B"
 BATCHES = (1, 8, 64, 256)
 DRY_BATCHES = (1, 3)
+LINK_BYTES = 1 << 30
 DRY_CEILINGS: Ceilings = {"copy_gb_s": 100.0, "matmul_tflop_s": 1.0}
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +46,9 @@ def limits_of(settings: Settings) -> Ceilings:
     return found
 
 
-def goal(reached: float, wanted: float, more: bool = True) -> Figures:
-    """A figure beside what the project wants."""
-    met = reached >= wanted if more else reached <= wanted
-    return {"reached": reached, "wanted": wanted, "met": met}
-
-
 def device(settings: Settings) -> Figures:
-    """Copy, product, and pinned memory to the device and back."""
-    found: Figures = dict(limits_of(settings))
+    """Copy, product, and what memory of the host reaches the device with."""
+    found: Figures = dict(limits_of(settings)) | link(settings)
     size = settings.scaled(1 << 30, 1 << 16)
     with rig(settings) as made:
         source = torch.zeros(size, dtype=torch.uint8)
@@ -63,6 +56,19 @@ def device(settings: Settings) -> Figures:
         made.opened.backend.copy_in(0, source.numpy().data)
         found["pageable_to_device_gb_s"] = size / (time.perf_counter() - begin) / 1e9
     return found
+
+
+def link(settings: Settings) -> Figures:
+    """Pinned memory to the device and back: what no swap can be faster than."""
+    if settings.dry:
+        return {}
+    here = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    rates = {}
+    for name, target, source in (("pinned_to_device", there, here), ("back", here, there)):
+        timing = measure(partial(target.copy_, source, non_blocking=True), 8, capture=False)
+        rates[f"{name}_gb_s"] = LINK_BYTES / timing["median_us"] / 1e3
+    return rates
 
 
 def decode_of(shape: str) -> Callable[[Settings], Figures]:
@@ -77,7 +83,7 @@ def decode_of(shape: str) -> Callable[[Settings], Figures]:
             made.load("m")
             found |= limits
             for batch in DRY_BATCHES if settings.dry else BATCHES:
-                window = _decode(made, index, batch, settings)
+                window = made.steady_decode(batch, index.vocab_size)
                 found[f"batch {batch}"] = decode_row(window, index, batch, 128, limits)
             graphs = made.opened.graphs
             found["graphs"] = {} if graphs is None else dict(graphs.counters)
@@ -118,7 +124,7 @@ def prefill_of(shape: str) -> Callable[[Settings], Figures]:
         with rig(settings, prefix_cache=False) as made:
             made.host({"m": pack_dir})
             made.load("m")
-            _ask(made, index, 2, length, 1)
+            _ask(made, index, settings.scaled(4, 2), length, 1)
             begin = time.perf_counter()
             _ask(made, index, count, length, 1)
             wall_s = time.perf_counter() - begin
@@ -138,7 +144,9 @@ def serve(settings: Settings) -> Figures:
     with rig(settings, prefix_cache=False) as made:
         made.host({"m": pack_dir})
         made.load("m")
-        _ask(made, index, width, length, settings.scaled(32, 4))
+        # Every form that will come is recorded before the clock runs, every kernel compiled.
+        warm_up = made.prompts(total // 2, length, index.vocab_size)
+        closed_loop(made, warm_up, width, length)
         begin = time.perf_counter()
         tokens = closed_loop(made, made.prompts(total, length, index.vocab_size), width, length)
         wall_s = time.perf_counter() - begin
@@ -170,55 +178,6 @@ def closed_loop(made: Rig, prompts: Sequence[list[int]], width: int, new: int) -
     return tokens
 
 
-def swap(settings: Settings) -> Figures:
-    """Cold, warm, and to decode at graph speed: seconds and GB/s."""
-    pack_dir, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry)
-    size, found = index.total_bytes, Figures()
-    room = _host_room(settings, index.total_bytes)
-    with rig(settings, host_tier_bytes=room, load_threads=4) as made:
-        made.host({"m": pack_dir})
-        cold_s = made.load("m")
-        found["cold"] = {"seconds": cold_s, "gb_s": size / cold_s / 1e9}
-        _decode(made, index, 1, settings)
-        warm, speed = [], []
-        for _ in range(settings.scaled(5, 1)):
-            made.until(lambda: _is_pinned(made, size))
-            made.unload("m")
-            begin = time.perf_counter()
-            warm.append(made.load("m"))
-            to_graph_s = _until_graph_speed(made, index, begin)
-            speed.append(to_graph_s)
-        seconds = statistics.median(warm)
-        found["warm"] = {"seconds": seconds, "gb_s": size / seconds / 1e9, "all": warm}
-        found["to_graph_speed_s"] = statistics.median(speed)
-    if not settings.dry:
-        found["goals"] = {
-            "swap-in of 8B from the host arena, s": goal(seconds, 0.35, more=False),
-            "the same, GB/s": goal(found["warm"]["gb_s"], 50.0),
-            "to graph-speed decode, s": goal(found["to_graph_speed_s"], 0.6, more=False),
-        }
-    return found
-
-
-def swap_under_load(settings: Settings) -> Figures:
-    """What a load beside it takes from a model that decodes."""
-    large, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry)
-    small, small_index = gpu_models.make_pack(SMALL, settings.work_dir, settings.dry)
-    room = _host_room(settings, index.total_bytes)
-    with rig(settings, host_tier_bytes=room, load_threads=4) as made:
-        made.host({"runs": small, "swaps": large})
-        made.load("runs")
-        made.load("swaps")
-        made.until(lambda: _is_pinned(made, index.total_bytes))
-        alone = _steady(made, small_index, settings, None)
-        beside = _steady(made, small_index, settings, "swaps")
-    loss = 1 - beside / alone
-    found: Figures = {"alone_tokens_per_s": alone, "beside_tokens_per_s": beside, "loss": loss}
-    if not settings.dry:
-        found["goals"] = {"loss of a model that runs meanwhile": goal(loss, 0.10, more=False)}
-    return found
-
-
 def arena_against_static(settings: Settings) -> Figures:
     """Decode over a KV pool full of holes against the same over one that is fresh."""
     pack_dir, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry)
@@ -228,7 +187,7 @@ def arena_against_static(settings: Settings) -> Figures:
         made.load("m")
         for scattered in (False, True, False, True):
             give_back = _scatter(made) if scattered else None
-            window = _decode(made, index, batch, settings, settings.scaled(1024, 24))
+            window = made.steady_decode(batch, index.vocab_size, settings.scaled(1024, 24))
             rates.append(window.tokens_per_s)
             if give_back is not None:
                 give_back()
@@ -245,106 +204,31 @@ def chunks(settings: Settings) -> Figures:
     found: Figures = {}
     sizes = (1 << 14, 1 << 16) if settings.dry else (1 << 16, 1 << 18, 1 << 20, 1 << 21)
     for page_bytes in sizes:
-        with rig(settings, page_bytes=page_bytes) as made:
-            made.host({"m": pack_dir})
-            made.load("m")
-            runner: Any = made.engine.runner(_unit(made, "m"))
-            plan = runner.cache.plan.groups[0]
-            window = _decode(
-                made, index, settings.scaled(64, 2), settings, settings.scaled(1024, 24)
-            )
-            found[f"pages of {page_bytes >> 10} KiB"] = {
-                "chunk_bytes": plan.chunk_bytes,
-                "tokens_per_extent": plan.tokens_per_extent,
-                "tokens_per_s": window.tokens_per_s,
-            }
+        found[f"pages of {page_bytes >> 10} KiB"] = _with_pages(
+            page_bytes, pack_dir, index, settings
+        )
     return found
 
 
-def many(settings: Settings) -> Figures:
-    """Models of 8B, resident or warm, all of which answer."""
-    pack_dir, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry)
-    count = settings.scaled(8, 3)
-    names = {f"m{i}": path for i, path in enumerate(gpu_models.twins(pack_dir, count))}
-    room = _host_room(settings, 3 * index.total_bytes)
-    answered, switches = 0, []
-    with rig(settings, host_tier_bytes=room, load_threads=4) as made:
-        made.host(names)
-        for _ in range(2):
-            for name in names:
-                switches.append(made.load(name))
-                prompt = made.prompts(1, settings.scaled(64, 8), index.vocab_size)[0]
-                said = made.run_out([made.submit(name, prompt, 8)])
-                answered += all(len(tokens) == 8 for tokens in said.values())
-        states = list(made.states().values())
-    found: Figures = {
-        "resident": states.count("resident"),
-        "warm": states.count("warm"),
-        "answered": answered,
-        "switch_s": switches,
-    }
-    if not settings.dry:
-        ready = found["resident"] + found["warm"]
-        found["goals"] = {"8B models resident or warm": goal(ready, 7)}
-    return found
+def _with_pages(page_bytes: int, pack_dir: Path, index: PackIndex, settings: Settings) -> Figures:
+    """By itself, so that nothing here holds the arena when the next one wants the memory."""
+    with rig(settings, page_bytes=page_bytes) as made:
+        made.host({"m": pack_dir})
+        made.load("m")
+        runner: Any = made.engine.runner(_unit(made, "m"))
+        plan = runner.cache.plan.groups[0]
+        batch, context = settings.scaled(64, 2), settings.scaled(1024, 24)
+        window = made.steady_decode(batch, index.vocab_size, context)
+        return {
+            "chunk_bytes": plan.chunk_bytes,
+            "tokens_per_extent": plan.tokens_per_extent,
+            "tokens_per_s": window.tokens_per_s,
+        }
 
 
 def _ask(made: Rig, index: PackIndex, count: int, length: int, new: int) -> None:
     prompts = made.prompts(count, length, index.vocab_size)
     made.run_out([made.submit("m", prompt, new) for prompt in prompts])
-
-
-def _decode(
-    made: Rig, index: PackIndex, batch: int, settings: Settings, context: int = 0
-) -> Window:
-    context = context or settings.scaled(128, 10)
-    steps, warm_up = settings.scaled(200, 4), settings.scaled(16, 4)
-    return made.decode("m", batch, context, steps, warm_up, index.vocab_size)
-
-
-def _until_graph_speed(made: Rig, index: PackIndex, begin: float) -> float:
-    """Seconds until a decode step is a graph's replay."""
-    graphs = made.opened.graphs
-    assert graphs is not None
-    before = graphs.counters["graph_replays"]
-    name = made.submit("m", made.prompts(1, 8, index.vocab_size)[0], 32)
-    made.until(lambda: graphs.counters["graph_replays"] > before)
-    seconds = time.perf_counter() - begin
-    made.engine.abort(name, 1)
-    made.until(lambda: not any(True for _ in made.engine.unfinished()))
-    return seconds
-
-
-def _is_pinned(made: Rig, num_bytes: int) -> bool:
-    """Whether the host tier's copy can be read directly."""
-    pinner = getattr(made.opened.backend, "pinner", None)
-    return pinner is None or pinner.pinned_bytes >= num_bytes
-
-
-def _steady(made: Rig, index: PackIndex, settings: Settings, swapping: str | None) -> float:
-    """Tokens a second of a model that decodes, while another goes out and in again and again."""
-    batch, new = settings.scaled(32, 2), settings.scaled(2000, 60)
-    prompts = made.prompts(batch, settings.scaled(128, 8), index.vocab_size)
-    for prompt in prompts:
-        made.submit("runs", prompt, new)
-    for _ in range(settings.scaled(60, 6)):
-        made.engine.step(time.monotonic())
-    tokens, swaps, begin = 0, 0, time.perf_counter()
-    seconds = settings.scaled(8, 0) or 0.2
-    while time.perf_counter() - begin < seconds:
-        if swapping is not None:
-            state = made.states()[swapping]
-            if state in ("cold", "warm"):
-                made.engine.load(swapping, time.monotonic())
-            elif state == "resident":
-                made.engine.unload(swapping, time.monotonic())
-                swaps += 1
-        tokens += sum(len(delta.token_ids) for delta in made.engine.step(time.monotonic()))
-    wall_s = time.perf_counter() - begin
-    for request in list(made.engine.unfinished()):
-        made.engine.abort(*request.key)
-    made.until(lambda: not any(True for _ in made.engine.unfinished()))
-    return tokens / wall_s
 
 
 def _scatter(made: Rig) -> Callable[[], None]:
@@ -356,16 +240,6 @@ def _scatter(made: Rig) -> Callable[[], None]:
     return lambda: pool.release(owner, [page for page in pages if not page % 2])
 
 
-def _host_room(settings: Settings, num_bytes: int) -> int:
-    """Of the host tier. Raises RuntimeError where shared memory has no such room."""
-    if settings.dry:
-        return 1 << 24
-    room, free = num_bytes + (1 << 30), shutil.disk_usage("/dev/shm").free
-    if room > free:
-        raise RuntimeError(f"/dev/shm has {free} bytes free, and the host tier needs {room}")
-    return room
-
-
 def _unit(made: Rig, name: str) -> str:
     found: str = made.engine._hosting.catalog.unit(name)
     return found
@@ -373,19 +247,20 @@ def _unit(made: Rig, name: str) -> str:
 
 PARTS: tuple[Part, ...] = (
     Part("device", 0.5, device),
+    Part("checks", 0.5, gpu_checks.checks),
     Part("parity", 2, gpu_parity.parity),
     Part("decode 0.5B", 2, decode_of(SMALL)),
     Part("decode 1.7B", 2, decode_of(MEDIUM)),
-    Part("decode 8B", 4, decode_of(LARGE)),
+    Part("decode 8B", 5, decode_of(LARGE)),
     Part("prefill 0.5B", 1, prefill_of(SMALL)),
     Part("prefill 1.7B", 1, prefill_of(MEDIUM)),
     Part("prefill 8B", 2, prefill_of(LARGE)),
     Part("serve 8B", 3, serve),
-    Part("swap 8B", 4, swap),
-    Part("swap under load", 4, swap_under_load),
+    Part("swap 8B", 4, gpu_swap.swap),
+    Part("swap under load", 4, gpu_swap.swap_under_load),
     Part("arena against static", 4, arena_against_static),
     Part("chunk sizes", 5, chunks),
-    Part("many models", 6, many),
+    Part("many models", 6, gpu_swap.many),
     Part("peers", 3, gpu_peers.peers),
 )
 

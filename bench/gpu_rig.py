@@ -1,9 +1,10 @@
 """The production engine on a GPU in this very process, stepped by hand; a dry run has the fake.
 
 Lives here: opening a device, hosting packs, keeping a number of decodes going and timing steps.
-Does not: what is compared with what, which is gpu_parts.py.
+Does not: what is compared with what, which is gpu_parts.py and gpu_swap.py.
 """
 
+import gc
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu import SHM_PREFIX
 from bench.gpu_fake import FakeDevice, opaque
 from engine.backend.choose import Opened, open_device, open_streams
 from engine.config import EngineConfig, WorkerConfig
@@ -25,6 +27,13 @@ from kernels.page_copy import page_copy_ref
 
 PATIENCE_S = 300.0
 DRY_ARENA_BYTES = 48 << 20
+Figures = dict[str, Any]
+
+
+def goal(reached: float, wanted: float, more: bool = True) -> Figures:
+    """A figure beside what the project wants."""
+    met = reached >= wanted if more else reached <= wanted
+    return {"reached": reached, "wanted": wanted, "met": met}
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +178,25 @@ class Rig:
         window.device_s = self.counter("busy_seconds") - busy_s
         for name in names:
             self.engine.abort(name, 1)
-        self.until(lambda: not any(True for _ in self.engine.unfinished()))
+        self.until(lambda: self.is_idle)
         return window
+
+    @property
+    def is_idle(self) -> bool:
+        """No request waits or runs."""
+        return not any(True for _ in self.engine.unfinished())
+
+    def steady_decode(self, batch: int, vocab_size: int, context: int = 0) -> Window:
+        """`decode` of the model "m", of which a first run has seen every form that it meets.
+
+        Contexts grow into wider tables on the way: kernels compiled and steps recorded then would
+        count as decoding.
+        """
+        scaled = self.settings.scaled
+        steps, warm_up = scaled(200, 4), scaled(16, 4)
+        context = context or scaled(128, 10)
+        self.decode("m", batch, context, steps, warm_up, vocab_size)
+        return self.decode("m", batch, context, steps, warm_up, vocab_size)
 
     def counter(self, name: str) -> float:
         """Of the engine."""
@@ -185,6 +211,12 @@ class Rig:
         for path in Path(config.shm_dir).glob(f"{config.shm_prefix}-*"):
             path.unlink()
 
+    def forget(self) -> None:
+        """Give the arena back: the next rig of this process takes what is free."""
+        del self.engine, self.opened
+        gc.collect()
+        torch.cuda.empty_cache()  # where there is no GPU it does nothing
+
 
 @contextmanager
 def rig(settings: Settings, **config: Any) -> Iterator[Rig]:
@@ -193,7 +225,10 @@ def rig(settings: Settings, **config: Any) -> Iterator[Rig]:
     try:
         yield made
     finally:
-        made.close()
+        try:
+            made.close()
+        finally:
+            made.forget()
 
 
 def _open(settings: Settings, changes: dict[str, Any]) -> Opened:
@@ -202,7 +237,7 @@ def _open(settings: Settings, changes: dict[str, Any]) -> Opened:
         **{
             **arena,
             # A part's own: what an earlier one has left would be no cold load.
-            "shm_prefix": f"gpu-bench-{os.getpid()}",
+            "shm_prefix": f"{SHM_PREFIX}{os.getpid()}",
             "steps_ahead": 1,
             "max_num_seqs": settings.scaled(256, 8),
             "max_batch_tokens": settings.scaled(8192, 64),

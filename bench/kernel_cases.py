@@ -43,6 +43,7 @@ class Prepared:
     tolerance  of the difference's root mean square against the exact result's
     peers      others that do the same, by name; `cuda_peers` need a device
     can_capture  False where a run copies from the host, which a CUDA graph cannot hold
+    waiting    peers that ask the device for a value inside, which no capture survives
     """
 
     run: Call
@@ -54,6 +55,7 @@ class Prepared:
     peers: Mapping[str, Call] = field(default_factory=dict)
     cuda_peers: Mapping[str, Call] = field(default_factory=dict)
     can_capture: bool = True
+    waiting: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared
             0.0,
             4 * m * vocab_size,
             peers={"torch sort": plain},
+            waiting=frozenset({"torch sort"}),  # multinomial checks its weights on the host
         )
 
     return build

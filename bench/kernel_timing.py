@@ -6,6 +6,7 @@ repeat a buffer larger than the second-level cache is overwritten. Times are bet
 median and spread of many; nothing here knows a kernel. Without a device only `summary` is of use.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
@@ -68,11 +69,15 @@ def measure(call: Callable[[], object], repeats: int, capture: bool = True) -> T
 
 def _captured(call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
     """The call as a graph's replay; the call itself where it waits for the device inside."""
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=pool):
             call()
     except RuntimeError:
+        # A capture that was broken off never ends to torch's allocator, which would ask the dead
+        # graph about every allocation from then on.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch.cuda.synchronize()
         call()
         torch.cuda.synchronize()

@@ -5,6 +5,7 @@ this build of torch, an unsupported GPU, no such number). Importing this module 
 """
 
 import contextlib
+import gc
 import re
 from collections.abc import Callable, Iterator
 
@@ -12,12 +13,17 @@ import torch
 
 from engine.backend.device import Event
 from engine.errors import CaptureFailed, DeviceLost, DeviceUnusable
+from kernels.gate_mul import gate_mul
 from kernels.triton_api import HAS_TRITON
 
 OLDEST = (8, 0)
 """Compute capability of the oldest architecture that the kernels are compiled for."""
 REGISTER_PORTABLE = 1
 NO_ARCHITECTURE = "no kernel image"
+CAPTURE_MODE = "thread_local"
+"""Other threads may copy, pin and ask for events while steps are recorded."""
+MOST_BROKEN_OFF = 8
+"""Captures that the driver breaks off each leave memory behind: after so many no other is begun."""
 
 
 def check(index: int) -> None:
@@ -49,6 +55,20 @@ def check(index: int) -> None:
         if NO_ARCHITECTURE in text:
             text = f"torch {torch.__version__} was not built for it: install a build that was"
         raise DeviceUnusable(f"{name} cannot be used: {text}") from error
+    try:
+        try_kernel(index)
+    except Exception as error:  # a compiler, a linker and a driver raise whatever they like
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeviceUnusable(
+            f"Triton makes no kernel for {name}: {text} (a C compiler is needed)"
+        ) from error
+
+
+def try_kernel(index: int) -> None:
+    """Compile and launch the smallest there is, for what no first request should find out."""
+    with torch.cuda.device(index):
+        row = torch.zeros(1, 2, dtype=torch.bfloat16, device=f"cuda:{index}")
+        gate_mul(row, "silu").tolist()
 
 
 def driver_problem(text: str) -> str:
@@ -155,6 +175,8 @@ class CudaDevice:
         # One pool for all graphs: they are replayed one after the other, in one stream, and what
         # one leaves behind is read before the next begins.
         self._pool = torch.cuda.graph_pool_handle()
+        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._broken_off: list[tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph | None]] = []
 
     @property
     def name(self) -> str:
@@ -218,19 +240,59 @@ class CudaDevice:
         Not through `torch.cuda.graph`, which synchronises the whole device and collects garbage:
         nobody else's steps or loads should wait for a capture.
         """
-        graph = torch.cuda.CUDAGraph()
+        if len(self._broken_off) >= MOST_BROKEN_OFF:
+            raise CaptureFailed("the driver has broken off too many captures")
         before, _ = self.memory()
-        began = False
-        try:
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            began = True
-            result = work()
-            began = False
-            graph.capture_end()
-        except Exception as error:  # operators that cannot be captured raise whatever they like
-            if began:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-            raise CaptureFailed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        with _no_garbage_collected():
+            if self._anchor is None:
+                self._anchor, _ = self._recorded(self._anchored)
+            graph, result = self._recorded(work)
         after, _ = self.memory()
         return CudaGraphHandle(graph, max(0, before - after)), result
+
+    def _anchored(self) -> torch.Tensor:
+        """What keeps the pool: torch forgets one with its last graph, and a handle is good once."""
+        return torch.zeros(1, device=self._device)
+
+    def _recorded(
+        self, work: Callable[[], torch.Tensor]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode=CAPTURE_MODE)
+            result = work()
+            graph.capture_end()
+        except Exception as error:  # operators that cannot be captured raise whatever they like
+            self._give_up(graph)
+            raise CaptureFailed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+        return graph, result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """The stream and the allocator as they were before a capture that came to nothing.
+
+        One that the driver has broken off never ends to torch's allocator: it would refuse the pool
+        to all others, and ask the dead graph about each allocation. So both are left behind.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError, AttributeError):  # a name that torch may change
+                torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+            self._broken_off.append((graph, self._anchor))
+            self._anchor = None
+            self._pool = torch.cuda.graph_pool_handle()
+
+
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """What is collected in the midst of a capture may hold pinned memory or graphs.
+
+    To give those back the allocators mark streams, the one that is captured too.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -237,12 +237,12 @@ def _group(
     decode, prefill, longest = None, None, 0
     one = np.flatnonzero(flat.lengths == 1).tolist()
     if one:
-        width = form.widths[g] if form else _most_blocks([flat.rows[i] for i in one], plan)
+        width = form.widths[g] if form else _width([flat.rows[i] for i in one], plan)
         decode = _rows(packer, flat, one, plan, g, width, form.num_rows if form else len(one))
         longest = width * block_tokens
     more = np.flatnonzero(flat.lengths > 1).tolist()
     if more:
-        width = _most_blocks([flat.rows[i] for i in more], plan)
+        width = _width([flat.rows[i] for i in more], plan)
         prefill = _rows(packer, flat, more, plan, g, width, len(more))
     return GroupFields(chunk, slot, offset, decode, prefill, longest)
 
@@ -297,6 +297,15 @@ def _most_blocks(rows: Sequence[ScheduledRow], plan: GroupPlan) -> int:
     """Of any row's table, from the first block needed on."""
     tokens = plan.block.block_tokens
     return max(-(-row.end // tokens) - plan.first_needed(row.first) for row in rows)
+
+
+def _width(rows: Sequence[ScheduledRow], plan: GroupPlan) -> int:
+    """Of a table that no graph knows.
+
+    In whole steps all the same: a kernel is compiled anew for a stride that 16 does not divide, and
+    a step that waits for a compiler takes a second.
+    """
+    return -(-_most_blocks(rows, plan) // FIRST_WIDTH) * FIRST_WIDTH
 
 
 def _padded(values: Any, length: int, filler: int) -> Ints:

@@ -13,6 +13,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ class DeviceRunner:
         if batch.form is None:
             found = states()
         else:
-            places = (self._tools.inputs.address, *(t.table.data_ptr() for t in self._tables))
+            tables_at = chain.from_iterable(table.place for table in self._tables)
+            places = (self._tools.inputs.address, *tables_at)
             key = GraphKey(self.unit_id, batch.form, self._weights, places)
             found = self._tools.graphs.run(key, states)[: len(batch.rows)]
         prompt = None

@@ -3,7 +3,8 @@
 One buffer takes the inputs of every step of every unit, one after the other: a step's copy runs
 behind the step before, which has read what was there. The tables of chunks lie in one place a unit
 and layer group and are written in the same order. Both grow by moving; then graphs that hold the
-old address are found no more.
+old address are found no more. What was outgrown is kept: a step in flight may read it, and nothing
+else may ever lie at an address that graphs know. It is less than what took its place.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,11 @@ from kernels.paged_prefill import tiles_of
 from kernels.paged_rows import FlatRows
 from kernels.prefill_shape import capability, launch_shape
 
-FIRST_INPUT_BYTES = 1 << 20
-FIRST_COLUMNS = 1024
+# Every growth costs all graphs that know the place: of all units the buffer's, of one a table's.
+FIRST_INPUT_BYTES = 8 << 20
+"""256 rows of 64,000 tokens, and more rows of shorter ones."""
+FIRST_TABLE_BYTES = 2 << 20
+"""8,192 columns of 32 layers: half a million tokens of an 8B model."""
 
 
 class InputBuffer:
@@ -32,6 +36,7 @@ class InputBuffer:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._buffer = device.buffer(FIRST_INPUT_BYTES)
+        self._outgrown: list[torch.Tensor] = []
 
     @property
     def address(self) -> int:
@@ -42,6 +47,7 @@ class InputBuffer:
         """uint8 [n] of pinned memory to the device; in the order of the steps."""
         size = len(packed)
         if size > len(self._buffer):
+            self._outgrown.append(self._buffer)
             self._buffer = self._device.buffer(max(size, 2 * len(self._buffer)))
         self._buffer[:size].copy_(packed, non_blocking=True)
         return self._buffer
@@ -53,19 +59,31 @@ class DeviceTable:
     def __init__(self, device: Device, num_layers: int) -> None:
         self._device = device
         self._num_layers = num_layers
-        self._table = self._empty(FIRST_COLUMNS)
+        # None before the first step: most of many hosted units wait, and take no memory.
+        self._table: torch.Tensor | None = None
+        self._outgrown: list[torch.Tensor] = []
 
     @property
     def table(self) -> torch.Tensor:
-        """As of the last `update`."""
+        """As of the last `update`, before which there is none."""
+        assert self._table is not None
         return self._table
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its address, and how far apart its layers lie: what a graph knows of it."""
+        return self.table.data_ptr(), self.table.stride(0)
 
     def update(self, chunks: ChunkTable, number: int) -> None:
         """Write what has changed up to that number; in the order of the steps."""
+        if self._table is None:
+            first = FIRST_TABLE_BYTES // (self._num_layers * torch.int64.itemsize)
+            self._table = self._empty(max(first, chunks.num_columns))
         columns = self._table.shape[1]
         if chunks.num_columns > columns:
             wider = self._empty(max(chunks.num_columns, 2 * columns))
             wider[:, :columns].copy_(self._table)
+            self._outgrown.append(self._table)
             self._table = wider
         chunks.apply_changes(self._table, number, self._bring)
 

@@ -1,7 +1,12 @@
 """bench.gpu without a GPU: every part's plumbing on the fake device, resuming, tables, packages."""
 
+import gc
 import json
+import math
+import os
 import subprocess
+import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, gpu_models, gpu_parity, gpu_part
+from bench import gpu, gpu_checks, gpu_models, gpu_parity, gpu_part, gpu_swap
+from bench.gpu_fake import FakeDevice
 from bench.gpu_parts import PARTS, run_part
-from bench.gpu_rig import Settings
+from bench.gpu_rig import Settings, rig
+from engine.errors import CaptureFailed
 from engine.packs.pack import BLOB_NAME, read_index
 from engine.packs.weights import verify_blob
+from engine.running.graphs import DecodeGraphs
 
 ROOT = Path(__file__).resolve().parents[2]
+# Of the packages that Polyhost installs, those that a common CUDA image has not.
+BARE_IMAGE_LACKS = (
+    "alembic argon2 cachetools httptools llguidance msgspec redis sqlalchemy starlette uvicorn zmq"
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +50,55 @@ def test_every_part_runs_on_the_fake_device(name: str, settings: Settings) -> No
         assert figures["batch 1"]["tokens_per_s"] > 0
     elif name == "many models":
         assert figures["answered"] == 6
+    elif name == "checks":
+        assert all(goal["met"] for goal in figures["goals"].values()), figures
+
+
+def test_a_check_that_fails_is_a_goal_missed(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that pins nothing and records nothing, and a kernel that moves nothing."""
+
+    def refuse(self: FakeDevice, *args: Any) -> None:
+        raise CaptureFailed("not here") if len(args) == 1 else OSError("not here")
+
+    monkeypatch.setattr(FakeDevice, "pin", refuse)
+    monkeypatch.setattr(FakeDevice, "capture", refuse)
+    monkeypatch.setattr(gpu_checks, "PATIENCE_S", 0.0)
+    monkeypatch.setattr("bench.gpu_rig.page_copy_ref", lambda arena, moves: None)
+    figures = run_part("checks", settings)
+    assert figures["refused_with"] == "not here"
+    missed = {name for name, goal in figures["goals"].items() if not goal["met"]}
+    assert len(missed) == len(figures["goals"]) - 2
+
+
+def test_an_arena_goes_with_its_rig(settings: Settings) -> None:
+    """The next one of the process takes what is free: on a GPU nothing would be."""
+    pack_dir, index = gpu_models.make_pack(gpu_models.SMALL, settings.work_dir, True)
+    with rig(settings) as made:
+        made.host({"m": pack_dir})
+        made.load("m")
+        made.steady_decode(1, index.vocab_size)
+        arena = weakref.ref(made.opened.backend.arena)
+    gc.collect()
+    assert arena() is None
+    assert made.settings is settings
+
+
+def test_a_swap_without_pins_or_graphs_is_measured_all_the_same(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: FakeDevice, address: int, num_bytes: int) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(FakeDevice, "pin", refuse)
+    monkeypatch.setattr(gpu_swap, "STILL_S", 0.0)
+    monkeypatch.setattr(gpu_swap.await_pinned, "__defaults__", (0.05,))
+    monkeypatch.setattr(DecodeGraphs, "run", lambda self, key, work: work())
+    figures = run_part("swap 8B", settings)
+    assert figures["pinned_share"] == 0
+    assert figures["warm"]["seconds"] > 0
+    assert figures["to_graph_speed_s"] == math.inf
 
 
 def test_both_lists_of_parts_are_one() -> None:
@@ -132,6 +193,32 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path) -> None:
     assert "| b, c | 1, 2 |" in page
 
 
+def test_what_was_reached_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go(Machine(fails=["device"]), tmp_path, ["parity", "device"])
+    assert capsys.readouterr().out == "parity: done in 0 s; fast: 1 (2.0)\ndevice: no\n"
+
+
+def test_what_has_failed_comes_last(tmp_path: Path) -> None:
+    """It may take its eight minutes again, and the others would never have their turn."""
+    wanted = ["device", "parity", "decode 8B"]
+    assert go(Machine(fails=["device"]), tmp_path, wanted[:1]) == 1
+    again = Machine()
+    assert go(again, tmp_path, wanted) == 0
+    assert again.ran == ["parity", "decode 8B", "device"]
+
+
+def test_what_the_dead_left_in_shared_memory_goes(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    dead, alive = (f"{gpu.SHM_PREFIX}{pid}-ab.pack" for pid in (child.pid, os.getpid()))
+    for name in (dead, alive, "another"):
+        (tmp_path / name).touch()
+    gpu.clear_shared(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([alive, "another"])
+
+
 def test_a_part_that_leaves_nothing_is_a_failure(tmp_path: Path) -> None:
     assert go(Machine(status=124), tmp_path, ["device"]) == 1
     assert gpu.read(tmp_path)["device"]["failure"] == "ended with 124"
@@ -172,6 +259,18 @@ def test_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands[0][-1] == "missing==2"
     requirements.write_text("there==1  # json\n")
     assert gpu.bring_packages(None, tmp_path) is None
+
+
+def test_a_bare_image_needs_no_more_than_the_packages_named() -> None:
+    """Nothing can be fetched there: what else is imported would be found missing too late."""
+    lines = (ROOT / "bench" / "requirements-gpu.txt").read_text().splitlines()
+    brought = {line.partition("#")[2].strip() for line in lines}
+    code = (
+        "import sys\n"
+        f"for name in {sorted(set(BARE_IMAGE_LACKS.split()) - brought)}: sys.modules[name] = None\n"
+        "import bench.gpu_part, bench.kernels\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 def test_the_packages_named_are_those_of_the_constraints() -> None:

@@ -55,6 +55,19 @@ def ten_us(call: Call, repeats: int, capture: bool) -> Timing:
     return summary([10.0] * repeats, captured=True)
 
 
+def test_what_waits_for_the_device_is_not_captured() -> None:
+    """A capture that is broken off spoils the allocator for those after it."""
+    captured: list[bool] = []
+
+    def timer(call: Call, repeats: int, capture: bool) -> Timing:
+        captured.append(capture)
+        return ten_us(call, repeats, capture)
+
+    case = Case("c", "bytes", lambda rig, tiny: replace(simple(2.0), waiting=frozenset({"other"})))
+    bench.run_case(case, rig(), True, LIMITS, timer, 1)
+    assert captured == [True, False]
+
+
 def test_a_wrong_case_is_not_timed() -> None:
     def never(call: Call, repeats: int, capture: bool) -> Timing:
         raise AssertionError("timed")

@@ -67,6 +67,8 @@ def fake_driver(monkeypatch: pytest.MonkeyPatch, **change: Any) -> None:
     monkeypatch.setattr(torch.version, "cuda", behaviour.pop("version", "13.0"))
     monkeypatch.setattr(torch, "zeros", behaviour.pop("zeros", tensor))
     monkeypatch.setattr(cuda_device, "HAS_TRITON", behaviour.pop("triton", True))
+    kernel = behaviour.pop("kernel", lambda index: None)
+    monkeypatch.setattr(cuda_device, "try_kernel", kernel)
     for name, function in behaviour.items():
         monkeypatch.setattr(torch.cuda, name, function)
 
@@ -104,6 +106,11 @@ OLD_DRIVER = (
             "was not built for it",
         ),
         ({"zeros": raising("CUDA error: out of memory\nCUDA kernel errors")}, "out of memory"),
+        (
+            {"kernel": raising("Failed to find C compiler. Please specify\nand more")},
+            r"no kernel for NVIDIA H200: Failed to find C compiler\. Please specify \(a C compiler",
+        ),
+        ({"kernel": raising("")}, "no kernel for NVIDIA H200: RuntimeError"),
     ],
 )
 def test_each_reason_is_one_line(

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.memory.chunk_table import ChunkTable
 from engine.running import device_batch, device_runner
-from engine.running.device_batch import DeviceBatch
+from engine.running.device_batch import DeviceBatch, DeviceLayOut
 from engine.running.device_runner import DeviceRunner
 from engine.running.device_step import InputBuffer
 from engine.running.graphs import DecodeGraphs
@@ -85,6 +85,25 @@ def test_greedy_tokens_are_those_of_transformers(book: Book) -> None:
     assert total["swaps"] > FEW
     assert total["forced weight moves"]
     assert total["forced kv moves"]
+
+
+def test_no_step_has_a_table_of_an_odd_width(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled anew for a stride that 16 does not divide: a second in the midst."""
+    widths: Counter[int] = Counter()
+    lay_out = DeviceLayOut.__call__
+
+    def look(self: DeviceLayOut, *args: Any) -> DeviceBatch:
+        batch = lay_out(self, *args)
+        for group in batch.fields.groups:
+            for rows in (group.decode, group.prefill):
+                if rows is not None and batch.form is None:
+                    widths[rows.chunk.shape[1]] += 1
+        return batch
+
+    monkeypatch.setattr(DeviceLayOut, "__call__", look)
+    run_mixes(book, range(1), DeviceMix)
+    assert widths
+    assert not [width for width in widths if width % 16]
 
 
 @pytest.mark.soak
