@@ -1,4 +1,4 @@
-"""`python -m bench.cpu`: our engine on a processor beside llama.cpp and transformers, in one run.
+"""`python -m bench.cpu`: our engine on a processor beside llama.cpp, transformers and vLLM.
 
 Lives here: cases, interleaved repeats, the table, what the machine itself can do. Does not: the
 engines, each of which is a process of its own (`cpu_child.py`, `cpu_http.py`, `cpu_llama.py`).
@@ -120,12 +120,15 @@ def commands(
     found = {
         "ours": [*python, "ours", str(folder), *room],
         "ours, torch": [*python, "ours", str(folder), *room, "--torch"],
-        "ours, HTTP": [*http, servers.OURS, str(folder), *threads],
+        "ours, HTTP": [*http, servers.OURS, str(folder), *room],
         "generate": [*python, "generate", str(folder), *threads],
     }
     if args.peer_python:
         at = ["--python", args.peer_python]
         found["serve, HTTP"] = [*http, servers.PEER, str(folder), *room, *at]
+    if args.vllm_python:
+        at = ["--python", args.vllm_python]
+        found["vllm, HTTP"] = [*http, servers.VLLM, str(folder), *room, *at]
     if args.llama_python:
         script = str(Path(__file__).with_name("cpu_llama.py"))
         found["llama.cpp"] = [args.llama_python, script, str(folder), *room]
@@ -210,7 +213,10 @@ def warm_up(case: Case, children: Sequence[Child], vocab: int) -> None:
 
 
 def run_engine(case: Case, number: int, child: Child, tokens: int, vocab: int) -> dict[str, float]:
-    """One repeat of one engine: tokens a second of prefill and of decode, and its peak in MiB."""
+    """One repeat of one engine: tokens a second of prefill and of decode, its peak in MiB.
+
+    A server's parts of it are there too (`process_memory.py`).
+    """
     prompts = prompts_of(case, case.prompt, str(number), vocab)
     first = child.run(prompts, 1)
     whole = child.run(prompts, 1 + tokens)
@@ -222,6 +228,7 @@ def run_engine(case: Case, number: int, child: Child, tokens: int, vocab: int) -
         "decode": came / spent,
         "end_to_end": (came + case.batch) / whole["seconds"],
         "peak": whole["peak_bytes"] / 2**20,
+        **{f"peak_{part}": size / 2**20 for part, size in whole.get("memory", {}).items()},
     }
 
 
@@ -277,6 +284,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--llama-python", help="an environment with xllamacpp and gguf")
     parser.add_argument("--peer-python", help="an environment with transformers[serving]")
+    parser.add_argument("--vllm-python", help="an environment with vllm's build for a CPU")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--work-dir", type=Path, help="where models are kept between runs")
     parser.add_argument("--output", type=Path)

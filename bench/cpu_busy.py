@@ -28,7 +28,7 @@ from typing import Any, TypedDict
 import aiohttp
 import msgspec
 
-from bench import cpu_http, machine, processes, servers, stats
+from bench import cpu_http, machine, process_memory, processes, servers, stats
 from bench.gateway_load import Found, Plan
 from bench.in_process import MODEL
 
@@ -112,7 +112,7 @@ def cpu_seconds(leader: int) -> tuple[float, float]:
         spent[pid] = (b"engine.worker" in command, (int(fields[11]) + int(fields[12])) / TICKS)
     found = [0.0, 0.0]
     for pid, (is_worker, seconds) in spent.items():
-        if cpu_http.is_below(pid, leader, parents):
+        if process_memory.is_below(pid, leader, parents):
             found[0 if is_worker else 1] += seconds
     return found[0], found[1]
 

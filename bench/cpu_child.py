@@ -32,6 +32,8 @@ from engine.protocol import SamplingParams, Submit
 
 Prompts: TypeAlias = Sequence[list[int]]
 Run: TypeAlias = Callable[[Prompts, int], list[list[int]]]
+# A model's smallest KV is some extents, however few tokens are asked for.
+LEAST_KV_BYTES = 16 << 20
 
 
 def ours(
@@ -52,7 +54,7 @@ def ours(
         "native_kernels": native,
         "shm_prefix": f"polyhost-bench-{os.getpid()}",
     }
-    host = Host(pack, settings, kv_bytes(pack, batch, positions))
+    host = Host(pack, settings, max(LEAST_KV_BYTES, kv_bytes(pack, batch, positions)))
     closing.callback(host.close)
     host.load(pack)
 

@@ -1,15 +1,18 @@
 """A server and its clients as one child of `bench.cpu`: `cpu_child.py`'s protocol, over HTTP.
 
-Lives here: Polyhost's own server, or `transformers serve` with continuous batching from another
-environment (`servers.py` starts both), and one streaming chat for each prompt, all at once. Does
-not: what is run and how often (`cpu.py`).
+Lives here: Polyhost's own server, `transformers serve` with continuous batching or vLLM's server,
+these two from environments of their own (`servers.py` starts them), and one streaming chat for each
+prompt, all at once. Does not: what is run and how often (`cpu.py`), memory (`process_memory.py`).
 
 A prompt of n ids stands for a text of about n tokens, the same for every server; the chat template
 adds some. `seconds` is from the first request out to the last answer in; `num_tokens` is what the
-servers say they generated. `peak_bytes`: of all processes of the server.
+servers say they generated. `peak_bytes`: of all processes of the server, proportional; `memory` has
+its parts at that moment. Every server is told how much KV to keep, for by themselves they take a
+share of what memory there is; ours has an arena of the weights and that.
 
-    python -m bench.cpu_http polyhost FOLDER --threads 2
+    python -m bench.cpu_http polyhost FOLDER --threads 2 --batch 16
     python -m bench.cpu_http transformers FOLDER --batch 16 --python .venv-peers/bin/python
+    python -m bench.cpu_http vllm FOLDER --batch 16 --python .venv-vllm/bin/python
 """
 
 import argparse
@@ -17,20 +20,48 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from bench import load, processes, servers
 from bench.client import ChatRequest, Target
-from bench.in_process import MODEL
+from bench.in_process import KV_ROUNDING, MODEL
+from bench.process_memory import Sampler, memory_of
 from bench.prompts import PromptMaker
 
 KEY_FILE = "bench-key"
 # As llama.cpp's batch in `cpu_llama.py`.
 MAX_BATCH_TOKENS = 2048
 BLOCK_TOKENS = 32
+VLLM_BLOCK_TOKENS = 128
 TEMPLATE_TOKENS = 64
+PAGES_SLACK_BYTES = 64 << 20  # of our arena: each layer's weights begin on a page
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much KV a server is to keep: sequences, and positions of each with its template."""
+
+    batch: int
+    positions: int
+
+    def kv_bytes(self, folder: Path) -> int:
+        """bfloat16 K and V of all of it, by the model's configuration."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        row = config.get("num_key_value_heads", heads) * head_dim * 2 * 2
+        return int(config["num_hidden_layers"] * row * self.batch * self.positions)
+
+    def arena_bytes(self, folder: Path) -> int:
+        """What our worker holds: the weights and the KV, rounded as `in_process.py` does."""
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        return weights + int(self.kv_bytes(folder) * KV_ROUNDING) + PAGES_SLACK_BYTES
 
 
 def data_dir(folder: Path) -> Path:
@@ -38,33 +69,49 @@ def data_dir(folder: Path) -> Path:
     return folder.parent / f"{folder.name}-data"
 
 
-def ours(folder: Path, threads: int, closing: ExitStack) -> tuple[Target, int]:
-    """Our server over a data folder beside the model, made once; and its process."""
+def house_of(folder: Path, settings: dict[str, object]) -> tuple[servers.Polyhost, str]:
+    """Our data folder beside the model, made once, and a key."""
     data = data_dir(folder)
     fresh = not (data / KEY_FILE).exists()
     data.mkdir(exist_ok=True)
-    house = servers.Polyhost(data, {"num_threads": threads} if threads else {})
+    house = servers.Polyhost(data, settings)
     if fresh:
         house.add_model(MODEL, folder)
         (data / KEY_FILE).write_text(house.new_key(), encoding="utf-8")
-    server = house.serve((data / KEY_FILE).read_text(encoding="utf-8"))
+    return house, (data / KEY_FILE).read_text(encoding="utf-8")
+
+
+def ours(
+    folder: Path, threads: int, closing: ExitStack, room: Room | None = None
+) -> tuple[Target, int]:
+    """Our server, and its process; without a room with the arena that it chooses itself."""
+    settings: dict[str, object] = {"num_threads": threads} if threads else {}
+    if room is not None:
+        settings["device_budget_bytes"] = room.arena_bytes(folder)
+    house, key = house_of(folder, settings)
+    server = house.serve(key)
     closing.enter_context(server.process)
     return server.target(servers.OURS, MODEL), server.process.pid
 
 
-def theirs(folder: Path, args: argparse.Namespace, closing: ExitStack) -> tuple[Target, int]:
-    """`transformers serve`, and its process.
-
-    It is told how much KV to keep: by itself it takes what memory there is, and is killed for it.
-    """
-    blocks = -(-args.batch * (args.positions + TEMPLATE_TOKENS) // BLOCK_TOKENS)
-    room = [
+def start_peer(name: str, folder: Path, python: Path, room: Room, threads: int) -> servers.Server:
+    """Another server, ready to answer."""
+    if name == servers.VLLM:
+        # One block more a sequence: it keeps one to itself.
+        blocks = -(-room.positions // VLLM_BLOCK_TOKENS) + 1
+        kv_bytes = Room(room.batch, blocks * VLLM_BLOCK_TOKENS).kv_bytes(folder)
+        extra = [
+            *("--max-model-len", str(room.positions), "--max-num-seqs", str(room.batch)),
+            *("--max-num-batched-tokens", str(MAX_BATCH_TOKENS)),
+            *("--kv-cache-memory-bytes", str(kv_bytes)),
+        ]
+        return servers.start_vllm(python, folder, folder.parent, extra, threads)
+    blocks = -(-room.batch * room.positions // BLOCK_TOKENS)
+    extra = [
         *("--cb-block-size", str(BLOCK_TOKENS), "--cb-num-blocks", str(blocks)),
         *("--cb-max-batch-tokens", str(MAX_BATCH_TOKENS)),
     ]
-    server = servers.start_transformers(args.python, folder, folder.parent, room, args.threads)
-    closing.enter_context(server.process)
-    return server.target(servers.PEER, str(folder)), server.process.pid
+    return servers.start_transformers(python, folder, folder.parent, extra, threads)
 
 
 def ask(target: Target, prompts: Sequence[Sequence[int]], texts: PromptMaker, tokens: int) -> int:
@@ -84,34 +131,35 @@ def ask(target: Target, prompts: Sequence[Sequence[int]], texts: PromptMaker, to
     return sum(result.completion_tokens for result in done.results)
 
 
-def peak_bytes(leader: int) -> int:
-    """The most that it and all processes below it have had in memory, added up.
-
-    Not those of its session: our workers lead sessions of their own. What processes share counts
-    for each.
-    """
-    parents, peaks = {}, {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1]
-            status = stat.with_name("status").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        pid = int(stat.parent.name)
-        parents[pid] = int(parent)
-        lines = [line for line in status.splitlines() if line.startswith("VmHWM")]
-        peaks[pid] = sum(int(line.split()[1]) * 1024 for line in lines)
-    return sum(peak for pid, peak in peaks.items() if is_below(pid, leader, parents))
+def arena_bytes(metrics: str) -> dict[str, int]:
+    """Of our /metrics: what the arena has, and what of it weights and KV hold."""
+    found = {"num_pages": 0.0, "free": 0.0, "size": 0.0}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name == "polyhost_arena_num_pages":
+                found["num_pages"] += sample.value
+            elif sample.name == "polyhost_arena_page_size_bytes":
+                found["size"] = sample.value
+            elif sample.name == "polyhost_arena_pages" and sample.labels["kind"] == "free":
+                found["free"] += sample.value
+    held = found["num_pages"] - found["free"]
+    return {
+        "arena": int(found["num_pages"] * found["size"]),
+        "arena_held": int(held * found["size"]),
+    }
 
 
-def is_below(pid: int, leader: int, parents: Mapping[int, int]) -> bool:
-    """Whether a process is the leader or was started by it, or by one that was."""
-    while pid not in (leader, 0):
-        pid = parents.get(pid, 0)
-    return pid == leader
+def arena_of(target: Target) -> dict[str, int]:
+    """Now; a server that is not ours has none."""
+    if target.name != servers.OURS:
+        return {}
+    with urllib.request.urlopen(f"{target.base_url}/metrics", timeout=30.0) as response:
+        return arena_bytes(response.read().decode())
 
 
-def serve(target: Target, leader: int, texts: PromptMaker) -> None:
+def serve(
+    target: Target, texts: PromptMaker, memory: Sampler, arena: Callable[[Target], dict[str, int]]
+) -> None:
     """Answer until the input ends."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -119,10 +167,13 @@ def serve(target: Target, leader: int, texts: PromptMaker) -> None:
         prompts, tokens = asked["prompts"], asked["max_tokens"]
         started = time.perf_counter()
         num_tokens = ask(target, prompts, texts, tokens)
+        seconds = time.perf_counter() - started
+        parts = {**memory.peak(), **arena(target)}
         answer = {
-            "seconds": time.perf_counter() - started,
+            "seconds": seconds,
             "num_tokens": num_tokens,
-            "peak_bytes": peak_bytes(leader),
+            "peak_bytes": parts["total"],
+            "memory": parts,
         }
         print(json.dumps(answer), flush=True)
 
@@ -130,21 +181,25 @@ def serve(target: Target, leader: int, texts: PromptMaker) -> None:
 def main() -> None:
     """One server until its input ends."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu_http")
-    parser.add_argument("engine", choices=[servers.OURS, servers.PEER])
+    parser.add_argument("engine", choices=[servers.OURS, servers.PEER, servers.VLLM])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--positions", type=int, default=2048)
-    parser.add_argument("--python", type=Path, help="of the environment with transformers[serving]")
+    parser.add_argument("--python", type=Path, help="of the environment that has the other server")
     args = parser.parse_args()
     processes.exit_on_sigterm()
     folder = args.folder.resolve()
+    room = Room(args.batch, args.positions + TEMPLATE_TOKENS)
     with ExitStack() as closing:
         if args.engine == servers.OURS:
-            target, leader = ours(folder, args.threads, closing)
+            target, leader = ours(folder, args.threads, closing, room)
         else:
-            target, leader = theirs(folder, args, closing)
-        serve(target, leader, PromptMaker(folder))
+            server = start_peer(args.engine, folder, args.python, room, args.threads)
+            closing.enter_context(server.process)
+            target, leader = server.target(args.engine, str(folder)), server.process.pid
+        with Sampler(lambda: memory_of(leader)) as memory:
+            serve(target, PromptMaker(folder), memory, arena_of)
 
 
 if __name__ == "__main__":

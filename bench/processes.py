@@ -18,6 +18,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 LOG_TAIL_CHARS = 4000
+POLL_S = 0.02
 
 
 class ServerFailed(Exception):
@@ -69,7 +70,7 @@ class ServerProcess:
                 raise ServerFailed(f"{self.name} ended with {self._process.returncode}\n{self.log}")
             if _answers(url):
                 return time.monotonic() - start
-            time.sleep(0.2)
+            time.sleep(POLL_S)
         raise ServerFailed(f"{self.name} not ready after {timeout_s:.0f} s\n{self.log}")
 
     def stop(self, grace_s: float = 30.0) -> None:

@@ -6,6 +6,7 @@ Does not: processes as such (`processes.py`), load, results.
     polyhost       python -m gateway serve, models registered through its own CLI, one tenant and
                    key made for the benchmark; the response cache is off, as it is by default
     transformers   transformers serve --continuous-batching, by the Python of its own environment
+    vllm           vLLM's server (its build for a CPU), by the Python of its own environment
 """
 
 import json
@@ -23,6 +24,7 @@ from bench.prompts import PromptMaker
 
 OURS = "polyhost"
 PEER = "transformers"
+VLLM = "vllm"
 TENANT = "bench"
 REGISTER_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 300.0
@@ -77,8 +79,14 @@ class Polyhost:
         lines = self._cli("usage", "export", "--format", "jsonl").splitlines()
         return [json.loads(line) for line in lines]
 
-    def serve(self, api_key: str, *arguments: str, module: Sequence[str] = ("gateway",)) -> Server:
-        """Start it on a free port and wait until it can answer requests.
+    def serve(
+        self,
+        api_key: str,
+        *arguments: str,
+        module: Sequence[str] = ("gateway",),
+        until: str = "/health/ready",
+    ) -> Server:
+        """Start it on a free port and wait until it can answer requests, or until `until` says 200.
 
         `module` runs in the product's place, its own arguments behind it.
         """
@@ -92,7 +100,7 @@ class Polyhost:
         base_url = f"http://127.0.0.1:{port}"
         log_path = self._data_dir / "bench-server.log"
         process = ServerProcess(OURS, argv, log_path, self._env)
-        return _wait(Server(process, base_url, api_key, argv, 0.0), "/health/ready")
+        return _wait(Server(process, base_url, api_key, argv, 0.0), until)
 
     def run(self, *arguments: str) -> str:
         """Any other command of its CLI; what it prints."""
@@ -124,6 +132,38 @@ def start_transformers(
     process = ServerProcess(PEER, argv, work_dir / "bench-transformers.log", env)
     base_url = f"http://127.0.0.1:{port}"
     return _wait(Server(process, base_url, "", argv, 0.0), "/health")
+
+
+def start_vllm(
+    python: Path,
+    folder: Path,
+    work_dir: Path,
+    arguments: Sequence[str] = (),
+    num_threads: int = 0,
+) -> Server:
+    """vLLM's OpenAI server on the CPU; what it compiles is kept under `work_dir`.
+
+    Left to itself it keeps a core back from the threads of its operators. Its own advice is to
+    preload Intel's OpenMP, which its packages bring.
+    """
+    port = free_port()
+    argv = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *arguments,
+    ]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(work_dir / "vllm-cache"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(num_threads or len(os.sched_getaffinity(0))),
+    }
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        env["LD_PRELOAD"] = str(openmp)
+    process = ServerProcess(VLLM, argv, work_dir / "bench-vllm.log", env)
+    return _wait(Server(process, f"http://127.0.0.1:{port}", "", argv, 0.0), "/health")
 
 
 def peer_versions(python: Path) -> dict[str, str]:

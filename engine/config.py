@@ -34,6 +34,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Unit of ownership in the arena, a power of two; 0: `auto_page_bytes`."""
     host_tier_bytes: int = 0
     """Room for packs in shared memory; 0: no host tier, loads read the disk."""
+    host_tier_when_crowded: bool = False
+    """Loads leave a copy there only where several packs are in the catalog and take more than half
+    of the arena. Of fewer none has to leave, and where the arena is host memory itself a copy is
+    the weights once more, for nothing."""
     shm_dir: str = "/dev/shm"
     """Where the host tier's files lie."""
     shm_prefix: str

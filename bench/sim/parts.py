@@ -216,6 +216,7 @@ class SimTiers:
         self._loads: list[SimLoad] = []
         self._fills: list[tuple[float, PackIndex]] = []
         self._worth: Callable[[str], float] = lambda revision: 0.0
+        self.copies = True
 
     @property
     def num_changes(self) -> int:
@@ -268,7 +269,7 @@ class SimTiers:
             raise job.error
         if not job.cancelled:
             self._rates.learn(job.tier, job.index.total_bytes, job.duration_s)
-            if job.tier == "disk" and self._host.capacity_bytes:
+            if job.tier == "disk" and self.copies and self._host.capacity_bytes:
                 self._fills.append((job.ends_s + job.duration_s, job.index))
         return job.tier
 

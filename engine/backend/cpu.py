@@ -6,7 +6,8 @@ step meanwhile (torch releases the GIL inside its operators).
 
 The first touch of a page is slow (the system finds and clears it: about a second a GiB on a virtual
 machine, more than a load takes), so `commit` touches the arena ahead of need, in a thread of the
-lowest priority. The device budget is therefore really taken, as it is on a GPU.
+lowest priority that makes way for loads and steps. The device budget is therefore really taken, as
+it is on a GPU.
 
 `fence_lag` holds `last_done` back by so many steps and `poison` overwrites what the pool frees, so
 that tests see any use of memory after its release without a GPU.
@@ -14,6 +15,7 @@ that tests see any use of memory after its release without a GPU.
 
 import ctypes
 import logging
+import math
 import mmap
 import os
 import sys
@@ -33,7 +35,12 @@ Execution = Literal["inline", "thread"]
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap yet
-COMMIT_PIECE_BYTES = 16 << 20
+COMMIT_PIECE_BYTES = 4 << 20
+# While a piece is touched nobody in the process maps or unmaps memory, and between two its thread,
+# which has the lowest priority, holds the interpreter's lock: a first load of 1 GB took 1 to 5 s
+# instead of 0.2 (docs/log.md). So it makes way for loads and steps, and creeps on beside them.
+COMMIT_QUIET_S = 0.25
+COMMIT_PAUSE_S = 0.1
 LOWEST_PRIORITY = 19
 
 
@@ -97,11 +104,12 @@ class CpuBackend:
         self._under_way: deque[CpuPending[Any]] = deque()
         self._inbox: SimpleQueue[CpuPending[Any] | None] = SimpleQueue()
         self._executor: threading.Thread | None = None
+        self._last_used_s = -math.inf
 
     def commit(self) -> threading.Thread | None:
         """Start touching the whole arena in the background; None where the system cannot.
 
-        The thread changes no byte, so it may run beside loads and steps.
+        The thread changes no byte, so it may run beside loads and steps; it makes way for them.
         """
         if sys.platform != "linux":
             return None
@@ -121,6 +129,8 @@ class CpuBackend:
                 reason = os.strerror(ctypes.get_errno())
                 logger.info("arena is not committed ahead of use: %s", reason)
                 return
+            if time.monotonic() - self._last_used_s < COMMIT_QUIET_S:
+                time.sleep(COMMIT_PAUSE_S)
 
     @property
     def name(self) -> str:
@@ -142,11 +152,13 @@ class CpuBackend:
 
         Not torch's copy_, which would start a second team of threads beside the steps'.
         """
+        self._last_used_s = time.monotonic()
         target = self._bytes[offset : offset + source.nbytes]
         np.copyto(target, np.frombuffer(source, dtype=np.uint8))
 
     def host_view(self, offset: int, num_bytes: int) -> memoryview:
         """The arena is host memory."""
+        self._last_used_s = time.monotonic()
         return self._bytes[offset : offset + num_bytes].data
 
     def copy_within(self, moves: Sequence[tuple[int, int, int]]) -> None:
@@ -161,6 +173,7 @@ class CpuBackend:
         self._last_launched = step
         pending = CpuPending(step, work)
         self._hand_over(pending)
+        self._last_used_s = time.monotonic()
         return pending
 
     def launched(self, step: int) -> None:

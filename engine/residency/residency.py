@@ -102,9 +102,22 @@ class Residency:
                 leaving.append(model_id)
         self._unsettled = True
         self._tiers.keep_only({m.index.revision for m in self._units.all() if m.index})
+        if self._config.host_tier_when_crowded:
+            self._choose_copies()
         for model in self._units.all():
             self._units.refresh(model)
         return leaving
+
+    def _choose_copies(self) -> None:
+        """Those that came in while there was room get their copies once it is crowded."""
+        stay = [model.index for model in self._units.all() if not model.removed]
+        packs = {index.revision: index.total_bytes for index in stay if index is not None}
+        is_crowded = len(packs) > 1 and 2 * sum(packs.values()) > self._config.arena_bytes
+        had, self._tiers.copies = self._tiers.copies, is_crowded
+        if is_crowded and not had:
+            for model in self._units.on_device():
+                if model.state == "resident" and model.index is not None:
+                    self._tiers.warm(model.index, model.pack_dir)
 
     def knows(self, model_id: str) -> bool:
         """Whether the model is in the catalog, or still leaving the device."""

@@ -63,8 +63,11 @@ class LoadJob(Protocol):
 class WeightTiers(Protocol):
     """What residency asks of what lies below the device; `Tiers` is the real one.
 
-    A job is given back, by `finish`, to who started it.
+    A job is given back, by `finish`, to who started it. `copies`: whether a load from the disk is
+    followed by a copy in the host tier.
     """
+
+    copies: bool
 
     @property
     def num_changes(self) -> int:
@@ -125,6 +128,7 @@ class Tiers:
         self._fills: list[HostFill] = []
         self._held_back: list[HostFill] = []  # of these, what has not been started
         self._rates = TierRates()
+        self.copies = True
 
     @property
     def num_changes(self) -> int:
@@ -169,7 +173,8 @@ class Tiers:
     def finish(self, job: DiskLoad | HostLoad, pack_dir: Path) -> Tier:
         """Close a job that is done. Raises PackError or OSError where it failed.
 
-        A load from the disk that came to its end is followed by a fill of the host tier.
+        A load from the disk that came to its end is followed by a fill of the host tier, where
+        that is to have copies.
         """
         self._loads.remove(job)
         job.close()
@@ -180,7 +185,7 @@ class Tiers:
         job.result()
         if not job.cancelled:
             self._rates.learn(tier, job.index.total_bytes, job.duration_s)
-            if tier == "disk":
+            if tier == "disk" and self.copies:
                 self._start_fill(job.index, pack_dir)
         return tier
 

@@ -73,6 +73,9 @@ class WorkerHome:
                     "arena_bytes": self._arena_bytes,
                     "page_bytes": settings.page_bytes,
                     "host_tier_bytes": host_bytes,
+                    "host_tier_when_crowded": (
+                        settings.host_tier_bytes < 0 and settings.device == "cpu"
+                    ),
                     "reserve_bytes": reserve_bytes(settings.device_reserve_bytes, left_bytes),
                     "shm_dir": str(machine.SHM_DIR),
                     "shm_prefix": shm_prefix(settings),

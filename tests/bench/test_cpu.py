@@ -1,6 +1,7 @@
 """The bench of the processor: its arithmetic, and children by a program that answers at once."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cpu, cpu_attention, cpu_busy, cpu_http
+from bench import cpu, cpu_attention, cpu_busy, cpu_http, servers
 from kernels.native_calls import library
 
 ECHO = """
@@ -61,6 +62,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
         threads=2,
         llama_python=None,
         peer_python=None,
+        vllm_python=None,
         without=["generate"],
         quantized=False,
         repeats=2,
@@ -94,14 +96,26 @@ def test_cases_and_engines(tmp_path: Path) -> None:
     }
     assert all(case.prompt == 128 for case in cpu.cases(short=True))
     args = argparse.Namespace(
-        threads=2, llama_python=None, peer_python=None, without=["generate"], quantized=False
+        threads=2,
+        llama_python=None,
+        peer_python=None,
+        vllm_python=None,
+        without=["generate"],
+        quantized=False,
     )
     assert list(cpu.commands(tmp_path, args, 4, 300)) == ["ours", "ours, torch", "ours, HTTP"]
     args = argparse.Namespace(
-        threads=2, llama_python="/py", peer_python="/peer", without=[], quantized=True
+        threads=2,
+        llama_python="/py",
+        peer_python="/peer",
+        vllm_python="/vllm",
+        without=[],
+        quantized=True,
     )
     found = cpu.commands(tmp_path, args, 4, 300)
     assert found["serve, HTTP"][-1] == "/peer"
+    assert found["vllm, HTTP"][-1] == "/vllm"
+    assert servers.VLLM in found["vllm, HTTP"]
     last: list[Any] = found["llama.cpp"]
     assert last[0] == "/py"
     assert last[-1] == "300"
@@ -131,21 +145,39 @@ def test_only_what_goes_beyond_taken_time_counts() -> None:
     assert found["beyond"]["median"] == pytest.approx(0.1)
 
 
-def test_memory_of_a_server_is_that_of_workers_in_their_own_sessions_too() -> None:
-    grows = "held = bytearray(b'x') * (96 << 20)\nprint('done', flush=True)\ninput()"
-    starts = f"""
-import subprocess, sys
-subprocess.run([sys.executable, "-c", {grows!r}], start_new_session=True)
+def test_a_server_tells_its_parts_of_memory(tmp_path: Path) -> None:
+    parts = '"memory": {"total": 3 << 20, "workers": 2 << 20}, "seconds": seconds,'
+    engine = child(tmp_path, ECHO.replace('"seconds": seconds,', parts))
+    engine.wait_ready()
+    found = cpu.run_engine(cpu.Case("m", 4, 100), 0, engine, 8, vocab=50)
+    engine.close()
+    assert (found["peak"], found["peak_total"], found["peak_workers"]) == (3.0, 3.0, 2.0)
+
+
+def test_servers_get_room_for_what_they_are_asked(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"num_key_value_heads": 2}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    room = cpu_http.Room(batch=3, positions=100)
+    # 2 layers, K and V of 2 heads of 8 in two bytes.
+    assert room.kv_bytes(tmp_path) == 2 * 2 * 2 * 8 * 2 * 300
+    assert room.arena_bytes(tmp_path) == 1000 + 57_600 + cpu_http.PAGES_SLACK_BYTES
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"head_dim": 16}))
+    assert room.kv_bytes(tmp_path) == 2 * 2 * 4 * 16 * 2 * 300
+
+
+def test_what_of_the_arena_is_held() -> None:
+    metrics = """
+# TYPE polyhost_arena_pages gauge
+polyhost_arena_pages{worker="w",model_name="m",kind="weights"} 5.0
+polyhost_arena_pages{worker="w",model_name="m",kind="kv"} 2.0
+polyhost_arena_pages{worker="w",model_name="",kind="free"} 3.0
+# TYPE polyhost_arena_num_pages gauge
+polyhost_arena_num_pages{worker="w"} 10.0
+# TYPE polyhost_arena_page_size_bytes gauge
+polyhost_arena_page_size_bytes{worker="w"} 4096.0
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as server:
-        assert server.stdout is not None
-        server.stdout.readline()
-        assert 96 << 20 <= cpu_http.peak_bytes(server.pid) < 1 << 30
-        assert cpu_http.peak_bytes(os.getpid()) > cpu_http.peak_bytes(server.pid)
-        server.communicate(b"\n")
-    assert cpu_http.peak_bytes(-5) == 0
+    assert cpu_http.arena_bytes(metrics) == {"arena": 40960, "arena_held": 28672}
 
 
 @pytest.mark.skipif(library() is None, reason="nothing was compiled")

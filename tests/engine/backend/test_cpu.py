@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from engine.backend import cpu
 from engine.backend.cpu import CpuBackend, Execution
 
 ARENA = 256 << 20
@@ -121,3 +122,26 @@ def test_commit_takes_the_memory_and_keeps_what_is_in_it() -> None:
     assert faults < ARENA / (2 << 20) / 2, "touching committed memory still faults"
     assert int(backend.arena[12345]) == 77
     assert torch.equal(backend.arena[:1], torch.tensor([1], dtype=torch.uint8))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is committed ahead on Linux only")
+@pytest.mark.parametrize("use", ["load", "copy", "step", "nothing"])
+def test_commit_makes_way_for_whoever_uses_the_device(
+    use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(cpu, "COMMIT_PIECE_BYTES", ARENA // 4)
+    monkeypatch.setattr(cpu, "COMMIT_QUIET_S", 1e9)
+    monkeypatch.setattr(cpu, "COMMIT_PAUSE_S", 0.0)
+    monkeypatch.setattr("engine.backend.cpu.time.sleep", pauses.append)
+    backend = CpuBackend(ARENA)
+    if use == "load":
+        backend.host_view(0, 4096)
+    elif use == "copy":
+        backend.copy_in(0, memoryview(b"abc"))
+    elif use == "step":
+        backend.launch(1, lambda: None)
+    thread = backend.commit()
+    assert thread is not None
+    thread.join()
+    assert pauses == ([] if use == "nothing" else [0.0] * 4)

@@ -422,6 +422,36 @@ def test_the_host_tier_is_filled_and_survives_the_worker(tmp_path: Path, packs: 
     assert list(Path(successor.config.shm_dir).iterdir()) == []
 
 
+def test_no_copies_where_nobody_has_to_leave(tmp_path: Path, packs: list[Path]) -> None:
+    num_pages = 4 * MODEL_PAGES  # three fit, two take no more than half
+    rig = Rig(tmp_path, num_pages, host_tier_bytes=1 << 30, host_tier_when_crowded=True)
+    for hosted in (packs[:1], packs[:2]):
+        rig.catalog(*hosted)
+        load(rig, hosted[-1].name)
+        for _ in range(5):
+            rig.poll()
+    assert list(Path(rig.config.shm_dir).iterdir()) == []
+    rig.catalog(*packs)  # now somebody may: those that are here get their copies
+    for name in "ab":
+        wait_for_fill(rig, name)
+    load(rig, "c")
+    wait_for_fill(rig, "c")
+    rig.catalog(packs[0])
+    settle(rig)
+    assert not rig.residency._tiers.copies
+    rig.residency.close()
+
+
+def test_one_model_needs_no_copy_however_large(tmp_path: Path, packs: list[Path]) -> None:
+    rig = Rig(tmp_path, MODEL_PAGES + 1, host_tier_bytes=1 << 30, host_tier_when_crowded=True)
+    rig.catalog(packs[0])
+    load(rig, "a")
+    for _ in range(5):
+        rig.poll()
+    assert list(Path(rig.config.shm_dir).iterdir()) == []
+    rig.residency.close()
+
+
 def test_damage_in_between_keeps_the_tier_clean(tmp_path: Path, packs: list[Path]) -> None:
     rig = Rig(tmp_path, 2 * MODEL_PAGES + 4, host_tier_bytes=1 << 30)
     rig.catalog(*packs)

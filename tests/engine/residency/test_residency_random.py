@@ -33,6 +33,7 @@ class Life:
             fence_lag=self.random.choice([0, 1, 4]),
             kv="stubborn" if seed % 4 == 3 else "paged",
             host_tier_bytes=self.random.choice([0, 20 * PAGE, 1 << 30]),
+            host_tier_when_crowded=self.random.choice([False, True]),
             load_threads=self.random.choice([1, 3]),
             drain_timeout_s=2.0,
             starvation_s=self.random.choice([0.0, 0.5, 5.0]),
