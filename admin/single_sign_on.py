@@ -1,7 +1,8 @@
 """Signing in by an identity provider: to it, back from it, and out there too.
 
     GET /oidc/start     state, nonce and PKCE verifier into a cookie of ten minutes; to the provider
-    GET /oidc/callback  the cookie's state against the address's; a code for an identity
+    GET /oidc/callback  the cookie's state against the address's; a code for an identity, as seldom
+                        as passwords are looked at
     GET /oidc/sign-out  to the provider's own end of session, from the page that follows signing out
 
 The cookie is for this way alone, and Lax: the provider sends the browser back from elsewhere. The
@@ -104,14 +105,20 @@ def callback(ask: Ask) -> Reply:
     code = ask.query.get("code", "")
     if not code or len(code) > MAX_CODE_LEN:
         return _refused(ask, "The provider sent no code: begin again.")
-    incoming = ask.incoming
+    incoming, control = ask.incoming, ask.desk.control
+    try:
+        identities.take_turn(control, incoming.address)
+    except SignInRefused as refused:
+        # The cookie stays: the code is unspent, and may be sent again.
+        waiting = ("retry-after", str(max(1, round(refused.wait_s))))
+        return sign_in_page(ask, str(refused), 429, [waiting])
     try:
         provider.check_sender(ask.query.get("iss"))
         who = provider.identity(code, begun.verifier, begun.nonce)
         agent = incoming.headers.get("user-agent", "")
-        control = ask.desk.control
         token = identities.sign_in_as(control, who, state, incoming.address, agent)
     except ProviderAway:
+        identities.give_back(control, incoming.address)
         return _refused(ask, _away(provider), 503)
     except NotTrusted as reason:
         logger.error("sign-in by %s is not believed: %s", provider.issuer, reason)
@@ -120,7 +127,7 @@ def callback(ask: Ask) -> Reply:
     except SignInRefused as refused:
         return _refused(ask, str(refused), 403)
     if ask.token:  # whoever had this browser before is out
-        sessions.sign_out(ask.desk.control, ask.token)
+        sessions.sign_out(control, ask.token)
     headers = [
         ("set-cookie", session_cookie(token, incoming.is_https)),
         ("set-cookie", _cookie(ask, "")),

@@ -119,6 +119,10 @@ def _answer_cache(
         )
     untold = metrics.store_failures.labels("write")
     store = stores.open_store(settings, clocks.now_at, untold.inc)
-    bounds = CacheBounds(settings.cache_ttl_s, settings.cache_false_hit_budget)
+    bounds = CacheBounds(
+        settings.cache_ttl_s,
+        settings.cache_false_hit_budget,
+        settings.cache_readings_max_bytes,
+    )
     calibrations = Calibrations(stores.calibrations_beside(store, settings), clocks.now_s)
     return AnswerCache(store, calibrations, embedder, metrics, bounds, clocks.now_at)

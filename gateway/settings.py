@@ -202,7 +202,8 @@ class Settings(HttpSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(ge=-1),
         doc(
             "Shared memory that keeps packs warm; 0: none; -1: an eighth of the free memory, and "
-            "at most half of what /dev/shm has."
+            "at most half of what /dev/shm has; with `device` cpu only where several packs take "
+            "more than half of the arena."
         ),
     ] = -1
     num_threads: Annotated[int, CountOrZero, doc("CPU threads of one operator; 0: chosen.")] = 0

@@ -21,6 +21,14 @@ class CacheSettings(ExportSettings, frozen=True, kw_only=True, forbid_unknown_fi
         CountOrZero,
         doc("Of one tenant, there or in Redis; those go first whose hits have saved least."),
     ] = 32 * MIB
+    cache_readings_max_bytes: Annotated[
+        int,
+        CountOrZero,
+        doc(
+            "What a gateway process remembers of questions that were taken apart to be compared; "
+            "0: each look-up reads its neighbours anew."
+        ),
+    ] = 16 * MIB
     cache_ttl_s: Annotated[
         float, Seconds, doc("How long an answer is kept, however often it is asked for again.")
     ] = 3600.0

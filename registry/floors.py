@@ -69,6 +69,12 @@ def set_floor(
     return ModelFloor(owner.id, size_bytes, tuple(names))
 
 
+def get_floor(session: Session, tenant_id: str) -> ModelFloor | None:
+    """Of one tenant; None: it has none."""
+    row = session.get(FloorRow, tenant_id)
+    return None if row is None else ModelFloor(row.tenant_id, row.size_bytes, tuple(row.models))
+
+
 def list_floors(session: Session) -> list[ModelFloor]:
     """Of all tenants that have one."""
     rows = session.scalars(select(FloorRow).order_by(FloorRow.tenant_id))

@@ -58,7 +58,7 @@ def show(ask: Ask) -> Reply:
         found=found,
         labels=LABELS,
         shape=_shape(found),
-        quota=ask.desk.settings.exports_quota_bytes,
+        asked_by=lambda job: verbs.asked_by(ask.control, job),
         may_change=lambda job: verbs.may_change(ask.control, job),
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
+from admin import floor_form
 from admin.amounts import decimal_text
 from admin.ask import Ask, PageRoute, Reply, StreamRoute
 from admin.forms import Field, Form
@@ -77,6 +78,22 @@ def _change(ask: Ask) -> Reply:
     return _page(ask, view, form=form, status=422)
 
 
+def set_floor(ask: Ask) -> Reply:
+    """Which models are its own, and how much of them stays on workers."""
+    for _ in range(TRIES):
+        view = tenant_list.tenant_view(ask.control, ask.params["id"])
+        require(ask.control, "tenants.write")
+        form = floor_form.floor_form(ask, view, given=True)
+        try:
+            status = floor_form.store(ask, view, form)
+        except ChangedMeanwhile:  # between our look and our change: look again
+            continue
+        if status == 200:
+            return ask.redirect(_at(view) + "#floor", "Changed: workers hear of it soon.")
+        return _page(ask, view, of_floor=form, status=status)
+    raise ChangedMeanwhile(CLASH)
+
+
 def set_limits(ask: Ask) -> Reply:
     """Those that were changed in the form."""
     view = tenant_list.tenant_view(ask.control, ask.params["id"])
@@ -118,6 +135,7 @@ def _page(
     view: TenantView,
     form: Form | None = None,
     of_limits: Form | None = None,
+    of_floor: Form | None = None,
     status: int = 200,
 ) -> Reply:
     keys, num_keys, _ = key_list.keys_page(
@@ -134,6 +152,7 @@ def _page(
         uses=_uses(ask, view),
         form=form or _form(ask, view),
         of_limits=of_limits or limits_form(ask, _owners(view)),
+        of_floor=of_floor or floor_form.floor_form(ask, view),
     )
 
 
@@ -197,6 +216,7 @@ def _at(view: TenantView) -> str:
 ROUTES = (
     PageRoute("GET", "/tenants/{id}", show, live=True),
     PageRoute("POST", "/tenant/change/{id}", change, live=True),
+    PageRoute("POST", "/tenant/floor/{id}", set_floor, live=True),
     PageRoute("POST", "/tenant/limits/{id}", set_limits, live=True),
     PageRoute("GET", "/tenant/shut-out/{id}", confirm_shut_out),
     PageRoute("POST", "/tenant/state/{id}", set_state),

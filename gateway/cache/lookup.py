@@ -12,6 +12,7 @@ with those of the neighbours that might have been served, the entries learn from
 unless what it belongs to was invalidated since it was looked up.
 """
 
+import asyncio
 import logging
 import random
 from collections.abc import Callable
@@ -21,12 +22,13 @@ import numpy as np
 
 from gateway.cache.calibrations import Calibrations
 from gateway.cache.embedder import Embedder
+from gateway.cache.readings import Readings, candidate_of
 from gateway.cache.scope import Place
 from gateway.cache.store import AnswerStore, StoreUnavailable
 from gateway.cache.types import CachedAnswer, Entry, Epoch, Neighbour, Vector
 from gateway.metrics.cache_metrics import CacheMetrics, CacheSize
 from gateway.policy import cache_agree, cache_choice
-from gateway.policy.cache_choice import Candidate, Verdict
+from gateway.policy.cache_choice import Verdict
 from gateway.policy.cache_confidence import Calibration, Confidence
 from gateway.policy.cache_rule import CachePlan
 
@@ -73,10 +75,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class CacheBounds:
-    """How long an answer is kept; the share of hits that may be false where a key does not say."""
+    """How long an answer is kept; the share of hits that may be false where a key does not say;
+    how much is remembered of what was read."""
 
     ttl_s: float
     false_hit_budget: float
+    readings_max_bytes: int
 
 
 @dataclass(slots=True)
@@ -103,6 +107,7 @@ class AnswerCache:
         self.embedder = embedder
         self._metrics = metrics
         self._bounds = bounds
+        self._readings = Readings(bounds.readings_max_bytes)
         self._now_at = now_at
         self._draw = draw
         self._num_purges = 0
@@ -142,12 +147,14 @@ class AnswerCache:
             self._out("nearest", error)
             return Miss(miss.epoch, vectors[0])
         near = [n for n in near if self._fresh(n.entry, plan)]
+        asked, candidates = await self._readings.of(place.question, near)
         verdict = cache_choice.choose(
             place.question,
-            _candidates(near),
+            candidates,
             self.calibrations.of(place.scope, miss.epoch, embedder),
             self._budget(plan),
             self._draw(),
+            reading=asked,
         )
         if verdict.hit is not None and not verdict.shadow and plan.mode == "semantic":
             entry = near[verdict.hit].entry
@@ -217,6 +224,7 @@ class AnswerCache:
     def purged(self) -> None:
         """Something was dropped: what is under way now might be of its kind and is not kept."""
         self._num_purges += 1
+        self._readings.forget()
 
     async def _compare(self, place: Place, miss: Miss, verdict: Verdict, made: Made) -> _Compared:
         """What the model said now against what would, or might, have been served."""
@@ -228,10 +236,11 @@ class AnswerCache:
         for number, other in enumerate(others, 1):
             like = None if vectors is None else float(np.dot(vectors[0], vectors[number]))
             agreed.append(cache_agree.agrees(made.answer.text, other, like))
+            await asyncio.sleep(0)  # Two long texts were read: others have their turn.
         outcome = cache_choice.compared(
             made.request_id,
             verdict,
-            _candidates(miss.neighbours),
+            [candidate_of(n) for n in miss.neighbours],
             agreed,
             Calibration(),
         )
@@ -258,10 +267,3 @@ class AnswerCache:
 def _is_of_use(plan: CachePlan, made: Made) -> bool:
     """Whether there is anything to do: an answer that nobody may keep still teaches."""
     return plan.keeps or (made.is_text and plan.mode in ("semantic", "shadow"))
-
-
-def _candidates(near: "tuple[Neighbour, ...] | list[Neighbour]") -> list[Candidate]:
-    return [
-        Candidate(n.entry.entry_id, n.entry.question, n.similarity, n.entry.confidence)
-        for n in near
-    ]

@@ -21,6 +21,7 @@ ours.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from gateway.policy.cache_confidence import (
     Calibration,
@@ -191,16 +192,20 @@ def _waived(
     """By group, the differences that do not matter to its answer: two of its entries have them
     between them, and yet their answers agreed. Only for groups that need it."""
     waived = {}
-    for group in {one.group for one, kinds in zip(near, found, strict=True) if kinds}:
+    needed: dict[str, set[str]] = {}
+    for one, kinds in zip(near, found, strict=True):
+        if kinds:
+            needed.setdefault(one.group, set()).update(kinds)
+    for group, wanted in needed.items():
         members = [
             reading for one, reading in zip(near, readings, strict=True) if one.group == group
         ]
-        waived[group] = frozenset(
-            kind
-            for i, member in enumerate(members)
-            for other in members[:i]
-            for kind in differences_of(member, other)
-        )
+        between: set[str] = set()
+        for member, other in combinations(members, 2):
+            between.update(differences_of(other, member))
+            if between >= wanted:
+                break
+        waived[group] = frozenset(between)
     return waived
 
 

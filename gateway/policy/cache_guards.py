@@ -8,28 +8,16 @@ knowledge makes, a negation of its own in a language without a list, who does wh
 languages that say it by endings.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from gateway.policy.cache_reading import Reading, read, stem, words_of
-from gateway.policy.cache_words import (
-    COURTESY,
-    JOINS,
-    NEGATING_PREFIXES,
-    OPPOSITES,
-    PREPOSITIONS,
-)
+from gateway.policy.cache_opposites import are_opposed
+from gateway.policy.cache_reading import Reading, read, words_of
+from gateway.policy.cache_stems import stem
+from gateway.policy.cache_words import COURTESY, JOINS, NEGATING_PREFIXES
 
-_PAIRS = tuple(pair.split() for pair in " ".join(OPPOSITES.split()).split(";"))
-_OPPOSITES: dict[str, set[str]] = {}
-for _one, _other in _PAIRS:
-    for _left, _right in ((_one, _other), (_other, _one), (stem(_one), stem(_other))):
-        _OPPOSITES.setdefault(_left, set()).add(_right)
-        _OPPOSITES.setdefault(_right, set()).add(_left)
-_PREPOSITIONS = words_of(PREPOSITIONS)
 _JOINS = words_of(JOINS)
-_REACH = 3
-_NONE: frozenset[str] = frozenset()
 _MOST_IN_ORDER = 40
 _MORE_WORDS = 2
 _COURTESY = words_of(COURTESY)
@@ -119,9 +107,9 @@ def _other_passages(
 
 
 def _said(passages: AbstractSet[str], other: Reading) -> bool:
-    words = set(other.words)
     return all(
-        passage.replace("_", "").replace(" ", "").isalnum() and words.issuperset(passage.split())
+        passage.replace("_", "").replace(" ", "").isalnum()
+        and other.word_set.issuperset(passage.split())
         for passage in passages
     )
 
@@ -134,39 +122,26 @@ def _other_names(a: Reading, b: Reading) -> bool:
 
 def _all_in(names: frozenset[str], other: Reading) -> bool:
     """A name may be written without its capital, in the plural, or begin the other sentence."""
-    words = set(other.words)
-    return all(name in words or stem(name) in other.stems for name in names)
-
-
-def _only(a: Reading, b: Reading) -> tuple[set[str], set[str]]:
-    words_a, words_b = set(a.words), set(b.words)
-    return words_a - words_b, words_b - words_a
+    return all(name in other.word_set or stem(name) in other.stems for name in names)
 
 
 def _prefixed(a: Reading, b: Reading) -> bool:
     """legal and illegal, happy and unhappy."""
-    only_a, only_b = _only(a, b)
     return any(
-        longer.startswith(NEGATING_PREFIXES)
-        and any(
-            longer.startswith(prefix) and longer[len(prefix) :] in right
-            for prefix in NEGATING_PREFIXES
-        )
-        for left, right in ((only_a, only_b), (only_b, only_a))
-        for longer in left
-        if len(longer) > 5
+        len(tail) + len(prefix) > 5
+        and prefix + tail in left.word_set
+        and prefix + tail not in right.word_set
+        for left, right in ((a, b), (b, a))
+        for tail in (left.bared & right.word_set) - left.word_set
+        for prefix in NEGATING_PREFIXES
     )
 
 
 def _opposed(a: Reading, b: Reading) -> bool:
-    only_a, only_b = _only(a, b)
-    stems_b = {stem(word) for word in only_b}
-    for word in only_a:
-        if not _OPPOSITES.get(word, _NONE).isdisjoint(only_b):
-            return True
-        if not _OPPOSITES.get(stem(word), _NONE).isdisjoint(stems_b):
-            return True
-    return False
+    return are_opposed(
+        [pair for pair in a.opposable if pair[0] not in b.word_set],
+        [pair for pair in b.opposable if pair[0] not in a.word_set],
+    )
 
 
 def _turned_on_me(a: Reading, b: Reading) -> bool:
@@ -177,13 +152,13 @@ def _turned_on_me(a: Reading, b: Reading) -> bool:
 def _reordered(a: Reading, b: Reading) -> bool:
     """Words both have play different parts: after a preposition, or about a word between them."""
     shared = a.stems & b.stems
-    if len(shared) < 2:
+    if len(shared) < 2 or max(len(a.stems), len(b.stems)) - len(shared) > _MORE_WORDS:
         return False
     left = [word for word in a.content if word in shared]
     right = [word for word in b.content if word in shared]
-    if left == right or max(len(a.stems - b.stems), len(b.stems - a.stems)) > _MORE_WORDS:
+    if left == right:
         return False
-    if ("by" in a.words) != ("by" in b.words):
+    if ("by" in a.word_set) != ("by" in b.word_set):
         # The passive turns the words around, not the meaning.
         return False
     if _parts_differ(a, b, left, right) or _turned_around(left, right):
@@ -194,53 +169,35 @@ def _reordered(a: Reading, b: Reading) -> bool:
 def _changed_places(a: Reading, b: Reading, shared: frozenset[str]) -> bool:
     """Numbers or names that both have come in another order: 7 - 3 and 3 - 7, who told whom. Not
     where a word joins them as equals, or one stands after the same preposition in both."""
-    if not _JOINS.isdisjoint((*a.words, *b.words)):
+    if not _JOINS.isdisjoint(a.word_set) or not _JOINS.isdisjoint(b.word_set):
         return False
-    parts, others = _parts(a), _parts(b)
-    free = shared - {word for place, word in parts.items() if others.get(place) == word}
-    orders = [
-        [
-            common
-            for word, common in zip(one.words, one.commons, strict=True)
-            if common in free and (word[0].isdigit() or word in one.names)
-        ]
-        for one in (a, b)
-    ]
-    return orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
+    others = dict(b.parts)
+    free = shared - {word for place, word in a.parts if others.get(place) == word}
+    left, right = ([word for word in one.movable if word in free] for one in (a, b))
+    return left != right and len(left) == len(right) and Counter(left) == Counter(right)
 
 
 def _parts_differ(a: Reading, b: Reading, left: Sequence[str], right: Sequence[str]) -> bool:
     """A word has taken the place of another after a preposition, and they come the other way
     round."""
-    parts, others = _parts(a), _parts(b)
-    for preposition, word in parts.items():
-        other = others.get(preposition)
-        if other is None or other == word or word not in right or other not in left:
-            continue
-        if (left.index(word) < left.index(other)) != (right.index(word) < right.index(other)):
-            return True
-    return False
+    others = dict(b.parts)
+    moved = [
+        (word, other)
+        for preposition, word in a.parts
+        if (other := others.get(preposition, word)) != word
+    ]
+    if not moved:
+        return False
+    at, other_at = _first_places(left), _first_places(right)
+    return any(
+        (at[word] < at[other]) != (other_at[word] < other_at[other])
+        for word, other in moved
+        if word in at and word in other_at and other in at and other in other_at
+    )
 
 
-def _parts(reading: Reading) -> dict[str, str]:
-    """Preposition to the content word that follows it; one that occurs twice says nothing."""
-    parts: dict[str, str] = {}
-    twice = set()
-    words, commons = reading.words, reading.commons
-    for i, word in enumerate(words):
-        if word not in _PREPOSITIONS:
-            continue
-        for j in range(i + 1, min(i + 1 + _REACH, len(words))):
-            if words[j] in _JOINS:
-                break
-            if commons[j]:
-                if word in parts:
-                    twice.add(word)
-                parts[word] = commons[j]
-                break
-    for word in twice:
-        del parts[word]
-    return parts
+def _first_places(words: Sequence[str]) -> dict[str, int]:
+    return {word: i for i, word in reversed(list(enumerate(words)))}
 
 
 def _turned_around(left: Sequence[str], right: Sequence[str]) -> bool:
@@ -248,12 +205,15 @@ def _turned_around(left: Sequence[str], right: Sequence[str]) -> bool:
     if len(left) > _MOST_IN_ORDER or len(set(left)) != len(left) or len(set(right)) != len(right):
         return False
     place = {word: i for i, word in enumerate(right)}
-    order = [place[word] for word in left]
-    return any(
-        order[i] > order[i + 1] > order[j]
-        for i in range(len(order) - 2)
-        for j in range(i + 2, len(order))
-    )
+    least = len(right)
+    later = list[int]()
+    for word in reversed(left):
+        if len(later) > 1 and place[word] > later[-1] > least:
+            return True
+        if later:
+            least = min(least, later[-1])
+        later.append(place[word])
+    return False
 
 
 def _other_question(a: frozenset[str], b: frozenset[str]) -> bool:

@@ -1,18 +1,27 @@
 """Quotations and code in a question, for stage 4's guards (pure)."""
 
 import re
+from collections.abc import Iterator
 
-_QUOTED = re.compile(
-    r"\"([^\"]{1,200})\"|“([^”]{1,200})”|„([^“”]{1,200})[“”]|«([^»]{1,200})»|「([^」]{1,200})」"
-    r"|\u2018([^\u2019]{1,200})\u2019|(?<![\w'])'([^']{1,200})'(?!\w)"
-)
-_BACKTICKED = re.compile(r"```(.{0,2000}?)```|`([^`]{1,200})`", re.DOTALL)
+_OPENING = re.compile(r"[\"\u201c\u201e\u00ab\u300c\u2018]|(?<![\w'])'")
+_CLOSING = {
+    '"': '"',
+    "\u201c": "\u201d",
+    "\u201e": "\u201c\u201d",
+    "\u00ab": "\u00bb",
+    "\u300c": "\u300d",
+    "\u2018": "\u2019",
+    "'": "'",
+}
+_LONGEST_QUOTED = 200
+_LETTER = re.compile(r"\w")
+_BACKTICKED = re.compile(r"```(.{0,2000}?)```|`([^`]{1,200}+)`", re.DOTALL)
 # A run of signs, a call, a subscript, a dotted or underscored name, a flag, a path. Possessive
 # throughout: what a client sends must not make a pattern search for ever.
 _CODE = re.compile(
     r"(?<=\d )[-+*/^%](?= \d)|(?<!\S)[*/=<>!|^~]{1,3}(?!\S)"
-    r"|(?<![\w.])\w++(?:\.\w++)*+\([^()]{0,200}\)"
-    r"|\b\w++\[[^\]]{0,100}\]|\b[^\W\d]\w*+\.[a-z]\w++|\b[^\W_]++_\w++|(?<!\S)--?[A-Za-z][\w-]*+"
+    r"|(?<![\w.])\w++(?:\.\w++)*+\([^()]{0,200}+\)"
+    r"|\b\w++\[[^\]]{0,100}+\]|\b[^\W\d]\w*+\.[a-z]\w++|\b[^\W_]++_\w++|(?<!\S)--?[A-Za-z][\w-]*+"
     r"|(?<![\w/])(?:/[\w.-]++){2,}+|\b\w\+\+|\bC#|\\\w\+?|\b\w++\s?[\^*]\s?\w++"
     r"|\([\w.]++ [-+*/^%] [\w.]++\)|(?<![\w/.~])(?:~|\.{1,2})/[\w./-]*+|(?<!\S)\.[A-Za-z_]\w*+"
     r"|(?<!\w)_++\w*+|(?<=\d)!|[=!<>]=|:=|&&|\|\||\+=|-=|[<>{}\[\]]|(?<=\()\d++(?=,)"
@@ -29,10 +38,27 @@ _ABBREVIATED = re.compile(r"(?:e\.g|i\.e|a\.m|p\.m|u\.s|u\.k|etc)\.?", re.IGNORE
 
 def quoted_in(text: str) -> frozenset[str]:
     """What stands in quotation marks, in lower case."""
-    if not any(mark in text for mark in "\"“„«「\u2018'"):
-        return frozenset()
-    found = (next(part for part in match.groups() if part) for match in _QUOTED.finditer(text))
-    return frozenset(" ".join(part.lower().split()).strip(" .,!?") for part in found)
+    return frozenset(" ".join(part.lower().split()).strip(" .,!?") for part in _quotations(text))
+
+
+def _quotations(text: str) -> Iterator[str]:
+    """From left to right, none within another. Each kind of mark is looked for once over the whole
+    text, however many open."""
+    closes: dict[str, int] = {}
+    ended = 0
+    for opening in _OPENING.finditer(text):
+        mark, begin = opening[0], opening.end()
+        if begin <= ended:
+            continue
+        close = closes.get(mark, 0)
+        if close < begin:
+            found = (text.find(closing, begin) for closing in _CLOSING[mark])
+            close = min((at for at in found if at >= 0), default=len(text))
+            closes[mark] = close
+        is_word_after = mark == "'" and _LETTER.match(text, close + 1) is not None
+        if close < len(text) and 0 < close - begin <= _LONGEST_QUOTED and not is_word_after:
+            ended = close + 1
+            yield text[begin:close]
 
 
 def code_in(text: str) -> tuple[str, ...]:

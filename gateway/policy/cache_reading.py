@@ -9,10 +9,14 @@ characters of one kind; there, only numbers, quotes, code and those runs are see
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gateway.policy.cache_light import light_in, roles_in
+from gateway.policy.cache_opposites import opposable_in
+from gateway.policy.cache_parts import parts_in
 from gateway.policy.cache_passages import code_in, negatives_in, quoted_in, signs_in
+from gateway.policy.cache_stems import first_of_line, stem
 from gateway.policy.cache_words import (
     AUXILIARIES,
     DATE_LEADS,
@@ -23,12 +27,12 @@ from gateway.policy.cache_words import (
     MANNERS,
     MEASURES,
     NEGATED_TAIL,
+    NEGATING_PREFIXES,
     NEGATIONS,
     NEGATIONS_ONLY_IN,
     NUMBERS,
     NUMBERS_ONLY_IN,
     PLACES_AND_TONGUES,
-    SYNONYMS,
     TIME_SPANS,
     TIME_WORDS,
     TITLES,
@@ -44,15 +48,8 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _lines(text: str) -> dict[str, str]:
-    """Word to the first word of its line."""
-    rows = (line.split() for line in text.strip().splitlines())
-    return {word: row[0] for row in rows if row for word in row}
-
-
-_DATES = _lines(DATES)
-_UNITS = _lines(UNITS)
-_SYNONYMS = _lines(SYNONYMS)
+_DATES = first_of_line(DATES)
+_UNITS = first_of_line(UNITS)
 _DOUBTFUL = words_of(DOUBTFUL_DATES)
 _DATE_LEADS = words_of(DATE_LEADS)
 _FILLERS = words_of(FILLERS)
@@ -109,10 +106,15 @@ class Reading:
     """A question as the guards see it. `words`: lower case, in order, signs left out; `commons`:
     the common form of each, empty for a filler; `content`: those that are not empty; `capitals`:
     short words all of capitals (US, IT, WHO); `signs`: those that may be what is asked about. The
-    others hold what their names say."""
+    others hold what their names say.
+
+    Worked out once for all comparisons: `word_set`; `opposable`: words with their stems that have
+    an opposite; `bared`: words that begin with a negating prefix, without it; `parts`: prepositions
+    with what follows them; `movable`: numbers and names in order, as in `commons`."""
 
     text: str
     words: tuple[str, ...]
+    word_set: frozenset[str]
     commons: tuple[str, ...]
     content: tuple[str, ...]
     stems: frozenset[str]
@@ -131,6 +133,10 @@ class Reading:
     signs: tuple[str, ...]
     light: frozenset[str]
     roles: frozenset[str]
+    opposable: tuple[tuple[str, str], ...]
+    bared: frozenset[str]
+    parts: tuple[tuple[str, str], ...]
+    movable: tuple[str, ...]
     is_cut: bool
 
 
@@ -142,7 +148,9 @@ def read(text: str) -> Reading:
     tokens = _TOKEN.findall(kept)
     words = tuple(token.lower() for token in tokens if token[0].isalnum())
     tongue = _tongue(words)
-    numbers, commons, units = _counted(tokens, tongue)
+    stems = {word: stem(word) for word in dict.fromkeys(words)}
+    numbers, commons, units = _counted(tokens, tongue, stems)
+    names = _names(tokens)
     content = tuple(common for common in commons if common)
     scripts = _scripts(kept)
     if not scripts.isdisjoint(("han", "kana", "thai")):
@@ -150,10 +158,11 @@ def read(text: str) -> Reading:
     return Reading(
         text=text,
         words=words,
+        word_set=frozenset(stems),
         commons=commons,
         content=content,
         stems=frozenset(content),
-        names=_names(tokens),
+        names=names,
         numbers=numbers,
         negatives=negatives_in(kept),
         dates=_dates(tokens, words),
@@ -168,37 +177,31 @@ def read(text: str) -> Reading:
         signs=signs_in(kept),
         light=light_in(words),
         roles=roles_in(words),
+        opposable=opposable_in(stems),
+        bared=_bared(stems),
+        parts=parts_in(words, commons),
+        movable=tuple(
+            common
+            for word, common in zip(words, commons, strict=True)
+            if common and (word[0].isdigit() or word in names)
+        ),
         is_cut=len(text) > LONGEST_CHARS,
     )
 
 
-def stem(word: str) -> str:
-    """A crude common form: plural, third person, past, gerund; one word of a line of synonyms."""
-    same = _SYNONYMS.get(word)
-    if same is not None:
-        return same
-    if word.endswith("'s"):
-        word = word[:-2]
-    size = len(word)
-    if size > 5 and word.endswith("ing"):
-        word = word[:-3]
-    elif size > 4 and word.endswith(("ied", "ies")):
-        word = word[:-3] + "y"
-    elif size > 4 and word.endswith("ed"):
-        word = word[:-2]
-    elif size > 3 and word.endswith("s") and not word.endswith(("ss", "us", "is")):
-        word = word[:-1]
-        if size > 4 and word.endswith(("xe", "she", "che", "sse", "oe")):
-            word = word[:-1]
-    if len(word) > 3 and word[-1] == word[-2] and word[-1] not in "lse":
-        word = word[:-1]
-    if len(word) > 3 and word.endswith("e"):
-        word = word[:-1]
-    return _SYNONYMS.get(word) or _SYNONYMS.get(word + "e", word)
+def _bared(words: Iterable[str]) -> frozenset[str]:
+    """legal of illegal, happy of unhappy."""
+    return frozenset(
+        word[len(prefix) :]
+        for word in words
+        if len(word) > 5 and word.startswith(NEGATING_PREFIXES)
+        for prefix in NEGATING_PREFIXES
+        if word.startswith(prefix)
+    )
 
 
 def _counted(
-    tokens: list[str], tongue: str
+    tokens: list[str], tongue: str, stems: Mapping[str, str]
 ) -> tuple[tuple[float | str, ...], tuple[str, ...], frozenset[str]]:
     """Numbers (sorted), the common form of each word (stem, value or unit; empty for a filler),
     units."""
@@ -224,11 +227,11 @@ def _counted(
             numbers[-1] *= {"k": 1e3, "m": 1e6, "bn": 1e9}[word]
         before = ""
         if token[0].isalnum():
-            commons.append(unit or _common(word))
+            commons.append(unit or _common(word, stems))
     return tuple(sorted(numbers, key=str)), tuple(commons), frozenset(units)
 
 
-def _common(word: str) -> str:
+def _common(word: str, stems: Mapping[str, str]) -> str:
     """The stem of a word that means something by itself, else nothing; dates are seen to apart."""
     if "'" in word:
         if word.endswith("n't"):
@@ -237,7 +240,7 @@ def _common(word: str) -> str:
             word = word.partition("'")[0]
     if len(word) < 2 or word in _FILLERS or (word in _DATES and word not in _DOUBTFUL):
         return ""
-    return stem(word)
+    return stems.get(word) or stem(word)
 
 
 def _is_factor(word: str) -> bool:

@@ -1,10 +1,13 @@
-"""How long somebody waits before a password is looked at, by what failed before. Pure.
+"""How long somebody waits before a password, or a provider's code, is looked at, by what failed
+before. Pure.
 
 Three counts are kept, because each alone can be got round or turned against others. The strict one
 is of a name from an address. An address that tries many names meets the second. A name tried from
 many addresses meets the third, which is far away and short: whoever fails in a user's name from one
 address locks nobody else out, and who has very many can keep a user trying, ten seconds at a time.
-A count that has rested for FORGET_S begins anew.
+Codes of an identity provider name nobody: they have the second count alone, one of their own, so
+that who floods the one way in does not shut the other. A count that has rested for FORGET_S begins
+anew.
 """
 
 from collections.abc import Sequence
@@ -28,6 +31,7 @@ PAIR: Final = Guard("pair", 5, 900.0)
 ADDRESS: Final = Guard("address", 30, 900.0)
 NAME: Final = Guard("name", 100, 10.0)
 GUARDS: Final = (PAIR, ADDRESS, NAME)
+CODE: Final = Guard("code", ADDRESS.free, ADDRESS.max_s)
 
 
 def subjects(name: str, address: str) -> tuple[str, str, str]:
@@ -39,12 +43,19 @@ def subjects(name: str, address: str) -> tuple[str, str, str]:
     )
 
 
-def wait_s(failures: Sequence[tuple[int, float]], now_at: float) -> float:
-    """How long to wait, from (how many failed, when the last did) in the order of GUARDS."""
+def code_subjects(address: str) -> tuple[str]:
+    """What a provider's code counts against."""
+    return (f"{CODE.prefix}:{address}",)
+
+
+def wait_s(
+    failures: Sequence[tuple[int, float]], now_at: float, guards: Sequence[Guard] = GUARDS
+) -> float:
+    """How long to wait, from (how many failed, when the last did) in the order of the guards."""
     return max(
         (
             _wait(guard, num_failed, now_at - failed_at)
-            for guard, (num_failed, failed_at) in zip(GUARDS, failures, strict=True)
+            for guard, (num_failed, failed_at) in zip(guards, failures, strict=True)
         ),
         default=0.0,
     )

@@ -36,10 +36,13 @@ NUDGE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ExportList:
-    """What a page shows: the newest first. `used_bytes`: of all exports on this machine."""
+    """What a page shows: the newest first. `used_bytes`: of all exports on this machine, and
+    `quota_bytes` what these may take (0: no bound); for who may not see all, those of the jobs, and
+    no bound."""
 
     jobs: Sequence[ExportJob]
     used_bytes: int
+    quota_bytes: int
 
 
 def ask_export(control: Control, format_name: str, scope: Scope, job_id: str) -> ExportJob:
@@ -87,7 +90,10 @@ def list_exports(control: Control) -> ExportList:
     tidy(control)
     with control.reading() as session:
         found = export_jobs.jobs(session, tenant_ids=seen, limit=MAX_SHOWN)
-    return ExportList(found, export_folders.used_bytes(control.data_dir))
+    if seen is not None:
+        return ExportList(found, sum(job.size_bytes for job in found), 0)
+    used_bytes = export_folders.used_bytes(control.data_dir)
+    return ExportList(found, used_bytes, control.settings.exports_quota_bytes)
 
 
 def get_export(control: Control, job_id: str) -> ExportJob:
@@ -137,14 +143,16 @@ def open_export(control: Control, job_id: str) -> tuple[ExportJob, Path]:
         raise RegistryError(f"the export is {job.state}: its file is offered when it is whole")
     path = export_folders.file_of(control.data_dir, job)
     if not path.is_file():
-        where = job.runner_host if job.runner_host != socket.gethostname() else ""
-        told = (
-            f"it lies on {where}: ask a gateway there" if where else "it is gone: export it again"
-        )
-        raise NotFound(f"the file is not on this machine: {told}")
+        raise NotFound(f"the file is not on this machine: {_where(control, job)}")
     with control.writing() as session:
         export_jobs.note_download(session, job, now_at=control.clock())
     return job, path
+
+
+def asked_by(control: Control, job: ExportJob) -> str:
+    """Who asked for it; "" for who may not know who the operators are."""
+    known = job.asked_by == control.actor or permissions.allowed(control.grants, "audit.read")
+    return job.asked_by if known else ""
 
 
 def may_change(control: Control, job: ExportJob) -> bool:
@@ -175,6 +183,15 @@ def tidy(control: Control) -> None:
     here = [job for job in found if job.runner_host in ("", host)]
     if not any(job.state == "running" for job in here):
         _nudge(control, here, host, now_at)
+
+
+def _where(control: Control, job: ExportJob) -> str:
+    """What to do about a file that is not here. Machines are named to who sees the installation."""
+    if job.runner_host == socket.gethostname():
+        return "it is gone: export it again"
+    if permissions.allowed(control.grants, "usage.read"):
+        return f"it lies on {job.runner_host}: ask a gateway there"
+    return "it lies on another one: try again, or ask who runs this server"
 
 
 def _kept(jobs: Sequence[ExportJob]) -> frozenset[str]:

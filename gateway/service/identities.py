@@ -1,5 +1,7 @@
 """The verbs on signing in by an identity provider, and on who is known to it as what (control.py).
 
+    take_turn       before a code is taken to the provider: is it this address's turn
+    give_back       it was nobody's fault
     sign_in_as      an identity that the provider has vouched for becomes a session's token
     bindings_of     what a user is known as
     bind, unbind    by who may write the installation's users
@@ -15,10 +17,12 @@ from dataclasses import replace
 
 from sqlalchemy.orm import Session
 
+from gateway.policy import sign_in_guard
 from gateway.policy.identity import Identity, roles_of, rules_of
+from gateway.service import sessions
 from gateway.service.control import Control, acting_as, require
 from gateway.service.sessions import SignInRefused
-from registry import audit, identities, user_sessions, users
+from registry import audit, identities, sign_ins, user_sessions, users
 from registry.errors import RegistryError
 from registry.identities import IdentityRecord
 from registry.users import UserRecord
@@ -27,6 +31,20 @@ USED_FORGET_S = 3600.0
 _PASSWORD_BYTES = 32
 
 logger = logging.getLogger(__name__)
+
+
+def take_turn(control: Control, address: str) -> None:
+    """Count one failure of this address, until `sign_in_as` or `give_back` takes it back, so that
+    codes side by side cannot get past the count. Raises SignInRefused, which says how long to
+    wait."""
+    against = sign_in_guard.code_subjects(sessions.network_of(address))
+    sessions.take_turn(control, against, (sign_in_guard.CODE,))
+
+
+def give_back(control: Control, address: str) -> None:
+    """The provider did not answer: that was no guess."""
+    with control.writing() as session:
+        _give_back(session, address)
 
 
 def sign_in_as(control: Control, who: Identity, state: str, address: str, agent: str) -> str:
@@ -50,6 +68,7 @@ def sign_in_as(control: Control, who: Identity, state: str, address: str, agent:
                 now_at=now_at, address=address, agent=agent, issuer=who.issuer,
             )  # fmt: skip
             actor = acting_as(control, user).actor
+            _give_back(session, address)
             told = {"address": address, "by": who.issuer}
             audit.append(session, actor, "session.begin", user.name, None, told, now_at=now_at)
     except SignInRefused as refused:
@@ -88,6 +107,10 @@ def unbind(control: Control, name: str, issuer: str = "") -> UserRecord:
         user = identities.unbind(session, name, at, now_at=now_at)
         user_sessions.revoke_all(session, user.id, now_at=now_at)
         return user
+
+
+def _give_back(session: Session, address: str) -> None:
+    sign_ins.take_back(session, sign_in_guard.code_subjects(sessions.network_of(address)))
 
 
 def _issuer(control: Control) -> str:

@@ -12,11 +12,12 @@ A token is a secret: it is in no log, no audit entry and no message.
 
 import ipaddress
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.policy import permissions, sign_in_guard
+from gateway.policy.sign_in_guard import Guard
 from gateway.service.control import Control, acting_as, require
 from registry import audit, sign_ins, user_sessions, users
 from registry.errors import InvalidValue, RegistryBusy, RegistryError
@@ -57,8 +58,8 @@ def sign_in(control: Control, name: str, password: str, address: str, agent: str
     right: attempts side by side cannot get past the count.
     """
     name = name[:MAX_NAME_LEN]
-    against = sign_in_guard.subjects(name, _network(address))
-    _take_turn(control, against)
+    against = sign_in_guard.subjects(name, network_of(address))
+    take_turn(control, against)
     began_at = control.clock()  # a password that is changed from here on ends this session too
     with control.reading() as session:
         user = users.authenticate(session, name, password)
@@ -152,8 +153,8 @@ def end_session(me: SignedIn, session_id: str) -> None:
 def change_own_password(me: SignedIn, present: str, password: str, address: str) -> None:
     """Another password for oneself; all of one's sessions end. Raises RegistryError."""
     control = me.control
-    against = sign_in_guard.subjects(me.user.name, _network(address))
-    _take_turn(control, against)
+    against = sign_in_guard.subjects(me.user.name, network_of(address))
+    take_turn(control, against)
     with control.reading() as session:
         right = users.authenticate(session, me.user.name, present) is not None
     if not right:
@@ -164,24 +165,26 @@ def change_own_password(me: SignedIn, present: str, password: str, address: str)
         users.set_password(session, me.user.name, password, now_at=control.clock())
 
 
-def _take_turn(control: Control, against: tuple[str, str, str]) -> None:
+def take_turn(
+    control: Control, against: Sequence[str], guards: Sequence[Guard] = sign_in_guard.GUARDS
+) -> None:
     """Count one failure. Raises SignInRefused where it is not time for another try."""
     with control.reading() as session:  # who has to wait writes nothing
-        _check_wait(sign_ins.failures(session, against), control.clock())
+        _check_wait(sign_ins.failures(session, against), control.clock(), guards)
     with control.writing() as session:
         now_at = control.clock()
-        _check_wait(sign_ins.failures(session, against), now_at)
+        _check_wait(sign_ins.failures(session, against), now_at, guards)
         sign_ins.count_up(session, against, now_at=now_at, forget_s=sign_in_guard.FORGET_S)
 
 
-def _check_wait(found: list[Failures], now_at: float) -> None:
+def _check_wait(found: list[Failures], now_at: float, guards: Sequence[Guard]) -> None:
     pairs = [(row.num_failed, row.failed_at) for row in found]
-    wait_s = sign_in_guard.wait_s(pairs, now_at)
+    wait_s = sign_in_guard.wait_s(pairs, now_at, guards)
     if wait_s > 0:
         raise SignInRefused("Too many tries: wait, then try again.", wait_s)
 
 
-def _network(address: str) -> str:
+def network_of(address: str) -> str:
     """What somebody has at hand: an address, or of IPv6 a network of 64 bits."""
     try:
         parsed = ipaddress.ip_address(address)

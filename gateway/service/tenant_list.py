@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from gateway.limits.periods import period_of
 from gateway.service.control import Control, find_tenant, visible
-from registry import api_keys, quotas, tenant_list
+from registry import api_keys, floors, quotas, tenant_list
+from registry.floors import ModelFloor
 from registry.paging import Cut, Listed
 from registry.quotas import Limits
 from registry.tenant_list import TenantCounts, TenantFilter, TenantLine
@@ -20,6 +21,7 @@ class TenantView:
     "": there is none."""
 
     tenant: TenantRecord
+    floor: ModelFloor | None
     limits: Limits
     gateway_limits: Limits
     today: Amounts
@@ -51,6 +53,7 @@ def tenant_view(control: Control, tenant: str) -> TenantView:
         wanted = UsageFilter(int(day), int(now_at) + 1, (found.id,))
         return TenantView(
             tenant=found,
+            floor=floors.get_floor(session, found.id),
             limits=quotas.get_limits(session, "tenant", found.id),
             gateway_limits=quotas.get_limits(session, "gateway"),
             today=total(session, wanted),

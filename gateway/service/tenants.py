@@ -52,12 +52,16 @@ def update_tenant(
 
 
 def set_model_floor(
-    control: Control, name: str, size_bytes: int, models: Sequence[str]
+    control: Control, name: str, size_bytes: int, models: Sequence[str], seen: str = ""
 ) -> ModelFloor:
     """So many bytes of these models, which are the tenant's, stay on a worker that has them,
-    whatever others load; 0 takes the floor away."""
+    whatever others load; 0 takes the floor away. `seen`: the mark of the floor that was looked at.
+    Raises ChangedMeanwhile where it is another by now."""
     require(control, "tenants.write")
     with control.writing() as session:
+        if seen:
+            now = floors.get_floor(session, tenants.get_tenant(session, name).id)
+            check_unchanged("the tenant's floor was", floor_mark(now), seen)
         return floors.set_floor(session, name, size_bytes, models, now_at=control.clock())
 
 
@@ -67,6 +71,11 @@ def list_model_floors(control: Control) -> list[ModelFloor]:
     with control.reading() as session:
         every = floors.list_floors(session)
     return [floor for floor in every if seen is None or floor.tenant_id in seen]
+
+
+def floor_mark(floor: ModelFloor | None) -> str:
+    """Of a tenant's floor, or of there being none."""
+    return mark_of(None if floor is None else (floor.size_bytes, floor.models))
 
 
 def share_mark(tenant: TenantRecord) -> str:

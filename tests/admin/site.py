@@ -215,3 +215,21 @@ def running_site(folder: Path, **settings: Any) -> Iterator[Site]:
         finally:
             over.set()
             thread.join(30)
+
+
+def form_of(page: str, action: str) -> dict[str, str]:
+    """The fields of the form that goes there, as a browser would send them again."""
+    target = rf'action="/admin{re.escape(action)}(?:#\w+)?"'
+    (form,) = re.findall(rf"<form [^>]*{target}.*?</form>", page, re.S)
+    found: dict[str, str] = {}
+    for attributes in re.findall(r"<input ([^>]*)>", form):
+        told = dict(re.findall(r'([a-z-]+)="([^"]*)"', attributes))
+        if told.get("type") == "checkbox" and "checked" not in attributes:
+            continue
+        if told.get("name") not in (None, "csrf"):
+            found[told["name"]] = told["value"]
+    for name, body in re.findall(r'<select [^>]*name="(\w+)"[^>]*>(.*?)</select>', form, re.S):
+        found[name] = re.findall(r'value="([^"]*)"[^>]* selected', body)[0]
+    for name, text in re.findall(r'<textarea [^>]*name="(\w+)"[^>]*>(.*?)</textarea>', form, re.S):
+        found[name] = text
+    return found

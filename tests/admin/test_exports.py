@@ -6,7 +6,9 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -19,17 +21,18 @@ import msgspec
 import pytest
 
 from admin.amounts import day_text
+from admin.templating import size
 from gateway.billing import export_file, export_parquet
 from gateway.exporting import export_folders, export_runner
 from gateway.service import export_jobs as verbs
 from gateway.service import usage
-from registry import api_keys, export_jobs, ledger, rollups, tenants
+from registry import export_jobs, ledger, tenants
 from registry.audit import latest
 from registry.errors import AlreadyExists, IllegalTransition, NotFound, RegistryError
 from registry.export_jobs import ExportJob
 from registry.session import appending
+from tests.admin.ledger_kit import DAY_S, POSTING, add_owners, post
 from tests.admin.site import Site
-from tests.admin.test_usage_and_prices import DAY_S, POSTING
 
 PATIENCE_S = 60.0
 
@@ -38,27 +41,16 @@ PATIENCE_S = 60.0
 def _used(site: Site) -> None:
     site.add_model("tiny")
     now_at = site.control.clock()
-    owners = []
-    with site.control.writing() as session:
-        for name in ("acme", "other"):
-            tenant = tenants.create_tenant(session, name, now_at=now_at)
-            key, _ = api_keys.create_key(session, tenant.id, f"key of {name}", now_at=now_at)
-            owners.append((tenant, key))
+    owners = add_owners(site.control, "acme", "other")
     rows = [
-        replace(
-            POSTING,
-            request_id=f"r{n:06}",
-            tenant_id=owners[n % 2][0].id,
-            key_id=owners[n % 2][1].id,
+        owners[n % 2].posting(
+            f"r{n:06}",
             cost_nanos=1001 + n,
             posted_at=now_at - (n % 3) * DAY_S,
         )
         for n in range(12_000)
     ]
-    with appending(site.control.engine, "test") as session:
-        ledger.insert_postings(session, rows)
-    with appending(site.control.engine, "test") as session:
-        rollups.roll(session, 11_000)
+    post(site.control, rows, 11_000)
     for name, role, of in (("vera", "viewer", ""), ("tom", "owner", "acme"),
                                ("olga", "viewer", "other")):  # fmt: skip
         site.add_user(name, role, of)
@@ -202,6 +194,38 @@ def test_a_tenants_user_sees_and_takes_that_tenants_exports_alone(site: Site, he
     assert "is removed" in tom.post(f"/export/remove/{mine.id}", {}).text
     assert ann.get(f"/exports/{mine.id}/file").status == 404
     assert not export_folders.folder_of(site.control.data_dir, mine.id).exists()
+
+
+def test_a_tenants_user_is_told_no_machines_and_no_operators(site: Site, held: None) -> None:
+    ann, tom, vera = (site.visitor(name) for name in ("ann", "tom", "vera"))
+    ann.post("/export/ask", fields(site, "jsonl"))
+    ann.post("/export/ask", fields(site, "csv", tenant="acme"))
+    assert export_runner.work_off(site.control) == 2
+    job, _ = verbs.list_exports(site.control).jobs
+    assert (job.tenant_name, job.state) == ("acme", "done")
+    whole_bytes = verbs.list_exports(site.control).used_bytes
+    assert whole_bytes > 2 * job.size_bytes
+    for who, knows in ((tom, False), (vera, True), (ann, True)):
+        page = who.get("/exports").text
+        assert (">by ann<" in page) == knows
+        assert (size(whole_bytes) in page) == knows
+        assert size(job.size_bytes) in page
+    with site.control.writing() as session:
+        row = session.get(export_jobs.ExportJobRow, job.id)
+        assert row is not None
+        row.runner_host = "gpu-7.internal"
+    shutil.rmtree(export_folders.folder_of(site.control.data_dir, job.id))
+    for who, said in ((tom, "it lies on another one"), (ann, "it lies on gpu-7.internal")):
+        answer = who.get(f"/exports/{job.id}/file")
+        assert answer.status == 404
+        assert said in answer.text
+        assert ("gpu-7" in answer.text) == (who is ann)
+        assert "gpu-7" not in who.get("/exports").text
+    with site.control.writing() as session:
+        row = session.get(export_jobs.ExportJobRow, job.id)
+        assert row is not None
+        row.runner_host = socket.gethostname()
+    assert "it is gone: export it again" in tom.get(f"/exports/{job.id}/file").text
 
 
 def test_a_form_that_is_sent_twice_makes_one_export(site: Site, held: None) -> None:

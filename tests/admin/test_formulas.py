@@ -3,14 +3,11 @@
 import csv
 import io
 import json
-from dataclasses import replace
 
 import pytest
 
-from registry import api_keys, ledger, tenants
-from registry.session import appending
+from tests.admin.ledger_kit import add_owners, post
 from tests.admin.site import Site, Visitor
-from tests.admin.test_usage_and_prices import POSTING
 
 STARTS = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 NAMES = [f"{start}cmd|'/c calc'!A1,\"x\" {number}" for number, start in enumerate(STARTS)]
@@ -21,18 +18,11 @@ NUMBERS = frozenset("0123456789.-")
 def ann(site: Site) -> Visitor:
     site.add_model("tiny")
     now_at = site.control.clock()
-    rows = []
-    with site.control.writing() as session:
-        for number, name in enumerate(NAMES):
-            tenant = tenants.create_tenant(session, name, now_at=now_at)
-            key, _ = api_keys.create_key(session, tenant.id, name, now_at=now_at)
-            row = replace(POSTING, request_id=f"r{number}", posted_at=now_at)
-            rows.append(replace(row, tenant_id=tenant.id, key_id=key.id))
-        rows.append(
-            replace(rows[0], request_id="c1", corrects="r0", outcome="correction", cost_nanos=-5)
-        )
-    with appending(site.control.engine, "test") as session:
-        ledger.insert_postings(session, rows)
+    owners = add_owners(site.control, *NAMES, key_name="{}")
+    rows = [each.posting(f"r{number}", posted_at=now_at) for number, each in enumerate(owners)]
+    correction = {"corrects": "r0", "outcome": "correction", "cost_nanos": -5}
+    rows.append(owners[0].posting("c1", posted_at=now_at, **correction))
+    post(site.control, rows)
     return site.visitor("ann")
 
 

@@ -1,7 +1,6 @@
 """Exports, registrations and what is done to a model, as people see and do it, with a browser."""
 
 import csv
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -9,13 +8,12 @@ import pytest
 
 from gateway.exporting import export_folders, export_runner
 from gateway.registration import registrar
-from registry import api_keys, catalog, export_jobs, ledger, registrations, revisions, tenants
+from registry import catalog, export_jobs, registrations, revisions
 from registry.catalog import PackFacts
-from registry.session import appending
 from tests.admin.browser import Browser
+from tests.admin.ledger_kit import add_owners, post
 from tests.admin.site import MIB, PASSWORD, Site, worker_status
 from tests.admin.test_exports import page_nanos
-from tests.admin.test_usage_and_prices import POSTING
 
 NO_ROOM = "exports may take no more room: remove some, then retry"
 FACTS = PackFacts("rev-2", "pack-2", "llama", "bfloat16", 64 * MIB, 2048, 32_000)
@@ -27,9 +25,8 @@ def _filled(site: Site) -> None:
     now_at = site.control.clock()
     for name in ("tiny", "done"):
         site.add_model(name)
+    (owner,) = add_owners(site.control, "a tenant with a long name & sons", key_name="first")
     with site.control.writing() as session:
-        tenant = tenants.create_tenant(session, "a tenant with a long name & sons", now_at=now_at)
-        key, _ = api_keys.create_key(session, tenant.id, "first", now_at=now_at)
         going = catalog.add_model(
             session, "org/a-model-with-quite-a-long-name", "org/a-model-with-quite-a-long-name",
             registrar_host="elsewhere", registrar_pid=1, now_at=now_at + 600.0,
@@ -44,12 +41,9 @@ def _filled(site: Site) -> None:
             model = catalog.add_model(session, name, f"org/{name}", now_at=now_at - 3600.0)
             catalog.fail(session, model.registration, code, reason, now_at=now_at)
     rows = [
-        replace(POSTING, request_id=f"r{n:05}", tenant_id=tenant.id, key_id=key.id,
-                posted_at=now_at, cost_nanos=1_000_001 + n)
-        for n in range(6_000)
-    ]  # fmt: skip
-    with appending(site.control.engine, "test") as session:
-        ledger.insert_postings(session, rows)
+        owner.posting(f"r{n:05}", posted_at=now_at, cost_nanos=1_000_001 + n) for n in range(6_000)
+    ]
+    post(site.control, rows)
     site.kit.dispatcher.statuses = [worker_status()]
 
 

@@ -1,18 +1,16 @@
 """This month's forecast and budget, invoices page by page, settings: as their pages show them."""
 
 import re
-from dataclasses import replace
 
 import pytest
 
 from gateway.limits.periods import period_of
-from registry import api_keys, invoices, ledger, quotas, tenants
+from registry import invoices, quotas
 from registry.invoices import InvoiceRecord
 from registry.paging import Cut
-from registry.session import appending
 from tests.admin.browser import Browser
+from tests.admin.ledger_kit import add_owners, post
 from tests.admin.site import PASSWORD, Site, Visitor
-from tests.admin.test_usage_and_prices import POSTING
 
 NUM_INVOICES = 130
 NANOS = 10**9
@@ -23,33 +21,22 @@ def _billed(site: Site) -> None:
     """Two tenants with costs this month, one of them with a budget, and many invoices."""
     site.add_model("tiny")
     now_at = site.control.clock()
-    owners = []
+    owners = add_owners(site.control, "acme", "other")
     with site.control.writing() as session:
-        for name in ("acme", "other"):
-            tenant = tenants.create_tenant(session, name, now_at=now_at)
-            key, _ = api_keys.create_key(session, tenant.id, f"key of {name}", now_at=now_at)
-            owners.append((tenant, key))
         quotas.set_limits(
-            *(session, "tenant", owners[0][0].id, {"month_budget_nanos": 3 * NANOS}), now_at=now_at
+            *(session, "tenant", owners[0].tenant.id, {"month_budget_nanos": 3 * NANOS}),
+            now_at=now_at,
         )
         for number in range(NUM_INVOICES):
-            tenant = owners[number % 2][0]
+            tenant = owners[number % 2].tenant
             began_at = period_of("month", number * 32 * 86_400.0).began_at
             invoices.issue(session, _invoice(number, tenant.id, tenant.name, began_at),
                            now_at=now_at)  # fmt: skip
     rows = [
-        replace(
-            POSTING,
-            request_id=f"r{number}",
-            tenant_id=owners[number % 2][0].id,
-            key_id=owners[number % 2][1].id,
-            cost_nanos=NANOS,
-            posted_at=now_at,
-        )
+        owners[number % 2].posting(f"r{number}", cost_nanos=NANOS, posted_at=now_at)
         for number in range(4)
     ]
-    with appending(site.control.engine, "test") as session:
-        ledger.insert_postings(session, rows)
+    post(site.control, rows)
     site.add_user("tom", "viewer", "acme")
     site.add_user("vera", "viewer")
 

@@ -17,8 +17,9 @@ from joserfc.jwk import RSAKey
 
 from admin.oidc.provider import Provider as Client
 from admin.session import COOKIE
+from gateway.policy.sign_in_guard import code_subjects
 from gateway.service import identities as verbs
-from registry import audit
+from registry import audit, sign_ins
 from tests.admin.provider import (
     CLIENT,
     REDIRECT,
@@ -48,9 +49,11 @@ def site(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterat
 
 
 @pytest.fixture(autouse=True)
-def _sound(provider: Provider) -> Iterator[None]:
+def _sound(site: Site, provider: Provider) -> Iterator[None]:
     yield
     provider.behave()
+    with site.control.writing() as session:
+        sign_ins.forget(session, *code_subjects("127.0.0.1"))
 
 
 def provider_of(site: Site) -> Client:

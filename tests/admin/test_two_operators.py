@@ -16,7 +16,7 @@ from registry.api_keys import KeyRecord
 from registry.key_changes import KeyChanges
 from registry.prices import PriceRecord
 from registry.tenants import TenantRecord
-from tests.admin.site import Site, Visitor
+from tests.admin.site import Site, Visitor, form_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,24 +49,6 @@ def tenant(site: Site, name: str = "acme") -> TenantRecord:
 def key(site: Site, of: str = "acme") -> KeyRecord:
     with site.control.reading() as session:
         return api_keys.list_keys(session, tenants.get_tenant(session, of).id)[0]
-
-
-def form_of(page: str, action: str) -> dict[str, str]:
-    """The fields of the form that goes there, as a browser would send them again."""
-    target = rf'action="/admin{re.escape(action)}(?:#\w+)?"'
-    (form,) = re.findall(rf"<form [^>]*{target}.*?</form>", page, re.S)
-    found: dict[str, str] = {}
-    for attributes in re.findall(r"<input ([^>]*)>", form):
-        told = dict(re.findall(r'([a-z-]+)="([^"]*)"', attributes))
-        if told.get("type") == "checkbox" and "checked" not in attributes:
-            continue
-        if told.get("name") not in (None, "csrf"):
-            found[told["name"]] = told["value"]
-    for name, body in re.findall(r'<select [^>]*name="(\w+)"[^>]*>(.*?)</select>', form, re.S):
-        found[name] = re.findall(r'value="([^"]*)"[^>]* selected', body)[0]
-    for name, text in re.findall(r'<textarea [^>]*name="(\w+)"[^>]*>(.*?)</textarea>', form, re.S):
-        found[name] = text
-    return found
 
 
 def test_what_others_did_to_a_tenant_stays_and_clashes_are_shown(

@@ -15,17 +15,12 @@ import pytest
 from admin.amounts import day_text
 from admin.app import MAX_DOWNLOADS
 from gateway.billing import export_parquet
-from registry import api_keys, audit, ledger, prices, rollups, tenants
-from registry.ledger import Posting
+from registry import audit, ledger, prices, tenants
 from registry.session import appending
+from tests.admin.ledger_kit import DAY_S, POSTING, add_owners, post
 from tests.admin.site import Site, Visitor
 
 HOSTILE = "<script>alert('x')</script>\"'&"
-DAY_S = 86_400
-POSTING = Posting(
-    *("r", "ten_1", "key_1", "tiny", "rev1", "chat", "finished", 10, 2, 5, 1001),
-    *(0.25, 0.125, 0.5, 1.0, 0.0),
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,28 +28,17 @@ def _used(site: Site) -> None:
     """Postings of two tenants over three days, the last of them not in roll-ups yet."""
     site.add_model("tiny")
     now_at = site.control.clock()
-    owners = []
-    with site.control.writing() as session:
-        for name in ("acme", "other", HOSTILE):
-            tenant = tenants.create_tenant(session, name, now_at=now_at)
-            key, _ = api_keys.create_key(session, tenant.id, f"key of {name}", now_at=now_at)
-            owners.append((tenant, key))
+    owners = add_owners(site.control, "acme", "other", HOSTILE)
     rows = [
-        replace(
-            POSTING,
-            request_id=f"r{n}",
-            tenant_id=owners[n % 3][0].id,
-            key_id=owners[n % 3][1].id,
+        owners[n % 3].posting(
+            f"r{n}",
             model=("tiny", "large")[n % 2],
             cost_nanos=1001 + n,
             posted_at=now_at - (n % 3) * DAY_S,
         )
         for n in range(60)
     ]
-    with appending(site.control.engine, "test") as session:
-        ledger.insert_postings(session, rows)
-    with appending(site.control.engine, "test") as session:
-        rollups.roll(session, 50)
+    post(site.control, rows, 50)
     site.add_user("vera", "viewer")
     site.add_user("tom", "owner", "acme")
 

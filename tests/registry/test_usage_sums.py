@@ -75,6 +75,36 @@ def by_hand(rows: list[Posting], wanted: UsageFilter, by: str) -> dict[str, Amou
     return dict(sums)
 
 
+@pytest.mark.parametrize("by", usage_sums.OWNERS)
+def test_a_pictures_series_are_those_of_the_postings(engine: Engine, by: str) -> None:
+    """Of none, one, some and all owners, one that is not there among them; the rest together."""
+    rows = postings(Random(by), 300)
+    with appending(engine, "test") as session:
+        ledger.insert_postings(session, rows)
+    with appending(engine, "test") as session:
+        rollups.roll(session, 250)
+    unit_s = {"day": DAY_S, "hour": HOUR_S}
+    with reading(engine) as session:
+        for wanted in (UsageFilter(0, 4 * DAY_S), UsageFilter(DAY_S, 2 * DAY_S, ("ten_1",))):
+            every = sorted(by_hand(rows, wanted, by))
+            for refs in ([], every[:1], [*every[:2], "nobody"], every):
+                for unit, width_s in unit_s.items():
+                    expected: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+                    for row in rows:
+                        of_tenant = wanted.tenant_ids is None or row.tenant_id in wanted.tenant_ids
+                        if of_tenant and wanted.from_at <= row.posted_at < wanted.to_at:
+                            owner = {"tenant": row.tenant_id, "key": row.key_id, "model": row.model}
+                            ref = owner[by] if owner[by] in refs else ""
+                            at = int(row.posted_at // width_s) * width_s
+                            expected[ref][at] += row.cost_nanos
+                    told = {
+                        ref: {at: cost for at, cost in costs.items() if cost}
+                        for ref, costs in expected.items()
+                    }
+                    found = usage_sums.cost_series(session, wanted, by, refs, unit)
+                    assert found == {ref: costs for ref, costs in told.items() if costs}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_sums_are_those_of_the_postings_and_of_exports(engine: Engine, seed: int) -> None:
     chance = Random(seed)

@@ -12,7 +12,8 @@ from gateway.policy.cache_guards import (
     same_content,
     same_words,
 )
-from gateway.policy.cache_reading import LONGEST_CHARS, read, stem
+from gateway.policy.cache_reading import LONGEST_CHARS, read
+from gateway.policy.cache_stems import stem
 
 TRAPS = Path(__file__).parents[3] / "bench" / "cache_traps.jsonl"
 

@@ -32,6 +32,13 @@ def test_a_clock_that_was_set_back_makes_nobody_wait_longer_than_the_most() -> N
     assert guard.wait_s([(1000, 500.0), NONE, NONE], 100.0) == guard.PAIR.max_s
 
 
+def test_codes_of_a_provider_wait_as_an_addresss_passwords_do_and_apart_from_them() -> None:
+    for num_failed in (guard.ADDRESS.free - 1, guard.ADDRESS.free, guard.ADDRESS.free + 3, 10_000):
+        of_password = guard.wait_s([NONE, (num_failed, 50.0), NONE], 60.0)
+        assert guard.wait_s([(num_failed, 50.0)], 60.0, (guard.CODE,)) == of_password
+    assert not set(guard.code_subjects("::1")) & set(guard.subjects("ann", "::1"))
+
+
 def test_subjects_of_different_names_and_addresses_are_different() -> None:
     found = {guard.subjects(name, at) for name in ("a", "b") for at in ("1.2.3.4", "::1")}
     assert len(found) == 4
