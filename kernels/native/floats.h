@@ -1,14 +1,9 @@
 // y = x W^T + b with x as it is: weights in bfloat16, or int8 that is widened.
 //
-// One row of x: LANES rows of W are read along K and multiplied with it where they lie, at the speed
-// of memory.
+// Up to FEW rows of x: few_rows.h. More of them: a register has a lane for each, and W's values are
+// spread over the lanes one after another as the arena has them, so that W is never turned.
 //
-// More rows of x: a register has a lane for each of them, and W's values are spread over the lanes
-// one after another as the arena has them, so that W is never turned.
-//
-//     strip   LANES rows of x, widened and turned once a call: their values at one place of K side
-//             by side, then those at the next. Fewer rows: LANES / 2 at two places of K side by
-//             side, or LANES / 4 at four, and as many of W's neighbours are spread at once
+//     strip   LANES rows of x, widened and turned once a call (strips.h)
 //     panel   LANES rows of W by up to WIDE_COLUMNS, widened where the first cache has them, once
 //             for all strips; the next panel's lines are asked for while this one is multiplied
 //     sums    a register a row of W and strip, float32
@@ -23,167 +18,15 @@
 
 #include <algorithm>
 
+#include "few_rows.h"
 #include "linear.h"
 #include "pool.h"
+#include "strips.h"
 
 namespace polyhost {
 
-// A lane has one widened value. bfloat16: the lower ones of PAIRS / 2 pairs, then the upper ones.
-struct Halves {
-  using Weight = bf16;
-  static constexpr int COLUMNS = 1;  // of W, in a lane
-  static constexpr int VECS = 2;     // registers that PAIRS columns take
-  static Vec multiply(Vec sum, Vec w, Vec x) { return fma(w, x, sum); }
-  static void load(const bf16* p, Vec* to) {
-    Pairs pairs = load_pairs(p);
-    to[0] = low_of(pairs);
-    to[1] = high_of(pairs);
-  }
-  static void load_x(const bf16* p, Vec* to) { load(p, to); }
-};
-
-// int8, one after another.
-struct Bytes {
-  using Weight = int8_t;
-  static constexpr int COLUMNS = 1, VECS = 2;
-  static Vec multiply(Vec sum, Vec w, Vec x) { return fma(w, x, sum); }
-  static void load(const int8_t* p, Vec* to) {
-    to[0] = load_int8(p);
-    to[1] = load_int8(p + LANES);
-  }
-  static void load_x(const bf16* p, Vec* to) {
-    to[0] = load_bf16(p);
-    to[1] = load_bf16(p + LANES);
-  }
-};
-
-#ifdef __AVX512BF16__
-// A lane has a pair, by its bits.
-struct Whole {
-  using Weight = bf16;
-  static constexpr int COLUMNS = 2, VECS = 1;
-  static Vec multiply(Vec sum, Vec w, Vec x) { return dot_pairs(sum, bits_of(w), bits_of(x)); }
-  static void load(const bf16* p, Vec* to) { to[0] = of_bits(load_pairs(p)); }
-  static void load_x(const bf16* p, Vec* to) { load(p, to); }
-};
-using Brief = Whole;
-#else
-using Brief = Halves;
-#endif
-
-constexpr int CHUNK = 32;           // columns: strips and panels have whole chunks, zeros at the end
 constexpr int WIDE_COLUMNS = 128;  // of W
 constexpr int WIDE_STRIDE = WIDE_COLUMNS + 16;  // floats between a panel's rows
-// What a block of x may take as strips: as much as the second cache holds well.
-constexpr int64_t STRIPS_BYTES = 1024 * 1024;
-constexpr int MAX_STRIPS = 64;
-
-// `rows` rows of x from `t` on, each at `spread` places of K side by side.
-struct Strip {
-  int64_t t;
-  int rows, spread;
-  float* values;  // [places / spread, LANES]
-};
-
-// A block of x in strips; `places`: lanes along K that a row has.
-struct Strips {
-  Strip all[MAX_STRIPS];
-  int count = 0;
-  int64_t places;
-
-  Strips(int64_t t_begin, int64_t t_end, int64_t places, float* values) : places(places) {
-    for (int64_t t = t_begin; t < t_end; t += all[count++].rows) {
-      int64_t rest = t_end - t;
-      int spread = rest > LANES / 2 ? 1 : rest > LANES / 4 ? 2 : 4;
-      if (t_end - t_begin == 1) spread = LANES;
-      all[count] = {t, int(std::min<int64_t>(rest, LANES / spread)), spread, values};
-      values += places / spread * LANES;
-    }
-  }
-};
-
-// Columns [begin, end) of a strip; `begin` a multiple of CHUNK.
-template <class Kind>
-inline void fill_strip(const Strip& strip, const bf16* x, int k, int begin, int end) {
-  for (int at = begin; at < end; at += PAIRS) {
-    Vec in[Kind::VECS][LANES];
-    for (int i = 0; i < LANES; i++) {
-      Vec found[Kind::VECS];
-      const bf16* p = x + (strip.t + i) * k + at;
-      if (i >= strip.rows || at >= k) {
-        for (Vec& v : found) v = zero();
-      } else if (at + PAIRS <= k) {
-        Kind::load_x(p, found);
-      } else {
-        Kind::load_x(Padded<bf16, PAIRS>(p, k - at).values, found);
-      }
-      for (int v = 0; v < Kind::VECS; v++) in[v][i] = found[v];
-    }
-    int64_t place = at / Kind::COLUMNS;
-    for (int v = 0; v < Kind::VECS; v++, place += LANES) {
-      if (strip.spread == 1) {
-        Pairs bits[LANES], turned[LANES];
-        for (int i = 0; i < LANES; i++) bits[i] = bits_of(in[v][i]);
-        transpose(bits, turned);
-        for (int j = 0; j < LANES; j++)
-          store(strip.values + (place + j) * LANES, of_bits(turned[j]));
-        continue;
-      }
-      for (int i = 0; i < LANES / strip.spread; i++) {
-        float lanes[LANES];
-        store(lanes, in[v][i]);
-        for (int j = 0; j < LANES; j += strip.spread)
-          std::memcpy(strip.values + (place + j) / strip.spread * LANES + i * strip.spread,
-                      lanes + j, size_t(strip.spread) * sizeof(float));
-      }
-    }
-  }
-}
-
-// Rows of W [row, row + rows) against one row of x, all of K.
-template <class Kind, int ROWS>
-inline void one_row_sums(const typename Kind::Weight* w, const float* x, int k, Vec* sums) {
-  for (int i = 0; i < ROWS; i++) sums[i] = zero();
-  auto columns = [&](int at, int count) {
-    Vec right[Kind::VECS];
-    for (int v = 0; v < Kind::VECS; v++)
-      right[v] = load(x + at / Kind::COLUMNS + v * LANES);
-    for (int i = 0; i < ROWS; i++) {
-      using Weight = typename Kind::Weight;
-      const Weight* p = w + int64_t(i) * k + at;
-      Vec left[Kind::VECS];
-      if (count == PAIRS) {
-        Kind::load(p, left);
-      } else {
-        Kind::load(Padded<Weight, PAIRS>(p, count).values, left);
-      }
-      for (int v = 0; v < Kind::VECS; v++) sums[i] = Kind::multiply(sums[i], left[v], right[v]);
-    }
-  };
-  int at = 0;
-  const char* ahead = reinterpret_cast<const char*>(w + int64_t(ROWS) * k);
-  for (; at + PAIRS <= k; at += PAIRS) {
-    for (int i = 0; i < ROWS * PAIRS * int(sizeof(typename Kind::Weight)); i += 64)
-      _mm_prefetch(ahead + i, _MM_HINT_T1);
-    ahead += ROWS * PAIRS * sizeof(typename Kind::Weight);
-    columns(at, PAIRS);
-  }
-  if (at < k) columns(at, k - at);
-}
-
-template <class Kind>
-inline Vec one_row(const Linear& op, const float* x, int row, int rows) {
-  const auto* w = static_cast<const typename Kind::Weight*>(op.weight) + int64_t(row) * op.k;
-  Vec sums[LANES];
-  if (rows == LANES) {
-    one_row_sums<Kind, LANES>(w, x, op.k, sums);
-  } else {
-    for (int i = 0; i < LANES; i++) sums[i] = zero();
-    for (int i = 0; i < rows; i++)
-      one_row_sums<Kind, 1>(w + int64_t(i) * op.k, x, op.k, sums + i);
-  }
-  return sum_each(sums);
-}
 
 // Rows of W, widened; what lies behind the last row or column is zero.
 template <class Kind>
@@ -337,17 +180,6 @@ inline void float_piece(const Linear& op, int activation, const Strips& strips, 
 }
 
 template <class Kind>
-inline void one_row_piece(const Linear& op, int activation, const Strip& strip, int n_begin,
-                          int n_end, const Output& out) {
-  for (int n = n_begin; n < n_end; n += LANES) {
-    int rows = std::min(LANES, n_end - n);
-    Vec sums = one_row<Kind>(op, strip.values, n, rows);
-    Vec ups = activation == NONE ? zero() : one_row<Kind>(op, strip.values, op.n + n, rows);
-    finish_row(op, activation, out, strip.t, n, rows, sums, ups);
-  }
-}
-
-template <class Kind>
 inline void times_block(Pool& pool, const Linear& op, int activation, const bf16* x,
                         const Strips& strips, const Output& out) {
   int parts = (op.k + WIDE_COLUMNS - 1) / WIDE_COLUMNS;
@@ -363,7 +195,7 @@ inline void times_block(Pool& pool, const Linear& op, int activation, const bf16
   auto piece = [&](int number) {
     int begin = number * rows, end = std::min(op.n, begin + rows);
     if (strips.all[0].spread == LANES) {
-      one_row_piece<Kind>(op, activation, strips.all[0], begin, end, out);
+      few_rows_piece<Kind>(op, activation, strips, begin, end, out);
     } else {
       float_piece<Kind>(op, activation, strips, begin, end, out);
     }

@@ -104,6 +104,14 @@ def test_a_row_is_nobody_elses(native: NativeLibrary, num_rows: int) -> None:
         assert torch.equal(native.linear(others, weight, wide=True)[kept], alone[kept])
 
 
+def test_up_to_four_rows_are_the_same_alone(native: NativeLibrary) -> None:
+    """To the bit: few sequences' answers do not depend on how few they are."""
+    weight, x = random(70, 333, seed=2), random(4, 333, seed=1)
+    alone = torch.cat([native.linear(x[i : i + 1], weight, wide=True) for i in range(4)])
+    for count in (2, 3, 4):
+        assert torch.equal(native.linear(x[:count], weight, wide=True), alone[:count])
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gate_and_up_come_out_multiplied(
