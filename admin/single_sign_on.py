@@ -107,7 +107,7 @@ def callback(ask: Ask) -> Reply:
         return _refused(ask, "The provider sent no code: begin again.")
     incoming, control = ask.incoming, ask.desk.control
     try:
-        identities.take_turn(control, incoming.address)
+        turn = identities.take_turn(control, incoming.address)
     except SignInRefused as refused:
         # The cookie stays: the code is unspent, and may be sent again.
         waiting = ("retry-after", str(max(1, round(refused.wait_s))))
@@ -116,9 +116,9 @@ def callback(ask: Ask) -> Reply:
         provider.check_sender(ask.query.get("iss"))
         who = provider.identity(code, begun.verifier, begun.nonce)
         agent = incoming.headers.get("user-agent", "")
-        token = identities.sign_in_as(control, who, state, incoming.address, agent)
+        token = identities.sign_in_as(control, who, state, incoming.address, agent, turn)
     except ProviderAway:
-        identities.give_back(control, incoming.address)
+        identities.give_back(control, turn)
         return _refused(ask, _away(provider), 503)
     except NotTrusted as reason:
         logger.error("sign-in by %s is not believed: %s", provider.issuer, reason)

@@ -99,7 +99,7 @@ async def looked_up(readings: Readings, question: str, near: list[Neighbour]) ->
     other = asyncio.create_task(beside())
     await asyncio.sleep(0)
     del turns[:-1]
-    asked, candidates = await readings.of(question, near)
+    asked, candidates = await readings.of(question, near, readings.num_forgotten)
     choose(question, candidates, Calibration(), 0.01, 0.5, reading=asked)
     turns.append(time.perf_counter())
     other.cancel()

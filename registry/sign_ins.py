@@ -25,6 +25,15 @@ class Failures:
     failed_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One failure of each subject, counted ahead at `at`; `before`: what there was until then."""
+
+    subjects: tuple[str, ...]
+    before: tuple[Failures, ...]
+    at: float
+
+
 class SignInFailureRow(Base):
     """See Failures."""
 
@@ -44,8 +53,9 @@ def failures(session: Session, subjects: Sequence[str]) -> list[Failures]:
     ]
 
 
-def count_up(session: Session, subjects: Sequence[str], *, now_at: float, forget_s: float) -> None:
+def count_up(session: Session, subjects: Sequence[str], *, now_at: float, forget_s: float) -> Turn:
     """One more for each. What is older than `forget_s` is forgotten, of all subjects."""
+    before = tuple(failures(session, subjects))
     session.execute(delete(SignInFailureRow).where(SignInFailureRow.failed_at <= now_at - forget_s))
     rows = {row.subject: row for row in session.scalars(_of(subjects))}
     for name in _keys(subjects):
@@ -56,12 +66,17 @@ def count_up(session: Session, subjects: Sequence[str], *, now_at: float, forget
             row.num_failed += 1
             row.failed_at = now_at
     session.flush()
+    return Turn(tuple(subjects), before, now_at)
 
 
-def take_back(session: Session, subjects: Sequence[str]) -> None:
-    """The last one of each was none."""
-    for row in session.scalars(_of(subjects)):
+def take_back(session: Session, turn: Turn) -> None:
+    """It was no failure. Where it is the last that was counted, the one before it is the last
+    again: else all who share an address would wait anew behind each of them who signs in."""
+    before = dict(zip(_keys(turn.subjects), turn.before, strict=True))
+    for row in session.scalars(_of(turn.subjects)):
         row.num_failed -= 1
+        if row.failed_at == turn.at:
+            row.failed_at = before[row.subject].failed_at
         if row.num_failed <= 0:
             session.delete(row)
     session.flush()

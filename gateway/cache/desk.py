@@ -60,8 +60,9 @@ def _folder(data_path: Path) -> Path:
 
 
 class CacheDesk:
-    """One object per gateway process. `on_purge` is told before anything is dropped, `forget`
-    drops what was learnt of a tenant, of a model, or of the one with the other."""
+    """One object per gateway process. `on_purge` is told before anything is dropped and once more
+    behind it, for look-ups go on meanwhile; `forget` drops what was learnt of a tenant, of a model,
+    or of the one with the other."""
 
     def __init__(
         self,
@@ -107,17 +108,20 @@ class CacheDesk:
 
     async def _purge(self, question: Question) -> dict[str, Any]:
         """All of a tenant or of a model is a step, however much it is; else entries are sought."""
-        self._on_purge()
         tenant_id, model_name = question.tenant_id, question.model_name
         is_whole = not question.key_id and not question.question
         selector = Selector(tenant_id, model_name, question.key_id, question.question)
         if selector == Selector():
             return {"error": "say what to purge: a tenant, a model, a key, a text"}
         num_purged = None
-        if is_whole and bool(tenant_id) != bool(model_name):
-            await self._store.invalidate(tenant_id, model_name)
-        else:
-            num_purged = await self._store.purge(selector)
+        self._on_purge()
+        try:
+            if is_whole and bool(tenant_id) != bool(model_name):
+                await self._store.invalidate(tenant_id, model_name)
+            else:
+                num_purged = await self._store.purge(selector)
+        finally:
+            self._on_purge()
         if is_whole and self._forget is not None:
             await self._forget(tenant_id, model_name)
         return {"purged": num_purged}

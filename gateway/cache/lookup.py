@@ -140,6 +140,7 @@ class AnswerCache:
         if vectors is None:
             self._metrics.embed_failures.inc()
             return miss
+        num_forgotten = self._readings.num_forgotten
         try:
             with self._metrics.look_time.labels("nearest").time():
                 near = await self.store.nearest(place.scope, vectors[0], cache_choice.CANDIDATES)
@@ -147,7 +148,7 @@ class AnswerCache:
             self._out("nearest", error)
             return Miss(miss.epoch, vectors[0])
         near = [n for n in near if self._fresh(n.entry, plan)]
-        asked, candidates = await self._readings.of(place.question, near)
+        asked, candidates = await self._readings.of(place.question, near, num_forgotten)
         verdict = cache_choice.choose(
             place.question,
             candidates,
@@ -222,7 +223,8 @@ class AnswerCache:
         self.size = CacheSize(size.num_entries, size.num_bytes)
 
     def purged(self) -> None:
-        """Something was dropped: what is under way now might be of its kind and is not kept."""
+        """Something is about to be dropped, or was: what is under way now might be of its kind and
+        is not kept."""
         self._num_purges += 1
         self._readings.forget()
 

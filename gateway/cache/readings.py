@@ -17,16 +17,24 @@ from gateway.policy.cache_reading import LONGEST_CHARS, Reading, read
 
 CHARS_AT_A_TIME = 500
 """What is read before others have their turn: up to a millisecond."""
-_BYTES, _BYTES_PER_CHAR, _MOST_BYTES_OF_CHAR = 3000, 100, 4
+_BYTES, _BYTES_PER_PART, _BYTES_PER_CHAR, _MOST_BYTES_OF_CHAR = 3000, 100, 30, 4
 """What a reading takes at most, measured over hostile texts (tests/gateway/cache/test_readings.py):
-by text, by character that is read, by character of the text."""
+by text, by word or other part in one of its fields, by character that is read, by character of the
+text. Not by characters alone: of some texts each is a word of many fields."""
 
 
 def bytes_of(reading: Reading) -> int:
     """No less than it takes."""
     num_chars = len(reading.text)
+    parts = (
+        *(reading.words, reading.word_set, reading.commons, reading.content, reading.stems),
+        *(reading.names, reading.numbers, reading.negatives, reading.dates, reading.units),
+        *(reading.quoted, reading.code, reading.capitals, reading.signs, reading.light),
+        *(reading.opposable, reading.bared, reading.parts, reading.movable),
+    )
     read_bytes = _BYTES_PER_CHAR * min(num_chars, LONGEST_CHARS)
-    return _BYTES + read_bytes + _MOST_BYTES_OF_CHAR * num_chars
+    parts_bytes = _BYTES_PER_PART * sum(map(len, parts))
+    return _BYTES + parts_bytes + read_bytes + _MOST_BYTES_OF_CHAR * num_chars
 
 
 class Readings:
@@ -34,14 +42,24 @@ class Readings:
 
     def __init__(self, max_bytes: int) -> None:
         self._kept: LRUCache[str, Reading] = LRUCache(max_bytes, getsizeof=bytes_of)
+        self._num_forgotten = 0
 
     @property
     def num_bytes(self) -> int:
         """Of what is remembered."""
         return int(self._kept.currsize)
 
-    async def of(self, question: str, near: Sequence[Neighbour]) -> tuple[Reading, list[Candidate]]:
-        """The question, and its neighbours."""
+    @property
+    def num_forgotten(self) -> int:
+        """How often all of it was."""
+        return self._num_forgotten
+
+    async def of(
+        self, question: str, near: Sequence[Neighbour], since: int
+    ) -> tuple[Reading, list[Candidate]]:
+        """The question, and its neighbours. `since`: `num_forgotten` before the store was asked for
+        these: where something was forgotten meanwhile, they may be what was dropped, and are not
+        remembered."""
         asked = read(question)
         num_chars = len(question)
         candidates = []
@@ -52,12 +70,13 @@ class Readings:
                     await asyncio.sleep(0)
                     num_chars = 0
                 num_chars += len(one.entry.question)
-                reading = self._read(one.entry)
+                reading = self._read(one.entry, since)
             candidates.append(candidate_of(one, reading))
         return asked, candidates
 
     def forget(self) -> None:
         """All of it: something was dropped, and its words shall not stay."""
+        self._num_forgotten += 1
         self._kept.clear()
 
     def _known(self, entry: Entry) -> Reading | None:
@@ -65,9 +84,9 @@ class Readings:
         reading = self._kept.get(entry.entry_id)
         return reading if reading is not None and reading.text == entry.question else None
 
-    def _read(self, entry: Entry) -> Reading:
+    def _read(self, entry: Entry, since: int) -> Reading:
         reading = read(entry.question)
-        if bytes_of(reading) <= self._kept.maxsize:
+        if since == self._num_forgotten and bytes_of(reading) <= self._kept.maxsize:
             self._kept[entry.entry_id] = reading
         return reading
 

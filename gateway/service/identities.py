@@ -25,6 +25,7 @@ from gateway.service.sessions import SignInRefused
 from registry import audit, identities, sign_ins, user_sessions, users
 from registry.errors import RegistryError
 from registry.identities import IdentityRecord
+from registry.sign_ins import Turn
 from registry.users import UserRecord
 
 USED_FORGET_S = 3600.0
@@ -33,23 +34,25 @@ _PASSWORD_BYTES = 32
 logger = logging.getLogger(__name__)
 
 
-def take_turn(control: Control, address: str) -> None:
+def take_turn(control: Control, address: str) -> Turn:
     """Count one failure of this address, until `sign_in_as` or `give_back` takes it back, so that
     codes side by side cannot get past the count. Raises SignInRefused, which says how long to
     wait."""
     against = sign_in_guard.code_subjects(sessions.network_of(address))
-    sessions.take_turn(control, against, (sign_in_guard.CODE,))
+    return sessions.take_turn(control, against, (sign_in_guard.CODE,))
 
 
-def give_back(control: Control, address: str) -> None:
+def give_back(control: Control, turn: Turn) -> None:
     """The provider did not answer: that was no guess."""
     with control.writing() as session:
-        _give_back(session, address)
+        sign_ins.take_back(session, turn)
 
 
-def sign_in_as(control: Control, who: Identity, state: str, address: str, agent: str) -> str:
-    """A session's token. `state`: of this one sign-in, which makes one session. Raises
-    SignInRefused, which says what an owner can do."""
+def sign_in_as(
+    control: Control, who: Identity, state: str, address: str, agent: str, turn: Turn
+) -> str:
+    """A session's token. `state`: of this one sign-in, which makes one session; `turn`: as
+    `take_turn` gave it. Raises SignInRefused, which says what an owner can do."""
     try:
         with control.writing() as session:
             now_at = control.clock()
@@ -68,7 +71,7 @@ def sign_in_as(control: Control, who: Identity, state: str, address: str, agent:
                 now_at=now_at, address=address, agent=agent, issuer=who.issuer,
             )  # fmt: skip
             actor = acting_as(control, user).actor
-            _give_back(session, address)
+            sign_ins.take_back(session, turn)
             told = {"address": address, "by": who.issuer}
             audit.append(session, actor, "session.begin", user.name, None, told, now_at=now_at)
     except SignInRefused as refused:
@@ -107,10 +110,6 @@ def unbind(control: Control, name: str, issuer: str = "") -> UserRecord:
         user = identities.unbind(session, name, at, now_at=now_at)
         user_sessions.revoke_all(session, user.id, now_at=now_at)
         return user
-
-
-def _give_back(session: Session, address: str) -> None:
-    sign_ins.take_back(session, sign_in_guard.code_subjects(sessions.network_of(address)))
 
 
 def _issuer(control: Control) -> str:

@@ -22,7 +22,7 @@ from gateway.service.control import Control, acting_as, require
 from registry import audit, sign_ins, user_sessions, users
 from registry.errors import InvalidValue, RegistryBusy, RegistryError
 from registry.session import appending, busy_is_told
-from registry.sign_ins import Failures
+from registry.sign_ins import Failures, Turn
 from registry.user_sessions import SessionRecord
 from registry.users import UserRecord
 
@@ -59,7 +59,7 @@ def sign_in(control: Control, name: str, password: str, address: str, agent: str
     """
     name = name[:MAX_NAME_LEN]
     against = sign_in_guard.subjects(name, network_of(address))
-    take_turn(control, against)
+    turn = take_turn(control, against)
     began_at = control.clock()  # a password that is changed from here on ends this session too
     with control.reading() as session:
         user = users.authenticate(session, name, password)
@@ -71,7 +71,7 @@ def sign_in(control: Control, name: str, password: str, address: str, agent: str
         if users.get_user(session, user.id).disabled:  # meanwhile
             raise SignInRefused("That name and password do not go together.")
         sign_ins.forget(session, against[0])
-        sign_ins.take_back(session, against[1:])
+        sign_ins.take_back(session, turn)
         lifetime_s = control.settings.admin_session_s
         token = user_sessions.begin(
             session, user.id, lifetime_s, now_at=began_at, address=address, agent=agent
@@ -154,27 +154,29 @@ def change_own_password(me: SignedIn, present: str, password: str, address: str)
     """Another password for oneself; all of one's sessions end. Raises RegistryError."""
     control = me.control
     against = sign_in_guard.subjects(me.user.name, network_of(address))
-    take_turn(control, against)
+    turn = take_turn(control, against)
     with control.reading() as session:
         right = users.authenticate(session, me.user.name, present) is not None
     if not right:
         raise InvalidValue("This is not your present password.")
     with control.writing() as session:
         sign_ins.forget(session, against[0])
-        sign_ins.take_back(session, against[1:])
+        sign_ins.take_back(session, turn)
         users.set_password(session, me.user.name, password, now_at=control.clock())
 
 
 def take_turn(
     control: Control, against: Sequence[str], guards: Sequence[Guard] = sign_in_guard.GUARDS
-) -> None:
-    """Count one failure. Raises SignInRefused where it is not time for another try."""
+) -> Turn:
+    """Count one failure, for `take_back`. Raises SignInRefused where it is not time for another
+    try."""
     with control.reading() as session:  # who has to wait writes nothing
         _check_wait(sign_ins.failures(session, against), control.clock(), guards)
     with control.writing() as session:
         now_at = control.clock()
         _check_wait(sign_ins.failures(session, against), now_at, guards)
-        sign_ins.count_up(session, against, now_at=now_at, forget_s=sign_in_guard.FORGET_S)
+        forget_s = sign_in_guard.FORGET_S
+        return sign_ins.count_up(session, against, now_at=now_at, forget_s=forget_s)
 
 
 def _check_wait(found: list[Failures], now_at: float, guards: Sequence[Guard]) -> None:

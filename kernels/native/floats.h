@@ -11,8 +11,8 @@
 // Where one instruction adds up products of pairs of bfloat16 (the build for AVX-512 BF16) a lane has
 // a pair in place of a widened value; the rest is the same.
 //
-// The order of a sum, and so its last bits, depends on how many rows of x there are, and on nothing
-// else: neither on the threads nor on what other rows hold.
+// The order of a sum, and so its last bits, depends on how many rows of x there are and on the row's
+// place among them, and on nothing else: neither on the threads nor on what other rows hold.
 
 #pragma once
 

@@ -3,14 +3,17 @@ elsewhere, or signs in by a password, feels nothing."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gateway.policy.sign_in_guard import ADDRESS, CODE, code_subjects
+from gateway.policy.sign_in_guard import ADDRESS, CODE, FIRST_S, code_subjects, subjects
 from gateway.service import identities as verbs
+from gateway.service import sessions
 from gateway.service.sessions import SignInRefused
 from registry import sign_ins
+from registry.sign_ins import Failures
 from tests.admin.provider import (
     Provider,
     begun,
@@ -19,7 +22,7 @@ from tests.admin.provider import (
     running_site_of,
     through,
 )
-from tests.admin.site import Site
+from tests.admin.site import PASSWORD, Site
 
 HERE, ELSEWHERE = "127.0.0.1", "203.0.113.9"
 
@@ -114,6 +117,34 @@ def test_what_counts(site: Site, provider: Provider) -> None:
     provider.subject = "of nobody here"
     assert through(site)[1].status == 403
     assert failed_at(site, HERE) == 2
+
+
+def test_who_signs_in_makes_nobody_at_the_address_wait_anew(site: Site) -> None:
+    """An office behind one address, in which somebody has failed often, a wait ago."""
+    fail(site, HERE, CODE.free)
+    with site.control.writing() as session:
+        for _ in range(ADDRESS.free):
+            now_at = site.control.clock()
+            sign_ins.count_up(session, subjects("x", HERE)[1:2], now_at=now_at, forget_s=3600.0)
+    rested = replace(site.control, clock=lambda: now_at + FIRST_S)
+    for _ in range(3):
+        verbs.give_back(rested, verbs.take_turn(rested, HERE))
+        sessions.sign_in(rested, "ann", PASSWORD, HERE, "")
+    verbs.take_turn(rested, HERE)  # and fails
+    with pytest.raises(SignInRefused):
+        verbs.take_turn(rested, HERE)
+
+
+def test_who_signs_in_takes_back_no_failure_of_others_beside(site: Site) -> None:
+    with site.control.writing() as session:
+        first, second = (
+            sign_ins.count_up(session, code_subjects(HERE), now_at=at, forget_s=3600.0)
+            for at in (1e9, 1e9 + 5)
+        )
+        sign_ins.take_back(session, first)
+        assert sign_ins.failures(session, code_subjects(HERE)) == [Failures(1, 1e9 + 5)]
+        sign_ins.take_back(session, second)
+        assert sign_ins.failures(session, code_subjects(HERE)) == [Failures()]
 
 
 def test_a_network_of_ipv6_is_one(site: Site) -> None:

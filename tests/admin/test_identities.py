@@ -136,12 +136,13 @@ def test_of_rules_for_one_tenant_the_highest_counts(tmp_path: Path) -> None:
         site.add_user("ned", "viewer")
         verbs.bind(control, "ned", "s", "https://id.example")
         who = Identity("https://id.example", "s", "", frozenset({"a", "b"}))
-        verbs.sign_in_as(control, who, "state", "127.0.0.1", "")
+        here = "127.0.0.1"
+        verbs.sign_in_as(control, who, "state", here, "", verbs.take_turn(control, here))
         with control.reading() as session:
             assert users.get_user(session, "ned").roles == {acme.id: "admin"}
         lost = replace(who, groups=frozenset({"a", "c"}))
         with pytest.raises(SignInRefused, match="gone"):
-            verbs.sign_in_as(control, lost, "another", "127.0.0.1", "")
+            verbs.sign_in_as(control, lost, "another", here, "", verbs.take_turn(control, here))
 
 
 def test_an_address_binds_nobody_unless_told(site: Site, provider: Provider) -> None:

@@ -4,6 +4,7 @@ Where the installation compiled none, because there was no compiler, there is no
 """
 
 import ctypes
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -69,7 +70,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor, bound: float) -> bool:
 SIZES = [
     *[(1, 64, 5), (1, 896, 300), (2, 70, 33), (3, 31, 16), (4, 128, 8), (5, 897, 257)],
     *[(8, 160, 40), (9, 65, 17), (16, 300, 31), (21, 129, 16), (40, 33, 50), (130, 96, 70)],
-    (75, 4100, 19),
+    *[(75, 4100, 19), (1100, 40, 9), (6, 600, 1500)],
 ]
 
 
@@ -110,6 +111,21 @@ def test_up_to_four_rows_are_the_same_alone(native: NativeLibrary) -> None:
     alone = torch.cat([native.linear(x[i : i + 1], weight, wide=True) for i in range(4)])
     for count in (2, 3, 4):
         assert torch.equal(native.linear(x[:count], weight, wide=True), alone[:count])
+
+
+@pytest.mark.parametrize("sizes", [(4, 70, 37), (11, 37, 37), (40, 300, 37)])
+def test_broken_products_are_not_remembered(
+    native: NativeLibrary, sizes: tuple[int, int, int]
+) -> None:
+    """Work space that held another model's NaN, also behind the ends of rows and columns."""
+    num_rows, k, n = sizes
+    x, weight = random(num_rows, k, seed=1), random(2 * n, k, seed=2)
+    wanted = native.linear(x, weight, activation="silu", wide=True)
+    broken = torch.full((64, 896), torch.nan).bfloat16()
+    native.set_threads(1)  # whose work space is the one that held it
+    assert native.linear(broken, broken, activation="silu").isnan().all()
+    assert torch.equal(native.linear(x, weight, activation="silu", wide=True), wanted)
+    native.set_threads(3)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -414,6 +430,65 @@ def test_forks_and_more_pieces_than_fit_a_word() -> None:
     command = [sys.executable, "-c", FORKED, str(find(BUILDS[0]))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+EDGES = """
+import ctypes, json, mmap, sys, torch
+from pathlib import Path
+from engine.packs.quantize import quantize_rows
+from kernels import int4_blocks
+from kernels.native_calls import NativeLibrary
+
+protect = ctypes.CDLL(None).mprotect
+protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Walled(torch.Tensor):
+    def new_empty(self, *shape, dtype):
+        return walled(torch.empty(shape, dtype=dtype))
+
+
+def walled(tensor):
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    end = -(-size // page) * page
+    room = mmap.mmap(-1, end + page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert protect(begin + end, page, 0) == 0
+    flat = torch.frombuffer(room, dtype=tensor.dtype, count=tensor.numel(), offset=end - size)
+    return flat.view(tensor.shape).copy_(tensor).as_subclass(Walled)
+
+
+for path in sys.argv[2:]:
+    native = NativeLibrary(Path(path))
+    native.set_threads(2)
+    for num_rows, k, n in json.loads(sys.argv[1]):
+        x, bias = walled(torch.ones(num_rows, k).bfloat16()), walled(torch.ones(n).bfloat16())
+        plain = torch.ones(2 * n, k).bfloat16()
+        rows, scale = quantize_rows(plain, torch.bfloat16)
+        weights = [(plain, None, True), (rows, scale, True), (rows, scale, False)]
+        if n % 16 == 0:
+            weights.append((int4_blocks.quantize(plain), None, True))
+        for weight, scale, rounding in weights:
+            print(path, num_rows, k, n, weight.dtype, rounding, flush=True)
+            how = {"rounding": rounding, "scale": None if scale is None else walled(scale)}
+            pair = walled(weight)
+            single = walled(weight[: len(weight) // 2])
+            for wide in (False, True):
+                native.linear(x, pair, activation="silu", wide=wide, **how)
+                if scale is not None:
+                    how["scale"] = walled(scale[:n])
+                native.linear(x, single, bias, wide=wide, **how)
+                how["scale"] = None if scale is None else walled(scale)
+"""
+
+
+@pytest.mark.skipif(not BUILDS, reason="nothing was compiled")
+def test_nothing_behind_the_last_byte_is_touched() -> None:
+    """Every buffer ends where memory ends; in a process of its own, which would be killed."""
+    builds = [str(find(name)) for name in BUILDS]
+    command = [sys.executable, "-c", EDGES, json.dumps(SIZES), *builds]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, (ended.stdout.splitlines()[-1:], ended.stderr)
 
 
 def test_work_is_done_whoever_sleeps(native: NativeLibrary) -> None:

@@ -17,6 +17,7 @@ from gateway.cache.calibrations import Calibrations
 from gateway.cache.desk import CacheDesk, desk_socket, desk_sockets
 from gateway.cache.memory_store import MemoryAnswers
 from gateway.cache.store import StoreUnavailable
+from gateway.cache.types import Selector
 from gateway.dispatch.operator_socket import listening
 from gateway.policy.cache_confidence import Calibration, recorded
 from gateway.policy.permissions import INSTALLATION
@@ -97,7 +98,7 @@ async def test_all_processes_are_asked_and_purged(control: Control) -> None:
         assert await asyncio.to_thread(service_cache.purge_cache, control, "acme") is None
         scope = scope_of(acme, "m")
         assert (await first.store.exact(scope, b"x" * 32)).entry is None
-        assert first.num_told == second.num_told == 2
+        assert first.num_told == second.num_told == 4, "before and behind each"
         assert await second.size() == 1
 
 
@@ -231,6 +232,29 @@ def test_bytes_that_are_no_text_are_refused(control: Control, place: int) -> Non
     arguments[place] = "\udcff"
     with pytest.raises(InvalidValue, match="UTF-8"):
         service_cache.purge_cache(control, *arguments)
+
+
+class Noting(MemoryAnswers):
+    """Notes what was asked of it."""
+
+    def __init__(self, notes: list[str], fails: bool) -> None:
+        super().__init__(1 << 20, 1 << 20, Now())
+        self._notes, self._fails = notes, fails
+
+    async def purge(self, selector: Selector) -> int:
+        self._notes.append("drop")
+        if self._fails:
+            raise StoreUnavailable("away in the middle of it")
+        return await super().purge(selector)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_purge_is_told_before_it_and_behind_it(fails: bool) -> None:
+    """Look-ups go on meanwhile: what they remember of it must go once more."""
+    notes: list[str] = []
+    desk = CacheDesk(Noting(notes, fails), lambda: notes.append("told"))
+    await desk.answer(b'{"ask": "purge", "question": "a text"}')
+    assert notes == ["told", "drop", "told"]
 
 
 async def test_a_purge_that_one_cannot_do_is_not_done(control: Control) -> None:
