@@ -11,7 +11,6 @@ sum of a vector for each token: questions that share words are near.
 Lives here: the worker. Does not: who asks (cache_drill_clients.py), what happens to Redis.
 """
 
-import functools
 import heapq
 import re
 import signal
@@ -22,16 +21,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import numpy as np
 import zmq
 from tokenizers import Tokenizer
 
 from bench.gateway_worker import Worker
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, decode_worker_config
 from engine.protocol import Finish, Submit, TokenDelta, ToWorker, Usage
+from engine.worker.worker_process import configuration
 from gateway.cli import main as cli
-from gateway.server import supervisor
+from gateway.cli import serve
 
 MODULE = "bench.cache_drill_worker"
 MODEL = Path(__file__).resolve().parent.parent / "gateway" / "demo_models" / "sherlock"
@@ -115,11 +114,10 @@ def work(config: WorkerConfig) -> None:
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
     if argv[0] != "serve":
-        work(msgspec.json.decode(argv[-1], type=WorkerConfig))
+        work(decode_worker_config(configuration(argv[-1], sys.stdin)))
         return 0
     command = (sys.executable, "-m", MODULE, "--config")
-    serve = functools.partial(supervisor.serve, worker_command=command)
-    with mock.patch.object(supervisor, "serve", serve):
+    with mock.patch.object(serve, "WORKER_COMMAND", command):
         return cli.main(argv)
 
 

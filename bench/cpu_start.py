@@ -11,6 +11,9 @@ in the page cache; once with them dropped and a host tier that gets a copy behin
 model is unloaded by command and asked for again, from the page cache and from the host tier. The
 others have the model when they say that they are ready. Times inside come from the server's log.
 
+Modules are compiled once, before anything is timed, as an installation has them, whatever
+PYTHONDONTWRITEBYTECODE says here.
+
     imports    seconds by package, of the worker's and the gateway's modules, as `python -X
                importtime` counts them (which makes them some tenths slower than they are)
     load       what the loader took for the bytes of the pack; GB/s of that
@@ -22,6 +25,7 @@ others have the model when they say that they are ready. Times inside come from 
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -40,10 +44,10 @@ BATCH, POSITIONS = 4, 1024
 HOST_TIER_BYTES = 4 << 30
 EVICT_TIMEOUT_S = 30.0
 SETTLE_S = 3.0  # behind a load: the host tier's copy is made
-IMPORTED = {"worker": "engine.worker.main", "gateway": "gateway.cli.serve"}
+IMPORTED = {"worker": "engine.worker.main", "gateway": "gateway.server.supervisor"}
 COLUMNS = {
     "listening": "listens",
-    "worker_started": "worker started",
+    "worker_told": "worker has its configuration",
     "worker_ready": "worker ready",
     "ready": "ready",
     "load": "load",
@@ -82,7 +86,7 @@ def events(log: str, started_at: float) -> dict[str, float]:
         except (ValueError, KeyError, TypeError):
             continue
         for name, beginning in (
-            ("worker_started", "process started name=worker-0"),
+            ("worker_told", "process started name=worker-0"),
             ("worker_ready", "ready endpoint="),
             ("asked", "decision kind=load"),
         ):
@@ -290,6 +294,7 @@ def main() -> None:
     if args.resume and args.output and args.output.exists():
         done = json.loads(args.output.read_text(encoding="utf-8"))["starts"]
     facts = machine.facts()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     imported = import_times(args.repeats)
     for _ in range(args.repeats):
         for name, start in starts(folder, args).items():

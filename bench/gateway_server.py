@@ -3,13 +3,12 @@
 For measuring the gateway alone; the product has no such option.
 """
 
-import functools
 import sys
 from collections.abc import Sequence
 from unittest import mock
 
 from gateway.cli import main as cli
-from gateway.server import supervisor
+from gateway.cli import serve
 
 WORKER_MODULE = "bench.gateway_worker"
 
@@ -17,8 +16,7 @@ WORKER_MODULE = "bench.gateway_worker"
 def main(argv: Sequence[str]) -> int:
     """The exit status of the server."""
     command = (sys.executable, "-m", WORKER_MODULE, "--config")
-    serve = functools.partial(supervisor.serve, worker_command=command)
-    with mock.patch.object(supervisor, "serve", serve):
+    with mock.patch.object(serve, "WORKER_COMMAND", command):
         return cli.main(argv)
 
 

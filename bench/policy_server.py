@@ -14,6 +14,7 @@ from unittest import mock
 
 from bench.sim.baselines.choose import NAMES, OURS, DispatchPolicies
 from gateway.cli import main as cli
+from gateway.cli import serve
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.server import supervisor
 
@@ -30,10 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = DispatchPolicies({"place": args.place, "share": args.share}, {})
     dispatcher = functools.partial(Dispatcher, share=chosen.share(), placement=chosen.placement())
     command = (sys.executable, "-m", WORKER_MODULE, "--evict", args.evict, "--config")
-    serve = functools.partial(supervisor.serve, worker_command=command)
     with (
         mock.patch.object(supervisor, "Dispatcher", dispatcher),
-        mock.patch.object(supervisor, "serve", serve),
+        mock.patch.object(serve, "WORKER_COMMAND", command),
     ):
         return cli.main(rest)
 

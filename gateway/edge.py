@@ -3,6 +3,7 @@
 No HTTP in here, so that everything behind the routes can be built and tested without a server.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -39,17 +40,23 @@ class Edge:
     metrics: Metrics
     clocks: Clocks
     cache: AnswerCache
+    codecs: Codecs
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While requests may come: the operator can ask about cached answers."""
         path, store = self.services.cache_socket, self.cache.store
         await stores.begin(store)
-        if path is None:
-            yield
-            return
-        async with listening(path, self._desk()):
-            yield
+        reading = asyncio.create_task(self.codecs.read_ahead(self.services.directory.models()))
+        try:
+            if path is None:
+                yield
+                return
+            async with listening(path, self._desk()):
+                yield
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
@@ -101,7 +108,7 @@ def build_edge(services: Services, clocks: Clocks = REAL_CLOCKS) -> Edge:
     pipeline = Pipeline(
         services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
     )
-    return Edge(services, pipeline, preparer, store, metrics, clocks, cache)
+    return Edge(services, pipeline, preparer, store, metrics, clocks, cache, codecs)
 
 
 def _answer_cache(

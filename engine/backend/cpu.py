@@ -40,7 +40,7 @@ COMMIT_PIECE_BYTES = 4 << 20
 # which has the lowest priority, holds the interpreter's lock: a first load of 1 GB took 1 to 5 s
 # instead of 0.2 (docs/log.md). So it makes way for loads and steps, and creeps on beside them.
 COMMIT_QUIET_S = 0.25
-COMMIT_PAUSE_S = 0.1
+COMMIT_PAUSE_S = 1.0
 LOWEST_PRIORITY = 19
 
 

@@ -1,5 +1,8 @@
 """The worker process: `python -m engine.worker.main --config '<json WorkerConfig>'`.
 
+With `--config -` it reads the JSON from the first line of standard input, once everything is
+imported: the imports take seconds, and a server has other things to do meanwhile.
+
 Builds the device, the engine and the loop, and is the boundary where an unexpected exception ends:
 it is logged with its traceback and the process exits with 1, for the supervisor to start anew.
 
@@ -16,6 +19,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Sequence
 
 import msgspec
@@ -34,6 +38,7 @@ from engine.worker.worker_process import (
     EXIT_ORPHANED,
     auto_num_threads,
     available_cores,
+    configuration,
     end_with_parent,
     set_up_logging,
 )
@@ -44,10 +49,15 @@ logger = logging.getLogger("engine.worker.main")  # __name__ is __main__ here
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. The named boundary: nothing above it sees an exception."""
     parser = argparse.ArgumentParser(prog="python -m engine.worker.main")
-    parser.add_argument("--config", required=True, help="a WorkerConfig as JSON")
+    parser.add_argument(
+        "--config", required=True, help="a WorkerConfig as JSON; -: on standard input"
+    )
     arguments = parser.parse_args(argv)
+    text = configuration(arguments.config, sys.stdin)
+    if not text:
+        return EXIT_ORPHANED
     try:
-        config = decode_worker_config(arguments.config)
+        config = decode_worker_config(text)
     except msgspec.DecodeError as error:
         parser.error(f"--config: {error}")
     set_up_logging(config.worker_id)

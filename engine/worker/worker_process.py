@@ -27,11 +27,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED = 1
 EXIT_ORPHANED = 3
+
+GIVEN_LATER = "-"
+"""Instead of a configuration: it comes as the first line of standard input."""
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_POLL_S = 0.5
@@ -67,6 +71,11 @@ def set_up_logging(worker_id: str) -> None:
     handler.setFormatter(LineFormatter(worker_id))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.captureWarnings(True)
+
+
+def configuration(argument: str, given: TextIO) -> str:
+    """A WorkerConfig as JSON; empty where whoever was to give it later is gone."""
+    return given.readline() if argument == GIVEN_LATER else argument
 
 
 def available_cores() -> int:

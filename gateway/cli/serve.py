@@ -1,16 +1,40 @@
 """`polyhost serve`: runs the gateway in this process until it is told to stop.
 
-The only command that imports the server. Options here are those one tries out; every other setting
-is in polyhost.toml or POLYHOST_* (gateway/config.py).
+The only command that imports the server, and only once the worker's process is under way: it takes
+its own seconds to import, on another core. Options here are those one tries out; every other
+setting is in polyhost.toml or POLYHOST_* (gateway/config.py).
 """
 
 import argparse
+import importlib
+from asyncio.subprocess import Process
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 import uvloop
 
-from admin.oidc.provider import require_joserfc
 from gateway.cli.common import add_common_options, parse_size, settings_of
-from gateway.server import interpreter, supervisor
+from gateway.config import worker_environment
+from gateway.server import interpreter
+from gateway.server.worker_process import WORKER_COMMAND, start_early
+from gateway.settings import Settings
+
+
+class _Supervisor(Protocol):
+    """What is used of gateway/server/supervisor.py."""
+
+    async def serve(
+        self, settings: Settings, worker_command: Sequence[str], early: Process
+    ) -> None:
+        """Run until a signal."""
+
+
+class _Provider(Protocol):
+    """What is used of admin/oidc/provider.py."""
+
+    def require_joserfc(self) -> None:
+        """Raises where the library is not there."""
+
 
 OVERRIDES = (
     "demo",
@@ -64,7 +88,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     settings = settings_of(options, {name: getattr(options, name) for name in OVERRIDES})
     if settings.oidc_issuer:
-        require_joserfc()
-    interpreter.settle()
-    uvloop.run(supervisor.serve(settings))
+        cast(_Provider, importlib.import_module("admin.oidc.provider")).require_joserfc()
+    uvloop.run(_serve_with_worker(settings))
     return 0
+
+
+async def _serve_with_worker(settings: Settings) -> None:
+    worker = await start_early(WORKER_COMMAND, worker_environment(settings.num_threads))
+    try:
+        supervisor = cast(_Supervisor, importlib.import_module("gateway.server.supervisor"))
+        interpreter.settle()
+        await supervisor.serve(settings, WORKER_COMMAND, worker)
+    finally:
+        if worker.returncode is None:  # The server could not begin.
+            worker.kill()
+            await worker.wait()

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import socket
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
@@ -52,12 +53,17 @@ class ProcessGroup:
     """All processes of one server."""
 
     def __init__(
-        self, settings: Settings, listener: socket.socket, lock: str, worker_command: Sequence[str]
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        lock: str,
+        worker_command: Sequence[str],
+        early: Process | None = None,
     ) -> None:
-        """`lock`: see process_config.py."""
+        """`lock`: see process_config.py. `early`: see worker_process.py."""
         self._settings = settings
         self._listener = listener
-        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit)
+        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit, early)
         # Bound alone, or another server would not have been noticed; from here on with children.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port = listener.getsockname()[1]

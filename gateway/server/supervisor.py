@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from asyncio.subprocess import Process
 from collections.abc import Iterator, Sequence
 
 import zmq
@@ -64,8 +65,12 @@ class ServerFailed(RegistryError):
     """The server cannot go on; one line for the operator."""
 
 
-async def serve(settings: Settings, worker_command: Sequence[str] = WORKER_COMMAND) -> None:
-    """Run until SIGTERM or SIGINT.
+async def serve(
+    settings: Settings,
+    worker_command: Sequence[str] = WORKER_COMMAND,
+    early: Process | None = None,
+) -> None:
+    """Run until SIGTERM or SIGINT. `early`: a worker's process that waits for its configuration.
 
     Raises RegistryError (another server holds the data folder, the schema is newer) or OSError (the
     port is taken) before anything is served, ServerFailed where it cannot go on.
@@ -86,14 +91,16 @@ async def serve(settings: Settings, worker_command: Sequence[str] = WORKER_COMMA
         if settings.gateway_processes > 1:
             try:
                 with process_config.dispatcher_lock(settings) as lock:
-                    await ProcessGroup(settings, listener, lock, worker_command).run(demo, password)
+                    group = ProcessGroup(settings, listener, lock, worker_command, early)
+                    await group.run(demo, password)
             finally:
                 remove_host_tier(settings)
             return
         engine = make_engine(settings.registry_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            await Server(settings, engine, context, worker_command, password).run(listener, demo)
+            server = Server(settings, engine, context, worker_command, password, early)
+            await server.run(listener, demo)
         finally:
             context.destroy(linger=0)
             engine.dispose()
@@ -110,8 +117,9 @@ class Server:
         context: zmq.Context[zmq.Socket[bytes]],
         worker_command: Sequence[str],
         admin_password: str = "",
+        early: Process | None = None,
     ) -> None:
-        """`admin_password`: to be shown once, in the start block."""
+        """`admin_password`: to be shown once, in the start block. `early`: see `serve`."""
         self._settings = settings
         self._admin_password = admin_password
         self._directory = Directory()
@@ -141,7 +149,7 @@ class Server:
             on_reserved=self._on_reserved,
             gateway_id=owner_of(settings.data_path, GATEWAY_ID),
         )
-        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit)
+        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit, early)
         self._client = ZmqWorkerClient(
             context,
             WORKER_ID,

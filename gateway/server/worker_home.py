@@ -6,6 +6,7 @@ Kept alive by worker_process.py; who talks to it is not known here.
 import json
 import logging
 import os
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import worker_environment
@@ -21,10 +22,14 @@ WORKER_ID = "worker-0"
 
 
 class WorkerHome:
-    """One worker. `on_exit` hears how a process of it ended."""
+    """One worker. `on_exit` hears how a process of it ended. `early`: worker_process.py."""
 
     def __init__(
-        self, settings: Settings, command: Sequence[str], on_exit: Callable[[str], None]
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        on_exit: Callable[[str], None],
+        early: Process | None = None,
     ) -> None:
         self._settings = settings
         self._weights: Mapping[str, int] = {}
@@ -38,6 +43,7 @@ class WorkerHome:
             settings.worker_restart_backoff_s,
             on_exit=on_exit,
             command=command,
+            early=early,
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:

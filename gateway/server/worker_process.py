@@ -2,6 +2,9 @@
 
 A worker, or one of several gateway and dispatcher processes (process_group.py).
 
+A worker imports for seconds before it needs to know anything, so the first one is started before
+the server is put together (`start_early`) and gets its configuration when that is known.
+
     run: start -> wait -> (ended by itself) tell on_exit, pause, start again
                        -> (restart asked for) start again at once
 
@@ -11,6 +14,7 @@ connection learns at once that its peer is gone.
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import sys
@@ -25,10 +29,19 @@ STABLE_S = 60.0
 WORKER_STOP_TIMEOUT_S = 5.0
 """How long an idle worker may take to end."""
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.main", "--config")
+GIVEN_LATER = "-"
+"""In a configuration's place: it will be written to the worker's standard input."""
+
+
+async def start_early(command: Sequence[str], environment: Mapping[str, str]) -> Process:
+    """A worker's process that waits for its configuration. Nobody keeps it alive until a
+    `WorkerProcess` gets it; it ends with this one, whose end of the pipe it reads."""
+    return await _start([*command, GIVEN_LATER], environment, asyncio.subprocess.PIPE)
 
 
 class WorkerProcess:
-    """One process. `make_config` is asked for its last argument at every start."""
+    """One process. `make_config` is asked for its last argument at every start, or for what
+    `early`, the first of them, is waiting for."""
 
     def __init__(
         self,
@@ -38,6 +51,7 @@ class WorkerProcess:
         backoff_s: float,
         on_exit: Callable[[str], None],
         command: Sequence[str] = WORKER_COMMAND,
+        early: Process | None = None,
     ) -> None:
         self._worker_id = worker_id
         self._make_config = make_config
@@ -45,6 +59,7 @@ class WorkerProcess:
         self._backoff_s = backoff_s
         self._on_exit = on_exit
         self._command = command
+        self._early = early
         self._process: Process | None = None
         self._restart = False
         self._stopping = False
@@ -113,15 +128,14 @@ class WorkerProcess:
 
     async def _run_once(self) -> str:
         """Start it, wait for its end, say how it ended."""
-        # Its own session: a terminal's Ctrl-C is for the supervisor, which stops it in order.
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            self._make_config(),
-            env=self._environment,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._process = process
+        process, self._early = self._early, None
+        if process is None:
+            command = [*self._command, self._make_config()]
+            process = await _start(command, self._environment, asyncio.subprocess.DEVNULL)
+            self._process = process
+        else:
+            self._process = process
+            await _configure(process, self._make_config())
         self.num_starts += 1
         logger.info("process started name=%s pid=%d", self._worker_id, process.pid)
         try:
@@ -138,3 +152,20 @@ class WorkerProcess:
                 process.send_signal(number)
             except ProcessLookupError:
                 logger.debug("process is gone already name=%s", self._worker_id)
+
+
+async def _start(command: Sequence[str], environment: Mapping[str, str], stdin: int) -> Process:
+    # Its own session: a terminal's Ctrl-C is for the supervisor, which stops it in order.
+    return await asyncio.create_subprocess_exec(
+        *command, env=environment, stdin=stdin, start_new_session=True
+    )
+
+
+async def _configure(process: Process, config: str) -> None:
+    """One line, and no more to come. A process that has ended meanwhile is seen by who waits."""
+    pipe = process.stdin
+    assert pipe is not None
+    with contextlib.suppress(ConnectionError):
+        pipe.write(f"{config}\n".encode())
+        await pipe.drain()
+    pipe.close()

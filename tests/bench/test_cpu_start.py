@@ -48,7 +48,7 @@ def test_imports_add_up_by_package() -> None:
 
 def test_a_log_tells_when_what_had_happened() -> None:
     said = cpu_start.events(LOG, 100.0)
-    assert said == {"worker_started": 0.5, "worker_ready": 3.0, "asked": 4.0}
+    assert said == {"worker_told": 0.5, "worker_ready": 3.0, "asked": 4.0}
     assert cpu_start.loads(LOG, 100.0, 4.0) == {
         "load": 0.5,
         "load_gb_s": pytest.approx(2.0),

@@ -14,6 +14,7 @@ from bench.swap_log import read_swaps
 from engine.parts import EngineParts
 from engine.worker import main as worker
 from gateway.cli import main as cli
+from gateway.cli import serve
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.policy.placement import Placement
 from gateway.server import supervisor
@@ -93,7 +94,7 @@ def test_the_server_gets_the_policies_that_are_asked_for() -> None:
     def run(argv: list[str]) -> int:
         assert argv == ["serve", "--port", "1"]
         made.append(vars(supervisor)["Dispatcher"](Settings()))
-        assert "bench.policy_worker" in supervisor.serve.keywords["worker_command"]  # type: ignore[attr-defined]
+        assert "bench.policy_worker" in vars(serve)["WORKER_COMMAND"]
         return 0
 
     with mock.patch.object(cli, "main", run):

@@ -1,5 +1,6 @@
 """The real worker process: two tiny models that do not fit together, over its real socket."""
 
+import io
 import json
 import os
 import signal
@@ -289,4 +290,7 @@ def test_main_is_the_boundary(
     with pytest.raises(SystemExit) as exit_:
         worker.main(["--config", '{"worker_id": "w"}'])
     assert exit_.value.code == 2
+    for given, code in ((msgspec.json.encode(config).decode() + "\n", EXIT_FAILED), ("", 3)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert worker.main(["--config", "-"]) == code
     assert "endpoint" in capfd.readouterr().err

@@ -1,12 +1,20 @@
-"""`polyhost serve`: which options become which settings."""
+"""`polyhost serve`: which options become which settings, and the worker that starts before all."""
 
+import os
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from gateway.cli import serve as command
 from gateway.cli.main import main
 from gateway.server import supervisor
 from gateway.settings import Settings
+from registry.errors import RegistryError
+
+WAITS = (sys.executable, "-c", "import sys\nsys.stdin.read()", "--config")
 
 
 @pytest.fixture
@@ -15,10 +23,11 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.chdir(tmp_path)
     started: list[Settings] = []
 
-    async def serve(settings: Settings) -> None:
+    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
         started.append(settings)
 
     monkeypatch.setattr(supervisor, "serve", serve)
+    monkeypatch.setattr(command, "WORKER_COMMAND", WAITS)
     return started
 
 
@@ -50,3 +59,45 @@ def test_a_wrong_setting_is_one_line(
     assert main(["serve", "--port", "70000"]) == 2
     assert "port" in capsys.readouterr().err
     assert served == []
+
+
+def test_a_server_that_cannot_begin_leaves_no_worker(
+    served: list[Settings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workers: list[int] = []
+
+    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
+        assert worker_command == WAITS
+        os.kill(early.pid, 0)
+        workers.append(early.pid)
+        raise RegistryError("another server has this folder")
+
+    monkeypatch.setattr(supervisor, "serve", serve)
+    assert main(["serve"]) == 1
+    assert "another server has this folder" in capsys.readouterr().err
+    with pytest.raises(ProcessLookupError):
+        os.kill(workers[0], 0)
+
+
+def test_the_worker_hears_of_its_threads_before_it_imports(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenMP reads them when torch is imported."""
+    told = tmp_path / "told"
+    program = (
+        "import os, pathlib, sys\n"
+        "names = ('OMP_NUM_THREADS', 'OMP_WAIT_POLICY', 'POLYHOST_REDIS_URL')\n"
+        f"pathlib.Path({str(told)!r}).write_text(str([os.environ.get(name) for name in names]))\n"
+    )
+
+    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
+        await early.wait()
+
+    monkeypatch.setattr(supervisor, "serve", serve)
+    monkeypatch.setattr(command, "WORKER_COMMAND", (sys.executable, "-c", program))
+    monkeypatch.setenv("POLYHOST_REDIS_URL", "redis://user:secret@127.0.0.1:1")
+    assert main(["serve", "--threads", "3"]) == 0
+    assert told.read_text() == str(["3", "PASSIVE", None])

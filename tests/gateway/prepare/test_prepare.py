@@ -79,6 +79,51 @@ async def test_the_least_recently_used_codec_goes(
     stage.close()
 
 
+@pytest.mark.parametrize(
+    ("num_models", "pinned", "num_read"), [(0, 0, 0), (2, 0, 2), (3, 0, 0), (3, 1, 1), (9, 3, 2)]
+)
+async def test_a_small_catalog_and_pinned_models_are_read_ahead(
+    num_models: int, pinned: int, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    write_model(tmp_path)
+    models = [
+        replace(hosted_model(tmp_path, f"m{i}"), revision=f"r{i}", pinned=i >= num_models - pinned)
+        for i in range(num_models)
+    ]
+    pool = PreparePool(1, 8)
+    codecs = Codecs(pool, max_codecs=4)
+    await codecs.read_ahead(models)
+    assert len(loaded) == num_read
+    for model in models[num_models - max(pinned, num_read) :][:num_read]:
+        await codecs.text(model)
+    assert len(loaded) == num_read
+    pool.close()
+
+
+async def test_reading_ahead_survives_a_tokenizer_that_is_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = counted(monkeypatch)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+        write_model(folder)
+    (broken / "tokenizer.json").write_text("{")
+    pool = PreparePool(1, 8)
+    codecs = Codecs(pool, max_codecs=4)
+    models = [
+        replace(hosted_model(folder, folder.name), revision=folder.name)
+        for folder in (broken, whole)
+    ]
+    await codecs.read_ahead(models)
+    assert loaded == [broken, whole]
+    assert "tokenizer of model broken cannot be loaded" in caplog.text
+    with pytest.raises(ApiError):
+        await codecs.text(models[0])
+    pool.close()
+
+
 async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,11 +4,13 @@ import asyncio
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from gateway.server.worker_process import WorkerProcess
+from gateway.server.worker_process import WorkerProcess, start_early
 
 SLEEPS = "import time\ntime.sleep(600)"
 IGNORES_TERM = (
@@ -17,6 +19,13 @@ IGNORES_TERM = (
     "print('deaf', flush=True)\n"
     "time.sleep(600)"
 )
+LISTENS = (
+    "import pathlib, sys, time\n"
+    "given = sys.stdin.readline() if sys.argv[-1] == '-' else sys.argv[-1]\n"
+    "pathlib.Path(sys.argv[1]).open('a').write(f'{given.strip()!r}\\n')\n"
+    "time.sleep(600 if given else 0)"
+)
+"""Writes down what it is given, and when nothing."""
 DRAINS = (
     "import signal, sys, time\n"
     "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
@@ -27,7 +36,13 @@ DRAINS = (
 class Watched:
     """A WorkerProcess whose ends are counted."""
 
-    def __init__(self, program: str, backoff_s: float = 0.01) -> None:
+    def __init__(
+        self,
+        program: str,
+        backoff_s: float = 0.01,
+        arguments: tuple[str, ...] = (),
+        early: Process | None = None,
+    ) -> None:
         self.ends: list[str] = []
         self.configs: list[str] = []
         self.process = WorkerProcess(
@@ -36,7 +51,8 @@ class Watched:
             dict(os.environ),
             backoff_s,
             self.ends.append,
-            command=(sys.executable, "-c", program),
+            command=(sys.executable, "-c", program, *arguments),
+            early=early,
         )
         self.task = asyncio.create_task(self.process.run())
 
@@ -116,6 +132,45 @@ async def test_cancelling_leaves_no_process_behind() -> None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("the worker is still there")
+
+
+async def early_one(program: str, *arguments: str) -> Process:
+    return await start_early((sys.executable, "-c", program, *arguments), dict(os.environ))
+
+
+async def test_one_that_was_started_early_is_the_first(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    early = await early_one(LISTENS, str(told))
+    watched = Watched(LISTENS, arguments=(str(told),), early=early)
+    assert await watched.started() == early.pid
+    await watched.until(lambda: told.exists() and told.read_text() == "'config 0'\n")
+    os.kill(early.pid, signal.SIGKILL)
+    second = await watched.started(times=2)
+    assert second != early.pid
+    await watched.until(lambda: told.read_text() == "'config 0'\n'config 1'\n")
+    await watched.process.stop(timeout_s=20.0)
+    await watched.task
+    assert watched.ends[0] == "killed by signal 9"
+
+
+async def test_one_that_ended_before_it_was_told_anything_is_started_anew() -> None:
+    early = await early_one("import sys\nsys.exit(7)")
+    await early.wait()
+    watched = Watched(SLEEPS, early=early)
+    second = await watched.started(times=2)
+    assert watched.ends == ["exit status 7"]
+    assert second != early.pid
+    await watched.process.stop(timeout_s=20.0)
+    await watched.task
+
+
+async def test_one_that_nobody_takes_ends_with_its_pipe(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    early = await early_one(LISTENS, str(told))
+    assert early.stdin is not None
+    early.stdin.close()
+    assert await early.wait() == 0
+    assert told.read_text() == "''\n"
 
 
 async def test_what_cannot_be_started_is_an_error() -> None:
