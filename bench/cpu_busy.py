@@ -5,12 +5,13 @@ every second window so many answers from the cache a second beside them. Does no
 (`gateway_load.py`, a process of its own), the server (`cpu_http.py`).
 
 Windows take turns: alone, busy, alone, busy, alone; a busy one is compared with the mean of those
-around it. From the processes' own clocks comes what gateway and clients took of the cores in each,
+around it. Streams are so long that none ends: four prompts at once take seconds of the window they
+fall into. From the processes' own clocks comes what gateway and clients took of the cores in each,
 and so how many tokens were left to be had: `alone x (cores - taken busy) / (cores - taken alone)`.
 What is missing beyond that is waiting: for a core, for a thread that was put aside, for a lock. The
 goal is 15 % at 200 hits a second.
 
-    .venv/bin/python -m bench.cpu_busy FOLDER [--rate 200] [--streams 4] [--windows 5] [--output F]
+    .venv/bin/python -m bench.cpu_busy FOLDER [--rate 200] [--streams 4] [--windows 9] [--output F]
 """
 
 import argparse
@@ -202,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the model; its data folder is made beside it")
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--stream-tokens", type=int, default=400)
+    parser.add_argument("--stream-tokens", type=int, default=8000)
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(argv)
