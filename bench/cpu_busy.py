@@ -66,9 +66,13 @@ class Streams:
         self._tasks = [asyncio.create_task(self._call(n)) for n in range(self._num_callers)]
         while self.num_tokens < 2 * self._num_callers:
             await asyncio.sleep(0.1)
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+            self.check()
+
+    def check(self) -> None:
+        """Raises what ended one of them."""
+        for task in self._tasks:
+            if task.done():
+                task.result()
 
     async def stop(self) -> None:
         """End all."""
@@ -141,6 +145,7 @@ async def window(streams: Streams, leader: int, plan: Plan | None, seconds: floa
     tokens, own = streams.num_tokens - tokens, time.process_time() - own
     worker_now, gateway_now = cpu_seconds(leader)
     found = await beside if beside else Found([], [], {})
+    streams.check()
     share = found.client_cpu_s / found.wall_s if found.wall_s else 0.0
     return {
         "busy": beside is not None,

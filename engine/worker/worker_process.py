@@ -75,7 +75,10 @@ def set_up_logging(worker_id: str) -> None:
 
 def configuration(argument: str, given: TextIO) -> str:
     """A WorkerConfig as JSON; empty where whoever was to give it later is gone."""
-    return given.readline() if argument == GIVEN_LATER else argument
+    if argument != GIVEN_LATER:
+        return argument
+    line = given.readline()
+    return line if line.endswith("\n") else ""
 
 
 def available_cores() -> int:

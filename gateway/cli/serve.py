@@ -6,8 +6,8 @@ setting is in polyhost.toml or POLYHOST_* (gateway/config.py).
 """
 
 import argparse
+import asyncio
 import importlib
-from asyncio.subprocess import Process
 from collections.abc import Sequence
 from typing import Protocol, cast
 
@@ -16,7 +16,7 @@ import uvloop
 from gateway.cli.common import add_common_options, parse_size, settings_of
 from gateway.config import worker_environment
 from gateway.server import interpreter
-from gateway.server.worker_process import WORKER_COMMAND, start_early
+from gateway.server.worker_process import WORKER_COMMAND, EarlyWorker, start_early
 from gateway.settings import Settings
 
 
@@ -24,7 +24,7 @@ class _Supervisor(Protocol):
     """What is used of gateway/server/supervisor.py."""
 
     async def serve(
-        self, settings: Settings, worker_command: Sequence[str], early: Process
+        self, settings: Settings, worker_command: Sequence[str], early: EarlyWorker
     ) -> None:
         """Run until a signal."""
 
@@ -97,9 +97,10 @@ async def _serve_with_worker(settings: Settings) -> None:
     worker = await start_early(WORKER_COMMAND, worker_environment(settings.num_threads))
     try:
         supervisor = cast(_Supervisor, importlib.import_module("gateway.server.supervisor"))
+        await asyncio.sleep(0)  # A Ctrl-C meanwhile is heard here, before anything is changed.
         interpreter.settle()
         await supervisor.serve(settings, WORKER_COMMAND, worker)
     finally:
-        if worker.returncode is None:  # The server could not begin.
-            worker.kill()
-            await worker.wait()
+        if worker.process.returncode is None:  # The server could not begin.
+            worker.process.kill()
+            await worker.process.wait()

@@ -34,7 +34,7 @@ _USUAL_S_PER_UNIT = 4e-7
 # As what one may count at most, by the pace before it.
 _SLOWEST_TIMES = 4.0
 _READ_AHEAD = 2
-"""Tokenizers at the start: one of 150,000 tokens takes half a second, and 100 MB for good."""
+"""Tokenizers at the start: one of 150,000 tokens takes half a second, and 55 MB for good."""
 _T = TypeVar("_T")
 
 
@@ -137,12 +137,16 @@ class Codecs:
 
     async def read_ahead(self, models: Iterable[HostedModel]) -> None:
         """Load those of a small catalog, or of pinned models, before anybody asks for them."""
-        found = list(models)
-        if len(found) > _READ_AHEAD:
-            found = [model for model in found if model.pinned][:_READ_AHEAD]
+        found, most = list(models), min(_READ_AHEAD, int(self._codecs.maxsize))
+        if len(found) > most:
+            found = [model for model in found if model.pinned][:most]
         for model in found:
-            with contextlib.suppress(ApiError):  # Logged; whoever asks for the model hears of it.
+            try:
                 await self._get(model)
+            except ApiError as error:  # Whoever asks for the model hears of it.
+                log.warning("tokenizer of model %s is not read ahead: %s", model.name, error)
+            except Exception:
+                log.exception("tokenizer of model %s cannot be read ahead", model.name)
 
     async def _get(self, model: HostedModel) -> TextCodec | EncoderCodec:
         codec = self._codecs.get(model.revision)

@@ -19,7 +19,6 @@ import contextlib
 import logging
 import socket
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
@@ -34,7 +33,7 @@ from gateway.server.process_config import ProcessConfig
 from gateway.server.start_block import start_block
 from gateway.server.stop_signals import on_stop_signals
 from gateway.server.worker_home import WORKER_ID, WorkerHome
-from gateway.server.worker_process import WORKER_STOP_TIMEOUT_S, WorkerProcess
+from gateway.server.worker_process import WORKER_STOP_TIMEOUT_S, EarlyWorker, WorkerProcess
 from gateway.service.models import hosted_models
 from gateway.settings import Settings
 from gateway.types import HostedModel
@@ -58,7 +57,7 @@ class ProcessGroup:
         listener: socket.socket,
         lock: str,
         worker_command: Sequence[str],
-        early: Process | None = None,
+        early: EarlyWorker | None = None,
     ) -> None:
         """`lock`: see process_config.py. `early`: see worker_process.py."""
         self._settings = settings

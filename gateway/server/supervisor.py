@@ -1,7 +1,8 @@
 """`serve`: puts the gateway together, keeps the worker alive, and takes everything down in order.
 
     up    lock, socket, schema, packs swept, demo, lost journals adopted, ledger,
-          registry view, what the ledger left open, worker, HTTP, start block
+          registry view, what the ledger left open, worker (its process is there before all of
+          this: cli/serve.py), HTTP, start block
     down  not ready (503 on /health/ready) -> no new connections, running requests finish
           -> what is left is aborted -> ledger written -> worker ended by its pid -> files closed
 
@@ -15,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-from asyncio.subprocess import Process
 from collections.abc import Iterator, Sequence
 
 import zmq
@@ -44,7 +44,7 @@ from gateway.server.process_group import ProcessGroup
 from gateway.server.start_block import start_block
 from gateway.server.stop_signals import on_stop_signals
 from gateway.server.worker_home import WORKER_ID, WorkerHome, shm_prefix
-from gateway.server.worker_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S
+from gateway.server.worker_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
 from gateway.service.models import tidy
 from gateway.service.users import ensure_admin
 from gateway.services import Services
@@ -68,7 +68,7 @@ class ServerFailed(RegistryError):
 async def serve(
     settings: Settings,
     worker_command: Sequence[str] = WORKER_COMMAND,
-    early: Process | None = None,
+    early: EarlyWorker | None = None,
 ) -> None:
     """Run until SIGTERM or SIGINT. `early`: a worker's process that waits for its configuration.
 
@@ -117,7 +117,7 @@ class Server:
         context: zmq.Context[zmq.Socket[bytes]],
         worker_command: Sequence[str],
         admin_password: str = "",
-        early: Process | None = None,
+        early: EarlyWorker | None = None,
     ) -> None:
         """`admin_password`: to be shown once, in the start block. `early`: see `serve`."""
         self._settings = settings

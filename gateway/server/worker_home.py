@@ -6,14 +6,13 @@ Kept alive by worker_process.py; who talks to it is not known here.
 import json
 import logging
 import os
-from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import worker_environment
 from gateway.policy.budget import device_budget_bytes, host_tier_bytes, reserve_bytes
 from gateway.registration.bootstrap import DEMO_MODELS_DIR
 from gateway.server import machine
-from gateway.server.worker_process import WorkerProcess
+from gateway.server.worker_process import EarlyWorker, WorkerProcess
 from gateway.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -29,11 +28,12 @@ class WorkerHome:
         settings: Settings,
         command: Sequence[str],
         on_exit: Callable[[str], None],
-        early: Process | None = None,
+        early: EarlyWorker | None = None,
     ) -> None:
         self._settings = settings
         self._weights: Mapping[str, int] = {}
-        self._free_bytes = machine.free_memory_bytes()
+        # What its imports take by and by is no reason for another budget at each start.
+        self._free_bytes = early.free_bytes if early else machine.free_memory_bytes()
         self._arena_bytes = 0
         self.endpoint = f"ipc://{machine.socket_path(settings.data_path, WORKER_ID)}"
         self.process = WorkerProcess(
@@ -43,7 +43,7 @@ class WorkerHome:
             settings.worker_restart_backoff_s,
             on_exit=on_exit,
             command=command,
-            early=early,
+            early=early.process if early else None,
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:

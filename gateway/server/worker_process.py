@@ -21,6 +21,9 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from gateway.server import machine
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +36,19 @@ GIVEN_LATER = "-"
 """In a configuration's place: it will be written to the worker's standard input."""
 
 
-async def start_early(command: Sequence[str], environment: Mapping[str, str]) -> Process:
-    """A worker's process that waits for its configuration. Nobody keeps it alive until a
-    `WorkerProcess` gets it; it ends with this one, whose end of the pipe it reads."""
-    return await _start([*command, GIVEN_LATER], environment, asyncio.subprocess.PIPE)
+class EarlyWorker(NamedTuple):
+    """A worker's process that waits for its configuration, and what memory was free before it."""
+
+    process: Process
+    free_bytes: int
+
+
+async def start_early(command: Sequence[str], environment: Mapping[str, str]) -> EarlyWorker:
+    """Nobody keeps it alive until a `WorkerProcess` gets it; where this process is gone it ends
+    once its imports are done, for it reads this one's end of a pipe."""
+    free_bytes = machine.free_memory_bytes()
+    process = await _start([*command, GIVEN_LATER], environment, asyncio.subprocess.PIPE)
+    return EarlyWorker(process, free_bytes)
 
 
 class WorkerProcess:
@@ -129,16 +141,16 @@ class WorkerProcess:
     async def _run_once(self) -> str:
         """Start it, wait for its end, say how it ended."""
         process, self._early = self._early, None
+        is_early = process is not None
         if process is None:
             command = [*self._command, self._make_config()]
             process = await _start(command, self._environment, asyncio.subprocess.DEVNULL)
-            self._process = process
-        else:
-            self._process = process
-            await _configure(process, self._make_config())
+        self._process = process
         self.num_starts += 1
         logger.info("process started name=%s pid=%d", self._worker_id, process.pid)
         try:
+            if is_early:
+                await _configure(process, self._make_config())
             status = await process.wait()
         finally:
             if process.returncode is None:
@@ -165,6 +177,8 @@ async def _configure(process: Process, config: str) -> None:
     """One line, and no more to come. A process that has ended meanwhile is seen by who waits."""
     pipe = process.stdin
     assert pipe is not None
+    if pipe.is_closing():  # So uvloop has it; on asyncio's own loop a write comes to nothing.
+        return
     with contextlib.suppress(ConnectionError):
         pipe.write(f"{config}\n".encode())
         await pipe.drain()

@@ -1,8 +1,9 @@
 """`polyhost serve`: which options become which settings, and the worker that starts before all."""
 
 import os
+import signal
+import subprocess
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from gateway.cli import serve as command
 from gateway.cli.main import main
 from gateway.server import supervisor
+from gateway.server.worker_process import EarlyWorker
 from gateway.settings import Settings
 from registry.errors import RegistryError
 
@@ -23,7 +25,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     monkeypatch.chdir(tmp_path)
     started: list[Settings] = []
 
-    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
+    async def serve(settings: Settings, worker_command: Sequence[str], early: EarlyWorker) -> None:
         started.append(settings)
 
     monkeypatch.setattr(supervisor, "serve", serve)
@@ -69,10 +71,10 @@ def test_a_server_that_cannot_begin_leaves_no_worker(
 ) -> None:
     workers: list[int] = []
 
-    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
+    async def serve(settings: Settings, worker_command: Sequence[str], early: EarlyWorker) -> None:
         assert worker_command == WAITS
-        os.kill(early.pid, 0)
-        workers.append(early.pid)
+        os.kill(early.process.pid, 0)
+        workers.append(early.process.pid)
         raise RegistryError("another server has this folder")
 
     monkeypatch.setattr(supervisor, "serve", serve)
@@ -93,11 +95,46 @@ def test_the_worker_hears_of_its_threads_before_it_imports(
         f"pathlib.Path({str(told)!r}).write_text(str([os.environ.get(name) for name in names]))\n"
     )
 
-    async def serve(settings: Settings, worker_command: Sequence[str], early: Process) -> None:
-        await early.wait()
+    async def serve(settings: Settings, worker_command: Sequence[str], early: EarlyWorker) -> None:
+        await early.process.wait()
 
     monkeypatch.setattr(supervisor, "serve", serve)
     monkeypatch.setattr(command, "WORKER_COMMAND", (sys.executable, "-c", program))
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setenv("POLYHOST_REDIS_URL", "redis://user:secret@127.0.0.1:1")
     assert main(["serve", "--threads", "3"]) == 0
     assert told.read_text() == str(["3", "PASSIVE", None])
+
+
+SCENE = """
+import os, signal, sys
+from gateway.cli import serve
+from gateway.cli.main import main
+from gateway.server.worker_process import start_early
+
+async def start(command, environment):
+    print("gateway.server.supervisor" in sys.modules, flush=True)
+    worker = await start_early(command, environment)
+    os.kill(os.getpid(), signal.SIGINT)  # amid the imports, which are next
+    return worker
+
+serve.WORKER_COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read()", "--config")
+serve.start_early = start
+sys.exit(main(["serve", "--data-dir", sys.argv[1]]))
+"""
+
+
+def test_the_worker_starts_before_the_imports_and_an_interrupt_amid_them_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCENE, str(tmp_path / "d")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert done.stdout == "False\n"
+    assert (done.returncode, done.stderr) == (1, "polyhost: interrupted\n")
+    assert not list((tmp_path / "d").glob("*.db*"))

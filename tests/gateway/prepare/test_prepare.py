@@ -4,6 +4,7 @@ import asyncio
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,32 @@ async def test_a_small_catalog_and_pinned_models_are_read_ahead(
     pool.close()
 
 
+async def test_no_more_are_read_ahead_than_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = counted(monkeypatch)
+    write_model(tmp_path)
+    models = [replace(hosted_model(tmp_path, name), revision=name) for name in ("a", "b")]
+    pool = PreparePool(1, 8)
+    await Codecs(pool, max_codecs=1).read_ahead(models)
+    assert loaded == []
+    pool.close()
+
+
+async def test_what_reading_leaves_behind_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[int] = []
+    library = SimpleNamespace(malloc_trim=trimmed.append)
+    monkeypatch.setattr(module, "sys", SimpleNamespace(platform="linux"))
+    monkeypatch.setattr(module, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    stage = preparer(tmp_path)
+    await prepared(stage)
+    await prepared(stage)
+    assert trimmed == [0]
+    stage.close()
+
+
 async def test_reading_ahead_survives_a_tokenizer_that_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +145,7 @@ async def test_reading_ahead_survives_a_tokenizer_that_is_broken(
     ]
     await codecs.read_ahead(models)
     assert loaded == [broken, whole]
-    assert "tokenizer of model broken cannot be loaded" in caplog.text
+    assert "tokenizer of model broken is not read ahead" in caplog.text
     with pytest.raises(ApiError):
         await codecs.text(models[0])
     pool.close()

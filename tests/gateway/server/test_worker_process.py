@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 import sys
-from asyncio.subprocess import Process
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 
-from gateway.server.worker_process import WorkerProcess, start_early
+from gateway.server.worker_process import EarlyWorker, WorkerProcess, start_early
 
 SLEEPS = "import time\ntime.sleep(600)"
 IGNORES_TERM = (
@@ -41,7 +41,7 @@ class Watched:
         program: str,
         backoff_s: float = 0.01,
         arguments: tuple[str, ...] = (),
-        early: Process | None = None,
+        early: EarlyWorker | None = None,
     ) -> None:
         self.ends: list[str] = []
         self.configs: list[str] = []
@@ -52,7 +52,7 @@ class Watched:
             backoff_s,
             self.ends.append,
             command=(sys.executable, "-c", program, *arguments),
-            early=early,
+            early=early.process if early else None,
         )
         self.task = asyncio.create_task(self.process.run())
 
@@ -134,42 +134,74 @@ async def test_cancelling_leaves_no_process_behind() -> None:
     raise AssertionError("the worker is still there")
 
 
-async def early_one(program: str, *arguments: str) -> Process:
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+"""They differ in what writing to a process that has ended does."""
+
+
+def wait_unseen(pid: int) -> None:
+    """Blocks until it has ended; the loop is not to notice meanwhile."""
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+async def early_one(program: str, *arguments: str) -> EarlyWorker:
     return await start_early((sys.executable, "-c", program, *arguments), dict(os.environ))
 
 
-async def test_one_that_was_started_early_is_the_first(tmp_path: Path) -> None:
+@LOOPS
+def test_one_that_was_started_early_is_the_first(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
     told = tmp_path / "told"
-    early = await early_one(LISTENS, str(told))
-    watched = Watched(LISTENS, arguments=(str(told),), early=early)
-    assert await watched.started() == early.pid
-    await watched.until(lambda: told.exists() and told.read_text() == "'config 0'\n")
-    os.kill(early.pid, signal.SIGKILL)
-    second = await watched.started(times=2)
-    assert second != early.pid
-    await watched.until(lambda: told.read_text() == "'config 0'\n'config 1'\n")
-    await watched.process.stop(timeout_s=20.0)
-    await watched.task
-    assert watched.ends[0] == "killed by signal 9"
+
+    async def scene() -> None:
+        early = await early_one(LISTENS, str(told))
+        watched = Watched(LISTENS, arguments=(str(told),), early=early)
+        assert await watched.started() == early.process.pid
+        await watched.until(lambda: told.exists() and told.read_text() == "'config 0'\n")
+        os.kill(early.process.pid, signal.SIGKILL)
+        second = await watched.started(times=2)
+        assert second != early.process.pid
+        await watched.until(lambda: told.read_text() == "'config 0'\n'config 1'\n")
+        await watched.process.stop(timeout_s=20.0)
+        await watched.task
+        assert watched.ends[0] == "killed by signal 9"
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scene())
 
 
-async def test_one_that_ended_before_it_was_told_anything_is_started_anew() -> None:
-    early = await early_one("import sys\nsys.exit(7)")
-    await early.wait()
-    watched = Watched(SLEEPS, early=early)
-    second = await watched.started(times=2)
-    assert watched.ends == ["exit status 7"]
-    assert second != early.pid
-    await watched.process.stop(timeout_s=20.0)
-    await watched.task
+@LOOPS
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_one_that_ended_before_it_was_told_anything_is_started_anew(
+    is_seen: bool, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """Whether the loop has noticed its end by then, or not."""
+
+    async def scene() -> None:
+        early = await early_one("import sys\nsys.exit(7)")
+        if is_seen:
+            await early.process.wait()
+            await asyncio.sleep(0.05)
+        else:
+            wait_unseen(early.process.pid)
+        watched = Watched(SLEEPS, early=early)
+        second = await watched.started(times=2)
+        assert watched.ends == ["exit status 7"]
+        assert second != early.process.pid
+        await watched.process.stop(timeout_s=20.0)
+        await watched.task
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scene())
 
 
 async def test_one_that_nobody_takes_ends_with_its_pipe(tmp_path: Path) -> None:
     told = tmp_path / "told"
     early = await early_one(LISTENS, str(told))
-    assert early.stdin is not None
-    early.stdin.close()
-    assert await early.wait() == 0
+    assert early.free_bytes > 0
+    assert early.process.stdin is not None
+    early.process.stdin.close()
+    assert await early.process.wait() == 0
     assert told.read_text() == "''\n"
 
 
