@@ -1,6 +1,7 @@
 """Keeping a worker process alive: restarts, pauses, ends; with small Python programs as workers."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -140,7 +141,8 @@ LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_
 
 def wait_unseen(pid: int) -> None:
     """Blocks until it has ended; the loop is not to notice meanwhile."""
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ChildProcessError):  # asyncio's own thread was quicker.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 async def early_one(program: str, *arguments: str) -> EarlyWorker:
