@@ -1,9 +1,10 @@
 """What a worker is started with: two frozen structs, read as JSON.
 
-The supervisor writes them (`python -m engine.worker.main --config '<json WorkerConfig>'`, or `-` and
-a line on standard input where the worker starts first), the engine and the worker read them; nothing here looks at the environment, the device or a file. Every
-bound of the worker has its name here. Unknown fields and impossible values are refused at decoding
-(msgspec.ValidationError), so that a typo in a setting stops the start and not a request.
+The supervisor writes them (`python -m engine.worker.main --config '<json WorkerConfig>'`, or `-`
+and a line on standard input where the worker starts first), the engine and the worker read them;
+nothing here looks at the environment, the device or a file. Every bound of the worker has its name
+here. Unknown fields and impossible values are refused at decoding (msgspec.ValidationError), so
+that a typo in a setting stops the start and not a request.
 
 Sizes are bytes and times seconds unless the name says otherwise.
 """
