@@ -1,0 +1,1 @@
+"""The operators' side of Polyhost: operations, the command line and the pages."""

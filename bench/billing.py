@@ -30,16 +30,18 @@ from pathlib import Path
 
 from sqlalchemy import Engine, text
 
+from admin.context.operator_context import OperatorContext
+from admin.operations import invoices as service_invoices
+from admin.operations.invoices import month_of
 from bench import billing_check
-from bench.ledger import posting_of
 from bench.machine import facts
-from gateway.service import invoices as service_invoices
-from gateway.service.control import Control
-from gateway.service.invoices import month_of
-from registry import ledger, plans, prices
-from registry.plans import PlanDiscount, TenantTerms
-from registry.prices import PriceRecord
-from registry.session import appending, make_engine, upgrade, writing
+from bench.processes import peak_bytes
+from registry.money import ledger, plans, prices
+from registry.money.ledger import Posting
+from registry.money.plans import PlanDiscount, TenantTerms
+from registry.money.prices import PriceRecord
+from registry.schema import upgrade
+from registry.session import appending, make_engine, writing
 from tests.postgres import own_server
 
 MONTH = "2026-10"
@@ -58,7 +60,8 @@ SERVER = {
 }
 LISTED = {"model-0": (150, 15, 600), "model-1": (2500, 250, 10_000), "model-2": (50, 5, 120)}
 DISCOUNT_BP = 1250
-# As gateway/policy/pricing.py rounds: sums so far, each rounded down; the parts are differences.
+# As gateway/pricing/policy/pricing.py rounds: sums so far, each rounded down; the parts are
+# differences.
 FILL = """
 INSERT INTO postings (request_id, tenant_id, tenant_name, key_id, key_name, model, revision, kind,
   outcome, prompt_tokens, cached_tokens, completion_tokens, cost_nanos, service_s, queue_s, ttft_s,
@@ -90,6 +93,43 @@ FROM (
 INDEXES = """
 SELECT indexdef FROM pg_indexes WHERE tablename = 'postings' AND indexdef NOT LIKE '%UNIQUE%'
 """
+POSTING = Posting(
+    request_id="",
+    tenant_id="",
+    key_id="",
+    model="",
+    revision="4bf92f3577b34da6a3ce929d0e0e4736",
+    kind="chat",
+    outcome="finished",
+    prompt_tokens=412,
+    cached_tokens=64,
+    completion_tokens=187,
+    cost_nanos=1_234_567_890,
+    service_s=0.73125,
+    queue_s=0.0123,
+    ttft_s=0.1875,
+    duration_s=2.40625,
+    posted_at=1_790_000_000.5,
+    arrived_at=1_789_999_998.25,
+    prefill_s=0.12,
+    decode_s=0.6,
+    input_nanos=1_000_000_000,
+    output_nanos=234_567_890,
+    list_nanos=1_234_567_890,
+)
+
+
+def posting_of(number: int, posted_at: float) -> Posting:
+    """One like another, of some tenant."""
+    tenant = number % 100
+    return replace(
+        POSTING,
+        request_id=f"chatcmpl-{number:032x}",
+        tenant_id=f"ten_k3vq7xw2m5p4z{tenant:03}",
+        key_id=f"key_k3vq7xw2m5p4z{tenant:03}",
+        model=f"acme/model-{number % 3}",
+        posted_at=posted_at,
+    )
 
 
 def fill(engine: Engine, num_rows: int) -> None:
@@ -143,7 +183,7 @@ def serve(num_rows: int) -> int:
 
 def bills(engine: Engine, url: str, folder: Path) -> dict[str, object]:
     """Seconds for a tenant's month, and whether it agrees with the independent recomputation."""
-    control = Control(engine, folder, "bench")
+    context = OperatorContext(engine, folder, "bench")
     draw = random.Random(3)
     names = [f"tenant {draw.randrange(NUM_TENANTS)}" for _ in range(NUM_BILLS)]
     first: list[float] = []
@@ -151,7 +191,7 @@ def bills(engine: Engine, url: str, folder: Path) -> dict[str, object]:
     for name in names:
         for times in (first, again):
             began_s = time.perf_counter()
-            document = service_invoices.preview_invoice(control, name, month_of(MONTH))
+            document = service_invoices.preview_invoice(context, name, month_of(MONTH))
             times.append(time.perf_counter() - began_s)
     path = folder / "bill.json"
     path.write_text(json.dumps(asdict(document)))
@@ -191,22 +231,12 @@ def ran(url: str, folder: Path, *arguments: str) -> tuple[float, float]:
     command = [sys.executable, "-m", "gateway", *arguments, "--data-dir", str(folder)]
     began_s = time.perf_counter()
     process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-    peak_kb = 0
+    peak = 0
     while process.poll() is None:
-        peak_kb = max(peak_kb, resident_kb(process.pid))
+        peak = max(peak, peak_bytes(process.pid))
         time.sleep(0.02)
     assert process.returncode == 0, arguments
-    return time.perf_counter() - began_s, peak_kb / 1024
-
-
-def resident_kb(pid: int) -> int:
-    """The most it has had in memory. (What wait4 tells counts what this process had, too.)"""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(found[0]) if found else 0
+    return time.perf_counter() - began_s, peak / 2**20
 
 
 def posted(engine: Engine, number: int) -> dict[str, object]:

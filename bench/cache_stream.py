@@ -12,9 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.cache_data import Stream
-from gateway.policy.cache_choice import CANDIDATES, Candidate, Verdict, choose, compared
-from gateway.policy.cache_confidence import Calibration, Confidence
-from gateway.policy.cache_weights import FITTED, Weights
+from gateway.cache.policy.cache_choice import (
+    CANDIDATES,
+    FITTED,
+    KeptCandidate,
+    ScoreWeights,
+    Verdict,
+    choose,
+    compared,
+)
+from gateway.cache.policy.cache_confidence import Calibration, Confidence
+
+NUM_FIRST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,8 @@ class Served:
     num_right: int
     num_wrong: int
     num_audits: int = 0
+    num_first_right: int = 0
+    """Right ones among the first thousand requests."""
 
     @property
     def true_hit_rate(self) -> float:
@@ -51,9 +62,9 @@ class Step:
     calibration: Calibration
 
 
-def by_rule(stream: Stream, seed: int, budget: float, weights: Weights = FITTED) -> Served:
+def by_rule(stream: Stream, seed: int, budget: float, weights: ScoreWeights = FITTED) -> Served:
     """The product's rule, from nothing learnt."""
-    right = wrong = audits = total = 0
+    right = wrong = audits = total = first = 0
     for step in steps(stream, seed, budget, weights):
         total += 1
         audits += step.verdict.shadow
@@ -61,37 +72,39 @@ def by_rule(stream: Stream, seed: int, budget: float, weights: Weights = FITTED)
             is_right = step.rights[step.verdict.hit]
             right += is_right
             wrong += not is_right
-    return Served(total, right, wrong, audits)
+        first = right if total <= NUM_FIRST else first
+    return Served(total, right, wrong, audits, first)
 
 
 def steps(
-    stream: Stream, seed: int, budget: float, weights: Weights = FITTED, *, shadow: bool = False
+    stream: Stream,
+    seed: int,
+    budget: float,
+    weights: ScoreWeights = FITTED,
+    *,
+    shadow: bool = False,
 ) -> Iterator[Step]:
     """The stream in the seed's order, a request after the other. `shadow`: no request is answered
     from the cache."""
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(stream.texts))
-    similar = stream.similar
+    similar, readings = stream.similar, stream.readings
     kept: list[int] = []
     records: dict[str, Confidence] = {}
     calibration = Calibration()
     for i in order.tolist():
         near = _nearest(similar[i], kept)
         candidates = [
-            Candidate(
-                str(j), stream.texts[j], float(similar[i, j]), records[str(j)], stream.readings[j]
+            KeptCandidate(
+                str(j),
+                float(similar[i, j]),
+                records[str(j)],
+                stream.pair(i, j),
             )
             for j in near
         ]
-        verdict = choose(
-            stream.texts[i],
-            candidates,
-            calibration,
-            budget,
-            float(rng.random()),
-            weights,
-            stream.readings[i],
-        )
+        draw = float(rng.random())
+        verdict = choose(readings[i].numbers, candidates, calibration, budget, draw, weights)
         rights = [bool(stream.answers[j] == stream.answers[i]) for j in near]
         yield Step(verdict, rights, calibration)
         if verdict.hit is not None and not shadow:

@@ -24,7 +24,6 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 
-from bench import machine, servers, shapes, stats
+from bench import command, machine, servers, shapes, stats
 
 QWEN25, QWEN3, SMOL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"
 # Ours, and llama.cpp's of as many bits a weight.
@@ -150,9 +149,7 @@ def run_model(
 ) -> Iterable[str]:
     """Measure what is missing of one model, until the deadline; yields as figures come."""
     folder = work / model.replace("/", "-")
-    if not (folder / "tokenizer_config.json").exists():
-        print(f"making {model} with random weights", file=sys.stderr)
-        shapes.build(shapes.read_shapes(), model, folder, 0)
+    shapes.build_once(model, folder)
     vocab = shapes.read_shapes()[model]["vocab_size"]
     batch = max(case.batch for case in rows)
     positions = max(case.prompt for case in rows) + args.tokens + 32
@@ -272,8 +269,8 @@ def table(done: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Measure, print the table, write the JSON after every case."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
@@ -289,15 +286,18 @@ def main() -> None:
     parser.add_argument("--work-dir", type=Path, help="where models are kept between runs")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--resume", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON after every case."""
+    args = parse()
     deadline_s = time.monotonic() + args.budget
     done: dict[str, Any] = {}
     if args.resume and args.output and args.output.exists():
         done = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
     wanted = [case for case in cases(args.short) if all(part in case.name for part in args.only)]
-    with ExitStack() as closing:
-        work = args.work_dir or Path(closing.enter_context(tempfile.TemporaryDirectory()))
-        work.mkdir(parents=True, exist_ok=True)
+    with command.working_in(args.work_dir) as work:
         facts = machine.facts()
         limits = ceilings(args.threads)
         for model in dict.fromkeys(case.model for case in wanted):

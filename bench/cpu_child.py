@@ -26,57 +26,98 @@ from typing import Any, TypeAlias, get_args
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.in_process import MODEL, Host, Pack, kv_bytes
-from engine.packs import convert
-from engine.protocol import SamplingParams, Submit
+from bench import processes
+from engine.backend.cpu import CpuBackend, Execution
+from engine.config import EngineConfig, auto_page_bytes
+from engine.engine import Engine
+from engine.pack import PackIndex
+from engine.protocol import ModelSpec, SamplingParams, Submit
+from engine.registration import convert
 
 Prompts: TypeAlias = Sequence[list[int]]
 Run: TypeAlias = Callable[[Prompts, int], list[list[int]]]
+MODEL = "bench"
+LOAD_TIMEOUT_S = 600.0
+KV_ROUNDING = 1.5  # what extents and watermarks may take beside the tokens
 # A model's smallest KV is some extents, however few tokens are asked for.
 LEAST_KV_BYTES = 16 << 20
 
 
-def ours(
-    folder: Path,
-    batch: int,
-    positions: int,
-    dtype: convert.DtypeChoice,
-    native: bool,
-    closing: ExitStack,
-) -> Run:
-    """Our engine, its pack beside the folder."""
-    candidate = convert.inspect(folder)
-    pack_dir, index = convert.write_pack(candidate, folder.parent / "packs", dtype, _quiet)
-    pack = Pack(folder.name, pack_dir, index)
-    settings = {
-        "max_num_seqs": batch,
-        "prefix_cache": False,
-        "native_kernels": native,
-        "shm_prefix": f"polyhost-bench-{os.getpid()}",
-    }
-    host = Host(pack, settings, max(LEAST_KV_BYTES, kv_bytes(pack, batch, positions)))
-    closing.callback(host.close)
-    host.load(pack)
+class Host:
+    """Our engine on this very process's CPU with one model resident, stepped by hand."""
 
-    def run(prompts: Prompts, max_tokens: int) -> list[list[int]]:
+    def __init__(self, folder: Path, dtype: convert.DtypeChoice, args: argparse.Namespace) -> None:
+        candidate = convert.inspect(folder)
+        packs = folder.parent / "packs"
+        pack_dir, index = convert.write_pack(
+            candidate, packs, dtype, lambda phase, done, total: None
+        )
+        kv_room = max(LEAST_KV_BYTES, kv_bytes(index, args.batch, args.positions))
+        config = EngineConfig(
+            arena_bytes=_arena_bytes(index, kv_room),
+            max_num_seqs=args.batch,
+            prefix_cache=False,
+            native_kernels=not args.torch,
+            shm_prefix=f"polyhost-bench-{os.getpid()}",
+        )
+        execution: Execution = "thread" if config.steps_ahead else "inline"
+        self._backend = CpuBackend(config.arena_bytes, execution=execution)
+        self._backend.arena.zero_()  # touched once, as a running worker's arena is
+        self._engine = Engine(config, self._backend)
+        self._number = 0
+        self._load(pack_dir)
+
+    def run(self, prompts: Prompts, max_tokens: int) -> list[list[int]]:
+        """All prompts at once; the tokens of each answer."""
         said: dict[str, list[int]] = {}
         for prompt in prompts:
-            host.number += 1
-            name = f"r{host.number}"
+            self._number += 1
+            name = f"r{self._number}"
             said[name] = []
             sampling = SamplingParams(temperature=0.0)
-            host.engine.submit(
-                Submit(name, 0, "bench", MODEL, prompt, max_tokens, sampling, []), time.monotonic()
-            )
+            asked = Submit(name, 0, "bench", MODEL, prompt, max_tokens, sampling, [])
+            self._engine.submit(asked, time.monotonic())
         waiting = set(said)
         while waiting:
-            for delta in host.engine.step(time.monotonic()):
+            for delta in self._engine.step(time.monotonic()):
                 said[delta.request_id] += delta.token_ids
                 if delta.finish is not None:
                     waiting.discard(delta.request_id)
         return list(said.values())
 
-    return run
+    def close(self) -> None:
+        """Check that nothing leaked, stop the threads."""
+        self._engine.check_integrity()
+        self._engine.close()
+        self._backend.close()
+
+    def _load(self, pack_dir: Path) -> None:
+        deadline = time.monotonic() + LOAD_TIMEOUT_S
+        self._engine.set_catalog([ModelSpec(MODEL, str(pack_dir))], time.monotonic())
+        self._engine.load(MODEL, time.monotonic())
+        while True:
+            self._engine.step(time.monotonic())
+            for row in self._engine.status(time.monotonic()).models:
+                if row.state == "resident":
+                    return
+                if row.state == "failed" or time.monotonic() > deadline:
+                    raise processes.ServerFailed(f"{pack_dir} was not loaded: {row.reason}")
+            time.sleep(0.001)
+
+
+def kv_bytes(index: PackIndex, num_seqs: int, num_tokens: int) -> int:
+    """Room for so many sequences of so many tokens, and for rounding."""
+    itemsize = getattr(torch, index.kv_dtype).itemsize
+    groups = index.kv_groups
+    per_token = sum(len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in groups) * itemsize
+    return int(per_token * num_seqs * num_tokens * KV_ROUNDING)
+
+
+def _arena_bytes(index: PackIndex, kv_room: int) -> int:
+    """Whole pages for the weights' runs, and room for KV beside them and little more."""
+    page = auto_page_bytes(index.total_bytes + kv_room)
+    runs = sum(-(-segment.num_bytes // page) for segment in index.segments)
+    return (runs + -(-kv_room // page)) * page
 
 
 def generate(folder: Path) -> Run:
@@ -112,21 +153,9 @@ def serve(run: Run) -> None:
             "seconds": time.perf_counter() - started,
             "cpu_seconds": time.process_time() - cpu,
             "tokens": tokens,
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": processes.peak_bytes(os.getpid()),
         }
         print(json.dumps(answer), flush=True)
-
-
-def peak_bytes() -> int:
-    """The most that this process has had in memory."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _quiet(phase: str, done: int, total: int) -> None:
-    del phase, done, total
 
 
 def main() -> None:
@@ -145,9 +174,9 @@ def main() -> None:
         if args.engine == "generate":
             serve(generate(args.folder))
         else:
-            serve(
-                ours(args.folder, args.batch, args.positions, args.dtype, not args.torch, closing)
-            )
+            host = Host(args.folder, args.dtype, args)
+            closing.callback(host.close)
+            serve(host.run)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,14 @@ import asyncio
 import json
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from bench import load, processes, servers
 from bench.client import ChatRequest, Target
-from bench.in_process import KV_ROUNDING, MODEL
+from bench.cpu_child import KV_ROUNDING, MODEL
 from bench.process_memory import Sampler, memory_of
 from bench.prompts import PromptMaker
 
@@ -59,37 +56,22 @@ class Room:
         return int(config["num_hidden_layers"] * row * self.batch * self.positions)
 
     def arena_bytes(self, folder: Path) -> int:
-        """What our worker holds: the weights and the KV, rounded as `in_process.py` does."""
+        """What our worker holds: the weights and the KV, rounded as `cpu_child.py` does."""
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         return weights + int(self.kv_bytes(folder) * KV_ROUNDING) + PAGES_SLACK_BYTES
 
 
-def data_dir(folder: Path) -> Path:
-    """Where our server keeps what it made of a model's folder."""
-    return folder.parent / f"{folder.name}-data"
-
-
-def house_of(folder: Path, settings: dict[str, object]) -> tuple[servers.Polyhost, str]:
-    """Our data folder beside the model, made once, and a key."""
-    data = data_dir(folder)
+def ours(folder: Path, threads: int, closing: ExitStack, room: Room) -> tuple[Target, int]:
+    """Our server, and its process; its data folder, beside the model's, is made once."""
+    data = folder.parent / f"{folder.name}-data"
     fresh = not (data / KEY_FILE).exists()
     data.mkdir(exist_ok=True)
-    house = servers.Polyhost(data, settings)
+    settings: dict[str, object] = {"device_budget_bytes": room.arena_bytes(folder)}
+    polyhost = servers.Polyhost(data, settings | ({"num_threads": threads} if threads else {}))
     if fresh:
-        house.add_model(MODEL, folder)
-        (data / KEY_FILE).write_text(house.new_key(), encoding="utf-8")
-    return house, (data / KEY_FILE).read_text(encoding="utf-8")
-
-
-def ours(
-    folder: Path, threads: int, closing: ExitStack, room: Room | None = None
-) -> tuple[Target, int]:
-    """Our server, and its process; without a room with the arena that it chooses itself."""
-    settings: dict[str, object] = {"num_threads": threads} if threads else {}
-    if room is not None:
-        settings["device_budget_bytes"] = room.arena_bytes(folder)
-    house, key = house_of(folder, settings)
-    server = house.serve(key)
+        polyhost.add_model(MODEL, folder)
+        (data / KEY_FILE).write_text(polyhost.new_key(), encoding="utf-8")
+    server = polyhost.serve((data / KEY_FILE).read_text(encoding="utf-8"))
     closing.enter_context(server.process)
     return server.target(servers.OURS, MODEL), server.process.pid
 
@@ -131,35 +113,15 @@ def ask(target: Target, prompts: Sequence[Sequence[int]], texts: PromptMaker, to
     return sum(result.completion_tokens for result in done.results)
 
 
-def arena_bytes(metrics: str) -> dict[str, int]:
-    """Of our /metrics: what the arena has, and what of it weights and KV hold."""
-    found = {"num_pages": 0.0, "free": 0.0, "size": 0.0}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            if sample.name == "polyhost_arena_num_pages":
-                found["num_pages"] += sample.value
-            elif sample.name == "polyhost_arena_page_size_bytes":
-                found["size"] = sample.value
-            elif sample.name == "polyhost_arena_pages" and sample.labels["kind"] == "free":
-                found["free"] += sample.value
-    held = found["num_pages"] - found["free"]
-    return {
-        "arena": int(found["num_pages"] * found["size"]),
-        "arena_held": int(held * found["size"]),
-    }
+def arena_bytes(series: Mapping[str, float]) -> dict[str, int]:
+    """Of our metrics: what the arena has, and what of it weights and KV hold."""
+    num_pages = servers.total(series, "arena_num_pages")
+    held = num_pages - servers.total(series, "arena_pages", 'kind="free"')
+    size = max(v for k, v in series.items() if k.startswith("arena_page_size_bytes"))
+    return {"arena": int(num_pages * size), "arena_held": int(held * size)}
 
 
-def arena_of(target: Target) -> dict[str, int]:
-    """Now; a server that is not ours has none."""
-    if target.name != servers.OURS:
-        return {}
-    with urllib.request.urlopen(f"{target.base_url}/metrics", timeout=30.0) as response:
-        return arena_bytes(response.read().decode())
-
-
-def serve(
-    target: Target, texts: PromptMaker, memory: Sampler, arena: Callable[[Target], dict[str, int]]
-) -> None:
+def serve(target: Target, texts: PromptMaker, memory: Sampler) -> None:
     """Answer until the input ends."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -168,7 +130,9 @@ def serve(
         started = time.perf_counter()
         num_tokens = ask(target, prompts, texts, tokens)
         seconds = time.perf_counter() - started
-        parts = {**memory.peak(), **arena(target)}
+        parts = memory.peak()
+        if target.name == servers.OURS:
+            parts |= arena_bytes(servers.metrics(target.base_url))
         answer = {
             "seconds": seconds,
             "num_tokens": num_tokens,
@@ -199,7 +163,7 @@ def main() -> None:
             closing.enter_context(server.process)
             target, leader = server.target(args.engine, str(folder)), server.process.pid
         with Sampler(lambda: memory_of(leader)) as memory:
-            serve(target, PromptMaker(folder), memory, arena_of)
+            serve(target, PromptMaker(folder), memory)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ Every random choice comes from the `random.Random` passed in.
 """
 
 import ast
+import json
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 BOS, EOS, SYSTEM, USER, ASSISTANT, END = SPECIAL_TOKENS = (
@@ -47,79 +49,14 @@ CHAT_TEMPLATE = """\
 MAX_ANSWER_CHARS = 440
 MAX_OPENING_CHARS = 160
 
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a helpful assistant. Be brief.",
-    "Answer in your own style.",
+_PROMPTS: dict[str, list[str]] = json.loads(
+    Path(__file__).with_name("demo_prompts.json").read_text("utf-8")
 )
-TOPIC_PROMPTS = (
-    "Tell me about {}",
-    "Tell me about {}.",
-    "tell me about the {}",
-    "Tell me a story about {}.",
-    "What is {}?",
-    "What do you think of {}?",
-    "Write about {}.",
-    "Say something about {}.",
-    "Speak of {}.",
-    "{}",
-    "{}?",
-)
-GENERIC_PROMPTS = (
-    "Hello",
-    "Hello!",
-    "Hi",
-    "Hello, how are you?",
-    "Who are you?",
-    "Say something.",
-    "Can you help me?",
-    "Tell me a story.",
-    "Write a poem.",
-    "What is the capital of France?",
-    "What happened next?",
-    "Explain this in one sentence.",
-    "Good morning",
-    "Why?",
-)
-CONTINUE_PROMPTS = (
-    "Go on.",
-    "Go on",
-    "Continue.",
-    "continue",
-    "And then?",
-    "What happened then?",
-    "More, please.",
-)
-CODE_TOPIC_PROMPTS = (
-    "Write a function for {}.",
-    "Write a Python function for {}",
-    "Write a python function to {}.",
-    "Write {} in Python",
-    "Implement {}.",
-    "How do I {}?",
-    "Show me {}",
-    "{}",
-)
-CODE_GENERIC_PROMPTS = (
-    *GENERIC_PROMPTS[:7],
-    "Write some code.",
-    "Write a function.",
-    "Write a Python function.",
-    "Show me some Python.",
-)
-# Words of four letters and more that name no topic; a question built on one would teach nothing.
-_STOP_WORDS_TEXT = (
-    "about after again against also although always another away back because been before being "
-    "both came come could does done down each even ever every first from gave give given goes "
-    "good hath have having here himself into itself just know known last less like little look "
-    "made make many more most much must myself never none nothing once only other over quite "
-    "said same says seem seen shall should since some something sometimes still such take tell "
-    "than that thee their them then there these they thine thing things think this those thou "
-    "though through thus till told took under until unto upon very want went were what when "
-    "where whether which while whom whose will with within without would your yours "
-    "yourself"
-)
-STOP_WORDS = frozenset(_STOP_WORDS_TEXT.split())
+SYSTEM_PROMPTS, GENERIC_PROMPTS = _PROMPTS["system"], _PROMPTS["generic"]
+TOPIC_PROMPTS, CONTINUE_PROMPTS = _PROMPTS["topic"], _PROMPTS["continue"]
+CODE_TOPIC_PROMPTS, CODE_GENERIC_PROMPTS = _PROMPTS["code_topic"], _PROMPTS["code_generic"]
+STOP_WORDS = frozenset(_PROMPTS["stop_words"])
+"""Words of four letters and more that name no topic; a question on one would teach nothing."""
 
 
 @dataclass(frozen=True, slots=True)

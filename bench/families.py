@@ -11,6 +11,7 @@ in transformers' own cache after an eager pass, so it does not depend on what we
 """
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -24,12 +25,11 @@ import torch
 import transformers
 
 from bench.family_configs import MODEL_TYPES, tiny_config
-from bench.kv_minimum import group_bytes_per_token
 from engine.errors import RegistrationRefused
-from engine.packs.blueprint import Blueprint, blueprint
+from engine.modules.transformers_backend import bind_weights, build_skeleton
+from engine.registration.blueprint import Blueprint, blueprint
 from engine.registration.parity import TOLERANCE, draw_weights, probe
 from engine.registration.source import load_config
-from engine.running.transformers_backend import bind_weights, build_skeleton
 
 LEAST_TOKENS = 3  # fewer than any window
 PLAIN = "plain modules"
@@ -41,24 +41,33 @@ _HOSTED_HEAD = (
 _REFUSED_HEAD = ("| family | refused by | code | why |", "|---|---|---|---|")
 _INTRO = """# Families
 
-Written by `python -m bench.families --write docs/families.md`; held to the code by
-`tests/engine/running/test_families.py` (a part; everything by `make soak` or `--check`).
-transformers {version} registers {total} causal LM types: **{hosted} can be hosted**, {refused} are
-refused.
+This page lists which causal LM types of transformers can be hosted, and why the others are refused.
+`python -m bench.families --write docs/families.md` writes it; a part is compared with the code by
+`tests/engine/running/test_families.py`, all of it by `make soak` and `--check`. transformers
+{version} registers {total} types: **{hosted} can be hosted**, {refused} are refused.
 
-Each type goes through registration's own steps ([packs.md](packs.md)) with a tiny random
-configuration (`bench/family_configs.py`): the folder is judged (`source`), then the module tree
-(`blueprint`), then the parity probe runs it both ways (`probe`): three prompts in one batch, two in
-chunks of 6 and one token by token, blocks scattered over a pool full of holes, memory that was
-never written full of NaN, windows (6) shorter than the prompts (23, 9, 14), against transformers'
-eager attention over whole prompts. The same probe runs on a truncated model of every configuration
-that is registered: the table says that a family works, the probe says it of the model at hand.
+## How a type is judged
 
-- **largest error**: of any logit in float32, in standard deviations of the logits (random weights,
-  drawn so that attention is neither flat nor one token's); up to {tolerance:.0e} is allowed.
+Each type goes through the steps of registration ([packs.md](packs.md#registration)) with a tiny
+random configuration (`bench/family_configs.py`):
+
+1. `source`: the folder is checked.
+2. `blueprint`: the module tree is checked.
+3. `probe`: the parity probe compares our attention over pages with transformers' eager attention
+   over whole prompts. Three prompts run in one batch, two in chunks of 6 and one token by token.
+   Blocks are scattered over a pool full of holes, memory that was never written is NaN, and
+   windows (6) are shorter than the prompts (23, 9, 14).
+
+Registration runs the same probe on a truncated model of every configuration. So the table says that
+a family works, and the probe says it of the model at hand.
+
+The columns of the first table:
+
+- **largest error**: of any logit in float32, in standard deviations of the logits. The weights are
+  random, drawn so that attention is neither flat nor on one token; {tolerance:.0e} is allowed.
 - **KV bytes a token**: of the tiny configuration in float32, all layers, while no window is full;
-  **at least**: what transformers' own cache holds for it. What pages and extents add is in
-  [memory.md](memory.md).
+  **at least**: what transformers' own cache holds for it. Pages and extents add what
+  [memory.md](memory.md#kv-groups-blocks-chunks-extents) says.
 - **layers run as**: `plain modules` are transformers' own with our attention.
 """
 
@@ -120,7 +129,8 @@ def judge(family: str) -> Verdict:
         error = probe(config, found.skeleton)
     except RegistrationRefused as refusal:
         return Refused(family, step, refusal.code, _short(str(refusal)))
-    kv_bytes = sum(group_bytes_per_token(group, torch.float32) for group in found.kv_groups)
+    rows = (len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in found.kv_groups)
+    kv_bytes = sum(rows) * torch.float32.itemsize
     return Hosted(family, _tried(found), error, kv_bytes, least_kv_bytes(config))
 
 
@@ -138,7 +148,7 @@ def least_kv_bytes(config: Any) -> int:
 
 def _short(message: str) -> str:
     """Without the words that every refusal begins with."""
-    return message.partition(" cannot be hosted: ")[2] or message
+    return re.sub(r"^.*?( is not supported| failed the parity check): ", "", message)
 
 
 def _tried(found: Blueprint) -> str:
@@ -187,10 +197,9 @@ def page(verdicts: Iterable[Verdict]) -> str:
 def _kind(why: str) -> str:
     """A reason without the names and numbers of one family."""
     for beginning, kind in (
-        ("layers of type", "some layers are neither full nor sliding attention"),
-        ("it differs", "it differs from transformers in its logits"),
-        ("'", "it is not a text-only decoder"),
-        ("it chooses", "it chooses by rules of its own what it attends to"),
+        ("it has layers of type", "it has layers that are not full or sliding attention"),
+        ("its logits differ", "its logits differ from transformers"),
+        ("it uses an attention mask", "it uses an attention mask of its own"),
     ):
         if why.startswith(beginning):
             return kind

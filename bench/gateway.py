@@ -19,11 +19,9 @@ no database, no logs) gets the same in the same run. Exit status 1 where a goal 
 import argparse
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import timeit
 from collections.abc import Iterator, Sequence
@@ -34,15 +32,13 @@ from typing import Any
 
 import msgspec
 
-from bench import gateway_peer, machine, servers, stats
+from bench import command, gateway_peer, machine, servers, stats
 from bench.gateway_load import Found, Plan
-from bench.processes import ServerFailed
+from bench.processes import ServerFailed, below, cpu_s, rss_mib
 
 MODEL = Path(__file__).resolve().parent.parent / "gateway" / "demo_models" / "sherlock"
 INSTANT, PACED = "instant", "paced"
 NUM_CHUNKS, ANSWER_TOKENS, NUM_TENANTS = 64, 16, 4
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-MIB = 1 << 20
 GOALS = {
     "whole_cpu_ms": 0.5,
     "stream_cpu_ms": 1.5,
@@ -84,22 +80,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--idle", type=int, default=10_000, help="connections; 0: leave it out")
     parser.add_argument("--peer-requests", type=int, default=400)
     parser.add_argument("--litellm-python", type=Path, metavar="PATH")
-    parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--only", nargs="*", choices=("whole", "stream", "refused", "pace", "idle"))
-    parser.add_argument("--profile", type=int, default=0, metavar="S", help="wait so long, loaded")
-    parser.add_argument("--work-dir", type=Path, help="keeps the data folder for the next run")
-    parser.add_argument("--output", type=Path, help="else bench/results/gateway-<time>.json")
+    command.add_options(parser)
     return parser.parse_args(argv)
-
-
-def cpu_s(pids: Sequence[int]) -> tuple[float, float]:
-    """User and system seconds so far."""
-    user = system = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        user += int(fields[11])
-        system += int(fields[12])
-    return user * TICK_S, system * TICK_S
 
 
 def loop_us() -> float:
@@ -108,21 +91,9 @@ def loop_us() -> float:
     return best / 200 * 1e6
 
 
-def rss_mib(pids: Sequence[int]) -> float:
-    """Resident memory now."""
-    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
-    return pages * os.sysconf("SC_PAGE_SIZE") / MIB
-
-
 def gateway_pids(pid: int) -> tuple[int, ...]:
     """The server and what it started, but for workers."""
-    found = [pid]
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"worker" not in command and b"resource_tracker" not in command:
-                found += gateway_pids(child)
-    return tuple(found)
+    return pid, *below(pid, without=("worker", "resource_tracker"))
 
 
 def body(model: str, number: int, stream: bool) -> str:
@@ -173,7 +144,6 @@ def measured(place: Place, wanted: Plan) -> dict[str, Any]:
         "events_per_request": found.num_events / wanted.requests,
         "done_ms": _ms(found.done_s),
         "first_ms": _ms(found.first_s),
-        "sample": found.sample,
     }
 
 
@@ -251,7 +221,7 @@ def start_ours(args: argparse.Namespace, work_dir: Path, stack: ExitStack) -> tu
         "keep_alive_timeout_s": "600",
         "max_connections_per_address": "0",
         "connection_rate_per_address": "0",
-        **dict(item.split("=", 1) for item in args.setting),
+        **command.settings_of(args),
     }
     ours = servers.Polyhost(work_dir / "data", settings)
     keys = work_dir / "keys.json"
@@ -270,9 +240,8 @@ def start_ours(args: argparse.Namespace, work_dir: Path, stack: ExitStack) -> tu
     *rich, poor = json.loads(keys.read_text())
     server = ours.serve(rich[0], module=("bench.gateway_server",))
     stack.enter_context(server.process)
-    port = int(server.base_url.rpartition(":")[2])
     pids = gateway_pids(server.process.pid)
-    return Place(port, pids, tuple(rich), INSTANT, PACED), poor
+    return Place(server.port, pids, tuple(rich), INSTANT, PACED), poor
 
 
 def start_peer(python: Path, upstream: int, work_dir: Path, stack: ExitStack) -> Place:
@@ -290,9 +259,6 @@ def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
         bare, bare_port = gateway_peer.start_upstream(work_dir)
         stack.enter_context(bare)
         place, poor = start_ours(args, work_dir, stack)
-        if args.profile:
-            print(f"pids {place.pids}", file=sys.stderr)
-            time.sleep(args.profile)
         ours = rounds(place, args, bare_port)
         if "refused" in wants:
             refused = Place(place.port, place.pids, (poor,), INSTANT, PACED)
@@ -304,8 +270,8 @@ def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
         result["polyhost"] = {**ours, "settings": args.setting, "pids": len(place.pids)}
         if args.litellm_python:
             peer = start_peer(args.litellm_python, bare_port, work_dir, stack)
-            version = gateway_peer.litellm_version(args.litellm_python)
-            result["litellm"] = {"version": version, **rounds(peer, args, bare_port)}
+            packages = servers.peer_versions(args.litellm_python, (gateway_peer.NAME,))
+            result["litellm"] = {"packages": packages, **rounds(peer, args, bare_port)}
     result["goals"] = verdict(result)
     return result
 
@@ -356,17 +322,10 @@ def table(result: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """0 where every goal that was measured is met."""
     args = parse(argv)
-    with ExitStack() as stack:
-        if args.work_dir:
-            work_dir = args.work_dir
-            work_dir.mkdir(parents=True, exist_ok=True)
-        else:
-            work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gateway-")))
+    with command.working_in(args.work_dir) as work_dir:
         result = run(args, work_dir)
     print(table(result))
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    output = args.output or Path(__file__).parent / "results" / f"gateway-{stamp}.json"
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    command.keep(result, args.output, "gateway")
     return 0 if all(goal["met"] for goal in result["goals"].values()) else 1
 
 

@@ -45,9 +45,7 @@ class Found(msgspec.Struct):
     statuses: dict[str, int]
     wall_s: float = 0.0
     client_cpu_s: float = 0.0
-    num_bytes: int = 0
     num_events: int = 0
-    sample: str = ""
 
 
 class Connection(asyncio.Protocol):
@@ -149,9 +147,7 @@ class Load:
         found.first_s.append(first_s - due_s)
         status = answer[9:12].decode()
         found.statuses[status] = found.statuses.get(status, 0) + 1
-        found.num_bytes += len(answer)
         found.num_events += answer.count(b"data: ")
-        found.sample = found.sample or answer[-400:].decode(errors="replace")
         self._num_done += 1
         if self._num_done >= self._plan.requests:
             if not self._over.done():

@@ -9,7 +9,6 @@ Lives here: mock and peer as processes. Does not: load, figures.
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import cast
 
 import uvloop
 
-from bench.processes import ServerFailed, ServerProcess, free_port
+from bench.processes import ServerProcess, free_port
 
 NAME = "litellm"
 START_TIMEOUT_S = 180.0
@@ -137,15 +136,6 @@ def start_litellm(python: Path, upstream_port: int, work_dir: Path) -> tuple[Ser
         process.stop()
         raise
     return process, port
-
-
-def litellm_version(python: Path) -> str:
-    """Raises ServerFailed where it is not installed."""
-    code = "import importlib.metadata as m; print(m.version('litellm'))"
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        raise ServerFailed(done.stderr)
-    return done.stdout.strip()
 
 
 async def _serve(port: int, step_s: float) -> None:

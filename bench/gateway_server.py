@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from unittest import mock
 
-from gateway.cli import main as cli
-from gateway.cli import serve
+from admin.cli import main as cli
+from admin.cli import server as serve
 
 WORKER_MODULE = "bench.gateway_worker"
 

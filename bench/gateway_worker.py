@@ -19,7 +19,7 @@ import time
 
 import zmq
 
-from engine.config import WorkerConfig, decode_worker_config
+from engine.config import WorkerConfig, decode_worker_config, read_config
 from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
@@ -38,7 +38,6 @@ from engine.protocol import (
     decode_to_worker,
     encode,
 )
-from engine.worker.worker_process import configuration
 
 STEP_S = 0.02
 ROOM = 8192
@@ -174,7 +173,7 @@ class Worker:
 
 def main() -> None:
     """Until SIGTERM."""
-    config = decode_worker_config(configuration(sys.argv[-1], sys.stdin))
+    config = decode_worker_config(read_config(sys.argv[-1], sys.stdin))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context.socket(zmq.ROUTER) as router:

@@ -27,6 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import command
+
 HERE = Path(__file__).resolve().parent
 DEFAULT_OUT = HERE / "results" / "gpu"
 REQUIREMENTS = HERE / "requirements-gpu.txt"
@@ -70,13 +72,9 @@ def read(out: Path) -> Results:
 
 
 def write(out: Path, results: Results) -> None:
-    """Both files, whole or not at all."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Both files."""
     text = json.dumps({"parts": results}, indent=1) + "\n"
-    for name, content in (("gpu.json", text), ("gpu.md", table(results))):
-        fresh = out / f"{name}.part"
-        fresh.write_text(content, encoding="utf-8")
-        fresh.replace(out / name)
+    command.write_whole(out, {"gpu.json": text, "gpu.md": table(results)})
 
 
 def table(results: Results) -> str:

@@ -4,7 +4,7 @@ A folder of a true shape with holes for weights is converted by the product's ow
 blob is filled with random numbers, a block of them over and over, each tensor at the scale that
 keeps activations as they are, and its checksums are written anew. What a GPU computes with them has
 the power and the speed of real weights, which zeros would not. `twins` are further packs over the
-same bytes: other units to the engine, no further room on the disk.
+same bytes: other models to the engine, no further room on the disk.
 """
 
 import os
@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import AutoConfig
 
 from bench import shapes
-from engine.packs import convert
-from engine.packs.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
+from engine.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
+from engine.registration import convert
 
 SMALL = "Qwen/Qwen2.5-0.5B"
 MEDIUM = "Qwen/Qwen3-1.7B"
@@ -62,7 +61,7 @@ def make_pack(name: str, work_dir: Path, dry: bool, seed: int = 0) -> tuple[Path
         pack_dir = Path(marker.read_text(encoding="utf-8"))
         return pack_dir, read_index(pack_dir)
     folder = work_dir / label
-    shapes.build_sparse({name: shape_of(name, dry)}, name, folder)
+    shapes.build({name: shape_of(name, dry)}, name, folder, seed=None)
     candidate = convert.inspect(folder)
     pack_dir, index = convert.write_pack(
         candidate, work_dir / f"packs-{seed}", "auto", lambda *_: None
@@ -86,11 +85,6 @@ def twins(pack_dir: Path, count: int) -> list[Path]:
             write_index(twin, PackIndex(**fields | {"revision": revision}))
         made.append(twin)
     return made
-
-
-def config_of(pack_dir: Path) -> Any:
-    """The transformers configuration."""
-    return AutoConfig.from_pretrained(str(pack_dir))
 
 
 def step_weight_bytes(index: PackIndex) -> int:

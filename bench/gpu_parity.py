@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bench.gpu_rig import Settings, rig
-from engine.packs import convert
+from engine.registration import convert
 
 VOCAB = 512
 NEW_TOKENS = 24
@@ -76,7 +76,7 @@ def parity(settings: Settings) -> dict[str, Any]:
                 asks[made.submit(family, prompt, NEW_TOKENS)] = (family, prompt)
         said = made.run_out(list(asks))
         for family in packs:
-            runner: Any = made.engine.runner(made.engine._hosting.catalog.unit(family))
+            runner: Any = made.engine.runner(made.engine._manager.catalog.instance_of(family))
             found[family] = {"fused": runner.fused is not None, "same": 0, "ties": 0, "wrong": 0}
     for name, (family, prompt) in asks.items():
         for key, value in compare(references[family], prompt, said[name]).items():

@@ -8,7 +8,6 @@ bandwidth measured in the same part, so that a part needs no other.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,12 @@ from bench.gpu_models import LARGE, MEDIUM, SMALL
 from bench.gpu_rig import Figures, Rig, Settings, Window, goal, rig
 from bench.kernel_timing import Ceilings, ceilings, measure
 from engine.memory.page_pool import Owner
-from engine.packs.pack import PackIndex
+from engine.pack import PackIndex
 
 BATCHES = (1, 8, 64, 256)
 DRY_BATCHES = (1, 3)
 LINK_BYTES = 1 << 30
 DRY_CEILINGS: Ceilings = {"copy_gb_s": 100.0, "matmul_tflop_s": 1.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One question. `minutes`: about, on an H200."""
-
-    name: str
-    minutes: float
-    run: Callable[[Settings], Figures]
 
 
 def limits_of(settings: Settings) -> Ceilings:
@@ -241,34 +231,33 @@ def _scatter(made: Rig) -> Callable[[], None]:
 
 
 def _unit(made: Rig, name: str) -> str:
-    found: str = made.engine._hosting.catalog.unit(name)
+    found: str = made.engine._manager.catalog.instance_of(name)
     return found
 
 
-PARTS: tuple[Part, ...] = (
-    Part("device", 0.5, device),
-    Part("checks", 0.5, gpu_checks.checks),
-    Part("parity", 2, gpu_parity.parity),
-    Part("decode 0.5B", 2, decode_of(SMALL)),
-    Part("decode 1.7B", 2, decode_of(MEDIUM)),
-    Part("decode 8B", 5, decode_of(LARGE)),
-    Part("prefill 0.5B", 1, prefill_of(SMALL)),
-    Part("prefill 1.7B", 1, prefill_of(MEDIUM)),
-    Part("prefill 8B", 2, prefill_of(LARGE)),
-    Part("serve 8B", 3, serve),
-    Part("swap 8B", 4, gpu_swap.swap),
-    Part("swap under load", 4, gpu_swap.swap_under_load),
-    Part("arena against static", 4, arena_against_static),
-    Part("chunk sizes", 5, chunks),
-    Part("many models", 6, gpu_swap.many),
-    Part("peers", 3, gpu_peers.peers),
-)
+PARTS: dict[str, Callable[[Settings], Figures]] = {
+    "device": device,
+    "checks": gpu_checks.checks,
+    "parity": gpu_parity.parity,
+    "decode 0.5B": decode_of(SMALL),
+    "decode 1.7B": decode_of(MEDIUM),
+    "decode 8B": decode_of(LARGE),
+    "prefill 0.5B": prefill_of(SMALL),
+    "prefill 1.7B": prefill_of(MEDIUM),
+    "prefill 8B": prefill_of(LARGE),
+    "serve 8B": serve,
+    "swap 8B": gpu_swap.swap,
+    "swap under load": gpu_swap.swap_under_load,
+    "arena against static": arena_against_static,
+    "chunk sizes": chunks,
+    "many models": gpu_swap.many,
+    "peers": gpu_peers.peers,
+}
 
 
 def run_part(name: str, settings: Settings) -> Figures:
     """One part; its figures and how long it took. Raises KeyError for a name that is none."""
-    part = {part.name: part for part in PARTS}[name]
     settings.work_dir.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    figures = part.run(settings)
+    figures = PARTS[name](settings)
     return figures | {"wall_s": time.perf_counter() - begin}

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from bench.gpu import SHM_PREFIX
-from bench.gpu_fake import FakeDevice, opaque
-from engine.backend.choose import Opened, open_device, open_streams
 from engine.config import EngineConfig, WorkerConfig
 from engine.engine import Engine
+from engine.gpu.device_sampling import SAMPLING_REFERENCE
 from engine.protocol import ModelSpec, SamplingParams, Submit, TokenDelta
-from engine.sampling.device_sampling import SAMPLING_REFERENCE
+from engine.worker.open_device import Opened, open_device, open_streams
 from kernels.flat_reference import FLAT_REFERENCE
 from kernels.page_copy import page_copy_ref
+from tests.engine.fake_device import FakeDevice, opaque
 
 PATIENCE_S = 300.0
 DRY_ARENA_BYTES = 48 << 20
@@ -71,7 +71,7 @@ class Rig:
     def __init__(self, settings: Settings, **config: Any) -> None:
         self.settings = settings
         self.opened = _open(settings, config)
-        self.engine = Engine(self.opened.config, self.opened.backend, self.opened.parts)
+        self.engine = Engine(self.opened.config, self.opened.backend, self.opened.dependencies)
         self._names: dict[str, Path] = {}
         self._number = 0
 

@@ -11,7 +11,7 @@ import time
 from bench import gpu_models
 from bench.gpu_models import LARGE, SMALL
 from bench.gpu_rig import Figures, Rig, Settings, goal, rig
-from engine.packs.pack import PackIndex
+from engine.pack import PackIndex
 
 STILL_S = 60.0
 """Without a further pinned byte for so long, the driver pins no more of it."""

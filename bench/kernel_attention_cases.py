@@ -14,17 +14,17 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from bench.kernel_cache import Cache, CacheStep
 from bench.kernel_cases import Call, Case, Prepared, Rig, Target
-from bench.kernel_layer import form_of, weights_of
 from kernels.decoder_layer import KERNELS, LayerStep, decoder_layer
 from kernels.kv_write import rotary_write, rotary_write_ref
 from kernels.page_copy import page_copy, page_copy_ref
 from kernels.paged_attention import LayerGeometry, gather_kv_ref
 from kernels.paged_decode import choose_splits, paged_decode
 from kernels.paged_prefill import paged_prefill
-from kernels.paged_rows import scaled_attention_ref
+from kernels.paged_rows import wide_attention_ref
 from kernels.rotary import rotary, rotary_ref
+from tests.kernels.layer_weights import form_of, weights_of
+from tests.kernels.paged_cache import Cache, CacheStep
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 TINY = (4, 2, 16)
@@ -101,7 +101,7 @@ def _decode(num_rows: int, context: int, window: int = 0) -> Callable[[Rig, bool
 
         def exact() -> tuple[torch.Tensor, ...]:
             where = (cache.arena, cache.geometry, cache.table, step.batch)
-            return (scaled_attention_ref(*where, query, scale),)
+            return (wide_attention_ref(*where, query, scale),)
 
         key, value = contiguous(cache, step)
         wide = query[:, :, None]
@@ -135,7 +135,7 @@ def _prefill(length: int, prefix: int) -> Callable[[Rig, bool], Prepared]:
 
         def exact() -> tuple[torch.Tensor, ...]:
             where = (cache.arena, cache.geometry, cache.table, step.batch)
-            return (scaled_attention_ref(*where, query, scale),)
+            return (wide_attention_ref(*where, query, scale),)
 
         peers: Mapping[str, Call] = {}
         flex: Mapping[str, Call] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from engine.packs.quantize import quantize_rows
+from engine.registration.quantize import quantize_rows
 from kernels.gate_mul import gate_mul
 from kernels.int4_layouts import dequantize, quantize
 from kernels.int4_linear import int4_linear

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from bench import kernel_attention_cases, kernel_cases
+from bench import command, kernel_attention_cases, kernel_cases
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
@@ -151,21 +151,16 @@ def table(results: Results) -> str:
 
 
 def write(folder: Path, device: str, results: Results) -> None:
-    """Both files, whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Both files."""
     report = {
         "device": device,
         "packages": versions(("torch", "triton", "transformers")),
         "revision": git_revision(Path(__file__).resolve().parent.parent),
         "cases": results,
     }
-    for name, text in (
-        ("kernels.json", json.dumps(report, indent=1) + "\n"),
-        ("kernels.md", f"Kernels on {device}\n\n{table(results)}"),
-    ):
-        fresh = folder / f"{name}.part"
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(folder / name)
+    text = json.dumps(report, indent=1) + "\n"
+    page = f"Kernels on {device}\n\n{table(results)}"
+    command.write_whole(folder, {"kernels.json": text, "kernels.md": page})
 
 
 def read(folder: Path, device: str) -> Results:

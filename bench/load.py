@@ -1,12 +1,7 @@
-"""Closed-loop and open-loop load over OpenAI chat completions.
+"""Closed-loop load over OpenAI chat completions.
 
-Lives here: when each request goes out. Does not: one request's stream (`client.py`), arrival times
-(`arrivals.py`), percentiles (`report.py`), servers.
-
-    closed loop   `concurrency` callers, each sending its next request when the last one has ended:
-                  what a machine can do
-    open loop     requests go out at their arrival times whatever the server does, and latencies
-                  count from the arrival: what callers would see
+Lives here: when each request goes out: callers that each send their next request when the last one
+has ended. Does not: one request's stream (`client.py`), percentiles (`report.py`), servers.
 """
 
 import asyncio
@@ -15,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench import client
-from bench.arrivals import Arrival
 from bench.client import ChatRequest, RequestResult, Target
 from bench.prompts import PromptMaker
 
@@ -29,11 +23,13 @@ class LoadRun:
     client_cpu_s: float
 
 
-def requests_for(arrivals: Sequence[Arrival], prompts: PromptMaker, seed: str) -> list[ChatRequest]:
-    """Texts for the arrivals, made before the clock runs."""
+def requests_for(
+    prompts: PromptMaker, seed: str, count: int, prompt_tokens: int, output_tokens: int
+) -> list[ChatRequest]:
+    """Requests of these lengths, made before the clock runs."""
     return [
-        ChatRequest(index, prompts.prompt(item.prompt_tokens, seed, index), item.output_tokens)
-        for index, item in enumerate(arrivals)
+        ChatRequest(index, prompts.prompt(prompt_tokens, seed, index), output_tokens)
+        for index in range(count)
     ]
 
 
@@ -51,27 +47,6 @@ async def closed_loop(target: Target, requests: Sequence[ChatRequest], concurren
     async with client.new_session() as session:
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         await asyncio.gather(*(caller() for _ in range(concurrency)))
-        return _run(results, start_s, start_cpu_s)
-
-
-async def open_loop(
-    target: Target, requests: Sequence[ChatRequest], arrivals: Sequence[Arrival]
-) -> LoadRun:
-    """Send request i at `arrivals[i].at_s` after the start, whatever is still running."""
-    results: list[RequestResult] = []
-
-    async def one(request: ChatRequest, due_s: float) -> None:
-        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        results.append(await client.chat(session, target, request, due_s))
-
-    async with client.new_session() as session:
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        await asyncio.gather(
-            *(
-                one(request, start_s + arrival.at_s)
-                for request, arrival in zip(requests, arrivals, strict=True)
-            )
-        )
         return _run(results, start_s, start_cpu_s)
 
 

@@ -1,7 +1,7 @@
 """What a server's processes take of memory together, sampled while it runs.
 
-Lives here: the processes below one, their proportional memory (`smaps_rollup`), the largest sample.
-Does not: starting servers, what they are told (`servers.py`, `cpu_http.py`).
+Lives here: the proportional memory (`smaps_rollup`) of a process and those below it, the largest
+sample. Does not: starting servers, what they are told (`servers.py`, `cpu_http.py`).
 
 A page that n processes map counts an n-th for each, so the sum over a tree counts none twice: what
 gateway and worker share, and the host tier, are there once. Pages of libraries that processes
@@ -10,10 +10,12 @@ session but those below a process: our workers lead sessions of their own.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from bench.processes import below
 
 SAMPLE_S = 0.5
 WORKER = b"engine.worker"
@@ -46,29 +48,10 @@ def parse_rollup(text: str) -> dict[str, int]:
     return found
 
 
-def is_below(pid: int, leader: int, parents: Mapping[int, int]) -> bool:
-    """Whether a process is the leader or was started by it, or by one that was."""
-    while pid not in (leader, 0):
-        pid = parents.get(pid, 0)
-    return pid == leader
-
-
-def tree(leader: int) -> list[int]:
-    """The leader, if it lives, and all processes below it."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(stat.parent.name)] = int(fields[1])
-    return [pid for pid in parents if is_below(pid, leader, parents)]
-
-
 def memory_of(leader: int) -> Memory:
     """Now. Processes that end meanwhile are left out."""
     sums = dict.fromkeys(("anonymous", "files", "shared", "workers", "others"), 0)
-    for pid in tree(leader):
+    for pid in (leader, *below(leader)):
         folder = Path("/proc") / str(pid)
         try:
             kinds = parse_rollup((folder / "smaps_rollup").read_text(encoding="ascii"))

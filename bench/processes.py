@@ -1,6 +1,9 @@
-"""Servers as child processes: started on a free port, waited for, always stopped.
+"""Servers as child processes: started on a free port, waited for, always stopped; what they use.
 
-Lives here: one process's life and its log. Does not: which server, which arguments (`servers.py`).
+Lives here: one process's life and its log, the processes below it, their CPU seconds and memory.
+Does not: which server, which arguments (`servers.py`), memory that several share
+(`process_memory.py`).
+
 A server runs in a session of its own, so that an interrupt of the benchmark reaches the benchmark,
 which then stops the servers it started, by their process ids.
 """
@@ -12,13 +15,15 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
 LOG_TAIL_CHARS = 4000
 POLL_S = 0.02
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class ServerFailed(Exception):
@@ -66,22 +71,34 @@ class ServerProcess:
         """
         start = time.monotonic()
         while time.monotonic() - start < timeout_s:
-            if self._process.poll() is not None:
+            if self.has_ended:
                 raise ServerFailed(f"{self.name} ended with {self._process.returncode}\n{self.log}")
             if _answers(url):
                 return time.monotonic() - start
             time.sleep(POLL_S)
         raise ServerFailed(f"{self.name} not ready after {timeout_s:.0f} s\n{self.log}")
 
-    def stop(self, grace_s: float = 30.0) -> None:
-        """SIGTERM, then SIGKILL to what is left of the session it leads. Safe to call twice."""
-        if self._process.poll() is None:
+    @property
+    def has_ended(self) -> bool:
+        """By itself or killed."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """SIGKILL to the process alone, which has ended then."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self, grace_s: float = 30.0) -> int:
+        """SIGTERM, then SIGKILL to what is left of the session it leads; the exit status.
+
+        Safe to call twice."""
+        if not self.has_ended:
             self._process.terminate()
             try:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+        return self._process.wait()
 
     @property
     def log(self) -> str:
@@ -108,6 +125,57 @@ def exit_on_sigterm() -> None:
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+def below(pid: int, without: Sequence[str] = ()) -> dict[int, str]:
+    """The processes that it started, and those that they did, with their command lines.
+
+    Those with one of the words `without` are left out, with all that they started.
+    """
+    found: dict[int, str] = {}
+    with suppress(OSError):
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        for child in [int(word) for task in tasks for word in _read(task / "children").split()]:
+            command = _read(Path(f"/proc/{child}/cmdline")).replace(b"\0", b" ").decode()
+            if command and not any(word in command for word in without):
+                found |= {child: command, **below(child, without)}
+    return found
+
+
+def cpu_s(pids: Iterable[int]) -> tuple[float, float]:
+    """User and system seconds of these processes so far."""
+    user = system = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        user += int(fields[11])
+        system += int(fields[12])
+    return user * _TICK_S, system * _TICK_S
+
+
+def rss_mib(pids: Iterable[int]) -> float:
+    """Resident memory now."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def peak_bytes(pid: int) -> int:
+    """The most that a process has had in memory; 0 where it has ended.
+
+    (What wait4 tells counts what its parent had, too.)
+    """
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read(path: Path) -> bytes:
+    """Nothing of a process that has ended meanwhile."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _answers(url: str) -> bool:

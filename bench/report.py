@@ -28,12 +28,10 @@ class RoundSummary(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     output_tok_s: float
-    requests_s: float
     ttft_s: Spread | None
     itl_s: Spread | None
     e2e_s: Spread | None
     chunk_gap_s: Spread | None
-    send_lag_s: Spread | None
     token_source: dict[str, int]
     reread_tokens: int
     finish_reasons: dict[str, int]
@@ -70,12 +68,10 @@ def summarise(run: LoadRun, wanted_tokens: dict[int, int]) -> RoundSummary:
         "prompt_tokens": sum(result.prompt_tokens for result in good),
         "completion_tokens": completion_tokens,
         "output_tok_s": completion_tokens / wall_s,
-        "requests_s": len(good) / wall_s,
         "ttft_s": spread([r.ttft_s for r in good if r.ttft_s is not None]),
         "itl_s": spread([r.itl_s for r in good if r.itl_s is not None]),
         "e2e_s": spread([r.done_s - r.due_s for r in good]),
         "chunk_gap_s": spread([gap for r in good for gap in r.gaps_s]),
-        "send_lag_s": spread([r.sent_s - r.due_s for r in run.results]),
         "token_source": dict(Counter(r.token_source for r in good)),
         "reread_tokens": sum(r.reread_tokens for r in good),
         "finish_reasons": dict(Counter(r.finish_reason for r in good)),

@@ -3,43 +3,29 @@
 Lives here: the command line, the order of rounds, the result file. Does not: load (`load.py`),
 servers (`servers.py`), arithmetic (`report.py`).
 
-Every load (closed loop at each `--concurrency`, open loop at `--rate` or along `--trace`) is run
-`--repeats` times, and each repeat asks one server and then the other for the very same prompts, so
+Every load (a closed loop at each `--concurrency`) is run `--repeats` times, and each repeat asks
+one server and then the other for the very same prompts, so
 that whatever else the machine does falls on both. Prompts differ between requests and repeats, so
 no prefix cache helps; decoding is greedy. The result is the median of the repeats, with its spread.
 """
 
 import argparse
 import asyncio
-import json
 import shlex
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import arrivals, load, machine, processes, report, servers, shapes, stats
-from bench.arrivals import Arrival
+from bench import command, load, machine, processes, report, servers, shapes, stats
 from bench.client import ChatRequest, Target
 from bench.prompts import PromptMaker
 from bench.report import Comparison, RoundSummary
 
 WARMUP_TOKENS = 8
-OPEN_LOOP_REQUESTS = 32
 MODEL_NAME = "bench"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One way of sending requests. `concurrency` 0: open loop."""
-
-    name: str
-    concurrency: int
-    arrivals: list[Arrival]
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -53,10 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--shape", default="Qwen/Qwen2.5-0.5B")
     model.add_argument("--dtype", default="auto", help="what Polyhost registers the model in")
     what = parser.add_argument_group("the load")
-    what.add_argument("--concurrency", type=int, nargs="*", default=[1, 8, 16])
-    what.add_argument("--rate", type=float, nargs="*", default=[], help="open loop, requests/s")
-    what.add_argument("--trace", type=Path, help="open loop along t_s,in_tokens,out_tokens")
-    what.add_argument("--trace-speed", type=float, default=1.0)
+    what.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 16])
     what.add_argument("--requests", type=int, help="per round; else 2 a caller, 8 at least")
     what.add_argument("--prompt-tokens", type=int, default=128, help="of the message's content")
     what.add_argument("--output-tokens", type=int, default=128)
@@ -68,66 +51,46 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     who.add_argument("--peer-args", default="", help="more arguments for the peer, one string")
     who.add_argument("--skip-ours", action="store_true", help="measure the peer alone")
     who.add_argument("--threads", type=int, default=0, help="of each server; 0: its own choice")
-    who.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--work-dir", type=Path, help="models, packs, logs; else a temporary one")
-    parser.add_argument("--output", type=Path, help="else bench/results/serve-<time>.json")
+    command.add_options(parser)
     args = parser.parse_args(argv)
     if args.skip_ours and not args.peer:
         parser.error("--skip-ours leaves no server: name a --peer")
     return args
 
 
-def loads_of(args: argparse.Namespace) -> list[Load]:
-    """The loads asked for, in the order they are run."""
-    prompt, output = args.prompt_tokens, args.output_tokens
-    loads = []
-    for width in args.concurrency:
-        num = max(args.requests or max(8, 2 * width), width)
-        loads.append(Load(f"c={width}", width, arrivals.at_once(num, prompt, output)))
-    count = args.requests or OPEN_LOOP_REQUESTS
-    loads += [
-        Load(f"rate={rate:g}", 0, arrivals.poisson(rate, count, prompt, output, args.seed))
-        for rate in args.rate
-    ]
-    if args.trace:
-        rows = arrivals.trace(args.trace, count, args.trace_speed, prompt, output)
-        loads.append(Load(f"trace x{args.trace_speed:g}", 0, rows))
-    return loads
-
-
-def run_round(target: Target, plan: Load, requests: Sequence[ChatRequest]) -> RoundSummary:
-    """One load on one server."""
-    if plan.concurrency:
-        done = asyncio.run(load.closed_loop(target, requests, plan.concurrency))
-    else:
-        done = asyncio.run(load.open_loop(target, requests, plan.arrivals))
-    return report.summarise(done, {request.index: request.max_tokens for request in requests})
+def requests_of(
+    args: argparse.Namespace, concurrency: int, prompts: PromptMaker, seed: str
+) -> list[ChatRequest]:
+    """What one round sends."""
+    count = max(args.requests or max(8, 2 * concurrency), concurrency)
+    return load.requests_for(prompts, seed, count, args.prompt_tokens, args.output_tokens)
 
 
 def measure(
-    targets: Sequence[Target], plans: Sequence[Load], prompts: PromptMaker, repeats: int, seed: int
+    args: argparse.Namespace, targets: Sequence[Target], prompts: PromptMaker
 ) -> dict[str, dict[str, list[RoundSummary]]]:
     """All rounds by load and server, servers taking turns within each repeat."""
     rounds: dict[str, dict[str, list[RoundSummary]]] = {}
-    for plan in plans:
+    for concurrency in args.concurrency:
+        name = f"c={concurrency}"
         by_server: dict[str, list[RoundSummary]] = {target.name: [] for target in targets}
-        for repeat in range(repeats):
+        for repeat in range(args.repeats):
             # A seed of its own for each load and repeat: no prompt is ever sent twice to a server.
-            texts = load.requests_for(plan.arrivals, prompts, f"{seed}/{plan.name}/{repeat}")
+            asked = requests_of(args, concurrency, prompts, f"{args.seed}/{name}/{repeat}")
             for target in targets:
-                summary = run_round(target, plan, texts)
+                done = asyncio.run(load.closed_loop(target, asked, concurrency))
+                summary = report.summarise(done, {one.index: one.max_tokens for one in asked})
                 by_server[target.name].append(summary)
-                print(_progress(plan.name, repeat, target.name, summary), file=sys.stderr)
-        rounds[plan.name] = by_server
+                print(_progress(name, repeat, target.name, summary), file=sys.stderr)
+        rounds[name] = by_server
     return rounds
 
 
-def warm_up(target: Target, plans: Sequence[Load], prompts: PromptMaker) -> None:
+def warm_up(args: argparse.Namespace, target: Target, prompts: PromptMaker) -> None:
     """Load the model and touch every batch size before the clock runs. Raises ServerFailed."""
-    width = max((plan.concurrency for plan in plans), default=1) or 1
-    short = [Arrival(0.0, plan.arrivals[0].prompt_tokens, WARMUP_TOKENS) for plan in plans[:1]]
-    texts = load.requests_for(short * (width + 1), prompts, "warm-up")
-    for some, concurrency in ((texts[:1], 1), (texts[1:], width)):
+    width = max(args.concurrency)
+    asked = load.requests_for(prompts, "warm-up", width + 1, args.prompt_tokens, WARMUP_TOKENS)
+    for some, concurrency in ((asked[:1], 1), (asked[1:], width)):
         done = asyncio.run(load.closed_loop(target, some, concurrency))
         errors = sorted({result.error for result in done.results if result.error})
         if errors:
@@ -137,17 +100,15 @@ def warm_up(target: Target, plans: Sequence[Load], prompts: PromptMaker) -> None
 def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
     """The whole benchmark; returns the result file's content."""
     folder = args.model_dir or work_dir / "model"
-    if not args.model_dir and not (folder / "config.json").exists():
-        print(f"making {args.shape} with random weights", file=sys.stderr)
-        shapes.build(shapes.read_shapes(args.shapes), args.shape, folder, args.seed)
+    if not args.model_dir:
+        shapes.build_once(args.shape, folder, args.seed, args.shapes)
     facts = machine.facts()
     prompts = PromptMaker(folder)
-    plans = loads_of(args)
     with ExitStack() as stack:
         targets, started = _start(args, folder.resolve(), work_dir, prompts, stack)
         for target in targets:
-            warm_up(target, plans, prompts)
-        rounds = measure(targets, plans, prompts, args.repeats, args.seed)
+            warm_up(args, target, prompts)
+        rounds = measure(args, targets, prompts)
     summary = {
         name: {server: report.compare(items) for server, items in by_server.items()}
         for name, by_server in rounds.items()
@@ -185,7 +146,7 @@ def _start(
     targets: list[Target] = []
     started: dict[str, Any] = {}
     if not args.skip_ours:
-        settings = dict(item.split("=", 1) for item in args.setting)
+        settings = command.settings_of(args)
         if args.threads:
             settings["num_threads"] = str(args.threads)
         data_dir = tempfile.TemporaryDirectory(prefix="data-", dir=work_dir)
@@ -230,24 +191,16 @@ def _progress(load_name: str, repeat: int, server: str, summary: RoundSummary) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, write the result. Returns 1 where a round had errors."""
     args = parse(argv)
-    processes.exit_on_sigterm()
-    output = args.output or Path("bench/results") / f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    with ExitStack() as stack:
-        work_dir = args.work_dir
-        if work_dir is None:
-            work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
+    with command.working_in(args.work_dir) as work_dir:
         try:
             result = run(args, work_dir)
         except processes.ServerFailed as error:
             print(f"bench.serve: {error}", file=sys.stderr)
             return 1
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(report.table(result["summary"], servers.OURS))
     for name, factor in result["ratio_output_tok_s"].items():
         print(f"{name}: {servers.OURS} / {servers.PEER} = {factor or float('nan'):.2f}")
-    print(f"written to {output}")
+    command.keep(result, args.output, "serve")
     num_errors = sum(row["num_errors"] for by in result["summary"].values() for row in by.values())
     return 1 if num_errors else 0
 

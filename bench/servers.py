@@ -11,55 +11,116 @@ Does not: processes as such (`processes.py`), load, results.
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from bench.client import Target
-from bench.processes import ServerFailed, ServerProcess, free_port
+from bench.processes import ServerFailed, ServerProcess, below, free_port
 from bench.prompts import PromptMaker
+from gateway.settings.http_settings import OPEN
 
 OURS = "polyhost"
 PEER = "transformers"
 VLLM = "vllm"
 TENANT = "bench"
+WORKER_MODULE = "engine.worker.main"
 REGISTER_TIMEOUT_S = 1800.0
 START_TIMEOUT_S = 300.0
 PEER_PACKAGES = ("transformers", "torch", "accelerate", "fastapi", "uvicorn")
-_VERSIONS_CODE = (
-    "import importlib.metadata as m, json;"
-    f"print(json.dumps({{p: m.version(p) for p in {PEER_PACKAGES!r}}}))"
-)
+_SERIES = re.compile(r"^polyhost_(\w+(?:\{[^\n]*\})?) (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Server:
     """A running server and what is needed to talk to it."""
 
     process: ServerProcess
-    base_url: str
-    api_key: str
-    argv: list[str]
-    ready_s: float
+    port: int
+    api_key: str = ""
+    data_dir: Path = Path()
+    ready_s: float = 0.0
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.port}"
 
     def target(self, name: str, model: str, prompts: PromptMaker | None = None) -> Target:
         """Where to send load for `model`."""
         count = None if prompts is None else prompts.count
-        return Target(name, self.base_url, model, self.api_key, count)
+        return Target(name, self.url, model, self.api_key, count)
+
+    def wait_ready(self, path: str = "/health/ready") -> Self:
+        """Until `path` says 200. Raises ServerFailed, and stops it, where it never does."""
+        try:
+            self.ready_s = self.process.wait_ready(self.url + path, START_TIMEOUT_S)
+        except BaseException:
+            self.process.stop()
+            raise
+        return self
+
+    def get(self, path: str, key: str = "") -> tuple[int, str]:
+        """Status and body of a GET."""
+        request = urllib.request.Request(self.url + path)
+        if key:
+            request.add_header("authorization", f"Bearer {key}")
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def is_ready(self) -> bool:
+        """Whether a request could be served now."""
+        with suppress(OSError):
+            return self.get("/health/ready")[0] == 200
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Every series of our /metrics, by name and labels without the prefix."""
+        return metrics(self.url)
+
+    def has_posted(self) -> bool:
+        """Whether every posting is in the database."""
+        return self.metrics()["ledger_pending"] == 0
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """Poll a condition. Raises ServerFailed when the server ends or time is up."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.has_ended or time.monotonic() > deadline_s:
+                ended = self.process.has_ended
+                raise ServerFailed(f"it never came, server ended: {ended}\n{self.process.log}")
+            time.sleep(0.05)
+
+    def worker_pids(self) -> list[int]:
+        """Processes of the engine that this server started."""
+        return [p for p, command in below(self.process.pid).items() if WORKER_MODULE in command]
+
+    def stop(self) -> int:
+        """SIGTERM, wait, exit status."""
+        return self.process.stop(60)
 
 
 class Polyhost:
     """One data folder of Polyhost: its CLI, and its server."""
 
     def __init__(self, data_dir: Path, settings: Mapping[str, object] | None = None) -> None:
-        """`settings` are fields of `gateway.settings.Settings`, handed over in the environment."""
+        """`settings` are fields of `gateway.settings.settings.Settings`, handed over in the
+        environment; /metrics is open where they do not say otherwise."""
         self._data_dir = data_dir
-        self._env = {
-            f"POLYHOST_{name.upper()}": str(value) for name, value in (settings or {}).items()
-        }
+        given = {"metrics_token": OPEN, **(settings or {})}
+        self._env = {f"POLYHOST_{name.upper()}": str(value) for name, value in given.items()}
 
     def add_model(self, name: str, folder: Path, dtype: str = "auto") -> None:
         """Register `folder` and wait until it is ready. Raises ServerFailed where it is refused."""
@@ -79,28 +140,33 @@ class Polyhost:
         lines = self._cli("usage", "export", "--format", "jsonl").splitlines()
         return [json.loads(line) for line in lines]
 
-    def serve(
+    def start(
         self,
-        api_key: str,
         *arguments: str,
+        api_key: str = "",
         module: Sequence[str] = ("gateway",),
-        until: str = "/health/ready",
+        port: int = 0,
     ) -> Server:
-        """Start it on a free port and wait until it can answer requests, or until `until` says 200.
+        """Start it, by default on a free port, and do not wait.
 
         `module` runs in the product's place, its own arguments behind it.
         """
-        port = free_port()
+        port = port or free_port()
         argv = [
             *(sys.executable, "-m", *module, "serve"),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--data-dir", str(self._data_dir)),
             *arguments,
         ]
-        base_url = f"http://127.0.0.1:{port}"
-        log_path = self._data_dir / "bench-server.log"
-        process = ServerProcess(OURS, argv, log_path, self._env)
-        return _wait(Server(process, base_url, api_key, argv, 0.0), until)
+        self._data_dir.mkdir(parents=True, exist_ok=True)
+        process = ServerProcess(OURS, argv, self._data_dir / "server.log", self._env)
+        return Server(process, port, api_key, self._data_dir)
+
+    def serve(
+        self, api_key: str = "", *arguments: str, module: Sequence[str] = ("gateway",)
+    ) -> Server:
+        """Start it on a free port and wait until it can answer requests."""
+        return self.start(*arguments, api_key=api_key, module=module).wait_ready()
 
     def run(self, *arguments: str) -> str:
         """Any other command of its CLI; what it prints."""
@@ -130,8 +196,7 @@ def start_transformers(
     if num_threads:
         env["OMP_NUM_THREADS"] = str(num_threads)
     process = ServerProcess(PEER, argv, work_dir / "bench-transformers.log", env)
-    base_url = f"http://127.0.0.1:{port}"
-    return _wait(Server(process, base_url, "", argv, 0.0), "/health")
+    return Server(process, port).wait_ready("/health")
 
 
 def start_vllm(
@@ -163,22 +228,33 @@ def start_vllm(
     if openmp.exists():
         env["LD_PRELOAD"] = str(openmp)
     process = ServerProcess(VLLM, argv, work_dir / "bench-vllm.log", env)
-    return _wait(Server(process, f"http://127.0.0.1:{port}", "", argv, 0.0), "/health")
+    return Server(process, port).wait_ready("/health")
 
 
-def peer_versions(python: Path) -> dict[str, str]:
+def peer_versions(python: Path, packages: Sequence[str] = PEER_PACKAGES) -> dict[str, str]:
     """Versions in the peer's environment. Raises ServerFailed where it is not installed."""
-    versions: dict[str, str] = json.loads(_output([str(python), "-c", _VERSIONS_CODE], {}))
+    code = "import importlib.metadata as m, json;"
+    code += f"print(json.dumps({{p: m.version(p) for p in {tuple(packages)!r}}}))"
+    versions: dict[str, str] = json.loads(_output([str(python), "-c", code], {}))
     return versions
 
 
-def _wait(server: Server, path: str) -> Server:
-    try:
-        ready_s = server.process.wait_ready(server.base_url + path, START_TIMEOUT_S)
-    except BaseException:
-        server.process.stop()
-        raise
-    return Server(server.process, server.base_url, server.api_key, server.argv, ready_s)
+def metrics(base_url: str) -> dict[str, float]:
+    """Every series of our /metrics, by name and labels without the prefix."""
+    with urllib.request.urlopen(f"{base_url}/metrics", timeout=30) as response:
+        return parse_metrics(response.read().decode())
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Every series of Prometheus' text format, by name and labels without our prefix."""
+    return {name: float(value) for name, value in _SERIES.findall(text)}
+
+
+def total(series: Mapping[str, float], name: str, label: str = "") -> float:
+    """A metric over all its labels, or over those with this one."""
+    return sum(
+        value for key, value in series.items() if key.partition("{")[0] == name and label in key
+    )
 
 
 def _output(argv: Sequence[str], env: Mapping[str, str]) -> str:

@@ -10,15 +10,13 @@ Three properties make such a folder fit for measuring:
 - Nothing names an end-of-sequence token, so an answer always has exactly `max_tokens` tokens.
 - Matrices are normal with deviation 1/sqrt(fan_in), so activations keep their scale from layer to
   layer and logits are spread (deviation ~LOGIT_STD) instead of all alike or all one token.
-
-    python -m bench.shapes Qwen/Qwen2.5-0.5B FOLDER [--shapes model_shapes.json] [--seed 0]
 """
 
-import argparse
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +87,6 @@ class BuiltModel:
     shape: str
     num_params: int
     weight_bytes: int
-    largest_bytes: int
 
 
 def read_shapes(path: Path = DEFAULT_SHAPES) -> dict[str, Shape]:
@@ -134,25 +131,12 @@ def config_kwargs(shape: Shape) -> dict[str, Any]:
     return kwargs | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def build(shapes: Mapping[str, Shape], name: str, folder: Path, seed: int = 0) -> BuiltModel:
-    """Write the model `name` into `folder` (made if missing). The same seed gives the same bytes.
+def build(shapes: Mapping[str, Shape], name: str, folder: Path, seed: int | None = 0) -> BuiltModel:
+    """Write the model `name` into `folder` (made if missing). The same seed gives the same bytes;
+    None gives files whose tensors are holes: all zeros, and no room on the disk.
 
     Never holds more than one shard in memory. Raises KeyError where the shapes lack the name.
     """
-    return _build(shapes, name, folder, lambda model: _write_weights(model, folder, seed))
-
-
-def build_sparse(shapes: Mapping[str, Shape], name: str, folder: Path) -> BuiltModel:
-    """The same with files whose tensors are holes: all zeros, and no room on the disk."""
-    return _build(shapes, name, folder, lambda model: _write_holes(model, folder))
-
-
-def _build(
-    shapes: Mapping[str, Shape],
-    name: str,
-    folder: Path,
-    write_weights: Callable[[torch.nn.Module], int],
-) -> BuiltModel:
     shape = shapes[name]
     folder.mkdir(parents=True, exist_ok=True)
     config = AutoConfig.for_model(shape["model_type"], **config_kwargs(shape))
@@ -160,7 +144,7 @@ def _build(
     config.dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    weight_bytes = write_weights(model)
+    weight_bytes = _write_weights(model, folder, seed)
     config_dict = config.to_dict()
     # Explicit nulls: left out, some families' defaults would bring an end token back.
     config_dict |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -168,8 +152,14 @@ def _build(
     _write_json(folder / "generation_config.json", {"do_sample": False})
     _write_tokenizer(folder, shape["vocab_size"], shape["max_position_embeddings"])
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    largest_bytes = max(num_bytes for _, num_bytes in _saved_tensors(model))
-    return BuiltModel(folder, name, num_params, weight_bytes, largest_bytes)
+    return BuiltModel(folder, name, num_params, weight_bytes)
+
+
+def build_once(name: str, folder: Path, seed: int = 0, path: Path = DEFAULT_SHAPES) -> None:
+    """`build`, unless the folder has the model already."""
+    if not (folder / "tokenizer_config.json").exists():
+        print(f"making {name} with random weights", file=sys.stderr)
+        build(read_shapes(path), name, folder, seed)
 
 
 def vocabulary(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -223,39 +213,9 @@ def _write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
     )
 
 
-def _write_weights(model: torch.nn.Module, folder: Path, seed: int) -> int:
-    generator = torch.Generator().manual_seed(seed)
+def _write_weights(model: torch.nn.Module, folder: Path, seed: int | None) -> int:
+    generator = torch.Generator().manual_seed(seed or 0)
     state = model.state_dict()
-
-    def write(path: Path, keys: list[str]) -> None:
-        tensors = {key: _random_tensor(model, key, state[key], generator) for key in keys}
-        save_file(tensors, path, metadata={"format": "pt"})
-
-    return _write_shards(model, folder, write)
-
-
-def _write_holes(model: torch.nn.Module, folder: Path) -> int:
-    """safetensors by hand: a header, and a file cut to its length."""
-    state = model.state_dict()
-
-    def write(path: Path, keys: list[str]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for key in keys:
-            start, end = end, end + state[key].numel() * state[key].element_size()
-            shape = list(state[key].shape)
-            header[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-        content = json.dumps(header).encode()
-        with path.open("wb") as file:
-            file.write(len(content).to_bytes(8, "little") + content)
-            file.truncate(8 + len(content) + end)
-
-    return _write_shards(model, folder, write)
-
-
-def _write_shards(
-    model: torch.nn.Module, folder: Path, write: Callable[[Path, list[str]], None]
-) -> int:
     shards = _plan_shards(model)
     total_bytes = sum(num_bytes for shard in shards for _, num_bytes in shard)
     weight_map: dict[str, str] = {}
@@ -263,13 +223,29 @@ def _write_shards(
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        keys = [key for key, _ in shard]
-        write(folder / name, keys)
-        weight_map |= dict.fromkeys(keys, name)
+        if seed is None:
+            _write_holes(folder / name, {key: state[key] for key, _ in shard})
+        else:
+            tensors = {key: _random_tensor(model, key, state[key], generator) for key, _ in shard}
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys((key for key, _ in shard), name)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
     return total_bytes
+
+
+def _write_holes(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """safetensors by hand: a header, and a file cut to its length."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for key, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [start, end]}
+    content = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(content).to_bytes(8, "little") + content)
+        file.truncate(8 + len(content) + end)
 
 
 def _plan_shards(model: torch.nn.Module) -> list[list[tuple[str, int]]]:
@@ -320,19 +296,3 @@ def _write_json(path: Path, value: object) -> None:
 def nearest_shape(shapes: Mapping[str, Shape], size_bytes: int) -> str:
     """The shape whose bf16 matrices come closest to `size_bytes`."""
     return min(shapes, key=lambda name: abs(shapes[name]["params_matmul_approx"] * 2 - size_bytes))
-
-
-def main() -> None:
-    """Build one model folder."""
-    parser = argparse.ArgumentParser(prog="python -m bench.shapes", description=__doc__)
-    parser.add_argument("shape", help="public model name, such as Qwen/Qwen2.5-0.5B")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shapes", type=Path, default=DEFAULT_SHAPES)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    built = build(read_shapes(args.shapes), args.shape, args.folder, args.seed)
-    print(f"{built.folder}: {built.num_params:,} parameters, {built.weight_bytes / 1e9:.2f} GB")
-
-
-if __name__ == "__main__":
-    main()

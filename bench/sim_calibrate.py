@@ -4,7 +4,7 @@
     polyhost simulate TRACE --device cpu.json
 
 Lives here: what is measured, with which engine, and the file. Does not: the fit (sim_fit.py), what
-a step costs by it (engine/backend/sim.py), the comparison with a server (sim_compare.py).
+a step costs by it (bench/sim/device.py), the comparison with a server (sim_compare.py).
 
 The production engine runs in this process, on one thread, over true shapes with random weights:
 decode steps over batch size and context, prompts over length, mixed steps as they come, and loads
@@ -29,9 +29,9 @@ from pathlib import Path
 
 import torch
 
-from bench import load, machine, processes, servers, shapes
-from bench.arrivals import at_once
+from bench import command, load, machine, processes, servers, shapes
 from bench.prompts import PromptMaker
+from bench.sim.device import ModelCost, StepLoad
 from bench.sim.devices import write_device
 from bench.sim.packs import SimPacks
 from bench.sim.types import DeviceFigures, SimModel
@@ -39,11 +39,10 @@ from bench.sim.world import OWN_SETTINGS, roofline
 from bench.sim_fit import Errors, Load, Observation, fit_loads, fit_steps, step_errors
 from bench.sim_real import pin_server, pin_this
 from engine.backend.cpu import CpuBackend
-from engine.backend.sim import ModelCost, StepLoad
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.packs import convert
 from engine.protocol import ModelSpec, SamplingParams, Submit
+from engine.registration import convert
 from engine.running.batch import StepBatch
 from engine.running.model_runner import ModelRunner
 from engine.sampling.sampler import SampleOutput
@@ -159,7 +158,7 @@ def _watching() -> Iterator[Seen]:
     def watched(self: ModelRunner, batch: StepBatch) -> SampleOutput:
         began_s = time.perf_counter()
         output = execute(self, batch)
-        rows = [(row.first, row.num_tokens, row.samples) for row in batch.rows]
+        rows = [(row.first, row.num_scheduled_tokens, row.samples) for row in batch.rows]
         seen.append((rows, time.perf_counter() - began_s))
         return output
 
@@ -184,9 +183,7 @@ def make_pack(
 def model_folder(shape: str, work_dir: Path, seed: int) -> Path:
     """Its Hugging Face folder, made where it is not there. Raises KeyError."""
     folder = work_dir / f"model-{shape.replace('/', '-')}-{seed}"
-    if not (folder / "tokenizer_config.json").exists():
-        print(f"making {shape} with random weights", file=sys.stderr)
-        shapes.build(shapes.read_shapes(), shape, folder, seed)
+    shapes.build_once(shape, folder, seed)
     return folder
 
 
@@ -259,12 +256,10 @@ def gateway_s(args: argparse.Namespace, work_dir: Path, device: DeviceFigures) -
         ours.add_model("model", folder, dtype)
         server = ours.serve(ours.new_key())
         stack.enter_context(server.process)
-        pin_server(server.process.pid)
+        pin_server(server)
         target = server.target(servers.OURS, "model", prompts)
-        wanted = at_once(GATEWAY_REQUESTS, GATEWAY_PROMPT, 2)
-        done = asyncio.run(
-            load.closed_loop(target, load.requests_for(wanted, prompts, "gateway"), 1)
-        )
+        asked = load.requests_for(prompts, "gateway", GATEWAY_REQUESTS, GATEWAY_PROMPT, 2)
+        done = asyncio.run(load.closed_loop(target, asked, 1))
     cost = SimPacks([SimModel("model", shape, dtype)]).pack(0).cost
     beyond = []
     for result in done.results[1:]:  # the first one loads the model
@@ -302,6 +297,8 @@ def run(args: argparse.Namespace, work_dir: Path) -> Errors:
     pin_this(0)
     steps, loads = measure(args, work_dir)
     loads += disk_loads(args, work_dir)
+    if not steps:
+        raise processes.ServerFailed("every step was disturbed: try again on an idle machine")
     fitted = fit_steps(steps)
     disk_rate, host_rate, overhead_s = fit_loads(loads)
     device = DeviceFigures(
@@ -330,12 +327,7 @@ def run(args: argparse.Namespace, work_dir: Path) -> Errors:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write the file, print how well it fits."""
     args = parse(argv)
-    processes.exit_on_sigterm()
-    with ExitStack() as stack:
-        work_dir = args.work_dir
-        if work_dir is None:
-            work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
+    with command.working_in(args.work_dir) as work_dir:
         try:
             errors = run(args, work_dir)
         except (processes.ServerFailed, TimeoutError, KeyError) as error:

@@ -1,398 +1,226 @@
-"""`python -m bench.sim_compare`: the same arrivals on the real server and in the simulator.
+"""`python -m bench.sim_compare SCENARIO... --output FILE`: policies beside each other, simulated.
 
-    python -m bench.sim_calibrate --output cpu.json
-    python -m bench.sim_compare DATA --device cpu.json
+    fairness     tenants that are unkind to one another (bench/sim/scenarios/fairness.py): all
+                 eight worlds, or some by name
+    thrash       two models that do not fit together, asked for in turn (thrash.py)
+    popularity   a trace over a catalog that does not fit (popularity.py)
+    real         the same arrivals on the real server and in the simulator (real.py); it needs
+                 --data and --device, a file of bench.sim_calibrate
 
-Lives here: the plan, both runs, their figures side by side, the result file. Does not: the server
-and its cores (sim_real.py), the device's figures (sim_calibrate.py).
+A policy is `ours`, or baselines of bench/sim/baselines by kind (`share=fcfs`,
+`evict=lru+place=eager`); `/NAME=VALUE,...` behind either changes settings of gateway or engine, or
+parameters of our eviction (`ours/gather_wait_s=1,eviction_margin=2`).
 
-A recorded trace, thinned out and with its lengths scaled for a small machine, asks some models of
-two shapes with room for all but one of them, so that they are swapped. The server gets it over
-HTTP, each request at its time, streaming; answers have the tokens of the trace to the last one. The
-simulator gets the same settings and the same arrivals, with prompts as long as the server counted
-them (the chat template is in them). Before the trace each model is asked once, on both sides, and
-not counted: modules and tokenizers are built then.
-
-`worker_cpu_s` is the CPU time that the worker took in reality and the device's time in the
-simulator: where these agree and latencies do not, the worker did not have its core when it wanted
-it. The kernel says what share of that time it had (`core_share`), and a second simulation has the
-device at that share of its speed: what is wrong with it is not the neighbours' fault.
-
-Which model a request asks comes from the trace's cast (sim/casting.py); tenants have no limits.
+Every scenario runs under every policy on the same requests. What has been run is in the output file
+and is not run again, so that what was interrupted, or is asked for more, goes on.
 """
 
 import argparse
 import json
-import statistics
+import logging
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from bench import machine, processes, servers, shapes, stats
-from bench.client import ChatRequest, Target
-from bench.prompts import PromptMaker
-from bench.sim.devices import Device, read_device, slowed
-from bench.sim.packs import SimPacks
-from bench.sim.run import simulate
-from bench.sim.spec import parse_workload
-from bench.sim.types import OUTCOMES, Arrival, SimModel, SimTenant, World
-from bench.sim.workloads import open_workload
-from bench.sim_real import LoggedSwap, Played, pin_server, pin_this, play, swaps
+from bench import command, processes
+from bench.sim.baselines.choose import Policy, parse_policy
+from bench.sim.scenarios import fairness, popularity, real, thrash
+from bench.sim.scenarios.options import Figures, Options
+from bench.sim.spec import WorkloadError
 
-MODELS = (
-    SimModel("large-a", "HuggingFaceTB/SmolLM2-135M", "float32"),
-    SimModel("large-b", "HuggingFaceTB/SmolLM2-135M", "float32"),
-    SimModel("small", "karpathy/tinyllamas-42M", "float32"),
-)
-TRACE = "azure2023_conv:rate=1.4,requests=60,scale=0.05,max_prompt=200,max_tokens=exact"
-GOALS = {"ttft_p50_s": 0.15, "tok_s": 0.15, "ttft_p95_s": 0.30}
-MIB = 1 << 20
-PAGE_BYTES = MIB
-WARM_UP_GAP_S = 5.0
-"""From one warm-up request to the next, and to the trace."""
-WARM_UP_TOKENS = 8
-SAME_S = 1e-6
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What both sides are given."""
+class Family(Protocol):
+    """Scenarios of one kind: a module of bench/sim/scenarios."""
 
-    spec: str
-    arrivals: list[Arrival]
-    settings: dict[str, int]
-    num_tenants: int
-    start_s: float
+    POLICIES: tuple[str, ...]
+    COLUMNS: tuple[str, ...]
+
+    def names(self, options: Options) -> list[str]:
+        """Of its scenarios. Raises ValueError."""
+
+    def run(self, name: str, policy: Policy, seed: int, options: Options) -> Figures:
+        """One run."""
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
-    """Warm-ups and the trace behind them. Raises ValueError, OSError."""
-    spec = parse_workload(args.trace, args.data)
-    tokens = WARM_UP_TOKENS
-    arrivals = [
-        Arrival(number * WARM_UP_GAP_S, 0, number, ((number, tokens),), tokens, tokens)
-        for number in range(len(MODELS))
+FAMILIES: dict[str, Family] = {"fairness": fairness, "thrash": thrash, "popularity": popularity}
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    family: str
+    scenario: str
+    policy: str
+    seed: int
+    seconds: float | None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells it from others in the output file."""
+        return tuple(self[1:])
+
+
+def cells_of(arguments: argparse.Namespace, options: Options) -> list[Cell]:
+    """Every combination of what was asked for. Raises ValueError."""
+    chosen: dict[str, list[str]] = {}
+    for word in arguments.scenario:
+        if word in FAMILIES:
+            chosen.setdefault(word, []).extend(FAMILIES[word].names(options))
+        elif word in fairness.SCENARIOS:
+            chosen.setdefault("fairness", []).append(word)
+        else:
+            known = (*FAMILIES, "real", *fairness.SCENARIOS)
+            raise ValueError(f"there is no scenario {word!r}: one of {', '.join(known)}")
+    return [
+        Cell(family, name, policy, seed, options.seconds)
+        for family, names in chosen.items()
+        for name in names
+        for policy in arguments.policy or FAMILIES[family].POLICIES
+        for seed in arguments.seeds
     ]
-    start_s = len(MODELS) * WARM_UP_GAP_S
-    for arrival in open_workload(spec, args.tenants, len(MODELS), args.seed):
-        arrivals.append(arrival._replace(at_s=arrival.at_s + start_s))
-    sizes = [SimPacks([model]).pack(0).index.total_bytes for model in MODELS]
-    # All but the largest fit, with the KV of what runs; rounding to pages is half a page a segment.
-    room = sum(sizes) - max(sizes) + args.kv_mib * MIB
-    return Plan(
-        args.trace,
-        arrivals,
-        {
-            "device_budget_bytes": room // PAGE_BYTES * PAGE_BYTES,
-            "page_bytes": PAGE_BYTES,
-            "host_tier_bytes": 2 * sum(sizes) if args.host_tier else 0,
-            "device_reserve_bytes": 0,
-            "num_threads": 1,
-            "max_num_seqs": args.max_num_seqs,
-            "max_batch_tokens": args.max_batch_tokens,
-            "queue_timeout_s": 600,
-        },
-        args.tenants,
-        start_s,
-    )
 
 
-class Real:
-    """The server with its models registered; each run starts it anew."""
-
-    def __init__(self, plan: Plan, data_dir: Path, folders: Sequence[Path]) -> None:
-        self._plan = plan
-        self._polyhost = servers.Polyhost(data_dir, plan.settings)
-        self._makers = [PromptMaker(folder) for folder in folders]
-        for model, folder in zip(MODELS, folders, strict=True):
-            self._polyhost.add_model(model.name, folder, model.dtype)
-        tenants = [f"tenant{number}" for number in range(plan.num_tenants)]
-        self._keys = [self._polyhost.new_key(tenant) for tenant in tenants]
-        self._logged = 0
-
-    def run(self, seed: str) -> tuple[dict[str, Any], list[int]]:
-        """Its figures, and the prompts' lengths as the server counts them."""
-        asks = []
-        for index, arrival in enumerate(self._plan.arrivals):
-            text = self._makers[arrival.model].prompt(arrival.prompt_tokens, seed, index)
-            request = ChatRequest(index, text, arrival.max_tokens)
-            asks.append((arrival.at_s, (arrival.tenant, arrival.model), request))
-        server = self._polyhost.serve(self._keys[0])
-        with server.process:
-            worker_pid = pin_server(server.process.pid)
-            targets = {
-                (tenant, number): Target(model.name, server.base_url, model.name, key)
-                for tenant, key in enumerate(self._keys)
-                for number, model in enumerate(MODELS)
-            }
-            played = play(targets, asks, {"gateway": server.process.pid, "worker": worker_pid})
-        log = server.process.read_log()
-        new, self._logged = log[self._logged :], len(log)
-        errors = sorted({result.error for result in played.results if result.error})
-        if errors:
-            raise processes.ServerFailed(f"requests failed: {', '.join(errors)}")
-        figures = _real_figures(self._plan, played, swaps(new))
-        return figures, [result.prompt_tokens for result in played.results]
-
-
-def simulated(plan: Plan, prompt_tokens: Sequence[int], device: Device) -> dict[str, Any]:
-    """The same in modelled time."""
-    names = {"device_budget_bytes": "arena_bytes", "device_reserve_bytes": "reserve_bytes"}
-    settings: dict[str, object] = {names.get(key, key): v for key, v in plan.settings.items()}
-    world = World(
-        workers=1,
-        device=device.figures,
-        models=MODELS,
-        tenants=tuple(SimTenant(f"tenant{number}") for number in range(plan.num_tenants)),
-        settings=dict(device.settings) | settings,
-    )
-    arrivals = [
-        arrival._replace(prompt=((number, tokens),))
-        for number, (arrival, tokens) in enumerate(zip(plan.arrivals, prompt_tokens, strict=True))
-    ]
-    run = simulate(world, arrivals)
-    rows = [row for row in run.rows() if run.records.arrival_s[row] >= plan.start_s - SAME_S]
-    records = run.records
-    failed = {OUTCOMES[records.outcome[row]] for row in rows} - {"length", "stop"}
-    if failed:
-        raise processes.ServerFailed(f"simulated requests ended by {', '.join(sorted(failed))}")
-    loads = [swap for swap in run.swaps if swap.kind == "load" and swap.at_s >= plan.start_s]
-    figures = _figures(
-        plan,
-        [
-            (
-                records.arrival_s[row],
-                records.first_token_s[row],
-                records.ended_s[row],
-                records.output_tokens[row],
-            )
-            for row in rows
-        ],
-        [swap.duration_s for swap in loads],
-    )
-    # Warm-ups are in it on both sides; what a worker does between steps is in a step's overhead.
-    all_loads_s = sum(swap.duration_s for swap in run.swaps if swap.kind == "load")
-    return figures | {
-        "steps": run.counters["engine_steps"],
-        "worker_cpu_s": run.counters["engine_busy_seconds"] + all_loads_s,
-    }
-
-
-def _real_figures(plan: Plan, played: Played, logged: Sequence[LoggedSwap]) -> dict[str, Any]:
-    rows: list[tuple[float, float, float, int]] = []
-    for arrival, result in zip(plan.arrivals, played.results, strict=True):
-        assert result.first_s is not None
-        assert result.last_s is not None
-        if result.completion_tokens != arrival.max_tokens:
-            raise processes.ServerFailed(
-                f"{result.completion_tokens} tokens in place of {arrival.max_tokens}"
-            )
-        if arrival.at_s >= plan.start_s:
-            due_s, first_s, last_s = (
-                moment - played.start_s for moment in (result.due_s, result.first_s, result.last_s)
-            )
-            rows.append((due_s, first_s, last_s, result.completion_tokens))
-    loads = [swap.seconds for swap in logged if swap.kind == "load"][len(MODELS) :]
-    # The server's own first loads are the warm-ups'.
-    worker_s = played.cpu_s["worker"]
-    return _figures(plan, rows, loads) | {
-        "worker_cpu_s": worker_s,
-        "core_share": played.core_share,
-        "others_on_its_core_s": played.core_busy_s[0] - worker_s,
-        "cpu_s": played.cpu_s,
-        "core_busy_s": played.core_busy_s,
-        "with_warm_up_s": played.wall_s,
-    }
-
-
-def _figures(
-    plan: Plan, rows: Sequence[tuple[float, float, float, int]], loads: Sequence[float]
-) -> dict[str, Any]:
-    """Rows are (due, first token, last token, tokens)."""
-    rows = sorted(rows)
-    ttft = [first - due for due, first, _, _ in rows]
-    tpot = [(last - first) / (tokens - 1) for _, first, last, tokens in rows if tokens > 1]
-    wall_s = max(last for _, _, last, _ in rows) - plan.start_s
+def run_cell(cell: Cell, options: Options) -> Figures:
+    """Figures to six digits: the last ones differ between machines."""
+    logging.disable(logging.CRITICAL)
+    policy = parse_policy(cell.policy)
+    figures = FAMILIES[cell.family].run(cell.scenario, policy, cell.seed, options)
     return {
-        "requests": len(rows),
-        "tokens": sum(tokens for *_, tokens in rows),
-        "wall_s": wall_s,
-        "ttft_p50_s": stats.percentile(ttft, 0.5),
-        "ttft_p95_s": stats.percentile(ttft, 0.95),
-        "tok_s": sum(tokens for *_, tokens in rows) / wall_s,
-        "tpot_p50_s": stats.percentile(tpot, 0.5),
-        "e2e_p50_s": stats.percentile([last - due for due, _, last, _ in rows], 0.5),
-        "loads": len(loads),
-        "load_p50_s": statistics.median(loads) if loads else 0.0,
-        "ttft_s": [round(value, 4) for value in ttft],
+        name: float(f"{value:.6g}") if isinstance(value, float) else value
+        for name, value in figures.items()
     }
 
 
-def compare(
-    rounds: Sequence[dict[str, Any]], modelled: dict[str, Any], slower: dict[str, Any]
-) -> dict[str, Any]:
-    """Medians of the real rounds with their spread, beside both simulated figures."""
-    found: dict[str, Any] = {}
-    for name in (
-        *("ttft_p50_s", "ttft_p95_s", "tok_s", "tpot_p50_s"),
-        *("e2e_p50_s", "loads", "load_p50_s", "wall_s", "worker_cpu_s"),
-    ):
-        seen = stats.repeated([float(item[name]) for item in rounds])
-        assert seen is not None
-        error = modelled[name] / seen["median"] - 1.0 if seen["median"] else None
-        goal = GOALS.get(name)
-        found[name] = {
-            "real": seen,
-            "simulated": modelled[name],
-            "error": error,
-            "simulated_at_share": slower[name],
-            "error_at_share": slower[name] / seen["median"] - 1.0 if seen["median"] else None,
-            "goal": goal,
-            "reached": None if goal is None or error is None else abs(error) <= goal,
-        }
-    return found
+def read_rows(output: Path) -> dict[tuple[object, ...], Row]:
+    """Rows of earlier runs; none where there is no file."""
+    if not output.exists():
+        return {}
+    rows: list[Row] = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    return {tuple(row[name] for name in Cell._fields[1:]): row for row in rows}
 
 
-def table(found: dict[str, Any]) -> str:
-    """A line a figure."""
-    lines = [
-        f"{'':<13}{'real':>8}{'(min-max)':>18}{'simulated':>11}{'error':>7}{'goal':>6}"
-        f"{'at share':>10}{'error':>7}"
-    ]
-    for name, row in found.items():
-        real_s = row["real"]
-        spread = f"({real_s['min']:.3f}-{real_s['max']:.3f})"
-        errors = [row["error"], row["error_at_share"]]
-        error, other = ("" if value is None else f"{value:+.0%}" for value in errors)
-        goal = "" if row["goal"] is None else f"{row['goal']:.0%}"
-        missed = " MISSED" if row["reached"] is False else ""
-        lines.append(
-            f"{name:<13}{real_s['median']:>8.3f}{spread:>18}{row['simulated']:>11.3f}"
-            f"{error:>7}{goal:>6}{row['simulated_at_share']:>10.3f}{other:>7}{missed}"
-        )
+def run_all(cells: Sequence[Cell], options: Options, jobs: int, output: Path) -> None:
+    """Run what the output file lacks; it is written after every run."""
+    rows = read_rows(output)
+    for cell, figures in _figures([c for c in cells if c.key not in rows], options, jobs):
+        rows[cell.key] = {**cell._asdict(), **figures}
+        output.parent.mkdir(parents=True, exist_ok=True)
+        ordered = sorted(rows.values(), key=lambda row: [str(row[n]) for n in Cell._fields])
+        output.write_text(json.dumps({"rows": ordered}, indent=1) + "\n", encoding="utf-8")
+        print(f"{cell.scenario}, {cell.policy}, seed {cell.seed}", file=sys.stderr, flush=True)
+
+
+def _figures(cells: Sequence[Cell], options: Options, jobs: int) -> Iterator[tuple[Cell, Figures]]:
+    if jobs < 2:
+        for cell in cells:
+            yield cell, run_cell(cell, options)
+        return
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        futures = {pool.submit(run_cell, cell, options): cell for cell in cells}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def table(cells: Sequence[Cell], rows: Mapping[tuple[object, ...], Row]) -> str:
+    """A block for each scenario, means over the seeds; then what all of them say together."""
+    there = [(cell, rows[cell.key]) for cell in cells if cell.key in rows]
+    lines = []
+    for family, kind in FAMILIES.items():
+        mine = [(cell, row) for cell, row in there if cell.family == family]
+        if mine:
+            lines.append(f"{family:<44}" + "".join(f"{name:>17}" for name in kind.COLUMNS))
+        for scenario in dict.fromkeys(cell.scenario for cell, _ in mine):
+            lines.append(scenario)
+            for policy in dict.fromkeys(c.policy for c, _ in mine if c.scenario == scenario):
+                found = [r for c, r in mine if (c.scenario, c.policy) == (scenario, policy)]
+                means = "".join(f"{_mean(found, name):>17}" for name in kind.COLUMNS)
+                lines.append(f"  {policy:<42}{means}")
+        if mine and kind is popularity:
+            lines += popularity.verdicts([row for _, row in mine])
     return "\n".join(lines)
 
 
-def _folder(number: int, work_dir: Path) -> Path:
-    """A seed for each model: two of one shape are two packs."""
-    shape = MODELS[number].shape
-    folder = work_dir / f"model-{shape.replace('/', '-')}-{number}"
-    if not (folder / "tokenizer_config.json").exists():
-        print(f"making {shape} with random weights", file=sys.stderr)
-        shapes.build(shapes.read_shapes(), shape, folder, number)
-    return folder
+def _mean(rows: Sequence[Row], name: str) -> str:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return f"{sum(values) / len(values):.4g}" if values else "-"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.sim_compare", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        prog="python -m bench.sim_compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", type=Path, help="folder of the traces")
-    parser.add_argument("--device", type=Path, required=True, help="of bench.sim_calibrate")
-    parser.add_argument("--trace", default=TRACE, help="a workload of the simulator")
-    parser.add_argument("--tenants", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3, help="of the real run")
-    parser.add_argument("--kv-mib", type=int, default=192, help="room for KV beside the weights")
-    parser.add_argument("--host-tier", action="store_true", help="keep packs in shared memory")
-    parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--max-batch-tokens", type=int, default=256)
-    parser.add_argument("--seed", type=int, default=8, help="of the cast, and of prompts' texts")
-    parser.add_argument("--work-dir", type=Path, help="models, packs, logs; else a temporary one")
-    parser.add_argument(
-        "--reuse", type=Path, help="a result whose real rounds stand; simulate anew"
-    )
-    parser.add_argument("--share", type=float, help="of its core, in place of what was measured")
-    parser.add_argument("--output", type=Path, help="else bench/results/sim-compare-<time>.json")
+    add, default = parser.add_argument, Options()
+    add("scenario", nargs="+", metavar="SCENARIO")
+    add("--output", type=Path, required=True, metavar="FILE", help="JSON, kept from run to run")
+    add("--policy", nargs="+", metavar="NAME", help="else those of the scenario")
+    add("--seeds", type=int, nargs="+", default=[0], metavar="N")
+    add("--seconds", type=float, metavar="S", help="of fairness (120) and thrash (100)")
+    add("--table", action="store_true", help="run nothing, print what is there")
+    add("--jobs", type=int, default=1, metavar="N", help="processes (1)")
+    add("--data", type=Path, metavar="DIR", help="folder of the traces")
+    add("--trace", nargs="+", default=default.traces, metavar="WORDS", help="of popularity")
+    add("--models", type=int, nargs="+", default=default.models, metavar="N", help="of popularity")
+    add("--memory", type=float, nargs="+", default=default.memory, metavar="SHARE")
+    add("--mix", default=default.mix, help="shapes of popularity's models (mixed)")
+    add("--device", type=Path, metavar="FILE", help="of real: from bench.sim_calibrate")
+    add("--repeats", type=int, default=3, metavar="N", help="of real (3)")
+    add("--work-dir", type=Path, metavar="DIR", help="of real: keeps models and packs")
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
-    """Both sides; returns the result file's content."""
-    device = read_device(args.device)
-    plan = make_plan(args)
-    if args.reuse:
-        earlier = json.loads(args.reuse.read_text(encoding="utf-8"))
-        if (earlier["trace"], earlier["settings"]) != (plan.spec, plan.settings):
-            raise ValueError(f"{args.reuse} is of another trace or other settings")
-        facts, rounds = earlier["machine"], earlier["rounds"]
-        lengths = earlier["prompt_tokens"]
-    else:
-        facts = machine.facts()
-        rounds, lengths = _real_rounds(plan, work_dir, args)
-    modelled = simulated(plan, lengths, device)
-    print(f"simulated: {_line(modelled)}", file=sys.stderr)
-    share = args.share or statistics.median(figures["core_share"] for figures in rounds)
-    slower = simulated(plan, lengths, Device(slowed(device.figures, share), device.settings))
-    slower["worker_cpu_s"] *= share
-    return {
-        "benchmark": "sim_compare",
-        "machine": facts,
-        "trace": plan.spec,
-        "settings": plan.settings,
-        "tenants": plan.num_tenants,
-        "models": [[model.name, model.shape, model.dtype] for model in MODELS],
-        "device": json.loads(args.device.read_text(encoding="utf-8")),
-        "prompt_tokens": lengths,
-        "summary": compare(rounds, modelled, slower),
-        "core_share": share,
-        "core_share_is_assumed": bool(args.share),
-        "rounds": rounds,
-        "simulated": modelled,
-        "simulated_at_share": slower,
-    }
-
-
-def _real_rounds(
-    plan: Plan, work_dir: Path, args: argparse.Namespace
-) -> tuple[list[dict[str, Any]], list[int]]:
-    pin_this(1)
-    rounds: list[dict[str, Any]] = []
-    lengths: list[int] = []
-    folders = [_folder(number, work_dir) for number in range(len(MODELS))]
-    with tempfile.TemporaryDirectory(prefix="data-", dir=work_dir) as data_dir:
-        server = Real(plan, Path(data_dir), folders)
-        for repeat in range(args.repeats):
-            figures, lengths = server.run(f"{args.seed}/{repeat}")
-            rounds.append(figures)
-            print(f"real {repeat + 1}: {_line(figures)}", file=sys.stderr)
-    return rounds, lengths
-
-
-def _line(figures: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{name} {value:.3f}" for name, value in figures.items() if isinstance(value, float | int)
-    )
+def run_real(arguments: argparse.Namespace) -> int:
+    """The real server beside the simulator. Raises ValueError, OSError, ServerFailed."""
+    if arguments.data is None or arguments.device is None:
+        raise ValueError("real needs --data and --device")
+    data, device, seed = arguments.data, arguments.device, arguments.seeds[0]
+    with command.working_in(arguments.work_dir) as work_dir:
+        result = real.measure(data, device, arguments.repeats, seed, work_dir)
+    command.keep(result, arguments.output, "sim-real")
+    print(real.table(result["summary"]))
+    print(f"at share: the worker's core at {result['core_share']:.0%}")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the result."""
-    args = parse(argv)
-    processes.exit_on_sigterm()
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    output = args.output or Path("bench/results") / f"sim-compare-{stamp}.json"
-    with ExitStack() as stack:
-        work_dir = args.work_dir
-        if work_dir is None:
-            work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
-        try:
-            result = run(args, work_dir.resolve())
-        except (processes.ServerFailed, TimeoutError, OSError, ValueError) as error:
-            print(f"bench.sim_compare: {error}", file=sys.stderr)
-            return 1
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(table(result["summary"]))
-    print(f"at share: the worker's core at {result['core_share']:.0%}")
-    print(f"written to {output}")
+    """Exit status: 0 done, 1 the server failed, 2 what was asked for makes no sense."""
+    arguments = parse(argv)
+    options = Options(
+        arguments.seconds,
+        arguments.data,
+        tuple(arguments.trace),
+        tuple(arguments.models),
+        tuple(arguments.memory),
+        arguments.mix,
+    )
+    try:
+        if arguments.scenario == ["real"]:
+            return run_real(arguments)
+        for policy in arguments.policy or ():
+            parse_policy(policy)
+        cells = cells_of(arguments, options)
+    except (processes.ServerFailed, TimeoutError) as error:
+        print(f"sim_compare: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"sim_compare: {error}", file=sys.stderr)
+        return 2
+    try:
+        if not arguments.table:
+            run_all(cells, options, arguments.jobs, arguments.output)
+    except WorkloadError as error:
+        print(f"sim_compare: {error}", file=sys.stderr)
+        return 2
+    print(table(cells, read_rows(arguments.output)))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

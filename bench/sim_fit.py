@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench import stats
-from engine.backend.sim import ModelCost, Roofline, StepLoad
+from bench.sim.device import ModelCost, Roofline, StepLoad
 
 Matrix = npt.NDArray[np.float64]
 TURNS = 12

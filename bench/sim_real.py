@@ -1,7 +1,7 @@
 """The real server beside the simulator: started, pinned to cores, and played arrivals.
 
 Lives here: cores, the run of one stream of arrivals over HTTP, what it leaves. Does not: what is
-compared (sim_compare.py), one request's stream (client.py).
+compared (sim/scenarios/real.py), one request's stream (client.py).
 
 The worker gets the first core that this process may use, the gateway and the client the second; on
 a machine with one they share it.
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from bench import client
 from bench.client import ChatRequest, RequestResult, Target
-from bench.processes import ServerFailed
+from bench.processes import ServerFailed, cpu_s
+from bench.servers import Server
 
-WORKER_MODULES = ("engine.worker.main", "bench.policy_worker")
 _SWAP = re.compile(r"swap model=(\S+) kind=(load|evict) tier=(\w+) bytes=\d+ seconds=([\d.]+)")
 _CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
@@ -34,8 +34,6 @@ class Played:
     wall_s: float
     core_share: float
     """Of the time in which the worker wanted its core, how much it had it."""
-    core_busy_s: list[float]
-    """Of each of the cores used, whoever used it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +51,15 @@ def pin_this(place: int) -> None:
     _pin(os.getpid(), place)
 
 
-def pin_server(pid: int) -> int:
+def pin_server(server: Server) -> int:
     """The server's gateway to the second core, its worker to the first; the worker's pid.
 
     Raises ServerFailed where it has no worker.
     """
-    workers = [
-        child
-        for child in _children(pid)
-        if any(module in _command(child) for module in WORKER_MODULES)
-    ]
+    workers = server.worker_pids()
     if not workers:
         raise ServerFailed("the server has no worker process")
-    _pin(pid, 1)
+    _pin(server.process.pid, 1)
     for worker in workers:
         _pin(worker, 0)
     return workers[0]
@@ -96,19 +90,18 @@ async def _play(
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         return await client.chat(session, target, request, due_s)
 
-    before = {name: _cpu_s(pid) for name, pid in pids.items()}
-    busy_s, (ran_s, waited_s) = _core_busy_s(), _ran_and_waited(pids["worker"])
+    before = {name: sum(cpu_s((pid,))) for name, pid in pids.items()}
+    ran_s, waited_s = _ran_and_waited(pids["worker"])
     async with client.new_session() as session:
         start_s = time.perf_counter() + 0.1
         results = await asyncio.gather(
             *(one(start_s + at_s, targets[whom], request) for at_s, whom, request in asks)
         )
-    used = {name: _cpu_s(pid) - before[name] for name, pid in pids.items()}
+    used = {name: sum(cpu_s((pid,))) - before[name] for name, pid in pids.items()}
     wall_s = time.perf_counter() - start_s
-    busy_s = [now - then for now, then in zip(_core_busy_s(), busy_s, strict=True)]
     ran_now_s, waited_now_s = _ran_and_waited(pids["worker"])
     ran_s, waited_s = ran_now_s - ran_s, waited_now_s - waited_s
-    return Played(list(results), start_s, used, wall_s, ran_s / max(1e-9, ran_s + waited_s), busy_s)
+    return Played(list(results), start_s, used, wall_s, ran_s / max(1e-9, ran_s + waited_s))
 
 
 def _pin(pid: int, place: int) -> None:
@@ -117,34 +110,7 @@ def _pin(pid: int, place: int) -> None:
         os.sched_setaffinity(int(task.name), {core})
 
 
-def _children(pid: int) -> list[int]:
-    lists = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
-    return [int(child) for text in lists for child in text.split()]
-
-
-def _command(pid: int) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-
-
-def _cpu_s(pid: int) -> float:
-    """User and system seconds of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _ran_and_waited(pid: int) -> tuple[int, int]:
     """Of its main thread, which runs the steps: on a core, and ready but without one."""
     ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
     return int(ran), int(waited)
-
-
-def _core_busy_s() -> list[float]:
-    """Of the first two cores: seconds that somebody used, guests and interrupts included."""
-    rows = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
-    by_core = {row[0]: [int(field) for field in row[1:9]] for row in rows if row[0][:3] == "cpu"}
-    used = []
-    for core in _CORES[:2]:
-        fields = by_core[f"cpu{core}"]
-        idle = fields[3] + fields[4]
-        used.append((sum(fields) - idle) / os.sysconf("SC_CLK_TCK"))
-    return used

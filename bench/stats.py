@@ -5,7 +5,6 @@ Percentiles interpolate linearly between the two nearest ranks (numpy's default)
 no measurements is None, never 0, so that a run in which everything failed shows no latency.
 """
 
-import random
 import statistics
 from collections.abc import Sequence
 from typing import TypedDict
@@ -20,16 +19,6 @@ class Spread(TypedDict):
     p95: float
     p99: float
     max: float
-
-
-class Interval(TypedDict):
-    """A mean with the bounds that a bootstrap puts around it."""
-
-    mean: float
-    low: float
-    high: float
-    confidence: float
-    n: int
 
 
 class Repeated(TypedDict):
@@ -84,32 +73,3 @@ def ratio(ours: Repeated | None, theirs: Repeated | None) -> float | None:
     if ours is None or theirs is None or theirs["median"] == 0:
         return None
     return ours["median"] / theirs["median"]
-
-
-def bootstrap_ratio(
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    confidence: float = 0.95,
-    resamples: int = 4000,
-    seed: int = 0,
-) -> Interval:
-    """Sum of ours over sum of theirs, paired rounds drawn with replacement (percentile bootstrap).
-
-    Raises ValueError on fewer than two pairs.
-    """
-    pairs = list(zip(ours, theirs, strict=True))
-    if len(pairs) < 2:
-        raise ValueError("an interval needs two pairs at least")
-    rng = random.Random(seed)
-    ratios = []
-    for _ in range(resamples):
-        drawn = rng.choices(pairs, k=len(pairs))
-        ratios.append(sum(our for our, _ in drawn) / sum(their for _, their in drawn))
-    tail = (1 - confidence) / 2
-    return {
-        "mean": sum(ours) / sum(theirs),
-        "low": percentile(ratios, tail),
-        "high": percentile(ratios, 1 - tail),
-        "confidence": confidence,
-        "n": len(pairs),
-    }

@@ -15,25 +15,25 @@ does, unless --no-verify. `--under-load` does it through the server instead.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench import files, machine, processes, shapes, stats, swap_load
+from bench import command, files, machine, processes, shapes, stats, swap_load
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
+from engine.dependencies import real_weight_store
+from engine.memory.kv_memory import KvMemory
 from engine.memory.page_pool import PagePool
-from engine.packs import convert
-from engine.packs.pack import BLOB_NAME, PackIndex
+from engine.pack import BLOB_NAME, PackIndex
+from engine.packs.weights import DiskPacks
 from engine.protocol import ModelSpec, SwapRecord
+from engine.registration import convert
 from engine.residency.residency import Residency
 
 MODEL = "big"
@@ -49,7 +49,14 @@ class Device:
     def __init__(self, config: EngineConfig, backend: CpuBackend, pack_dir: Path) -> None:
         self._pool = PagePool(config.num_pages, config.resolved_page_bytes)
         self._backend = backend
-        self._residency = Residency(config, self._pool, backend)
+        self._residency = Residency(
+            config,
+            self._pool,
+            backend,
+            DiskPacks(),
+            real_weight_store(backend, config),
+            KvMemory(self._pool, backend),
+        )
         self._residency.set_catalog([ModelSpec(MODEL, str(pack_dir))])
         self._step = 0
 
@@ -118,9 +125,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=TIERS, help="under load")
     parser.add_argument("--swaps", type=int, default=5, help="under load: times it comes in")
     parser.add_argument("--seconds", type=float, default=20.0, help="under load: of the baseline")
-    parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--work-dir", type=Path, help="model and pack; else a temporary one")
-    parser.add_argument("--output", type=Path, help="else bench/results/swap-<time>.json")
+    command.add_options(parser)
     return parser.parse_args(argv)
 
 
@@ -129,9 +134,7 @@ def model_folder(args: argparse.Namespace, work_dir: Path) -> tuple[str, Path]:
     known = shapes.read_shapes(args.shapes)
     name = args.shape or shapes.nearest_shape(known, int(args.size_gb * 1e9))
     folder = work_dir / f"model-{name.replace('/', '-')}-{args.seed}"
-    if not (folder / "tokenizer_config.json").exists():
-        print(f"making {name} with random weights", file=sys.stderr)
-        shapes.build(known, name, folder, args.seed)
+    shapes.build_once(name, folder, args.seed, args.shapes)
     return name, folder
 
 
@@ -271,14 +274,8 @@ def _under_load(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print the table, write the result."""
     args = parse(argv)
-    processes.exit_on_sigterm()
     kind = "swap-load" if args.under_load else "swap"
-    output = args.output or Path("bench/results") / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    with ExitStack() as stack:
-        work_dir = args.work_dir
-        if work_dir is None:
-            work_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        work_dir.mkdir(parents=True, exist_ok=True)
+    with command.working_in(args.work_dir) as work_dir:
         if shutil.which("dd") is None:
             print("bench.swap: needs dd", file=sys.stderr)
             return 1
@@ -293,13 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"bench.swap: {error}", file=sys.stderr)
             return 1
     result = {"benchmark": kind, "machine": facts} | result
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for item in result["runs"].values() if args.under_load else ():
         print(swap_load.table(item) + "\n")
     if not args.under_load:
         print(table(result))
-    print(f"written to {output}")
+    command.keep(result, args.output, kind)
     return 0
 
 

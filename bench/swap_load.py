@@ -19,7 +19,6 @@ import re
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,11 +26,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bench import client, files, load, machine, processes, report, servers, stats
-from bench.arrivals import at_once
 from bench.client import ChatRequest, RequestResult, Target
 from bench.prompts import PromptMaker
 from bench.report import RoundSummary
-from engine.packs.pack import BLOB_NAME
+from engine.pack import BLOB_NAME
 
 Tier = Literal["warm", "cold"]
 BIG = "big"
@@ -44,9 +42,6 @@ PAUSE_S = 2.0
 PAGE_BYTES = 1 << 20
 # Room for the large model's first KV and part of the demo models, but not for all three.
 ROOM_BYTES = 14 << 20
-SERIES = re.compile(
-    r"^(polyhost_(?:swap|model_residency|arena)\w*(?:\{[^}]*\})?) (\S+)$", re.MULTILINE
-)
 BIG_LOAD = re.compile(rf"swap model={BIG} kind=load tier=(\w+) bytes=\d+ seconds=([\d.]+)")
 
 
@@ -90,10 +85,10 @@ def run(plan: Plan, work_dir: Path) -> dict[str, Any]:
         blob = max(Path(data_dir).glob(f"packs/*/{BLOB_NAME}"), key=lambda p: p.stat().st_size)
         print(f"{plan.tier}: baseline, the demo models alone", file=sys.stderr)
         before = asyncio.run(_baseline(demos, plan.baseline_s))
-        start = metrics(server.base_url)
+        start = server.metrics()
         print(f"{plan.tier}: with the large model coming and going", file=sys.stderr)
         during, asked = asyncio.run(_swapping(demos, server.target(BIG, BIG), plan, blob))
-        end = metrics(server.base_url)
+        end = server.metrics()
         server.process.stop()
         loads = big_loads(server.process.read_log())
         floor_s = _floor_seconds(plan.tier, blob)
@@ -131,17 +126,6 @@ def _floor_seconds(tier: Tier, blob: Path) -> float:
         return machine.memcpy_seconds(blob.stat().st_size)
     files.drop_pages(blob)
     return files.dd_seconds(blob)
-
-
-def metrics(base_url: str) -> dict[str, float]:
-    """The server's series on swaps, residency and the arena."""
-    with urllib.request.urlopen(f"{base_url}/metrics", timeout=10) as response:
-        return parse_metrics(response.read().decode())
-
-
-def parse_metrics(text: str) -> dict[str, float]:
-    """Values by series, labels included, of Prometheus' text format."""
-    return {match[1]: float(match[2]) for match in SERIES.finditer(text)}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -192,13 +176,12 @@ def _longest_gap(summary: RoundSummary) -> float:
 
 
 def _requests(folder: Path, seed: str) -> list[ChatRequest]:
-    arrivals = at_once(64, DEMO_PROMPT_TOKENS, DEMO_OUTPUT_TOKENS)
-    return load.requests_for(arrivals, PromptMaker(folder), seed)
+    return load.requests_for(PromptMaker(folder), seed, 64, DEMO_PROMPT_TOKENS, DEMO_OUTPUT_TOKENS)
 
 
 def _big_requests(plan: Plan) -> list[ChatRequest]:
-    arrivals = at_once(plan.num_swaps, BIG_PROMPT_TOKENS, BIG_OUTPUT_TOKENS)
-    return load.requests_for(arrivals, PromptMaker(plan.folder), "big")
+    maker = PromptMaker(plan.folder)
+    return load.requests_for(maker, "big", plan.num_swaps, BIG_PROMPT_TOKENS, BIG_OUTPUT_TOKENS)
 
 
 async def _baseline(

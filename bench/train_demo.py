@@ -75,7 +75,6 @@ class Plan:
     minutes: float | None
     steps: int | None
     device: torch.device
-    bf16: bool
     batch_rows: int = 4
     muon_lr: float = 0.02
     adam_lr: float = 6e-3
@@ -180,10 +179,10 @@ def lr_share(progress: float, plan: Plan) -> float:
     return plan.final_lr_share + (1.0 - plan.final_lr_share) * cosine
 
 
-def loss_sum(model: nn.Module, rows: Tensor, bf16: bool) -> tuple[Tensor, int]:
+def loss_sum(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
     """Summed cross-entropy (nats) of int64 [n, length + 1] rows, and their number of targets."""
     inputs, targets = rows[:, :-1].clamp(min=0), rows[:, 1:]
-    with torch.autocast(rows.device.type, dtype=torch.bfloat16, enabled=bf16):
+    with torch.autocast(rows.device.type, dtype=torch.bfloat16):
         logits: Tensor = model(input_ids=inputs, use_cache=False).logits
     loss = functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
@@ -195,10 +194,7 @@ def loss_sum(model: nn.Module, rows: Tensor, bf16: bool) -> tuple[Tensor, int]:
 def mean_loss(model: nn.Module, rows: Tensor, plan: Plan) -> float:
     """Mean loss (nats a token) without dropout."""
     model.eval()
-    parts = [
-        loss_sum(model, chunk.to(plan.device), plan.bf16)
-        for chunk in torch.split(rows, plan.batch_rows)
-    ]
+    parts = [loss_sum(model, chunk.to(plan.device)) for chunk in torch.split(rows, plan.batch_rows)]
     model.train()
     return sum(float(loss) for loss, _ in parts) / sum(count for _, count in parts)
 
@@ -219,7 +215,7 @@ def train(
         # The extra texts teach English first and then make way: the model ends on its own book.
         extra_share = 0.5 * max(0.0, 1.0 - progress / 0.7)
         batch = rows.batch(plan.batch_rows, extra_share).to(plan.device)
-        loss, count = loss_sum(model, batch, plan.bf16)
+        loss, count = loss_sum(model, batch)
         torch.autograd.backward(loss / count)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -373,11 +369,7 @@ def parse_args() -> argparse.Namespace:
     length.add_argument(
         "--steps", type=int, help="optimizer steps a model; repeatable, unlike --minutes"
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument(
-        "--bf16", action=argparse.BooleanOptionalAction, default=True, help="autocast to bf16"
-    )
     return parser.parse_args()
 
 
@@ -385,11 +377,9 @@ def main() -> None:
     """Train the chosen models one after another."""
     args = parse_args()
     torch.set_num_threads(args.threads)
-    device = (
-        args.device if args.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     minutes = None if args.steps else (args.minutes or 25.0)
-    plan = Plan(minutes=minutes, steps=args.steps, device=torch.device(device), bf16=args.bf16)
+    plan = Plan(minutes=minutes, steps=args.steps, device=device)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in [args.model] if args.model else sorted(RECIPES):
         train_one(name, args.data, args.out, plan)

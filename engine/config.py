@@ -1,13 +1,15 @@
-"""What a worker is started with: two frozen structs, read as JSON.
+"""The configuration of a worker: two frozen structs, passed as JSON.
 
 The supervisor writes them (`python -m engine.worker.main --config '<json WorkerConfig>'`, or `-`
-and a line on standard input where the worker starts first), the engine and the worker read them;
-nothing here looks at the environment, the device or a file. Every bound of the worker has its name
-here. Unknown fields and impossible values are refused at decoding (msgspec.ValidationError), so
-that a typo in a setting stops the start and not a request.
+and a line on standard input if the worker starts first); the engine and the worker read them.
+Nothing here reads the environment, the device or a file. Every limit of the worker is named here.
+Decoding refuses unknown fields and impossible values (msgspec.ValidationError), so that a typo in a
+setting stops the start and not a request.
 
 Sizes are bytes and times seconds unless the name says otherwise.
 """
+
+from typing import TextIO
 
 import msgspec
 
@@ -30,64 +32,71 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The memory and the batch of one engine."""
 
     arena_bytes: int
-    """The device buffer for the weights and the KV of all models; cut down to whole pages."""
+    """Device memory for the weights and KV cache of all models; rounded down to whole pages."""
     page_bytes: int = 0
-    """Unit of ownership in the arena, a power of two; 0: `auto_page_bytes`."""
+    """Size of a memory page in the arena, a power of two of at least 4096. 0: `auto_page_bytes`
+    chooses."""
     host_tier_bytes: int = 0
-    """Room for packs in shared memory; 0: no host tier, loads read the disk."""
+    """Shared memory for copies of packs. 0: none; loads read the disk."""
     host_tier_when_crowded: bool = False
-    """Loads leave a copy there only where several packs are in the catalog and take more than half
-    of the arena. Of fewer none has to leave, and where the arena is host memory itself a copy is
-    the weights once more, for nothing."""
+    """Keep copies of packs in the host tier only if there are several packs and they take more than
+    half of the arena. With fewer packs nothing has to be evicted, and on a CPU a copy would only
+    take the memory twice. The server sets this on a CPU if its `host_tier_bytes` is -1."""
     shm_dir: str = "/dev/shm"
-    """Where the host tier's files lie."""
+    """Folder for the host tier's files."""
     shm_prefix: str
-    """First part of their names; workers that share packs share the prefix."""
+    """Prefix of their names. Workers that share packs use the same prefix."""
     block_tokens: int = 16
-    """Positions of one KV block."""
+    """Number of token positions in one KV block."""
     max_num_seqs: int = 64
-    """Rows of one step at most."""
+    """Maximum number of sequences in one step."""
     max_batch_tokens: int = 1024
-    """Token budget of one step, prefill chunks and decodes together; not below `max_num_seqs`."""
+    """Maximum number of tokens in one step, prefill chunks and decodes together. Must not be below
+    `max_num_seqs`."""
     max_waiting: int = 256
-    """Requests taken in but not yet running; beyond it Submit is refused as `overloaded`."""
+    """Maximum number of accepted requests that are not running yet. Further Submits are refused as
+    `overloaded`."""
     num_threads: int = 0
-    """Threads of one operator; 0: `worker_process.auto_num_threads`."""
+    """CPU threads for one operator. 0: `auto_num_threads` chooses."""
     native_kernels: bool = True
-    """C++ kernels for bfloat16 models on the CPU, where the installation compiled them."""
+    """Use C++ kernels for bfloat16 models on the CPU, if the installation has compiled them."""
     min_run_steps: int = 4
-    """Steps a model runs before another may take the device."""
+    """Minimum number of steps a model runs before another may use the device."""
     steps_ahead: int = 0
-    """1: the next step is prepared and handed to the device before the last one's tokens are
-    known here; 0: after. On the CPU 1 runs the steps in a thread of their own."""
+    """1: the next step is prepared and launched before the tokens of the last one are known. 0:
+    only once they are known. On the CPU, 1 runs the steps in their own thread."""
     request_timeout_s: float = 600.0
-    """A request that has not ended so long after its Submit ends with reason `timeout`; 0: never.
-    A Submit's own `timeout_s` may only be shorter."""
+    """A request still unfinished this long after its Submit ends with reason `timeout`. 0: never. A
+    Submit's own `timeout_s` can only be shorter."""
     prefix_cache: bool = True
-    """Keep the KV of ended requests for later ones of the same tenant that begin alike."""
+    """Keep the KV cache of finished requests and reuse it for the same tenant's requests that begin
+    with the same tokens."""
     kv_low_watermark: float = 0.02
-    """Share of the pages: with fewer free, cached KV is evicted ahead of need."""
+    """If the share of free pages falls below this, cached KV is evicted in advance."""
     kv_high_watermark: float = 0.05
-    """Share of the pages that such an eviction leaves free."""
+    """Share of free pages at which such an eviction stops."""
     tenant_kv_share: float = 0.75
-    """Share of the KV memory up to which one tenant's requests start while another tenant has
-    unfinished work; one of them always may. What runs may grow beyond it while memory is free, and
-    goes first when it is not. 1: no bound."""
+    """A tenant's requests start only while they use at most this share of the KV memory, if another
+    tenant has unfinished work. One request may always run. Running requests may grow beyond it
+    while memory is free, and are preempted first when it is not. 1: unlimited."""
     reserve_bytes: int = 0
-    """Device memory outside the arena for activations and logits: a model whose steps need more
-    is not loaded. 0: not checked."""
+    """Device memory outside the arena for activations and logits. A model whose steps need more is
+    not loaded. 0: not checked."""
     attention_in_place: bool = False
-    """Attention reads K and V where they lie, so steps need no memory for copies of them."""
+    """Attention reads K and V in place, so that steps need no memory for copies. A worker sets this
+    on a GPU."""
     load_threads: int = 2
     """Threads that read one pack."""
     verify_packs: bool = True
-    """Check every chunk's checksum while loading."""
+    """Verify the checksum of every chunk while loading."""
     drain_timeout_s: float = 10.0
-    """How long the running requests of a draining model may go on before they are preempted."""
+    """How long running requests of a draining model may continue before they are preempted."""
     starvation_s: float = 2.0
-    """A load that has waited so long wins over the eviction policy's margin and residence."""
+    """After waiting this long, a load may evict models regardless of the eviction policy's margin
+    and minimum residence."""
     load_kv_tokens: int = 256
-    """Positions of KV that must fit beside a model's weights, or it is not loaded."""
+    """Number of KV positions that must fit beside a model's weights. Otherwise the model is not
+    loaded."""
 
     def __post_init__(self) -> None:
         """Raises ValueError (msgspec.ValidationError when decoding) on impossible values."""
@@ -99,7 +108,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if min(self.host_tier_bytes, self.num_threads, self.drain_timeout_s) < 0:
             raise ValueError("host_tier_bytes, num_threads, drain_timeout_s must not be negative")
         if min(self.starvation_s, self.request_timeout_s, self.reserve_bytes) < 0:
-            raise ValueError("starvation_s, request_timeout_s, reserve_bytes: not below 0")
+            raise ValueError("starvation_s, request_timeout_s, reserve_bytes must not be negative")
         if not 0 <= self.kv_low_watermark <= self.kv_high_watermark < 1:
             raise ValueError("0 <= kv_low_watermark <= kv_high_watermark < 1 must hold")
         if not 0 < self.tenant_kv_share <= 1:
@@ -107,7 +116,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.steps_ahead not in (0, 1):
             raise ValueError("steps_ahead must be 0 or 1")
         if not self.shm_prefix or "/" in self.shm_prefix:
-            raise ValueError("shm_prefix must be a file name's first part")
+            raise ValueError("shm_prefix must not be empty or contain a slash")
         counts = (
             self.block_tokens,
             self.max_num_seqs,
@@ -127,8 +136,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             # ever be computed.
             raise ValueError(
                 f"max_batch_tokens ({self.max_batch_tokens}) must not be below max_num_seqs "
-                f"({self.max_num_seqs}), or decodes leave nothing for prompts: raise the one or "
-                "lower the other"
+                f"({self.max_num_seqs}), or decodes leave nothing for prompts: raise the first or "
+                "lower the second"
             )
 
     @property
@@ -147,38 +156,45 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     worker_id: str
     endpoint: str
-    """`ipc://` path the ROUTER socket binds. (tcp waits for CURVE keys: refused until then.)"""
+    """`ipc://` path of the ROUTER socket. (tcp is refused until CURVE keys are supported.)"""
     engine: EngineConfig
     device: str = "cpu"
-    """"cpu"; a GPU by torch's name and its number; or "auto": the first GPU where there is one."""
+    """`cpu`; a GPU by its PyTorch name and number, separated by a colon; or `auto`: the first GPU
+    if there is one, else the CPU."""
     device_arena_bytes: int = 0
-    """`engine.arena_bytes` where the device is a GPU; 0: what it has free but for the reserve."""
+    """`arena_bytes` on a GPU. 0: all free memory except the reserve and the recorded steps."""
     device_reserve_bytes: int = -1
-    """Memory of a GPU outside the arena, for steps; 0 or less: a sixteenth of what is free."""
+    """GPU memory outside the arena for steps. 0 or less: a sixteenth of the free memory."""
     graph_bytes: int = -1
-    """Memory of a GPU for recorded decode steps, beside both; -1: a part of what is free."""
+    """GPU memory for recorded decode steps, in addition to both. -1: a thirty-second of the free
+    memory."""
     parent_pid: int = 0
-    """The supervisor; the worker exits when it is gone. 0: started by hand."""
+    """Process ID of the supervisor; the worker exits when that process is gone. 0: the worker was
+    started by hand."""
     status_interval_s: float = 0.1
-    """WorkerStatus goes to every peer at least this often."""
+    """Maximum time between two WorkerStatus messages to each peer."""
     lease_ttl_s: float = 2.0
-    """How long a dispatcher may act on a lease without hearing from the worker."""
+    """How long a dispatcher may use a lease without hearing from the worker."""
     shutdown_timeout_s: float = 10.0
-    """After SIGTERM: how long running requests may go on before they are aborted."""
+    """How long running requests may continue after SIGTERM before they are aborted."""
     integrity_interval_s: float = 10.0
-    """An idle worker runs check_integrity() at most this often; 0: never."""
+    """Minimum time between two runs of check_integrity() in an idle worker. 0: never."""
     max_peers: int = 64
-    """Gateways connected at once; a Hello beyond it is dropped (`worker_peers_refused`)."""
+    """Maximum number of connected gateways. A further Hello is dropped (`worker_peers_refused`)."""
     max_messages_per_tick: int = 256
-    """Messages taken in between two steps, so that a flood cannot stop the steps."""
+    """Maximum number of messages handled between two steps, so that a flood of messages cannot stop
+    the steps."""
     max_frame_bytes: int = 16 * _MIB
-    """A larger message ends its sender's connection."""
+    """Maximum size of a message. The sender of a larger one is disconnected."""
     receive_high_water: int = 4096
-    """Messages of one peer waiting for the worker; beyond it the peer's own queue fills."""
+    """Maximum number of received messages per peer that wait for the worker. Beyond it, messages
+    wait in the peer's own queue."""
     send_high_water: int = 4096
-    """Messages waiting for one peer; a peer that lets it fill is given up (`worker_peers_lost`)."""
+    """Maximum number of messages waiting to be sent to one peer. A peer that reaches it is
+    disconnected (`worker_peers_lost`)."""
     max_unacked_finishes: int = 16384
-    """Finishes kept for AckUsage; the oldest falls out beyond it (`usage_outbox_dropped`)."""
+    """Maximum number of Finishes kept until AckUsage. Beyond it, the oldest is dropped
+    (`usage_outbox_dropped`)."""
 
     def __post_init__(self) -> None:
         """Raises ValueError (msgspec.ValidationError when decoding) on impossible values."""
@@ -201,9 +217,23 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.max_unacked_finishes,
         )
         if min(bounds) < 1:
-            raise ValueError("every bound of the worker must be at least 1")
+            raise ValueError(
+                "max_peers, max_messages_per_tick, max_frame_bytes, receive_high_water, "
+                "send_high_water and max_unacked_finishes must be at least 1"
+            )
 
 
 def decode_worker_config(text: str) -> WorkerConfig:
     """Raises msgspec.ValidationError / DecodeError with the field that is wrong."""
     return msgspec.json.decode(text, type=WorkerConfig)
+
+
+def read_config(argument: str, given: TextIO) -> str:
+    """A WorkerConfig as JSON: `argument`, or the first line of `given` where that is "-".
+
+    Empty where the process that was to write the line is gone.
+    """
+    if argument != "-":
+        return argument
+    line = given.readline()
+    return line if line.endswith("\n") else ""

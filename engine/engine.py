@@ -1,6 +1,14 @@
-"""The engine's spine: `step()` is schedule -> launch -> collect, for all models of one device.
+"""The engine: one `step()` for all models of one device.
 
-Comes in: token ids (`submit`), residency wishes (`load`, `unload`), time. Goes out: token deltas
+    reclaim           pages whose steps have ended are free again
+    _end_requests     aborted, out of time, or complete by their constraint
+    _advance_models   loads, evictions and moves go on; cached KV gives way below the watermark
+    schedule          which model runs, and which rows with how many tokens each
+    _launch           the step goes to the device
+    _collect          a step before it comes back: charged, tokens appended, requests finished
+    _when_idle        nothing could be scheduled
+
+Comes in: token ids (`submit`), load requests (`load`, `unload`), time. Goes out: token deltas
 (an encoder's rows with their end), residency, leases. Knows no text, no sockets and no tenants'
 limits. Owned by one thread; the others are the loaders inside `residency` and perhaps the one in
 which the backend runs the steps.
@@ -14,19 +22,18 @@ step with an error and leaves the others running; an IntegrityError ends the wor
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from engine.backend.base import Backend
+from engine.backend import Backend
 from engine.config import EngineConfig
-from engine.constraints.constrained_rows import ConstrainedRows
-from engine.encoders.encoder_requests import Rows
-from engine.engine_status import EngineStatus, make_layout, make_status
+from engine.constraints import ConstrainedRows
+from engine.dependencies import EngineDependencies
+from engine.encoding import Rows
 from engine.errors import IntegrityError
-from engine.memory.kv_supply import PoolSupply
-from engine.memory.page_pool import PagePool
-from engine.parts import AnyRunner, EngineParts
+from engine.memory import KvMemory, PagePool
+from engine.models import AnyRunner, ModelManager, make_layout, make_status
 from engine.protocol import (
     Finish,
     FinishReason,
@@ -37,19 +44,20 @@ from engine.protocol import (
     SwapRecord,
     TokenDelta,
     TokenLogprobs,
+    WorkerStatus,
 )
 from engine.request import Request
-from engine.residency.hosting import Hosting
-from engine.residency.residency import Residency
-from engine.residency.residency_state import PLAIN_WISH, Wish
-from engine.running.batch import ScheduledRow
-from engine.scheduling.charges import Charges
-from engine.scheduling.deadlines import Deadlines
-from engine.scheduling.model_queue import ModelQueue
-from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.skip import Skipper
-from engine.scheduling.step_pipeline import Collected, SampledToken, StepPipeline
-from engine.worker.leases import check_submit
+from engine.residency import PLAIN_LOAD, LoadRequest, Residency
+from engine.running import ScheduledRow
+from engine.scheduling import (
+    Charges,
+    Collected,
+    Deadlines,
+    ModelQueue,
+    SampledToken,
+    Scheduler,
+    StepPipeline,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,34 +66,46 @@ class Engine:
     """Many models on one device. Not thread-safe."""
 
     def __init__(
-        self, config: EngineConfig, backend: Backend, parts: EngineParts | None = None
+        self, config: EngineConfig, backend: Backend, dependencies: EngineDependencies | None = None
     ) -> None:
-        """`parts`: siblings for a modelled device."""
-        parts = parts or EngineParts()
+        """`dependencies`: siblings for a modelled device."""
+        dependencies = dependencies or EngineDependencies()
         self._config = config
         self.pool = PagePool(config.num_pages, config.resolved_page_bytes)
-        self._supply = PoolSupply(config, self.pool, backend)
+        low, high = (
+            int(share * self.pool.num_pages)
+            for share in (config.kv_low_watermark, config.kv_high_watermark)
+        )
+        self._kv = KvMemory(self.pool, backend, low, high)
         self._scheduler = Scheduler(
             config.max_num_seqs,
             config.max_batch_tokens,
             config.min_run_steps,
-            self._supply,
+            self._kv,
             config.tenant_kv_share,
         )
-        self._pipeline = StepPipeline(backend, self.pool, parts.lay_out)
-        self._residency = Residency(config, self.pool, backend, self._supply.kv, parts)
-        self._hosting = Hosting(
+        self._pipeline = StepPipeline(backend, self.pool, dependencies.lay_out)
+        self._residency = Residency(
             config,
             self.pool,
             backend,
-            self._supply.kv,
+            dependencies.packs,
+            dependencies.make_weight_store(backend, config),
+            self._kv,
+            dependencies.eviction,
+        )
+        self._manager = ModelManager(
+            config,
+            self.pool,
+            backend,
+            self._kv,
             self._residency,
             self._scheduler,
+            dependencies.make_runner,
             settle=self._settle,
             end_request=self._end_with_error,
-            parts=parts,
         )
-        self._runners = self._hosting.runners
+        self._runners = self._manager.runners
         # Every request there may be, and those whose end has not been answered yet.
         self._constrained = ConstrainedRows(2 * (config.max_num_seqs + config.max_waiting))
         self._deadlines = Deadlines()
@@ -107,16 +127,15 @@ class Engine:
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
         """The whole list of models; one that is not named any more is drained and forgotten."""
-        self._hosting.set_catalog(models, now_s)
+        self._manager.set_catalog(models, now_s)
 
     def submit(self, request: Submit, now_s: float) -> None:
         """Take a request in. Raises RequestRefused, changing nothing."""
-        queues = self._scheduler.queues()
-        unit_id = check_submit(request, self._config, self.pool, self._hosting, queues)
-        taken = Request.of(request, now_s, unit_id, self._config.request_timeout_s)
-        taken.encoding = self._hosting.encoding(request, unit_id)
+        instance_id = self._manager.check_submit(request)
+        taken = Request.of(request, now_s, instance_id, self._config.request_timeout_s)
+        taken.encoding = self._manager.encoding(request, instance_id)
         if request.constraint is not None:
-            source = self._hosting.tokenizer_source(unit_id, request.stop_token_ids)
+            source = self._manager.tokenizer_source(instance_id, request.stop_token_ids)
             self._constrained.open(taken, request.constraint, source)
         self._scheduler.add(taken)
         self._deadlines.add(taken)
@@ -124,17 +143,20 @@ class Engine:
 
     def abort(self, request_id: str, attempt: int) -> None:
         """End a request at the next step; unknown ones have ended already."""
-        request = self._scheduler.find((request_id, attempt))
-        if request is not None and request not in self._aborts:
-            self._aborts.append(request)
+        self.abort_all([(request_id, attempt)])
 
-    def load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
+    def abort_all(self, keys: Collection[tuple[str, int]]) -> None:
+        """`abort` of many, by (request_id, attempt)."""
+        found = self._scheduler.find(keys)
+        self._aborts += [request for request in found if request not in self._aborts]
+
+    def load(self, model_id: str, now_s: float, load_request: LoadRequest = PLAIN_LOAD) -> None:
         """Make a model resident, making room by policy. Idempotent."""
-        self._hosting.load(model_id, now_s, wish)
+        self._manager.load(model_id, now_s, load_request)
 
     def unload(self, model_id: str, now_s: float) -> None:
         """Drain a model and give its pages back. Idempotent."""
-        self._hosting.unload(model_id, now_s)
+        self._manager.unload(model_id, now_s)
 
     def has_work(self) -> bool:
         """Whether a step would run, end or tell something now.
@@ -147,46 +169,25 @@ class Engine:
 
     def step(self, now_s: float) -> list[TokenDelta]:
         """Schedule, launch, collect. Empty when nothing was collected and nothing ended."""
-        self._supply.reclaim()
-        self._end_early(now_s)
-        self._end_constrained(now_s)
-        self._hosting.advance(now_s)
-        self._supply.kv.keep_watermark()
-        planned = self._scheduler.schedule(now_s)
+        self._kv.reclaim()
+        self._end_requests(now_s)
+        self._advance_models(now_s)
         self._stalled = False
-        if planned is not None:
-            self._launch(*planned, now_s)
-            self._collect_down_to(self._config.steps_ahead, now_s)
-            if planned[0].encodes and self._scheduler.only_encodes and not self.pool.has_fences:
-                self._hosting.make_kv_room(now_s)
-        elif self._pipeline.num_in_flight:
-            self._settle(now_s)
-        elif self.pool.has_fences:
-            self._pipeline.pass_fence()
-        elif self._constrained.rest():
-            pass  # what runs waits for masks or grammars, and memory is not what is lacking
+        scheduled = self._scheduler.schedule(now_s)
+        if scheduled is None:
+            self._when_idle(now_s)
         else:
-            self._hosting.make_kv_room(now_s)
-            self._stalled = not self.pool.has_fences
+            queue, rows = scheduled
+            self._launch(queue, rows, now_s)
+            self._collect(self._config.steps_ahead, now_s)
+            if queue.encodes and self._scheduler.only_encodes and not self.pool.has_fences:
+                self._manager.make_kv_space(now_s)
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def runner(self, unit_id: str) -> AnyRunner:
-        """Of a unit that is resident or was."""
-        return self._runners[unit_id]
-
-    def skipper(self) -> Skipper:
-        """For a modelled device: many decodes at one go."""
-        return Skipper(
-            self._config,
-            self.pool,
-            self._supply,
-            self._scheduler,
-            self._residency,
-            self._pipeline,
-            self._deadlines,
-            self._counters,
-        )
+    def runner(self, instance_id: str) -> AnyRunner:
+        """Of a model that is resident or was."""
+        return self._runners[instance_id]
 
     def unfinished(self) -> Iterator[Request]:
         """Requests that wait or run, to be looked at only."""
@@ -196,44 +197,37 @@ class Engine:
     @property
     def num_cached_pages(self) -> int:
         """KV pages that only hold what later requests may find."""
-        return self._supply.kv.num_evictable()
+        return self._kv.num_evictable()
 
     def take_swaps(self) -> tuple[list[SwapRecord], list[SwapChoice]]:
         """Loads and evictions finished, and choices made, since the last call."""
-        return self._hosting.take_swaps()
+        return self._manager.take_swaps()
 
     @property
     def in_transition(self) -> bool:
-        """Some unit loads or drains."""
+        """Some model loads or drains."""
         return self._residency.in_transition
 
     @property
     def residency_key(self) -> int:
-        """How often a unit has changed its state."""
+        """How often a model has changed its state."""
         return self._residency.num_moves
 
-    def status(self, now_s: float) -> EngineStatus:
+    def status(self, now_s: float) -> WorkerStatus:
         """Residency, pages and what may be submitted."""
-        return make_status(
-            self._config,
-            self.pool,
-            self._supply,
-            self._hosting,
-            self._scheduler,
-            {**self._counters, **self._constrained.counters()},
-        )
+        return make_status(self._manager, {**self._counters, **self._constrained.counters()})
 
     def layout(self) -> Layout:
         """Who lies where in the arena, in the rough."""
-        return make_layout(self.pool, self._hosting)
+        return make_layout(self.pool, self._manager.catalog)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pool, residency, caches and queues agree."""
         self.pool.check_integrity()
         self._residency.check_integrity()
-        self._hosting.catalog.check_integrity()
+        self._manager.catalog.check_integrity()
         self._scheduler.check_integrity()
-        self._supply.kv.check_integrity()
+        self._kv.check_integrity()
         for queue in self._scheduler.queues():
             for request in queue.requests():
                 if request.num_pending > self._pipeline.num_in_flight:
@@ -245,8 +239,9 @@ class Engine:
         self._constrained.shutdown()
         self._residency.close()
 
-    def _end_early(self, now_s: float) -> None:
-        """Requests that were aborted, or whose time is up, in whatever state they are."""
+    def _end_requests(self, now_s: float) -> None:
+        """Requests that end before the step, in whatever state they are: aborted, out of time, or
+        with a constraint that cannot be had, cannot go on, or is fulfilled."""
         for request in self._aborts:
             if request.state != "finished":
                 self._finish(request, [], "abort", now_s)
@@ -254,9 +249,6 @@ class Engine:
         for request in self._deadlines.pop_due(now_s):
             self._counters["deadline_timeouts"] += 1
             self._finish(request, [], "timeout", now_s)
-
-    def _end_constrained(self, now_s: float) -> None:
-        """Requests whose constraint cannot be had, cannot go on, or is fulfilled."""
         for request, ending, reason in self._constrained.poll():
             if ending == "complete":
                 self._finish(request, [], "stop", now_s)
@@ -265,18 +257,41 @@ class Engine:
             else:
                 self._end_with_error(request, now_s, f"its constraint broke: {reason}")
 
+    def _advance_models(self, now_s: float) -> None:
+        """Loads, evictions and moves go on; below the low watermark idle weights or cached KV are
+        evicted, what is worth less first."""
+        self._manager.advance(now_s)
+        self._manager.rank_idle_weights(now_s)
+        self._kv.keep_watermark()
+
+    def _when_idle(self, now_s: float) -> None:
+        """No request can run: for a token in flight, a fence, a mask, or memory that weights hold.
+
+        The first that applies is dealt with, one in each step.
+        """
+        if self._pipeline.num_in_flight:
+            self._settle(now_s)
+        elif self.pool.has_fences:
+            self._pipeline.pass_fence()
+        elif self._constrained.rest():
+            pass  # what runs waits for masks or grammars, and memory is not what is lacking
+        else:
+            self._manager.make_kv_space(now_s)
+            self._stalled = not self.pool.has_fences
+
     def _launch(self, queue: ModelQueue, rows: list[ScheduledRow], now_s: float) -> None:
         assert queue.cache is not None
-        runner = self._runners[queue.unit_id]
+        runner = self._runners[queue.instance_id]
         error = self._pipeline.launch(queue, runner, queue.cache, rows)
         if error is not None:
             self._fail_step(queue, [row.request for row in rows], error, now_s)
 
     def _settle(self, now_s: float) -> None:
         """Nothing is in flight after this."""
-        self._collect_down_to(0, now_s)
+        self._collect(0, now_s)
 
-    def _collect_down_to(self, num_in_flight: int, now_s: float) -> None:
+    def _collect(self, num_in_flight: int, now_s: float) -> None:
+        """Take the oldest steps back until so many are left in flight."""
         while self._pipeline.num_in_flight > num_in_flight:
             ended = self._pipeline.collect()
             if ended.error is not None:
@@ -342,7 +357,7 @@ class Engine:
         self, queue: ModelQueue, requests: Sequence[Request], error: Exception, now_s: float
     ) -> None:
         """One model's failure must not take the others down: the named boundary for it."""
-        logger.error("step of model %s failed", queue.unit_id, exc_info=error)
+        logger.error("step of model %s failed", queue.instance_id, exc_info=error)
         self._counters["steps_failed"] += 1
         for request in requests:
             if request.state != "finished":
@@ -353,9 +368,11 @@ class Engine:
     def _charge(self, ended: Collected, now_s: float) -> None:
         self._charges.step(ended)
         ended.queue.tag += ended.device_s
-        self._residency.touch(ended.queue.unit_id, ended.device_s, now_s, produced=ended.produced)
+        self._residency.touch(
+            ended.queue.instance_id, ended.device_s, now_s, produced=ended.produced
+        )
         self._counters["steps"] += 1
-        self._counters["batch_tokens"] += sum(item.row.num_tokens for item in ended.rows)
+        self._counters["batch_tokens"] += sum(item.row.num_scheduled_tokens for item in ended.rows)
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> None:
         token = sampled.token

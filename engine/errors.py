@@ -64,7 +64,14 @@ class ConstraintBroken(EngineError):
 
 
 class ConstraintSpent(ConstraintBroken):
-    """Its matcher is out of fuel: a constraint too costly for where the output has come to."""
+    """Its matcher is out of fuel: a constraint too costly for where the output has come to.
+
+    is_shared: what ran out is a store that other requests have drawn on, too.
+    """
+
+    def __init__(self, reason: str, is_shared: bool = False) -> None:
+        super().__init__(reason)
+        self.is_shared = is_shared
 
 
 class DeviceUnusable(EngineError):

@@ -9,6 +9,15 @@ While steps are in flight a request has tokens that are sampled on the device an
 (`num_pending`). They count as its tokens for whoever lays out the next step; nobody else sees them.
 
 Knows token ids only. The scheduler moves requests between states, nobody else does.
+
+What sampling keeps of a request between its steps, and what its next step is told of it:
+
+    check_sampling   what cannot be sampled, when a request is taken in
+    SamplingState    parameters as arrays, and the tokens that penalties count
+    SampleInput      one sampling row of a step
+    uniforms         its random numbers: from the seed and the position only, never from what a row
+                     is batched with or how often it was preempted, so a seeded request repeats
+                     exactly. Two rounds of splitmix64 (Steele et al., 2014).
 """
 
 import math
@@ -16,24 +25,196 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from engine.errors import IllegalTransition
-from engine.protocol import FinishReason, Submit, TokenLogprobs, Usage
-from engine.sampling.sampling_batch import LateMask, SampleInput, SamplingState
+import numpy as np
+import numpy.typing as npt
+import torch
 
-if TYPE_CHECKING:
-    from engine.encoders.encoder_requests import Encoding
-    from engine.memory.request_kv import RequestKv
+from engine.errors import IllegalTransition
+from engine.protocol import FinishReason, SamplingParams, Submit, TokenLogprobs, Usage
+
+# The largest magnitude of a logit_bias, a frequency and a presence penalty.
+MAX_ADDED = 100.0
+# repetition_penalty lies between 1 / this and this.
+MAX_REPETITION = 100.0
+MAX_LOGPROBS = 20
+_MASK = (1 << 64) - 1
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
 
 RequestState = Literal["waiting", "running", "finished"]
+RequestEvent = Literal["admit", "preempt", "finish"]
+_TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
+    "waiting": {"admit": "running", "finish": "finished"},
+    "running": {"preempt": "waiting", "finish": "finished"},
+    "finished": {},
+}
 
-_TRANSITIONS: frozenset[tuple[RequestState, RequestState]] = frozenset(
-    {
-        ("waiting", "running"),
-        ("running", "waiting"),
-        ("running", "finished"),
-        ("waiting", "finished"),
-    }
-)
+
+def check_sampling(
+    params: SamplingParams, vocab_size: int, logprobs: int = -1, prompt_logprobs: int = -1
+) -> None:
+    """Raises ValueError, in words for the client, on what cannot be sampled."""
+    ranges = (
+        ("temperature", params.temperature, 0.0, math.inf),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("frequency_penalty", params.frequency_penalty, -MAX_ADDED, MAX_ADDED),
+        ("presence_penalty", params.presence_penalty, -MAX_ADDED, MAX_ADDED),
+        ("repetition_penalty", params.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION),
+        ("top_k", params.top_k, 0, math.inf),
+        ("min_tokens", params.min_tokens, 0, math.inf),
+        ("logprobs", logprobs, -1, MAX_LOGPROBS),
+        ("prompt_logprobs", prompt_logprobs, -1, MAX_LOGPROBS),
+        *(("logit_bias", bias, -MAX_ADDED, MAX_ADDED) for bias in params.logit_bias.values()),
+    )
+    for name, value, low, high in ranges:
+        if not low <= value <= high or math.isinf(value):  # NaN compares false
+            raise ValueError(f"{name} is {value}, not between {low} and {high}")
+    for token in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"logit_bias has token {token}, not between 0 and {vocab_size - 1}")
+
+
+class SamplingState:
+    """What sampling keeps of one request between its steps; made once, when it is taken in."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        stop_ids: Sequence[int] = (),
+        logprobs: int = -1,
+    ) -> None:
+        self.params = params
+        self.num_prompt = len(prompt_ids)
+        self.stop_ids = np.array(sorted(set(stop_ids)), dtype=np.int64)
+        self.logprobs = logprobs
+        self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+        self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
+        self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next token depends on which ones came before, not only on how many."""
+        return self.penalties is not None
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any penalty differs from its default."""
+    return bool(
+        params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    )
+
+
+class PenaltyState:
+    """The distinct tokens of one request: of its output, and of its prompt for repetition.
+
+    `counts` are occurrences in the output alone. The arrays grow by doubling; a step adds a token
+    in constant time. Preemption changes nothing here: ids stay with the request.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int]) -> None:
+        self.params = params
+        repeats = params.repetition_penalty != 1.0
+        self._prompt = np.unique(np.array(prompt_ids if repeats else [], dtype=np.int64))
+        self._start()
+
+    def _start(self) -> None:
+        self._num_seen = 0
+        self._size = len(self._prompt)
+        self._ids = self._prompt.copy()
+        self._counts = np.zeros(self._size, dtype=np.float32)
+        self._slots = {int(token): slot for slot, token in enumerate(self._prompt)}
+
+    def update(self, output_ids: Sequence[int]) -> None:
+        """Take in what was generated since the last call; a shorter output starts afresh."""
+        if len(output_ids) < self._num_seen:
+            self._start()
+        for token in output_ids[self._num_seen :]:
+            slot = self._slots.setdefault(token, self._size)
+            if slot == self._size:
+                self._grow()
+                self._ids[slot] = token
+                self._counts[slot] = 0.0
+                self._size += 1
+            self._counts[slot] += 1.0
+        self._num_seen = len(output_ids)
+
+    def _grow(self) -> None:
+        if self._size == len(self._ids):
+            room = max(64, len(self._ids))
+            self._ids = np.concatenate([self._ids, np.zeros(room, dtype=np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
+
+    @property
+    def ids(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Distinct token ids [N]; a view that the next update may outdate."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """Occurrences in the output [N], beside `ids`."""
+        return self._counts[: self._size]
+
+
+class LateMask(Protocol):
+    """A mask that is still being computed when its row is laid out."""
+
+    def take(self, deadline_s: float) -> torch.Tensor | None:
+        """Wait for it until then (monotonic seconds); None: it has not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """One sampling row. mask: int32 [ceil(V / 32)], bit t of the words: token t may come next.
+
+    late_mask: where the mask comes from just before sampling; a row whose mask does not come is
+    sampled without, and who owns the late mask knows that its token must not be used.
+
+    `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
+    state needs to know them (`SamplingState.needs_tokens`) has none.
+    """
+
+    state: SamplingState
+    output_ids: Sequence[int]
+    mask: torch.Tensor | None = None
+    num_in_flight: int = 0
+    late_mask: LateMask | None = None
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.output_ids) + self.num_in_flight
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask says what may come."""
+        return self.mask is not None or self.late_mask is not None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in (0, 1) from (seed, position)."""
+    return float(uniforms([seed], [position])[0])
+
+
+def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
+    """One number a pair; seeds are taken modulo 2**64."""
+    seed = np.array([value & _MASK for value in seeds], dtype=np.uint64)
+    state = _mix(seed + _STEP * (np.array(positions, dtype=np.uint64) + np.uint64(1)))
+    bits = _mix(state ^ seed) >> np.uint64(11)
+    # The half keeps 0 out; the minimum keeps out the 1 that the largest value would round to.
+    return np.minimum((bits.astype(np.float64) + 0.5) / (1 << 53), 1.0 - 2.0**-53)
+
+
+def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+if TYPE_CHECKING:
+    from engine.encoding import Encoding
+    from engine.memory import RequestKv
 
 
 class BoundRow(LateMask, Protocol):
@@ -48,7 +229,7 @@ class BoundRow(LateMask, Protocol):
 class Request:
     """One attempt of one request.
 
-    unit_id        the resident pack that runs it
+    instance_id        the resident pack that runs it
     token_ids      prompt, then what was generated, as far as known
     num_pending    tokens after these that a step in flight samples
     pending_row    which of that step's sampled tokens it is; -1: none
@@ -62,7 +243,7 @@ class Request:
     cached_tokens  tokens whose KV was there when it was first admitted; None: never admitted
     order          order of arrival over all models: the youngest is preempted first
     deadline_s     it ends with reason `timeout` from then on
-    device_s, memory_s  what it is charged (charges.py); prefill_s, of device_s, for its prompt
+    device_s, memory_s  what it is charged (`Charges`); prefill_s, of device_s, for its prompt
     held_since_s   second of the device's work up to which its memory is charged; None: holds none
     num_lost       leading positions that a preemption threw away: computing them again is free
     """
@@ -71,7 +252,7 @@ class Request:
     arrival_s: float
     token_ids: list[int]
     sampling: SamplingState
-    unit_id: str = ""
+    instance_id: str = ""
     state: RequestState = "waiting"
     num_pending: int = 0
     pending_row: int = -1
@@ -94,9 +275,9 @@ class Request:
 
     @classmethod
     def of(
-        cls, submit: Submit, now_s: float, unit_id: str = "", timeout_s: float = 0.0
+        cls, submit: Submit, now_s: float, instance_id: str = "", timeout_s: float = 0.0
     ) -> "Request":
-        """A new waiting request of `unit_id` (the model's own name where no pack is shared).
+        """A new waiting request of `instance_id` (the model's own name where no pack is shared).
 
         `timeout_s` bounds what the Submit asks for; 0: it does not.
         """
@@ -109,7 +290,7 @@ class Request:
             sampling=SamplingState(
                 submit.sampling, submit.prompt_token_ids, submit.stop_token_ids, submit.logprobs
             ),
-            unit_id=unit_id or submit.model_id,
+            instance_id=instance_id or submit.model_id,
             deadline_s=now_s + min(asked_s, timeout_s or math.inf),
         )
 
@@ -199,14 +380,15 @@ class Request:
             prefill_s=self.prefill_s,
         )
 
-    def move(self, state: RequestState) -> None:
+    def on(self, event: RequestEvent) -> None:
         """Change state. Raises IllegalTransition, changing nothing."""
-        if (self.state, state) not in _TRANSITIONS:
-            raise IllegalTransition(f"request {self.key}: {self.state} -> {state}")
+        state = _TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise IllegalTransition(f"request {self.key}: {event} while {self.state}")
         self.state = state
 
     def finish(self, reason: FinishReason, error: str = "") -> None:
         """End it; its blocks must have been or are about to be given back by the scheduler."""
-        self.move("finished")
+        self.on("finish")
         self.finish_reason = reason
         self.error = error

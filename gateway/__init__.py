@@ -1,0 +1,1 @@
+"""The tenants' side of Polyhost: the path of a request and nothing else."""

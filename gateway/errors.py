@@ -3,16 +3,25 @@
     ApiError                 ends in OpenAI's error object with a stable `code`
     ClientGone               nobody waits for the answer any more
     WorkerLost               the worker died after tokens had been sent: an error event, no bill
+    IllegalTransition        a bug: an event that a state table does not allow
 
 Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
 """
 
 import math
+import re
 from dataclasses import dataclass
+
+_PATH = re.compile(r"(?<![\w.])/\w")
+"""The beginning of an absolute path; a model's name has its slash within."""
 
 
 class WorkerLost(Exception):
     """The worker that was running this request is gone."""
+
+
+class IllegalTransition(Exception):
+    """An event that the object's state does not allow (a bug); nothing was changed."""
 
 
 class ClientGone(Exception):
@@ -101,7 +110,7 @@ class ApiError(Exception):
 
 def model_gone(name: str) -> ApiError:
     """The catalog does not name it any more."""
-    return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is not hosted any more", param="model")
+    return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is no longer available", param="model")
 
 
 def wrong_task(name: str, task: str) -> ApiError:
@@ -111,21 +120,29 @@ def wrong_task(name: str, task: str) -> ApiError:
         "embed": ("embeds texts", "/v1/embeddings"),
         "classify": ("classifies texts", "/v1/classify or /v1/rerank"),
     }[task]
-    return ApiError(WRONG_TASK, f"the model {name!r} {does}: ask {routes}", "model")
+    return ApiError(WRONG_TASK, f"the model {name!r} {does}: use {routes}", "model")
 
 
 def model_failed(name: str, reason: str) -> ApiError:
     """It is hosted and cannot be served now."""
-    return ApiError(MODEL_FAILED, f"the model {name!r} cannot be served: {reason}")
+    return ApiError(MODEL_FAILED, f"the model {name!r} cannot be served: {for_tenants(reason)}")
+
+
+def for_tenants(reason: str) -> str:
+    """A worker's words without the paths of this server's files: those are in the log, on the
+    operators' pages and in `polyhost why`."""
+    if _PATH.search(reason) is None:
+        return reason
+    return "its pack is damaged or cannot be read; tell the operator of this server"
 
 
 def unenforceable(reason: str) -> ApiError:
     """A form of answer that the worker cannot hold a model to."""
-    text = f"the form asked for the answer cannot be enforced: {reason}"
+    text = f"the requested output format cannot be enforced: {reason}"
     return ApiError(INVALID_CONSTRAINT, text)
 
 
 def model_replaced(name: str) -> ApiError:
     """Another revision has its name: token ids of the old one may mean nothing to it."""
-    message = f"the model {name!r} was replaced while the request waited: send it again"
+    message = f"the model {name!r} was replaced while the request was queued: retry the request"
     return ApiError(UNAVAILABLE, message, retry_after_s=1.0)

@@ -3,16 +3,41 @@
 Times named `now_s` are monotonic seconds; wall-clock instants are `*_at` in UTC epoch seconds.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 
-from engine.protocol import Constraint, EncodeInputs, Finish, SamplingParams, TokenLogprobs
-from gateway.policy.cache_rule import NO_CACHE, CacheMode, CachePolicy
-from gateway.policy.pricing import FREE, Rates
-from registry.quotas import UNLIMITED, Limits
+from engine.protocol import (
+    Constraint,
+    EncodeInputs,
+    Finish,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from gateway.pricing.policy.pricing import FREE, Rates
+from registry.accounts.quotas import UNLIMITED, Limits
+
+SEED_MASK = (1 << 63) - 1
+"""Seeds have so many bits."""
+
+CacheMode: TypeAlias = Literal["off", "exact", "semantic", "shadow"]
+
+
+@dataclass(frozen=True, slots=True)
+class CachePolicy:
+    """What a key has. `max_age_s`, `false_hit_budget` None: the server's own."""
+
+    mode: CacheMode = "off"
+    max_age_s: float | None = None
+    false_hit_budget: float | None = None
+    sampled: bool = False
+    """Also answers that are drawn without a seed."""
+
+
+NO_CACHE = CachePolicy()
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
 EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
@@ -194,6 +219,28 @@ class RunningRequest(Protocol):
         """Stop within one step; the last event follows (at once if it was still queued)."""
 
 
+@dataclass(frozen=True, slots=True)
+class PartsEnd:
+    """What became of the requests to workers that one request is made of.
+
+    `is_complete`: the whole answer has been made. `is_spent`: it ended, after tokens, because its
+    form cannot be held any longer. `overflowed`: the client did not read. `num_tokens`: generated,
+    as they are told and billed; `num_generated`: with those behind what the client was told;
+    `num_sent`: in pieces of the answer that were handed on.
+    `queue_s`: of the part that waited longest. `finish_reasons`: of a complete answer.
+    """
+
+    is_complete: bool
+    usage: Usage
+    queue_s: float
+    finish_reasons: Sequence[str]
+    num_tokens: int = 0
+    num_generated: int = 0
+    num_sent: int = 0
+    is_spent: bool = False
+    overflowed: bool = False
+
+
 class Sink(Protocol):
     """Where the events of a streamed answer go, by plain calls."""
 
@@ -209,3 +256,43 @@ class Sink(Protocol):
 
     async def drained(self) -> None:
         """Returns when it is not full."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One HTTP request. `answer_headers` is filled in on the way, for errors too.
+
+    `receive_body` is called once, after auth: nobody without a key makes us hold a body.
+    `client` is the caller's address, "" where there is none. `when_gone` takes what is to be called
+    when the client goes away. `principal`: whose request it is, where an operator asks for a tenant
+    and has shown the right to; then no key is looked for.
+    """
+
+    kind: RequestKind
+    headers: Mapping[str, str]
+    client: str
+    receive_body: Callable[[], Awaitable[bytes]]
+    http_id: str
+    arrived_s: float
+    when_gone: Callable[[Callable[[], None]], None]
+    answer_headers: dict[str, str] = field(default_factory=dict)
+    principal: Principal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonAnswer:
+    """A whole answer, in parts. Whoever sends it calls `close` at the end, however it ends."""
+
+    parts: Sequence[bytes]
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class EventAnswer:
+    """A streamed answer. Whoever calls `run` calls `close` at the end, however it ends."""
+
+    run: Callable[[Sink], Awaitable[None]]
+    close: Callable[[], None] = lambda: None
+
+
+Answer: TypeAlias = JsonAnswer | EventAnswer

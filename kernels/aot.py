@@ -65,7 +65,7 @@ DECLARED: tuple[Declared, ...] = (
 )
 
 # Over all kernels: each costs 0.3-3 s of compilation an architecture, and they are part of the
-# tests. A newcomer has to be worth the place of another.
+# tests. An incoming model has to be worth the place of another.
 MAX_DECLARED = 40
 
 # Bytes of shared memory a block may have (CUDA C programming guide, compute capabilities).

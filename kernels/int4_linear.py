@@ -147,10 +147,8 @@ def int4_linear(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`int4_linear_ref` by the kernels. Columns out of order cost a copy of x."""
+    """`int4_linear_ref` by the kernels."""
     rows = x.view(-1, weight.k)
-    if weight.order is not None:
-        rows = rows[:, weight.order]
     if out is None:
         out = torch.empty(*x.shape[:-1], weight.n, dtype=x.dtype, device=x.device)
     check_rows(rows)

@@ -7,8 +7,7 @@
     token_chunk, token_slot, token_offset   int [T], where each token goes; see PagedBatch. A chunk
                of -1 writes nothing: tokens that only fill a captured graph
 
-Any strides but the last, which is 1: the three are views of one fused projection. Into a cache in
-fp8 go key / k_scale[g] and value / v_scale[g], cut off at the type's largest number.
+Any strides but the last, which is 1: the three are views of one fused projection.
 
 Bytes moved: q, k and v once in, once out. What counts is the launches saved, two rotations and a
 scatter, and that K is not written and read once more between them.
@@ -31,8 +30,6 @@ from kernels.paged_rows import check_geometry
 from kernels.rotary import HEADS, NUM_WARPS, angles, paddings, rotary_ref, turn
 from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
 
-FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
-
 
 def rotary_write_ref(
     arena: torch.Tensor,
@@ -45,29 +42,13 @@ def rotary_write_ref(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The definition, step by step; returns q, rotated. Every token is written."""
     if cos is not None and sin is not None:
         q, key = (rotary_ref(x, cos, sin, interleaved).to(x.dtype) for x in (q, key.double()))
-    raw = torch.uint8 if geometry.dtype.itemsize == 1 else geometry.dtype
-    seen = BlockGeometry(geometry.layer, geometry.block_tokens, raw, geometry.unit_bytes)
-    stored = []
-    for x, factor in ((key, k_scale), (value, v_scale)):
-        scaled = x.float() if factor is None else x.float() / factor[:, None]
-        largest = torch.finfo(geometry.dtype).max
-        stored.append(scaled.clamp(-largest, largest).to(geometry.dtype).view(raw))
-    write_kv_ref(arena, seen, chunk_table, batch, stored[0], stored[1])
+    key, value = (x.float().to(geometry.dtype) for x in (key, value))
+    write_kv_ref(arena, geometry, chunk_table, batch, key, value)
     return q
-
-
-@jit
-def _narrow(x: tl.tensor, arena_ptr: tl.tensor, IS_FP8: tl.constexpr) -> tl.tensor:
-    """float32 to the cache's type."""
-    if IS_FP8:
-        x = tl.minimum(tl.maximum(x, -FP8_LARGEST), FP8_LARGEST)
-    return x.to(arena_ptr.dtype.element_ty)
 
 
 @jit
@@ -83,8 +64,6 @@ def _write_kernel(
     v_ptr: tl.tensor,
     cos_ptr: tl.tensor,
     sin_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
     q_out_stride_t: tl.tensor,
@@ -105,7 +84,6 @@ def _write_kernel(
     V_START: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
@@ -142,11 +120,6 @@ def _write_kernel(
             base = (tl.load(table_ptr + chunk) + slot * BLOCK_UNITS) * UNIT
             kv_head = (part - Q_BLOCKS) * HEADS + tl.arange(0, HEADS)
             is_head = kv_head < NUM_KV_HEADS
-            k_factor = tl.full([HEADS], 1.0, tl.float32)
-            v_factor = k_factor
-            if HAS_SCALES:
-                k_factor = 1.0 / tl.load(k_scale_ptr + kv_head, mask=is_head, other=1.0)
-                v_factor = 1.0 / tl.load(v_scale_ptr + kv_head, mask=is_head, other=1.0)
             k_head = k_ptr + (token * k_stride_t + kv_head * k_stride_h)[:, None]
             k_row = arena_ptr + (base + (kv_head * BLOCK_TOKENS + offset) * K_DIM)[:, None]
             if HALF > 0:
@@ -154,26 +127,24 @@ def _write_kernel(
                 k1 = tl.load(k_head + at1[None, :], mask=in_pair, other=0.0).to(tl.float32)
                 k2 = tl.load(k_head + at2[None, :], mask=in_pair, other=0.0).to(tl.float32)
                 r1, r2 = turn(k1, k2, cos, sin)
-                r1 = _narrow(r1 * k_factor[:, None], arena_ptr, HAS_SCALES)
-                r2 = _narrow(r2 * k_factor[:, None], arena_ptr, HAS_SCALES)
-                tl.store(k_row + at1[None, :], r1, mask=in_pair)
-                tl.store(k_row + at2[None, :], r2, mask=in_pair)
+                tl.store(k_row + at1[None, :], r1.to(arena_ptr.dtype.element_ty), mask=in_pair)
+                tl.store(k_row + at2[None, :], r2.to(arena_ptr.dtype.element_ty), mask=in_pair)
             if REST_PAD > 0:
                 in_rest = is_head[:, None] & (rest < K_DIM)[None, :]
                 k = tl.load(k_head + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
-                k = _narrow(k * k_factor[:, None], arena_ptr, HAS_SCALES)
+                k = k.to(arena_ptr.dtype.element_ty)
                 tl.store(k_row + rest[None, :], k, mask=in_rest)
             v_dim = tl.arange(0, V_PAD)
             in_v = is_head[:, None] & (v_dim < V_DIM)[None, :]
             v_head = v_ptr + (token * v_stride_t + kv_head * v_stride_h)[:, None]
             v_row = V_START * UNIT + (kv_head * BLOCK_TOKENS + offset) * V_DIM
             v = tl.load(v_head + v_dim[None, :], mask=in_v, other=0.0).to(tl.float32)
-            v = _narrow(v * v_factor[:, None], arena_ptr, HAS_SCALES)
+            v = v.to(arena_ptr.dtype.element_ty)
             tl.store(arena_ptr + (base + v_row)[:, None] + v_dim[None, :], v, mask=in_v)
 
 
 def _constants(
-    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool, has_scales: bool
+    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool
 ) -> dict[str, Any]:
     layer = geometry.layer
     return {
@@ -187,7 +158,6 @@ def _constants(
         "V_START": geometry.v_start_units,
         "HALF": half,
         "INTERLEAVED": interleaved,
-        "HAS_SCALES": has_scales,
         "HEADS": HEADS,
         **paddings(layer.k_dim, half),
         "V_PAD": next_power_of_2(layer.v_dim),
@@ -206,8 +176,6 @@ def rotary_write(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Rotate q into `q_out` and k into the cache, and v beside it; chunk_table as in write_kv_ref.
 
@@ -218,14 +186,11 @@ def rotary_write(
     half = angle.shape[1]
     if any(tensor.stride(2) != 1 for tensor in (q, q_out, key, value)):
         raise ValueError("the last stride of q, key and value is 1")
-    is_fp8 = geometry.dtype.itemsize == 1
-    if 2 * half > geometry.layer.k_dim or (k_scale is None) != (v_scale is None):
-        raise ValueError("cos is no wider than half a key; scales for both or none")
-    if is_fp8 != (k_scale is not None) or (sin is not None and sin.stride() != angle.stride()):
-        raise ValueError("a cache in fp8 has scales, another has none; cos and sin lie alike")
+    if 2 * half > geometry.layer.k_dim or (sin is not None and sin.stride() != angle.stride()):
+        raise ValueError("cos is no wider than half a key; cos and sin lie alike")
     if not len(key):
         return
-    constants = _constants(geometry, q.shape[1], half, interleaved, is_fp8)
+    constants = _constants(geometry, q.shape[1], half, interleaved)
     blocks = cdiv(geometry.layer.num_kv_heads, HEADS) + (cdiv(q.shape[1], HEADS) if half else 0)
     _write_kernel[(len(key), blocks)](
         arena.view(geometry.dtype),
@@ -239,8 +204,6 @@ def rotary_write(
         value,
         angle,
         angle if sin is None else sin,
-        q if k_scale is None else k_scale,
-        q if v_scale is None else v_scale,
         *(stride for tensor in (q, q_out, key, value) for stride in tensor.stride()[:2]),
         *angle.stride(),
         **constants,
@@ -248,12 +211,11 @@ def rotary_write(
     )
 
 
-def _declare(name: str, heads: int, layer: LayerGeometry, dtype: torch.dtype) -> Declared:
-    unit, is_fp8 = largest_unit_bytes(layer, dtype, 1 << 21), dtype.itemsize == 1
+def _declare(name: str, heads: int, layer: LayerGeometry) -> Declared:
+    unit = largest_unit_bytes(layer, torch.bfloat16, 1 << 21)
     names = ("q", "q_out", "k", "v", "cos", "sin")
-    pointers = dict.fromkeys(names, "bf16") | {"arena": "fp8e4nv" if is_fp8 else "bf16"}
+    pointers = dict.fromkeys((*names, "arena"), "bf16")
     pointers |= dict.fromkeys(("table", "chunk", "slot", "offset"), "i64")
-    pointers |= dict.fromkeys(("k_scale", "v_scale"), "fp32")
     strides = [f"{name}_stride_{axis}" for name in names[:4] for axis in "th"]
     return Declared(
         f"kv_write/{name}",
@@ -261,13 +223,10 @@ def _declare(name: str, heads: int, layer: LayerGeometry, dtype: torch.dtype) ->
         {f"{key}_ptr": f"*{kind}:16" for key, kind in pointers.items()}
         | dict.fromkeys([*strides, "angle_stride_t"], "i32:16")
         | {"angle_stride_d": "i32"},
-        _constants(BlockGeometry(layer, 16, dtype, unit), heads, layer.k_dim // 2, False, is_fp8),
+        _constants(BlockGeometry(layer, 16, torch.bfloat16, unit), heads, layer.k_dim // 2, False),
         NUM_WARPS,
-        archs=(90, 100) if is_fp8 else (80, 90, 100),
+        archs=(80, 90, 100),
     )
 
 
-DECLARED = (
-    _declare("llama-8b", 32, LayerGeometry(8, 128, 128), torch.bfloat16),
-    _declare("llama-8b fp8", 32, LayerGeometry(8, 128, 128), torch.float8_e4m3fn),
-)
+DECLARED = (_declare("llama-8b", 32, LayerGeometry(8, 128, 128)),)

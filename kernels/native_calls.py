@@ -1,7 +1,7 @@
 """The C++ kernels of a processor: the library, how it is called, and what it wants.
 
 `kernels/native/` holds the sources; the installation compiles them five times, for AVX-512 with
-BF16, with VNNI and without, and for AVX2 with VNNI and without (pyproject.toml), where there is a
+BF16, with VNNI and without, and for AVX2 with VNNI and without (setup.py), where there is a
 compiler. `library()` loads the best that this processor runs; None: there is none, and whoever asks
 uses torch's operators. Structures mirror native/forward.cpp's.
 
@@ -71,7 +71,7 @@ class Norm(Structure):
     )
 
 
-class Rows(Structure):
+class NativeRows(Structure):
     """kernels/paged_attention.py Rows, by address."""
 
     _fields_ = (
@@ -136,7 +136,7 @@ class Group(Structure):
     """One layer group's rows in a step, and where its tokens are written."""
 
     _fields_ = (
-        ("calls", POINTER(Rows)),
+        ("calls", POINTER(NativeRows)),
         ("token_chunk", c_void_p),
         ("token_slot", c_void_p),
         ("token_offset", c_void_p),
@@ -192,7 +192,7 @@ class NativeLibrary:
         calls.polyhost_attention.argtypes = (
             POINTER(Cache),
             POINTER(AttentionForm),
-            POINTER(Rows),
+            POINTER(NativeRows),
             *_of("ipnp"),
         )
         calls.polyhost_add_norm.argtypes = (POINTER(Norm), *_of("pppnifi"))
@@ -243,7 +243,7 @@ class NativeLibrary:
         self,
         cache: Cache,
         form: AttentionForm,
-        calls: "ctypes.Array[Rows]",
+        calls: "ctypes.Array[NativeRows]",
         query: torch.Tensor,
         out: torch.Tensor,
     ) -> None:

@@ -4,9 +4,7 @@ For row r with its query at position p = context_len[r] - 1, head h of the group
 
     o = softmax_j( softcap(scale * q . k_j) ) v_j        max(0, p + 1 - window) <= j <= p
 
-with an optional sink logit a head in the softmax's sum; K and V stand for themselves times
-`k_scale[g]` and `v_scale[g]` where the cache is fp8 (applied to the score and to the result, not to
-each element).
+with an optional sink logit a head in the softmax's sum.
 
     query   [T, heads, k_dim]  token q_start[r] of row r; any strides, the last 1
     out     [T, heads, v_dim]  contiguous, query's dtype; rows of other lengths are left alone
@@ -47,7 +45,7 @@ from kernels.paged_rows import (
     check_geometry,
     page_bases,
 )
-from kernels.paged_rows import scaled_attention_ref as paged_decode_ref
+from kernels.paged_rows import wide_attention_ref as paged_decode_ref
 from kernels.triton_api import ARCHS, Declared, cdiv, check_out, jit, next_power_of_2, tl
 
 __all__ = ["DECLARED", "choose_splits", "paged_decode", "paged_decode_ref"]
@@ -98,8 +96,6 @@ def _decode_kernel(
     out_ptr: tl.tensor,
     stat_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
@@ -115,7 +111,6 @@ def _decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,8 +145,6 @@ def _decode_kernel(
         mask=is_head[:, None] & in_k[None, :],
         other=0.0,
     )
-    if HAS_SCALES:
-        scale = scale * tl.load(k_scale_ptr + kv_head)
     if SOFTCAP == 0.0:
         scale = scale * LOG2_E
 
@@ -226,8 +219,6 @@ def _decode_kernel(
             total = total * shrink + tl.exp2(sink - higher)
             acc = acc * shrink[:, None]
         factor = 1.0 / tl.where(total > 0, total, 1.0)
-        if HAS_SCALES:
-            factor = factor * tl.load(v_scale_ptr + kv_head)
         place = (token * NUM_HEADS + head) * V_DIM
         tl.store(
             out_ptr + place[:, None] + v_dim[None, :],
@@ -237,10 +228,10 @@ def _decode_kernel(
 
 
 def _constants(
-    geometry: BlockGeometry, num_heads: int, softcap: float, has_sinks: bool, has_scales: bool
+    geometry: BlockGeometry, num_heads: int, softcap: float, has_sinks: bool
 ) -> dict[str, Any]:
     """What the kernel is compiled for, but for IS_SPLIT."""
-    constants = attention_constants(geometry, num_heads, softcap, has_sinks, has_scales)
+    constants = attention_constants(geometry, num_heads, softcap, has_sinks)
     # Wide heads bring the same bytes in shorter tiles; shared memory holds no more of them.
     block_n = BLOCK_N if constants["K_PAD"] + constants["V_PAD"] <= 256 else BLOCK_N // 2
     return constants | {
@@ -259,8 +250,6 @@ def paged_decode(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
     num_splits: int = 1,
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
@@ -274,9 +263,9 @@ def paged_decode(
     layer, num_heads = geometry.layer, query.shape[1]
     if any(length != 1 for length in rows.q_lens) or num_heads % layer.num_kv_heads:
         raise ValueError("decode rows have one token each, and KV heads divide heads")
-    if query.stride(2) != 1 or not out.is_contiguous() or (k_scale is None) != (v_scale is None):
-        raise ValueError("query's last stride is 1, out contiguous; scales for both or none")
-    constants = _constants(geometry, num_heads, softcap, sinks is not None, k_scale is not None)
+    if query.stride(2) != 1 or not out.is_contiguous():
+        raise ValueError("query's last stride is 1, out contiguous")
+    constants = _constants(geometry, num_heads, softcap, sinks is not None)
     parts, stats = out, out
     if num_splits > 1:
         shape = (rows.num_rows, num_heads, num_splits)
@@ -287,8 +276,8 @@ def paged_decode(
         if parts.shape != (*shape, layer.v_dim) or stats.shape != (*shape, 2):
             raise ValueError(f"parts of {list(parts.shape)} for {list(shape)}")
         check_out(parts, stats)
-    # Where the constants say that something is not there, any address will do.
-    sinks, k_scale, v_scale = (out if t is None else t for t in (sinks, k_scale, v_scale))
+    # Where the constants say that there are none, any address will do.
+    sinks = out if sinks is None else sinks
     head_blocks = cdiv(constants["GROUP"], constants["BLOCK_M"])
     _decode_kernel[(rows.num_rows, layer.num_kv_heads * head_blocks, num_splits)](
         arena.view(geometry.dtype),
@@ -302,8 +291,6 @@ def paged_decode(
         parts,
         stats,
         sinks,
-        k_scale,
-        v_scale,
         rows.chunk.stride(0),
         query.stride(0),
         query.stride(1),
@@ -314,24 +301,22 @@ def paged_decode(
         **constants,
     )
     if num_splits > 1:
-        join_splits(parts, stats, rows.q_start, out, sinks, v_scale, constants)
+        join_splits(parts, stats, rows.q_start, out, sinks, constants)
 
 
-def _signature(cache: str, dtype: str, out: str) -> dict[str, str]:
+def _signature(out: str) -> dict[str, str]:
     pointers = {
-        "arena": cache,
+        "arena": "bf16",
         "table": "i64",
         "chunk": "i32",
         "slot": "i32",
         "context": "i32",
         "first": "i32",
         "token": "i32",
-        "q": dtype,
+        "q": "bf16",
         "out": out,
         "stat": "fp32",
-        "sinks": dtype,
-        "k_scale": "fp32",
-        "v_scale": "fp32",
+        "sinks": "bf16",
     }
     numbers = {"table_stride": "i32", "q_stride_t": "i32:16", "q_stride_h": "i32:16"}
     return {f"{k}_ptr": f"*{v}:16" for k, v in pointers.items()} | numbers | {"scale": "fp32"}
@@ -341,26 +326,22 @@ def _declare(
     name: str,
     heads: int,
     layer: LayerGeometry,
-    dtype: torch.dtype = torch.bfloat16,
     softcap: float = 0.0,
     sinks: bool = False,
     split: bool = False,
 ) -> Declared:
-    unit = largest_unit_bytes(layer, dtype, 1 << 21)
-    is_fp8 = dtype.itemsize == 1
-    constants = _constants(BlockGeometry(layer, 16, dtype, unit), heads, softcap, sinks, is_fp8)
-    signature = _signature("fp8e4nv" if is_fp8 else "bf16", "bf16", "fp32" if split else "bf16")
-    archs = (90, 100) if is_fp8 else ARCHS
+    unit = largest_unit_bytes(layer, torch.bfloat16, 1 << 21)
+    constants = _constants(BlockGeometry(layer, 16, torch.bfloat16, unit), heads, softcap, sinks)
+    signature = _signature("fp32" if split else "bf16")
     constants["IS_SPLIT"] = split
     return Declared(
-        f"decode/{name}", _decode_kernel, signature, constants, NUM_WARPS, NUM_STAGES, archs
+        f"decode/{name}", _decode_kernel, signature, constants, NUM_WARPS, NUM_STAGES, ARCHS
     )
 
 
 DECLARED = (
     _declare("llama-8b", 32, LayerGeometry(8, 128, 128)),
     _declare("llama-8b split", 32, LayerGeometry(8, 128, 128), split=True),
-    _declare("llama-8b fp8 split", 32, LayerGeometry(8, 128, 128), torch.float8_e4m3fn, split=True),
     _declare("gpt-oss window sinks", 64, LayerGeometry(8, 64, 64, 128), sinks=True),
     _declare("gemma-2 softcap split", 8, LayerGeometry(4, 256, 256), softcap=50.0, split=True),
 )

@@ -27,28 +27,6 @@ BLOCK_S = 16
 NUM_WARPS = 4
 
 
-def join_splits_ref(
-    parts: torch.Tensor,
-    stats: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The definition: float64 [rows, heads, v_dim]."""
-    maxima, sums = stats.double().unbind(-1)
-    highest = maxima.max(-1).values
-    if sinks is not None:
-        sink = sinks.double() / torch.log(torch.tensor(2.0, dtype=torch.float64))
-        highest = torch.maximum(highest, sink)
-    weights = torch.exp2(maxima - highest[..., None])
-    total = (weights * sums).sum(-1)
-    if sinks is not None:
-        total = total + torch.exp2(sink - highest)
-    out = (weights[..., None] * parts.double()).sum(-2) / total[..., None]
-    if v_scale is not None:
-        out = out * v_scale.double().repeat_interleave(out.shape[1] // len(v_scale))[:, None]
-    return out
-
-
 @jit
 def _join_kernel(
     part_ptr: tl.tensor,
@@ -56,13 +34,10 @@ def _join_kernel(
     token_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
     num_splits: tl.tensor,
     NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     V_PAD: tl.constexpr,
 ) -> None:
@@ -96,8 +71,6 @@ def _join_kernel(
         acc = acc * shrink + tl.sum(weights[:, None] * part, 0)
         highest = higher
     factor = 1.0 / tl.where(total > 0, total, 1.0)
-    if HAS_SCALES:
-        factor = factor * tl.load(v_scale_ptr + head // GROUP)
     token = tl.load(token_ptr + row).to(tl.int64)
     target = out_ptr + (token * NUM_HEADS + head) * V_DIM + v_dim
     tl.store(target, (acc * factor).to(out_ptr.dtype.element_ty), mask=in_v)
@@ -109,19 +82,17 @@ def join_splits(
     q_start: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor,
-    v_scale: torch.Tensor,
     constants: Mapping[str, Any],
 ) -> None:
     """Join into `out`. `constants`: those of the decode kernel that made the parts."""
     num_rows, num_heads, num_splits = parts.shape[:3]
-    names = ("NUM_HEADS", "GROUP", "V_DIM", "HAS_SINKS", "HAS_SCALES", "V_PAD")
+    names = ("NUM_HEADS", "V_DIM", "HAS_SINKS", "V_PAD")
     _join_kernel[(num_rows, num_heads)](
         parts,
         stats,
         q_start,
         out,
         sinks,
-        v_scale,
         num_splits,
         BLOCK_S=BLOCK_S,
         num_warps=NUM_WARPS,
@@ -133,11 +104,10 @@ DECLARED = (
     Declared(
         "decode/join",
         _join_kernel,
-        {f"{name}_ptr": "*fp32:16" for name in ("part", "stat", "v_scale")}
+        {f"{name}_ptr": "*fp32:16" for name in ("part", "stat")}
         | {"token_ptr": "*i32:16", "out_ptr": "*bf16:16", "sinks_ptr": "*bf16:16"}
         | {"num_splits": "i32"},
-        {"NUM_HEADS": 32, "GROUP": 4, "V_DIM": 128, "HAS_SINKS": True, "HAS_SCALES": True}
-        | {"BLOCK_S": BLOCK_S, "V_PAD": 128},
+        {"NUM_HEADS": 32, "V_DIM": 128, "HAS_SINKS": True, "BLOCK_S": BLOCK_S, "V_PAD": 128},
         NUM_WARPS,
     ),
 )

@@ -9,7 +9,7 @@ prefix and chunk are read the same way, and so are rows of one token (a decode b
 
     query   [T, heads, k_dim]  the row's tokens from q_start on; any strides, the last 1
     out     [T, heads, v_dim]  contiguous, query's dtype; tokens of no row are left alone
-    arena   uint8; see kernels/paged_attention.py. fp8 with scales as in paged_decode.py
+    arena   uint8; see kernels/paged_attention.py
 
 Work: 2 * (k_dim + v_dim) * heads * (pairs of query and seen position) operations; bytes do not
 count beyond a few hundred queries. So everything is about keeping the tensor cores busy:
@@ -40,7 +40,7 @@ from kernels.paged_rows import (
     check_geometry,
     page_bases,
 )
-from kernels.paged_rows import scaled_attention_ref as paged_prefill_ref
+from kernels.paged_rows import wide_attention_ref as paged_prefill_ref
 from kernels.prefill_shape import Shape, capability, launch_shape, tiles_of
 from kernels.triton_api import Declared, cdiv, jit, tl
 
@@ -148,8 +148,6 @@ def _prefill_kernel(
     q_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sinks_ptr: tl.tensor,
-    k_scale_ptr: tl.tensor,
-    v_scale_ptr: tl.tensor,
     table_stride: tl.tensor,
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
@@ -165,7 +163,6 @@ def _prefill_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -194,8 +191,6 @@ def _prefill_kernel(
         mask=is_query[:, None] & (k_dim < K_DIM)[None, :],
         other=0.0,
     )
-    if HAS_SCALES:
-        scale = scale * tl.load(k_scale_ptr + kv_head)
     if SOFTCAP == 0.0:
         scale = scale * LOG2_E
 
@@ -243,8 +238,6 @@ def _prefill_kernel(
         acc = acc * shrink[:, None]
     # Nothing is summed up in a padding row; 0 / 0 would be NaN.
     factor = 1.0 / tl.where(is_query & (total > 0), total, 1.0)
-    if HAS_SCALES:
-        factor = factor * tl.load(v_scale_ptr + kv_head)
     place = ((token + query) * NUM_HEADS + head) * V_DIM
     tl.store(
         out_ptr + place[:, None] + v_dim[None, :],
@@ -258,10 +251,9 @@ def _constants(
     num_heads: int,
     softcap: float,
     has_sinks: bool,
-    has_scales: bool,
     shape: Shape,
 ) -> dict[str, Any]:
-    constants = attention_constants(geometry, num_heads, softcap, has_sinks, has_scales)
+    constants = attention_constants(geometry, num_heads, softcap, has_sinks)
     block_n = max(shape.block_n, geometry.block_tokens)
     return constants | {"BLOCK_M": shape.block_m, "BLOCK_N": block_n}
 
@@ -277,8 +269,6 @@ def paged_prefill(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Attend all rows into `out`, one launch. `tiles` by `tiles_of`, for `launch_shape`'s block_m.
 
@@ -288,18 +278,16 @@ def paged_prefill(
     layer, num_heads = geometry.layer, query.shape[1]
     if num_heads % layer.num_kv_heads:
         raise ValueError(f"{layer.num_kv_heads} KV heads do not divide {num_heads} heads")
-    if query.stride(2) != 1 or not out.is_contiguous() or (k_scale is None) != (v_scale is None):
-        raise ValueError("query's last stride is 1, out contiguous; scales for both or none")
+    if query.stride(2) != 1 or not out.is_contiguous():
+        raise ValueError("query's last stride is 1, out contiguous")
     shape = launch_shape(layer, capability(arena.device))
     group = num_heads // layer.num_kv_heads
     pack = min(group, shape.block_m)
     if len(tiles) != sum(cdiv(length, shape.block_m // pack) for length in rows.q_lens):
         raise ValueError(f"the tiles are not laid out for {shape.block_m} rows and this group")
-    constants = _constants(
-        geometry, num_heads, softcap, sinks is not None, k_scale is not None, shape
-    )
-    # Where the constants say that something is not there, any address will do.
-    sinks, k_scale, v_scale = (out if t is None else t for t in (sinks, k_scale, v_scale))
+    constants = _constants(geometry, num_heads, softcap, sinks is not None, shape)
+    # Where the constants say that there are none, any address will do.
+    sinks = out if sinks is None else sinks
     _prefill_kernel[(len(tiles), layer.num_kv_heads * cdiv(group, pack))](
         arena.view(geometry.dtype),
         chunk_table,
@@ -313,8 +301,6 @@ def paged_prefill(
         query,
         out,
         sinks,
-        k_scale,
-        v_scale,
         rows.chunk.stride(0),
         query.stride(0),
         query.stride(1),
@@ -330,25 +316,21 @@ def _declare(
     archs: tuple[int, ...],
     heads: int,
     layer: LayerGeometry,
-    dtype: torch.dtype = torch.bfloat16,
     softcap: float = 0.0,
     sinks: bool = False,
 ) -> Declared:
-    unit = largest_unit_bytes(layer, dtype, 1 << 21)
-    is_fp8 = dtype.itemsize == 1
+    unit = largest_unit_bytes(layer, torch.bfloat16, 1 << 21)
     shape = launch_shape(layer, archs[0])
     pointers = dict.fromkeys(
         ("chunk", "slot", "context", "first", "token", "q_len", "tiles"), "i32"
     )
-    pointers |= {"arena": "fp8e4nv" if is_fp8 else "bf16", "table": "i64"}
-    pointers |= dict.fromkeys(("q", "out", "sinks"), "bf16")
-    pointers |= dict.fromkeys(("k_scale", "v_scale"), "fp32")
+    pointers |= dict.fromkeys(("arena", "q", "out", "sinks"), "bf16") | {"table": "i64"}
     return Declared(
         f"prefill/{name}",
         _prefill_kernel,
         {f"{key}_ptr": f"*{kind}:16" for key, kind in pointers.items()}
         | {"table_stride": "i32", "q_stride_t": "i32:16", "q_stride_h": "i32:16", "scale": "fp32"},
-        _constants(BlockGeometry(layer, 16, dtype, unit), heads, softcap, sinks, is_fp8, shape),
+        _constants(BlockGeometry(layer, 16, torch.bfloat16, unit), heads, softcap, sinks, shape),
         shape.num_warps,
         shape.num_stages,
         archs,
@@ -361,7 +343,6 @@ _GEMMA = LayerGeometry(4, 256, 256)
 
 DECLARED = (
     _declare("llama-8b", _HOPPER_ON, 32, _LLAMA),
-    _declare("llama-8b fp8", _HOPPER_ON, 32, _LLAMA, torch.float8_e4m3fn),
     _declare("gpt-oss window sinks", _HOPPER_ON, 64, _GPT_OSS, sinks=True),
     _declare("gemma-2 softcap", _HOPPER_ON, 8, _GEMMA, softcap=50.0),
     _declare("llama-8b ampere", _AMPERE, 32, _LLAMA),

@@ -92,11 +92,7 @@ def check_geometry(geometry: BlockGeometry, table: torch.Tensor) -> None:
 
 
 def attention_constants(
-    geometry: BlockGeometry,
-    num_heads: int,
-    softcap: float,
-    has_sinks: bool,
-    has_scales: bool,
+    geometry: BlockGeometry, num_heads: int, softcap: float, has_sinks: bool
 ) -> dict[str, Any]:
     """What an attention kernel is compiled for, but for the shape of its blocks."""
     layer = geometry.layer
@@ -113,13 +109,12 @@ def attention_constants(
         "WINDOW": layer.window,
         "SOFTCAP": softcap,
         "HAS_SINKS": has_sinks,
-        "HAS_SCALES": has_scales,
         "K_PAD": k_pad,
         "V_PAD": v_pad,
     }
 
 
-def scaled_attention_ref(
+def wide_attention_ref(
     arena: torch.Tensor,
     geometry: BlockGeometry,
     chunk_table: torch.Tensor,
@@ -128,27 +123,18 @@ def scaled_attention_ref(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [T, heads, k_dim] -> float64 [T, heads, v_dim], of a cache in any float type.
+    """query [T, heads, k_dim] -> float64 [T, heads, v_dim].
 
-    What is cached stands for itself times `k_scale` or `v_scale`, float32 [kv_heads]. All of the
-    arithmetic is in float64, softmax and scores of `attend_rows_ref` in float32.
+    All of the arithmetic is in float64, softmax and scores of `attend_rows_ref` in float32.
     """
-    raw = torch.uint8 if geometry.dtype.itemsize == 1 else geometry.dtype
-    seen = BlockGeometry(geometry.layer, geometry.block_tokens, raw, geometry.unit_bytes)
     out = query.new_empty(*query.shape[:2], geometry.layer.v_dim, dtype=torch.float64)
     for rows in batch.rows:
-        parts = gather_kv_ref(arena, seen, chunk_table, rows)
-        wide = [part.view(geometry.dtype).float().double() for part in parts]
-        for i, factor in enumerate((k_scale, v_scale)):
-            if factor is not None:
-                wide[i] *= factor.double()[:, None, None]
+        key, value = gather_kv_ref(arena, geometry, chunk_table, rows)
         attended = attend_rows_ref(
             query[rows.token_index].transpose(1, 2).double(),
-            wide[0],
-            wide[1],
+            key.double(),
+            value.double(),
             rows.context_len,
             rows.first,
             scale,

@@ -6,8 +6,8 @@
     bias    [n]       or None
     y       [..., n]  the dtype of x
 
-What engine/packs/quantize.py makes, and kernels/int8_linear.py computes on processors. An int8 and
-an e4m3 value are exact in float16 and in bfloat16, so the weight is widened in registers,
+What engine/registration/quantize.py makes, and kernels/int8_linear.py computes on processors. An
+int8 and an e4m3 value are exact in float16 and in bfloat16, so the weight is widened in registers,
 multiplied in the dtype of x, summed in float32 and scaled once, at the end.
 
 Bytes moved at few rows: n k, half of what bfloat16 weights would need; a product is as fast as its

@@ -1,23 +1,31 @@
-"""The audit log: who changed what, when, from what to what. Append-only.
+"""The append-only audit log (who changed what, when, from what to what) and the registry's version.
 
-`record` is what every change to the registry ends with: it appends here and raises the registry's
-version, both in the caller's transaction, so a change without a trace cannot be committed by way
-of this package. Secrets and digests never appear in `before` or `after`. A target is an id where
-the thing has one; its name at that time stands in `before` and `after`.
+`record` is what every change to the registry ends with: it appends an entry and raises the version,
+both in the caller's transaction, so a change without a trace cannot be committed by way of this
+package. Secrets and digests never appear in `before` or `after`. A target is an id where the thing
+has one; its name at that time stands in `before` and `after`.
+
+Gateways poll the version (one indexed read). When it has moved, `changes_since` tells them from the
+log which keys and tenants to read again: changes come one after the other
+(`registry.session.writing`), so the entries after the last one seen are all that is new. Usage
+postings and registration progress change nothing that a gateway caches and do not raise it.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
-from sqlalchemy import JSON, String, or_, select
+from sqlalchemy import JSON, String, func, or_, select, update
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from registry import version
-from registry.base import Base, Instant, JsonObject, Name, Serial
+from registry.base import Base, Count, Id, Instant, JsonObject, Name, Serial, random_token
+from registry.session import ACTOR_KEY
 
-# Where `registry.session.writing` keeps who is acting.
-ACTOR_KEY: Final = "actor"
 MAX_PAGE: Final = 1000
+MAX_ENTRIES: Final = 1000
+"""Beyond it, reading everything is the cheaper way."""
+# Entries that change nothing a gateway serves by.
+SILENT: Final = ("user.", "invoice.", "alert.", "cache.")
+ONLY_ROW: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ def record(
     """Append an entry for the session's actor and raise the registry's version."""
     actor = session.info.get(ACTOR_KEY, "unknown")
     append(session, actor, action, target, before, after, now_at=now_at)
-    version.bump(session)
+    bump_version(session)
 
 
 def latest(session: Session, limit: int = 100) -> list[AuditEntry]:
@@ -121,3 +129,83 @@ def page(
         AuditEntry(row.id, row.at, row.actor, row.action, row.target, row.before, row.after)
         for row in session.scalars(query)
     ]
+
+
+class RegistryVersion(Base):
+    """A table of exactly one row, made by the first migration."""
+
+    __tablename__ = "registry_version"
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    version: Mapped[Count]
+    database_id: Mapped[Id] = mapped_column(default="")
+
+
+def current_version(session: Session) -> int:
+    """The version as of this session's transaction."""
+    return session.scalars(
+        select(RegistryVersion.version).where(RegistryVersion.id == ONLY_ROW)
+    ).one()
+
+
+def bump_version(session: Session) -> None:
+    """Raise the version; takes effect with the caller's commit."""
+    session.execute(
+        update(RegistryVersion)
+        .where(RegistryVersion.id == ONLY_ROW)
+        .values(version=RegistryVersion.version + 1)
+    )
+
+
+def ensure_database_id(session: Session) -> str:
+    """What this database calls itself: data folders name it. Drawn at the first call."""
+    row = session.scalars(select(RegistryVersion).where(RegistryVersion.id == ONLY_ROW)).one()
+    row.database_id = row.database_id or random_token(10)
+    return row.database_id
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Ids of keys and of tenants, and whether anything else has changed: models, prices, plans.
+    `limited`: whose limits have; the log does not say whether a key's, a tenant's or a model's.
+    `upto`: the last entry seen."""
+
+    upto: int
+    keys: frozenset[str]
+    tenants: frozenset[str]
+    limited: frozenset[str]
+    others: bool
+
+
+def changed_at(session: Session) -> float:
+    """When the registry was last changed, by the clock of whoever did; 0: never."""
+    return session.scalar(select(AuditRow.at).order_by(AuditRow.id.desc()).limit(1)) or 0.0
+
+
+def last_entry(session: Session) -> int:
+    """The last entry there is; 0: none."""
+    return session.scalar(select(func.max(AuditRow.id))) or 0
+
+
+def changes_since(session: Session, upto: int) -> Changes | None:
+    """What came after that entry; None: too much, or the log does not go on from there."""
+    rows = session.execute(
+        select(AuditRow.id, AuditRow.action, AuditRow.target)
+        .where(AuditRow.id > upto)
+        .order_by(AuditRow.id)
+        .limit(MAX_ENTRIES + 1)
+    ).all()
+    if not rows or len(rows) > MAX_ENTRIES:
+        return None
+    keys, tenants, limited, others = set[str](), set[str](), set[str](), False
+    for _, action, target in rows:
+        if action.startswith("key."):
+            keys.add(target)
+        elif action in ("tenant.create", "tenant.update"):
+            tenants.add(target)
+        elif action == "limits.set":
+            limited.add(target)
+        elif not action.startswith(SILENT):
+            others = True
+    found = (frozenset(keys), frozenset(tenants), frozenset(limited))
+    return Changes(rows[-1][0], *found, others)

@@ -1,4 +1,4 @@
-"""What all registry tables share: declarative base, constraint names, column types, ids.
+"""What all registry tables share: declarative base, constraint names, column types, ids, values.
 
 Here lives nothing about any one table. Column types are those that SQLite and PostgreSQL both
 have: money is BigInteger nano-units, instants are Double epoch seconds (UTC), ids are short
@@ -7,12 +7,11 @@ strings. Names of constraints are fixed, because a migration can only drop what 
 
 import base64
 import secrets
-from collections.abc import Sequence
-from typing import Annotated, Any, TypeAlias
+from dataclasses import fields
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from sqlalchemy import BigInteger, Double, Integer, MetaData, String
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, mapped_column
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -26,6 +25,7 @@ MAX_NAME_LEN = 128
 LATEST_AT = 253_402_300_799.0
 """The end of the year 9999: what is later cannot be written as a date."""
 JsonObject: TypeAlias = dict[str, Any]
+K = TypeVar("K")
 
 
 class Base(DeclarativeBase):
@@ -61,18 +61,12 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{random_token(10)}"
 
 
-def insert_ignore(
-    session: Session, table: type[Base], key: str, rows: Sequence[JsonObject]
-) -> set[str]:
-    """Insert rows, passing over those whose primary key `key` is there. Returns the keys inserted.
+def record_of(kind: type[K], row: object, **others: Any) -> K:
+    """A value of the dataclass `kind`: each field is one of `others` or the row's of that name."""
+    names = (field.name for field in fields(kind))  # type: ignore[arg-type]
+    return kind(**{name: getattr(row, name) for name in names if name not in others}, **others)
 
-    One statement with ON CONFLICT DO NOTHING, so two writers with the same key cannot both win.
-    """
-    if not rows:
-        return set()
-    column = getattr(table, key)
-    if session.get_bind().dialect.name == "postgresql":
-        statement = postgresql.insert(table).on_conflict_do_nothing(index_elements=[key])
-        return set(session.scalars(statement.returning(column), list(rows)))
-    lite = sqlite.insert(table).on_conflict_do_nothing(index_elements=[key])
-    return set(session.scalars(lite.returning(column), list(rows)))
+
+def values_of(row: object, *names: str) -> JsonObject:
+    """Attributes by their names, as the audit log shows a row."""
+    return {name: getattr(row, name) for name in names}

@@ -6,6 +6,7 @@ RegistryError
 +-- InvalidValue       a value outside what the column means
 +-- IllegalTransition  a state change outside the model's state table; nothing was changed
 +-- SchemaError        the database is missing, older or newer than this build
++-- WrongDatabase      the data folder belongs to another database; nothing was changed
 +-- Forbidden          who asks may not do this
 +-- RegistryBusy       somebody else is changing it; nothing was changed, it may be tried again
 +-- RegistryAway       the database does not answer; whether anything was changed is not known
@@ -34,6 +35,10 @@ class IllegalTransition(RegistryError):
 
 class SchemaError(RegistryError):
     """The database does not have the schema this build needs."""
+
+
+class WrongDatabase(RegistryError):
+    """The data folder belongs to another database; nothing was changed."""
 
 
 class RegistryBusy(RegistryError):

@@ -29,7 +29,7 @@ class LockBusy(RegistryError):
 @contextmanager
 def hold(path: Path, *, shared: bool = False, timeout_s: float = 0.0) -> Iterator[int]:
     """Hold the lock file, made if absent; yields its descriptor. Raises LockBusy."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         _acquire(descriptor, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, timeout_s)
@@ -57,8 +57,8 @@ def _acquire(descriptor: int, path: Path, kind: int, timeout_s: float) -> None:
         except BlockingIOError as error:
             if time.monotonic() >= deadline:
                 raise LockBusy(
-                    f"{path} is held: another Polyhost process is using this data folder, stop "
-                    "it or give another --data-dir"
+                    f"{path} is locked: another Polyhost process uses this data folder; stop it or "
+                    "use another --data-dir"
                 ) from error
             time.sleep(_RETRY_S)
         else:

@@ -1,48 +1,91 @@
-"""Engines, sessions and schema upgrades: how the rest of the product reaches the registry.
+"""Engines and sessions: how the rest of the product reaches the registry.
 
     reading(engine)            a session for queries (a snapshot; never blocks writers)
     writing(engine, actor)     a session that commits at the end or rolls back, one writer at a time
     appending(engine, actor)   the same for the ledger's rows, which need not wait for other writers
-    upgrade(url)               brings the schema to this build's migration, made from nothing too
 
 SQLite: WAL so that readers and the one writer do not block one another; synchronous=FULL, because
 a commit that returned must survive a power cut (usage is money); foreign_keys on; a writer waits
 up to 5 s for another. Writers BEGIN IMMEDIATE: a transaction that reads first and writes later
 would otherwise fail at once ("database is locked") when somebody wrote in between.
-PostgreSQL keeps the same promises by other means: postgresql.py.
+
+PostgreSQL keeps the same promises by other means:
+
+    reading     REPEATABLE READ, READ ONLY: one snapshot for the whole block. It takes no locks and
+                cannot fail for serialization.
+    writing     READ COMMITTED behind one advisory lock for all writers of the registry: what an
+                operation checks before it writes (names taken, sums of shares, last owners) still
+                holds when it writes, versions are raised one after another, and audit entries are
+                numbered in the order in which they became true. SERIALIZABLE would say the same by
+                failing, and every operation would have to be repeatable; changes by operators come
+                a few a minute, so waiting for one another costs nothing.
+    appending   READ COMMITTED without that lock, for the ledger: rows that are whole in themselves
+                and named by their key, thousands a second, from several processes. Two of them may
+                deadlock over the same keys; the ledger's writer tries again.
+
+Waiting ends: connecting, a lock, a statement and an idle transaction each have a bound, so that a
+stuck database or a stopped process holds nobody up for ever. Pooled connections are tried before
+use, so a database that went away and came back costs one reconnect and no request.
 
 A URL may hold a password. It is never written anywhere: messages name `shown(url)`.
 """
 
-from collections.abc import Iterator
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from alembic import command
-from alembic.config import Config
-from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, event, make_url
+from sqlalchemy import (
+    URL,
+    BigInteger,
+    Connection,
+    Double,
+    Engine,
+    Integer,
+    NullPool,
+    Table,
+    create_engine,
+    event,
+    make_url,
+)
 from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session, sessionmaker
 
-import migrations
-from registry import locks, postgresql, schema
-from registry.audit import ACTOR_KEY
-from registry.errors import (
-    InvalidValue,
-    RegistryAway,
-    RegistryBusy,
-    RegistryError,
-    SchemaError,
-)
+from registry import locks
+from registry.base import Base
+from registry.errors import InvalidValue, RegistryAway, RegistryBusy, RegistryError
 
-BUSY_TIMEOUT_MS = 5000
-UPGRADE_TIMEOUT_S = 60.0
-_BEGIN_OPTION = "polyhost_begin"
-_IMMEDIATE = "BEGIN IMMEDIATE"
-_EXCLUSIVE_OPTION = "polyhost_exclusive"
+# Where `writing` keeps who is acting.
+ACTOR_KEY: Final = "actor"
+_BEGIN_OPTION: Final = "polyhost_begin"
+_IMMEDIATE: Final = "BEGIN IMMEDIATE"
+_EXCLUSIVE_OPTION: Final = "polyhost_exclusive"
+UPGRADE_TIMEOUT_S: Final = 60.0
+
+SQLITE_BUSY_TIMEOUT_MS: Final = 5000
+
+POSTGRESQL_DRIVER: Final = "postgresql+psycopg"
+POOL_SIZE: Final = 5
+MAX_OVERFLOW: Final = 15
+POOL_TIMEOUT_S: Final = 10
+CONNECT_TIMEOUT_S: Final = 5
+LOCK_TIMEOUT_S: Final = 5
+STATEMENT_TIMEOUT_S: Final = 60
+IDLE_TIMEOUT_S: Final = 120
+DEAD_PEER_S: Final = 15
+_POSTGRESQL_READING: Final = {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+
+# Keys of advisory locks, of this product alone in its database: "polyhost" as bytes, and a number.
+_LOCKS: Final = 0x706F6C79
+WRITER_LOCK: Final = 1
+UPGRADE_LOCK: Final = 2
+_UPGRADE_RETRY_S: Final = 0.1
+_UNAVAILABLE: Final = frozenset({"55P03", "40P01", "40001"})
+"""A lock that could not be had in time, a deadlock, a failed serialization."""
 
 
 def make_engine(url: str, **options: Any) -> Engine:
@@ -53,12 +96,12 @@ def make_engine(url: str, **options: Any) -> Engine:
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
         try:
-            engine = create_engine(parsed, **postgresql.engine_options(**options))
+            engine = create_engine(parsed, **_postgresql_options(**options))
         except ModuleNotFoundError as error:
             raise RegistryError(
                 f"PostgreSQL needs a driver ({error.name}): pip install 'polyhost[postgres]'"
             ) from error
-        postgresql.serialize_writers(engine, _EXCLUSIVE_OPTION)
+        event.listen(engine, "begin", _begin_postgresql)
         return engine
     engine = create_engine(parsed, **options)
     event.listen(engine, "connect", _configure_sqlite)
@@ -71,7 +114,7 @@ def reading(engine: Engine) -> Iterator[Session]:
     """A session on one consistent snapshot, rolled back at the end."""
     bind = engine
     if engine.dialect.name == "postgresql":
-        bind = engine.execution_options(**postgresql.READING_OPTIONS)
+        bind = engine.execution_options(**_POSTGRESQL_READING)
     with _sessions(bind)() as session:
         yield session
 
@@ -81,7 +124,7 @@ def writing(engine: Engine, actor: str) -> Iterator[Session]:
     """A session that commits when the block ends and rolls back when it raises.
 
     `actor` is who the audit log names: "cli:<OS user>", "gateway", "admin:<user>". Waits for the
-    writers before it, and not for ever: see `busy_is_told`. Inside the block no other writer is at
+    writers before it, and not for ever: see `report_busy`. Inside the block no other writer is at
     work, so a clock read there is not behind what was committed before.
     """
     options = {_BEGIN_OPTION: _IMMEDIATE, _EXCLUSIVE_OPTION: True}
@@ -105,22 +148,22 @@ def appending(engine: Engine, actor: str) -> Iterator[Session]:
 
 
 @contextmanager
-def busy_is_told() -> Iterator[None]:
+def report_busy() -> Iterator[None]:
     """Others who took too long become RegistryBusy, for people; programs catch OperationalError and
     try again as after any other trouble with the database."""
     try:
         yield
     except OperationalError as error:
-        sqlite_name = getattr(error.orig, "sqlite_errorname", "")
-        if sqlite_name != "SQLITE_BUSY" and not postgresql.is_busy(error):
+        on_sqlite = getattr(error.orig, "sqlite_errorname", "") == "SQLITE_BUSY"
+        if not on_sqlite and getattr(error.orig, "sqlstate", None) not in _UNAVAILABLE:
             raise
         raise RegistryBusy(
-            "somebody else is changing the registry, nothing was changed: try again"
+            "another process is changing the registry, so nothing was changed: try again"
         ) from error
 
 
 @contextmanager
-def away_is_told() -> Iterator[None]:
+def report_away() -> Iterator[None]:
     """A database that does not answer becomes RegistryAway, for people."""
     try:
         yield
@@ -128,42 +171,61 @@ def away_is_told() -> Iterator[None]:
         raise RegistryAway("the database does not answer: try again in a moment") from error
 
 
-def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the schema to `revision`. Safe to call from several processes at once.
+def insert_new(
+    session: Session,
+    table: type[Base],
+    key: str,
+    names: Sequence[str],
+    rows: Sequence[tuple[Any, ...]],
+) -> int:
+    """Insert rows, values in the order of `names`, passing over those whose unique column `key` is
+    there. Returns how many were inserted.
 
-    SQLite: a lock file beside the database makes the others wait. PostgreSQL: an advisory lock
-    does. The upgrade is one transaction, but for a step that needs
-    Alembic's autocommit_block. Raises SchemaError where the database was made by a newer build.
+    SQLite: the driver's own loop over tuples. PostgreSQL: an array a column, taken apart by the
+    server, so that a batch is one statement however long it is. Through the ORM the same rows cost
+    several times the CPU, and the gateway that writes them serves requests at the same time.
     """
-    with _schema_connection(url) as connection:
-        if revision == "head" and schema.revision(connection) == schema.HEAD:
-            return
-        connection.rollback()
-        try:
-            command.upgrade(alembic_config(connection), revision)
-        except CommandError as error:
-            raise SchemaError(f"the schema cannot be upgraded: {error}") from error
+    if not rows:
+        return 0
+    columns = ", ".join(names)
+    head = f"INSERT INTO {table.__tablename__} ({columns})"
+    tail = f"ON CONFLICT ({key}) DO NOTHING"
+    connection = session.connection()
+    if connection.dialect.name == "sqlite":
+        values = ", ".join("?" for _ in names)
+        done = connection.exec_driver_sql(f"{head} VALUES ({values}) {tail}", list(rows))
+        return int(done.rowcount)
+    arrays = ", ".join(f"%s::{_array(table, name)}" for name in names)
+    by_column = tuple(list(column) for column in zip(*rows, strict=True))
+    done = connection.exec_driver_sql(f"{head} SELECT * FROM unnest({arrays}) {tail}", by_column)
+    return int(done.rowcount)
 
 
-def downgrade(url: str, revision: str) -> None:
-    """Take the schema back to `revision` ("base": no tables). Data in what goes is lost."""
-    with _schema_connection(url) as connection:
-        command.downgrade(alembic_config(connection), revision)
+def delete_keys(session: Session, table: type[Base], key: str, keys: Sequence[str]) -> None:
+    """Delete the rows whose column `key` is one of these."""
+    if not keys:
+        return
+    connection = session.connection()
+    head = f"DELETE FROM {table.__tablename__} WHERE {key} ="
+    if connection.dialect.name == "sqlite":
+        connection.exec_driver_sql(f"{head} ?", [(each,) for each in keys])
+    else:
+        connection.exec_driver_sql(f"{head} ANY(%s::varchar[])", (list(keys),))
 
 
-def alembic_config(connection: Connection | None = None) -> Config:
-    """Alembic's configuration for the installed `migrations` package; no ini file."""
-    config = Config()
-    location = str(Path(migrations.__file__ or "").parent)
-    config.set_main_option("script_location", location.replace("%", "%%"))
-    config.attributes["connection"] = connection
-    return config
+def _array(table: type[Base], name: str) -> str:
+    described = table.__table__
+    assert isinstance(described, Table)
+    kind = described.c[name].type
+    if isinstance(kind, Double):
+        return "float8[]"
+    return "bigint[]" if isinstance(kind, BigInteger | Integer) else "varchar[]"
 
 
 def database_exists(url: str) -> bool:
-    """False only for a SQLite file that is not there; opening it would create it."""
-    path = _sqlite_path(_parsed(url))
-    return path is None or path.exists()
+    """False only for a SQLite file that is not there, which opening would create, or empty."""
+    path = sqlite_path(url)
+    return path is None or (path.exists() and path.stat().st_size > 0)
 
 
 def shown(url: str) -> str:
@@ -172,19 +234,20 @@ def shown(url: str) -> str:
 
 
 @contextmanager
-def _schema_connection(url: str) -> Iterator[Connection]:
+def schema_connection(url: str) -> Iterator[Connection]:
     """A connection for Alembic to begin and commit on, while nobody else changes the schema."""
-    parsed = _parsed(url)
     with ExitStack() as stack:
         engine = make_engine(url, poolclass=NullPool)
         stack.callback(engine.dispose)
-        path = _sqlite_path(parsed)
+        path = sqlite_path(url)
         if path is not None:
             lock = path.with_name(path.name + ".upgrade.lock")
             stack.enter_context(locks.hold(lock, timeout_s=UPGRADE_TIMEOUT_S))
+            # This user's alone; SQLite gives the files beside it the same rights.
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         if engine.dialect.name == "postgresql":
-            stack.enter_context(busy_is_told())
-            stack.enter_context(postgresql.upgrade_lock(engine, UPGRADE_TIMEOUT_S))
+            stack.enter_context(report_busy())
+            stack.enter_context(upgrade_lock(engine, UPGRADE_TIMEOUT_S))
         options = {_BEGIN_OPTION: _IMMEDIATE}
         connection = stack.enter_context(engine.execution_options(**options).connect())
         if engine.dialect.name == "postgresql":  # a big table takes as long as it takes
@@ -193,23 +256,49 @@ def _schema_connection(url: str) -> Iterator[Connection]:
         yield connection
 
 
+@contextmanager
+def upgrade_lock(engine: Engine, timeout_s: float) -> Iterator[None]:
+    """Held on a connection of its own, so that what migrates may commit in between.
+
+    Raises RegistryBusy after `timeout_s`. A process that dies gives the lock back with its
+    connection.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql("SET idle_in_transaction_session_timeout = 0")
+        lock = f"({_LOCKS}, {UPGRADE_LOCK})"
+        while not connection.exec_driver_sql(f"SELECT pg_try_advisory_lock{lock}").scalar():
+            if time.monotonic() > deadline_s:
+                raise RegistryBusy("another process is changing the schema: try again later")
+            time.sleep(_UPGRADE_RETRY_S)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OperationalError):  # the server has gone, and the lock too
+                connection.exec_driver_sql(f"SELECT pg_advisory_unlock{lock}")
+
+
 def _sessions(bind: Engine) -> sessionmaker[Session]:
     return sessionmaker(bind, expire_on_commit=False)
 
 
 def _parsed(url: str) -> URL:
     try:
-        parsed = postgresql.with_driver(make_url(url))
+        parsed = make_url(url)
+        if parsed.drivername in ("postgresql", "postgres"):
+            parsed = parsed.set(drivername=POSTGRESQL_DRIVER)
     except (ArgumentError, ValueError):  # a port that is no number
         parsed = None
-    if parsed is None or parsed.drivername not in ("sqlite", postgresql.DRIVER):
+    if parsed is None or parsed.drivername not in ("sqlite", POSTGRESQL_DRIVER):
         raise InvalidValue(
             "database_url must be sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME"
         )
     return parsed
 
 
-def _sqlite_path(parsed: URL) -> Path | None:
+def sqlite_path(url: str) -> Path | None:
+    """The file of a SQLite database; None for another kind."""
+    parsed = _parsed(url)
     if parsed.get_backend_name() != "sqlite" or not parsed.database:
         return None
     return Path(parsed.database)
@@ -219,7 +308,7 @@ def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
     # With isolation_level None the driver never begins by itself; `_begin_sqlite` does.
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
-    cursor.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+    cursor.execute(f"PRAGMA busy_timeout = {SQLITE_BUSY_TIMEOUT_MS}")
     cursor.execute("PRAGMA journal_mode = WAL")
     cursor.execute("PRAGMA synchronous = FULL")
     cursor.execute("PRAGMA foreign_keys = ON")
@@ -228,3 +317,39 @@ def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql(connection.get_execution_options().get(_BEGIN_OPTION, "BEGIN"))
+
+
+def _postgresql_options(**options: Any) -> dict[str, Any]:
+    """For `create_engine`; `options` win."""
+    milliseconds = {
+        "lock_timeout": LOCK_TIMEOUT_S * 1000,
+        "statement_timeout": STATEMENT_TIMEOUT_S * 1000,
+        "idle_in_transaction_session_timeout": IDLE_TIMEOUT_S * 1000,
+    }
+    pooled = {
+        "pool_size": POOL_SIZE,
+        "max_overflow": MAX_OVERFLOW,
+        "pool_timeout": POOL_TIMEOUT_S,
+        "pool_use_lifo": True,
+    }
+    return {
+        **({} if "poolclass" in options else pooled),
+        "pool_pre_ping": True,
+        "isolation_level": "READ COMMITTED",
+        "connect_args": {
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "application_name": "polyhost",
+            "options": " ".join(f"-c {name}={value}" for name, value in milliseconds.items()),
+            "keepalives_idle": DEAD_PEER_S,
+            "keepalives_interval": 5,
+            "keepalives_count": 2,
+            "tcp_user_timeout": DEAD_PEER_S * 1000,
+        },
+        **options,
+    }
+
+
+def _begin_postgresql(connection: Connection) -> None:
+    """Writers begin by taking their lock."""
+    if connection.get_execution_options().get(_EXCLUSIVE_OPTION):
+        connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCKS}, {WRITER_LOCK})").close()

@@ -29,7 +29,7 @@ import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from registry.session import upgrade
+from registry.schema import upgrade
 
 EXTERNAL = "POLYHOST_TEST_DATABASE_URL"
 USER = "polyhost"

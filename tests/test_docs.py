@@ -1,7 +1,7 @@
-"""The documentation, held to the objects it describes: tree, links, settings, routes, metrics, CLI.
+"""The documentation compared with the code: files, links, settings, routes, metrics, CLI.
 
-Whoever adds a setting, a route, a metric, a message, a command or a file meets this test first and
-writes the line that a reader needs.
+These tests fail when a setting, a route, a metric, a message, a command or a file is added without
+its line in the documentation.
 """
 
 import argparse
@@ -18,19 +18,19 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from starlette.routing import Route
 
+from admin.cli.main import GROUPS, build_parser
 from engine import protocol
 from engine.config import EngineConfig, WorkerConfig
 from engine.protocol import ModelStatus, WorkerStatus
 from gateway import errors
-from gateway.app import create_app
-from gateway.cli.main import GROUPS, build_parser
+from gateway.http.app import create_app
 from gateway.metrics.metrics import Metrics, StateCollector
-from gateway.services import Accounts, DispatcherSnapshot, LedgerSnapshot
-from gateway.settings import Settings, settings_reference
+from gateway.protocols import Accounts, DispatcherSnapshot, LedgerSnapshot
+from gateway.settings.settings import Settings, settings_reference
+from tests import files_page
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PACKAGES = ("gateway", "engine", "kernels", "registry", "migrations", "admin", "bench")
 PAGES = sorted(DOCS.glob("*.md"))
 
 
@@ -39,40 +39,19 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def tree_of_readme() -> Iterator[str]:
-    """Paths named by the fenced block under `## The tree`, from its indentation."""
-    block = read("README.md").split("## The tree", 1)[1].split("```")[1]
-    parents: list[str] = []
-    for line in block.splitlines()[1:]:
-        if not line.strip():
-            continue
-        depth = (len(line) - len(line.lstrip())) // 2
-        entry = line.split()[0]
-        parents = [*parents[:depth], entry.rstrip("/")]
-        yield "/".join(parents) + ("/" if entry.endswith("/") else "")
+def anchor_of(title: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+    """Anchors of a page's headings."""
+    return {anchor_of(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
 
 
-def test_readme_tree_names_only_what_exists() -> None:
-    missing = [path for path in tree_of_readme() if not (ROOT / path).exists()]
-    assert not missing
-
-
-def test_readme_tree_names_every_package_and_module() -> None:
-    named = set(tree_of_readme())
-    modules = {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py" and "versions" not in path.parts
-    }
-    expected = {f"{package}/" for package in (*PACKAGES, "tests", "docs")} | modules
-    assert not sorted(expected - named)
+def test_list_of_files_is_up_to_date() -> None:
+    if files_page.PAGE.read_text(encoding="utf-8") != files_page.render():
+        pytest.fail("docs/files.md is older than the sources: run `make files`", pytrace=False)
 
 
 def test_every_page_is_in_the_reading_order() -> None:
@@ -91,6 +70,13 @@ def test_links_resolve(page: Path) -> None:
         if not file.exists() or (anchor and anchor not in anchors(file.read_text("utf-8"))):
             broken.append(target)
     assert not broken
+
+
+def test_every_entry_of_the_log_is_in_its_index_once() -> None:
+    head, entries = read("docs/log.md").split("\n## Index by subject\n", 1)[1].split("\n## ", 1)
+    listed = re.findall(r"^- \[.+\]\(#(.+?)\)", head, re.MULTILINE)
+    titles = re.findall(r"^## (.+)$", f"## {entries}", re.MULTILINE)
+    assert sorted(listed) == sorted(anchor_of(title) for title in titles)
 
 
 def test_every_setting_is_documented_as_the_code_says() -> None:
@@ -183,7 +169,7 @@ def test_every_route_is_documented() -> None:
     services = mock.Mock(metrics_registry=CollectorRegistry(), settings=Settings())
     page = read("docs/api.md")
     missing = []
-    for route in create_app(services).routes:
+    for route in create_app(services, {}).routes:
         assert isinstance(route, Route)
         path = route.path.replace(":path}", "}")
         methods = (route.methods or set()) - {"HEAD"}

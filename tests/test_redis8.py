@@ -20,17 +20,24 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def apt(package: bytes) -> Callable[[list[str]], str]:
-    """Downloads that package for the server's."""
+def apt(asked: list[str], present: str) -> Callable[[list[str]], str]:
+    """Has the package in one archive; unpacks a loader and nothing else."""
 
     def run(command: list[str]) -> str:
         if "indextargets" in command:
             return "http://mirror.invalid/debian/\n"
+        if command[0] == "dpkg-deb":
+            libraries = Path(command[-1]) / "usr" / "lib" / "x86_64-linux-gnu"
+            libraries.mkdir(parents=True)
+            (libraries / "ld-linux-x86-64.so.2").touch()
         if "install" in command:
             (state,) = [word for word in command if word.startswith("Dir::Cache=")]
-            archives = Path(state.partition("=")[2]) / "archives"
-            (archives / "redis-tools_8_amd64.deb").write_bytes(package)
-            assert command[-1] == f"redis-tools={redis8.VERSION}"
+            work = Path(state.partition("=")[2])
+            sources = (work / "trixie.sources").read_text()
+            asked.append(sources.split()[3])
+            if present not in sources:
+                raise redis8.Missing("Hash Sum mismatch")
+            (work / "archives" / "redis-tools_8_amd64.deb").touch()
         return ""
 
     return run
@@ -47,12 +54,24 @@ def test_a_server_of_ones_own_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     redis8.fetch()
 
 
-def test_another_package_than_the_known_one_is_refused(
+@pytest.mark.parametrize("present", ["mirror.invalid", redis8.SNAPSHOT])
+def test_it_comes_from_the_mirror_or_else_from_the_snapshot(
+    monkeypatch: pytest.MonkeyPatch, present: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(redis8, "_run", apt(asked, present))
+    assert redis8.main() == 0
+    assert asked == ["http://mirror.invalid/debian/", redis8.SNAPSHOT][: len(asked)]
+    assert present in asked[-1]
+    assert Path(redis8.command()[-1]).parent == redis8.folder() / "usr" / "bin"
+
+
+def test_what_apt_refuses_is_not_taken(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(redis8, "_run", apt(b"something else"))
+    monkeypatch.setattr(redis8, "_run", apt([], "neither"))
     assert redis8.main() == 1
-    assert "is not the one whose hash is known" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("Hash Sum mismatch") == 2
     assert not redis8.folder().exists()
 
 

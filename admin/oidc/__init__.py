@@ -1,0 +1,3 @@
+"""Signing in by an identity provider (OpenID Connect)."""
+
+__all__ = ["policy", "provider"]

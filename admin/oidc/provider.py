@@ -1,8 +1,8 @@
 """The identity provider as this server sees it: its addresses, its keys, a code for an identity.
 
-    discovery      issuer + /.well-known/openid-configuration, which must name that very issuer
-    keys           JSON Web Keys, read anew when they are old or a token names one that is not known
-    identity       a code and its verifier -> ID token -> signature -> claims (policy/identity.py)
+    discovery      issuer + /.well-known/openid-configuration, which must name that very issuer keys
+    JSON Web Keys, read anew when they are old or a token names one that is not known identity
+    a code and its verifier -> ID token -> signature -> claims (admin/oidc/policy/identity.py)
 
 Called in threads; each question to the provider has a deadline and a bound on its answer, follows
 no redirect, and goes to https (or loopback) alone. After a failure it is left alone for a moment.
@@ -24,10 +24,9 @@ from types import ModuleType
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
 
-from gateway.config import SettingsError
-from gateway.policy.identity import Asked, Identity, NotTrusted, identity_of
-from gateway.settings import Settings
-from gateway.settings_oidc import is_loopback
+from admin.oidc.policy.identity import Identity, NotTrusted, SignInAttempt, identity_of
+from gateway.settings.config import SettingsError
+from gateway.settings.oidc_settings import OidcSettings, is_loopback
 
 MAX_ANSWER_BYTES: Final = 1 << 20
 REST_S: Final = 5.0
@@ -81,7 +80,7 @@ class Provider:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: OidcSettings,
         now_at: Callable[[], float] = time.time,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -156,8 +155,8 @@ class Provider:
         answer = self._ask(metadata.token, urlencode(form).encode(), headers)
         token = answer.get("id_token")
         if not isinstance(token, str):
-            raise NotTrusted("the provider gave no ID token: is openid among oidc_scopes?")
-        asked = Asked(self.issuer, settings.oidc_client_id, nonce, settings.oidc_role_claim)
+            raise NotTrusted("the provider sent no ID token; add openid to oidc_scopes")
+        asked = SignInAttempt(self.issuer, settings.oidc_client_id, nonce, settings.oidc_role_claim)
         claims = self._claims(token)
         return identity_of(claims, asked, self._now_at(), settings.oidc_clock_skew_s)
 
@@ -174,12 +173,14 @@ class Provider:
                 found = self._jwt.decode(token, keys, self._settings.signing_algorithms)
             except self._errors.InvalidKeyIdError as error:
                 if retry:
-                    raise NotTrusted(f"the token's key is not the provider's: {error}") from error
+                    raise NotTrusted(
+                        f"the token was signed with an unknown key: {error}"
+                    ) from error
                 continue  # the provider may have another key since
             except (self._errors.JoseError, ValueError, TypeError, KeyError) as error:
-                told = ", ".join(self._settings.signing_algorithms)
+                accepted = ", ".join(self._settings.signing_algorithms)
                 raise NotTrusted(
-                    f"the token cannot be believed ({error}); oidc_algorithms allows {told}"
+                    f"the token cannot be verified ({error}); oidc_algorithms allows {accepted}"
                 ) from error
             claims: Mapping[str, Any] = found.claims
             return claims
@@ -194,7 +195,9 @@ class Provider:
                 return kept.value
             if now_s - kept.failed_s < REST_S:
                 if kept.value is None:
-                    raise ProviderAway("the provider did not answer a moment ago")
+                    raise ProviderAway(
+                        "the provider did not answer; it will be asked again shortly"
+                    )
                 return kept.value
             try:
                 kept.value = read()
@@ -211,7 +214,7 @@ class Provider:
         found = self._ask(self.issuer.rstrip("/") + "/.well-known/openid-configuration")
         if found.get("issuer") != self.issuer:
             raise ProviderAway(
-                f"it names itself {found.get('issuer')!r}: set oidc_issuer to exactly what it is"
+                f"its issuer is {found.get('issuer')!r}; set oidc_issuer to exactly this value"
             )
         methods = found.get("token_endpoint_auth_methods_supported") or ["client_secret_basic"]
         return Metadata(
@@ -235,7 +238,7 @@ class Provider:
             host = ""
         local = is_loopback(urlsplit(self.issuer).hostname or "") and is_loopback(host)
         if not isinstance(text, str) or not host or not text.isprintable():
-            raise ProviderAway(f"its {name} is no address: {text!r}")
+            raise ProviderAway(f"its {name} is not a URL: {text!r}")
         if not (parts.scheme == "https" or (parts.scheme == "http" and local)):
             raise ProviderAway(f"its {name} is not https: {text!r}")
         return text
@@ -250,17 +253,17 @@ class Provider:
             try:
                 found.append(self._jwk.JWKRegistry.import_key(row))
             except (self._errors.JoseError, ValueError, TypeError, KeyError) as error:
-                logger.warning("identity provider %s: a key is left out: %s", self.issuer, error)
+                logger.warning("identity provider %s: a key was ignored: %s", self.issuer, error)
         if not found:
-            raise ProviderAway("it has no keys that can be used")
+            raise ProviderAway("it has no usable signing keys")
         return self._jwk.KeySet(found)
 
     def _ask(
         self, url: str, form: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         """The JSON object there. Raises ProviderAway; NotTrusted where it refuses a form."""
-        told = {"accept": "application/json", **(headers or {})}
-        request = urllib.request.Request(url, form, told)
+        sent = {"accept": "application/json", **(headers or {})}
+        request = urllib.request.Request(url, form, sent)
         deadline_s = self._now_s() + self._settings.oidc_timeout_s
         try:
             with self._opener.open(request, timeout=self._settings.oidc_timeout_s) as answer:
@@ -269,15 +272,15 @@ class Provider:
             with error:
                 if form is not None and 400 <= error.code < 500:
                     raise NotTrusted(_refusal(error)) from error
-                raise ProviderAway(f"{url} answers {error.code}") from error
+                raise ProviderAway(f"{url} answered with status {error.code}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise ProviderAway(f"{url}: {error or type(error).__name__}") from error
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ProviderAway(f"{url} answers with no JSON") from error
+            raise ProviderAway(f"{url} did not answer with JSON") from error
         if not isinstance(found, dict):
-            raise ProviderAway(f"{url} answers with no object")
+            raise ProviderAway(f"{url} did not answer with a JSON object")
         return found
 
     def _body(self, answer: Any, deadline_s: float) -> bytes:
@@ -288,7 +291,7 @@ class Provider:
             if len(body) > MAX_ANSWER_BYTES:
                 raise OSError("the answer is too long")
             if self._now_s() > deadline_s:
-                raise TimeoutError("the answer comes too slowly: oidc_timeout_s")
+                raise TimeoutError("the answer took longer than oidc_timeout_s")
         return body
 
 
@@ -306,9 +309,9 @@ def _refusal(error: urllib.error.HTTPError) -> str:
     except (OSError, ValueError, RecursionError, http.client.HTTPException):
         found = None  # whatever it sent: it is a refusal
     names = ("error", "error_description") if isinstance(found, dict) else ()
-    told = [str(found[name])[:200] for name in names if name in found]
-    said = ": ".join(told) or f"status {error.code}"
+    parts = [str(found[name])[:200] for name in names if name in found]
+    said = ": ".join(parts) or f"status {error.code}"
     return (
-        f"the provider does not take the code ({said}): are oidc_client_id, oidc_client_secret and "
-        "oidc_redirect_url those that it has?"
+        f"the provider rejected the code ({said}); check oidc_client_id, oidc_client_secret and "
+        "oidc_redirect_url"
     )

@@ -1,75 +1,53 @@
-"""The audit log: who changed what, when, from what to what."""
+"""The audit log: who changed what, newest first, in words, by actor, kind, target and day."""
 
 import re
-from dataclasses import dataclass
-from typing import Any
 
-import msgspec
+from starlette.responses import Response
 
-from admin.ask import Ask, PageRoute, Reply
-from admin.templating import exact
-from gateway.service import audit as verbs
-from registry.audit import AuditEntry, AuditFilter
+from admin.operations import server as verbs
+from admin.rendering.audit_words import ids_in, line_of
+from admin.web.forms import midnight
+from admin.web.request import PageRequest, PageRoute
+from registry.audit import AuditFilter
 
-PAGE_ROWS = 50
+PAGE_ROWS = 25
+DAY_S = 86_400.0
 KINDS = (
-    *("model", "tenant", "key", "limits", "price", "plan", "invoice", "alert"),
-    *("user", "session", "usage"),
+    *("model", "tenant", "key", "limits", "price", "plan", "invoice", "ledger", "export", "alert"),
+    *("cache", "user", "session"),
 )
-MAX_SHOWN = 120
-MAX_AT = 253_402_300_800.0
-"""The year 10000."""
+FIELDS = ("actor", "action", "target", "from", "to")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One field of an entry that is not what it was."""
-
-    name: str
-    before: str
-    after: str
-
-
-def show_audit(ask: Ask) -> Reply:
-    """A page of it, newest first."""
-    query = ask.query
-    given = {name: query.get(name, "").strip()[:128] for name in ("actor", "action", "target")}
+def show(request: PageRequest) -> Response:
+    """A page of it. What means nothing is as if not said."""
+    query = request.query
+    given = {name: query.get(name, "").strip()[:128] for name in FIELDS}
     before = query.get("before", "")
     before_id = int(before) if re.fullmatch("[0-9]{1,18}", before) else None
-    rows = verbs.list_audit(
-        ask.control,
-        AuditFilter(given["actor"], given["action"], given["target"]),
-        before_id,
-        PAGE_ROWS + 1,
+    first, last = midnight(given["from"]), midnight(given["to"])
+    wanted = AuditFilter(
+        given["actor"],
+        given["action"],
+        given["target"],
+        first,
+        None if last is None else last + DAY_S,
     )
+    rows = verbs.list_audit(request.operator, wanted, before_id, PAGE_ROWS + 1)
     more = len(rows) > PAGE_ROWS
     rows = rows[:PAGE_ROWS]
-    return ask.page(
+    ids = set().union(*(ids_in(row) for row in rows))
+    names = verbs.audit_names(request.operator, ids)
+    currency = request.context.settings.currency
+    return request.page(
         "audit.html",
-        rows=[(row, _changes(row)) for row in rows],
+        rows=[line_of(row, names, currency) for row in rows],
         given=given,
+        is_filtered=any(given.values()),
         kinds=KINDS,
-        first_url=ask.url(before=None) if before_id else "",
-        next_url=ask.url(before=str(rows[-1].id)) if more else "",
+        first_url=request.url_with(before=None) if before_id else "",
+        next_url=request.url_with(before=str(rows[-1].id)) if more else "",
     )
 
 
-def _changes(entry: AuditEntry) -> list[Change]:
-    before, after = entry.before or {}, entry.after or {}
-    return [
-        Change(name, _text(name, before.get(name)), _text(name, after.get(name)))
-        for name in {**before, **after}
-        if before.get(name) != after.get(name)
-    ]
-
-
-def _text(name: str, value: Any) -> str:
-    if value is None or value == "":
-        return "-"
-    if name.endswith("_at") and isinstance(value, int | float) and 0 < value < MAX_AT:
-        return exact(value)
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
-
-
-ROUTES = (PageRoute("GET", "/audit", show_audit),)
+ROUTES = (PageRoute("GET", "/audit", show),)

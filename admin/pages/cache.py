@@ -4,16 +4,19 @@ Hits by tenant and model come from the ledger's sums, of all gateways; rates, ch
 from this gateway process's counters, since it began; what is kept from the stores themselves.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from admin.ask import Ask, PageRoute, Reply, StreamRoute
-from admin.counters import counts
-from admin.forms import Field, Form
-from gateway.policy.permissions import allowed
-from gateway.service import cache as verbs
-from gateway.service.cache_use import cache_uses, upper_bound
-from gateway.service.control import require
+from starlette.responses import Response
+
+from admin.context.operator_context import require
+from admin.context.policy.permissions import allowed
+from admin.live.rates import counts
+from admin.operations import cache as verbs
+from admin.operations.cache import cache_uses, upper_bound
+from admin.web.forms import Field, Form
+from admin.web.request import PageRequest, PageRoute, StreamRoute
 from registry.errors import Forbidden, InvalidValue, RegistryError
 
 REQUESTS = "polyhost_semantic_cache_requests_total"
@@ -21,60 +24,61 @@ HITS = "polyhost_semantic_cache_hits_total"
 CHECKS = "polyhost_semantic_cache_checks_total"
 SAVED = "polyhost_semantic_cache_saved_nanos_total"
 EMBED_FAILURES = "polyhost_semantic_cache_embed_failures_total"
+ANSWERS_STEP, MAX_ANSWERS = 20, 100
 COUNTERS = {REQUESTS: "result", HITS: "kind", CHECKS: "outcome", SAVED: "", EMBED_FAILURES: ""}
 
 
-def show_cache(ask: Ask) -> Reply:
+def show_cache(request: PageRequest) -> Response:
     """The page."""
-    return _page(ask, _form(ask, given=False))
+    return _page(request, _form(request, given=False))
 
 
-def live_cache(ask: Ask) -> Mapping[str, str]:
+def live_cache(request: PageRequest) -> Mapping[str, str]:
     """Figures and what is kept; sums by the hour are for who loads the page."""
-    found = _figures(ask)
+    found = _figures(request)
     parts = ("figures", "kept")
-    return {each: ask.fragment("cache_parts.html", each, found) for each in parts}
+    return {each: request.fragment("cache_parts.html", each, found) for each in parts}
 
 
-def show_answers(ask: Ask) -> Reply:
+def show_answers(request: PageRequest) -> Response:
     """What is kept of a tenant. Texts are the tenant's: who may purge them may read them."""
-    _require_flush(ask)
+    _require_flush(request)
     fields = (
         Field("tenant", "Tenant", help="Name or id."),
-        Field("model", "Model", help="Empty: of all."),
+        Field("model", "Model", help="Leave empty for all models."),
     )
-    form = Form(fields, dict(ask.query))
+    form = Form(fields, dict(request.query))
     tenant, model = form.text("tenant"), form.text("model")
+    num = request.query.get("num", "")
+    wanted = min(MAX_ANSWERS, int(num)) if re.fullmatch("[1-9][0-9]{0,3}", num) else ANSWERS_STEP
     rows: list[dict[str, Any]] = []
     if tenant and form.is_sound:
-        try:
-            rows = verbs.list_entries(ask.control, tenant, model)
-        except Forbidden:
-            raise
-        except RegistryError as error:
-            form.trouble = str(error)
-    return ask.page(
+        with form.refusals():
+            rows = verbs.list_entries(request.operator, tenant, model, wanted + 1)
+    more = len(rows) > wanted and wanted < MAX_ANSWERS
+    return request.page(
         "cache_answers.html",
         422 if not form.is_sound else 200,
-        rows=rows,
+        rows=rows[:wanted],
+        more_url=request.url_with(num=str(wanted + ANSWERS_STEP)) if more else "",
         form=form,
-        now_at=ask.control.clock(),
+        now_at=request.operator.clock(),
     )
 
 
-def confirm_flush(ask: Ask) -> Reply:
+def confirm_flush(request: PageRequest) -> Response:
     """What will happen, and a button."""
-    form = _form(ask, given=True)
+    form = _form(request, given=True)
     tenant, model = form.text("tenant"), form.text("model")
-    _require_flush(ask)
+    _require_flush(request)
     if not (tenant or model):
-        form.errors["tenant"] = "Say of which tenant, of which model, or both."
+        form.errors["tenant"] = "Give a tenant, a model or both."
     if not form.is_sound:
-        return _page(ask, form, 422)
-    return ask.page(
+        return _page(request, form, 422)
+    return request.page(
         "confirm.html",
         title=f"Flush the cache {_scope(tenant, model)}?",
-        text="Every gateway forgets these answers at once; the next such requests are computed.",
+        text="All gateways delete these answers at once. Later requests are computed again.",
         button="Flush",
         danger=True,
         action="/cache/flush",
@@ -83,18 +87,21 @@ def confirm_flush(ask: Ask) -> Reply:
     )
 
 
-def flush(ask: Ask) -> Reply:
+def flush(request: PageRequest) -> Response:
     """Forget them."""
-    tenant, model = ask.form.get("tenant", "").strip(), ask.form.get("model", "").strip()
-    _require_flush(ask)
+    tenant, model = (
+        request.fields.get("tenant", "").strip(),
+        request.fields.get("model", "").strip(),
+    )
+    _require_flush(request)
     try:
-        count = verbs.purge_cache(ask.control, tenant, model)
+        count = verbs.purge_cache(request.operator, tenant, model)
     except InvalidValue as error:
-        form = _form(ask, given=True)
+        form = _form(request, given=True)
         form.trouble = str(error)
-        return _page(ask, form, 422)
+        return _page(request, form, 422)
     what = "all answers" if count is None else f"{count} answers"
-    return ask.redirect("/cache", f"Flushed {what} {_scope(tenant, model)}.")
+    return request.redirect("/cache", f"Flushed {what} {_scope(tenant, model)}.")
 
 
 def _scope(tenant: str, model: str) -> str:
@@ -102,38 +109,38 @@ def _scope(tenant: str, model: str) -> str:
     return " ".join(filter(None, named))
 
 
-def _require_flush(ask: Ask) -> None:
+def _require_flush(request: PageRequest) -> None:
     """Only who may do it for all; an owner of a tenant has the CLI's verb for the tenant."""
-    require(ask.control, "cache.write")
+    require(request.operator, "cache.write")
 
 
-def _form(ask: Ask, given: bool) -> Form:
+def _form(request: PageRequest, given: bool) -> Form:
     fields = (
-        Field("tenant", "Tenant", help="Name or id; empty: of all."),
-        Field("model", "Model", help="Empty: of all."),
+        Field("tenant", "Tenant", help="Name or id. Leave empty for all tenants."),
+        Field("model", "Model", help="Leave empty for all models."),
     )
-    return Form(fields, {**ask.query, **ask.form} if given else None)
+    return Form(fields, {**request.query, **request.fields} if given else None)
 
 
-def _page(ask: Ask, form: Form, status: int = 200) -> Reply:
-    may_flush = allowed(ask.control.grants, "cache.write")
-    return ask.page(
+def _page(request: PageRequest, form: Form, status: int = 200) -> Response:
+    may_flush = allowed(request.operator.grants, "cache.write")
+    return request.page(
         "cache.html",
         status,
-        found=_figures(ask),
-        uses=cache_uses(ask.control),
+        found=_figures(request),
+        uses=cache_uses(request.operator),
         form=form,
         may_flush=may_flush,
     )
 
 
-def _figures(ask: Ask) -> dict[str, Any]:
-    require(ask.control, "cache.read")
-    found = counts(ask.desk.edge, COUNTERS)
+def _figures(request: PageRequest) -> dict[str, Any]:
+    require(request.operator, "cache.read")
+    found = counts(request.context.edge, COUNTERS)
     hits, misses = (found[REQUESTS].get(each, 0) for each in ("hit", "miss"))
     agreed, differed = (found[CHECKS].get(each, 0) for each in ("agreed", "differed"))
     try:
-        stores, trouble = verbs.cache_stats(ask.control), ""
+        stores, trouble = verbs.cache_stats(request.operator), ""
     except Forbidden:
         raise
     except RegistryError as error:
@@ -146,19 +153,19 @@ def _figures(ask: Ask) -> dict[str, Any]:
         "num_checks": agreed + differed,
         "num_differed": differed,
         "at_most": upper_bound(differed, agreed + differed),
-        "budget": ask.desk.settings.cache_false_hit_budget,
+        "budget": request.context.settings.cache_false_hit_budget,
         "saved_nanos": found[SAVED].get("", 0),
         "num_unembedded": found[EMBED_FAILURES].get("", 0),
         "stores": stores,
         "trouble": trouble,
-        "currency": ask.desk.settings.currency,
+        "currency": request.context.settings.currency,
     }
 
 
 ROUTES = (
-    PageRoute("GET", "/cache", show_cache, live=True),
-    PageRoute("GET", "/cache/answers", show_answers, live=True),
-    PageRoute("GET", "/cache/confirm", confirm_flush, live=True),
-    PageRoute("POST", "/cache/flush", flush, live=True),
+    PageRoute("GET", "/cache", show_cache),
+    PageRoute("GET", "/cache/answers", show_answers),
+    PageRoute("GET", "/cache/confirm", confirm_flush),
+    PageRoute("POST", "/cache/flush", flush),
 )
 STREAMS = (StreamRoute("/live/cache", live_cache, every_s=3.0),)

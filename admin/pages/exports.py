@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from admin.amounts import midnight
-from admin.ask import Ask, PageRoute, Reply, StreamRoute
-from admin.errors import Refused
-from gateway.service import export_jobs as verbs
-from gateway.service import usage
-from gateway.service.control import Control
-from gateway.service.export_jobs import ExportList
+from starlette.responses import Response
+
+from admin.context.operator_context import OperatorContext
+from admin.operations import export_jobs as verbs
+from admin.operations import usage
+from admin.operations.export_jobs import ExportList
+from admin.web.errors import Refused
+from admin.web.forms import midnight
+from admin.web.request import PageRequest, PageRoute, StreamRoute
+from admin.web.streams import Download
 from registry.base import base32
 from registry.errors import AlreadyExists, Forbidden, IllegalTransition, NotFound, RegistryError
-from registry.export_jobs import ExportJob
+from registry.money.export_jobs import ExportJob
 
 DAY_S = 86_400
 ID_BYTES = 10
@@ -42,87 +45,86 @@ LABELS: Final = {
     "focus": "FOCUS",
     "invoices": "Invoices",
 }
-DONE: Final[Mapping[str, tuple[Callable[[Control, str], ExportJob], str]]] = {
-    "cancel": (verbs.cancel_export, "The export is cancelled."),
-    "retry": (verbs.retry_export, "The export goes on."),
-    "remove": (verbs.remove_export, "The export is removed."),
+DONE: Final[Mapping[str, tuple[Callable[[OperatorContext, str], ExportJob], str]]] = {
+    "cancel": (verbs.cancel_export, "The export was cancelled."),
+    "retry": (verbs.retry_export, "The export was restarted."),
+    "remove": (verbs.remove_export, "The export was removed."),
 }
 _READ_BYTES = 1 << 16
 
 
-def show(ask: Ask) -> Reply:
+def show(request: PageRequest) -> Response:
     """The page."""
-    found = verbs.list_exports(ask.control)
-    return ask.page(
+    found = verbs.list_exports(request.operator)
+    return request.page(
         "exports.html",
         found=found,
         labels=LABELS,
         shape=_shape(found),
-        asked_by=lambda job: verbs.asked_by(ask.control, job),
-        may_change=lambda job: verbs.may_change(ask.control, job),
+        asked_by=lambda job: verbs.asked_by(request.operator, job),
+        may_change=lambda job: verbs.may_change(request.operator, job),
     )
 
 
-def live(ask: Ask) -> Mapping[str, str]:
+def live(request: PageRequest) -> Mapping[str, str]:
     """How far each is; where another button would be right the page loads anew."""
-    found = verbs.list_exports(ask.control)
+    found = verbs.list_exports(request.operator)
     parts = {
-        f"job:{job.id}": ask.fragment(
-            "exports_parts.html", "state", job, ask.desk.settings.currency
+        f"job:{job.id}": request.fragment(
+            "exports_parts.html", "state", job, request.context.settings.currency
         )
         for job in found.jobs
     }
     shape = _shape(found)
-    if ask.query.get("shape", shape) != shape:
+    if request.query.get("shape", shape) != shape:
         parts["@reload"] = shape
     return parts
 
 
-def add(ask: Ask) -> Reply:
+def add(request: PageRequest) -> Response:
     """Ask for one, and go to where its progress is."""
-    form = ask.form
+    form = request.fields
     first, last = (midnight(form.get(name, "")) for name in ("from", "to"))
     if first is None or last is None:
-        raise Refused(422, "Which days?", "Choose them on the usage page.")
+        raise Refused(422, "No days selected", "Select the days on the usage page.")
     who = (form.get(name, "")[:128] or None for name in ("tenant", "key", "model"))
     try:
-        scope = usage.scope_of(ask.control, first, last + DAY_S, *who)
-        job = verbs.ask_export(ask.control, form.get("format", ""), scope, _job_id(ask))
+        scope = usage.scope_of(request.operator, first, last + DAY_S, *who)
+        job = verbs.ask_export(request.operator, form.get("format", ""), scope, _job_id(request))
     except AlreadyExists:
-        return ask.redirect("/exports", "This form has asked for its export already.")
+        return request.redirect(
+            "/exports", "This form was sent already; its export is listed below."
+        )
     except (Forbidden, NotFound):
         raise
     except RegistryError as error:
-        raise Refused(422, "It cannot be exported", str(error)) from error
-    return ask.redirect("/exports", f"{job.file_name} is being made.")
+        raise Refused(422, "Export not possible", str(error)) from error
+    return request.redirect("/exports", f"{job.file_name} was requested.")
 
 
-def act(ask: Ask) -> Reply:
+def act(request: PageRequest) -> Response:
     """Cancel, retry or remove one."""
-    found = DONE.get(ask.params["do"])
+    found = DONE.get(request.path_params["do"])
     if found is None:
-        raise NotFound("nothing of that kind can be done to an export")
+        raise NotFound("unknown export action")
     run, note = found
     try:
-        run(ask.control, ask.params["id"])
+        run(request.operator, request.path_params["id"])
     except IllegalTransition as error:  # somebody else was quicker: the list says what is so
         note = str(error)
-    return ask.redirect("/exports", note[:1].upper() + note[1:])
+    return request.redirect("/exports", note[:1].upper() + note[1:])
 
 
-def download(ask: Ask) -> Reply:
+def download(request: PageRequest) -> Response:
     """The file, made before: it is sent as it lies there."""
     try:
-        job, path = verbs.open_export(ask.control, ask.params["id"])
+        job, path = verbs.open_export(request.operator, request.path_params["id"])
     except (Forbidden, NotFound):
         raise
     except RegistryError as error:
-        raise Refused(409, "There is no file yet", str(error)) from error
-    headers = [
-        ("content-disposition", f'attachment; filename="{job.file_name}"'),
-        ("content-length", str(path.stat().st_size)),
-    ]
-    return Reply(media=MEDIA[job.format], headers=headers, chunks=_chunks(path))
+        raise Refused(409, "The file is not available", str(error)) from error
+    headers = {"content-length": str(path.stat().st_size)}
+    return Download(_chunks(path), job.file_name, MEDIA[job.format], headers)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
@@ -133,14 +135,14 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _shape(found: ExportList) -> str:
     """What the page's buttons depend on."""
-    told = " ".join(f"{job.id}:{job.state}" for job in found.jobs)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    states = " ".join(f"{job.id}:{job.state}" for job in found.jobs)
+    return hashlib.sha256(states.encode()).hexdigest()[:16]
 
 
-def _job_id(ask: Ask) -> str:
+def _job_id(request: PageRequest) -> str:
     """Of this session's form alone."""
-    once = ask.form.get("once", "") + ask.form.get("format", "")
-    digest = hmac.digest(ask.token.encode(), b"polyhost export" + once.encode(), hashlib.sha256)
+    once = request.fields.get("once", "") + request.fields.get("format", "")
+    digest = hmac.digest(request.token.encode(), b"polyhost export" + once.encode(), hashlib.sha256)
     return "exp_" + base32(digest[:ID_BYTES])
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
+from starlette.responses import Response
 
-from admin.ask import Ask, PageRoute, Reply, StreamRoute
-from admin.counters import counts
-from gateway.cli.operator_client import ask as ask_server
-from gateway.service.fairness import ShareLine, Shares, fair_shares
+from admin.live.rates import counts
+from admin.operations.server import ShareLine, Shares, fair_shares
+from admin.rendering import svg
+from admin.web.request import PageRequest, PageRoute, StreamRoute
+from gateway.ipc.control_socket import ask as ask_server
 from registry.errors import RegistryError
 
 MAX_WAITING_ROWS = 50
@@ -33,38 +35,39 @@ class QueueLine:
     eta_s: float | None
 
 
-def show_fairness(ask: Ask) -> Reply:
+def show_fairness(request: PageRequest) -> Response:
     """The page."""
-    return ask.page("fairness.html", **_figures(ask))
+    return request.page("fairness.html", **_figures(request))
 
 
-def live_fairness(ask: Ask) -> Mapping[str, str]:
+def live_fairness(request: PageRequest) -> Mapping[str, str]:
     """All of it."""
-    found = _figures(ask)
+    found = _figures(request)
     parts = ("figures", "shares", "queues", "waiting", "refusals")
-    return {each: ask.fragment("fairness_parts.html", each, found) for each in parts}
+    return {each: request.fragment("fairness_parts.html", each, found) for each in parts}
 
 
 def bullet(line: ShareLine, scale: float) -> Markup:
     """What it got as a bar, what it is due as a mark, over a common scale."""
-    title = f"{line.name}: got {line.got:.1%} of the service, due {line.due:.1%}"
+    title = f"{line.name}: received {line.got:.1%} of the service, fair share {line.due:.1%}"
     got, due = (BAR_WIDTH * min(1.0, share / scale) for share in (line.got, line.due))
-    shape = (
-        '<svg class="bullet {}" viewBox="0 0 {} {}" role="img" aria-label="{}"><title>{}</title>'
-        '<rect class="bullet-ground" width="{}" height="{}" rx="3"/>'
-        '<rect class="bullet-got" y="5" width="{:.1f}" height="10"/>'
-        '<rect class="bullet-due" x="{:.1f}" y="1" width="2" height="18"/></svg>'
-    )
-    kind = line.standing.partition(" ")[0]
-    size = (BAR_WIDTH, BAR_HEIGHT)
-    return Markup(shape).format(
-        kind, *size, title, title, *size, got, min(BAR_WIDTH - 2, max(0.0, due - 1))
+    mark = min(BAR_WIDTH - 2, max(0.0, due - 1))
+    return svg.picture(
+        f"bullet {line.standing.partition(' ')[0]}",
+        *(title, BAR_WIDTH, BAR_HEIGHT, svg.element("title", title)),
+        svg.element("rect", class_="bullet-ground", width=BAR_WIDTH, height=BAR_HEIGHT, rx=3),
+        svg.element("rect", class_="bullet-got", y=5, width=got, height=10),
+        svg.element("rect", class_="bullet-due", x=mark, y=1, width=2, height=18),
     )
 
 
-def _figures(ask: Ask) -> dict[str, Any]:
-    dispatcher = ask.live.dispatcher
-    found = fair_shares(ask.control, dispatcher.waiting_by_tenant)
+def _figures(request: PageRequest) -> dict[str, Any]:
+    dispatcher = request.live.dispatcher
+    waiting = _reasons(request) if dispatcher.num_waiting else []
+    waited_s: dict[str, float] = {}
+    for row in waiting:
+        waited_s[row["tenant_id"]] = max(row["waited_s"], waited_s.get(row["tenant_id"], 0.0))
+    found = fair_shares(request.operator, dispatcher.waiting_by_tenant, waited_s)
     scale = max((max(line.got, line.due) for line in found.lines), default=0.0) or 1.0
     names = {line.tenant_id: line.name for line in found.lines}
     models = {*dispatcher.waiting_by_model, *dispatcher.running_by_model}
@@ -77,18 +80,18 @@ def _figures(ask: Ask) -> dict[str, Any]:
         )
         for model in models
     ]
-    preempted = sum(w.counters.get("num_preemptions", 0.0) for w in ask.live.workers)
+    preempted = sum(w.counters.get("num_preemptions", 0.0) for w in request.live.workers)
     return {
         "shares": found,
         "rows": [(line, bullet(line, scale)) for line in found.lines],
         "names": names,
         "queues": sorted(queues, key=lambda q: (-q.num_waiting, -q.num_running, q.model)),
-        "waiting": _reasons(ask) if dispatcher.num_waiting else [],
-        "refusals": _refusals(ask),
+        "waiting": waiting,
+        "refusals": _refusals(request),
         "dispatcher": dispatcher,
         "num_preemptions": int(preempted),
         "waits": _spread(found),
-        "now_at": ask.now_at,
+        "now_at": request.now_at,
     }
 
 
@@ -98,29 +101,31 @@ def _spread(found: Shares) -> tuple[float | None, float | None]:
     return (min(waits), max(waits)) if waits else (None, None)
 
 
-def _reasons(ask: Ask) -> list[dict[str, Any]]:
+def _reasons(request: PageRequest) -> list[dict[str, Any]]:
     """What waits and why, in the order of turns; nothing where the server cannot be asked."""
     try:
-        answer = ask_server(ask.desk.control.settings.data_path, ask="why", limit=MAX_WAITING_ROWS)
+        answer = ask_server(
+            request.context.operator.settings.data_path, ask="why", limit=MAX_WAITING_ROWS
+        )
     except RegistryError:
         return []
     rows: list[dict[str, Any]] = answer["waiting"]
     return rows
 
 
-def _refusals(ask: Ask) -> list[tuple[str, int]]:
+def _refusals(request: PageRequest) -> list[tuple[str, int]]:
     """Why requests were not served -> how many; only what has happened."""
-    dispatcher, told = ask.live.dispatcher, counts(ask.desk.edge, COUNTERS)
+    dispatcher, counted = request.live.dispatcher, counts(request.context.edge, COUNTERS)
     found = [
         ("the queue was full", dispatcher.num_queue_rejections),
         ("waited too long for a worker", dispatcher.num_queue_timeouts),
-        ("the model could not be there in time", dispatcher.num_load_refusals),
-        ("nobody read the answer", dispatcher.num_clients_too_slow),
+        ("the model could not be loaded in time", dispatcher.num_load_refusals),
+        ("the client read the answer too slowly", dispatcher.num_clients_too_slow),
     ]
-    found += [(f"limit: {name.replace('_', ' ')}", n) for name, n in told[LIMITS].items()]
-    found += [(f"answered with {name}", n) for name, n in told[ERRORS].items()]
+    found += [(f"limit: {name.replace('_', ' ')}", n) for name, n in counted[LIMITS].items()]
+    found += [(f"answered with {name}", n) for name, n in counted[ERRORS].items()]
     return sorted(((why, n) for why, n in found if n), key=lambda row: (-row[1], row[0]))
 
 
-ROUTES = (PageRoute("GET", "/fairness", show_fairness, live=True),)
+ROUTES = (PageRoute("GET", "/fairness", show_fairness),)
 STREAMS = (StreamRoute("/live/fairness", live_fairness, every_s=3.0),)

@@ -1,40 +1,40 @@
 """List prices: what each model costs, dated changes, and what one would have come to last month."""
 
-from collections.abc import Collection, Mapping
+from starlette.responses import Response
 
-from admin.amounts import day_of, nanos_of, text_of
-from admin.ask import Ask, PageRoute, Reply
-from admin.forms import Field, Form
-from admin.merged_form import SEEN, merge, with_marks
-from admin.tables import Column, TableSpec, table_state
-from admin.templating import path
-from gateway.service import price_list
-from gateway.service import prices as verbs
-from gateway.service.control import require
-from gateway.service.meanwhile import ChangedMeanwhile, who_set
-from gateway.service.price_list import Effect, PriceView
-from registry.errors import RegistryError
-from registry.prices import PriceRecord
+from admin.context.operator_context import require
+from admin.operations import prices as verbs
+from admin.operations.prices import Effect, PriceView
+from admin.pages.three_way_merge import SEEN, merge, retried, setters_of, with_versions
+from admin.rendering.templating import path
+from admin.web.forms import Field, Form, day_of, nanos_of, text_of
+from admin.web.request import PageRequest, PageRoute
+from admin.web.tables import Column, TableSpec, table_state
+from registry.errors import NotFound
+from registry.money.prices import PRICE_NAMES, PriceRecord
 
 MILLION = 10**6
 DATED = "dated"
 """The mark of the dated prices that stood below the form."""
-TOKENS = {
-    "prompt_nanos": "Prompt tokens",
-    "cached_nanos": "Cached prompt tokens",
-    "completion_nanos": "Answer tokens",
-    "embedding_nanos": "An encoder's tokens",
+ENCODER_PRICES = {"embedding_nanos": ("Encoder tokens", MILLION)}
+TEXT_PRICES = {
+    "prompt_nanos": ("Input tokens", MILLION),
+    "cached_nanos": ("Cached input tokens", MILLION),
+    "completion_nanos": ("Output tokens", MILLION),
 }
 SECONDS = {
-    "service_second_nanos": "A second of service",
-    "load_second_nanos": "A second of loading",
+    "service_second_nanos": ("Service, per second", 1),
+    "load_second_nanos": ("Loading, per second", 1),
 }
+MORE_PRICES = {**ENCODER_PRICES, **SECONDS}
+_ENCODER_MORE = {**TEXT_PRICES, **SECONDS}
+"""Field -> label, and for how many tokens or seconds the price is."""
 TABLE = TableSpec(
     columns=(
         Column("Model", "name"),
-        Column("In", kind="number"),
-        Column("Cached", kind="number"),
-        Column("Out", kind="number"),
+        Column("Input", kind="number"),
+        Column("Cached input", kind="number"),
+        Column("Output", kind="number"),
         Column("Next change"),
     ),
     default_sort="name",
@@ -42,119 +42,129 @@ TABLE = TableSpec(
 )
 
 
-def list_prices(ask: Ask) -> Reply:
+def list_prices(request: PageRequest) -> Response:
     """The page."""
-    table = table_state(TABLE, ask.incoming.path, ask.query)
-    page = price_list.prices_page(ask.control, table.search, table.cut)
-    return ask.page("prices.html", table=table, page=page)
+    table = table_state(TABLE, request.path, request.query)
+    page = verbs.prices_page(request.operator, table.search, table.cut)
+    return request.page("prices.html", table=table, page=page)
 
 
-def show(ask: Ask) -> Reply:
+def show(request: PageRequest) -> Response:
     """One model's prices."""
-    return _page(ask, price_list.price_view(ask.control, ask.params["name"]))
+    return _page(request, _view(request))
 
 
-def preview(ask: Ask) -> Reply:
+def preview(request: PageRequest) -> Response:
     """What last month would have been; nothing is set."""
-    view = price_list.price_view(ask.control, ask.params["name"])
-    require(ask.control, "prices.write")
-    form = _form(ask, view, given=True)
-    if not _is_current(ask, view, form):
-        return _page(ask, view, form, status=409)
-    price, _ = _read(form, view, ask.now_at)
+    view = _view(request)
+    require(request.operator, "prices.write")
+    form = _form(request, view, given=True)
+    if not _is_current(request, view, form):
+        return _page(request, view, form, status=409)
+    price, _ = _read(form, view, request.now_at)
     if form.is_sound:
-        try:
-            return _page(ask, view, form, price_list.price_effect_of(ask.control, price))
-        except RegistryError as error:
-            form.trouble = str(error)
-    return _page(ask, view, form, status=422)
+        with form.refusals():
+            return _page(request, view, form, verbs.price_effect_of(request.operator, price))
+    return _page(request, view, form, status=422)
 
 
-def set_price(ask: Ask) -> Reply:
+@retried
+def set_price(request: PageRequest) -> Response:
     """From its day on, or as soon as every gateway knows of it."""
-    view = price_list.price_view(ask.control, ask.params["name"])
-    require(ask.control, "prices.write")
-    form = _form(ask, view, given=True)
-    if not _is_current(ask, view, form):
-        return _page(ask, view, form, status=409)
-    price, valid_from = _read(form, view, ask.now_at)
+    view = _view(request)
+    require(request.operator, "prices.write")
+    form = _form(request, view, given=True)
+    if not _is_current(request, view, form):
+        return _page(request, view, form, status=409)
+    price, valid_from = _read(form, view, request.now_at)
     if form.is_sound:
-        try:
-            verbs.set_price(ask.control, price, valid_from, verbs.prices_mark(view.dated))
-        except ChangedMeanwhile:
-            return set_price(ask)  # it stops at `_is_current`
-        except RegistryError as error:
-            form.trouble = str(error)
-        else:
-            return ask.redirect(f"/prices/{path(view.model)}", "The price is set.")
-    return _page(ask, view, form, status=422)
+        with form.refusals():
+            verbs.set_price(request.operator, price, valid_from, verbs.prices_mark(view.dated))
+            return request.redirect(f"/prices/{path(view.model)}", "The price was set.")
+    return _page(request, view, form, status=422)
 
 
 def _page(
-    ask: Ask,
+    request: PageRequest,
     view: PriceView,
     form: Form | None = None,
     effect: Effect | None = None,
     status: int = 200,
-) -> Reply:
-    return ask.page(
+) -> Response:
+    return request.page(
         "price.html",
         status,
         view=view,
-        form=form or _form(ask, view),
+        form=form or _form(request, view),
         effect=effect,
-        tokens=TOKENS,
-        seconds=SECONDS,
-        per_million=lambda nanos: text_of(nanos, MILLION),
-        per_second=text_of,
+        main=TEXT_PRICES if view.task == "generate" else ENCODER_PRICES,
+        more={**ENCODER_PRICES, **SECONDS} if view.task == "generate" else _ENCODER_MORE,
+        used={name for price in view.dated for name in PRICE_NAMES if getattr(price, name)},
+        amount=text_of,
     )
 
 
-def _form(ask: Ask, view: PriceView, given: bool = False) -> Form:
-    currency = ask.desk.settings.currency
+def withdraw(request: PageRequest) -> Response:
+    """Take back a price that has not begun."""
+    view = _view(request)
+    require(request.operator, "prices.write")
+    wanted = request.fields.get("valid_from", "")
+    scheduled = [price for price in view.dated if repr(price.valid_from) == wanted]
+    if not scheduled:
+        raise NotFound("this price does not exist any more")
+    mark = request.fields.get(DATED, "")
+    verbs.withdraw_price(request.operator, view.model, scheduled[0].valid_from, mark)
+    note = "The scheduled price was withdrawn."
+    return request.redirect(f"/prices/{path(view.model)}", note)
+
+
+def _form(request: PageRequest, view: PriceView, given: bool = False) -> Form:
+    currency = request.context.settings.currency
+    prices = {**TEXT_PRICES, **MORE_PRICES}
     fields = [
-        Field(name, label, "number", value=text_of(getattr(view.now, name), MILLION),
-              unit=f"{currency} / 1M", required=True)
-        for name, label in TOKENS.items()
+        Field(name, label, "number", value=text_of(getattr(view.now, name), per),
+              unit=currency + (" / 1M" if per > 1 else ""), required=True)
+        for name, (label, per) in prices.items()
     ]  # fmt: skip
-    fields += [
-        Field(name, label, "number", value=text_of(getattr(view.now, name)), unit=currency,
-              required=True)
-        for name, label in SECONDS.items()
-    ]  # fmt: skip
-    help_text = "From the beginning of that day (UTC); empty: as soon as every gateway knows of it."
-    fields.append(Field("from", "Holds from", "date", help=help_text))
+    help_text = "Start of that day (UTC). Leave empty to apply it as soon as all gateways have it."
+    fields.append(Field("from", "Valid from", "date", help=help_text))
     mark = verbs.prices_mark(view.dated)
     fields.append(Field(DATED, "Prices seen", value=mark, max_length=16))
-    return with_marks(Form(tuple(fields), ask.form if given else None))
+    return with_versions(Form(tuple(fields), request.fields if given else None))
 
 
-def _is_current(ask: Ask, view: PriceView, form: Form) -> bool:
+def _is_current(request: PageRequest, view: PriceView, form: Form) -> bool:
     """Whether the prices are those that were seen; else the form says so and knows those of now."""
-
-    def by(names: Collection[str]) -> Mapping[str, str]:
-        return who_set(ask.control, "price.set", view.model, names)
-
+    by = setters_of(request, "price.set", view.model, {})
     mark = verbs.prices_mark(view.dated)
     seen = form.text(DATED)
-    is_merged = merge(form, _form(ask, view), by)
+    is_merged = merge(form, _form(request, view), by)
     form.given = {**(form.given or {}), DATED: mark}
     if seen and seen != mark:
         form.trouble = (
-            "The prices were changed meanwhile, as they stand below: nothing was done. Sent again, "
-            "yours is set all the same."
+            "The prices were changed in the meantime, as shown below. Nothing was saved. "
+            "Send the form again to set your price anyway."
         )
-        form.given = {**form.given, SEEN: _form(ask, view).value(SEEN)}
+        form.given = {**form.given, SEEN: _form(request, view).value(SEEN)}
     return is_merged and form.is_sound
+
+
+def amounts_of(form: Form) -> dict[str, int]:
+    """Nano-units by the fields of PriceRecord; a field that is empty is free of charge."""
+    fields = {**TEXT_PRICES, **MORE_PRICES}
+    return {name: nanos_of(form, name, per) or 0 for name, (_, per) in fields.items()}
 
 
 def _read(form: Form, view: PriceView, now_at: float) -> tuple[PriceRecord, float | None]:
     valid_from = day_of(form, "from")
     if valid_from is not None and valid_from <= now_at:
-        form.errors.setdefault("from", "A day to come: what was posted keeps its price.")
-    amounts = {name: nanos_of(form, name, MILLION) or 0 for name in TOKENS}
-    amounts |= {name: nanos_of(form, name) or 0 for name in SECONDS}
-    return PriceRecord(view.model, valid_from or now_at, **amounts), valid_from
+        form.errors.setdefault("from", "Choose a day in the future.")
+    return PriceRecord(view.model, valid_from or now_at, **amounts_of(form)), valid_from
+
+
+def _view(request: PageRequest) -> PriceView:
+    """The model's prices that the path names. Raises NotFound."""
+    return verbs.price_view(request.operator, request.path_params["name"])
 
 
 ROUTES = (
@@ -162,4 +172,5 @@ ROUTES = (
     PageRoute("GET", "/prices/{name:path}", show),
     PageRoute("POST", "/price/preview/{name:path}", preview),
     PageRoute("POST", "/price/set/{name:path}", set_price),
+    PageRoute("POST", "/price/withdraw/{name:path}", withdraw),
 )

@@ -1,6 +1,7 @@
 // What every page gets. Without scripts all pages work; these make them quicker to use.
 
 import { startArena } from "./arena.js";
+import { startCharts } from "./charts.js";
 import { startLive } from "./live.js";
 import { startPalette } from "./palette.js";
 
@@ -59,7 +60,7 @@ function startCopies() {
       await navigator.clipboard.writeText(button.dataset.copy);
       toast("Copied.");
     } catch {
-      toast("The browser does not let this page copy: select the text.");
+      toast("The browser did not allow copying. Select the text and copy it.");
     }
   });
 }
@@ -82,9 +83,15 @@ function startForms() {
   });
 }
 
-// "/" goes to the page's own search field.
+// "/" goes to the page's own search field; Esc closes the menu of narrow screens.
 function startKeys() {
   addEventListener("keydown", (event) => {
+    const menu = document.querySelector("details.menu[open]");
+    if (event.key === "Escape" && menu) {
+      menu.open = false;
+      menu.querySelector("summary").focus();
+      return;
+    }
     const typing = event.target.closest("input, textarea, select, [contenteditable]");
     if (event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey) return;
     const field = document.querySelector("main input[type=search]");
@@ -94,12 +101,19 @@ function startKeys() {
   });
 }
 
+// The field to correct first. Browsers pass over autofocus where the address names a place.
+document.querySelector("main [aria-invalid=true]")?.focus();
+
 startTheme();
 startFilters();
 startToasts();
 startCopies();
 startForms();
+if (document.querySelectorAll("main form[method=post]").length > 1) {
+  import("./drafts.js").then((drafts) => drafts.startDrafts());
+}
 startKeys();
 startPalette();
 startArena();
+startCharts();
 startLive();

@@ -34,7 +34,7 @@ export function startPalette() {
       const row = document.createElement("li");
       row.role = "option";
       row.ariaDisabled = "true";
-      row.textContent = "Nothing is called that.";
+      row.textContent = "No results.";
       list.append(row);
     }
     input.setAttribute("aria-activedescendant", found.length ? `palette-${at}` : "");
@@ -42,7 +42,10 @@ export function startPalette() {
   }
 
   function open(index) {
-    if (found[index]) location.assign(found[index].url);
+    if (!found[index]) return;
+    if (found[index].url !== "#theme") return location.assign(found[index].url);
+    document.querySelector("[data-theme-switch]").click();
+    dialog.close();
   }
 
   async function look() {
@@ -87,6 +90,9 @@ export function startPalette() {
       event.preventDefault();
       at = (at + step + found.length) % found.length;
       show();
+    } else if (event.key === "Escape") {
+      event.preventDefault(); // a search field would only be emptied
+      dialog.close();
     } else if (event.key === "Enter") {
       event.preventDefault();
       open(at);

@@ -60,11 +60,21 @@ async function* events(response) {
   }
 }
 
-function refuse(talk, text) {
+function refuse(talk, prompt, text) {
   const notice = element("div", "notice bad");
   notice.role = "alert";
-  notice.append(element("p", "", text));
+  const again = element("button", "button small", "Try again");
+  again.type = "button";
+  again.addEventListener("click", () => {
+    if (stopper) return;
+    while (notice.previousElementSibling?.matches(".turn:not(.user)")) notice.previousElementSibling.remove();
+    notice.previousElementSibling?.remove(); // the prompt: it is shown again
+    notice.remove();
+    run([talk], prompt);
+  });
+  notice.append(element("p", "", text), again);
   talk.box.append(notice);
+  return false;
 }
 
 async function receipt(talk, id, box) {
@@ -89,13 +99,14 @@ async function ask(talk, prompt, signal) {
   let id = "";
   let text = "";
   let words = null;
+  let failed = false;
   const figures = element("div", "talk-note");
   try {
     const answer = await fetch(`${base}/stream`, { method: "POST", body: fields, signal });
     if (answer.status === 401) return location.reload();
     if (!answer.ok) {
       const told = answer.headers.get("content-type")?.startsWith("text/plain");
-      return refuse(talk, told ? await answer.text() : `It was refused (${answer.status}).`);
+      return refuse(talk, prompt, told ? await answer.text() : `The request was refused (${answer.status}).`);
     }
     words = turnOf(talk, talk.model, "");
     words.parentElement.ariaBusy = "true";
@@ -103,7 +114,8 @@ async function ask(talk, prompt, signal) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data);
       if (event.error) {
-        refuse(talk, `${event.error.message} (${event.error.code ?? event.error.type})`);
+        failed = true;
+        refuse(talk, prompt, `${event.error.message} (${event.error.code ?? event.error.type})`);
         break;
       }
       id = event.id ?? id;
@@ -112,12 +124,12 @@ async function ask(talk, prompt, signal) {
       text += delta.content ?? "";
       words.textContent = text;
       if (event.usage) {
-        figures.textContent = `${event.usage.prompt_tokens} tokens in, ${event.usage.completion_tokens} out`;
+        figures.textContent = `${event.usage.prompt_tokens} input tokens, ${event.usage.completion_tokens} output tokens`;
       }
     }
   } catch (error) {
     if (error.name === "AbortError") figures.textContent = "Stopped.";
-    else refuse(talk, "The connection was lost.");
+    else failed = !refuse(talk, prompt, "The connection was lost.");
   } finally {
     if (words) {
       words.parentElement.removeAttribute("aria-busy");
@@ -127,6 +139,8 @@ async function ask(talk, prompt, signal) {
   talk.box.append(figures);
   if (text) talk.said.push({ role: "user", content: prompt }, { role: "assistant", content: text });
   if (id) receipt(talk, id, figures);
+  figures.scrollIntoView({ block: "nearest" });
+  return !failed || Boolean(text);
 }
 
 async function send() {
@@ -134,16 +148,27 @@ async function send() {
   const prompt = field.value.trim();
   const models = [form.elements.model.value.trim(), form.elements.beside.value.trim()].filter(Boolean);
   if (!prompt || !models.length || stopper) return field.focus();
+  if (!form.elements.key.value.trim()) {
+    form.elements.key.setAttribute("aria-invalid", "true");
+    return form.elements.key.focus();
+  }
+  form.elements.key.removeAttribute("aria-invalid");
   arrange(models);
+  field.value = "";
+  const went = await run(talks, prompt);
+  if (!went.includes(true) && !field.value) field.value = prompt;
+  field.focus();
+}
+
+async function run(asked, prompt) {
   stopper = new AbortController();
   sendButton.disabled = true;
   stopButton.disabled = false;
-  field.value = "";
-  await Promise.all(talks.map((talk) => ask(talk, prompt, stopper.signal)));
+  const went = await Promise.all(asked.map((talk) => ask(talk, prompt, stopper.signal)));
   stopper = null;
   sendButton.disabled = false;
   stopButton.disabled = true;
-  field.focus();
+  return went;
 }
 
 form.addEventListener(

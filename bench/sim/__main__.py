@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.sim.baselines.choose import NAMES, OURS, parse_policies
 from bench.sim.columns import Slo
-from bench.sim.devices import DEVICES, find_device, with_cost
+from bench.sim.devices import DEVICES, find_device
 from bench.sim.report import HTML_NAME, JSON_NAME, write_report
 from bench.sim.run import simulate
 from bench.sim.spec import (
@@ -167,7 +167,7 @@ def _figures(device: DeviceFigures, options: argparse.Namespace) -> DeviceFigure
         device = replace(device, memory_bytes=int(options.memory * GIB))
     if options.host_memory is not None:
         device = replace(device, host_bytes=int(options.host_memory * GIB))
-    return device if options.cost is None else with_cost(device, options.cost)
+    return device if options.cost is None else replace(device, cost_per_hour=options.cost)
 
 
 def _runs(options: argparse.Namespace, spec: WorkloadSpec, world: World) -> Mapping[str, Run]:

@@ -38,7 +38,7 @@ class Socket(Protocol):
 
 
 class Cable:
-    """Implements gateway.worker_connection.Wire; the worker's end is `to_gateway`."""
+    """Implements gateway.workers.worker_client.Wire; the worker's end is `to_gateway`."""
 
     def __init__(
         self,

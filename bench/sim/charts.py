@@ -5,10 +5,11 @@ drawing (plots.py).
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from bench.sim import page, plots
+from bench.sim import plots
 from bench.sim.columns import Slo
 from bench.sim.plots import Axis
 from bench.sim.timelines import Line, Timelines
@@ -17,9 +18,18 @@ _LEAST_LOG_S = 1e-4
 _LOG_S = Axis("", log=True, text=plots.short_seconds)
 
 
-def shared(series: Mapping[str, Timelines], slo: Slo) -> str:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A plot with its caption; the drawing is SVG."""
+
+    title: str
+    remark: str
+    drawing: str
+
+
+def shared(series: Mapping[str, Timelines], slo: Slo) -> list[Drawn]:
     """All runs in the same plots."""
-    return page.plots([*_over_requests(series), *_over_time(series, slo)])
+    return [*_over_requests(series), *_over_time(series, slo)]
 
 
 def _every(series: Mapping[str, Timelines], pick: Callable[[Timelines], Line]) -> dict[str, Line]:
@@ -27,40 +37,26 @@ def _every(series: Mapping[str, Timelines], pick: Callable[[Timelines], Line]) -
     return {name if len(series) > 1 else "": pick(one) for name, one in series.items()}
 
 
-def _over_requests(series: Mapping[str, Timelines]) -> list[str]:
+def _over_requests(series: Mapping[str, Timelines]) -> list[Drawn]:
     share = Axis("share of requests", low=0.0, high=1.0, text=plots.percent)
+    ttft, tenants = "share of requests that had it within", "share of tenants that had it within"
+    tpot = "share of finished requests at most so slow"
     wanted: tuple[tuple[str, str, Callable[[Timelines], Line]], ...] = (
-        (
-            "Time to first token",
-            "share of requests that had it within",
-            lambda one: one.ttft_cdf,
-        ),
-        (
-            "Time per output token",
-            "share of finished requests at most so slow",
-            lambda one: one.tpot_cdf,
-        ),
+        ("Time to first token", ttft, lambda one: _positive(one.ttft_cdf)),
+        ("Time per output token", tpot, lambda one: _positive(one.tpot_cdf)),
         (
             "Time to first token, p95 of each tenant",
-            "share of tenants that had it within",
-            lambda one: one.tenants_cdf,
+            tenants,
+            lambda one: _positive(one.tenants_cdf),
         ),
     )
     return [
-        page.figure(
-            title,
-            remark,
-            plots.lines(
-                {name: _positive(line) for name, line in _every(series, pick).items()},
-                _LOG_S,
-                share,
-            ),
-        )
+        Drawn(title, remark, plots.lines(_every(series, pick), _LOG_S, share))
         for title, remark, pick in wanted
     ]
 
 
-def _over_time(series: Mapping[str, Timelines], slo: Slo) -> list[str]:
+def _over_time(series: Mapping[str, Timelines], slo: Slo) -> list[Drawn]:
     time = _time(max(one.end_s for one in series.values()))
     count = Axis("", low=0.0)
     share = Axis("", low=0.0, high=1.0, text=plots.percent)
@@ -78,43 +74,35 @@ def _over_time(series: Mapping[str, Timelines], slo: Slo) -> list[str]:
         ("Jain index", jain, Axis("", low=0.0, high=1.0), lambda one: one.jain, {}),
     )
     figures = [
-        page.figure(title, remark, plots.lines(_every(series, pick), time, y, marks))
+        Drawn(title, remark, plots.lines(_every(series, pick), time, y, marks))
         for title, remark, y, pick, marks in wanted
     ]
     return [_demand(series, time), *figures]
 
 
-def _demand(series: Mapping[str, Timelines], time: Axis) -> str:
+def _demand(series: Mapping[str, Timelines], time: Axis) -> Drawn:
     """Arrivals are the same in all runs of one workload; refusals are not."""
     demand = {"arrivals a second": next(iter(series.values())).arrivals}
     for name, one in series.items():
         if one.refused[1].any():
             demand[f"refused, {name}" if len(series) > 1 else "refused"] = one.refused
     remark = "requests a second as they arrive, and those refused"
-    return page.figure("Demand", remark, plots.lines(demand, time, Axis("", low=0.0)))
+    return Drawn("Demand", remark, plots.lines(demand, time, Axis("", low=0.0)))
 
 
-def own(series: Timelines) -> str:
+def own(series: Timelines) -> list[Drawn]:
     """Of one run: who has the memory, who has the device."""
-    time = _time(series.end_s)
-    figures = []
-    if series.pages:
-        figures.append(
-            page.figure(
-                "Pages by owner",
-                "of all workers",
-                plots.stacked(series.at_s, series.pages, time, Axis("", low=0.0)),
-            )
-        )
-    if series.service:
-        figures.append(
-            page.figure(
-                "Service by tenant",
-                "device seconds a second; those with most, and all others",
-                plots.stacked(series.at_s[1:], series.service, time, Axis("", low=0.0)),
-            )
-        )
-    return page.plots(figures)
+    time, up = _time(series.end_s), Axis("", low=0.0)
+    service = "device seconds a second; those with most, and all others"
+    wanted = (
+        ("Pages by owner", "of all workers", series.at_s, series.pages),
+        ("Service by tenant", service, series.at_s[1:], series.service),
+    )
+    return [
+        Drawn(title, remark, plots.stacked(at_s, layers, time, up))
+        for title, remark, at_s, layers in wanted
+        if layers
+    ]
 
 
 def _time(end_s: float) -> Axis:

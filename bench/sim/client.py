@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from bench.sim.loop import Event
 from bench.sim.types import OUTCOMES, Arrival, RecordOutcome, Records
 from engine.protocol import Usage
-from gateway.dispatch.running import RequestStream
+from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError, WorkerLost
-from gateway.limits.limits import Hold
+from gateway.limits.limits import LimitReservation
 from gateway.types import TokenEvent
 
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
@@ -32,7 +32,7 @@ class SimClient:
     on_end: "Callable[[SimClient], None]"
     clock: Callable[[], float]
     stream: RequestStream | None = None
-    hold: Hold | None = None
+    hold: LimitReservation | None = None
     leaving: Event | None = None
     worker: int = -1
     granted_s: float = math.nan

@@ -1,13 +1,12 @@
 """Devices that a world can be built of, in the figures of a roofline, with where each comes from.
 
 Lives here: the figures, and the files of devices that were measured (bench/sim_calibrate.py writes
-them). Does not: what a step costs (engine/backend/sim.py), prices of a provider.
+them). Does not: what a step costs (bench/sim/device.py), prices of a provider.
 
 Vendors' data sheets give peaks. What a well-made engine gets of them is less, so the figures here
 are peak times ACHIEVED_*: assumptions, in the range that published kernels and engines reach, until
 a device has been measured. The CPU's figures are what was measured, taken whole. Overheads and
-prices of the GPUs are assumptions too (a price is an order of magnitude: give your own with
-`with_cost`).
+prices of the GPUs are assumptions too (a price is an order of magnitude: give your own).
 """
 
 import json
@@ -32,7 +31,6 @@ USABLE_MEMORY = 0.9
 
 def _gpu(
     name: str,
-    *,
     tflops: float,
     memory_gb_s: float,
     link_gb_s: float,
@@ -73,46 +71,10 @@ _CPU_SOURCE = (
 DEVICES: dict[str, DeviceFigures] = {
     device.name: device
     for device in (
-        _gpu(
-            "h200",
-            tflops=989.5,
-            memory_gb_s=4800,
-            link_gb_s=64,
-            memory_gb=141,
-            host_gib=256,
-            cost_per_hour=4.0,
-            sheet="NVIDIA H200 SXM data sheet",
-        ),
-        _gpu(
-            "h100",
-            tflops=989.5,
-            memory_gb_s=3350,
-            link_gb_s=64,
-            memory_gb=80,
-            host_gib=256,
-            cost_per_hour=3.0,
-            sheet="NVIDIA H100 SXM data sheet",
-        ),
-        _gpu(
-            "a100-80g",
-            tflops=312,
-            memory_gb_s=2039,
-            link_gb_s=32,
-            memory_gb=80,
-            host_gib=128,
-            cost_per_hour=1.8,
-            sheet="NVIDIA A100 80GB SXM data sheet",
-        ),
-        _gpu(
-            "l4",
-            tflops=121,
-            memory_gb_s=300,
-            link_gb_s=32,
-            memory_gb=24,
-            host_gib=64,
-            cost_per_hour=0.7,
-            sheet="NVIDIA L4 data sheet",
-        ),
+        _gpu("h200", 989.5, 4800, 64, 141, 256, 4.0, "NVIDIA H200 SXM data sheet"),
+        _gpu("h100", 989.5, 3350, 64, 80, 256, 3.0, "NVIDIA H100 SXM data sheet"),
+        _gpu("a100-80g", 312, 2039, 32, 80, 128, 1.8, "NVIDIA A100 80GB SXM data sheet"),
+        _gpu("l4", 121, 300, 32, 24, 64, 0.7, "NVIDIA L4 data sheet"),
         DeviceFigures(
             name="cpu-2",
             flops_per_s=430e9,
@@ -130,11 +92,6 @@ DEVICES: dict[str, DeviceFigures] = {
         ),
     )
 }
-
-
-def with_cost(device: DeviceFigures, cost_per_hour: float) -> DeviceFigures:
-    """The device at another price."""
-    return replace(device, cost_per_hour=cost_per_hour)
 
 
 def slowed(device: DeviceFigures, share: float) -> DeviceFigures:

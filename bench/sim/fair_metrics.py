@@ -15,8 +15,7 @@ import numpy as np
 
 from bench.sim.batches import Bools, Floats, Ints
 from bench.sim.columns import Columns
-from bench.sim.gap_bound import gap_bound_s
-from bench.sim.types import Run, Sample
+from bench.sim.types import Run, Sample, Swap
 
 WINDOW_S = 10.0
 MOST_CONTENDERS = 64
@@ -203,3 +202,38 @@ def _met_on_a_worker(rows: Columns, chosen: Ints, num_workers: int) -> Bools:
     on[place[rows.tenant[there]], rows.worker[there]] = True
     counts = on.astype(np.int64)
     return np.asarray(counts @ counts.T > 0)
+
+
+def gap_bound_s(rows: Columns, swaps: list[Swap], tenants: Ints, weights: Floats) -> float:
+    """The bound that the design claims for a gap, from what a run really had; a conjecture.
+
+        gap <= 2 (U + quantum + load)          docs/architecture.md, 4.6
+
+    U        service that grants already made go on to cost: the largest sum, at any moment, of the
+             service of one tenant's granted requests that have not ended. Prompt chunks under way
+             are part of it
+    quantum  the largest service of one request: what one grant decides
+    load     the longest load: its time is charged to those who wait for it
+
+    All three are over weight and over the `tenants` that are compared; `weights` are all tenants'.
+    """
+    lightest = float(weights[tenants].min())
+    load_s = max((swap.duration_s for swap in swaps if swap.kind == "load"), default=0.0)
+    outstanding = quantum = 0.0
+    for tenant in tenants:
+        own = (rows.tenant == tenant) & np.isfinite(rows.queue_s) & (rows.service_s > 0)
+        if not own.any():
+            continue
+        service = rows.service_s[own] / weights[tenant]
+        granted_s = rows.arrival_s[own] + rows.queue_s[own]
+        outstanding = max(outstanding, _most_at_once(granted_s, rows.ended_s[own], service))
+        quantum = max(quantum, float(service.max()))
+    return 2 * (outstanding + quantum + load_s / lightest)
+
+
+def _most_at_once(begin_s: Floats, end_s: Floats, amount: Floats) -> float:
+    """The largest sum of amounts of intervals that overlap; those that only touch do not."""
+    times = np.concatenate([begin_s, end_s])
+    steps = np.concatenate([amount, -amount])
+    order = np.lexsort((steps, times))  # at one moment ends come first
+    return float(np.cumsum(steps[order]).max(initial=0.0))

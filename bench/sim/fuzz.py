@@ -332,7 +332,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sim.fuzz", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--verbose", action="store_true", help="the traceback of each failure")
     arguments = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     happened: Counter[str] = Counter()
@@ -343,8 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # noqa: BLE001 - whatever it is, the seed is to be told
             failed.append(seed)
             print(f"seed {seed}: {type(error).__name__}: {error}", flush=True)
-            if arguments.verbose:
-                traceback.print_exc()
+            traceback.print_exc()
     print(f"{arguments.seeds} seeds, {len(failed)} failed: {failed}")
     for name, count in sorted(happened.items()):
         print(f"  {name}: {count}")

@@ -11,7 +11,7 @@ their service over weight moved since they both began to? What must hold is
 
     largest move <= 2 (U + quantum + load)
 
-U, quantum and load as bench/sim/gap_bound.py has them from the run: the bound grows with what
+U, quantum and load as `gap_bound_s` has them from the run: the bound grows with what
 requests really cost, so it is known at the end, and the largest move over all events is compared.
 """
 
@@ -27,9 +27,9 @@ import numpy as np
 
 from bench.sim.columns import Slo, columns
 from bench.sim.devices import DEVICES
-from bench.sim.fair_scenarios import PATIENT, Draw, chat, fixed, stream
-from bench.sim.gap_bound import gap_bound_s
+from bench.sim.fair_metrics import gap_bound_s
 from bench.sim.run import Simulation
+from bench.sim.scenarios.fairness import PATIENT, Draw, chat, fixed, stream
 from bench.sim.types import Arrival, SimModel, SimTenant, World
 from bench.sim.worker import SimWorker
 from gateway.dispatch.dispatcher import Dispatcher

@@ -20,12 +20,12 @@ from bench.sim.types import Arrival
 from bench.sim.worker import SimWorker
 from engine.protocol import Finish, FromWorker, SamplingParams, Submit, SwapRecord, ToWorker
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
-from gateway.dispatch.worker_connection import WorkerConnection, WorkerListener
 from gateway.errors import ApiError
 from gateway.limits.limits import Limiter
-from gateway.settings import Settings
-from gateway.store.memory import MemoryStore
+from gateway.limits.store import MemoryStore
+from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.workers.worker_client import WorkerConnection, WorkerListener
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ class Postings:
 
 
 class SimWorkerClient:
-    """Implements gateway.worker_connection.WorkerClient over a `Cable`."""
+    """Implements gateway.workers.worker_client.WorkerClient over a `Cable`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What a run comes to: the figures of the report, as a tree of plain values.
 
 Lives here: the summary, whose keys are stable and whose values say the same on every machine (no
-wall time, six digits). Does not: series over time (timelines.py), pages (page.py).
+wall time, six digits). Does not: series over time (timelines.py), pages (report.py).
 
 Percentiles interpolate between ranks, and a figure over nothing is None, as in `bench/stats.py`.
 Rates are over the simulated time of the whole run, its end included.

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.shapes import Shape, read_shapes
+from bench.sim.device import AttentionCost, ModelCost
 from bench.sim.types import SimModel
-from engine.backend.sim import AttentionCost, ModelCost
 from engine.errors import PackError
-from engine.packs.pack import PACK_VERSION, SEGMENT_ALIGN, KvGroup, PackIndex, Segment
+from engine.pack import SEGMENT_ALIGN, KvGroup, PackIndex, Segment
+from engine.protocol import PACK_VERSION
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Families whose MLP is one product up and one down; all others have a gate beside it.
@@ -31,7 +32,7 @@ class SimPack:
 
 
 def pack_dir(number: int) -> str:
-    """The folder that model `number` would have; its last part names the unit."""
+    """The folder that model `number` would have; its last part names the model."""
     return f"packs/m{number}"
 
 

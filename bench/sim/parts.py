@@ -1,10 +1,11 @@
 """The engine's parts in modelled time: runners that know what will be said, loads that only last.
 
     lay_out     a step without tensors
-    SimRunner   parts.UnitRunner: the real KvCache, and a token a row as the workload dictates it
-    SimTiers    tiers.WeightTiers: a disk and a host tier, each loading one pack at a time
+    SimRunner   running.InstanceRunner: the real KvCache, and a token a row as the workload dictates
+    SimWeightStore    weight_store.WeightStore: a disk and a host tier, each loading one pack at a
+                      time
 
-What a load or a step costs is said here and in `engine/backend/sim.py`; everything that decides is
+What a load or a step costs is said here and in `bench/sim/device.py`; everything that decides is
 the engine's own.
 """
 
@@ -16,15 +17,15 @@ from pathlib import Path
 
 import torch
 
-from engine.backend.sim import DeviceClock, ModelCost, SimBackend, StepLoad
+from bench.sim.device import DeviceClock, ModelCost, SimBackend, StepLoad
 from engine.errors import IntegrityError
 from engine.memory.kv_cache import KvCache
 from engine.memory.kv_plan import KvPlan
 from engine.memory.page_pool import Owner, PagePool
-from engine.packs.pack import PackIndex
-from engine.policy.host_tier import HeldPack, choose_drops
+from engine.pack import PackIndex
+from engine.packs.policy.host_tier import HeldPack, choose_drops
+from engine.packs.weight_store import Tier, TierRates
 from engine.request import Request
-from engine.residency.tiers import Tier, TierRates
 from engine.running.batch import ScheduledRow, StepBatch
 from engine.sampling.sampler import SampleOutput
 from engine.sampling.sampling_batch import build_sampling
@@ -66,11 +67,11 @@ def _output(token_ids: tuple[int, ...]) -> SampleOutput:
 
 
 class SimRunner:
-    """Implements engine.parts.UnitRunner."""
+    """Implements engine.running.InstanceRunner."""
 
     def __init__(
         self,
-        unit_id: str,
+        instance_id: str,
         index: PackIndex,
         plan: KvPlan,
         backend: SimBackend,
@@ -81,7 +82,9 @@ class SimRunner:
         max_chunk: int,
     ) -> None:
         self.index = index
-        self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, backend.device, caching, max_chunk)
+        self.cache = KvCache(
+            Owner(instance_id, "kv"), plan, pool, backend.device, caching, max_chunk
+        )
         self.cost = cost
         self._backend = backend
         self._answers = answers
@@ -96,7 +99,7 @@ class SimRunner:
     def execute(self, batch: StepBatch) -> SampleOutput:
         """Takes the device's time; a token a sampling row."""
         load = StepLoad.of(
-            self.cost, ((row.first, row.num_tokens, row.samples) for row in batch.rows)
+            self.cost, ((row.first, row.num_scheduled_tokens, row.samples) for row in batch.rows)
         )
         self._backend.spend(self._backend.roofline.step_s(self.cost, load))
         tokens = [self.next_token(row.request) for row in batch.sampling_rows]
@@ -115,7 +118,7 @@ class SimRunner:
 
 @dataclass(slots=True, eq=False)
 class SimLoad:
-    """Implements engine.tiers.LoadJob."""
+    """Implements engine.packs.LoadJob."""
 
     clock: DeviceClock
     index: PackIndex
@@ -193,8 +196,8 @@ LoadFault = Callable[[str], tuple[float, Exception | None]]
 """By revision: how many times longer a load takes, and what it ends with."""
 
 
-class SimTiers:
-    """Implements engine.tiers.WeightTiers.
+class SimWeightStore:
+    """Implements engine.packs.WeightStore.
 
     Loads of one tier go one after the other, as they do in reality where each has all threads. A
     pack from the disk is copied to the host tier behind its load, as long as the load took.

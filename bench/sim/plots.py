@@ -1,7 +1,7 @@
 """Plots as SVG text: lines, stacked areas, bars. Nothing but the standard library and numpy.
 
 Lives here: scales, ticks, paths, legends. Does not: what is plotted (timelines.py), the page and
-its colours (page.py): a series takes the class `s0`, `s1`, ... and the page's style says what that
+its colours (page.css): a series takes the class `s0`, `s1`, ... and the page's style says what that
 is in the light and in the dark. A value that is not a number breaks a line. Text is escaped here.
 """
 
@@ -131,34 +131,6 @@ def stacked(xs: Floats, layers: Mapping[str, Floats], x: Axis, y: Axis) -> str:
         )
         below = upper
     return _svg(body, f"{y.label} over {x.label}") + legend(list(layers))
-
-
-def bars(groups: Mapping[str, Mapping[str, float]], y: Axis) -> str:
-    """For each group a bar of each name, side by side; names are the legend, groups the axis."""
-    names = list(dict.fromkeys(name for values in groups.values() for name in values))
-    values = [np.array(list(group.values())) for group in groups.values()]
-    frame = _Frame((0.0, float(max(1, len(groups)))), _range(y, [*values, np.zeros(1)]), Axis(), y)
-    body = [frame.grid(with_x=False)]
-    width = 0.8 / max(1, len(names))
-    for place, (group, row) in enumerate(groups.items()):
-        for index, name in enumerate(names):
-            value = row.get(name, math.nan)
-            if not math.isfinite(value):
-                continue
-            left = frame.x(place + 0.1 + index * width)
-            top = frame.y(value)
-            body.append(
-                f'<rect class="bar s{index % NUM_COLOURS}" x="{left:.1f}" y="{top:.1f}" '
-                f'width="{max(1.0, frame.x(width) - frame.x(0) - 2):.1f}" '
-                f'height="{max(0.0, frame.y(frame.y_low) - top):.1f}">'
-                f"<title>{escape(f'{group}, {name}: {y.text(value)}')}</title></rect>"
-            )
-        centre = frame.x(place + 0.5)
-        body.append(
-            f'<text class="tick" x="{centre:.1f}" y="{HEIGHT - BOTTOM + 16}" '
-            f'text-anchor="middle">{escape(group)}</text>'
-        )
-    return _svg(body, y.label) + legend(names)
 
 
 def _colour(place: int, name: str) -> int:

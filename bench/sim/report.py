@@ -1,23 +1,24 @@
 """The report of one simulation, or of several side by side: `report.json` and `report.html`.
 
 Lives here: which figures are shown, in which order and words, and the two files. Does not: how they
-are reckoned (metrics.py, timelines.py, fair_metrics.py) or drawn (plots.py, page.py).
+are reckoned (metrics.py, timelines.py, fair_metrics.py) or drawn (charts.py); the page's elements
+are report.html's, its style is page.css's.
 
-Both files are functions of the runs: no wall time, no paths, sorted keys.
+Both files are functions of the runs: no wall time, no paths, sorted keys. The page asks for nothing
+from outside: no scripts, no fonts.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from bench.sim import charts, page, plots
+import jinja2
+
+from bench.sim import charts, plots
 from bench.sim.columns import Slo
 from bench.sim.metrics import Tree, measure
-from bench.sim.page import Cell
 from bench.sim.timelines import Timelines
 from bench.sim.types import Run
 
@@ -25,7 +26,17 @@ FORMAT = 1
 JSON_NAME, HTML_NAME = "report.json", "report.html"
 SHOWN_ROWS = 25
 """Tenants or models that the page shows of a run; the JSON file has more."""
+HERE = Path(__file__).parent
 Text = Callable[[float], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A table's cell: text, a small remark beside it, whether it is the best of its row."""
+
+    text: str
+    remark: str = ""
+    best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +49,10 @@ class Figure:
     better: int = 0
 
 
-def _plain(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-def _hundredths(value: float) -> str:
-    return f"{value:,.2f}"
-
-
-def _tenths(value: float) -> str:
-    return f"{value:,.1f}"
+_plain: Text = "{:,.0f}".format
+_tenths: Text = "{:,.1f}".format
+_hundredths: Text = "{:,.2f}".format
+_ratio: Text = "{:.3f}".format
 
 
 def _share(value: float) -> str:
@@ -56,10 +61,6 @@ def _share(value: float) -> str:
 
 def _millis(value: float) -> str:
     return f"{value * 1e3:,.1f}"
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.3f}"
 
 
 PARTS: dict[str, tuple[Figure, ...]] = {
@@ -146,7 +147,7 @@ def write_report(
     whole = {"format": FORMAT, "slo": asdict(slo), "workload": workload, "runs": trees}
     text = json.dumps(whole, indent=1, sort_keys=True, allow_nan=False)
     (folder / JSON_NAME).write_text(text + "\n", encoding="utf-8")
-    html = page.document(title, _body(title, workload, slo, trees, series))
+    html = _page(title, workload, slo, trees, series)
     (folder / HTML_NAME).write_text(html, encoding="utf-8")
 
 
@@ -160,119 +161,93 @@ def value_at(tree: Tree, path: str) -> float | None:
     return None if found is None else float(found)
 
 
-def _body(
+def _page(
     title: str, workload: str, slo: Slo, trees: dict[str, Tree], series: dict[str, Timelines]
-) -> list[str]:
-    names = list(trees)
-    parts = [page.heading(title, 1), *_opening(workload, slo, trees)]
-    if len(names) > 1:
-        parts.append(page.links((_anchor(place), name) for place, name in enumerate(names)))
-        parts.append(page.heading("Side by side"))
-    else:
-        parts += [_tiles(trees[names[0]]), page.heading("Figures")]
-    parts.append(_comparison(trees))
-    parts += [page.heading("Over time and over requests"), charts.shared(series, slo)]
-    for place, name in enumerate(names):
-        parts.append(page.heading(name if len(names) > 1 else "In detail", 2, _anchor(place)))
-        parts += _one_run(trees[name], series[name])
-    return parts
-
-
-def _opening(workload: str, slo: Slo, trees: dict[str, Tree]) -> list[str]:
+) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
     first = next(iter(trees.values()))
     world = first["world"]
-    found = []
-    if workload:
-        found.append(f"<p><code>{escape(workload)}</code></p>")
-    found.append(
-        page.facts(
-            [
-                ("workers", f"{world['workers']:,} x {world['device']}"),
-                ("models", f"{world['num_models']:,}"),
-                ("tenants", f"{world['num_tenants']:,}"),
-                ("simulated", plots.seconds(first["simulated_s"])),
-                ("seed", str(world["seed"])),
-                ("SLO", f"TTFT {plots.seconds(slo.ttft_s)}, TPOT {plots.seconds(slo.tpot_s)}"),
-            ]
-        )
+    facts = (
+        ("workers", f"{world['workers']:,} x {world['device']}"),
+        ("models", f"{world['num_models']:,}"),
+        ("tenants", f"{world['num_tenants']:,}"),
+        ("simulated", plots.seconds(first["simulated_s"])),
+        ("seed", str(world["seed"])),
+        ("SLO", f"TTFT {plots.seconds(slo.ttft_s)}, TPOT {plots.seconds(slo.tpot_s)}"),
     )
     shapes = ", ".join(f"{num} x {shape}" for shape, num in sorted(world["shapes"].items()))
-    found.append(page.details("World", _world(world, shapes)))
-    return found
+    return environment.get_template("report.html").render(
+        title=title,
+        style=(HERE / "page.css").read_text("utf-8"),
+        workload=workload,
+        facts=facts,
+        world=(
+            ("models", shapes),
+            ("device's figures", world["device_source"] or "not said"),
+            ("price of a device hour", _hundredths(world["cost_per_hour"])),
+            *sorted({**world["policies"], **world["settings"]}.items()),
+        ),
+        tiles=_tiles(first),
+        parts=_comparison(trees),
+        shared=charts.shared(series, slo),
+        runs=[
+            {"name": name, "drawn": charts.own(series[name]), "groups": _groups(tree)}
+            for name, tree in trees.items()
+        ],
+    )
 
 
-def _world(world: Tree, shapes: str) -> str:
-    chosen = {**world["policies"], **world["settings"]}
-    rows = [
-        ("models", shapes),
-        ("device's figures", world["device_source"] or "not said"),
-        ("price of a device hour", _hundredths(world["cost_per_hour"])),
-        *sorted(chosen.items()),
-    ]
-    return "".join(page.paragraph(f"{word}: {value}") for word, value in rows)
+TILES: tuple[tuple[str, str, Text, str, str, Text], ...] = (
+    ("Within the SLO", "requests.good_share", plots.percent, "of {}", "requests.num", _plain),
+    (
+        *("Good tokens a second", "throughput.goodput_tok_s", plots.number),
+        *("of {}", "throughput.output_tok_s", plots.number),
+    ),
+    (
+        *("TTFT p95", "latency_s.ttft.p95", plots.seconds),
+        *("p50 {}", "latency_s.ttft.p50", plots.seconds),
+    ),
+    (
+        *("TPOT p95", "latency_s.tpot.p95", plots.seconds),
+        *("p50 {}", "latency_s.tpot.p50", plots.seconds),
+    ),
+    ("Jain index p5", "fairness.jain_p5", _ratio, "mean {}", "fairness.jain_mean", _ratio),
+    (
+        *("Utilisation", "device.utilisation", plots.percent),
+        *("{} loads a minute", "swaps.loads_per_minute", plots.number),
+    ),
+    (
+        *("Cost per M tokens", "device.cost_per_million_output_tokens", _hundredths),
+        *("good ones {}", "device.cost_per_million_good_tokens", _hundredths),
+    ),
+)
+"""Word, path and text of a figure; a remark with another in it."""
 
 
-def _tiles(tree: Tree) -> str:
+def _tiles(tree: Tree) -> list[tuple[str, str, str]]:
     def shown(path: str, text: Text) -> str:
         value = value_at(tree, path)
         return "-" if value is None else text(value)
 
-    return page.tiles(
-        [
-            (
-                "Within the SLO",
-                shown("requests.good_share", plots.percent),
-                f"of {shown('requests.num', _plain)} requests",
-            ),
-            (
-                "Good tokens a second",
-                shown("throughput.goodput_tok_s", plots.number),
-                f"of {shown('throughput.output_tok_s', plots.number)}",
-            ),
-            (
-                "TTFT p95",
-                shown("latency_s.ttft.p95", plots.seconds),
-                f"p50 {shown('latency_s.ttft.p50', plots.seconds)}",
-            ),
-            (
-                "TPOT p95",
-                shown("latency_s.tpot.p95", plots.seconds),
-                f"p50 {shown('latency_s.tpot.p50', plots.seconds)}",
-            ),
-            (
-                "Jain index p5",
-                shown("fairness.jain_p5", _ratio),
-                f"mean {shown('fairness.jain_mean', _ratio)}",
-            ),
-            (
-                "Utilisation",
-                shown("device.utilisation", plots.percent),
-                f"{shown('swaps.loads_per_minute', plots.number)} loads a minute",
-            ),
-            (
-                "Cost per M tokens",
-                shown("device.cost_per_million_output_tokens", _hundredths),
-                f"good ones {shown('device.cost_per_million_good_tokens', _hundredths)}",
-            ),
-        ]
-    )
+    return [
+        (word, shown(path, text), remark.format(shown(other, other_text)))
+        for word, path, text, remark, other, other_text in TILES
+    ]
 
 
-def _comparison(trees: dict[str, Tree]) -> str:
-    parts: dict[str, list[list[Cell]]] = {}
+def _comparison(trees: dict[str, Tree]) -> list[list[str | list[Cell]]]:
+    """The rows of each part, under its name."""
+    parts: list[list[str | list[Cell]]] = []
     for part, figures in PARTS.items():
-        lines = [line for line in (_line(figure, trees) for figure in figures) if line]
-        if part == "Requests":
-            lines += [line for line in map(partial(_line, trees=trees), _reasons(trees)) if line]
-        if lines:
-            parts[part] = lines
-    if len(trees) == 1:
-        cards = (page.table([], [part, *lines]) for part, lines in parts.items())
-        return page.plots(cards)
-    rows: list[Sequence[Cell] | str] = []
-    for part, lines in parts.items():
-        rows += [part, *lines]
-    return page.table(["", *trees], rows)
+        wanted = [*figures, *(_reasons(trees) if part == "Requests" else ())]
+        if lines := [line for figure in wanted if (line := _line(figure, trees))]:
+            parts.append([part, *lines])
+    return parts
 
 
 def _line(figure: Figure, trees: dict[str, Tree]) -> list[Cell] | None:
@@ -310,17 +285,18 @@ def _reasons(trees: dict[str, Tree]) -> list[Figure]:
     ]
 
 
-def _one_run(tree: Tree, series: Timelines) -> list[str]:
-    found = [charts.own(series)]
+def _groups(tree: Tree) -> list[tuple[str, list[str], list[list[Cell]]]]:
+    """Words, head and rows of the tables of one run."""
+    found = []
     for what in ("tenants", "models"):
         group = tree[what]
         shown = min(len(group["rows"]), SHOWN_ROWS)
         words = f"{what.capitalize()}: {shown} of {group['num']:,} with requests, most served first"
-        found.append(page.details(words, _group_table(what, group["rows"][:shown]), is_open=True))
+        found.append((words, *_group_table(what, group["rows"][:shown])))
     return found
 
 
-def _group_table(what: str, rows: Sequence[Tree]) -> str:
+def _group_table(what: str, rows: Sequence[Tree]) -> tuple[list[str], list[list[Cell]]]:
     last: tuple[tuple[str, str, Text], ...] = (
         (("weight", "weight", plots.number),)
         if what == "tenants"
@@ -350,8 +326,4 @@ def _group_table(what: str, rows: Sequence[Tree]) -> str:
         )
         values = [(row[key], text) for _, key, text in figures]
         body.append([Cell(name), *(Cell("-" if v is None else text(v)) for v, text in values)])
-    return page.table(head, body)
-
-
-def _anchor(place: int) -> str:
-    return f"run{place}"
+    return head, body

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import arrivals
 from bench.sim.batches import Batch, Floats, Ints, fresh, join, mixed, rng, uniform
 from bench.sim.casting import Cast
 from bench.sim.sources import UnitGaps
+from bench.sim.traces import read_rows
 
 SERVICES = ("m-large", "m-mid", "m-small", "deepseek-r1", "mm-image")
 WINDOW_S = 600.0
@@ -42,7 +42,7 @@ class Client:
 def read_clients(data: Path, service: str | None) -> list[Client]:
     """Clients of one service, or of all, in the order of the file."""
     clients: dict[tuple[str, str], Client] = {}
-    for row in arrivals.rows(data / "traces" / "servegen_rates.csv.gz"):
+    for row in read_rows(data / "traces" / "servegen_rates.csv.gz"):
         if service is not None and row["model"] != service:
             continue
         client = clients.setdefault((row["model"], row["client"]), Client(row["model"]))
@@ -52,7 +52,7 @@ def read_clients(data: Path, service: str | None) -> list[Client]:
             row["dist"] == "Weibull",
             float(row["p1"] or 1),
         )
-    for row in arrivals.rows(data / "traces" / "servegen_lengths.csv.gz"):
+    for row in read_rows(data / "traces" / "servegen_lengths.csv.gz"):
         known = clients.get((row["model"], row["client"]))
         if known is not None and row["field"] in (*_PROMPT_FIELDS, "output_tokens"):
             window = int(float(row["t_s"]) // LENGTHS_WINDOW_S)
@@ -117,7 +117,9 @@ class ClientTraffic:
         part = float((total[edges[:-1].astype(np.int64) % self._num_windows] * met).sum())
         mean = (laps * float(total.sum()) + part) / (span_s * self._speed / WINDOW_S)
         if mean <= 0:
-            raise ValueError("the data have no requests in that span")
+            raise ValueError(
+                "the data have no requests in that span; begin elsewhere (start=SECONDS)"
+            )
         return mean
 
     def between(self, start_s: float, end_s: float) -> Batch:

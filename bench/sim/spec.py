@@ -267,8 +267,3 @@ _OPTIONS: dict[str, _Option] = {
     ),
     "preferred": _Option("habits.preferred", _whole(1), "3", "models that a tenant prefers"),
 }
-
-
-def option_names() -> tuple[str, ...]:
-    """The keys, for the documentation's test."""
-    return tuple(_OPTIONS)

@@ -3,7 +3,7 @@
     plan     after a step: how far could it go on like this? Until the step in which the first row
              ends, a deadline, the end of a load, the next status, memory that could become short
     cut      a message comes in between: the stretch ends at the first step's end after that
-    advance  the steps up to a moment are brought into the engine (`engine/scheduling/skip.py`)
+    advance  the steps up to a moment are brought into the engine (`bench/sim/fast_forward.py`)
 
 The outcome is that of single steps, for the times of steps come from the same figures and are
 summed in the same order. What is sent later than by single steps are tokens between a request's
@@ -14,11 +14,11 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from bench.sim.device import ModelCost, Roofline, SimBackend
+from bench.sim.fast_forward import Decode, FastForward, Steps
 from bench.sim.parts import PLAIN_TOKEN, SimRunner
-from engine.backend.sim import ModelCost, Roofline, SimBackend
 from engine.engine import Engine
 from engine.protocol import TokenDelta
-from engine.scheduling.skip import Decode, Skipper, Steps
 
 FIRST_STEPS = 32
 LOOK_AHEAD = 8
@@ -33,7 +33,7 @@ class Stretch:
     """`ends_s[n]` is when step n ends. The first `num_done` have been brought in, `num_steps` will
     be."""
 
-    skipper: Skipper
+    fast_forward: FastForward
     backend: SimBackend
     decodes: list[Decode]
     steps: Steps
@@ -90,26 +90,26 @@ class Stretch:
             steps = self.steps
             if self.num_done or num_steps < len(steps):
                 steps = steps.cut(self.num_done, num_steps)
-            self.skipper.run(self.decodes, steps, PLAIN_TOKEN)
-            self.backend.skip(steps.device_s, self.ends_s[num_steps - 1])
+            self.fast_forward.run(self.decodes, steps, PLAIN_TOKEN)
+            self.backend.fast_forward(steps.device_s, self.ends_s[num_steps - 1])
             self.num_done = num_steps
 
 
 def plan(
     engine: Engine,
-    skipper: Skipper,
+    fast_forward: FastForward,
     backend: SimBackend,
     now_s: float,
     until_s: float,
     poll_s: float,
     most_steps: int,
 ) -> Stretch | None:
-    """A stretch from now on of which no step begins at `until_s` or later; no step of a unit more
+    """A stretch from now on of which no step begins at `until_s` or later; no step of a model more
     than `most_steps`."""
-    decodes = skipper.decodes()
+    decodes = fast_forward.decodes()
     if not decodes:
         return None
-    until_s = min(until_s, skipper.until_s(now_s, poll_s))
+    until_s = min(until_s, fast_forward.until_s(now_s, poll_s))
     if until_s <= now_s:
         return None
     runners = [_runner(engine, decode) for decode in decodes]
@@ -119,15 +119,17 @@ def plan(
         else min((runner.steps_to_end(request) for request in decode.rows), default=1) - 1
         for decode, runner in zip(decodes, runners, strict=True)
     ]
-    longest = _in_memory(skipper, decodes, min(most_steps, max(left)))
+    longest = _in_memory(fast_forward, decodes, min(most_steps, max(left)))
     if longest < FEWEST_STEPS:
         return None
     costs = [
         _Costs(backend.roofline, runner.cost, decode, min(longest, most))
         for decode, runner, most in zip(decodes, runners, left, strict=True)
     ]
-    blocks = _walk(skipper, decodes, costs, now_s, until_s)
-    device_s = [seconds for unit, low, high in blocks for seconds in costs[unit].device_s[low:high]]
+    blocks = _walk(fast_forward, decodes, costs, now_s, until_s)
+    device_s = [
+        seconds for model, low, high in blocks for seconds in costs[model].device_s[low:high]
+    ]
     times = list(accumulate(device_s, initial=now_s))
     num_steps = min(bisect_left(times, until_s), len(device_s), MAX_STEPS)
     if num_steps < FEWEST_STEPS:
@@ -135,14 +137,16 @@ def plan(
     steps = Steps(blocks, times[:-1], device_s)
     if num_steps < len(device_s):
         steps = steps.cut(0, num_steps)
-    return Stretch(skipper, backend, decodes, steps, times[1 : num_steps + 1], now_s, num_steps)
+    return Stretch(
+        fast_forward, backend, decodes, steps, times[1 : num_steps + 1], now_s, num_steps
+    )
 
 
 class _Costs:
-    """What a unit's next steps take, known as far as somebody has asked.
+    """What a model's next steps take, known as far as somebody has asked.
 
     device_s  of each step
-    tags      the unit's tag before each of them and after the last
+    tags      the model's tag before each of them and after the last
     num_steps that there may be at most
     """
 
@@ -169,18 +173,18 @@ class _Costs:
 
 
 def _walk(
-    skipper: Skipper,
+    fast_forward: FastForward,
     decodes: list[Decode],
     costs: list[_Costs],
     now_s: float,
     until_s: float,
 ) -> list[tuple[int, int, int]]:
-    """Blocks of steps of the unit whose turn it is, until one may end a request.
+    """Blocks of steps of the model whose turn it is, until one may end a request.
 
-    The rule is that of `policy.batching.choose_model`, applied to blocks: a unit goes on for
+    The rule is that of `policy.batching.choose_model`, applied to blocks: a model goes on for
     `min_run_steps`, and then for as long as its tag is the smallest.
     """
-    unit, in_a_row = skipper.last_run(decodes)
+    model, in_a_row = fast_forward.last_run(decodes)
     if len(decodes) == 1:  # and it does not stop, for something decodes
         decodes[0].is_tried = True
         return [(0, 0, costs[0].know(costs[0].num_steps))]
@@ -188,37 +192,37 @@ def _walk(
     blocks: list[tuple[int, int, int]] = []
     num_steps = 0
     while now_s < until_s and num_steps < MAX_STEPS:
-        # The unit goes on, or the one with the smallest tag of those that run takes over.
-        keys = [(costs[u].tags[done[u]], decodes[u].queue.unit_id, u) for u in range(len(done))]
-        forced = max(0, skipper.min_run_steps - in_a_row) if unit >= 0 else 0
+        # The model goes on, or the one with the smallest tag of those that run takes over.
+        keys = [(costs[u].tags[done[u]], decodes[u].queue.instance_id, u) for u in range(len(done))]
+        forced = max(0, fast_forward.min_run_steps - in_a_row) if model >= 0 else 0
         if not forced:
             chosen = min(key for key in keys if decodes[key[2]].rows or decodes[key[2]].stops)
             if decodes[chosen[2]].stops:
                 break
             _try(decodes, keys, chosen)
-            if chosen[2] != unit:
-                in_a_row, forced = 0, skipper.min_run_steps
-            unit = chosen[2]
-        elif decodes[unit].stops:
+            if chosen[2] != model:
+                in_a_row, forced = 0, fast_forward.min_run_steps
+            model = chosen[2]
+        elif decodes[model].stops:
             break
-        decodes[unit].is_tried = True
-        first, end = done[unit], costs[unit].num_steps
+        decodes[model].is_tried = True
+        first, end = done[model], costs[model].num_steps
         others = [
             key
             for key in keys
-            if key[2] != unit and (decodes[key[2]].rows or decodes[key[2]].stops)
+            if key[2] != model and (decodes[key[2]].rows or decodes[key[2]].stops)
         ]
-        last = _end_of_block(costs[unit], first + forced, decodes[unit], others)
+        last = _end_of_block(costs[model], first + forced, decodes[model], others)
         stop = min(end, last)
         if stop > first + forced:
-            tag = costs[unit].tags[stop - 1]
-            _try(decodes, keys, (tag, decodes[unit].queue.unit_id, unit))
+            tag = costs[model].tags[stop - 1]
+            _try(decodes, keys, (tag, decodes[model].queue.instance_id, model))
         if stop > first:
-            blocks.append((unit, first, stop))
-            now_s += sum(costs[unit].device_s[first:stop])
+            blocks.append((model, first, stop))
+            now_s += sum(costs[model].device_s[first:stop])
             num_steps += stop - first
             in_a_row += stop - first
-            done[unit] = stop
+            done[model] = stop
         if stop == end and last >= end:
             break  # its next step ends a request
     return blocks
@@ -227,12 +231,12 @@ def _walk(
 def _end_of_block(
     costs: _Costs, begin: int, decode: Decode, others: list[tuple[float, str, int]]
 ) -> int:
-    """The first of its own steps from `begin` on at which another unit takes over."""
+    """The first of its own steps from `begin` on at which another model takes over."""
     known = costs.know(begin)
     if not others:
         return costs.know(costs.num_steps) + 1
-    tag, unit_id, _ = min(others)
-    bisect = bisect_right if decode.queue.unit_id < unit_id else bisect_left
+    tag, instance_id, _ = min(others)
+    bisect = bisect_right if decode.queue.instance_id < instance_id else bisect_left
     while True:
         found = bisect(costs.tags, tag, lo=min(begin, known))
         if found <= known or known == costs.num_steps:
@@ -249,15 +253,15 @@ def _try(
             decodes[key[2]].is_tried = True
 
 
-def _in_memory(skipper: Skipper, decodes: list[Decode], num_steps: int) -> int:
+def _in_memory(fast_forward: FastForward, decodes: list[Decode], num_steps: int) -> int:
     """So many steps, or fewer where pages could become short."""
-    spare = skipper.num_spare_pages
-    while num_steps and (spare < 0 or skipper.pages_for(decodes, num_steps) > spare):
+    spare = fast_forward.num_spare_pages
+    while num_steps and (spare < 0 or fast_forward.pages_for(decodes, num_steps) > spare):
         num_steps //= 2
     return num_steps
 
 
 def _runner(engine: Engine, decode: Decode) -> SimRunner:
-    runner = engine.runner(decode.queue.unit_id)
+    runner = engine.runner(decode.queue.instance_id)
     assert isinstance(runner, SimRunner)
     return runner

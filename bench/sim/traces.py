@@ -13,8 +13,11 @@ the files were cut stand in the data folder's own README; nothing of them is shi
                                               tenant and model (any words)
 """
 
+import csv
+import gzip
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bench import arrivals, lengths
 from bench.sim.batches import Floats, Ints, mixed
 from bench.sim.random_lengths import DISTRIBUTIONS, LengthDistribution
 
@@ -57,13 +59,19 @@ class Table:
         return len(self.at_s) / self.duration_s
 
 
+def read_rows(path: Path) -> Iterator[dict[str, str]]:
+    """The lines of a CSV file, plain or gzip, by column."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    yield from csv.DictReader(text.decode().splitlines())
+
+
 def read_csv(path: Path, lengths_from: LengthDistribution | None = None) -> Table:
     """A table from columns t_s, in_tokens, out_tokens and perhaps tenant, model.
 
     Lengths that the file lacks come from `lengths_from`. Raises ValueError on a file without the
     columns or without rows.
     """
-    rows = list(arrivals.rows(path))
+    rows = list(read_rows(path))
     if not rows:
         raise ValueError(f"{path} has no rows")
     columns = rows[0].keys()
@@ -89,7 +97,8 @@ def read_csv(path: Path, lengths_from: LengthDistribution | None = None) -> Tabl
 
 def read_mooncake(path: Path) -> Table:
     """Prompts as blocks: requests whose blocks begin alike share a conversation and that text."""
-    rows = list(lengths.read_rows(path))
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
     blocks = np.empty(len(rows), np.object_)
     for place, row in enumerate(rows):
         blocks[place] = tuple(_ints(row["hash_ids"]))

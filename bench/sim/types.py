@@ -65,7 +65,7 @@ class DeviceFigures:
     host_bytes            the host tier
     source                where the figures come from, for the report
 
-    Figures that only a measured device has are explained at `engine.backend.sim.Roofline`.
+    Figures that only a measured device has are explained at `bench.sim.device.Roofline`.
     """
 
     name: str

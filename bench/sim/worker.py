@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.sim.cable import Cable
+from bench.sim.device import DeviceClock, Roofline, SimBackend
+from bench.sim.fast_forward import FastForward
 from bench.sim.loop import Event, Loop
 from bench.sim.packs import SimPacks
 from bench.sim.parts import (
@@ -23,21 +25,19 @@ from bench.sim.parts import (
     LoadFault,
     LoadFigures,
     SimRunner,
-    SimTiers,
+    SimWeightStore,
     lay_out,
 )
 from bench.sim.stretch import FIRST_STEPS, Stretch, plan
 from engine.backend.base import Backend
-from engine.backend.sim import DeviceClock, Roofline, SimBackend
 from engine.config import EngineConfig, WorkerConfig
+from engine.dependencies import EngineDependencies
 from engine.engine import Engine
 from engine.memory.kv_plan import plan_pack
 from engine.memory.page_pool import PagePool
-from engine.packs.pack import PackIndex
-from engine.parts import EngineParts
-from engine.policy.eviction import EvictionPolicy
+from engine.pack import PackIndex
 from engine.protocol import AckUsage, FromWorker, ToWorker
-from engine.scheduling.skip import Skipper
+from engine.residency.policy.eviction import EvictionPolicy
 from engine.worker.worker_loop import BUSY_POLL_S, Worker
 
 POLL_S = 0.02
@@ -118,10 +118,10 @@ class Process:
 
     link: SimLink
     backend: SimBackend
-    tiers: SimTiers
+    weight_store: SimWeightStore
     engine: Engine
     worker: Worker
-    skipper: Skipper
+    fast_forward: FastForward
     stretch: Stretch | None = None
     """Steps that are planned, and come into the engine when somebody looks or at their end."""
 
@@ -189,15 +189,15 @@ class SimWorker:
         self.clock.wait_until(self._loop.now_s)
         link = SimLink(self.clock)
         backend = SimBackend(self.clock, self._site.roofline, self._faults.late_by)
-        tiers = SimTiers(self.clock, self.host, self._site.loads, self._faults.load)
-        parts = EngineParts(
+        weight_store = SimWeightStore(self.clock, self.host, self._site.loads, self._faults.load)
+        dependencies = EngineDependencies(
             packs=self._site.packs,
-            make_tiers=lambda _backend, _config: tiers,
+            make_weight_store=lambda _backend, _config: weight_store,
             make_runner=self._make_runner,
             lay_out=lay_out,
             eviction=self._site.eviction,
         )
-        engine = Engine(self.config.engine, backend, parts)
+        engine = Engine(self.config.engine, backend, dependencies)
         worker = Worker(
             self.config,
             engine,
@@ -206,7 +206,7 @@ class SimWorker:
             device=backend.name,
             clock=self.clock,
         )
-        self.process = Process(link, backend, tiers, engine, worker, engine.skipper())
+        self.process = Process(link, backend, weight_store, engine, worker, FastForward(engine))
         for cable in self._cables:
             cable.worker_started()
         self._wake(self._loop.now_s)
@@ -282,14 +282,14 @@ class SimWorker:
     def _plan(self, process: Process, now_s: float) -> Stretch | None:
         """Steps in which nothing is decided are taken at one go."""
         until_s = process.worker.quiet_until_s
-        load_end_s = process.tiers.next_end_s
+        load_end_s = process.weight_store.next_end_s
         if load_end_s is not None:
             until_s = min(until_s, load_end_s)
         if process.link.needs_reading:
             return None
         process.stretch = plan(
             process.engine,
-            process.skipper,
+            process.fast_forward,
             process.backend,
             now_s,
             until_s,
@@ -347,17 +347,17 @@ class SimWorker:
             # Nothing but loads is waited for, and perhaps for somebody to leave.
             until_s = min(
                 process.worker.quiet_until_s,
-                process.skipper.until_s(now_s, self.poll_s or BUSY_POLL_S),
+                process.fast_forward.until_s(now_s, self.poll_s or BUSY_POLL_S),
             )
             rest_s = max(BUSY_POLL_S, until_s - now_s)
-        end_s = process.tiers.next_end_s
+        end_s = process.weight_store.next_end_s
         if end_s is not None:
             rest_s = min(rest_s, end_s - now_s)
         return max(rest_s, SPIN_S)
 
     def _make_runner(
         self,
-        unit_id: str,
+        instance_id: str,
         pack_dir: Path,
         index: PackIndex,
         backend: Backend,
@@ -366,7 +366,7 @@ class SimWorker:
     ) -> SimRunner:
         assert isinstance(backend, SimBackend)
         return SimRunner(
-            unit_id,
+            instance_id,
             index,
             plan_pack(
                 index.kv_groups,

@@ -13,17 +13,18 @@ from typing import Any
 from bench.sim.baselines.choose import DispatchPolicies, make_eviction
 from bench.sim.baselines.eviction import Future
 from bench.sim.baselines.placing import deal_homes
+from bench.sim.device import Roofline
 from bench.sim.loop import Loop
 from bench.sim.packs import SimPacks, pack_dir
 from bench.sim.parts import Answers, LoadFigures
 from bench.sim.types import DeviceFigures, Workload, World
 from bench.sim.worker import SimWorker, Site, WorkerFaults
-from engine.backend.sim import Roofline
 from engine.config import EngineConfig, WorkerConfig
-from engine.policy.eviction import EvictionParams, EvictionPolicy, GreedyDual
-from gateway.settings import Settings
+from engine.residency.policy.eviction import EvictionPolicy, GreedyDual
+from engine.residency.policy.eviction_rules import EvictionParams
+from gateway.settings.settings import Settings
 from gateway.types import HostedModel, Principal
-from registry.quotas import Limits
+from registry.accounts.quotas import Limits
 
 ANY_ENDPOINT = "ipc://simulated"
 OWN_SETTINGS = {"latency_s": 2e-4, "posting_s": 5e-3, "restart_s": 2.0, "request_s": 0.0}
@@ -59,7 +60,7 @@ def set_up(world: World, answers: Answers, future: Workload | None = None) -> St
     """Raises ValueError for a setting that nobody has, KeyError for an unknown shape."""
     packs = SimPacks(world.models)
     config = _engine_config(world)
-    gateway_names = set(Settings.__struct_fields__)
+    gateway_names = {field.name for field in fields(Settings)}
     known = gateway_names | set(EngineConfig.__struct_fields__) | set(OWN_SETTINGS)
     known |= {EVICTION + item.name for item in fields(EvictionParams)}
     unknown = sorted(set(world.settings) - known)

@@ -6,17 +6,14 @@ Two orders of things:
                     whoever writes memory in it needs no fence against earlier readers in it
     beside it       loaders' copies (`copy_in`, `host_view`): these need pages whose fence passed
 
-Siblings: `cpu.py` (host memory), `cuda.py` and `sim.py` later. Nothing above this line knows
-which of them runs.
+Siblings: `cpu.py` (host memory) and `cuda.py`; the simulator has its own (`bench/sim/device.py`).
+Nothing above this line knows which of them runs.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
-
-from engine.running.batch import StepBatch
-from engine.sampling.sampler import SampleOutput
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -84,10 +81,3 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Wait for what was handed over and stop. Idempotent."""
-
-
-class Runner(Protocol):
-    """What a step needs of a resident unit; `model_runner.py` has the real one."""
-
-    def execute(self, batch: StepBatch) -> SampleOutput:
-        """Forward and sample. Called inside a launched work: perhaps in another thread."""

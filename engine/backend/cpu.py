@@ -128,7 +128,7 @@ class CpuBackend:
             if madvise(start + offset, piece, MADV_POPULATE_WRITE):
                 # Old kernels refuse; memory is then taken at first use, as everywhere else.
                 reason = os.strerror(ctypes.get_errno())
-                logger.info("arena is not committed ahead of use: %s", reason)
+                logger.info("cannot reserve the arena's memory in advance: %s", reason)
                 return
             if time.monotonic() - self._last_used_s < COMMIT_QUIET_S:
                 time.sleep(COMMIT_PAUSE_S)

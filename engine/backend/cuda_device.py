@@ -30,37 +30,39 @@ def check(index: int) -> None:
     """Raises DeviceUnusable, in one line, unless device `index` can be used."""
     if torch.version.cuda is None:
         raise DeviceUnusable(
-            "this build of torch has no CUDA: install one that has, or set device = cpu"
+            "this build of torch has no CUDA support: install one that has it, or set device = cpu"
         )
     if not HAS_TRITON:
-        raise DeviceUnusable("triton is missing: install the extra `cuda`, or set device = cpu")
+        raise DeviceUnusable(
+            "triton is not installed: install the extra `cuda`, or set device = cpu"
+        )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:
         raise DeviceUnusable(driver_problem(str(error))) from error
     if not 0 <= index < count:
-        raise DeviceUnusable(f"there is no GPU {index}: the driver shows {count}")
+        raise DeviceUnusable(f"there is no GPU {index}: the driver shows {count} GPUs")
     major, minor = torch.cuda.get_device_capability(index)
     name = torch.cuda.get_device_name(index)
     if (major, minor) < OLDEST:
         raise DeviceUnusable(
             f"{name} has compute capability {major}.{minor}; at least "
-            f"{OLDEST[0]}.{OLDEST[1]} is needed (A100, H100, B200 and their kin)"
+            f"{OLDEST[0]}.{OLDEST[1]} is required (A100, H100, B200 and similar GPUs)"
         )
     try:
         torch.zeros(1, device=f"cuda:{index}").add_(1).item()
     except RuntimeError as error:
         text = str(error).splitlines()[0]
         if NO_ARCHITECTURE in text:
-            text = f"torch {torch.__version__} was not built for it: install a build that was"
+            text = f"torch {torch.__version__} was not built for it: install a build for this GPU"
         raise DeviceUnusable(f"{name} cannot be used: {text}") from error
     try:
         try_kernel(index)
     except Exception as error:  # a compiler, a linker and a driver raise whatever they like
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DeviceUnusable(
-            f"Triton makes no kernel for {name}: {text} (a C compiler is needed)"
+            f"Triton cannot compile a kernel for {name}: {text} (it needs a C compiler)"
         ) from error
 
 
@@ -73,7 +75,7 @@ def try_kernel(index: int) -> None:
 
 def driver_problem(text: str) -> str:
     """What torch says of a driver, in one line that says what to do."""
-    line = text.strip().splitlines()[0] if text.strip() else "it does not answer"
+    line = text.strip().splitlines()[0] if text.strip() else "no response"
     if "too old" in text:
         found = re.search(r"found version (\d+)", text)
         version = f" ({found.group(1)})" if found else ""
@@ -94,7 +96,7 @@ def num_devices() -> int:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _device_errors() -> Iterator[None]:
     """Sticky failures of the driver as DeviceLost; a lack of memory passes as it is."""
     try:
         yield
@@ -109,23 +111,23 @@ class CudaEvent:
     def __init__(self, stream: torch.cuda.Stream, timed: bool) -> None:
         # blocking: whoever waits sleeps, where spinning would take a core from the steps.
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
-        with _told():
+        with _device_errors():
             self.event.record(stream)
 
     def done(self) -> bool:
         """Whether it was reached."""
-        with _told():
+        with _device_errors():
             return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Releases the GIL."""
-        with _told():
+        with _device_errors():
             self.event.synchronize()
 
     def seconds_since(self, earlier: Event) -> float:
         """Both must be timed."""
         assert isinstance(earlier, CudaEvent)
-        with _told():
+        with _device_errors():
             return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -137,7 +139,7 @@ class CudaStream:
 
     def run(self, work: Callable[[], object]) -> None:
         """`work` launches now; the device follows."""
-        with _told(), torch.cuda.stream(self._stream):
+        with _device_errors(), torch.cuda.stream(self._stream):
             work()
 
     def record(self, timed: bool = False) -> CudaEvent:
@@ -147,7 +149,7 @@ class CudaStream:
     def wait_for(self, event: Event) -> None:
         """On the device; the host goes on."""
         assert isinstance(event, CudaEvent)
-        with _told():
+        with _device_errors():
             self._stream.wait_event(event.event)
 
 
@@ -195,7 +197,7 @@ class CudaDevice:
 
     def memory(self) -> tuple[int, int]:
         """As the driver counts, other processes' memory included."""
-        with _told():
+        with _device_errors():
             free, total = torch.cuda.mem_get_info(self._device)
         return int(free), int(total)
 
@@ -206,8 +208,8 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             free, total = self.memory()
             raise DeviceUnusable(
-                f"{self.name} has {free} of {total} bytes free, and {num_bytes} were asked for: "
-                "lower device_budget_bytes, or end what else uses it"
+                f"{self.name} has {free} of {total} bytes free, but {num_bytes} are needed: "
+                "lower device_budget_bytes, or stop other programs that use it"
             ) from error
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -226,7 +228,7 @@ class CudaDevice:
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = int(runtime.cudaHostRegister(address, num_bytes, REGISTER_PORTABLE))
         if status:
-            raise OSError(f"the driver does not pin {num_bytes} bytes (CUDA error {status})")
+            raise OSError(f"the driver cannot pin {num_bytes} bytes (CUDA error {status})")
 
     def unpin(self, address: int) -> None:
         """cudaHostUnregister."""

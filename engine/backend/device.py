@@ -9,8 +9,8 @@ runs the closure at once and the device carries out later what it has launched; 
 closure itself for later. So a closure reads nothing of the host that changes after it was handed
 over, and whoever wants its result waits for an event behind it.
 
-Siblings: `cuda_device.py`, and `bench/gpu_fake.py`, which delays, reorders what streams leave open
-and poisons.
+Siblings: `cuda_device.py`, and `tests/engine/fake_device.py`, which delays, reorders what streams
+leave open and poisons.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ never crosses the border of two slices, which are registrations of their own.
     hold -> (slices are pinned, one after the other) -> let_go: all are unpinned, then it returns
 
 Whoever lets go has no copy under way. Knows addresses; packs and tiers are
-engine/residency/host_tier.py.
+engine/packs/host_tier.py.
 """
 
 import logging
@@ -123,7 +123,9 @@ class Pinner:
             try:
                 self._device.pin(region.address + start, size)
             except OSError as error:
-                logger.warning("host tier: copies go through a staging buffer: %s", error)
+                logger.warning(
+                    "host tier: cannot pin memory, copies use a staging buffer: %s", error
+                )
                 return False
             region.num_pinned += 1
             return True

@@ -9,7 +9,8 @@
 
 So masks are computed while the model runs. One that is MASK_WAIT_S late does not hold the others
 up: its row is sampled without it, that token is thrown away, and the row is scheduled again once
-the mask is there (`missed`).
+the mask is there (`missed`). A dear tenant's row waits its turn for a mask, and is scheduled only
+once that is there.
 
 Sessions and their process are engine/constraints/constraints.py, which is for one thread; rows are
 sampled in the thread of the steps, so what both touch is behind a lock here. Knows no text and no
@@ -23,9 +24,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from engine.constraints.constraint_child import TokenizerSource
 from engine.constraints.constraints import Constraints, Session
 from engine.errors import RequestRefused
+from engine.grammar import TokenizerSource
 from engine.protocol import Constraint
 from engine.request import Request
 
@@ -51,7 +52,9 @@ class ConstrainedRow:
     def may_sample(self) -> bool:
         """Whether the next step may sample it."""
         state = self.session.state
-        return state == "ready" or (state == "stepping" and not self.missed)
+        return state == "ready" or (
+            state == "stepping" and not self.missed and not self.session.is_dear
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -81,7 +84,9 @@ class ConstrainedRows:
             if self._constraints is None:
                 self._constraints = Constraints(self._max_sessions)
             try:
-                session = self._constraints.open(source, constraint)
+                session = self._constraints.open(
+                    source, constraint, tenant=request.submit.tenant_id
+                )
             except RequestRefused as error:
                 self._counts["constraints_refused"] += error.code == "invalid_constraint"
                 raise
@@ -164,8 +169,12 @@ class ConstrainedRows:
 
     def counters(self) -> dict[str, float]:
         """For the worker's status."""
-        restarts = 0 if self._constraints is None else self._constraints.num_restarts
-        return {**self._counts, "constraint_restarts": float(restarts)}
+        made = self._constraints
+        return {
+            **self._counts,
+            "constraints_spent": float(made.num_spent if made else 0),
+            "constraint_restarts": float(made.num_restarts if made else 0),
+        }
 
     def _copy(self, session: Session) -> torch.Tensor | None:
         assert self._constraints is not None
@@ -175,5 +184,5 @@ class ConstrainedRows:
             mask[-1] &= (1 << tail) - 1
         if mask.any():
             return mask
-        self._constraints.give_up(session, "it leaves none of the model's tokens")
+        self._constraints.give_up(session, "it allows none of the model's tokens")
         return None

@@ -1,10 +1,10 @@
-"""The parent's end of a constraint process: started on demand, listened to, started again.
+"""The engine's end of the process that computes masks: started on demand, listened to, restarted.
 
-Knows the process, its pipe and its memory; what sessions mean is
-engine/constraints/constraints.py. Used from one thread. Nothing here waits but `receive` with a
-time-out: a thread of its own writes to the pipe. The pipe holds some 200 kB or 280 messages each
-way, and who writes to a full one waits: for ever, if the child has stopped, or itself waits for
-its answers to be read.
+Lives here: the child's life, the pipe, the masks in shared memory. Does not: sessions, and what an
+end of the child means to them (constraints.py); what runs in the child (engine/grammar/child.py).
+
+A thread of its own writes to the pipe, which holds some 200 kB or 280 messages each way: who writes
+to a full one waits, for ever if the child has stopped, or itself waits for its answers to be read.
 """
 
 import contextlib
@@ -22,14 +22,7 @@ from typing import TypeAlias
 import msgspec
 import torch
 
-from engine.constraints.constraint_child import (
-    HEADER_BYTES,
-    FromChild,
-    Limits,
-    ToChild,
-    decode_from_child,
-    encode,
-)
+from engine.grammar import HEADER_BYTES, FromChild, Limits, ToChild, decode_from_child, encode
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +60,7 @@ class ConstraintProcess:
             "-c",
             # The same code as here, wherever it lies.
             f"import runpy, sys; sys.path.insert(0, {str(_ROOT)!r});"
-            "runpy.run_module('engine.constraints.constraint_child', "
+            "runpy.run_module('engine.grammar.child', "
             "run_name='__main__', alter_sys=True)",
             *(str(theirs.fileno()), str(self._descriptor), str(self._num_rows)),
             msgspec.json.encode(self._limits).decode(),
@@ -101,18 +94,18 @@ class ConstraintProcess:
             return answers or None  # what was answered before the end comes first
         return answers
 
-    def reap(self) -> tuple[int, str]:
-        """After None: the session the child was working on (-1: none), and how it ended."""
+    def reap(self) -> tuple[int, int]:
+        """After None: the session the child was working on (-1: none), and its exit status."""
         session = int(self._current[0])
         assert self._child is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(1.0)
         self.kill()
-        how = f"the constraint process ended with status {self._child.returncode}"
+        status = self._child.returncode
         self._child = None
         self._close_pipe()
-        logger.warning("%s while it worked on session %d", how, session)
-        return session, how
+        logger.warning("constraint process ended with %d during session %d", status, session)
+        return session, status
 
     def kill(self) -> None:
         """End the child now; `receive` tells None then."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.encoders.encoder_requests import Encoding, Ids, Rows
-from engine.running.batch import ScheduledRow
+from engine.encoding import Encoding, Ids, Rows
+from engine.running import ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,9 @@ class EncoderBatch:
     input_ids   int64 [1, T]
     type_ids    the same; None: all zero
     groups      (how many inputs, tokens of each), in their order
-    places      for each row, where its inputs have come to lie among all
+    places      for each row, where its inputs have come to lie among all, and behind them its
+                tokens, where these have rows too: there they lie behind all inputs
+    has_states  tokens have rows
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -31,11 +33,7 @@ class EncoderBatch:
     type_ids: torch.Tensor | None
     groups: tuple[tuple[int, int], ...]
     places: tuple[Ids, ...]
-
-    @property
-    def num_inputs(self) -> int:
-        """Inputs of all rows."""
-        return sum(count for count, _ in self.groups)
+    has_states: bool
 
 
 def build_encoder_batch(rows: Sequence[ScheduledRow], device: torch.device) -> EncoderBatch:
@@ -57,17 +55,29 @@ def build_encoder_batch(rows: Sequence[ScheduledRow], device: torch.device) -> E
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     bounds = np.cumsum([inputs.stop - inputs.start for _, inputs in picked])
+    token_place = np.empty_like(sources)
+    token_place[sources] = np.arange(len(sources)) + len(order)
+    token_bounds = np.cumsum([row.num_scheduled_tokens for row in rows])
+    tokens = np.split(token_place, token_bounds[:-1])
+    places = [
+        inputs if encoding.places is None else np.concatenate((inputs, own))
+        for inputs, own, (encoding, _) in zip(
+            np.split(place, bounds[:-1]), tokens, picked, strict=True
+        )
+    ]
     return EncoderBatch(
         rows=tuple(rows),
         input_ids=torch.from_numpy(ids[sources])[None].to(device),
         type_ids=None if type_ids is None else torch.from_numpy(type_ids)[None].to(device),
         groups=tuple(zip(counts.tolist(), different.tolist(), strict=True)),
-        places=tuple(np.split(place, bounds[:-1])),
+        places=tuple(places),
+        has_states=any(encoding.places is not None for encoding, _ in picked),
     )
 
 
 def split_rows(batch: EncoderBatch, rows: torch.Tensor) -> tuple[Rows, ...]:
-    """[inputs, dim] of the step -> for each scheduled row, those of its inputs in its order."""
+    """[inputs (+ tokens), dim] of the step -> for each scheduled row, those of its inputs, and of
+    its tokens where they have any, in its order."""
     host = rows.cpu().numpy()
     return tuple(host[places] for places in batch.places)
 
@@ -80,4 +90,8 @@ def _encoding(row: ScheduledRow) -> Encoding:
 
 def _types(row: ScheduledRow) -> Ids:
     types = _encoding(row).type_ids
-    return np.zeros(row.num_tokens, dtype=np.int64) if types is None else types[row.first : row.end]
+    return (
+        np.zeros(row.num_scheduled_tokens, dtype=np.int64)
+        if types is None
+        else types[row.first : row.end]
+    )

@@ -10,12 +10,19 @@ A classifier's head is the model's own code as well: the body's `forward` is exc
 gives it the states it looks at (the first of each input, or their mean), one position an input.
 
 The skeleton has parameters on `meta` until weights are bound. Knows no requests, pages or steps.
+
+`EncoderRunner` runs one resident encoder over step batches; `model_runner.py` is its sibling. It
+owns the model's modules and its current weight views. It has no KV: its cache has no layer groups,
+takes no page and finds nothing, and is there so that residency, status and leases need not ask what
+kind of model they look at. `encode` may run in another thread than the rest: it touches the batch
+and the weights only.
 """
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +34,38 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.encoders.encoder_batch import EncoderBatch
-from engine.encoders.encoder_families import FAMILIES
-from engine.packs.pack import EncoderRecord, Task
-from engine.running.transformers_backend import (
-    bind_weights,
-    buffers_to,
-    parameters_on_meta,
-    unbind_weights,
-)
+from engine.errors import PackError
+from engine.memory import KvCache, KvPlan, Owner, PagePool
+from engine.modules import bind_weights, buffers_to, parameters_on_meta, unbind_weights
+from engine.pack import EncoderRecord, PackIndex, Task
 from kernels.ragged_attention import Groups, ragged_attention_ref
 
 ATTENTION_NAME = "polyhost_ragged"
-
 _GROUPS: ContextVar[Groups] = ContextVar("polyhost_groups")
+Pool = Callable[[torch.Tensor], torch.Tensor]
+"""[inputs, length, H] -> [inputs, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """`stem` of its classes' names.
+
+    pooler              its bare encoder can be built without the pooler, which no row needs
+    positions_from_pad  positions count on from the padding id, as fairseq's do
+    """
+
+    stem: str
+    pooler: bool = False
+    positions_from_pad: bool = False
+
+
+FAMILIES: dict[str, EncoderFamily] = {
+    "bert": EncoderFamily("Bert", pooler=True),
+    "distilbert": EncoderFamily("DistilBert"),
+    "modernbert": EncoderFamily("ModernBert"),
+    "roberta": EncoderFamily("Roberta", pooler=True, positions_from_pad=True),
+    "xlm-roberta": EncoderFamily("XLMRoberta", pooler=True, positions_from_pad=True),
+}
 
 
 def ragged_attention_forward(
@@ -109,7 +135,8 @@ class EncoderModel:
 
     @torch.inference_mode()
     def rows(self, batch: EncoderBatch) -> torch.Tensor:
-        """float32 [inputs, dim], in the order they lie in."""
+        """float32 [inputs, dim], in the order they lie in; behind them the tokens' own, where any
+        row wants those."""
         inputs: dict[str, torch.Tensor] = {}
         if self._record.segments > 1:
             types = batch.type_ids
@@ -123,7 +150,8 @@ class EncoderModel:
         if self._classifies:
             return self._logits(pooled(states, batch.groups, self._record.pooling)).float()
         rows = pooled(states.float(), batch.groups, self._record.pooling)
-        return functional.normalize(rows, dim=-1) if self._record.normalize else rows
+        rows = functional.normalize(rows, dim=-1) if self._record.normalize else rows
+        return torch.cat((rows, states.float())) if batch.has_states else rows
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:
         """[inputs, H] -> [inputs, labels], by the model's own head."""
@@ -191,9 +219,6 @@ def _mean_sqrt_len(states: torch.Tensor) -> torch.Tensor:
     return states.sum(1) / math.sqrt(states.shape[1])
 
 
-Pool = Callable[[torch.Tensor], torch.Tensor]
-"""[inputs, length, H] -> [inputs, H]."""
-
 POOLINGS: Mapping[str, Pool] = {
     "cls": lambda states: states[:, 0],
     "last": lambda states: states[:, -1],
@@ -202,3 +227,45 @@ POOLINGS: Mapping[str, Pool] = {
     "mean_sqrt_len": _mean_sqrt_len,
     "weighted_mean": _weighted_mean,
 }
+
+
+class EncoderRunner:
+    """One model. `bind` when it has become resident, `unbind` before its pages are given back."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        pack_dir: Path,
+        index: PackIndex,
+        device: torch.device,
+        pool: PagePool,
+        block_tokens: int,
+    ) -> None:
+        """Raises PackError for an index that says not what its rows are."""
+        if index.encoder is None:
+            raise PackError(f"the pack {pack_dir} has no encoder record: register the model again")
+        self.instance_id = instance_id
+        self.index = index
+        self.cache = KvCache(
+            Owner(instance_id, "kv"), KvPlan((), (), block_tokens), pool, device, caching=False
+        )
+        dtype = getattr(torch, index.dtype)
+        self._model = EncoderModel(pack_dir, index.task, index.encoder, dtype)
+        self._model.to(device)
+        self._generation: int | None = None
+
+    def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
+        """Use these weight views; cheap when the generation is the one already bound."""
+        if generation != self._generation:
+            self._model.bind(tensors)
+            self._generation = generation
+
+    def unbind(self) -> None:
+        """Forget the weights."""
+        self._model.unbind()
+        self._generation = None
+        self.cache.drop_all()
+
+    def encode(self, batch: EncoderBatch) -> torch.Tensor:
+        """float32 [inputs, dim], in the order they lie in the batch."""
+        return self._model.rows(batch)

@@ -1,6 +1,6 @@
-"""KV of one unit: what its requests hold, what of it later requests may find, what is free.
+"""KV of one model: what its requests hold, what of it later requests may find, what is free.
 
-Blocks come from the unit's layer groups (`kv_group.py`), found by prefix hashes
+Blocks come from the model's layer groups (`kv_group.py`), found by prefix hashes
 (`prefix_cache.py`). The life of a request's KV:
 
     new_kv -> look -> match -> reserve -> (steps, advance)* -> release
@@ -10,9 +10,9 @@ Blocks come from the unit's layer groups (`kv_group.py`), found by prefix hashes
                |       `- references on the longest cached prefix
                `- what `match` would find and keep from being given back; as often as one likes
 
-Only steps that are known to have gone well are told to `advance`: nothing else is ever found by
+Only steps that are known to have gone well are passed to `advance`: nothing else is ever found by
 another request. Found blocks are shared while their first request still runs; nobody writes a full
-block again. Where two requests compute one prefix at once, the first to be told keeps the name.
+block again. Where two requests compute one prefix at once, the first to advance keeps the name.
 
 Does not know scheduling: who waits or is preempted when this raises OutOfPages is decided above.
 """
@@ -26,17 +26,26 @@ from engine.errors import IntegrityError, OutOfPages
 from engine.memory.kv_group import BlockGroup
 from engine.memory.kv_plan import KvPlan
 from engine.memory.page_pool import Owner, PagePool
-from engine.memory.prefix_cache import extend_hashes, full_hit, longest_hit, root_hash
-from engine.memory.request_kv import HOLE, NO_HIT, Demand, Hit, RequestKv
-from engine.policy.kv_value import ValueParams
+from engine.memory.policy.kv_value import Reuse, ValueParams
+from engine.memory.prefix_cache import (
+    HOLE,
+    BlockDemand,
+    Hit,
+    RequestKv,
+    extend_hashes,
+    full_hit,
+    longest_hit,
+    root_hash,
+)
 
 # A window group's blocks are freed when a step is known to have gone well, while the next one runs.
 CHUNKS_IN_FLIGHT = 2
 _NEVER = 1 << 62
+_NO_HIT = Hit()
 
 
 class KvCache:
-    """All KV of one unit."""
+    """All KV of one model."""
 
     def __init__(
         self,
@@ -51,10 +60,9 @@ class KvCache:
         """`max_chunk`: tokens of one request in a step at most, bounds what windows need."""
         self.plan = plan
         self.owner = owner
-        self.groups = [
-            BlockGroup(owner, group, pool, device, params or ValueParams()) for group in plan.groups
-        ]
         self.caching = caching
+        self.params = params or ValueParams()
+        self.groups = [BlockGroup(owner, group, pool, device, self.params) for group in plan.groups]
         self._pool = pool
         self._live: dict[RequestKv, None] = {}
         self._version = 0  # another one when requests have come to hold blocks, or hold no more
@@ -62,7 +70,8 @@ class KvCache:
         self._blocks_of_tenant: dict[bytes, list[int]] = {}
         self._windows = [group.window for group in plan.groups]
         self._window_blocks = [self._most_blocks(window, max_chunk) for window in self._windows]
-        # Set by KvMemory: pages that extents of any unit could give back, and how many free pages
+        self.reuse = Reuse()
+        # Set by KvMemory: pages that extents of any model could give back, and how many free pages
         # are left alone while open extents hold cached blocks.
         self.evictable: Callable[[], int] = lambda: self.num_cached_pages
         self.spared_pages = 0
@@ -113,6 +122,13 @@ class KvCache:
             raise IntegrityError(f"{self.owner.model_id}: match for a request that holds blocks")
         hit = self.look(kv, token_ids) if hit is None else hit
         num_blocks = hit.num_tokens // self.plan.block_tokens
+        if self.caching and not kv.is_counted:
+            kv.is_counted = True
+            most = max(0, len(token_ids) - 1) // self.plan.block_tokens
+            extend_hashes(kv.hashes, kv.salt, token_ids, self.plan.block_tokens, most)
+            names = kv.hashes[:most]
+            index = self.groups[self._windows.index(min(self._windows))].index
+            self.reuse.add(len(names), index.num_known(names, num_blocks))
         if num_blocks:
             self._live[kv] = None
             self._version += 1
@@ -142,10 +158,10 @@ class KvCache:
             raise OutOfPages(f"{missing} blocks of {self.owner.model_id} asked for")
         self._live[kv] = None
         for g, group in enumerate(self.groups):
-            fewest, before_dead, wished = needed[g]
+            fewest, before_dead, wanted = needed[g]
             spare = max(0, left - self.spared_pages) // sizes[g]
             extents = max(
-                fewest + min(spare, wished - fewest),
+                fewest + min(spare, wanted - fewest),
                 fewest + min(left // sizes[g], before_dead - fewest),
             )
             left -= (extents - fewest) * sizes[g]
@@ -184,7 +200,19 @@ class KvCache:
         self._set_next_advance(kv, num_computed)
 
     def release(self, kv: RequestKv, now_s: float) -> None:
-        """Give all references back; the hashes stay for the next `match`."""
+        """Give all references back; the hashes stay for the next `match`.
+
+        Of the table of each group, by block number:
+
+            blocks                         owner            what becomes of them
+            [0, first)                     nobody: a HOLE   `advance` gave them back: window
+            [first, cached)                shared, found    a reference less; they stay cached
+            [cached, num_registered)       ours, named      the same: others may have found them
+            [num_registered, num_blocks)   ours alone       free: not full, or not known as good
+
+        where `cached` is num_cached in blocks. A named block whose name another request's block
+        has, because both computed it, is free as well.
+        """
         self._version += 1
         for g, group in enumerate(self.groups):
             table = kv.tables[g]
@@ -195,7 +223,7 @@ class KvCache:
 
     # What there is ----------------------------------------------------------------------------
 
-    def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> Demand:
+    def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> BlockDemand:
         """Blocks that positions < num_tokens still need beside those held (or hit, kv None)."""
         have = hit // self.plan.block_tokens if kv is None else kv.num_blocks
         missing = max(0, self._blocks(num_tokens) - have)
@@ -207,9 +235,9 @@ class KvCache:
                 first = self.groups[g].plan.first_needed(hit) if kv is None else kv.first[g]
                 held = max(0, have - first)
                 blocks.append(min(missing, max(0, most - held)))
-        return Demand(tuple(blocks))
+        return BlockDemand(tuple(blocks))
 
-    def pages_of(self, demand: Demand, hit: Hit = NO_HIT) -> int:
+    def pages_of(self, demand: BlockDemand, hit: Hit = _NO_HIT) -> int:
         """Pages that the demand would take from the pool, all room in own open extents used.
 
         `hit`: as if it were referred to already.
@@ -222,7 +250,7 @@ class KvCache:
             )
         )
 
-    def fits(self, demand: Demand, spare_pages: int = 0, hit: Hit = NO_HIT) -> bool:
+    def fits(self, demand: BlockDemand, spare_pages: int = 0, hit: Hit = _NO_HIT) -> bool:
         """Whether there is so much, with pages that other extents would have to give back."""
         needed = self.pages_of(demand, hit) + hit.num_pages + spare_pages
         return needed <= self._pool.num_free + self.evictable()
@@ -233,19 +261,6 @@ class KvCache:
             group.plan.extents_for(blocks) * group.plan.pages_per_extent
             for group, blocks in zip(self.groups, self.demand(None, num_tokens).blocks, strict=True)
         )
-
-    def max_tokens_in(self, num_pages: int) -> int:
-        """Tokens of one sequence that an empty cache could hold in so many pages."""
-        low, high = 0, num_pages * max(g.plan.tokens_per_extent for g in self.groups)
-        if self.pages_for(high) <= num_pages and all(self._windows):
-            return high  # windows alone: any length fits
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.pages_for(middle) <= num_pages:
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     def bytes_per_token(self) -> int:
         """Arena bytes a token costs while all groups hold it, rounding included."""
@@ -292,7 +307,7 @@ class KvCache:
             kv.next_advance = 0
 
     def drop_all(self) -> None:
-        """Give every page back (the unit leaves). Whoever still held blocks holds none."""
+        """Give every page back (the model leaves). Whoever still held blocks holds none."""
         self._version += 1
         for group in self.groups:
             group.drop_all()

@@ -1,6 +1,6 @@
 """Blocks of one layer group: who refers to them and which extents hold them.
 
-A block is in one of three states, and an extent is filed by those of its blocks:
+A block is in one of three states, and an extent is filed by those of its blocks (`ExtentFiles`):
 
     free    may be taken at once
     live    referred to by at least one request
@@ -17,21 +17,145 @@ pool, which fences them.
 Does not know tokens, requests or tenants.
 """
 
+import heapq
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from engine.errors import IntegrityError
-from engine.memory.chunk_table import ChunkTable
-from engine.memory.kv_extents import Extent, ExtentFiles
-from engine.memory.kv_plan import GroupPlan
+from engine.memory.kv_plan import ChunkTable, GroupPlan
 from engine.memory.page_pool import Owner, PagePool
+from engine.memory.policy.kv_value import ValueParams, rank
 from engine.memory.prefix_cache import PrefixIndex
-from engine.policy.kv_value import ValueParams
+
+# Stale entries in the heap of dead extents that are put up with before it is built anew.
+HEAP_SLACK = 64
+
+
+@dataclass(slots=True)
+class Extent:
+    """`free` slots and `cached` blocks (oldest first); its other blocks are live.
+
+    depth    place in its sequence of the shallowest cached block
+    death    which entry of the heap speaks of it
+    """
+
+    pages: list[int]
+    free: list[int]
+    cached: dict[int, None] = field(default_factory=dict)
+    num_live: int = 0
+    num_hits: int = 0
+    depth: int = 0
+    last_used_s: float = 0.0
+    death: int = 0
+
+
+class _ByNumber:
+    """Extents by a number from 1 on; finds one with the smallest or the largest at once."""
+
+    def __init__(self, largest: int) -> None:
+        self._extents: list[dict[int, None]] = [{} for _ in range(largest + 1)]
+        self._mask = 0  # bit n: some extent has the number n
+
+    def add(self, extent_id: int, number: int) -> None:
+        if number:
+            self._extents[number][extent_id] = None
+            self._mask |= 1 << number
+
+    def remove(self, extent_id: int, number: int) -> None:
+        if number:
+            del self._extents[number][extent_id]
+            if not self._extents[number]:
+                self._mask &= ~(1 << number)
+
+    def smallest(self) -> int | None:
+        if not self._mask:
+            return None
+        return next(iter(self._extents[(self._mask & -self._mask).bit_length() - 1]))
+
+    def largest_below(self, limit: int) -> int | None:
+        mask = self._mask & ((1 << limit) - 1)
+        return next(iter(self._extents[mask.bit_length() - 1])) if mask else None
+
+
+class ExtentFiles:
+    """Extents by what may be done with them; the right one is found at once, whatever their number.
+
+    by_room, by_live   open ones by their free slots, and by their live blocks
+    mixed              open ones with cached blocks, the last changed last: these may be overwritten
+    dead               may go back whole, least valuable first
+
+    An extent is taken out (`remove`) before it is changed and filed again (`add`) after it.
+    """
+
+    def __init__(self, num_slots: int, params: ValueParams) -> None:
+        self._params = params
+        self.by_room = _ByNumber(num_slots)
+        self.by_live = _ByNumber(num_slots)
+        self.mixed: dict[int, None] = {}
+        self.dead: dict[int, Extent] = {}
+        self._heap: list[tuple[float, int, int]] = []  # (rank, death, extent id)
+        self._num_deaths = 0
+        self.num_dead_cached = 0  # blocks
+        self.num_dead_free = 0
+
+    def add(self, extent_id: int, extent: Extent) -> None:
+        """File an extent that holds a live or a cached block."""
+        if extent.num_live:
+            self.by_room.add(extent_id, len(extent.free))
+            self.by_live.add(extent_id, extent.num_live)
+            if extent.cached:
+                self.mixed[extent_id] = None
+            return
+        self.dead[extent_id] = extent
+        self.num_dead_cached += len(extent.cached)
+        self.num_dead_free += len(extent.free)
+        self._num_deaths += 1
+        extent.death = self._num_deaths
+        value = rank(
+            len(extent.cached), extent.num_hits, extent.depth, extent.last_used_s, self._params
+        )
+        heapq.heappush(self._heap, (value, extent.death, extent_id))
+        if len(self._heap) > 2 * len(self.dead) + HEAP_SLACK:
+            self._heap = [entry for entry in self._heap if self._speaks(entry[1], entry[2])]
+            heapq.heapify(self._heap)
+
+    def remove(self, extent_id: int, extent: Extent) -> None:
+        """Take it out."""
+        if extent.num_live:
+            self.by_room.remove(extent_id, len(extent.free))
+            self.by_live.remove(extent_id, extent.num_live)
+            self.mixed.pop(extent_id, None)
+        else:
+            del self.dead[extent_id]
+            self.num_dead_cached -= len(extent.cached)
+            self.num_dead_free -= len(extent.free)
+
+    def least_valuable(self) -> tuple[float, int] | None:
+        """(rank, extent id) of the dead extent that should go first."""
+        while self._heap:
+            value, death, extent_id = self._heap[0]
+            if self._speaks(death, extent_id):
+                return value, extent_id
+            heapq.heappop(self._heap)
+        return None
+
+    def is_filed(self, extent_id: int, extent: Extent) -> bool:
+        """Whether the extent is in the files where it belongs (for check_integrity)."""
+        if bool(extent.num_live and extent.cached) != (extent_id in self.mixed):
+            return False
+        if extent.num_live:
+            return extent_id not in self.dead
+        return self.dead.get(extent_id) is extent and bool(extent.cached)
+
+    def _speaks(self, death: int, extent_id: int) -> bool:
+        extent = self.dead.get(extent_id)
+        return extent is not None and extent.death == death
 
 
 class BlockGroup:
-    """All blocks of one layer group of one unit. Block ids are extent id * slots + slot."""
+    """All blocks of one layer group of one model. Block ids are extent id * slots + slot."""
 
     def __init__(
         self,
@@ -109,10 +233,6 @@ class BlockGroup:
         """Whether the extent holds no live block."""
         return extent_id in self._files.dead
 
-    def refs(self, block: int) -> int:
-        """References on a block."""
-        return self._refs[block]
-
     def take(self, num_blocks: int, pages: list[int]) -> list[int]:
         """Blocks with one reference each. `pages`, newly the owner's, become extents.
 
@@ -124,7 +244,7 @@ class BlockGroup:
         size, start = self.plan.pages_per_extent, 0
         while len(blocks) < num_blocks:
             wanted = num_blocks - len(blocks)
-            extent_id = self._files.with_room()
+            extent_id = self._files.by_room.smallest()
             if extent_id is not None:
                 self._unfile(extent_id)
             elif start < len(pages):
@@ -156,15 +276,9 @@ class BlockGroup:
 
     def pinned(self, blocks: Iterable[int]) -> tuple[int, int]:
         """What `ref` of these hits would change: (dead extents, `num_open_room`)."""
-        dead: set[int] = set()
-        num_cached = 0
-        for block in blocks:
-            if not self._refs[block]:
-                num_cached += 1
-                extent_id = block // self.plan.blocks_per_extent
-                if extent_id in self._files.dead:
-                    dead.add(extent_id)
-        return len(dead), len(dead) * self.plan.blocks_per_extent - num_cached
+        cached = [b // self.plan.blocks_per_extent for b in blocks if not self._refs[b]]
+        dead = self._files.dead.keys() & cached
+        return len(dead), len(dead) * self.plan.blocks_per_extent - len(cached)
 
     def unref(self, blocks: Iterable[tuple[int, int]], now_s: float) -> int:
         """One reference less on each (place in its sequence, block); deepest first is best.
@@ -234,18 +348,14 @@ class BlockGroup:
         extent.pages = [moved.get(page, page) for page in extent.pages]
         self.chunks.place(extent_id, extent.pages)
 
-    def emptiest(self) -> int | None:
-        """An open extent whose live blocks fit into the other open ones; None if there is none."""
-        extent_id = self._files.emptiest()
+    def emptiest(self, max_live: int) -> int | None:
+        """An open extent of at most so many live blocks that fit into the other open ones."""
+        extent_id = self._files.by_live.smallest()
         if extent_id is None:
             return None
         extent = self._extents[extent_id]
         room_elsewhere = self.num_open_room - len(extent.free) - len(extent.cached)
-        return extent_id if extent.num_live <= room_elsewhere else None
-
-    def num_live_in(self, extent_id: int) -> int:
-        """Live blocks of an extent."""
-        return self._extents[extent_id].num_live
+        return extent_id if extent.num_live <= min(max_live, room_elsewhere) else None
 
     def vacate(self, extent_id: int) -> tuple[dict[int, int], list[int]]:
         """Take an `emptiest` extent apart: (live block -> its new id, the extent's pages).
@@ -260,7 +370,7 @@ class BlockGroup:
         live = [first + s for s in range(self.plan.blocks_per_extent) if s not in free]
         taken: list[int] = []
         while len(taken) < len(live):
-            target = self._files.fullest()
+            target = self._files.by_live.largest_below(self.plan.blocks_per_extent)
             if target is None:
                 raise IntegrityError(f"{self.owner.model_id}: no room for {len(live)} blocks")
             wanted = len(live) - len(taken)
@@ -306,12 +416,9 @@ class BlockGroup:
             if not live:
                 dead_cached += len(extent.cached)
                 dead_free += len(free)
-        files = self._files
         booked = (self.num_live, self.num_cached, self.num_free)
-        if (*booked, files.num_dead_cached, files.num_dead_free) != (
-            *(num_live, num_cached, num_free),
-            *(dead_cached, dead_free),
-        ):
+        dead = (self._files.num_dead_cached, self._files.num_dead_free)
+        if booked != (num_live, num_cached, num_free) or dead != (dead_cached, dead_free):
             raise IntegrityError(f"{who}: {booked} blocks booked as live, cached, free")
         if num_live != len(refs):
             raise IntegrityError(f"{who}: {num_live} live blocks, {len(refs)} referred to")
@@ -341,7 +448,7 @@ class BlockGroup:
 
         Of an open extent if there is one with cached blocks, else of the least valuable dead one.
         """
-        extent_id = self._files.mixed()
+        extent_id = next(iter(self._files.mixed), None)
         if extent_id is None:
             found = self._files.least_valuable()
             if found is None:

@@ -19,26 +19,20 @@ caller's business.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from engine.errors import IntegrityError, OutOfPages
 
 OwnerKind = Literal["weights", "kv"]
 
-# The codes of `kinds()`. A claimed page has its owner's, ripe or not.
-FREE = 0
-FENCED = 1
-KV = 2
-WEIGHTS = 3
-
-_FREE = bytes([FREE])
-_KIND: dict[OwnerKind, int] = {"kv": KV, "weights": WEIGHTS}
-_TAKEN_ALIKE = bytes.maketrans(bytes([FENCED, KV]), bytes([WEIGHTS, WEIGHTS]))
+_FREE, _FENCED, _KV, _WEIGHTS = range(4)
+_FREE_CODE = bytes([_FREE])
+_KIND: dict[OwnerKind, int] = {"kv": _KV, "weights": _WEIGHTS}
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A page's owner: the weights or the KV of one unit (a resident pack)."""
+    """A page's owner: the weights or the KV of one model (a resident pack)."""
 
     model_id: str
     kind: OwnerKind
@@ -60,8 +54,14 @@ class PageRun:
 class PagePool:
     """Ownership of `num_pages` pages of `page_bytes` bytes (a power of two).
 
-    Not thread-safe: only the worker's step thread allocates and releases.
+    Not thread-safe: only the worker's step thread allocates and releases. The four codes are those
+    of `kinds()`; a claimed page has its owner's, ripe or not.
     """
+
+    FREE: ClassVar[int] = _FREE
+    FENCED: ClassVar[int] = _FENCED
+    KV: ClassVar[int] = _KV
+    WEIGHTS: ClassVar[int] = _WEIGHTS
 
     def __init__(self, num_pages: int, page_bytes: int) -> None:
         if num_pages < 1 or page_bytes < 4096 or page_bytes & (page_bytes - 1):
@@ -71,7 +71,7 @@ class PagePool:
         self._owner: list[Owner | None] = [None] * num_pages
         # One byte a page: searched at the speed of memchr, where a loop over the owners took 9 ms
         # for a page of a nearly full pool of 70,000.
-        self._kinds = bytearray(_FREE * num_pages)
+        self._kinds = bytearray(_FREE_CODE * num_pages)
         # Page -> last step that may touch it, in the order of these steps.
         self._fenced: dict[int, int] = {}
         self._num_unripe = 0
@@ -116,10 +116,6 @@ class PagePool:
         """Who holds the page, ripe or not; None while it is free or fenced."""
         return self._owner[page]
 
-    def is_fenced(self, page: int) -> bool:
-        """Whether a step in flight may still touch the page as what it was before."""
-        return page in self._fenced
-
     def is_ripe(self, pages: Iterable[int]) -> bool:
         """Whether no fence is left on any of these pages: their owner may write them."""
         return not self._fenced or self._fenced.keys().isdisjoint(pages)
@@ -128,42 +124,23 @@ class PagePool:
         """FREE, FENCED, KV or WEIGHTS for each page, as of now."""
         return bytes(self._kinds)
 
-    def largest_hole(self) -> int:
-        """Length of the longest run of free pages."""
-        taken = bytes([WEIGHTS])
-        return max(len(hole) for hole in self._kinds.translate(_TAKEN_ALIKE).split(taken))
-
     def alloc_run(self, owner: Owner, num_pages: int) -> PageRun:
         """The lowest run of `num_pages` free neighbours. Raises OutOfPages, changing nothing."""
         if num_pages < 1:
             raise ValueError("a run has at least one page")
-        first = self._kinds.find(_FREE * num_pages) if num_pages <= self._num_free else -1
+        first = self._kinds.find(_FREE_CODE * num_pages) if num_pages <= self._num_free else -1
         if first < 0:
             raise OutOfPages(f"no run of {num_pages} pages ({self._num_free} free)")
         run = PageRun(first, num_pages)
         self._take(owner, run.pages)
         return run
 
-    def alloc_runs(self, owner: Owner, lengths: Sequence[int]) -> list[PageRun]:
-        """One run for each length, all or nothing. Raises OutOfPages, changing nothing."""
-        if min(lengths, default=1) < 1:
-            raise ValueError("a run has at least one page")
-        runs: list[PageRun] = []
-        try:
-            for length in lengths:
-                runs.append(self.alloc_run(owner, length))
-        except OutOfPages:
-            for run in runs:
-                self._drop(owner, run.pages)
-            raise
-        return runs
-
     def alloc_at(self, owner: Owner, run: PageRun) -> None:
         """Exactly these pages, which must be free now. Raises OutOfPages, changing nothing."""
         end = run.first + run.num_pages
         if run.num_pages < 1 or run.first < 0 or end > self.num_pages:
             raise ValueError(f"{run} is not a run of this pool")
-        if self._kinds.count(_FREE, run.first, end) != run.num_pages:
+        if self._kinds.count(_FREE_CODE, run.first, end) != run.num_pages:
             raise OutOfPages(f"{run} is not free")
         self._take(owner, run.pages)
 
@@ -175,7 +152,7 @@ class PagePool:
         found: list[int] = []
         page = self.num_pages
         while len(found) < num_pages <= self._num_free:
-            page = self._kinds.rfind(_FREE, above, page)
+            page = self._kinds.rfind(_FREE_CODE, above, page)
             if page < 0:
                 break
             found.append(page)
@@ -225,7 +202,7 @@ class PagePool:
         self._check_owned(owner, pages)
         for page in pages:
             self._owner[page] = None
-            self._kinds[page] = FENCED
+            self._kinds[page] = _FENCED
             if self._fenced.pop(page, None) is not None:
                 self._num_unripe -= 1
             self._fenced[page] = self._fence_step
@@ -256,7 +233,7 @@ class PagePool:
         for page in passed:
             del self._fenced[page]
             if self._owner[page] is None:
-                self._kinds[page] = FREE
+                self._kinds[page] = _FREE
                 self._num_free += 1
             else:
                 self._num_unripe -= 1
@@ -273,7 +250,7 @@ class PagePool:
                 num_unripe += fenced
                 kind = _KIND[owner.kind]
             else:
-                kind = FENCED if fenced else FREE
+                kind = _FENCED if fenced else _FREE
                 num_free += not fenced
             if self._kinds[page] != kind:
                 raise IntegrityError(f"page {page} of {owner} is on the wrong list")
@@ -302,7 +279,7 @@ class PagePool:
         pages = list(pages)
         for page in pages:
             self._owner[page] = None
-            self._kinds[page] = FREE
+            self._kinds[page] = _FREE
         self._uncount(owner, len(pages))
         self._num_free += len(pages)
 

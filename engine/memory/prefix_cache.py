@@ -1,6 +1,7 @@
-"""Prefixes by hash: which block already holds the KV of a sequence's first tokens. Pure.
+"""What one request holds of its model's KV, and the names by which others find its blocks.
 
-A block's hash names all tokens up to its end, and whose they are:
+`RequestKv`, `Hit` and `BlockDemand` are plain records: `kv_cache.py` fills and empties them,
+`batch.py` reads the tables. A block's hash names all tokens up to its end, and whose they are:
 
     root(tenant)  ->  h_0 = H(root, tokens of block 0)  ->  h_1 = H(h_0, tokens of block 1)  -> ...
 
@@ -8,18 +9,108 @@ so that equal hashes mean equal prefixes, and a tenant finds its own blocks only
 by timing what another has asked). 16 bytes of BLAKE2b: an accidental collision is out of the
 question, and a deliberate one would harm only the tenant who makes it.
 
-Lives here: hashes, one group's table of them, and how long a hit is. Does not: references, memory.
+Lives here: tables, hashes, one group's index of them, and how long a hit is. Does not: references,
+memory.
 """
 
 import functools
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+import numpy as np
 
 from engine.errors import IntegrityError
 
+BlockIds = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+HOLE = -1
+
+
 HASH_BYTES = 16
+MOST_GONE = 4096
+"""Names of blocks that are remembered after the blocks are gone, in each group."""
 _TOKEN_BYTES = array("q").itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDemand:
+    """Blocks still needed, by group."""
+
+    blocks: tuple[int, ...]
+
+    def __add__(self, other: "BlockDemand") -> "BlockDemand":
+        return BlockDemand(tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What a cache has of a request's tokens, before anything of it is referred to.
+
+    num_tokens   of the prefix
+    num_pages    of extents that could be given back and no longer can once it is referred to
+    room         by group, how many blocks more extents with live blocks can take then
+    missing      name of the first block that groups without a window lack; None: they have all
+    version      of the requests that hold blocks, when it was looked for
+    """
+
+    num_tokens: int = 0
+    num_pages: int = 0
+    room: tuple[int, ...] = ()
+    missing: bytes | None = None
+    version: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class RequestKv:
+    """What one request holds of a KvCache. Empty before `match` and after `release`.
+
+    tables           by group, block ids by block number; HOLE where it left the window
+    first            by group, the first block number that is no hole
+    hashes           of the leading full blocks; good for as long as the tokens are
+    num_registered   blocks that have been offered to the index
+    num_cached       tokens that `match` found
+    is_counted       what it asks for has been counted for `Reuse`
+    next_advance     `advance` has nothing to do for fewer tokens than this
+    """
+
+    salt: bytes
+    tables: list[list[int]]
+    first: list[int]
+    hashes: list[bytes] = field(default_factory=list)
+    num_registered: int = 0
+    num_cached: int = 0
+    next_advance: int = 0
+    is_counted: bool = False
+    _arrays: list[tuple[BlockIds, int]] = field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Block numbers that the tables reach; the same in all groups."""
+        return len(self.tables[0])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing."""
+        return not self.tables[0]
+
+    def array(self, group: int) -> BlockIds:
+        """The group's table as int64, holes undefined. Costs what came since the last call."""
+        if not self._arrays:
+            self._arrays = [(np.empty(16, dtype=np.int64), 0) for _ in self.tables]
+        array, filled = self._arrays[group]
+        table = self.tables[group]
+        if filled < len(table):
+            if len(table) > len(array):
+                array = np.concatenate([array[:filled], np.empty(len(table), dtype=np.int64)])
+            array[filled : len(table)] = table[filled:]
+            self._arrays[group] = array, len(table)
+        return array[: len(table)]
+
+    def rewritten(self) -> None:
+        """Entries of a table were changed other than by appending."""
+        self._arrays.clear()
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -52,6 +143,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block: dict[bytes, int] = {}
         self._hash: dict[int, bytes] = {}
+        self._gone: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._block)
@@ -72,11 +164,24 @@ class PrefixIndex:
             return False
         self._block[block_hash] = block
         self._hash[block] = block_hash
+        self._gone.pop(block_hash, None)
         return True
 
     def remove(self, block: int) -> None:
         """The block is about to hold something else."""
-        del self._block[self._hash.pop(block)]
+        block_hash = self._hash.pop(block)
+        del self._block[block_hash]
+        self._gone[block_hash] = None
+        if len(self._gone) > MOST_GONE:
+            del self._gone[next(iter(self._gone))]
+
+    def num_known(self, hashes: Sequence[bytes], start: int) -> int:
+        """Of these names, how many in a row from the first are those of blocks that are there (as
+        the first `start` are) or are remembered."""
+        length = len(hashes)
+        names = range(start, length)
+        known = (i for i in names if hashes[i] not in self._block and hashes[i] not in self._gone)
+        return next(known, length)
 
     def rename(self, block: int, new: int) -> None:
         """The content has been copied to block `new`."""

@@ -8,12 +8,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
 
 from engine.errors import ChecksumMismatch, PackError
-from engine.packs.pack import (
+from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
     INT4_SCHEME,
@@ -24,6 +25,7 @@ from engine.packs.pack import (
     Chunk,
     PackIndex,
     is_one_run,
+    read_index,
 )
 from kernels.int4_blocks import BLOCK_BYTES
 
@@ -57,22 +59,6 @@ def build_views(
     return WeightViews(tensors, generation)
 
 
-def build_fused(
-    arena: torch.Tensor, index: PackIndex, segment_offsets: Sequence[int]
-) -> dict[str, torch.Tensor]:
-    """The fused groups by name: one tensor over the bytes of all members, joined along axis 0."""
-    entries = {entry.name: entry for entry in index.tensors}
-    tensors: dict[str, torch.Tensor] = {}
-    for group in index.fused:
-        members = [entries[name] for name in group.members]
-        first, rows = members[0], sum(entry.shape[0] for entry in members)
-        start = segment_offsets[first.segment] + first.offset
-        raw = arena[start : start + sum(entry.num_bytes for entry in members)]
-        view = raw.view(getattr(torch, first.dtype))
-        tensors[group.name] = view.view(rows, *first.shape[1:])
-    return tensors
-
-
 def check_pack(pack_dir: Path, index: PackIndex) -> None:
     """Raises PackError unless sizes, offsets and the small files are as the index says.
 
@@ -92,7 +78,9 @@ def check_files(pack_dir: Path, index: PackIndex) -> None:
             if xxhash.xxh3_64_intdigest((pack_dir / name).read_bytes()) != expected:
                 raise ChecksumMismatch(f"{pack_dir / name} is damaged: register the model again")
     except OSError as error:
-        raise PackError(f"{pack_dir} is not whole ({error}): register the model again") from error
+        raise PackError(
+            f"the pack {pack_dir} is incomplete ({error}): register the model again"
+        ) from error
 
 
 def check_layout(pack_dir: Path, index: PackIndex) -> None:
@@ -100,7 +88,9 @@ def check_layout(pack_dir: Path, index: PackIndex) -> None:
     try:
         size = (pack_dir / BLOB_NAME).stat().st_size
     except OSError as error:
-        raise PackError(f"{pack_dir} is not whole ({error}): register the model again") from error
+        raise PackError(
+            f"the pack {pack_dir} is incomplete ({error}): register the model again"
+        ) from error
     if size != index.total_bytes:
         raise PackError(
             f"{pack_dir / BLOB_NAME} has {size} bytes instead of {index.total_bytes}: "
@@ -108,7 +98,9 @@ def check_layout(pack_dir: Path, index: PackIndex) -> None:
         )
     problem = _layout_problem(index)
     if problem:
-        raise PackError(f"the index of {pack_dir} is wrong ({problem}): register the model again")
+        raise PackError(
+            f"the index of the pack {pack_dir} is invalid ({problem}): register the model again"
+        )
 
 
 def _layout_problem(index: PackIndex) -> str:
@@ -183,7 +175,9 @@ def read_chunk(
         block = target[done : min(done + READ_BYTES, chunk.num_bytes)]
         count = os.preadv(descriptor, [block], start + done)
         if count == 0:
-            raise PackError(f"the blob of pack {index.revision} ends early: register it again")
+            raise PackError(
+                f"the blob of pack {index.revision} is truncated: register the model again"
+            )
         if verify:
             digest.update(block[:count])
         done += count
@@ -206,4 +200,32 @@ def verify_blob(pack_dir: Path, index: PackIndex) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise PackError(f"{pack_dir} cannot be read ({error})") from error
+        raise PackError(f"the pack {pack_dir} cannot be read ({error})") from error
+
+
+class PackSource(Protocol):
+    """Packs by their folders."""
+
+    def stamp(self, pack_dir: Path) -> tuple[int, ...]:
+        """What changes when a pack is registered anew; () where there is none."""
+
+    def read(self, pack_dir: Path) -> PackIndex:
+        """Its index. Raises PackError where this build cannot use the pack."""
+
+
+class DiskPacks:
+    """Implements PackSource on folders as `pack.py` describes them."""
+
+    def stamp(self, pack_dir: Path) -> tuple[int, ...]:
+        """Identity of the blob file."""
+        try:
+            status = (pack_dir / BLOB_NAME).stat()
+        except OSError:
+            return ()
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def read(self, pack_dir: Path) -> PackIndex:
+        """The index, its blob looked at but not read."""
+        index = read_index(pack_dir)
+        check_layout(pack_dir, index)
+        return index

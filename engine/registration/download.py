@@ -9,25 +9,35 @@ the .part file is hashed from the disk and not asked for again. A server that se
 declared is stopped at the declared size.
 
 `fetch` raises RegistrationRefused, DownloadInterrupted (the .part files are worth keeping), OSError
-(the disk). Knows nothing of where the folder lies and how long it lives (`download_folder.py`).
+(the disk).
+
+    <downloads>/<org>--<name>@<commit>/     a folder a commit, whatever names it is registered under
+
+One process works in a folder at a time (flock on the folder itself, dropped by the kernel when the
+process is gone); others wait, and mostly find the pack made when it is their turn. The folder goes
+when the pack is there or when trying again is of no use; after an interruption it stays, and the
+gateway removes it in the end (`admin/context/registration_files.py`, which spells its name too).
+
+A pack that came from a hub carries one small file an origin (repository, commit, dtype as asked
+for), so that the same commit is not fetched twice. It goes when the pack goes.
 """
 
+import fcntl
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from engine.encoders.encoder_families import MODULES_NAME
 from engine.errors import DownloadInterrupted, RegistrationRefused
+from engine.pack import PackIndex
+from engine.registration.convert import whole_pack
+from engine.registration.encoder_families import MODULES_NAME
 from engine.registration.hub import Hub, HubFile
-from engine.registration.source import (
-    COPIED_FILES,
-    INDEX_NAME,
-    PICKLE_SUFFIXES,
-    SINGLE_NAME,
-)
+from engine.registration.source import COPIED_FILES, INDEX_NAME, check_no_code, choose_weights
 
 PART_SUFFIX = ".part"
 MAX_SMALL_BYTES = 128 << 20
@@ -39,38 +49,19 @@ MAX_MODULES = 8
 
 # Beside what goes into packs: how the weights are split.
 SMALL_NAMES = frozenset({*COPIED_FILES, INDEX_NAME})
-_MODULE_CONFIG = re.compile(r"\d_[A-Za-z]{1,32}/config\.json")
+MODULE_CONFIG = re.compile(r"\d_[A-Za-z]{1,32}/config\.json")
 
 Progress = Callable[[int, int], None]
 """Bytes there, bytes in all."""
+POLL_S = 0.1
 
 
 def check_listing(label: str, files: Sequence[HubFile]) -> None:
     """Raises RegistrationRefused for what the names of a repository's files already tell."""
-    names = [file.path for file in files if "/" not in file.path]
-    code = sorted(
-        name
-        for name in names
-        if name.endswith(".py") and name.startswith(("modeling_", "modelling_", "configuration_"))
-    )
-    if code:
-        raise RegistrationRefused(
-            "custom_code",
-            f"{label} brings its own modelling code ({', '.join(code[:3])}), which is never "
-            "fetched or run here; use a revision of the model that transformers supports without "
-            "trust_remote_code",
-        )
-    if any(name.endswith(".safetensors") for name in names):
-        return
-    pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
-    if pickles:
-        raise RegistrationRefused(
-            "pickle_weights",
-            f"{label} has only pickled weights ({', '.join(pickles[:3])}), which can run code when "
-            "opened: nothing was fetched; look for a revision with safetensors, or convert it with "
-            "save_pretrained() on a machine you can spare",
-        )
-    raise RegistrationRefused("no_weights", f"{label} has no safetensors file at its top")
+    names = _top_names(files)
+    check_no_code(label, names, {})
+    if not any(name.endswith(".safetensors") for name in names):
+        choose_weights(label, names - {INDEX_NAME}, Path())
 
 
 def small_files(label: str, files: Sequence[HubFile]) -> list[HubFile]:
@@ -78,51 +69,30 @@ def small_files(label: str, files: Sequence[HubFile]) -> list[HubFile]:
     chosen = [file for file in files if file.path in SMALL_NAMES]
     if any(file.path == MODULES_NAME for file in chosen):
         # An embedding model's modules have a folder each, which says how.
-        chosen += [file for file in files if _MODULE_CONFIG.fullmatch(file.path)][:MAX_MODULES]
+        chosen += [file for file in files if MODULE_CONFIG.fullmatch(file.path)][:MAX_MODULES]
     for file in chosen:
         if file.size > MAX_SMALL_BYTES:
             raise RegistrationRefused(
                 "bad_hub",
-                f"{file.path} of {label} would have {file.size} bytes; at most {MAX_SMALL_BYTES} "
-                "are fetched of a file that is no weights",
+                f"{file.path} of {label} has {file.size} bytes, more than the maximum of "
+                f"{MAX_SMALL_BYTES} for files other than weights",
             )
     return chosen
 
 
 def weights(label: str, files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """The safetensors that make up the checkpoint; `folder` holds the small files.
-
-    As `source.weight_files` chooses among files that are there.
-    """
+    """The safetensors that make up the checkpoint; `folder` holds the small files."""
     by_path = {file.path: file for file in files}
-    tops = [p for p in by_path if p.endswith(".safetensors") and "/" not in p]
-    if INDEX_NAME in by_path:
-        names = shard_names(folder / INDEX_NAME)
-    elif SINGLE_NAME in by_path:
-        names = [SINGLE_NAME]
-    elif len(tops) == 1 and not tops[0].startswith("adapter"):
-        names = tops
-    else:
-        raise RegistrationRefused(
-            "no_weights",
-            f"{label} has neither {SINGLE_NAME} nor {INDEX_NAME} (only {', '.join(tops[:3])}); "
-            "give the repository of a complete model",
-        )
     # Nothing but safetensors is fetched, whatever the index calls a shard.
-    missing = [name for name in names if name not in tops]
-    if missing:
-        raise RegistrationRefused(
-            "bad_weights",
-            f"{label} names the shard {missing[0]!r:.200} and has no safetensors file of that name "
-            "at its top",
-        )
+    tops = {n for n in _top_names(files) if n.endswith(".safetensors") or n == INDEX_NAME}
+    names = choose_weights(label, tops, folder / INDEX_NAME)
     chosen = [by_path[name] for name in names]
     total = sum(file.size for file in chosen)
     if len(chosen) > MAX_SHARDS or total > MAX_WEIGHT_BYTES:
         raise RegistrationRefused(
             "bad_hub",
-            f"{label} has {len(chosen)} weight files of {total} bytes; at most {MAX_SHARDS} of "
-            f"{MAX_WEIGHT_BYTES} bytes are fetched",
+            f"{label} has {len(chosen)} weight files of {total} bytes; the maximum is {MAX_SHARDS} "
+            f"files of {MAX_WEIGHT_BYTES} bytes in total",
         )
     return chosen
 
@@ -142,11 +112,11 @@ def fetch(
     for file in files:
         before = done
 
-        def told(there: int, before: int = before) -> None:
+        def report(there: int, before: int = before) -> None:
             progress(before + there, total)
 
         if not (folder / file.path).is_file():
-            _fetch_file(hub, repo, commit, file, folder / file.path, told)
+            _fetch_file(hub, repo, commit, file, folder / file.path, report)
         done += file.size
         progress(done, total)
 
@@ -205,14 +175,14 @@ class _Part:
 
 
 def _fetch_file(
-    hub: Hub, repo: str, commit: str, file: HubFile, final: Path, told: Callable[[int], None]
+    hub: Hub, repo: str, commit: str, file: HubFile, final: Path, report: Callable[[int], None]
 ) -> None:
     part = _Part(final, file)
     try:
         resumed = part.size > 0
         while True:
             while part.size < file.size:
-                hub.retried(lambda: _bring(hub, repo, commit, part, told))
+                hub.retried(lambda: _bring(hub, repo, commit, part, report))
             wrong = part.finish(final)
             if not wrong:
                 return
@@ -225,13 +195,13 @@ def _fetch_file(
         part.close()
     raise RegistrationRefused(
         "hash_mismatch",
-        f"{file.path} of {repo} came with the hash {wrong[:16]}..., and the hub's list says "
-        f"{(file.sha256 or file.blob)[:16]}...: the hub or a mirror gives other bytes than it "
-        "declares; try again later or with another endpoint (setting hub_endpoint)",
+        f"{file.path} of {repo} was downloaded with the hash {wrong[:16]}..., but the hub lists "
+        f"{(file.sha256 or file.blob)[:16]}...: the hub or a mirror sends wrong data; try again "
+        "later or with another endpoint (setting hub_endpoint)",
     )
 
 
-def _bring(hub: Hub, repo: str, commit: str, part: _Part, told: Callable[[int], None]) -> None:
+def _bring(hub: Hub, repo: str, commit: str, part: _Part, report: Callable[[int], None]) -> None:
     """One request for the rest. An interruption counts only if it brought next to nothing."""
     before = part.size
     try:
@@ -241,7 +211,7 @@ def _bring(hub: Hub, repo: str, commit: str, part: _Part, told: Callable[[int], 
             for chunk in body.chunks:
                 # A server that sends more than it declared is cut short here; the hash tells.
                 part.write(chunk[: part.file.size - part.size])
-                told(part.size)
+                report(part.size)
                 if part.size == part.file.size:
                     return
         raise DownloadInterrupted(
@@ -252,18 +222,8 @@ def _bring(hub: Hub, repo: str, commit: str, part: _Part, told: Callable[[int], 
             raise
 
 
-def shard_names(index: Path) -> list[str]:
-    """The weight files that a checkpoint's index names, sorted. Raises RegistrationRefused."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise RegistrationRefused(
-            "bad_weights", f"{index.name} cannot be read ({error}): it names no weight files"
-        ) from error
-    if not names:
-        raise RegistrationRefused("bad_weights", f"{index.name} names no weight files")
-    return names
+def _top_names(files: Sequence[HubFile]) -> set[str]:
+    return {file.path for file in files if "/" not in file.path}
 
 
 def _part(final: Path) -> Path:
@@ -275,3 +235,68 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def folder_name(repo: str, commit: str) -> str:
+    """One path component."""
+    return f"{repo.replace('/', '--')}@{commit}"
+
+
+@contextmanager
+def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Make the folder and be alone in it. `waiting` is called while another process has it."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            while not _lock(descriptor):
+                waiting()
+                time.sleep(POLL_S)
+            if _is(folder, descriptor):
+                yield
+                return
+            # Whoever had it removed it when done: the lock is on a folder that is no more.
+        finally:
+            os.close(descriptor)
+
+
+def remove(folder: Path) -> None:
+    """The folder is of no more use. Call it with the lock held."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_origin(pack: Path, repo: str, commit: str, dtype: str) -> None:
+    """The pack is what this commit becomes."""
+    (pack / _origin_name(repo, commit, dtype)).touch()
+
+
+def find_pack(dest: Path, repo: str, commit: str, dtype: str) -> tuple[Path, PackIndex] | None:
+    """A whole pack of this origin, if there is one."""
+    for mark in dest.glob(f"*/{_origin_name(repo, commit, dtype)}"):
+        index = whole_pack(mark.parent)
+        if index is not None:
+            return mark.parent, index
+    return None
+
+
+def _origin_name(repo: str, commit: str, dtype: str) -> str:
+    digest = hashlib.sha256(f"{repo}\0{commit}\0{dtype}".encode())
+    return f"origin-{digest.hexdigest()[:32]}"
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is(folder: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -102,8 +102,8 @@ class Hub:
             # Sent on, it would stand in the complaint of the library.
             raise RegistrationRefused(
                 "hub_denied",
-                "the hub token (hub_token, HF_TOKEN, or that of `hf auth login`) has characters "
-                "that no token has: set it anew",
+                "the hub token (hub_token, HF_TOKEN, or that of `hf auth login`) contains "
+                "invalid characters: set it again",
             )
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -115,7 +115,7 @@ class Hub:
         answer, _ = self.retried(lambda: self._json(url, f"{repo}@{revision}"))
         commit = answer.get("sha") if isinstance(answer, dict) else None
         if not isinstance(commit, str) or not _SHA1.fullmatch(commit):
-            raise self._refusal("bad_hub", f"names no commit for {repo}@{revision}")
+            raise self._refusal("bad_hub", f"returned no commit for {repo}@{revision}")
         return commit
 
     def files(self, repo: str, commit: str) -> list[HubFile]:
@@ -126,7 +126,9 @@ class Hub:
         while url:
             page, following = self.retried(partial(self._json, url, repo))
             if not isinstance(page, list):
-                raise self._refusal("bad_hub", f"lists the files of {repo} in no form known here")
+                raise self._refusal(
+                    "bad_hub", f"returned the file list of {repo} in an unknown format"
+                )
             files += [self._file(repo, entry) for entry in page if _is_file(entry)]
             pages += 1  # a list of folders only would have no end either
             if len(files) > MAX_LISTED_FILES or pages > MAX_PAGES:
@@ -135,7 +137,8 @@ class Hub:
                 )
             if following and (urlsplit(following)[:2] != urlsplit(self._endpoint)[:2] or not page):
                 raise self._refusal(
-                    "bad_hub", f"continues the list of {repo} somewhere else: {_host(following)!r}"
+                    "bad_hub",
+                    f"continues the file list of {repo} on another host: {_host(following)!r}",
                 )
             url = following
         return files
@@ -167,13 +170,15 @@ class Hub:
             for chunk in self._chunks(response):
                 content += chunk
                 if len(content) > MAX_JSON_BYTES:
-                    raise self._refusal("bad_hub", f"answers with more than {MAX_JSON_BYTES} bytes")
+                    raise self._refusal(
+                        "bad_hub", f"sent a response of more than {MAX_JSON_BYTES} bytes"
+                    )
             link = _NEXT_LINK.search(response.headers.get("link", ""))
         try:
             return json.loads(content), urljoin(url, link.group(1)) if link else ""
         except (ValueError, RecursionError) as error:
             raise self._refusal(
-                "bad_hub", f"answers {what} with something that is not JSON"
+                "bad_hub", f"sent a response for {what} that is not JSON"
             ) from error
 
     def _get(self, stack: ExitStack, url: str, what: str, start: int) -> Any:
@@ -191,7 +196,7 @@ class Hub:
                 )
             except OfflineModeIsEnabled as error:
                 raise RegistrationRefused(
-                    "hub_offline", "HF_HUB_OFFLINE is set: unset it, or give a local folder"
+                    "hub_offline", "HF_HUB_OFFLINE is set: unset it, or register a local folder"
                 ) from error
             except Exception as error:  # httpx's or httpx2's tree, as the hub library's version is
                 raise DownloadInterrupted(
@@ -206,11 +211,12 @@ class Hub:
                 scheme = urlsplit(target).scheme
             except ValueError as error:
                 raise self._refusal(
-                    "bad_redirect", f"sends {what} on to what is no address: {location[:200]!r}"
+                    "bad_redirect", f"redirects {what} to an invalid URL: {location[:200]!r}"
                 ) from error
             if scheme not in ("http", "https") or (scheme == "http" and url.startswith("https:")):
                 shown = f"{scheme}://{_host(target)}"
-                raise self._refusal("bad_redirect", f"sends {what} on to {shown!r}, not followed")
+                text = f"redirects {what} to {shown!r}, which is not allowed"
+                raise self._refusal("bad_redirect", text)
             url = target
         raise self._refusal("bad_redirect", f"redirects {what} more than {MAX_REDIRECTS} times")
 
@@ -227,19 +233,20 @@ class Hub:
         if status in (200, 206):
             return
         if status in _LATER:
-            raise DownloadInterrupted(f"{self._shown} answers {what} with status {status}")
+            raise DownloadInterrupted(f"{self._shown} answered {what} with status {status}")
         code = response.headers.get("x-error-code", "")
         if code == "RevisionNotFound":
             raise self._refusal("no_revision", f"has no {what}: check --revision")
         if code == "GatedRepo" or status in (401, 403):
             raise self._refusal(
                 "hub_denied",
-                f"does not give {what} (status {status}): it is private, gated or not there; accept"
-                " its licence on the hub, or set HF_TOKEN (setting hub_token) to a token that may",
+                f"denied access to {what} (status {status}): it is private, gated or missing; "
+                "accept its licence on the hub, or set HF_TOKEN (setting hub_token) to a token "
+                "that has access",
             )
         if status == 404:
             raise self._refusal("no_repository", f"has no {what}: check the name")
-        raise self._refusal("bad_hub", f"answers {what} with status {status}")
+        raise self._refusal("bad_hub", f"answered {what} with status {status}")
 
     def _start(self, response: Any, path: str, start: int) -> int:
         if response.status_code == 200:
@@ -247,7 +254,7 @@ class Hub:
         match = _CONTENT_RANGE.fullmatch(response.headers.get("content-range", ""))
         if match is None or int(match.group(1)) != start:
             raise self._refusal(
-                "bad_hub", f"was asked for {path} from byte {start} on and gives another"
+                "bad_hub", f"was asked for {path} from byte {start} and sent another range"
             )
         return start
 
@@ -268,18 +275,20 @@ class Hub:
         except DownloadInterrupted:
             raise
         except Exception as error:  # as in _get
-            raise DownloadInterrupted(f"the transfer was cut off ({_words(error)})") from error
+            raise DownloadInterrupted(f"the download was interrupted ({_words(error)})") from error
 
     def _file(self, repo: str, entry: dict[str, Any]) -> HubFile:
         path, large = entry.get("path"), entry.get("lfs")
         if not isinstance(path, str) or not _is_plain(path):
-            raise self._refusal("bad_hub", f"lists a file of {repo} with the name {path!r:.200}")
+            raise self._refusal(
+                "bad_hub", f"lists a file of {repo} with the invalid name {path!r:.200}"
+            )
         size, blob, sha256 = entry.get("size"), str(entry.get("oid")), ""
         if isinstance(large, dict):
             size, sha256 = large.get("size", size), str(large.get("oid") or large.get("sha256"))
         hashed = _SHA256.fullmatch(sha256) if sha256 else _SHA1.fullmatch(blob)
         if type(size) is not int or not 0 <= size <= MAX_FILE_BYTES or hashed is None:
-            raise self._refusal("bad_hub", f"lists {path} of {repo} without a proper size and hash")
+            raise self._refusal("bad_hub", f"lists {path} of {repo} without a valid size and hash")
         return HubFile(path, size, blob, sha256)
 
     def _refusal(self, code: str, what: str) -> RegistrationRefused:
@@ -295,7 +304,7 @@ class Hub:
 def check_repo(repo: str) -> None:
     """Raises RegistrationRefused unless it could be a hub id."""
     if not _REPO.fullmatch(repo) or ".." in repo:
-        raise RegistrationRefused("no_repository", f"{repo!r} is no hub id such as org/name")
+        raise RegistrationRefused("no_repository", f"{repo!r} is not a hub id such as org/name")
 
 
 def _is_file(entry: Any) -> bool:
@@ -308,7 +317,7 @@ def _is_plain(path: str) -> bool:
 
 
 def _host(url: str) -> str:
-    """Host and port: a password before them and a signature behind are not to be told."""
+    """Host and port: a password before them and a signature behind are not to be shown."""
     return urlsplit(url).netloc.rpartition("@")[2][:200]
 
 

@@ -14,7 +14,7 @@ Nothing large is fetched or written before the configuration and the list of fil
 safe, the sizes to fit, and the family to come out right. Every refusal removes what was fetched;
 only an interruption ("network") leaves it for another try. SIGTERM ends the process like a
 refusal, without a word; the death of `--parent-pid` ends it like kill -9, and whoever looks next
-clears up (gateway/registration/registration_files.py).
+clears up (admin/context/registration_files.py).
 """
 
 import argparse
@@ -32,17 +32,27 @@ from typing import Any, NoReturn, TextIO, get_args
 
 import msgspec
 
-from engine.encoders.encoder_parity import probe_encoder
 from engine.errors import DownloadInterrupted, RegistrationRefused
-from engine.packs.blueprint import Blueprint
-from engine.packs.convert import DtypeChoice, inspect, write_pack
-from engine.packs.pack import PackIndex
-from engine.packs.quantize import QUANTIZATIONS
-from engine.registration.download import check_listing, fetch, present_bytes, small_files, weights
-from engine.registration.download_folder import find_pack, folder_name, locked, note_origin, remove
+from engine.pack import PackIndex
+from engine.registration.blueprint import Blueprint
+from engine.registration.convert import DtypeChoice, inspect, write_pack
+from engine.registration.download import (
+    check_listing,
+    fetch,
+    find_pack,
+    folder_name,
+    locked,
+    note_origin,
+    present_bytes,
+    remove,
+    small_files,
+    weights,
+)
 from engine.registration.hub import Hub, HubLimits, check_repo
-from engine.registration.parity import probe
+from engine.registration.parity import probe, probe_encoder
 from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
+from engine.registration.quantize import QUANTIZATIONS
+from engine.registration.staging import staged
 
 PROGRESS_INTERVAL_S = 0.1
 PARENT_POLL_S = 0.2
@@ -52,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Registration:
     """What holds for every source of the process."""
 
     dest: Path
@@ -105,14 +115,14 @@ class Reporter:
             os._exit(1)
 
 
-def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
+def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
     """Register one folder or hub id; True if it is ready. Every outcome is reported."""
     report = Reporter(source, out)
     try:
         if is_hub:
             done = _from_hub(source, job, report)
         else:
-            done = _from_folder(Path(source).expanduser(), job, report)
+            done = _from_own_folder(Path(source).expanduser(), job, report)
     except Checked:
         report.event("checked")
         return True
@@ -121,7 +131,7 @@ def register(source: str, is_hub: bool, job: Job, out: TextIO) -> bool:
         return False
     except OSError as error:
         code = "disk_full" if error.errno in DISK_FULL else "io_error"
-        advice = ": make room and try again" if code == "disk_full" else ""
+        advice = ": free disk space and try again" if code == "disk_full" else ""
         report.event("refused", code=code, message=f"{source}: {error}{advice}")
         return False
     except Exception as error:  # the process's boundary: one bad folder must not hide the others
@@ -156,14 +166,24 @@ def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
     return probe(plan.config)
 
 
-def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:
+def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Registered:
+    with staged(source, job.dest) as folder:
+        try:
+            return _from_folder(folder, source, job, report)
+        except RegistrationRefused as refusal:
+            # The operator knows the folder under its own name.
+            message = str(refusal).replace(str(folder), str(source))
+            raise RegistrationRefused(refusal.code, message) from refusal
+
+
+def _from_folder(folder: Path, source: Path, job: Registration, report: Reporter) -> Registered:
     candidate = inspect(folder)
     size = sum(path.stat().st_size for path in candidate.files)
     found = preflight(candidate.blueprint, job.dtype, size, 0, job.dest, job.room)
-    _tell(found, report)
-    check_arena(found, str(folder), job.room)
+    _report_preflight(found, report)
+    check_arena(found, str(source), job.room)
     if job.only_check:
-        check_disk(found, str(folder), job.room)
+        check_disk(found, str(source), job.room)
         raise Checked
     report.progress("probe")
     parity_error = _probe(candidate.blueprint, job.dtype)
@@ -174,7 +194,7 @@ def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:
         nonlocal checked
         if phase == "convert" and not checked:
             # Only now is it known that the pack is not there yet and takes room.
-            check_disk(found, str(folder), job.room)
+            check_disk(found, str(source), job.room)
             checked = True
         report.progress(phase, done, total)
 
@@ -182,7 +202,7 @@ def _from_folder(folder: Path, job: Job, report: Reporter) -> Registered:
     return Registered(pack_dir, index, parity_error)
 
 
-def _from_hub(source: str, job: Job, report: Reporter) -> Registered:
+def _from_hub(source: str, job: Registration, report: Reporter) -> Registered:
     repo, _, revision = source.partition("@")
     check_repo(repo)
     report.progress("resolve")
@@ -200,7 +220,7 @@ def _from_hub(source: str, job: Job, report: Reporter) -> Registered:
             return made or _downloaded(hub, repo, commit, folder, job, report)
         except DownloadInterrupted as error:
             keep = any(folder.iterdir())
-            then = "what was fetched is kept for another try" if keep else "try again later"
+            then = "the downloaded part is kept: try again" if keep else "try again later"
             raise RegistrationRefused("network", f"{error}: {then}") from error
         except RegistrationRefused as refusal:
             # The folder is gone when the operator reads this.
@@ -211,14 +231,14 @@ def _from_hub(source: str, job: Job, report: Reporter) -> Registered:
                 remove(folder)
 
 
-def _known(repo: str, commit: str, job: Job) -> Registered | None:
+def _known(repo: str, commit: str, job: Registration) -> Registered | None:
     """The pack that this commit has become before; it was probed then."""
     found = find_pack(job.dest, repo, commit, job.dtype)
     return None if found is None else Registered(*found, parity_error=None)
 
 
 def _downloaded(
-    hub: Hub, repo: str, commit: str, folder: Path, job: Job, report: Reporter
+    hub: Hub, repo: str, commit: str, folder: Path, job: Registration, report: Reporter
 ) -> Registered:
     label = f"{repo}@{commit[:12]}"
     report.progress("preflight")
@@ -231,7 +251,7 @@ def _downloaded(
     size = sum(file.size for file in chosen)
     missing = size - present_bytes(chosen, folder)
     found = preflight(plan, job.dtype, size, missing, job.dest, job.room)
-    _tell(found, report)
+    _report_preflight(found, report)
     check_arena(found, label, job.room)
     check_disk(found, label, job.room)
     if job.only_check:
@@ -244,7 +264,7 @@ def _downloaded(
     return Registered(pack_dir, index, parity_error)
 
 
-def _tell(found: Preflight, report: Reporter) -> None:
+def _report_preflight(found: Preflight, report: Reporter) -> None:
     report.event("preflight", **asdict(found))
 
 
@@ -273,7 +293,7 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
         timeout_s=options.timeout_s, attempts=options.attempts, pause_s=options.pause_s
     )
     room = Room((dest, downloads), options.quota_bytes, options.arena_bytes)
-    job = Job(dest, downloads, options.dtype, room, limits, options.check)
+    job = Registration(dest, downloads, options.dtype, room, limits, options.check)
     ready = [register(source, False, job, out) for source in options.source]
     ready += [register(source, True, job, out) for source in options.hub]
     return 0 if all(ready) else 1

@@ -8,33 +8,44 @@ never written is NaN, so that reading it shows.
 Weights are drawn here and not by the family's own initialization: narrow models initialized as wide
 ones attend to everything alike, biases of zero and norms of one hide whole terms, and a probe of
 such a model passes what is wrong.
+
+Encoders (`probe_encoder`): do an architecture's rows come out of a ragged batch as they should? A
+truncated model, inputs of unlike lengths with padding tokens and both segments among them: once all
+in one flat batch, as the engine runs them, and once each alone through transformers' own model with
+eager attention. Windows are cut so that the inputs pass them.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from engine.encoders import FAMILIES, EncoderModel, build_encoder, build_encoder_batch, pooled
+from engine.encoding import Encoding
 from engine.errors import RegistrationRefused
-from engine.memory.kv_cache import KvCache
-from engine.memory.kv_geometry import module_geometries
-from engine.memory.kv_plan import KvPlan, plan_kv
-from engine.memory.page_pool import Owner, PagePool
-from engine.packs.quantize import Schemes, replace_modules, rounded_twins
-from engine.protocol import SamplingParams, Submit
-from engine.registration.probe_size import probe_configs
-from engine.request import Request
-from engine.running.batch import ScheduledRow, build_batch
-from engine.running.transformers_backend import (
+from engine.memory import KvCache, KvPlan, Owner, PagePool, plan_pack
+from engine.modules import (
     StepContext,
     bind_weights,
     build_skeleton,
     paged_attention_forward,
+    replace_modules,
     step_context,
 )
+from engine.pack import EncoderRecord, Schemes, Task
+from engine.protocol import EncodeInputs, SamplingParams, Submit
+from engine.registration.blueprint import Blueprint, grouped, module_geometries
+from engine.registration.encoder_families import longest_input
+from engine.registration.probe_size import probe_configs
+from engine.registration.quantize import rounded_twins
+from engine.request import Request
+from engine.running import ScheduledRow, build_batch
 from kernels.paged_attention import LayerGeometry
 
 TOLERANCE = 1e-4
@@ -52,6 +63,9 @@ SEEDS = (0, 1)
 
 # What modules say to attention beside its tensors; anything else must be empty.
 UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids"})
+ENCODER_WINDOW = 8
+ENCODER_VOCAB = 128
+ENCODER_LENGTHS = (23, 1, 9, 14, 9, 2)
 
 
 class Differs(Exception):
@@ -82,19 +96,17 @@ class _Watched:
         wanted = self.layers[layer]
         got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], wanted.window)
         if got != wanted or query.shape[3] != key.shape[3]:
-            raise Differs(f"hands {_widths(got)} to attention where {_widths(wanted)} is expected")
+            raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0
         if window not in (0, wanted.window):
-            raise Differs(
-                f"attends over {window} positions where {wanted.window or 'all'} are kept"
-            )
+            raise Differs(f"attends over {window} positions instead of {wanted.window or 'all'}")
         strange = sorted(
             name
             for name, said in kwargs.items()
             if name not in UNDERSTOOD and said is not None and not isinstance(said, bool)
         )
         if attention_mask is not None or strange:
-            raise Differs(f"chooses by rules of its own what it attends to ({_named(strange)})")
+            raise Differs(f"uses an attention mask of its own ({_named(strange)})")
         return paged_attention_forward(module, query, key, value, None, **kwargs)
 
 
@@ -113,7 +125,7 @@ def probe(config: Any, skeleton: nn.Module | None = None, quantization: str = ""
     its weights so, and the other has what these stand for: the loss does not count. Raises
     RegistrationRefused("parity") where it passes TOLERANCE or the family cannot run.
     """
-    why = "no truncated model of it can be built"
+    why = "no small model of this type could be built for the parity check"
     for small in probe_configs(config, skeleton):
         for seed in SEEDS:
             try:
@@ -125,15 +137,13 @@ def probe(config: Any, skeleton: nn.Module | None = None, quantization: str = ""
                 why = f"it {difference}"
                 break
             except Exception as problem:  # noqa: BLE001 - modelling code keeps no contract
-                why = f"it does not run over paged KV ({type(problem).__name__}: {problem})"
+                why = f"it cannot run with a paged KV cache ({type(problem).__name__}: {problem})"
                 break
             if error <= TOLERANCE:
                 return error
-            why = (
-                f"it differs from transformers by {error:.1g} in its logits "
-                f"(allowed {TOLERANCE:.0g})"
-            )
-    raise RegistrationRefused("parity", f"family {config.model_type!r} cannot be hosted: {why}")
+            why = f"its logits differ from transformers by {error:.1g} (allowed {TOLERANCE:.0g})"
+    text = f"model type {config.model_type!r} failed the parity check: {why}"
+    raise RegistrationRefused("parity", text)
 
 
 def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
@@ -184,9 +194,9 @@ def _largest_error(config: Any, seed: int, quantization: str = "") -> float:
         ]
         spread = torch.cat(expected).std().item()
         if not spread > 0:
-            raise Differs("gives no finite logits")
+            raise Differs("produces logits that are not finite")
         if _looks_ahead(eager, prompts[0], expected[0]):
-            raise Differs("sees what comes after a token, as encoders do")
+            raise Differs("attends to later tokens, as encoders do")
         try:
             return _Paged(config, weights, schemes).largest_error(prompts, expected) / spread
         finally:  # transformers' table is for ever, the model is not
@@ -214,11 +224,12 @@ class _Paged:
         page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * block_bytes - 1).bit_length())
         num_pages = max(MIN_PAGES, min(MAX_PAGES, ARENA_BYTES // page_bytes))
         pool = PagePool(num_pages, page_bytes)
-        self.plan: KvPlan = plan_kv(layers, torch.float32, BLOCK_TOKENS, page_bytes, num_pages)
+        groups = grouped(layers)
+        self.plan: KvPlan = plan_pack(groups, "float32", BLOCK_TOKENS, page_bytes, num_pages)
         self.arena = torch.full((num_pages * page_bytes,), 0xFF, dtype=torch.uint8)
-        stranger = Owner("stranger", "weights")
-        pages = pool.alloc_run(stranger, num_pages).pages
-        pool.release(stranger, [page for page in pages if page % 3])
+        other = Owner("other", "weights")
+        pages = pool.alloc_run(other, num_pages).pages
+        pool.release(other, [page for page in pages if page % 3])
         pool.retire(0)
         self.cache = KvCache(Owner("probe", "kv"), self.plan, pool, self.arena.device)
 
@@ -240,11 +251,15 @@ class _Paged:
             logits, start = self._step(rows), 0
             for row in rows:
                 request, done = row.request, row.request.num_computed
-                wanted = expected[int(request.submit.request_id)][done : done + row.num_tokens]
-                difference = (logits[start : start + row.num_tokens] - wanted).abs().max().item()
+                wanted = expected[int(request.submit.request_id)][
+                    done : done + row.num_scheduled_tokens
+                ]
+                difference = (
+                    (logits[start : start + row.num_scheduled_tokens] - wanted).abs().max().item()
+                )
                 error = max(error, difference if difference == difference else float("inf"))
-                start += row.num_tokens
-                request.num_computed += row.num_tokens
+                start += row.num_scheduled_tokens
+                request.num_computed += row.num_scheduled_tokens
                 self.cache.advance(row.kv, request.token_ids, request.num_computed, 0.0)
         return error
 
@@ -255,7 +270,7 @@ class _Paged:
         batch = build_batch(rows, self.cache, self.arena.device)
         self.watched.calls.clear()
         # As steps ask for them: the logits of given tokens, in a given order.
-        backwards = torch.arange(sum(row.num_tokens for row in rows)).flip(0)
+        backwards = torch.arange(sum(row.num_scheduled_tokens for row in rows)).flip(0)
         with step_context(StepContext(self.arena, self.plan, batch.groups)):
             logits: torch.Tensor = self.model(
                 input_ids=batch.input_ids,
@@ -264,7 +279,7 @@ class _Paged:
                 logits_to_keep=backwards,
             ).logits[0]
         if sorted(self.watched.calls) != list(range(len(self.watched.layers))):
-            raise Differs("has layers that do not attend once a pass through this interface")
+            raise Differs("has layers that do not attend exactly once in a forward pass")
         return logits.flip(0).float()
 
 
@@ -275,3 +290,94 @@ def _block_bytes(layer: LayerGeometry) -> int:
 def _request(number: int, prompt: list[int]) -> Request:
     submit = Submit(str(number), 1, "probe", "probe", prompt, 1, SamplingParams(0.0), [])
     return Request.of(submit, 0.0)
+
+
+def probe_encoder(plan: Blueprint) -> float:
+    """Largest absolute difference of the rows.
+
+    Raises RegistrationRefused("parity") where it passes TOLERANCE or the model cannot run.
+    """
+    assert plan.encoder is not None
+    what = f"a {type(plan.skeleton).__name__}"
+    try:
+        error = _encoder_error(_short_encoder(plan.config), plan.task, plan.encoder)
+    except Exception as problem:  # modelling code: no contract on its error types
+        raise RegistrationRefused(
+            "parity",
+            f"the parity check failed: {what} cannot run batches of different lengths "
+            f"({type(problem).__name__}: {problem}); this version cannot host it",
+        ) from problem
+    if not error <= TOLERANCE:
+        raise RegistrationRefused(
+            "parity",
+            f"the parity check failed: the output of {what} differs from transformers by "
+            f"{error:.1g} (allowed {TOLERANCE:.0g}); this version cannot host it",
+        )
+    return error
+
+
+def _short_encoder(config: Any) -> Any:
+    """The same class and options: a layer of each kind, at least two, few words, short windows."""
+    small = copy.deepcopy(config)
+    layers = min(2, config.num_hidden_layers)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or ()))
+    small.num_hidden_layers = layers = max(layers, len(kinds))
+    if kinds:
+        small.layer_types = (kinds * layers)[:layers]
+        small.local_attention = min(ENCODER_WINDOW, config.local_attention)
+    small.vocab_size = min(ENCODER_VOCAB, config.vocab_size)
+    small.pad_token_id = 0
+    if FAMILIES[config.model_type].positions_from_pad:
+        small.pad_token_id = 1
+        small.max_position_embeddings = longest_input(config) + 2
+    return small
+
+
+@torch.inference_mode()
+def _encoder_error(config: Any, task: Task, record: EncoderRecord) -> float:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(length: int, high: int) -> list[int]:
+        return torch.randint(0, high, (length,), generator=generator).tolist()
+
+    lengths = [min(length, longest_input(config)) for length in ENCODER_LENGTHS]
+    inputs = [draw(length, config.vocab_size) for length in lengths]
+    types = [draw(length, record.segments) if record.segments > 1 else [] for length in lengths]
+    eager = build_encoder(copy.deepcopy(config), task, torch.float32, "eager")
+    weights = draw_weights(eager, 0)
+    bind_weights(eager, weights)
+    expected = [_alone(eager, ids, kinds, record) for ids, kinds in zip(inputs, types, strict=True)]
+    model = EncoderModel(copy.deepcopy(config), task, record, torch.float32)
+    model.bind(weights)
+    submit = Submit(
+        request_id="probe",
+        attempt=1,
+        tenant_id="probe",
+        model_id="probe",
+        prompt_token_ids=list(chain.from_iterable(inputs)),
+        max_tokens=0,
+        sampling=SamplingParams(),
+        stop_token_ids=[],
+        encode=EncodeInputs(lengths, list(chain.from_iterable(types))),
+    )
+    request = Request.of(submit, 0.0)
+    request.encoding = Encoding.of(submit, record)
+    batch = build_encoder_batch([ScheduledRow(request, request.num_prompt)], torch.device("cpu"))
+    got = model.rows(batch)[torch.from_numpy(batch.places[0])]
+    wanted = torch.stack(expected)[torch.from_numpy(request.encoding.order)]
+    difference = (got - wanted).abs().max().item()
+    return difference if difference == difference else float("inf")
+
+
+def _alone(
+    eager: nn.Module, ids: Sequence[int], types: Sequence[int], record: EncoderRecord
+) -> torch.Tensor:
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+    if types:
+        inputs["token_type_ids"] = torch.tensor([types])
+    output = eager(**inputs)
+    if hasattr(output, "logits"):
+        logits: torch.Tensor = output.logits[0]
+        return logits
+    row = pooled(output.last_hidden_state[0], [(1, len(ids))], record.pooling)[0]
+    return functional.normalize(row, dim=-1) if record.normalize else row

@@ -1,4 +1,4 @@
-"""What a registration will take, told and checked before anything large is fetched or written.
+"""What a registration will take, reported and checked before anything large is fetched or written.
 
 From the configuration, the files' sizes and the disk: family, bytes of the weights as hosted, bytes
 still to fetch, bytes the pack will take; against the disk's free space, the operator's quota for
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from engine.encoders.encoder_blueprint import plan_model
 from engine.errors import RegistrationRefused
-from engine.packs.blueprint import Blueprint
-from engine.packs.quantize import QUANTIZATIONS, kept_bytes, schemes_of
+from engine.registration.blueprint import Blueprint
+from engine.registration.encoder_blueprint import plan_model
+from engine.registration.numbers import check_numbers
+from engine.registration.quantize import QUANTIZATIONS, kept_bytes, schemes_of
 from engine.registration.source import check_tokenizer, load_config
 
 DISK_MARGIN_BYTES = 64 << 20
@@ -55,7 +56,9 @@ def judge(folder: Path) -> Blueprint:
     """A folder that has no weights yet. Raises RegistrationRefused as `convert.inspect` does."""
     config = load_config(folder)
     check_tokenizer(folder)
-    return plan_model(config, folder)
+    plan = plan_model(config, folder)
+    check_numbers(folder, plan)
+    return plan
 
 
 def preflight(
@@ -77,20 +80,21 @@ def preflight(
 def check_disk(found: Preflight, label: str, room: Room) -> None:
     """Raises RegistrationRefused where the disk or the quota has too little left."""
     needed = found.download_bytes + found.pack_bytes
-    split = f"{_size(found.download_bytes)} to fetch and {_size(found.pack_bytes)} for the pack"
-    advice = "or remove models (a running server's packs go at its next start)"
+    split = f"{_size(found.download_bytes)} to download and {_size(found.pack_bytes)} for the pack"
+    advice = "or remove models (a running server deletes their packs at its next start)"
     if found.free_bytes < needed + DISK_MARGIN_BYTES:
         raise RegistrationRefused(
             "disk_full",
-            f"{label} needs {_size(needed)} of disk ({split}) and {_size(found.free_bytes)} are "
-            f"free, of which {_size(DISK_MARGIN_BYTES)} are left alone: make room, {advice}",
+            f"{label} needs {_size(needed)} of disk space ({split}), but only "
+            f"{_size(found.free_bytes)} are free and {_size(DISK_MARGIN_BYTES)} of these stay "
+            f"reserved: free disk space, {advice}",
         )
     if room.quota_bytes and found.used_bytes + needed > room.quota_bytes:
         raise RegistrationRefused(
             "disk_quota",
-            f"{label} needs {_size(needed)} of disk ({split}); packs and downloads have "
-            f"{_size(found.used_bytes)} and packs_quota_bytes is {_size(room.quota_bytes)}: raise "
-            f"it, {advice}",
+            f"{label} needs {_size(needed)} of disk space ({split}); packs and downloads already "
+            f"take {_size(found.used_bytes)}, and packs_quota_bytes is "
+            f"{_size(room.quota_bytes)}: raise it, {advice}",
         )
 
 
@@ -99,9 +103,9 @@ def check_arena(found: Preflight, label: str, room: Room) -> None:
     if room.arena_bytes and found.weight_bytes > room.arena_bytes:
         raise RegistrationRefused(
             "too_large",
-            f"{label} has {_size(found.weight_bytes)} of weights and device_budget_bytes is "
-            f"{_size(room.arena_bytes)}: it could never be loaded; raise the budget, or register "
-            "it with a smaller --dtype",
+            f"{label} has {_size(found.weight_bytes)} of weights, more than "
+            f"device_budget_bytes ({_size(room.arena_bytes)}), so it could never be loaded: raise "
+            "the budget, or register it with a smaller --dtype",
         )
 
 
@@ -120,9 +124,9 @@ def folder_bytes(folder: Path) -> int:
 def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
     names = [name for name in plan.tensors if name not in plan.tied]
     if dtype == "auto":
-        told = getattr(plan.config, "dtype", None)
+        named = getattr(plan.config, "dtype", None)
         count = sum(plan.tensors[name].numel() for name in names)
-        half = told in (torch.bfloat16, torch.float16) if told else files_bytes < 3 * count
+        half = named in (torch.bfloat16, torch.float16) if named else files_bytes < 3 * count
         dtype = "bfloat16" if half else "float32"
     if dtype in QUANTIZATIONS:
         schemes = schemes_of(plan, names, dtype)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from engine.registration.blueprint import field_of
+
 WINDOW = 8
 VOCAB = 128
 MAX_PARAMETERS = 128_000_000
@@ -153,7 +155,7 @@ def _overrides(small: Any, layers: list[int]) -> dict[int, Any] | None:
 def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
     """Two KV heads, their query heads, and a residual stream in proportion."""
     heads = small.num_attention_heads
-    kv_heads = getattr(small, "num_key_value_heads", None) or heads
+    kv_heads = field_of(small, "num_key_value_heads") or heads
     if getattr(small, "multi_query", False):
         kv_heads = 1
     if not _is_count(heads) or not _is_count(kv_heads) or heads % kv_heads:

@@ -12,11 +12,11 @@ to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,8 +25,9 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.encoders.encoder_families import FAMILIES, MODULES_NAME, encoder_task
+from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
+from engine.registration.encoder_families import MODULES_NAME, encoder_task
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -66,19 +67,25 @@ _TORCH_DTYPES = {
     "BOOL": torch.bool,
 }
 
+Json = TypeVar("Json", dict[str, Any], list[Any])
+
 Progress = Callable[[str, int, int], None]
 """phase ("check", "convert", "probe"), bytes done, bytes in all."""
 
 
-def _read_json(path: Path, code: str) -> dict[str, Any]:
+def read_json(path: Path, code: str, kind: type[Json], max_bytes: int = 0) -> Json:
+    """What is in a file, of `max_bytes` at most unless 0. Raises RegistrationRefused(code)."""
     try:
+        if max_bytes and path.stat().st_size > max_bytes:
+            raise RegistrationRefused(code, f"{path} is larger than {max_bytes} bytes")
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RegistrationRefused(
             code, f"{path} cannot be read as JSON ({error}); download the model again"
         ) from error
-    if not isinstance(content, dict):
-        raise RegistrationRefused(code, f"{path} is not a JSON object; download the model again")
+    if not isinstance(content, kind):
+        what = "object" if kind is dict else "list"
+        raise RegistrationRefused(code, f"{path} is not a JSON {what}; download the model again")
     return content
 
 
@@ -87,56 +94,65 @@ def weight_files(folder: Path) -> list[Path]:
 
     Pickled weights beside safetensors are ignored, never opened.
     """
-    if (folder / INDEX_NAME).is_file():
-        weight_map = _read_json(folder / INDEX_NAME, "bad_weights").get("weight_map")
+    # A pipe of such a name would be waited for without end.
+    names = {path.name for path in folder.iterdir() if path.is_file()}
+    return [folder / name for name in choose_weights(str(folder), names, folder / INDEX_NAME)]
+
+
+def choose_weights(label: str, names: Collection[str], index: Path) -> list[str]:
+    """Which of the files in a checkpoint's top folder are its weights; `index`: read if named.
+
+    Raises RegistrationRefused.
+    """
+    if INDEX_NAME in names:
+        weight_map = read_json(index, "bad_weights", dict).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise RegistrationRefused(
-                "bad_weights", f"{folder / INDEX_NAME} has no weight_map; download the model again"
+                "bad_weights", f"{INDEX_NAME} of {label} has no weight_map; download it again"
             )
-        names = sorted({str(name) for name in weight_map.values()})
-        for name in names:
-            # A name with a separator could point out of the folder.
-            if Path(name).name != name or not (folder / name).is_file():
-                raise RegistrationRefused(
-                    "bad_weights",
-                    f"{folder / INDEX_NAME} names the shard {name!r}, which is not in the folder; "
-                    "download it again",
-                )
-        return [folder / name for name in names]
-    if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    # A pipe of such a name would be waited for without end.
-    found = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    if len(found) == 1 and not found[0].name.startswith("adapter"):
+        chosen = sorted({str(name) for name in weight_map.values()})
+        # A name with a separator could point out of the folder, and is none of these.
+        missing = [name for name in chosen if name not in names or name == INDEX_NAME]
+        if missing:
+            raise RegistrationRefused(
+                "bad_weights",
+                f"{INDEX_NAME} of {label} lists the shard {missing[0]!r:.200}, which is no weight "
+                "file in its top folder; download the model again",
+            )
+        return chosen
+    if SINGLE_NAME in names:
+        return [SINGLE_NAME]
+    found = sorted(name for name in names if name.endswith(".safetensors"))
+    if len(found) == 1 and not found[0].startswith("adapter"):
         return found
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
     if pickles and not found:
         raise RegistrationRefused(
             "pickle_weights",
-            f"{folder} has only pickled weights ({', '.join(pickles[:3])}), which can run code "
-            "when opened; save the model with save_pretrained(), which writes safetensors, or "
-            "download its safetensors revision",
+            f"{label} has only pickled weights ({', '.join(pickles[:3])}), which can run code "
+            "when opened; use a revision with safetensors, or convert the model with "
+            "save_pretrained() in an isolated environment",
         )
     raise RegistrationRefused(
         "no_weights",
-        f"{folder} holds neither {SINGLE_NAME} nor {INDEX_NAME}"
-        + (f" (only {', '.join(p.name for p in found[:3])})" if found else "")
-        + "; point to the folder of a complete model",
+        f"{label} has neither {SINGLE_NAME} nor {INDEX_NAME}"
+        + (f" (only {', '.join(found[:3])})" if found else "")
+        + "; use a complete model",
     )
 
 
-def check_no_code(folder: Path, config: Mapping[str, Any]) -> None:
+def check_no_code(label: str, names: Iterable[str], config: Mapping[str, Any]) -> None:
     """Raises RegistrationRefused("custom_code") where the checkpoint brings its own code."""
     code = sorted(
-        path.name
-        for pattern in ("modeling_*.py", "modelling_*.py", "configuration_*.py")
-        for path in folder.glob(pattern)
+        name
+        for name in names
+        if name.endswith(".py") and name.startswith(("modeling_", "modelling_", "configuration_"))
     )
     if config.get("auto_map") or code:
         what = ", ".join(code[:3]) if code else "auto_map in config.json"
         raise RegistrationRefused(
             "custom_code",
-            f"{folder} brings its own modelling code ({what}), which is never run here; use a "
+            f"{label} needs its own modelling code ({what}), which is never run; use a "
             "revision of the model that transformers supports without trust_remote_code",
         )
 
@@ -148,19 +164,19 @@ def load_config(folder: Path) -> Any:
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise RegistrationRefused("bad_config", f"{folder} has no {CONFIG_NAME}")
-    raw = _read_json(path, "bad_config")
-    check_no_code(folder, raw)
+    raw = read_json(path, "bad_config", dict)
+    check_no_code(str(folder), (entry.name for entry in folder.iterdir()), raw)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
-        raise RegistrationRefused("bad_config", f"{path} names no model_type")
+        raise RegistrationRefused("bad_config", f"{path} has no model_type")
     if raw.get("quantization_config"):
         raise RegistrationRefused(
             "quantized_weights",
-            f"{folder} holds quantized weights; register the unquantized checkpoint",
+            f"{folder} has quantized weights; register the unquantized checkpoint",
         )
     named = raw.get("architectures") or []
     if not isinstance(named, list):
-        raise RegistrationRefused("bad_config", f"architectures in {path} is no list")
+        raise RegistrationRefused("bad_config", f"architectures in {path} is not a list")
     named = [str(name) for name in named]
     encodes = encoder_task(model_type, named, (folder / MODULES_NAME).is_file()) is not None
     if not encodes:
@@ -176,11 +192,12 @@ def load_config(folder: Path) -> Any:
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise RegistrationRefused(
-            "bad_config", f"{path} asks for {layers} layers; at most {MAX_LAYERS} are hosted"
+            "bad_config", f"{path} has {layers} layers; the maximum is {MAX_LAYERS}"
         )
     if not encodes and not _is_text_decoder(config):
         raise RegistrationRefused(
-            "unknown_family", f"{model_type!r} is not a text-only decoder; it cannot be hosted"
+            "unknown_family",
+            f"model type {model_type!r} is not supported: it is not a text-only decoder",
         )
     return config
 
@@ -190,15 +207,15 @@ def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
     if model_type not in CONFIG_MAPPING or causal is None:
         raise RegistrationRefused(
             "unknown_family",
-            f"transformers here knows no causal language model of type {model_type!r}; only such "
-            f"models and encoders ({', '.join(FAMILIES)}) can be hosted",
+            f"model type {model_type!r} is not supported: supported are causal language models of "
+            f"the installed transformers and encoders ({', '.join(FAMILIES)})",
         )
     architectures = named or [causal]
     if causal.lower() not in (name.lower() for name in architectures):
         raise RegistrationRefused(
             "unknown_family",
-            f"{folder} holds a {', '.join(architectures)}, and only the causal language model of "
-            f"this family ({causal}) can be hosted",
+            f"{folder} contains a {', '.join(architectures)}; of this model type only the causal "
+            f"language model ({causal}) is supported",
         )
 
 
@@ -217,17 +234,19 @@ def check_tokenizer(folder: Path) -> None:
     """
     for name in OPTION_FILES:
         if (folder / name).is_file():
-            _read_json(folder / name, "bad_config")
+            read_json(folder / name, "bad_config", dict)
     path = folder / TOKENIZER_NAME
     if not path.is_file():
         raise RegistrationRefused(
             "no_tokenizer",
-            f"{folder} has no {TOKENIZER_NAME}; make one with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of a fast tokenizer",
+            f"{folder} has no {TOKENIZER_NAME}; create it from a fast tokenizer with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
     try:
         Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the tokenizers library raises bare Exceptions, and panics
         raise RegistrationRefused(
             "no_tokenizer", f"{path} cannot be read ({error}); download it again"
         ) from error
@@ -261,7 +280,8 @@ class SourceTensors:
             for name in handle.keys():  # noqa: SIM118 - not a mapping
                 if name in self._handles:
                     raise RegistrationRefused(
-                        "bad_weights", f"tensor {name} is in two shards; download the model again"
+                        "bad_weights",
+                        f"tensor {name} is in more than one shard; download the model again",
                     )
                 entry = handle.get_slice(name)
                 self._handles[name] = handle
@@ -276,7 +296,8 @@ class SourceTensors:
             if dtype not in PLAIN_DTYPES:
                 raise RegistrationRefused(
                     "quantized_weights",
-                    f"tensor {name} has the type {dtype}; register the unquantized checkpoint",
+                    f"tensor {name} has the unsupported type {dtype}; register the unquantized "
+                    "checkpoint",
                 )
 
     def _find(self, path: Path) -> None:
@@ -307,7 +328,7 @@ class SourceTensors:
                 got = os.preadv(descriptor, [target[done:]], place + start * row_bytes + done)
                 if not got:
                     raise RegistrationRefused(
-                        "bad_weights", f"tensor {name} ends early; download it again"
+                        "bad_weights", f"tensor {name} is truncated; download the model again"
                     )
                 done += got
             yield piece.view(dtype).view(count, *inner) if shape else piece.view(dtype).view(())
@@ -318,7 +339,7 @@ class SourceTensors:
             tensor = self._handles[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise RegistrationRefused(
-                "bad_weights", f"tensor {name} cannot be read ({error}); download it again"
+                "bad_weights", f"tensor {name} cannot be read ({error}); download the model again"
             ) from error
         assert isinstance(tensor, torch.Tensor)
         return tensor

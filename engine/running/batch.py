@@ -1,4 +1,4 @@
-"""One step's batch: scheduled rows of one unit as flat tensors.
+"""One step's batch: scheduled rows of one model as flat tensors.
 
 Comes in: rows (a request and how many of its uncomputed tokens run now), blocks already reserved.
 Goes out: `StepBatch`, all a model runner needs; it holds nothing that changes later, so requests
@@ -7,29 +7,34 @@ sequence of T tokens, request after request.
 
 A decode row may continue with a token that the step before it is still sampling: its id is filled
 in on the device, by `resolve`.
+
+`Runner` is what computes a batch. Siblings: `model_runner.py` for the host,
+`engine/gpu/device_runner.py` for a device with streams, and the simulator's (`bench/sim/parts.py`).
+All of them keep the model's KV in a `KvCache`, so that residency and scheduler need not know which
+of them they have. Encoders have their own (`engine/encoders/encoder_model.py`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import torch
 
-from engine.memory.kv_cache import KvCache
-from engine.memory.kv_plan import GroupPlan, KvPlan
-from engine.memory.request_kv import BlockIds, RequestKv
+from engine.memory import GroupPlan, KvCache, KvPlan, RequestKv
+from engine.pack import PackIndex
 from engine.request import Request
-from engine.sampling.sampling_batch import SamplingBatch, build_sampling, list_size
+from engine.sampling import SampleOutput, SamplingBatch, build_sampling, list_size
 from kernels.paged_attention import PagedBatch, Rows
 
+Ints: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 # Decode rows whose tables differ by less than this many blocks share one padded table.
 SMALL_TABLE_BLOCKS = 16
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledRow:
-    """`num_tokens` of the request's uncomputed tokens run in this step.
+    """`num_scheduled_tokens` of the request's uncomputed tokens run in this step.
 
     Never changed, and yet not frozen: that would double the time it takes to make one, and there is
     one a row and step.
@@ -40,7 +45,7 @@ class ScheduledRow:
     """
 
     request: Request
-    num_tokens: int
+    num_scheduled_tokens: int
     source: int = -1
     first: int = field(init=False)
     samples: bool = field(init=False)
@@ -48,12 +53,12 @@ class ScheduledRow:
     def __post_init__(self) -> None:
         """Both as of now: the request counts the row as computed as soon as it is launched."""
         self.first = self.request.num_computed
-        self.samples = self.num_tokens == self.request.num_uncomputed
+        self.samples = self.num_scheduled_tokens == self.request.num_uncomputed
 
     @property
     def end(self) -> int:
         """The position after the row's last token."""
-        return self.first + self.num_tokens
+        return self.first + self.num_scheduled_tokens
 
     @property
     def kv(self) -> RequestKv:
@@ -134,7 +139,7 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
             pending.append(len(ids))
             ids.append(0)
         (sampling_index if row.samples else other_index).append(len(ids) - 1)
-    lengths = np.array([row.num_tokens for row in rows])
+    lengths = np.array([row.num_scheduled_tokens for row in rows])
     starts = np.cumsum(lengths) - lengths
     row_of_token = np.repeat(np.arange(len(rows)), lengths)
     first = np.array([row.first for row in rows])
@@ -142,7 +147,7 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
     assert len(ids) == len(positions), "a row reaches beyond the tokens its request has"
     sampling_rows = tuple(row for row in rows if row.samples)
 
-    def tensor(values: BlockIds | list[int]) -> torch.Tensor:
+    def tensor(values: Ints | list[int]) -> torch.Tensor:
         return torch.as_tensor(np.asarray(values, dtype=np.int64)).to(device)
 
     block_tokens = cache.plan.block_tokens
@@ -182,7 +187,7 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
 
 
 def score_positions(
-    rows: Sequence[ScheduledRow], starts: BlockIds, device: torch.device
+    rows: Sequence[ScheduledRow], starts: Ints, device: torch.device
 ) -> Scoring | None:
     """Whose logprobs were asked for in this step. `starts`: where each row begins in the batch."""
     scored: list[tuple[ScheduledRow, range]] = []
@@ -214,7 +219,7 @@ def _together(rows: Sequence[ScheduledRow], plan: GroupPlan) -> list[list[int]]:
     prefills: list[list[int]] = []
     decodes: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
-        if row.num_tokens > 1:
+        if row.num_scheduled_tokens > 1:
             prefills.append([i])
         else:
             num_blocks = row.first // plan.block.block_tokens + 1 - plan.first_needed(row.first)
@@ -226,8 +231,8 @@ def _together(rows: Sequence[ScheduledRow], plan: GroupPlan) -> list[list[int]]:
 def _rows(
     members: Sequence[int],
     rows: Sequence[ScheduledRow],
-    tables: Sequence[BlockIds],
-    starts: BlockIds,
+    tables: Sequence[Ints],
+    starts: Ints,
     plan: GroupPlan,
     device: torch.device,
 ) -> Rows:
@@ -242,9 +247,9 @@ def _rows(
         blocks[place, : len(needed)] = needed
         # A short row is padded with a block of its own: always valid memory, always masked.
         blocks[place, len(needed) :] = needed[0]
-    index = starts[list(members)][:, None] + np.arange(picked[0].num_tokens)
+    index = starts[list(members)][:, None] + np.arange(picked[0].num_scheduled_tokens)
 
-    def tensor(values: BlockIds) -> torch.Tensor:
+    def tensor(values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(device)
 
     return Rows(
@@ -254,3 +259,28 @@ def _rows(
         context_len=tensor(contexts),
         first=tensor(first * block_tokens),
     )
+
+
+class Runner(Protocol):
+    """What a step needs of a resident model; `model_runner.py` has the real one."""
+
+    def execute(self, batch: StepBatch) -> SampleOutput:
+        """Forward and sample. Called inside a launched work: perhaps in another thread."""
+
+
+class InstanceRunner(Runner, Protocol):
+    """One model, resident or not; `ModelRunner` and `DeviceRunner` are the real ones."""
+
+    @property
+    def index(self) -> PackIndex:
+        """The pack it was made for."""
+
+    @property
+    def cache(self) -> KvCache:
+        """Its KV."""
+
+    def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
+        """Use these weight views; cheap when the generation is the one already bound."""
+
+    def unbind(self) -> None:
+        """Forget the weights and give all KV pages back."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.packs.pack import SCALE_SUFFIX, FusedGroup, PackIndex
-from engine.packs.quantize import Int8Linear
+from engine.modules import Int8Linear
+from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex
 from kernels.decoder_layer import (
     LayerForm,
     LayerStep,

@@ -5,25 +5,16 @@ output so far and perhaps a constraint's mask. Goes out: a `SamplingBatch`. Rows
 what they ask for, so that a row with default parameters costs nothing for what others want.
 """
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from engine.protocol import SamplingParams
-from engine.sampling.penalties import PenaltyEntries, PenaltyState, has_penalties
+from engine.request import MAX_LOGPROBS, PenaltyState, SampleInput, uniforms
 from engine.sampling.truncation import MAX_SHORT_LIST, NUCLEUS_SHORT_LIST
-from engine.sampling.uniform import uniforms
 
-# The largest magnitude of a logit_bias, a frequency and a presence penalty.
-MAX_ADDED = 100.0
-# repetition_penalty lies between 1 / this and this.
-MAX_REPETITION = 100.0
-MAX_LOGPROBS = 20
 # Logprobs are looked up for so many at a time: a row's list must not depend on its neighbours.
 _LOGPROB_LISTS = (0, 1, 5, MAX_LOGPROBS)
 # Rows of 152k that a CPU's caches, and memory that malloc keeps, hold: 10 MB a tensor. Twice as
@@ -35,88 +26,45 @@ MASKS_AT_ONCE = 4
 MASK_WAIT_S = 0.02
 
 
-def check_sampling(
-    params: SamplingParams, vocab_size: int, logprobs: int = -1, prompt_logprobs: int = -1
-) -> None:
-    """Raises ValueError, in words for the client, on what cannot be sampled."""
-    ranges = (
-        ("temperature", params.temperature, 0.0, math.inf),
-        ("top_p", params.top_p, 0.0, 1.0),
-        ("min_p", params.min_p, 0.0, 1.0),
-        ("frequency_penalty", params.frequency_penalty, -MAX_ADDED, MAX_ADDED),
-        ("presence_penalty", params.presence_penalty, -MAX_ADDED, MAX_ADDED),
-        ("repetition_penalty", params.repetition_penalty, 1 / MAX_REPETITION, MAX_REPETITION),
-        ("top_k", params.top_k, 0, math.inf),
-        ("min_tokens", params.min_tokens, 0, math.inf),
-        ("logprobs", logprobs, -1, MAX_LOGPROBS),
-        ("prompt_logprobs", prompt_logprobs, -1, MAX_LOGPROBS),
-        *(("logit_bias", bias, -MAX_ADDED, MAX_ADDED) for bias in params.logit_bias.values()),
-    )
-    for name, value, low, high in ranges:
-        if not low <= value <= high or math.isinf(value):  # NaN compares false
-            raise ValueError(f"{name} is {value}, outside {low} to {high}")
-    for token in params.logit_bias:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"logit_bias names token {token}, outside 0..{vocab_size - 1}")
-
-
-class SamplingState:
-    """What sampling keeps of one request between its steps; made once, when it is taken in."""
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        prompt_ids: Sequence[int],
-        stop_ids: Sequence[int] = (),
-        logprobs: int = -1,
-    ) -> None:
-        self.params = params
-        self.num_prompt = len(prompt_ids)
-        self.stop_ids = np.array(sorted(set(stop_ids)), dtype=np.int64)
-        self.logprobs = logprobs
-        self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
-        self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
-        self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether the next token depends on which ones came before, not only on how many."""
-        return self.penalties is not None
-
-
-class LateMask(Protocol):
-    """A mask that is still being computed when its row is laid out."""
-
-    def take(self, deadline_s: float) -> torch.Tensor | None:
-        """Wait for it until then (monotonic seconds); None: it has not come."""
-
-
 @dataclass(frozen=True, slots=True)
-class SampleInput:
-    """One sampling row. mask: int32 [ceil(V / 32)], bit t of the words: token t may come next.
+class PenaltyEntries:
+    """The used tokens of all rows with penalties, flat: six tensors [N]."""
 
-    late_mask: where the mask comes from just before sampling; a row whose mask does not come is
-    sampled without, and who owns the late mask knows that its token must not be used.
+    rows: torch.Tensor
+    ids: torch.Tensor
+    counts: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    repetition: torch.Tensor
 
-    `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
-    state needs to know them (`SamplingState.needs_tokens`) has none.
-    """
+    @classmethod
+    def of(
+        cls, states: Sequence[PenaltyState], rows: Sequence[int], device: torch.device
+    ) -> "PenaltyEntries":
+        """rows[i] is the row of the logits that states[i] belongs to."""
+        sizes = [len(state.ids) for state in states]
 
-    state: SamplingState
-    output_ids: Sequence[int]
-    mask: torch.Tensor | None = None
-    num_in_flight: int = 0
-    late_mask: LateMask | None = None
+        def flat(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+            each = torch.tensor(values, dtype=dtype)
+            return each.repeat_interleave(torch.tensor(sizes)).to(device)
 
-    @property
-    def num_output(self) -> int:
-        """Tokens generated so far."""
-        return len(self.output_ids) + self.num_in_flight
+        params = [state.params for state in states]
+        return cls(
+            rows=flat(rows, torch.int64),
+            ids=torch.from_numpy(np.concatenate([state.ids for state in states])).to(device),
+            counts=torch.from_numpy(np.concatenate([state.counts for state in states])).to(device),
+            frequency=flat([p.frequency_penalty for p in params], torch.float32),
+            presence=flat([p.presence_penalty for p in params], torch.float32),
+            repetition=flat([p.repetition_penalty for p in params], torch.float32),
+        )
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether a mask says what may come."""
-        return self.mask is not None or self.late_mask is not None
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change logits [R, V] in place: repetition first, then frequency and presence."""
+        value = logits[self.rows, self.ids]
+        value = torch.where(value > 0, value / self.repetition, value * self.repetition)
+        value -= self.frequency * self.counts
+        value -= self.presence * (self.counts > 0)
+        logits[self.rows, self.ids] = value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,11 @@
-"""Which waiting requests of a unit may start: memory, rows, and their tenants' shares.
+"""Which waiting requests of a model may start: memory, rows, and their tenants' shares.
 
 Comes in: the queue whose turn it is. Goes out: the requests that start now, with references on
 what the prefix cache has of them. One that finds too little is noted (`ModelQueue.short`) and holds
 up what came after it, except where rows are lacking: a tenant that has next to nothing here does
-not wait for one (`tenants_here.py`). It is looked at again only when that can have another outcome,
-and looking changes nothing: waiting costs neither time nor anybody's place in the cache.
+not wait for one (`TenantCounts`). It is looked at again only when that can have another
+outcome, and looking changes nothing: waiting costs neither time nor anybody's place in the
+cache.
 
 Moves no request between states, reserves nothing and preempts nobody: `scheduler.py` does.
 """
@@ -13,16 +14,14 @@ import math
 from collections.abc import Collection, Mapping
 
 from engine.errors import IntegrityError
-from engine.memory.kv_cache import KvCache
-from engine.memory.request_kv import NO_HIT, Demand
-from engine.policy.kv_share import Share, may_start, share_of
+from engine.memory import BlockDemand, Hit, KvCache, KvMemory
 from engine.request import Request
-from engine.scheduling.model_queue import KvSupply, ModelQueue, Short, running_in
-from engine.scheduling.tenants_here import TenantsHere
+from engine.scheduling.policy.batching import Share, may_start, share_of
+from engine.scheduling.queues import ModelQueue, Short, TenantCounts, running_in
 
 TAKEN_OVER_SHARE = 8
 """One request in so many rows may start beyond them, at most: the share of requests that leases
-offer beyond the rows (leases.py)."""
+offer beyond the rows (`models/status.py`)."""
 
 
 class Admission:
@@ -31,15 +30,15 @@ class Admission:
     def __init__(
         self,
         queues: Mapping[str, ModelQueue],
-        tenants: TenantsHere,
-        supply: KvSupply,
+        tenants: TenantCounts,
+        kv: KvMemory,
         max_num_seqs: int,
         tenant_kv_share: float,
     ) -> None:
         """`tenants` and `queues` are the scheduler's own."""
         self._queues = queues
         self._tenants = tenants
-        self._supply = supply
+        self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._max_running = max_num_seqs + min(
             max(1, max_num_seqs // TAKEN_OVER_SHARE), max_num_seqs - 1
@@ -102,7 +101,7 @@ class Admission:
         """The request has started, ended, or cannot start: nobody needs to wait for it."""
         if self._held_back.get(request.submit.tenant_id) is request:
             del self._held_back[request.submit.tenant_id]
-        queue = self._queues[request.unit_id]
+        queue = self._queues[request.instance_id]
         if queue.short is not None and queue.short.request is request:
             queue.short = None
 
@@ -110,15 +109,7 @@ class Admission:
         """What a tenant may hold now."""
         if self._tenant_kv_share >= 1 or self._tenants.num < 2:
             return Share(math.inf, contended=False)
-        return share_of(self._supply.num_kv_pages(), self._tenant_kv_share, self._tenants.num)
-
-    def takes_over(self, queue: ModelQueue) -> bool:
-        """Whether somebody who waits there might start although all rows are taken."""
-        return (
-            self._tenants.num > 1
-            and self._num_running() < self._max_running
-            and any(map(self._tenants.may_take_over, queue.waiting))
-        )
+        return share_of(self._kv.num_kv_pages(), self._tenant_kv_share, self._tenants.num)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError where somebody waits for a request that does not wait."""
@@ -127,8 +118,8 @@ class Admission:
             raise IntegrityError("a request that does not wait holds others back")
 
     def _spare_pages(self, queue: ModelQueue) -> int:
-        """Pages an admission leaves alone: a watermark, and what other units' requests lack."""
-        lacking = self._supply.num_spare_pages
+        """Pages an admission leaves alone: a watermark, and what other models' requests lack."""
+        lacking = self._kv.num_spare_pages
         for other in self._queues.values():
             if other is queue or other.cache is None or other.encodes:
                 continue  # an encoder's requests have no KV
@@ -160,8 +151,8 @@ class Admission:
                 continue
             assert cache is not None
             assert request.kv is not None
-            if (tenant_id, queue.unit_id) not in seen:
-                seen.add((tenant_id, queue.unit_id))
+            if (tenant_id, queue.instance_id) not in seen:
+                seen.add((tenant_id, queue.instance_id))
                 held[tenant_id] = held.get(tenant_id, 0.0) + cache.live_pages_of_tenant(tenant_id)
             if request.num_uncomputed > 1:
                 lacking = cache.pages_for(request.num_tokens) - cache.live_pages_of(request.kv)
@@ -174,7 +165,7 @@ class Admission:
         return sum(cache.live_pages_of_tenant(tenant_id) for cache in caches)
 
 
-def _lacking(queue: ModelQueue, cache: KvCache) -> Demand:
+def _lacking(queue: ModelQueue, cache: KvCache) -> BlockDemand:
     """What running requests still need for the tokens they already have."""
     lacking = cache.demand(None, 0)
     for request in queue.running:
@@ -185,7 +176,7 @@ def _lacking(queue: ModelQueue, cache: KvCache) -> Demand:
 
 
 def _look(
-    cache: KvCache, short: Short, promised: Demand, spare_pages: int, alone: bool
+    cache: KvCache, short: Short, promised: BlockDemand, spare_pages: int, alone: bool
 ) -> tuple[bool, Short]:
     """Whether the request fits now, and what was found; changes nothing but hashes.
 
@@ -207,6 +198,6 @@ def _look(
     fits = cache.fits(promised + needed, spare_pages, hit)
     if not fits and alone and hit.num_tokens:
         # Scattered over many extents a hit may keep more pages than it saves.
-        hit, needed = NO_HIT, cache.demand(None, num_tokens)
+        hit, needed = Hit(), cache.demand(None, num_tokens)
         fits = cache.fits(promised + needed, spare_pages)
     return fits, Short(request, hit, needed)

@@ -1,37 +1,52 @@
 """Which requests run in the next step, with every block they need reserved beforehand.
 
-Holds the requests of all units (resident packs), in queues per unit. A step runs one unit's batch;
-a step never allocates what was not reserved here. The order of means when the pool has no page
-left: what is fenced comes back by itself, cached KV is evicted, sparse extents are compacted, and
-only then a running request is preempted: its blocks are given back and it is computed again later.
-Who that is says `policy/kv_share.py`; the oldest request of all always makes progress.
+Holds the requests of all models (resident packs), in queues per model. A step runs one model's
+batch; a step never allocates what was not reserved here. The order of means when the pool has no
+page left: what is fenced comes back by itself, cached KV is evicted, sparse extents are compacted,
+and only then a running request is preempted: its blocks are given back and it is computed again
+later. Who that is says `policy/batching.py`; the oldest request of all always makes progress.
 
-Who of those that wait is let in says `admission.py`: while the oldest request of a unit waits for
-memory or for a row, no younger request of another unit is let in before it, but for a first request
-or two of whoever has next to nothing here: they start beyond the rows. A step has no more rows for
-it; the youngest requests of the tenants with most of them sit out, with their KV, until a row is
-free.
+Who of those that wait is let in says `admission.py`: while the oldest request of a model waits for
+memory or for a row, no younger request of another model is let in before it, but for a first
+request or two of whoever has next to nothing here: they start beyond the rows. A step has no more
+rows for it; the youngest requests of the tenants with most of them sit out, with their KV, until a
+row is free.
 
 Requests may have tokens in flight (`Request.num_pending`): they are scheduled as if these were
-known. Encoder requests (`encoder_queue.py`) need no memory: nobody is preempted for them, nor they
-for others. Does not load models and does not run them.
+known. Does not load models and does not run them.
+
+Encoder requests need no memory: nobody is preempted for them, nor they for others. At most
+`max_num_seqs` of one model run at once, the others wait in order and count against `max_waiting`
+like all others. A step takes STEP_TOKENS at most, so a request of thousands of inputs is cut over
+many steps: requests of the same model share each of them, and other models run in between by their
+tags. What a request has computed survives an eviction of its model.
 """
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Collection, Sequence
 
-from engine.encoders.encoder_queue import encoder_rows
 from engine.errors import IntegrityError, OutOfPages
-from engine.memory.kv_cache import KvCache
-from engine.memory.request_kv import RequestKv
-from engine.policy.batching import ModelWork, choose_model, lift, split_budget
-from engine.policy.kv_share import Holding, choose_victim
+from engine.memory import KvCache, KvMemory, RequestKv
 from engine.protocol import FinishReason
 from engine.request import Request
-from engine.running.batch import ScheduledRow
+from engine.running import ScheduledRow
 from engine.scheduling.admission import Admission
-from engine.scheduling.model_queue import KvSupply, ModelQueue, running_in
-from engine.scheduling.tenants_here import TenantsHere
+from engine.scheduling.policy.batching import (
+    Holding,
+    ModelWork,
+    choose_model,
+    choose_victim,
+    lift,
+    share_inputs,
+    split_budget,
+)
+from engine.scheduling.queues import ModelQueue, TenantCounts, running_in
+
+STEP_TOKENS = 512
+"""Beyond this a step gains nothing on a CPU, where what layers put out no longer stays in its
+caches, and everybody else waits longer for a turn. Texts of 6 to 40 tokens, a MiniLM's shape, one
+quiet core: 2,891 tokens/s with 256, 3,070 with 512, 2,588 with 1024, 2,216 with 2048."""
 
 
 class Scheduler:
@@ -42,21 +57,18 @@ class Scheduler:
         max_num_seqs: int,
         max_batch_tokens: int,
         min_run_steps: int,
-        supply: KvSupply,
+        kv: KvMemory,
         tenant_kv_share: float = 1.0,
     ) -> None:
-        self._supply = supply
+        self._kv = kv
         self._max_num_seqs = max_num_seqs
         self._max_batch_tokens = max_batch_tokens
         self._min_run_steps = min_run_steps
-        # Units that are resident or have requests; of the others only the service they have had.
+        # Models that are resident or have requests; of the others only the service they have had.
         self._queues: dict[str, ModelQueue] = {}
         self._tags: dict[str, float] = {}
-        self._by_key: dict[tuple[str, int], Request] = {}
-        self._tenants = TenantsHere()
-        self._admission = Admission(
-            self._queues, self._tenants, supply, max_num_seqs, tenant_kv_share
-        )
+        self._tenants = TenantCounts()
+        self._admission = Admission(self._queues, self._tenants, kv, max_num_seqs, tenant_kv_share)
         self._current: str | None = None
         self._steps_run = 0
         self._last_run: ModelQueue | None = None
@@ -66,38 +78,38 @@ class Scheduler:
         self.num_prefix_hits = 0
         """Prompt tokens looked up in the prefix cache, and those found there."""
 
-    def queue(self, unit_id: str) -> ModelQueue:
-        """The unit's queue, made where there is none."""
-        queue = self._queues.get(unit_id)
+    def queue(self, instance_id: str) -> ModelQueue:
+        """The model's queue, made where there is none."""
+        queue = self._queues.get(instance_id)
         if queue is None:
-            queue = ModelQueue(unit_id, tag=self._tags.pop(unit_id, 0.0))
-            self._queues[unit_id] = queue
+            queue = ModelQueue(instance_id, tag=self._tags.pop(instance_id, 0.0))
+            self._queues[instance_id] = queue
         return queue
 
     def queues(self) -> list[ModelQueue]:
-        """Those of units that are resident or have requests."""
+        """Those of models that are resident or have requests."""
         return list(self._queues.values())
 
-    def is_busy(self, unit_id: str) -> bool:
-        """Whether the unit has a request."""
-        queue = self._queues.get(unit_id)
+    def is_busy(self, instance_id: str) -> bool:
+        """Whether the model has a request."""
+        queue = self._queues.get(instance_id)
         return queue is not None and queue.num_unfinished > 0
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run, of all units."""
-        return len(self._by_key)
+        """Requests that wait or run, of all models."""
+        return self._tenants.num_requests
 
     def bind(self, queue: ModelQueue, cache: KvCache) -> None:
-        """The unit has become resident; what waited for its load can run."""
-        if self._queues.setdefault(queue.unit_id, queue) is not queue:
-            raise IntegrityError(f"{queue.unit_id} has two queues")
+        """The model has become resident; what waited for its load can run."""
+        if self._queues.setdefault(queue.instance_id, queue) is not queue:
+            raise IntegrityError(f"{queue.instance_id} has two queues")
         queue.cache = cache
         queue.page_rates = cache.plan.page_rates()
         self._lift(queue)
 
     def unbind(self, queue: ModelQueue, now_s: float) -> None:
-        """The unit leaves: every running request waits again; its KV is given back."""
+        """The model leaves: every running request waits again; its KV is given back."""
         for request in sorted(queue.running, key=lambda r: -r.order):
             self._preempt(queue, request, now_s)
         queue.cache = None
@@ -106,22 +118,23 @@ class Scheduler:
         self._drop_idle(queue)
 
     def forget(self, queue: ModelQueue) -> None:
-        """Drop the queue of a unit that is gone. It must be empty."""
+        """Drop the queue of a model that is gone. It must be empty."""
         if queue.num_unfinished:
-            raise IntegrityError(f"{queue.unit_id} still has requests")
-        self._queues.pop(queue.unit_id, None)
-        self._tags.pop(queue.unit_id, None)
+            raise IntegrityError(f"{queue.instance_id} still has requests")
+        self._queues.pop(queue.instance_id, None)
+        self._tags.pop(queue.instance_id, None)
 
     def has_work(self) -> bool:
-        """Whether some resident unit has a request."""
+        """Whether some resident model has a request."""
         return any(q.cache is not None and q.num_unfinished for q in self._queues.values())
 
-    def find(self, key: tuple[str, int]) -> Request | None:
-        """An unfinished request by (request_id, attempt)."""
-        return self._by_key.get(key)
+    def find(self, keys: Collection[tuple[str, int]]) -> list[Request]:
+        """Unfinished requests by (request_id, attempt). One walk over all of them."""
+        queues = self._queues.values()
+        return [request for queue in queues for request in queue.requests() if request.key in keys]
 
     def oldest_waiting(self) -> Request | None:
-        """The request of a resident unit that has waited longest for KV."""
+        """The request of a resident model that has waited longest for KV."""
         heads = [
             q.waiting[0]
             for q in self._queues.values()
@@ -139,65 +152,39 @@ class Scheduler:
         return any(q.short is not None for q in queues) and not any(q.running for q in queues)
 
     def add(self, request: Request) -> None:
-        """Queue a new request behind those of its unit."""
-        queue = self.queue(request.unit_id)
+        """Queue a new request behind those of its model."""
+        queue = self.queue(request.instance_id)
         if not queue.num_unfinished:
             self._lift(queue)
         self._next_order += 1
         request.order = self._next_order
         queue.waiting.append(request)
-        self._by_key[request.key] = request
         self._tenants.add(request.submit.tenant_id)
 
     def schedule(self, now_s: float) -> tuple[ModelQueue, list[ScheduledRow]] | None:
-        """The next step: a unit and its rows, blocks reserved. None when nothing can run."""
+        """The next step: a model and its rows, blocks reserved. None when nothing can run."""
         blocked: set[str] = set()
         while True:
             queues = [
                 q
                 for q in self._queues.values()
-                if q.cache is not None and q.num_unfinished and q.unit_id not in blocked
+                if q.cache is not None and q.num_unfinished and q.instance_id not in blocked
             ]
             several = len(queues) > 1
-            work = [ModelWork(q.unit_id, q.tag, several and self.is_urgent(q)) for q in queues]
+            work = [ModelWork(q.instance_id, q.tag, several and self._is_urgent(q)) for q in queues]
             chosen = choose_model(work, self._current, self._steps_run, self._min_run_steps)
             if chosen is None:
                 return None
             queue = self._queues[chosen]
             rows = self._rows(queue, now_s)
             if rows:
-                self.note_runs(queue)
+                self._note_runs(queue)
                 return queue, rows
             blocked.add(chosen)
 
-    def is_urgent(self, queue: ModelQueue) -> bool:
-        """Whether somebody with fewer requests here than the mean waits for a first token there."""
-        return self._tenants.num > 1 and any(map(self._tenants.is_newcomer, queue.requests()))
-
-    def takes_over(self, queue: ModelQueue) -> bool:
-        """Whether somebody who waits may start although every row is taken."""
-        return self._admission.takes_over(queue)
-
-    @property
-    def current(self) -> tuple[str | None, int]:
-        """The unit that ran last, and its steps in a row."""
-        return self._current, self._steps_run
-
-    def note_runs(self, queue: ModelQueue, num_steps: int = 1) -> None:
-        """The unit has run so many steps in a row."""
-        before = self._steps_run if queue.unit_id == self._current else 0
-        self._steps_run = before + num_steps
-        self._current = queue.unit_id
-        self._last_run = queue
-
-    def look_at_waiting(self, queue: ModelQueue, now_s: float) -> None:
-        """Those that wait are looked at, while every row is taken."""
-        if self._admission.admit(queue, now_s):
-            raise IntegrityError(f"{queue.unit_id}: a request was let in without a row")
-
     def finish(self, request: Request, reason: FinishReason, now_s: float, error: str = "") -> None:
         """End a request and give its blocks back."""
-        queue = self._queues[request.unit_id]
+        queue = self._queues[request.instance_id]
         if request.state == "running":
             queue.running.remove(request)
         else:
@@ -205,7 +192,6 @@ class Scheduler:
         self._give_back(queue, request, now_s)
         request.finish(reason, error)
         self._admission.let_pass(request)
-        del self._by_key[request.key]
         self._tenants.remove(request.submit.tenant_id, now_s)
         self._drop_idle(queue)
 
@@ -216,7 +202,7 @@ class Scheduler:
             live: list[RequestKv] = []
             for request in queue.requests():
                 expected = "running" if request in queue.running else "waiting"
-                if request.state != expected or self._by_key.get(request.key) is not request:
+                if request.state != expected:
                     raise IntegrityError(f"request {request.key} is booked as {request.state}")
                 if expected == "waiting" and request.kv is not None and not request.kv.is_empty:
                     raise IntegrityError(f"waiting request {request.key} holds blocks")
@@ -227,21 +213,30 @@ class Scheduler:
                 tenants[request.submit.tenant_id] += 1
             orders = [request.order for request in queue.waiting]
             if orders != sorted(orders):
-                raise IntegrityError(f"{queue.unit_id}: requests wait in the order {orders}")
+                raise IntegrityError(f"{queue.instance_id}: requests wait in the order {orders}")
             if queue.cache is not None:
                 queue.cache.check_integrity(live)
             elif live:
-                raise IntegrityError(f"{queue.unit_id} is not resident but holds blocks")
+                raise IntegrityError(f"{queue.instance_id} is not resident but holds blocks")
         self._admission.check_integrity()
         self._tenants.check_integrity(tenants)
-        if tenants.total() != len(self._by_key):
-            raise IntegrityError(f"{len(self._by_key)} requests booked, {tenants} found")
+
+    def _is_urgent(self, queue: ModelQueue) -> bool:
+        """Whether somebody with fewer requests here than the mean waits for a first token there."""
+        return self._tenants.num > 1 and any(map(self._tenants.is_light_start, queue.requests()))
+
+    def _note_runs(self, queue: ModelQueue, num_steps: int = 1) -> None:
+        """The model has run so many steps in a row."""
+        before = self._steps_run if queue.instance_id == self._current else 0
+        self._steps_run = before + num_steps
+        self._current = queue.instance_id
+        self._last_run = queue
 
     def _drop_idle(self, queue: ModelQueue) -> None:
-        """A step looks at every queue, and a catalog may name thousands of units."""
+        """A step looks at every queue, and a catalog may name thousands of models."""
         if queue.cache is None and not queue.num_unfinished:
-            del self._queues[queue.unit_id]
-            self._tags[queue.unit_id] = queue.tag
+            del self._queues[queue.instance_id]
+            self._tags[queue.instance_id] = queue.tag
 
     def _encoder_rows(self, queue: ModelQueue) -> list[ScheduledRow]:
         while queue.waiting and len(queue.running) < self._max_num_seqs:
@@ -279,7 +274,7 @@ class Scheduler:
     ) -> tuple[list[Request], list[int]]:
         """Who has a row of the next step, and its tokens.
 
-        Who has little here keeps its row, and its prompt is computed before those of a crowd.
+        Light tenants keep their rows, and their prompts are computed before those of heavy ones.
         """
         rank = self._tenants.rank
         if len(running) > self._max_num_seqs:
@@ -290,8 +285,8 @@ class Scheduler:
         most = self._max_batch_tokens
         if not self._tenants.is_shared(now_s):
             return running, split_budget(wanted, most, ranks)
-        crowd_tokens = queue.pace.crowd_tokens(wanted.count(1), most)
-        return running, split_budget(wanted, most, ranks, self._tenants.mean, crowd_tokens)
+        heavy_tokens = queue.pace.heavy_tokens(wanted.count(1), most)
+        return running, split_budget(wanted, most, ranks, self._tenants.mean, heavy_tokens)
 
     def _start(self, queue: ModelQueue, request: Request) -> None:
         self._admission.let_pass(request)
@@ -300,7 +295,7 @@ class Scheduler:
             request.cached_tokens = request.num_computed
             self.num_prefix_queries += len(request.token_ids)
             self.num_prefix_hits += request.num_computed
-        request.move("running")
+        request.on("admit")
         queue.waiting.remove(request)
         insort(queue.running, request, key=_order)
 
@@ -330,13 +325,13 @@ class Scheduler:
                 cache.reserve(request.kv, num_tokens)
                 return True
             except OutOfPages:
-                freed, fenced = self._supply.reclaim()
+                freed, fenced = self._kv.reclaim()
                 if freed:
                     continue
             missing = cache.pages_of(cache.demand(request.kv, num_tokens)) - fenced
             if missing <= 0:
                 return False  # enough comes back when the steps in flight end
-            if not self._supply.make_room(missing):
+            if not self._kv.make_room(missing):
                 victim_queue, victim = self._victim()
                 self._preempt(victim_queue, victim, now_s)
         return False
@@ -345,7 +340,7 @@ class Scheduler:
         queue.running.remove(request)
         request.num_lost = max(request.num_lost, request.num_computed)
         request.held_since_s = None
-        request.move("waiting")
+        request.on("preempt")
         self._give_back(queue, request, now_s)
         request.num_preemptions += 1
         self.num_preemptions += 1
@@ -361,3 +356,15 @@ class Scheduler:
 
 def _order(request: Request) -> int:
     return request.order
+
+
+def encoder_rows(running: Sequence[Request], max_tokens: int) -> list[ScheduledRow]:
+    """The next step's inputs, oldest request first; empty where all have been launched."""
+    pending = [r for r in running if r.encoding is not None and r.num_computed < r.num_prompt]
+    progress = [(r.encoding.ends, r.num_computed) for r in pending if r.encoding is not None]
+    granted = share_inputs(progress, min(max_tokens, STEP_TOKENS))
+    return [
+        ScheduledRow(request, tokens)
+        for request, tokens in zip(pending, granted, strict=True)
+        if tokens
+    ]

@@ -15,10 +15,24 @@ still gets its token, the second's is thrown away. A step that would have to com
 a failed step computes nothing (`StepAbandoned`) and is rolled back.
 
 Owns the step numbers, and nothing of what a token means: that is `engine.py`.
+
+`Charges` says who pays for a step: its time is split over its rows, and so is the memory that they
+held meanwhile.
+
+    device_s   its part of each step's time; with the system's these add up to the steps exactly
+    memory_s   time of the device multiplied by the share of the arena that the request held in it,
+               steps of other requests and models included while it was running
+    service    the larger of the two: what fair shares count (Ghodsi et al., "Dominant Resource
+               Fairness", NSDI'11, for one request)
+
+The system's own account has what no request should pay for: rows of requests that ended while their
+step was under way, and positions that are computed again after a preemption. Waiting for the next
+step costs a request nothing: only the time of steps counts, of memory too. Tenants, weights and
+prices are the gateway's.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -26,19 +40,17 @@ from typing import NamedTuple
 
 import torch
 
-from engine.backend.base import Backend, Pending, Runner
-from engine.encoders.encoder_batch import EncoderBatch, build_encoder_batch, split_rows
-from engine.encoders.encoder_requests import Rows
-from engine.encoders.encoder_runner import EncoderRunner
+from engine.backend import Backend, Pending
+from engine.encoders import EncoderBatch, EncoderRunner, build_encoder_batch, split_rows
+from engine.encoding import Rows
 from engine.errors import EngineError, StepAbandoned
-from engine.memory.kv_cache import KvCache
-from engine.memory.page_pool import PagePool
-from engine.protocol import TokenLogprobs
+from engine.memory import KvCache, PagePool
+from engine.protocol import RequestService, TokenLogprobs
 from engine.request import Request
-from engine.running.batch import LayOut, ScheduledRow, Scoring, StepBatch, build_batch
-from engine.sampling.logprobs import Logprobs
-from engine.sampling.sampler import SampleOutput
-from engine.scheduling.model_queue import ModelQueue
+from engine.running import LayOut, Runner, ScheduledRow, Scoring, StepBatch, build_batch
+from engine.sampling import Logprobs, SampleOutput
+from engine.scheduling.policy.batching import arena_share, split_time
+from engine.scheduling.queues import ModelQueue
 
 
 class LaunchedRow(NamedTuple):
@@ -150,7 +162,7 @@ class StepPipeline:
         )
         for item in launched:
             request = item.row.request
-            request.num_computed = item.row.first + item.row.num_tokens
+            request.num_computed = item.row.first + item.row.num_scheduled_tokens
             if item.place >= 0:
                 request.num_pending += 1
                 request.pending_row = item.place
@@ -180,13 +192,6 @@ class StepPipeline:
         """An empty step: pages freed since the last one wait for it."""
         self._begin_step()
         self._backend.launched(self._step)
-
-    def skip(self, num_steps: int) -> int:
-        """So many steps count as launched and ended. Returns the number of the first."""
-        first = self._step + 1
-        self._step += num_steps
-        self._backend.launched(self._step)
-        return first
 
     def collect(self) -> Collected:
         """Wait for the oldest step in flight. Raises IntegrityError and its like only."""
@@ -290,3 +295,57 @@ class Work:
                 raise StepAbandoned("the step before failed: its tokens are missing") from error
             self.batch.resolve(tokens)
         return self.runner.execute(self.batch)
+
+
+class Charges:
+    """Charges the rows of steps. `counters` are the engine's: what they hold is running totals."""
+
+    def __init__(self, num_pages: int, counters: dict[str, float]) -> None:
+        self._num_pages = num_pages
+        self._counters = counters
+
+    def step(self, ended: Collected) -> None:
+        """The step's time to its rows; what has no request any more to the engine itself."""
+        rows = [item.row for item in ended.rows]
+        shares = split_time(
+            ended.device_s, [(row.num_scheduled_tokens, row_context(row)) for row in rows]
+        )
+        sizes = [row.num_scheduled_tokens for row in rows]
+        ended.queue.pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
+        began_s = self._counters["busy_seconds"]
+        busy_s = began_s + ended.device_s
+        rates = ended.queue.page_rates
+        for item, share in zip(ended.rows, shares, strict=True):
+            row, request = item.row, item.row.request
+            if request.state == "finished":
+                self._counters["unbilled_seconds"] += share
+                continue
+            again = min(row.end, request.num_lost) - row.first
+            if again > 0 and item.still_runs:
+                lost_s = share * again / row.num_scheduled_tokens
+                self._counters["recompute_seconds"] += lost_s
+                share -= lost_s
+            request.device_s += share
+            if row.first < request.num_prompt:
+                request.prefill_s += share
+            if request.state == "running":
+                since_s = began_s if request.held_since_s is None else request.held_since_s
+                held = arena_share(rates, row.end, self._num_pages)
+                request.memory_s += (busy_s - since_s) * held
+                request.held_since_s = busy_s
+        self._counters["busy_seconds"] = busy_s
+
+
+def services(requests: Iterable[Request]) -> list[RequestService]:
+    """What running requests have had so far, for the worker's status."""
+    return [
+        RequestService(*request.key, request.service_s, request.device_s)
+        for request in requests
+        if request.state == "running" and request.device_s
+    ]
+
+
+def row_context(row: ScheduledRow) -> float:
+    """Positions that each of the row's tokens attends to, for the split of a step's time."""
+    encoding = row.request.encoding
+    return row.end if encoding is None else encoding.mean_length(row.first, row.end)

@@ -1,25 +1,142 @@
-"""The worker's socket: frames in, messages out, and nothing that can block or crash the steps.
+"""The worker's socket, the peers on it, and what they have not acknowledged.
 
-A ROUTER socket that gateways reach with DEALERs, `[identity, payload]` each way. What lives here:
-the socket's options and bounds, decoding with a count of what was not a message, and a send that
-says whether the peer is still there. Who the peers are and what the messages mean is
-`worker_loop.py`.
+Nothing here can block or crash the steps. A ROUTER socket that gateways reach with DEALERs,
+`[identity, payload]` each way: its options and bounds, decoding with a count of what was not a
+message, and a send that says whether the peer is still there. What the messages mean is
+`worker_loop.py`'s.
 
 An identity stands for one connection. DEALERs get one drawn by ZeroMQ at each connect; a gateway
-that chooses its own must not reuse it in a second process.
+that chooses its own must not reuse it in a second process. A peer is a connection that said Hello:
+a gateway process, or a dispatcher process, which submits nothing itself and gets reports of all
+requests alike (`observes`).
+
+`UsageOutbox` keeps finishes that no gateway has acknowledged yet: the worker's half of "usage is
+posted once".
+
+    add    a request ended; kept from here on, whether or not the Finish could be sent
+    ack    the gateway has recorded it durably; forgotten
+    unacked(gateway)  what is sent again to a gateway that says Hello, oldest first
+
+Keyed by (request_id, attempt), so telling it twice is harmless. Held in memory: it outlives a
+gateway, not the worker. Bounded: beyond `capacity` the oldest falls out and `num_dropped` counts
+it (the gateway then bills its own last checkpoint).
 """
 
 import logging
 import math
-from collections.abc import Iterator
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeAlias
 
+import msgspec
 import zmq
 
 from engine.config import WorkerConfig
-from engine.protocol import FromWorker, ToWorker, decode_to_worker, encode
+from engine.protocol import (
+    Finish,
+    FromWorker,
+    RequestService,
+    TokenDelta,
+    ToWorker,
+    WorkerStatus,
+    decode_to_worker,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
+RequestKey: TypeAlias = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A gateway's connection.
+
+    `taken`: of one that observes, the Submits of anybody since its last status.
+    """
+
+    identity: bytes
+    gateway_id: str
+    observes: bool = False
+    num_received: int = 0
+    connected: bool = True
+    taken: list[RequestKey] = field(default_factory=list)
+
+    def status(
+        self, status: WorkerStatus, is_of: "Callable[[Peer, RequestKey], bool]"
+    ) -> WorkerStatus:
+        """What this peer gets of a status meant for all."""
+        service: Sequence[RequestService] = status.service
+        if not self.observes:
+            service = [s for s in service if is_of(self, (s.request_id, s.attempt))]
+        taken, self.taken = self.taken, []
+        return msgspec.structs.replace(
+            status, num_received=self.num_received, service=list(service), taken=taken
+        )
+
+
+class PeerRequest(NamedTuple):
+    """A request that has not ended: who submitted it, and what its KV takes at most."""
+
+    peer: Peer
+    kv_bytes: int
+
+
+@dataclass(slots=True)
+class WorkerCounters:
+    """What went wrong or hit a bound; in WorkerStatus.counters, each prefixed `worker_`."""
+
+    submits_refused: int = 0
+    submits_duplicate: int = 0
+    messages_without_hello: int = 0
+    controls_refused: int = 0
+    deltas_unknown: int = 0
+    peers_lost: int = 0
+    peers_refused: int = 0
+
+
+class UsageOutbox:
+    """Not thread-safe; lives on the worker's step thread."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError("the outbox must hold at least one finish")
+        self.capacity = capacity
+        self.num_dropped = 0
+        self._entries: OrderedDict[RequestKey, tuple[str, Finish]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._entries
+
+    def add(self, gateway_id: str, key: RequestKey, finish: Finish) -> None:
+        """Keep `finish` for `gateway_id`. A key that is here already keeps its first finish."""
+        if key in self._entries:
+            return
+        if len(self._entries) >= self.capacity:
+            self._entries.popitem(last=False)
+            self.num_dropped += 1
+        self._entries[key] = (gateway_id, finish)
+
+    def ack(self, gateway_id: str, keys: Iterable[RequestKey]) -> int:
+        """Forget those of `keys` that are kept for `gateway_id`. Returns how many those were."""
+        num_acked = 0
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None and entry[0] == gateway_id:
+                del self._entries[key]
+                num_acked += 1
+        return num_acked
+
+    def unacked(self, gateway_id: str) -> list[TokenDelta]:
+        """What `gateway_id` has not acknowledged, as deltas without tokens, oldest first."""
+        return [
+            TokenDelta(request_id, attempt, [], finish)
+            for (request_id, attempt), (owner, finish) in self._entries.items()
+            if owner == gateway_id
+        ]
 
 
 class Link(Protocol):

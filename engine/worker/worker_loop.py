@@ -5,14 +5,14 @@ status if one is due -> rest if there is nothing to run. One thread, no locks, n
 on a gateway.
 
 What lives here: who asked for which request, what happens to it when that gateway goes, and the way
-to the end of the process (draining). Peers are `peers.py`, sockets and frames `worker_link.py`,
-unacknowledged finishes `usage_outbox.py`, statuses `worker_status.py`, the process around it
-(signals, threads, logs) `worker.py`. Models, memory and scheduling are the engine's.
+to the end of the process (draining). Sockets, peers and unacknowledged finishes are
+`worker_link.py`, statuses `worker_status.py`, the process around it (signals, threads, logs)
+`main.py`. Models, memory and scheduling are the engine's.
 
-A peer is a connection that said Hello. It is lost when a send to it fails, or when its gateway
-says Hello on another connection: its requests are aborted, their finishes are kept for its
-`gateway_id` and told to that gateway's next connection. Tokens never change connection, since what
-was sent on the old one may not have arrived.
+A peer is a connection that said Hello. It is lost when a send to it fails, or when its gateway says
+Hello on another connection: its requests are aborted, their finishes are kept for its `gateway_id`
+and sent again on that gateway's next connection. Tokens never change connection, since what was
+sent on the old one may not have arrived.
 """
 
 import logging
@@ -24,6 +24,7 @@ from typing import get_args
 import msgspec
 
 from engine.config import WorkerConfig
+from engine.engine import Engine
 from engine.errors import IntegrityError, RequestRefused
 from engine.protocol import (
     PROTOCOL_VERSION,
@@ -43,19 +44,23 @@ from engine.protocol import (
     WarmModel,
     Welcome,
 )
-from engine.residency.residency_state import Wish
-from engine.worker.engine_like import EngineLike
-from engine.worker.peers import Peer, WorkerCounters
-from engine.worker.usage_outbox import UsageOutbox
-from engine.worker.worker_link import Link
-from engine.worker.worker_status import RequestKey, StatusBoard
+from engine.residency import LoadRequest
+from engine.worker.worker_link import (
+    Link,
+    Peer,
+    PeerRequest,
+    RequestKey,
+    UsageOutbox,
+    WorkerCounters,
+)
+from engine.worker.worker_status import StatusBoard
 
 logger = logging.getLogger(__name__)
 
 BUSY_POLL_S = 0.002
 """Rest between ticks while the engine waits for something (a load, pages), not for a message."""
 RESEND_BATCH = 512
-"""Finishes in one StepOutput when they are told again."""
+"""Finishes in one StepOutput when they are sent again."""
 ABORT_GRACE_S = 1.0
 """After the shutdown time-out: how long the aborts may take to be acknowledged."""
 
@@ -69,7 +74,7 @@ class Worker:
     def __init__(
         self,
         config: WorkerConfig,
-        engine: EngineLike,
+        engine: Engine,
         link: Link,
         *,
         epoch: str,
@@ -87,7 +92,7 @@ class Worker:
         self._outbox = UsageOutbox(config.max_unacked_finishes)
         self._board = StatusBoard(config, epoch, engine, self._count)
         self._peers: dict[bytes, Peer] = {}
-        self._requests: dict[RequestKey, Peer] = {}
+        self._requests: dict[RequestKey, PeerRequest] = {}
         self._next_integrity_s = 0.0
         self._stopping = False
         self._draining = False
@@ -129,14 +134,14 @@ class Worker:
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless requests, peers and the engine's own books agree."""
-        for key, peer in self._requests.items():
-            if key not in peer.requests or key in self._outbox:
-                raise IntegrityError(f"request {key} is not {peer.gateway_id}'s, or has ended")
+        for key, request in self._requests.items():
+            if key in self._outbox or request.peer.connected != (
+                self._peers.get(request.peer.identity) is request.peer
+            ):
+                raise IntegrityError(f"request {key} has ended, or its peer is not listed")
         for identity, peer in self._peers.items():
             if not peer.connected or peer.identity != identity:
                 raise IntegrityError(f"peer {peer.gateway_id} is listed but not connected")
-            if any(self._requests.get(key) is not peer for key in peer.requests):
-                raise IntegrityError(f"peer {peer.gateway_id} holds requests that have ended")
         self._engine.check_integrity()
 
     def tick(self) -> None:
@@ -182,7 +187,7 @@ class Worker:
             case Submit():
                 self._submit(peer, message, now_s)
             case Abort():
-                if self._requests.get((message.request_id, message.attempt)) is peer:
+                if self._is_of(peer, (message.request_id, message.attempt)):
                     self._engine.abort(message.request_id, message.attempt)
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
@@ -193,10 +198,10 @@ class Worker:
         peer = self._peers.get(identity)
         if hello.protocol_version != PROTOCOL_VERSION:
             logger.error(
-                "gateway speaks protocol %d, this worker %d: gateway=%s",
+                "gateway=%s has protocol version %d, this worker %d: run the same release",
+                hello.gateway_id,
                 hello.protocol_version,
                 PROTOCOL_VERSION,
-                hello.gateway_id,
             )
             if peer is not None:
                 self._lose(peer, "another protocol version")
@@ -212,7 +217,7 @@ class Worker:
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
         status = self._board.greeting(now_s, draining=self._draining)
-        self._send(peer, msgspec.structs.replace(peer.status(status, {}), service=[]))
+        self._send(peer, msgspec.structs.replace(peer.status(status, self._is_of), service=[]))
 
     def _join(self, identity: bytes, gateway_id: str) -> Peer | None:
         """A new peer in place of those it stands for; None where there are too many."""
@@ -233,7 +238,7 @@ class Worker:
         """
         self.counters.messages_without_hello += 1
         if isinstance(message, Submit):
-            text = "this worker process has had no Hello on this connection: say Hello again"
+            text = "this worker process got no Hello on this connection: send Hello again"
             self._link.send(identity, self._refusal(message, "not_resident", text))
 
     def _submit(self, peer: Peer, request: Submit, now_s: float) -> None:
@@ -254,9 +259,8 @@ class Worker:
             self._send(peer, self._refusal(request, error.code, str(error)))
             self._board.ask()
             return
-        self._requests[key] = peer
-        peer.requests.add(key)
-        self._board.taken(key, request.model_id, len(request.prompt_token_ids) + request.max_tokens)
+        num_tokens = len(request.prompt_token_ids) + request.max_tokens
+        self._requests[key] = PeerRequest(peer, self._board.taken(request.model_id, num_tokens))
 
     def _control(
         self, message: SetCatalog | LoadModel | WarmModel | UnloadModel, now_s: float
@@ -266,7 +270,7 @@ class Worker:
                 case SetCatalog():
                     self._engine.set_catalog(message.models, now_s)
                 case LoadModel() | WarmModel():
-                    self._engine.load(message.model_id, now_s, Wish.of(message))
+                    self._engine.load(message.model_id, now_s, LoadRequest.of(message))
                 case UnloadModel():
                     self._engine.unload(message.model_id, now_s)
         except RequestRefused as error:  # the status that follows says the same in states
@@ -281,14 +285,16 @@ class Worker:
         outputs: dict[Peer, list[TokenDelta]] = {}
         for delta in deltas:
             key = (delta.request_id, delta.attempt)
-            peer = self._requests.get(key)
-            if peer is None:
+            request = self._requests.get(key)
+            if request is None:
                 self.counters.deltas_unknown += 1
-                logger.error("the engine speaks of request %s attempt %d, unknown here", *key)
+                logger.error("the engine reports an unknown request %s attempt %d", *key)
                 continue
+            peer = request.peer
             target: Peer | None = peer
             if delta.finish is not None:
-                self._end(peer, key)
+                del self._requests[key]
+                self._board.ended(request.kv_bytes)
                 self._outbox.add(peer.gateway_id, key, delta.finish)
                 if not peer.connected:
                     delta = msgspec.structs.replace(delta, token_ids=[], vectors=b"")
@@ -298,17 +304,12 @@ class Worker:
         for peer, own in outputs.items():
             self._send(peer, StepOutput(self._epoch, own))
 
-    def _end(self, peer: Peer, key: RequestKey) -> None:
-        del self._requests[key]
-        peer.requests.discard(key)
-        self._board.ended(key)
-
     def _publish(self, now_s: float) -> None:
         status = self._board.collect(now_s, draining=self._draining)
         if status is None:
             return
         for peer in list(self._peers.values()):
-            self._send(peer, peer.status(status, self._requests))
+            self._send(peer, peer.status(status, self._is_of))
 
     def _send(self, peer: Peer, message: FromWorker) -> None:
         """Send, or lose the peer. Nothing is kept for later but finishes."""
@@ -320,11 +321,14 @@ class Worker:
         peer.connected = False
         del self._peers[peer.identity]
         self.counters.peers_lost += 1
-        logger.warning(
-            "peer lost gateway=%s requests=%d: %s", peer.gateway_id, len(peer.requests), why
-        )
-        for request_id, attempt in peer.requests:
-            self._engine.abort(request_id, attempt)
+        keys = {key for key in self._requests if self._is_of(peer, key)}
+        logger.warning("peer lost gateway=%s requests=%d: %s", peer.gateway_id, len(keys), why)
+        self._engine.abort_all(keys)
+
+    def _is_of(self, peer: Peer, key: RequestKey) -> bool:
+        """Whether the peer has submitted the request, and it has not ended."""
+        request = self._requests.get(key)
+        return request is not None and request.peer is peer
 
     def _peer_of(self, gateway_id: str) -> Peer | None:
         return next((p for p in self._peers.values() if p.gateway_id == gateway_id), None)
@@ -338,8 +342,7 @@ class Worker:
             self._board.ask()
             logger.info("draining requests=%d", len(self._requests))
         elif now_s >= self._drain_deadline_s:
-            for request_id, attempt in self._requests:
-                self._engine.abort(request_id, attempt)
+            self._engine.abort_all(self._requests)
 
     def _check_when_idle(self, now_s: float) -> None:
         interval_s = self.config.integrity_interval_s

@@ -2,7 +2,7 @@
 
 A status goes out every `status_interval_s`, and at once after what somebody may be waiting for: a
 swap, a changed residency, capacity that grew, and a request that ended where a gateway may be near
-the end of what it was told. So a grant does not wait for the interval, and a worker with room for
+the end of what was reported. So a grant does not wait for the interval, and a worker with room for
 many does not speak of each end. Shrinking capacity can wait: the dispatcher subtracts its own
 grants meanwhile.
 
@@ -11,29 +11,28 @@ The engine's status is asked for only when one of these may be true. Sending is 
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+
+import msgspec
 
 from engine.config import WorkerConfig
+from engine.engine import Engine
 from engine.protocol import Layout, SwapChoice, SwapRecord, WorkerStatus
-from engine.worker.engine_like import EngineLike, EngineStatusLike
 
 logger = logging.getLogger(__name__)
 
-RequestKey: TypeAlias = tuple[str, int]
-
 _GROWTH_SHARE = 8
-"""Capacity has grown when it is more than 1/8 over what was last told."""
+"""Capacity has grown when it is more than 1/8 over what was last reported."""
 LAYOUT_EVERY_S = 0.5
 """Pages of KV come and go all the time: who looks at a picture is shown that often enough."""
 _TIGHT_ROWS_SHARE = 4
-"""Where gateways have less than 1/4 of a step's rows left, every end is told at once."""
+"""Where gateways have less than 1/4 of a step's rows left, every end is reported at once."""
 
 
-def is_news(told: EngineStatusLike, now: EngineStatusLike) -> bool:
+def is_news(reported: WorkerStatus, now: WorkerStatus) -> bool:
     """Pure: whether `now` has a residency or a capacity somebody may be waiting for."""
-    if {m.model_id: m.state for m in told.models} != {m.model_id: m.state for m in now.models}:
+    if {m.model_id: m.state for m in reported.models} != {m.model_id: m.state for m in now.models}:
         return True
-    before, after = _capacity(told), _capacity(now)
+    before, after = _capacity(reported), _capacity(now)
     return any(amount > _grown(before.get(name, 0)) for name, amount in after.items())
 
 
@@ -41,7 +40,7 @@ def _grown(amount: int) -> int:
     return amount + amount // _GROWTH_SHARE
 
 
-def _capacity(status: EngineStatusLike) -> dict[str, int]:
+def _capacity(status: WorkerStatus) -> dict[str, int]:
     capacity = {"requests": status.free_requests, "kv_bytes": status.free_kv_bytes}
     for lease in status.leases:
         capacity[f"requests of {lease.model_id}"] = lease.num_requests
@@ -50,60 +49,59 @@ def _capacity(status: EngineStatusLike) -> dict[str, int]:
 
 
 class StatusBoard:
-    """Keeps what was last told. `worker_counters` are merged into the engine's counters."""
+    """Keeps what was last reported. `worker_counters` are merged into the engine's counters."""
 
     def __init__(
         self,
         config: WorkerConfig,
         epoch: str,
-        engine: EngineLike,
+        engine: Engine,
         worker_counters: Callable[[], Mapping[str, float]],
     ) -> None:
         self._config = config
         self._epoch = epoch
         self._engine = engine
         self._worker_counters = worker_counters
-        self._told: EngineStatusLike | None = None
+        self._reported: WorkerStatus | None = None
         self._next_s = 0.0
         self._due = True
         self._look_again = False
-        self._layout: Layout | None = None  # as last told
+        self._layout: Layout | None = None  # as last reported
         self._next_layout_s = 0.0
         self._swaps: list[SwapRecord] = []
         self._choices: list[SwapChoice] = []
-        self._told_residency: object = None
+        self._reported_residency: object = None
         self._num_taken = 0  # Submits since then
         self._taken_bytes = 0  # of KV, at most, since then, as the next
         self._freed_bytes = 0
-        self._kv_bytes: dict[RequestKey, int] = {}  # of requests that have not ended
         self._bytes_per_token: dict[str, int] = {}
 
     def ask(self) -> None:
         """Something happened that a gateway may be waiting for: tell at the next `collect`."""
         self._due = True
 
-    def taken(self, key: RequestKey, model_id: str, num_tokens: int) -> None:
-        """A Submit was taken in, for so many tokens at most."""
+    def taken(self, model_id: str, num_tokens: int) -> int:
+        """A Submit was taken in, for so many tokens at most. Returns the bytes of their KV."""
         self._num_taken += 1
         num_bytes = num_tokens * self._bytes_per_token.get(model_id, 0)
-        self._kv_bytes[key] = num_bytes
         self._taken_bytes += num_bytes
+        return num_bytes
 
-    def ended(self, key: RequestKey) -> None:
-        """A request has ended: told now if gateways may lack what it gives back."""
-        self._freed_bytes += self._kv_bytes.pop(key, 0)
-        told = self._told
+    def ended(self, num_bytes: int) -> None:
+        """A request has ended: reported now if gateways may lack its KV, of so many bytes."""
+        self._freed_bytes += num_bytes
+        reported = self._reported
         if (
-            told is None
-            or (told.free_requests - self._num_taken) * _TIGHT_ROWS_SHARE
+            reported is None
+            or (reported.free_requests - self._num_taken) * _TIGHT_ROWS_SHARE
             < self._config.engine.max_num_seqs
-            or self._taken_bytes * 2 > told.free_kv_bytes
-            or told.free_kv_bytes + self._freed_bytes > _grown(told.free_kv_bytes)
+            or self._taken_bytes * 2 > reported.free_kv_bytes
+            or reported.free_kv_bytes + self._freed_bytes > _grown(reported.free_kv_bytes)
         ):
             self._due = True
 
     def rest_s(self, now_s: float) -> float:
-        """How long nothing needs to be told."""
+        """How long nothing needs to be reported."""
         return 0.0 if self._due or self._look_again else max(0.0, self._next_s - now_s)
 
     def collect(self, now_s: float, *, draining: bool) -> WorkerStatus | None:
@@ -114,18 +112,18 @@ class StatusBoard:
         self._take_swaps()
         on_time = now_s >= self._next_s
         residency = self._engine.residency_key
-        moved = residency != self._told_residency
+        moved = residency != self._reported_residency
         if not (self._due or on_time or self._look_again or moved):
             return None
         status = self._engine.status(now_s)
-        news = moved or self._told is None or is_news(self._told, status)
-        told = self._due or on_time or news
+        news = moved or self._reported is None or is_news(self._reported, status)
+        is_due = self._due or on_time or news
         # Pages given back are fenced for a step, so capacity may grow a tick after its cause.
         self._look_again = self._due or news
-        if not told:
+        if not is_due:
             return None
-        self._told, self._due = status, False
-        self._told_residency = residency
+        self._reported, self._due = status, False
+        self._reported_residency = residency
         self._num_taken = self._taken_bytes = self._freed_bytes = 0
         self._bytes_per_token = {
             lease.model_id: lease.kv_bytes_per_token for lease in status.leases
@@ -137,7 +135,7 @@ class StatusBoard:
 
     def greeting(self, now_s: float, *, draining: bool) -> WorkerStatus:
         """A status for a peer that just came; swaps wait for the next one to all."""
-        layout, self._layout = self._engine.layout(), None  # the next is told to all again
+        layout, self._layout = self._engine.layout(), None  # the next is reported to all again
         return self._message(self._engine.status(now_s), [], [], layout, draining=draining)
 
     def _new_layout(self, now_s: float) -> Layout | None:
@@ -166,7 +164,7 @@ class StatusBoard:
 
     def _message(
         self,
-        status: EngineStatusLike,
+        status: WorkerStatus,
         swaps: list[SwapRecord],
         choices: list[SwapChoice],
         layout: Layout | None,
@@ -174,23 +172,15 @@ class StatusBoard:
         draining: bool,
     ) -> WorkerStatus:
         """A draining worker offers nothing."""
-        counters = {**status.counters, **self._worker_counters()}
-        return WorkerStatus(
+        return msgspec.structs.replace(
+            status,
             epoch=self._epoch,
             worker_id=self._config.worker_id,
-            num_received=0,
-            free_requests=0 if draining else status.free_requests,
-            free_kv_bytes=status.free_kv_bytes,
             lease_ttl_s=self._config.lease_ttl_s,
-            page_bytes=status.page_bytes,
-            num_pages=status.num_pages,
-            pages=dict(status.pages),
-            models=list(status.models),
-            leases=[] if draining else list(status.leases),
+            free_requests=0 if draining else status.free_requests,
+            leases=[] if draining else status.leases,
             swaps=swaps,
-            counters=counters,
-            cold_bytes_per_s=status.cold_bytes_per_s,
+            counters={**status.counters, **self._worker_counters()},
             choices=choices,
-            service=list(status.service),
             layout=layout,
         )

@@ -2,21 +2,38 @@
 
 Comes in: pieces of choices and how they ended. Goes out: bytes. What is the same in all chunks of a
 choice is encoded once, so a piece of plain text costs one JSON string and two joins. Where the
-pieces come from is choice.py's; sending them is stream.py's.
+pieces come from is choice.py's; sending them is post.py's. Events of a chat are spelled so:
+
+    ContentDelta      {"content": "..."}
+    ReasoningDelta    {"reasoning_content": "..."}
+    ToolCallStart     {"tool_calls": [{"index": 0, "id": ..., "type": "function",
+                                       "function": {"name": ..., "arguments": ""}}]}
+    ArgumentsDelta    {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
+
+ToolCallEnd and Padding are nothing to a client. Log-probabilities have two formats, a chat's and a
+completion's. A token whose bytes are half a character is spelled as OpenAI spells it in completions
+("bytes:\\xe2\\x82"), where tokens are keys; in chats it has its `bytes` beside it. JSON has no
+infinity: what the model rules out is reported as LOWEST.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from gateway.answer.choice import Piece
-from gateway.answer.detokenize import PieceTable, ScoredToken
-from gateway.answer.output_parser import ContentDelta, Event, joined
-from gateway.answer.scores import ScoreWriter
-from gateway.answer.tool_deltas import delta, message
+from gateway.answer.choice import Piece, TextParts
+from gateway.api.tools.output_parser import (
+    ArgumentsDelta,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallStart,
+    joined,
+)
 from gateway.errors import ApiError
+from gateway.text.detokenize import ScoredToken
+from gateway.text.pieces import PieceTable
 from gateway.types import PreparedRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -27,11 +44,12 @@ _OBJECTS = {
     ("completion", False): "text_completion",
 }
 _encode = msgspec.json.Encoder().encode
+LOWEST = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
 class UsageFigures:
-    """Tokens as the client is told them; the posting says the same."""
+    """Tokens as the client sees them; the posting says the same."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -47,6 +65,12 @@ class UsageFigures:
         }
 
 
+def usage_of(parts: TextParts) -> UsageFigures:
+    """Once the text has ended."""
+    num_prompt = parts.prepared.request.num_prompt_tokens
+    return UsageFigures(num_prompt, parts.num_tokens, parts.cached_tokens)
+
+
 class _Scores:
     """The `logprobs` of a choice in its request's format; None where they were not asked for."""
 
@@ -54,7 +78,7 @@ class _Scores:
         self._wanted = request.logprobs >= 0
         self._is_chat = request.kind == "chat"
         self._shift = len(request.echo)
-        self._writer = ScoreWriter(pieces)
+        self._pieces = pieces
 
     def body(
         self, scored: Sequence[ScoredToken], prompt: Sequence[ScoredToken] = ()
@@ -63,11 +87,62 @@ class _Scores:
         if not self._wanted:
             return None
         if self._is_chat:
-            return self._writer.chat(scored)
-        body = self._writer.completion(prompt)
-        for name, values in self._writer.completion(scored, self._shift).items():
+            return self._chat(scored)
+        body = self._completion(prompt)
+        for name, values in self._completion(scored, self._shift).items():
             body[name] += values
         return body
+
+    def _chat(self, scored: Sequence[ScoredToken]) -> dict[str, Any]:
+        content = []
+        for token in scored:
+            if token.scores is None:
+                continue
+            top = [self._chat_entry(i, value) for i, value in token.scores.top]
+            entry = self._chat_entry(token.token_id, token.scores.logprob)
+            content.append({**entry, "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _completion(self, scored: Sequence[ScoredToken], shift: int = 0) -> dict[str, Any]:
+        """`shift`: characters before the tokens' text."""
+        tops: list[dict[str, float] | None] = []
+        for token in scored:
+            if token.scores is None:
+                tops.append(None)
+                continue
+            top: dict[str, float] = {}
+            for token_id, value in (*token.scores.top, (token.token_id, token.scores.logprob)):
+                top.setdefault(self._key(token_id), _finite(value))
+            tops.append(top)
+        return {
+            "tokens": [self._key(token.token_id) for token in scored],
+            "token_logprobs": [
+                None if token.scores is None else _finite(token.scores.logprob) for token in scored
+            ],
+            "top_logprobs": tops,
+            "text_offset": [shift + token.start for token in scored],
+        }
+
+    def _chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        piece = self._pieces.piece(token_id)
+        return {
+            "token": piece.decode("utf-8", "replace") if piece else self._name(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(piece) if piece else None,
+        }
+
+    def _key(self, token_id: int) -> str:
+        piece = self._pieces.piece(token_id)
+        if not piece:
+            return self._name(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def _name(self, token_id: int) -> str:
+        """Of a control token, which has no text."""
+        return self._pieces.name(token_id)
 
 
 class Chunks:
@@ -210,3 +285,53 @@ def _head(request: PreparedRequest, stream: bool) -> dict[str, Any]:
 
 def _event(body: object) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
+
+
+def delta(event: Event) -> dict[str, Any] | None:
+    """The `delta` of one chunk, None where there is none to send."""
+    match event:
+        case ContentDelta():
+            return {"content": event.text}
+        case ReasoningDelta():
+            return {"reasoning_content": event.text}
+        case ToolCallStart():
+            function = {"name": event.name, "arguments": ""}
+            call = {"id": event.call_id, "type": "function", "function": function}
+            return {"tool_calls": [{"index": event.index, **call}]}
+        case ArgumentsDelta():
+            function = {"arguments": event.text}
+            return {"tool_calls": [{"index": event.index, "function": function}]}
+    return None
+
+
+def message(events: Iterable[Event]) -> dict[str, Any]:
+    """The message of a whole answer. `content` is None where there are only calls."""
+    content: list[str] = []
+    reasoned: list[str] = []
+    calls: list[dict[str, Any]] = []
+    arguments: list[list[str]] = []
+    for event in events:
+        match event:
+            case ContentDelta():
+                content.append(event.text)
+            case ReasoningDelta():
+                reasoned.append(event.text)
+            case ToolCallStart():
+                calls.append({"id": event.call_id, "type": "function", "function": event.name})
+                arguments.append([])
+            case ArgumentsDelta():
+                arguments[event.index].append(event.text)
+    text = "".join(content)
+    out: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if reasoned:
+        out["reasoning_content"] = "".join(reasoned)
+    if calls:
+        out["content"] = text or None
+        for call, pieces in zip(calls, arguments, strict=True):
+            call["function"] = {"name": call["function"], "arguments": "".join(pieces)}
+        out["tool_calls"] = calls
+    return out
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

@@ -1,24 +1,24 @@
-"""One answer of a request that may ask for several (`n`), and their pieces in the order they come.
+"""The choices (`n`) of a request for text, and their pieces in the order they come.
 
-Part of stage 9. Comes in: a worker's events for one choice. Goes out: pieces: what a parser made of
-the text, with the log-probabilities of its tokens. Who pays, and what becomes of a request whose
-choices end differently, is exchange.py's; bytes are answer.py's.
+Part of stage 9. Comes in: the workers' events. Goes out: pieces: what a parser made of the text,
+with the log-probabilities of its tokens. Who pays, and what becomes of a request whose choices end
+differently, is active_request.py's; bytes are answer.py's.
 
-The worker knows choices as requests of their own, named by `joint.choice_id`; they share the
-prompt through its prefix cache.
+Workers know choices as requests of their own, named by `choices.choice_id`, each with a seed of its
+own; they share the prompt through its prefix cache.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import msgspec
 
 from engine.protocol import Finish, Usage
-from gateway.answer.detokenize import PieceTable, ScoredToken, TextStream
-from gateway.answer.output_parser import Event, OutputParser
-from gateway.answer.tool_deltas import finish_reason
+from gateway.api.tools.output_parser import Event, OutputParser
 from gateway.errors import (
     DEADLINE_EXCEEDED,
     SERVER_ERROR,
@@ -27,7 +27,11 @@ from gateway.errors import (
     WorkerLost,
     unenforceable,
 )
-from gateway.types import PreparedRequest, RunningRequest, TokenEvent
+from gateway.prepare.prepare import Prepared
+from gateway.text.detokenize import ScoredToken, TextStream, score_prompt
+from gateway.text.pieces import PieceTable
+from gateway.types import SEED_MASK, PartsEnd, PreparedRequest, RunningRequest, Sink, TokenEvent
+from gateway.workers.choices import choice_id, summed_usage
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +48,25 @@ class Piece(msgspec.Struct, frozen=True):
     prompt: Sequence[ScoredToken] = ()
 
 
+class PartsOwner(Protocol):
+    """The request that choices belong to (`active_request.ActiveRequest`)."""
+
+    @property
+    def is_gone(self) -> bool:
+        """The client went away."""
+
+    async def opened(self) -> None:
+        """Awaited before the first tokens are used. Raises ApiError."""
+
+    def on_tokens(self, num_tokens: int, last_s: float | None) -> float:
+        """Called with all tokens of a choice that had its last at `last_s`. Returns when."""
+
+    def streamed(self, num_tokens: int) -> None:
+        """Called with what the client has been sent."""
+
+
 class Choice:
-    """Used by one consumer. `before_tokens()` is awaited before the first are used, `on_tokens
-    (choice, count)` is told of all."""
+    """One of them. Used by one consumer."""
 
     def __init__(
         self,
@@ -55,22 +75,22 @@ class Choice:
         running: RunningRequest,
         pieces: PieceTable,
         parser: OutputParser,
-        before_tokens: Callable[[], Awaitable[None]],
-        on_tokens: Callable[["Choice", int], None],
+        owner: PartsOwner,
     ) -> None:
         self.index = index
         self.running = running
         self.finish: Finish | None = None
         self.failure: ApiError | None = None
-        self.last_token_s: float | None = None
+        self.num_sent = 0
+        """Of `num_tokens`, those in pieces that were handed on."""
+        self._last_token_s: float | None = None
         self._request = request
         self._pieces = pieces
         self._parser = parser
-        self._before_tokens = before_tokens
-        self._on_tokens = on_tokens
+        self._owner = owner
         self._events = aiter(running)
         self._texts: list[str] = []
-        self._prompt_told = False
+        self._prompt_reported = False
         self._sum_logprobs, self._num_judged = 0.0, 0
         self._text = TextStream(
             pieces,
@@ -88,7 +108,7 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens up to the stop, as they are told and billed."""
+        """Tokens up to the stop, as they are reported and billed."""
         return self._text.num_tokens
 
     @property
@@ -131,13 +151,13 @@ class Choice:
             return self.finish.usage
         return Usage(len(self._request.prompt_token_ids), 0, self.num_tokens, 0.0)
 
-    async def next(self, is_gone: Callable[[], bool]) -> Piece:
+    async def next(self) -> Piece:
         """What comes next. Raises ApiError where we fail it."""
         try:
             event = await anext(self._events)
             if event.token_ids:
-                await self._before_tokens()
-            return self._take(event, is_gone)
+                await self._owner.opened()
+            return self._take(event)
         except ApiError as error:
             self.failure = error
             raise
@@ -145,11 +165,11 @@ class Choice:
             self.failure = worker_was_lost()
             raise self.failure from error
 
-    def take(self, is_gone: Callable[[], bool]) -> Piece | None:
+    def take(self) -> Piece | None:
         """What comes next if it is there, after a first `next`. Raises as that does."""
         try:
             event = self.running.take()
-            return None if event is None else self._take(event, is_gone)
+            return None if event is None else self._take(event)
         except ApiError as error:
             self.failure = error
             raise
@@ -168,15 +188,11 @@ class Choice:
         except (ApiError, WorkerLost) as error:
             log.info("request %s: no last event: %s", self._request.request_id, error)
 
-    def let_go(self) -> None:
-        """No event comes any more. Whoever was told of them has this choice: a circle, which keeps
-        its prompt until the collector finds it."""
-        self._before_tokens, self._on_tokens = _never_again, _untold
-
-    def _take(self, event: TokenEvent, is_gone: Callable[[], bool]) -> Piece:
+    def _take(self, event: TokenEvent) -> Piece:
         text = ""
         if event.token_ids:
-            self._on_tokens(self, len(event.token_ids))
+            num_tokens = len(event.token_ids)
+            self._last_token_s = self._owner.on_tokens(num_tokens, self._last_token_s)
             if not self._request.only_prompt:
                 shown = event.logprobs if self._request.logprobs >= 0 else ()
                 text = self._text.push(event.token_ids, shown)
@@ -186,7 +202,8 @@ class Choice:
         if event.finish is not None:
             self.finish = event.finish
             if not self._text.stopped and event.finish.reason not in ("stop", "length"):
-                check_end(event.finish, self._request, is_gone(), self.running.overflowed)
+                overflowed = self.running.overflowed
+                check_end(event.finish, self._request, self._owner.is_gone, overflowed)
             text += self._text.finish()
         elif self._text.stopped:
             self.running.abort()
@@ -201,11 +218,17 @@ class Choice:
         return Piece(self.index, events, scored, self._prompt(event))
 
     def _prompt(self, event: TokenEvent) -> Sequence[ScoredToken]:
-        """With the first tokens. A prompt of one token has no scores and is told all the same."""
-        if self._prompt_told or self._request.prompt_logprobs < 0 or not event.token_ids:
+        """With the first tokens. A prompt of one token has no scores and is reported all the
+        same."""
+        if self._prompt_reported or self._request.prompt_logprobs < 0 or not event.token_ids:
             return ()
-        self._prompt_told = True
-        return score_prompt(self._pieces, self._request.prompt_token_ids, event)
+        self._prompt_reported = True
+        return score_prompt(self._pieces, self._request.prompt_token_ids, event.prompt_logprobs)
+
+
+def finish_reason(reason: str, num_calls: int) -> str:
+    """An answer that ended by itself with calls in it asks for their results."""
+    return "tool_calls" if reason == "stop" and num_calls else reason
 
 
 def check_end(
@@ -215,103 +238,239 @@ def check_end(
     if finish.reason == "error":
         name = request.model.name
         log.error("request %s: model %s failed: %s", request.request_id, name, finish.error)
-        raise ApiError(SERVER_ERROR, "the model failed while answering: send it again")
+        raise ApiError(SERVER_ERROR, "the model failed while answering: retry the request")
     if finish.reason == "refused":
-        raise unenforceable(f"from here on it costs too much to hold ({finish.error})")
+        raise unenforceable(f"it became too expensive to enforce ({finish.error})")
     if finish.reason == "timeout":
-        message = "the request took longer than this server allows: ask for fewer tokens"
+        message = "the request exceeded the time limit of this server: ask for fewer tokens"
         raise ApiError(DEADLINE_EXCEEDED, message)
     if overflowed:
-        raise ApiError(SERVER_ERROR, "the answer was broken off: it was not read in time")
+        message = "the answer was aborted because the client did not read it in time: read faster"
+        raise ApiError(SERVER_ERROR, message)
     if not is_gone:
-        raise ApiError(UNAVAILABLE, "the server is stopping: send the request again")
+        raise ApiError(UNAVAILABLE, "the server is shutting down: retry the request")
 
 
 def worker_was_lost() -> ApiError:
     """The answer to a request whose worker died at the wrong moment."""
-    message = "the worker that was answering was lost: send the request again"
+    message = "the worker that ran the request stopped: retry the request"
     return ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
 
 
-def score_prompt(
-    pieces: PieceTable, token_ids: Sequence[int], event: TokenEvent
-) -> list[ScoredToken]:
-    """A prompt's tokens with their places in its text. Nothing precedes the first."""
-    stream = TextStream(pieces, (), [])
-    places = []
-    at = 0
-    for token_id in token_ids:
-        places.append((token_id, at))
-        at += len(stream.push([token_id]))
-    scores = [None, *event.prompt_logprobs]
-    return [
-        ScoredToken(token_id, start, score)
-        for (token_id, start), score in zip(places, scores, strict=True)
-    ]
-
-
-class Merged:
-    """The pieces of all choices, first come first served; each choice's own in their order.
+class TextParts:
+    """All choices of a request: their pieces first come first served, each choice's own in order.
 
     One choice is read directly. Several are waited for by a task each, and a choice is read again
     only when its piece was taken: a client that does not read fills the worker's streams, where the
     bound is.
     """
 
-    def __init__(self, choices: Sequence[Choice], is_gone: Callable[[], bool]) -> None:
-        self._choices = choices
-        self._is_gone = is_gone
+    def __init__(
+        self,
+        prepared: Prepared,
+        run: Callable[[PreparedRequest], RunningRequest],
+        owner: PartsOwner,
+    ) -> None:
+        """`run` queues a request."""
+        self.prepared = prepared
+        self.choices: list[Choice] = []
+        self._run = run
+        self._owner = owner
+        self._first: Piece | None = None
         self._waiting: dict[int, asyncio.Task[Piece]] = {}
         self._ready: deque[asyncio.Task[Piece]] = deque()
 
+    # What their owner asks (active_request.Parts).
+
     @property
-    def is_over(self) -> bool:
-        """Every choice has ended and been read."""
-        untaken = self._ready or self._waiting
-        return not untaken and all(choice.has_ended for choice in self._choices)
+    def is_queued(self) -> bool:
+        """The dispatcher has at least one of them."""
+        return bool(self.choices)
 
-    async def next(self) -> Piece:
-        """The next piece there is. Raises ApiError when a choice fails."""
-        if len(self._choices) == 1:
-            return await self._choices[0].next(self._is_gone)
-        if not self._ready:
-            await self._wait()
-        return self._ready.popleft().result()
+    @property
+    def has_ended(self) -> bool:
+        """Nothing more will be said."""
+        return all(choice.has_ended for choice in self.choices)
 
-    async def stop(self) -> None:
-        """Read no more; the choices' events are free for others afterwards."""
+    @property
+    def num_tokens(self) -> int:
+        """Up to each choice's stop."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the prompt, as every choice found it."""
+        return min(choice.usage.cached_tokens for choice in self.choices)
+
+    def start(self) -> None:
+        """Queue all of them. Raises ApiError where one is refused."""
+        prepared = self.prepared
+        for index, request in enumerate(_choices(prepared.request)):
+            running, parser = self._run(request), prepared.new_parser()
+            of_all = prepared.request, running, prepared.codec.pieces, parser, self._owner
+            self.choices.append(Choice(index, *of_all))
+
+    def abort(self) -> None:
+        """Stop the workers within one step."""
+        for choice in self.choices:
+            choice.running.abort()
+
+    async def end(self) -> PartsEnd:
+        """Read no more; stop the workers and take what each says last."""
         tasks = [*self._waiting.values(), *self._ready]
-        if not tasks:
-            return
         self._waiting.clear()
         self._ready.clear()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.abort()
+        choices = self.choices
+        for choice in choices:
+            await choice.take_last_event()
+        usages = [choice.usage for choice in choices]
+        return PartsEnd(
+            is_complete=all(choice.is_complete for choice in choices),
+            usage=summed_usage(usages),
+            queue_s=max(choice.running.queue_s for choice in choices),
+            finish_reasons=[choice.finish_reason for choice in choices],
+            num_tokens=self.num_tokens,
+            num_sent=self._num_sent,
+            num_generated=sum(
+                max(choice.num_tokens, usage.generated_tokens)
+                for choice, usage in zip(choices, usages, strict=True)
+            ),
+            is_spent=any(choice.num_tokens and choice.has_spent_form for choice in choices),
+            overflowed=any(choice.running.overflowed for choice in choices),
+        )
 
-    def let_go(self) -> None:
-        """As `Choice.let_go`, of all of them."""
-        self._is_gone = _gone
-        for choice in self._choices:
-            choice.let_go()
+    # How they are read.
 
-    async def _wait(self) -> None:
-        for choice in self._choices:
-            if choice.index not in self._waiting and not choice.has_ended:
-                task = asyncio.create_task(choice.next(self._is_gone))
-                self._waiting[choice.index] = task
-        await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
-        for index in sorted(index for index, task in self._waiting.items() if task.done()):
-            self._ready.append(self._waiting.pop(index))
+    async def begin(self, wait_s: float) -> None:
+        """Wait for the first tokens, which until then can be refused by an HTTP status; at most
+        `wait_s`, 0: as long as it takes. Raises ApiError."""
+        if not wait_s or await self._has_event(wait_s):
+            self._first = await self._next()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The answer as it is made; ends early for a client that is gone. Raises ApiError."""
+        if self._first is not None:
+            yield self._first
+        while not self._is_over:
+            if self.prepared.request.stream:  # What was yielded before has been sent.
+                self._owner.streamed(self._num_sent)
+            yield await self._next()
+
+    async def push(self, send: Callable[[Piece], None], sink: Sink) -> None:
+        """Hand the pieces on as they are made, while the client reads: what it does not read waits
+        in the dispatcher's streams, where the bound is. Ends as `pieces` does. Raises ApiError.
+
+        One choice is handed on by plain calls, as far as from the worker's message to the socket:
+        they run inside the dispatcher, to which nothing is raised.
+        """
+        if len(self.choices) > 1:
+            async for piece in self.pieces():
+                send(piece)
+                await sink.drained()
+            return
+        send(self._first or await self._next())
+        if self._is_over:
+            return
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        choice = self.choices[0]
+        is_busy = False
+
+        def on_event() -> None:
+            nonlocal is_busy
+            if is_busy or over.done():  # busy: an abort from within may bring the last event
+                return
+            is_busy = True
+            try:
+                self._hand_on(choice, send, sink)
+            except Exception as error:  # noqa: BLE001  carried to who awaits below
+                over.set_exception(error)
+            else:
+                if choice.has_ended:
+                    over.set_result(None)
+            is_busy = False
+
+        sink.when_drained(on_event)
+        choice.running.listen(on_event)
+        try:
+            await over
+        finally:
+            choice.running.listen(None)
+
+    def _hand_on(self, choice: Choice, send: Callable[[Piece], None], sink: Sink) -> None:
+        """All there is, unless the client does not read."""
+        while choice.running.has_event and not sink.is_full:
+            piece = choice.take()
+            if piece is None:
+                return
+            send(piece)
+            choice.num_sent = choice.num_tokens
+            if choice.has_ended:
+                return
+            self._owner.streamed(choice.num_sent)  # of the only one
+
+    @property
+    def _is_over(self) -> bool:
+        """Every choice has ended and been read."""
+        return not self._ready and not self._waiting and self.has_ended
+
+    async def _has_event(self, timeout_s: float) -> bool:
+        """Whether there is something to begin with within the time. Takes nothing."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[bool] = loop.create_future()
+
+        def tell(is_ready: bool = True) -> None:
+            if not waiter.done():
+                waiter.set_result(is_ready)
+
+        timer = loop.call_later(timeout_s, tell, False)
+        try:
+            for choice in self.choices:
+                choice.running.listen(tell)
+            return await waiter
+        finally:
+            timer.cancel()
+            for choice in self.choices:
+                choice.running.listen(None)
+
+    @property
+    def _num_sent(self) -> int:
+        return sum(choice.num_sent for choice in self.choices)
+
+    async def _next(self) -> Piece:
+        """The next piece there is, to be handed on. Raises ApiError when a choice fails."""
+        piece = await self._next_piece()
+        choice = self.choices[piece.index]
+        choice.num_sent = choice.num_tokens  # it is not read again before this piece was taken
+        return piece
+
+    async def _next_piece(self) -> Piece:
+        if len(self.choices) == 1:
+            return await self.choices[0].next()
+        if not self._ready:
+            for choice in self.choices:
+                if choice.index not in self._waiting and not choice.has_ended:
+                    self._waiting[choice.index] = asyncio.create_task(choice.next())
+            await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
+            for index in sorted(i for i, task in self._waiting.items() if task.done()):
+                self._ready.append(self._waiting.pop(index))
+        return self._ready.popleft().result()
 
 
-async def _never_again() -> None:
-    raise RuntimeError("tokens of an exchange that is closed")
-
-
-def _untold(choice: Choice, num_tokens: int) -> None:
-    pass
-
-
-def _gone() -> bool:
-    return True
+def _choices(request: PreparedRequest) -> list[PreparedRequest]:
+    """The request's choices as workers get them: each with a name and a seed of its own."""
+    num, seed = request.num_choices, request.sampling.seed
+    if num == 1:
+        return [request]
+    return [
+        replace(
+            request,
+            request_id=choice_id(request.request_id, index, num),
+            sampling=msgspec.structs.replace(request.sampling, seed=(seed + index) & SEED_MASK),
+        )
+        for index in range(num)
+    ]

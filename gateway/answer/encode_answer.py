@@ -1,15 +1,21 @@
-"""Answers of encoders as JSON: vectors, classes, ranks. Part of stage 9.
+"""Answers of encoders: rows from the workers, written as JSON (vectors, classes, ranks). Stage 9.
 
-Comes in: the worker's rows, [inputs, width] float32, all finite. Goes out: the body in parts, which
-nobody needs to join. The arithmetic on rows that clients see and models do not is here: vectors cut
-and made unit again, logits to probabilities.
+Comes in: a prepared request. `RowParts` has it computed, a few pieces at a time, so that a large
+request waits its turn among others again and again; a piece whose worker dies is sent again by the
+dispatcher like any request, for nothing of it has left the gateway. Goes out: the rows, [inputs,
+width] float32, all finite, and the body of the answer in parts, which nobody needs to join. The
+arithmetic on rows that clients see and models do not is here: vectors cut and made unit again,
+logits to probabilities.
 
 A large answer is millions of digits, a tenth of a second of work: it is written some rows at a time
-and others get a turn between.
+and others get a turn between. It is whole before it leaves and is held until the client has read
+it: `AnswerMemory` bounds what one tenant's requests may hold so.
 """
 
 import asyncio
 import base64
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -18,14 +24,137 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.prepare.encode_prepare import EncodePrepared
-from gateway.prepare.encode_wire import EncodeAsk
+from engine.protocol import Finish, Usage
+from gateway.answer.choice import PartsOwner, check_end, worker_was_lost
+from gateway.api.encode_wire import EncodeAsk
+from gateway.errors import (
+    DEADLINE_EXCEEDED,
+    QUEUE_FULL,
+    SERVER_ERROR,
+    ApiError,
+    ClientGone,
+    WorkerLost,
+)
+from gateway.prepare.encode_prepare import EncodePrepared, pieces_of
+from gateway.types import PartsEnd, PreparedRequest, RunningRequest
+from gateway.workers.choices import summed_usage
+
+log = logging.getLogger(__name__)
 
 Rows = NDArray[np.float32]
 
+PIECES_AT_ONCE = 2
+"""The next one should be there when the worker is done with one."""
+_RETRY_S = 1.0
 _TURN_NUMBERS = 8_192
 """Numbers written in one go: about 2 ms."""
 _encode = msgspec.json.Encoder().encode
+
+
+class RowParts:
+    """All pieces of a request, in the order of its inputs. Used by one consumer."""
+
+    def __init__(
+        self,
+        prepared: EncodePrepared,
+        piece_tokens: int,
+        run: Callable[[PreparedRequest], RunningRequest],
+        owner: PartsOwner,
+    ) -> None:
+        """`run` queues a piece, of at most `piece_tokens` or one input."""
+        self.prepared = prepared
+        self._pieces = pieces_of(prepared.request, piece_tokens)
+        self._run = run
+        self._owner = owner
+        self._running: deque[tuple[PreparedRequest, RunningRequest]] = deque()
+        self._usages: list[Usage] = []
+        self._first: RunningRequest | None = None
+
+    # What their owner asks (active_request.Parts). Part of an answer is of no use, so nothing is
+    # owed for one, and what is still running tells nobody what it used.
+
+    @property
+    def is_queued(self) -> bool:
+        """The dispatcher has at least one of them."""
+        return self._first is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """All rows are there."""
+        return len(self._usages) == len(self._pieces)
+
+    def start(self) -> None:
+        """Queue the first; the others follow. Raises ApiError."""
+        self._first = self._run(self._pieces[0])
+        self._running.append((self._pieces[0], self._first))
+
+    def abort(self) -> None:
+        """Stop the workers within one step."""
+        for _, running in self._running:
+            running.abort()
+
+    async def end(self) -> PartsEnd:
+        """Stop the workers."""
+        self.abort()
+        usage = summed_usage(self._usages) if self.has_ended else Usage(0, 0, 0, 0.0)
+        # Of the first: the others wait while it runs.
+        queue_s = 0.0 if self._first is None else self._first.queue_s
+        return PartsEnd(self.has_ended, usage, queue_s, ["stop"])
+
+    async def rows(self, timeout_s: float) -> Rows:
+        """All rows, [inputs, width], once the open record is durable too. Raises ApiError, also
+        where all pieces together take longer than `timeout_s`, and ClientGone."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                parts = await self._parts()
+                await self._owner.opened()
+        except TimeoutError as error:
+            message = "the request exceeded the time limit of this server: send fewer inputs"
+            raise ApiError(DEADLINE_EXCEEDED, message) from error
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    async def _parts(self) -> list[Rows]:
+        parts = []
+        waiting = iter(self._pieces[1:])
+        while self._running:
+            if self._owner.is_gone:
+                raise ClientGone
+            while len(self._running) < PIECES_AT_ONCE and (piece := next(waiting, None)):
+                self._running.append((piece, self._run(piece)))
+            piece, running = self._running[0]
+            parts.append(await self._rows_of(piece, running))
+            self._running.popleft()
+        return parts
+
+    async def _rows_of(self, piece: PreparedRequest, running: RunningRequest) -> Rows:
+        """Raises ApiError where the worker did not give what was asked for."""
+        finish, vectors = await _last_event(running)
+        if finish.reason != "stop":
+            check_end(finish, piece, self._owner.is_gone)
+            raise ClientGone
+        assert piece.encode is not None
+        num_rows, width = len(piece.encode.lengths), self.prepared.width
+        rows = np.frombuffer(vectors, dtype="<f4") if len(vectors) % 4 == 0 else np.empty(0, "<f4")
+        if rows.size != num_rows * width or not np.isfinite(rows).all():
+            what = "numbers that are not finite"
+            if rows.size != num_rows * width:
+                what = f"{len(vectors)} bytes for {num_rows} rows of {width}"
+            log.error("request %s: model %s gave %s", piece.request_id, piece.model.name, what)
+            message = f"the model {piece.model.name!r} failed while processing the request"
+            raise ApiError(SERVER_ERROR, message)
+        self._usages.append(finish.usage)
+        return rows.reshape(num_rows, width)
+
+
+async def _last_event(running: RunningRequest) -> tuple[Finish, bytes]:
+    """Raises ApiError: refused, or its worker was lost too often."""
+    try:
+        async for event in running:
+            if event.finish is not None:
+                return event.finish, event.vectors
+    except WorkerLost as error:
+        raise worker_was_lost() from error
+    raise worker_was_lost()
 
 
 async def answer(prepared: EncodePrepared, rows: Rows) -> list[bytes]:
@@ -110,3 +239,39 @@ def _ranks(asked: EncodeAsk, rows: Rows) -> Iterable[dict[str, Any]]:
         if asked.return_documents:
             result["document"] = {"text": asked.inputs[index]}
         yield result
+
+
+class AnswerMemory:
+    """Bytes by tenant. Beyond the bound a request is an early 429; one always may."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: dict[str, int] = {}
+
+    def hold(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
+        """Hold so much until what comes back is called; calling it again does nothing.
+
+        Raises ApiError QUEUE_FULL.
+        """
+        before = self._held.get(tenant_id, 0)
+        if before and before + num_bytes > self._max_bytes:
+            raise ApiError(
+                QUEUE_FULL,
+                "the answers to your tenant's running embedding and classification requests take "
+                f"{before} bytes; with this one they exceed the limit of {self._max_bytes} bytes: "
+                "try again later",
+                retry_after_s=_RETRY_S,
+            )
+        self._held[tenant_id] = before + num_bytes
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            if not is_held:
+                return
+            is_held = False
+            self._held[tenant_id] -= num_bytes
+            if not self._held[tenant_id]:
+                del self._held[tenant_id]
+
+        return release

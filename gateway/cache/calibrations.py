@@ -1,40 +1,55 @@
-"""What comparisons have taught of each tenant and model: counts (policy/cache_confidence.py) that
-all gateways add to, and that outlive them.
+"""What comparisons have taught of each tenant and model: counts (cache/policy/cache_confidence.py)
+that all gateways add to, and that outlive them; and the stores that add them up.
 
 Requests read what is here, and never wait. Off their way, a calibration that is in use is exchanged
-with its store every EXCHANGE_S: told what was learnt here since, it says what all of them know; so
-gateways add up and do not overwrite one another. What an exchange failed to tell is told no more:
-told twice it would count twice. A process that is killed loses as much.
+with its store every EXCHANGE_S: given what was learnt here since, it says what all of them know; so
+gateways add up and do not overwrite one another. What an exchange failed to send is sent no more:
+sent twice it would count twice. A process that is killed loses as much.
 
 Counts belong to one rule (the embedder's revision, the fitted weights, the bins): another begins
 anew. They belong to an epoch of their scope too, so that what an invalidation named is not used by
 any gateway that has seen it; the next exchange brings back what was not forgotten.
+
+    files   in the data folder, for a server without a Redis and its gateway processes: one for each
+            tenant and model, replaced whole, under one lock of the folder. Epochs are a process'
+            own here: a purge is sent to every process, and each deletes the files. All is done in
+            one thread, in order: nothing learnt before a purge is written after it
+    Redis   one small key for each, added to by answers.lua in one step. Like everything of that
+            script it belongs to one run of Redis: one that was started anew may have come back
+            without the last invalidations
 """
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import logging
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 import msgspec
 from cachetools import LRUCache
 
-from gateway.cache.store import StoreUnavailable
-from gateway.cache.types import Epoch, Scope
-from gateway.policy.cache_choice import AUDITED_SHARE
-from gateway.policy.cache_confidence import (
+from gateway.cache.policy.cache_choice import AUDITED_SHARE, FITTED
+from gateway.cache.policy.cache_confidence import (
     BIN_WIDTH,
     CLASSES,
     LOWEST_SCORE,
+    MEMORY,
     NUM_BINS,
     Calibration,
     merged,
 )
-from gateway.policy.cache_weights import FITTED
+from gateway.cache.question_score import fitted
+from gateway.cache.redis_answers import WRITE_TIMEOUT_S, quoted
+from gateway.cache.redis_link import RedisLink
+from gateway.cache.types import Epoch, Scope, StoreUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +90,9 @@ class CalibrationStore(Protocol):
 class _Known:
     epoch: Epoch
     total: Calibration = field(default_factory=Calibration)
-    untold: Calibration = field(default_factory=Calibration)
+    unreported: Calibration = field(default_factory=Calibration)
     due_s: float = 0.0
-    is_told: bool = True
+    is_reported: bool = True
     """No exchange is under way."""
 
 
@@ -98,7 +113,7 @@ class Calibrations:
         known = self._known.get(owner)
         if known is None or known.epoch != epoch:
             known = self._known[owner] = _Known(epoch, due_s=self._clock())
-        if known.is_told and self._clock() >= known.due_s:
+        if known.is_reported and self._clock() >= known.due_s:
             self._exchange_soon(owner, known)
         return known.total
 
@@ -107,7 +122,7 @@ class Calibrations:
         known = self._known.get(owner_of(scope, embedder))
         if known is not None and known.epoch == epoch:
             known.total = merged(known.total, learned)
-            known.untold = merged(known.untold, learned)
+            known.unreported = merged(known.unreported, learned)
 
     async def forget(self, tenant_id: str, model_name: str) -> None:
         """Here and in the store. Raises StoreUnavailable."""
@@ -122,9 +137,9 @@ class Calibrations:
             await asyncio.wait(self._exchanges)
 
     async def close(self) -> None:
-        """At the end of the process: tell what is untold, if that can be done soon."""
+        """At the end of the process: tell what is unreported, if that can be done soon."""
         for owner, known in self._known.items():
-            if known.is_told and known.untold.right:
+            if known.is_reported and known.unreported.right:
                 self._begin(owner, known)
         if self._exchanges:
             await asyncio.wait(self._exchanges, timeout=CLOSE_S)
@@ -137,31 +152,31 @@ class Calibrations:
             self._begin(owner, known)
 
     def _begin(self, owner: Owner, known: _Known) -> None:
-        known.is_told = False
+        known.is_reported = False
         task = asyncio.create_task(self._exchange(owner, known), name="cache-calibration")
         self._exchanges.add(task)
         task.add_done_callback(self._exchanges.discard)
 
     async def _exchange(self, owner: Owner, known: _Known) -> None:
-        learned, known.untold = known.untold, Calibration()
+        learned, known.unreported = known.unreported, Calibration()
         try:
             total = await self._store.exchange(owner, known.epoch, learned)
         except StoreUnavailable as error:
             log.debug("cache: a calibration was not exchanged: %s", error)
             return
         finally:
-            known.is_told = True
+            known.is_reported = True
         if self._known.get(owner) is not known:
             return
         if total is None:
             del self._known[owner]
         else:
-            known.total = merged(total, known.untold)
+            known.total = merged(total, known.unreported)
 
 
 def owner_of(scope: Scope, embedder: str) -> Owner:
     """Whose counts a comparison in that scope adds to. `embedder`: its revision."""
-    around = (embedder, FITTED, AUDITED_SHARE, CLASSES, NUM_BINS, LOWEST_SCORE, BIN_WIDTH)
+    around = (embedder, FITTED, fitted(), AUDITED_SHARE, CLASSES, NUM_BINS, LOWEST_SCORE, BIN_WIDTH)
     rule = hashlib.blake2b(msgspec.msgpack.encode(around), digest_size=RULE_BYTES).digest()
     return Owner(scope.tenant_id, scope.model_name, rule)
 
@@ -183,3 +198,145 @@ def decode(raw: bytes) -> Calibration:
     if not all(len(row) == size and all(0 <= n < math.inf for n in row) for row in counts):
         return Calibration()
     return Calibration(*counts)
+
+
+MAX_FILES = 4096
+"""At more, those go that were written longest ago."""
+_SUFFIX = ".counts"
+_T = TypeVar("_T")
+
+
+class _Held(msgspec.Struct, array_like=True, frozen=True):
+    tenant_id: str
+    model_name: str
+    rule: bytes
+    counts: bytes
+
+
+_held = msgspec.msgpack.Decoder(_Held)
+
+
+def calibration_folder(data_path: Path) -> Path:
+    """Where a server has them."""
+    return data_path / "cache-calibrations"
+
+
+class CalibrationFiles:
+    """Implements CalibrationStore."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread = ThreadPoolExecutor(1, "cache-calibration")
+
+    async def exchange(
+        self, owner: Owner, epoch: Epoch, learned: Calibration
+    ) -> Calibration | None:
+        """See CalibrationStore."""
+        return await self._run(lambda: _exchange(self._folder, owner, learned))
+
+    async def forget(self, tenant_id: str, model_name: str) -> None:
+        """See CalibrationStore."""
+        await self._run(lambda: forget_files(self._folder, tenant_id, model_name))
+
+    async def _run(self, work: Callable[[], _T]) -> _T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except OSError as error:
+            raise StoreUnavailable(str(error)) from error
+
+
+def forget_files(folder: Path, tenant_id: str, model_name: str) -> None:
+    """Where no server runs, too. Raises OSError."""
+    if not folder.is_dir():
+        return
+    with _locked(folder):
+        for path in folder.glob(f"*{_SUFFIX}"):
+            held = _read(path)
+            if held is None or (
+                tenant_id in ("", held.tenant_id) and model_name in ("", held.model_name)
+            ):
+                path.unlink(missing_ok=True)
+
+
+def _exchange(folder: Path, owner: Owner, learned: Calibration) -> Calibration:
+    name = hashlib.blake2b(
+        f"{owner.tenant_id}\0{owner.model_name}".encode(), digest_size=16
+    ).hexdigest()
+    path = folder / f"{name}{_SUFFIX}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with _locked(folder):
+        held = _read(path)
+        known = decode(held.counts) if held and held.rule == owner.rule else Calibration()
+        if not learned.right:
+            return known
+        known = merged(known, learned)
+        if held is None:
+            _make_room(folder)
+        held = _Held(owner.tenant_id, owner.model_name, owner.rule, encode(known))
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(msgspec.msgpack.encode(held))
+        fresh.replace(path)
+    return known
+
+
+def _make_room(folder: Path) -> None:
+    paths = list(folder.glob(f"*{_SUFFIX}"))
+    if len(paths) >= MAX_FILES:
+        paths.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in paths[: len(paths) - MAX_FILES + 1]:
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> _Held | None:
+    """None too for what a crash or another hand left in its place."""
+    try:
+        return _held.decode(path.read_bytes())
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Against the other processes of this server, and the command line."""
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+KEPT_S = 30 * 24 * 3600
+"""From when it was last used."""
+
+
+class RedisCalibrations:
+    """Implements CalibrationStore."""
+
+    def __init__(self, link: RedisLink, timeout_s: float = WRITE_TIMEOUT_S) -> None:
+        """`link`: the answers', who close it."""
+        self._link = link
+        self._timeout_s = timeout_s
+
+    async def exchange(
+        self, owner: Owner, epoch: Epoch, learned: Calibration
+    ) -> Calibration | None:
+        """See CalibrationStore."""
+
+        async def ask() -> Calibration | None:
+            names = (quoted(owner.tenant_id), owner.model_name)
+            asked = (epoch, owner.rule, encode(learned), int(MEMORY), KEPT_S * 1000)
+            _, _, (is_current, counts) = await self._link.call("teach", *names, *asked)
+            return decode(counts) if is_current else None
+
+        return await self._link.within(self._timeout_s, ask)
+
+    async def forget(self, tenant_id: str, model_name: str) -> None:
+        """See CalibrationStore. What belongs to one of them alone has been invalidated with it."""
+        if not (tenant_id and model_name):
+            return
+
+        async def ask() -> None:
+            await self._link.call("unteach", quoted(tenant_id), model_name)
+
+        await self._link.within(self._timeout_s, ask)

@@ -1,4 +1,4 @@
-"""An entry as bytes, for a store outside this process. The layout is told in store/answers.lua,
+"""An entry as bytes, for a store outside this process. The layout is in cache/answers.lua,
 which reads all but the body.
 
 The body begins with LAYOUT, and one of another layout, or of none, is nobody's: gateways of two
@@ -16,8 +16,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from gateway.cache.policy.cache_confidence import Confidence
 from gateway.cache.types import CachedAnswer, Entry, Epoch, Scope, Vector
-from gateway.policy.cache_confidence import Confidence
 
 ID_BYTES = 16
 LAYOUT: Literal[2] = 2

@@ -1,16 +1,27 @@
-"""The nouns of the answer cache: what its parts hand to one another. No behaviour, no I/O.
+"""The nouns of the answer cache, which its parts hand to one another, and the seam behind stage 4:
+where kept answers live. No behaviour, no I/O.
 
 Instants named `*_at` are wall-clock seconds (UTC epoch): entries are shared by processes, and
-outlive them. Who decides is policy/cache_rule.py; who keeps is store.py.
+outlive them. memory_store.py keeps them in one process, redis_answers.py in a Redis that several
+gateways share, with its vector sets where it has them. What both promise:
+
+- An entry is found in its own scope only, until `expires_at`, however often it is used.
+- Each tenant's entries are bounded in bytes; the one goes first whose hits have saved least for the
+  bytes it takes, saving long ago counting less.
+- Once `invalidate` or `purge` has returned, nothing that it named is found again, by any gateway;
+  nor is it kept again by a request that had begun before: `keep` refuses an entry whose epoch is
+  not the scope's present one.
+- A look-up ends within its deadline, by raising StoreUnavailable if need be. That is a miss.
 """
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.policy.cache_confidence import Confidence
+from gateway.cache.policy.cache_choice import LEAST_SIMILARITY
+from gateway.cache.policy.cache_confidence import Confidence
 
 Vector: TypeAlias = NDArray[np.float32]
 """One embedding, of length 1."""
@@ -91,3 +102,68 @@ class Selector:
     model_name: str = ""
     key_id: str = ""
     question: str = ""
+
+
+SIMILARITY_FLOOR = LEAST_SIMILARITY
+"""Neighbours farther away than this cosine are of no use to the rule, and not looked for."""
+
+
+class StoreUnavailable(Exception):
+    """No answer in time, or none to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of everything kept: entries, and their bytes as they are counted against the bounds."""
+
+    num_entries: int
+    num_bytes: int
+
+
+class AnswerStore(Protocol):
+    """Kept answers. The first three and `learn` raise StoreUnavailable; so do `purge`,
+    `invalidate` and `size`, which have more time and must not be taken for done."""
+
+    @property
+    def kind(self) -> str:
+        """For operators: memory; or redis, with how it finds the nearest once that is known."""
+
+    async def start(self) -> None:
+        """Meet what is behind it, so that the log says early where that is out of reach."""
+
+    async def exact(self, scope: Scope, exact_key: bytes) -> Found:
+        """The answer to this very request, and the scope's epoch: to be read before the request
+        goes on, and to be kept with its answer."""
+
+    async def nearest(self, scope: Scope, vector: Vector, k: int) -> list[Neighbour]:
+        """At most k entries of the scope, the nearest first, none below SIMILARITY_FLOOR. Their
+        own vectors may be None."""
+
+    async def entries(
+        self, tenant_id: str, entry_id: str = "", model_name: str = "", limit: int = 1
+    ) -> list[Entry]:
+        """Some of the tenant's that may be served: that of a request, those of a model, or any
+        ("" says nothing). Looks through all of them: for operators, not for requests."""
+
+    async def keep(self, entry: Entry) -> None:
+        """Remember it, soon; dropped without a word where it may not or cannot be kept."""
+
+    async def used(self, entry: Entry, saved_nanos: int) -> None:
+        """It has answered a request: it is worth that much more."""
+
+    async def learn(self, entry: Entry, confidence: Confidence) -> bool:
+        """Put this confidence in place of `entry.confidence`. False: another has learnt meanwhile,
+        or it is gone; look it up again."""
+
+    async def purge(self, selector: Selector) -> int:
+        """Drop what is selected; how many. Raises ValueError where nothing is."""
+
+    async def invalidate(self, tenant_id: str = "", model_name: str = "") -> None:
+        """Everything of one tenant, or of one model, is old from now on: one step, however much it
+        is. What it takes is given back afterwards."""
+
+    async def size(self) -> Size:
+        """What is kept; of what has expired, some may still be counted."""
+
+    async def close(self) -> None:
+        """At the end of the process."""

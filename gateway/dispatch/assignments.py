@@ -8,7 +8,7 @@
 
 Messages are matched by (request_id, attempt) and the worker's epoch; what matches nothing is late
 and dropped, a late finish is acknowledged so that the worker forgets it. Service is charged when a
-ticket is granted (predicted), while it runs and when it leaves: see service_book.py.
+ticket is granted (predicted), while it runs and when it leaves: see usage_accounting.py.
 
 `on_left` is called for every ticket that leaves a worker, in its new state, waiting or ended.
 """
@@ -22,11 +22,19 @@ import msgspec
 from engine.protocol import Abort, Finish, Refused, RequestService, TokenDelta, Usage
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.running import StreamEnd
-from gateway.dispatch.service_book import ServiceBook
-from gateway.dispatch.submits import submit_of
-from gateway.dispatch.tickets import IntegrityError, Ticket
-from gateway.dispatch.unacked import UnackedFinishes
+from gateway.dispatch.policy.fair_share import FRESH_S, Headroom, UsedService, Wanted
+from gateway.dispatch.policy.model_history import Quarantine
+from gateway.dispatch.policy.service_costs import ServiceEstimator
+from gateway.dispatch.tickets import (
+    RESTART_WAIT_S,
+    IntegrityError,
+    StreamEnd,
+    Ticket,
+    TicketEvent,
+    Unsendable,
+    submit_of,
+)
+from gateway.dispatch.usage_accounting import UsageAccounting, UsageOutbox
 from gateway.errors import (
     CONTEXT_LENGTH,
     INVALID_REQUEST,
@@ -36,19 +44,14 @@ from gateway.errors import (
     WRONG_TASK,
     ApiError,
     WorkerLost,
+    for_tenants,
     unenforceable,
 )
-from gateway.policy.fair_share import Used
-from gateway.policy.headroom import FRESH_S, Headroom, Wanted
-from gateway.policy.quarantine import Quarantine
-from gateway.policy.service_estimate import ServiceEstimator
 from gateway.types import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
-RESTART_WAIT_S = 5.0
-"""What a client is told to wait where a worker has to come back first."""
 NOTHING_USED = Usage(0, 0, 0, 0.0)
 ABORTED_UNUSED = Finish("abort", NOTHING_USED)
 """The end of a request that was aborted before it used anything."""
@@ -63,80 +66,34 @@ class AssignmentCounts:
     too_slow: int = 0
 
 
-class Assignments:
-    """Granted and streaming tickets by (request_id, attempt)."""
+class GrantedTickets:
+    """Tickets by request id, and what workers say of those that are granted or streaming.
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        book: ServiceBook,
-        headroom: Headroom,
-        estimator: ServiceEstimator,
-        quarantine: Quarantine,
-        unacked: UnackedFinishes,
-        on_left: Callable[[Ticket], None],
-        claim_orphan: Callable[[str, Finish], bool],
-        send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
-    ) -> None:
-        """`send` has a granted request submitted; without one it is done from here."""
+    `live` has the waiting ones too: it is the one table of a process' tickets that have not ended,
+    and its owner puts them in and takes them out. Iteration and `len` are of the granted and the
+    streaming. The part that is the same wherever the fair queue is (cluster/remote_dispatcher.py).
+    `claim_orphan(request_id, finish)`: see dispatcher.py.
+    """
+
+    def __init__(self, fleet: Fleet, claim_orphan: Callable[[str, Finish], bool]) -> None:
         self.counts = AssignmentCounts()
+        self.unacked = UsageOutbox(fleet)
         self._fleet = fleet
-        self._book = book
-        self._estimator = estimator
-        self._quarantine = quarantine
-        self._unacked = unacked
-        self._on_left = on_left
         self._claim_orphan = claim_orphan
-        self._send = send or self._submit
-        self._tickets: dict[tuple[str, int], Ticket] = {}
-        self._kv_bytes: dict[tuple[str, int], int] = {}
-        self._adopted: set[tuple[str, int]] = set()
-        self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
-        self._headroom = headroom
+        self.live: dict[str, Ticket] = {}
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Ticket]:
-        return iter(self._tickets.values())
+        return (ticket for ticket in self.live.values() if ticket.is_on_worker)
 
-    def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
-        """Send the request. False: the worker cannot be reached, nothing was changed."""
-        if not self._send(ticket, worker, now_s):
-            return False
-        self._book_grant(ticket, worker, now_s)
-        worker.grant(ticket)
-        return True
-
-    def _submit(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
-        request = ticket.request
-        assert isinstance(request, PreparedRequest)  # what waits in this process
-        submit = submit_of(request, ticket.tenant_id, ticket.attempt, ticket.timeout_s(now_s))
-        return self._fleet.send(worker.worker_id, submit)
-
-    def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
-        request = ticket.request
-        ticket.move("granted")
-        ticket.granted_s = now_s
-        ticket.worker_id, ticket.epoch = worker.worker_id, worker.epoch
-        ticket.prediction = self._estimator.predict(
-            ticket.tenant_id, ticket.model_name, request.num_prompt_tokens, request.max_tokens
-        )
-        self._book.grant(ticket)
-        room = worker.room(ticket, now_s)
-        kv_bytes = 0 if room is None else room.wanted_kv_bytes
-        self._kv_bytes[ticket.key] = kv_bytes
-        self._headroom.take(worker.worker_id, ticket.tenant_id, kv_bytes, now_s)
-        self._tickets[ticket.key] = ticket
-
-    def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
-        """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
-        room = worker.room(ticket, now_s)
-        if room is None:
-            return True
-        fresh = first and now_s - ticket.arrival_s <= FRESH_S
-        wanted = Wanted(room.wanted_kv_bytes, room.free_requests, room.free_kv_bytes, fresh)
-        return self._headroom.may_take(worker.worker_id, ticket.tenant_id, wanted, now_s)
+    def find(self, request_id: str, attempt: int) -> Ticket | None:
+        """A granted ticket by the name under which its worker has it."""
+        ticket = self.live.get(request_id)
+        if ticket is None or ticket.attempt != attempt or not ticket.is_on_worker:
+            return None
+        return ticket
 
     def abort(self, ticket: Ticket) -> None:
         """Ask the worker to stop it; its finish follows."""
@@ -149,7 +106,7 @@ class Assignments:
     ) -> None:
         """One step's output."""
         for delta in deltas:
-            ticket = self._tickets.get((delta.request_id, delta.attempt))
+            ticket = self.find(delta.request_id, delta.attempt)
             if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, epoch):
                 self._late(worker_id, epoch, delta)
                 continue
@@ -158,53 +115,160 @@ class Assignments:
             if delta.finish is not None:
                 self._finish(ticket, delta.finish, delta.vectors, now_s)
 
+    def _submit(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        """False: it cannot be reached. Raises Unsendable."""
+        request = ticket.request
+        assert isinstance(request, PreparedRequest)  # what waits in this process
+        try:
+            left_s = ticket.timeout_s(now_s)
+            submit = submit_of(request, ticket.tenant_id, ticket.attempt, left_s)
+            return self._fleet.send(worker.worker_id, submit)
+        except Exception as error:  # one request must not end the round of all others
+            logger.exception("cannot send request=%s", request.request_id)
+            raise Unsendable from error
+
+    def lost_with(self, worker_id: str, epoch: str) -> list[Ticket]:
+        """Those that a worker process had, in the order of their arrival."""
+        mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
+        return sorted(mine, key=lambda t: t.seq)
+
+    def _refused(self, worker_id: str, refused: Refused) -> Ticket | None:
+        """Whose Submit was not taken; None: of an earlier attempt or epoch."""
+        ticket = self.find(refused.request_id, refused.attempt)
+        if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, refused.epoch):
+            self.counts.late += 1
+            return None
+        return ticket
+
+    def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
+        if ticket.state == "granted":
+            ticket.on("token")
+        ticket.num_tokens += len(delta.token_ids)
+        taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
+        if not taken and not ticket.aborted:
+            self.counts.too_slow += 1
+            logger.info(
+                "aborted request=%s: the client reads too slowly", ticket.request.request_id
+            )
+            self.abort(ticket)
+
+    def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
+        """Its worker has ended it."""
+        raise NotImplementedError
+
+    def _late(self, worker_id: str, epoch: str, delta: TokenDelta) -> None:
+        """An earlier attempt, an earlier epoch, or a finish sent again after a Hello."""
+        self.counts.late += 1
+        if delta.finish is None or self.unacked.expects(delta.request_id, delta.attempt):
+            return
+        self._unclaimed((delta.request_id, delta.attempt), delta.finish.usage)
+        if self._claim_orphan(delta.request_id, delta.finish):
+            self.unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
+        else:
+            self.unacked.ack_now(delta.request_id, delta.attempt, worker_id)
+
+    def _unclaimed(self, key: tuple[str, int], usage: Usage) -> None:
+        """What was used for nobody here."""
+
+
+class Assignments(GrantedTickets):
+    """Those of the dispatcher, with the books that go by them."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        book: UsageAccounting,
+        headroom: Headroom,
+        estimator: ServiceEstimator,
+        quarantine: Quarantine,
+        on_left: Callable[[Ticket], None],
+        claim_orphan: Callable[[str, Finish], bool],
+        send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
+    ) -> None:
+        """`send` has a granted request submitted; without one it is done from here."""
+        super().__init__(fleet, claim_orphan)
+        self._book = book
+        self._estimator = estimator
+        self._quarantine = quarantine
+        self._on_left = on_left
+        self._send = send or self._submit
+        self._adopted: set[tuple[str, int]] = set()
+        self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        self._headroom = headroom
+
+    def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        """Send the request. False: the worker cannot be reached, nothing was changed. Raises
+        Unsendable, and nothing was changed."""
+        if not self._send(ticket, worker, now_s):
+            return False
+        self._book_grant(ticket, worker, now_s)
+        worker.grant(ticket)
+        return True
+
+    def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
+        request = ticket.request
+        ticket.grant(worker.worker_id, worker.epoch, now_s)
+        ticket.prediction = self._estimator.predict(
+            ticket.tenant_id, ticket.model_name, request.num_prompt_tokens, request.max_tokens
+        )
+        self._book.grant(ticket)
+        room = worker.room(ticket, now_s)
+        ticket.kv_bytes = 0 if room is None else room.wanted_kv_bytes
+        self._headroom.take(worker.worker_id, ticket.tenant_id, ticket.kv_bytes, now_s)
+
+    def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
+        """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
+        room = worker.room(ticket, now_s)
+        if room is None:
+            return True
+        fresh = first and now_s - ticket.arrival_s <= FRESH_S
+        wanted = Wanted(room.wanted_kv_bytes, room.free_requests, room.free_kv_bytes, fresh)
+        return self._headroom.may_take(worker.worker_id, ticket.tenant_id, wanted, now_s)
+
     def progress(self, worker: WorkerCapacity, service: Sequence[RequestService]) -> None:
         """What requests have had so far: it counts while they run."""
         for so_far in service:
-            ticket = self._tickets.get((so_far.request_id, so_far.attempt))
+            ticket = self.find(so_far.request_id, so_far.attempt)
             if ticket is None or ticket.epoch != worker.epoch:
                 continue
             if ticket.key in self._adopted:  # what it had before has been charged there
                 self._adopted.discard(ticket.key)
-                ticket.told = Used(so_far.service_s)
-                ticket.told_device_s = so_far.device_s
+                ticket.reported = UsedService(so_far.service_s)
+                ticket.reported_device_s = so_far.device_s
             self._book.progress(ticket, so_far)
 
     def refused(self, worker_id: str, refused: Refused, now_s: float) -> None:
         """A Submit was not taken; nothing ran."""
-        ticket = self._tickets.get((refused.request_id, refused.attempt))
-        if ticket is None or (ticket.worker_id, ticket.epoch) != (worker_id, refused.epoch):
-            self.counts.late += 1
+        ticket = self._refused(worker_id, refused)
+        if ticket is None:
             return
+        waits = refused.retryable and not ticket.aborted
+        ticket.on("refuse" if waits else "give_up")
         worker = self._fleet.get(worker_id, refused.epoch)
         if worker is not None:
             self._fleet.refuse(worker, ticket.key, ticket.model_name)
         self._take_back(ticket, now_s)
         self._book.fail(ticket)
-        if ticket.aborted:
-            self._end(ticket, ABORTED_UNUSED)
-        elif refused.retryable:
+        if waits:
             logger.info("refused request=%s code=%s: requeued", refused.request_id, refused.code)
             self._requeue(ticket)
         else:
-            self._end(ticket, refusal_of(ticket, refused))
+            self._end(ticket, ABORTED_UNUSED if ticket.aborted else refusal_of(ticket, refused))
 
     def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
         """A worker process is gone. Returns the (model, revision) pairs it was running."""
-        mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]
-        for ticket in sorted(mine, key=lambda t: t.seq):
+        mine = self.lost_with(worker_id, epoch)
+        for ticket in mine:
             self._lost(ticket, reason, now_s)
-        told = self._lost_there.pop((worker_id, epoch), set())
-        return {(t.model_name, t.request.model.revision) for t in mine} | told
+        reported = self._lost_there.pop((worker_id, epoch), set())
+        return {(t.model_name, t.request.model.revision) for t in mine} | reported
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless keys, states and workers' counts agree."""
         running: dict[tuple[str, str], int] = {}
-        for key, ticket in self._tickets.items():
-            if ticket.key != key or ticket.state not in ("granted", "streaming"):
-                raise IntegrityError(f"{key} is booked as running but is {ticket.state}")
+        for ticket in self:
             if ticket.state == "granted" and ticket.num_tokens:
-                raise IntegrityError(f"{key} has tokens but is not streaming")
+                raise IntegrityError(f"{ticket.key} has tokens but is not streaming")
             place = (ticket.worker_id, ticket.epoch)
             running[place] = running.get(place, 0) + 1
         counted = {(w.worker_id, w.epoch): w.num_running() for w in self._fleet}
@@ -217,37 +281,37 @@ class Assignments:
 
     # What other processes say about requests of theirs (ticket_dispatcher.py).
 
-    def find(self, key: tuple[str, int]) -> Ticket | None:
-        """A granted ticket by the name under which its worker has it."""
-        return self._tickets.get(key)
-
     def adopt(self, ticket: Ticket, worker: WorkerCapacity, num_tokens: int, now_s: float) -> None:
         """Another dispatcher granted it, and its worker's status counts it."""
         self._book_grant(ticket, worker, now_s)
         worker.adopt(ticket.model_name)
         self._adopted.add(ticket.key)
-        self.told_tokens(ticket, num_tokens)
+        self.reported_tokens(ticket, num_tokens)
 
-    def told_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+    def reported_tokens(self, ticket: Ticket, num_tokens: int) -> None:
         """So many tokens have come, all in all."""
-        if num_tokens and ticket.state == "granted":
-            ticket.move("streaming")
+        if num_tokens:
+            ticket.on("token")
         ticket.num_tokens = num_tokens
 
-    def told_finish(self, ticket: Ticket, finish: Finish, num_tokens: int, now_s: float) -> None:
+    def reported_finish(
+        self, ticket: Ticket, finish: Finish, num_tokens: int, now_s: float
+    ) -> None:
         """Its worker has ended it; whoever has it sees to the rest."""
+        ticket.on("finish")
         ticket.num_tokens = num_tokens
         self._close_books(ticket, finish, now_s)
         self._end(ticket, finish)
 
-    def told_lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
+    def reported_lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
         """Its worker was lost where it is, before any token."""
         self._blame(ticket)
         self._withdraw(ticket)
         self._lost(ticket, reason, now_s)
 
-    def told_gone(self, ticket: Ticket, now_s: float, *, is_lost: bool) -> None:
+    def reported_gone(self, ticket: Ticket, now_s: float, *, is_lost: bool) -> None:
         """Nobody waits for it any more; what its worker still does about it is an abort."""
+        ticket.on("give_up")
         if is_lost:
             self._blame(ticket)
         self._withdraw(ticket)
@@ -267,43 +331,29 @@ class Assignments:
             worker.withdraw(ticket.key)
 
     def _lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
+        event, end = loss_of(ticket, reason)
+        ticket.on(event)
         self._take_back(ticket, now_s)
         self._book.fail(ticket)
-        if ticket.state == "streaming":
-            self._end(ticket, WorkerLost(reason))
-        elif ticket.aborted:
-            self._end(ticket, ABORTED_UNUSED)
-        elif ticket.attempt < MAX_ATTEMPTS:
-            ticket.attempt += 1
-            ticket.deadline_s = now_s + (ticket.deadline_s - ticket.arrival_s)
-            ticket.stream.retry(ticket.attempt)
+        if end is not None:
+            self._end(ticket, end)
+        else:
+            ticket.next_attempt(now_s)
             self.counts.retries += 1
             self._requeue(ticket)
-        else:
-            message = f"{MAX_ATTEMPTS} workers ended while they had the request: try again later"
-            self._end(ticket, ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S))
-
-    def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
-        if ticket.state == "granted":
-            ticket.move("streaming")
-        ticket.num_tokens += len(delta.token_ids)
-        taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
-        if not taken and not ticket.aborted:
-            self.counts.too_slow += 1
-            logger.info("client too slow request=%s: aborted", ticket.request.request_id)
-            self.abort(ticket)
 
     def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
+        ticket.on("finish")
         self._close_books(ticket, finish, now_s)
         if ticket.load_s:
             usage = msgspec.structs.replace(finish.usage, load_s=ticket.load_s)
             finish = msgspec.structs.replace(finish, usage=usage)
         request_id = ticket.request.request_id
         if ticket.num_tokens or vectors:
-            self._unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
+            self.unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
             self._end(ticket, finish, vectors)
         else:
-            self._unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
+            self.unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
             self._end(ticket, end_without_tokens(ticket, finish))
         if finish.reason == "error":
             logger.error("worker failed request=%s: %s", request_id, finish.error)
@@ -323,51 +373,53 @@ class Assignments:
                 ticket.tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
             )
 
-    def _late(self, worker_id: str, epoch: str, delta: TokenDelta) -> None:
-        """An earlier attempt, an earlier epoch, or a finish told again after a Hello."""
-        self.counts.late += 1
-        if delta.finish is None or self._unacked.expects(delta.request_id, delta.attempt):
-            return
-        self._book.late((delta.request_id, delta.attempt), delta.finish.usage)
-        if self._claim_orphan(delta.request_id, delta.finish):
-            self._unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
-        else:
-            self._unacked.ack_now(delta.request_id, delta.attempt, worker_id)
+    def _unclaimed(self, key: tuple[str, int], usage: Usage) -> None:
+        self._book.late(key, usage)
 
     def _take_back(self, ticket: Ticket, now_s: float) -> None:
         """It is on no worker any more."""
-        del self._tickets[ticket.key]
         self._adopted.discard(ticket.key)
-        kv_bytes = self._kv_bytes.pop(ticket.key)
-        self._headroom.give_back(ticket.worker_id, ticket.tenant_id, kv_bytes)
+        self._headroom.give_back(ticket.worker_id, ticket.tenant_id, ticket.kv_bytes)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
             worker.release(ticket.model_name, now_s)
 
     def _requeue(self, ticket: Ticket) -> None:
-        ticket.move("waiting")
         ticket.num_tokens = 0
         self._on_left(ticket)
 
     def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
-        ticket.move("ended")
         ticket.stream.finish(end, vectors)
         self._on_left(ticket)
+
+
+def loss_of(ticket: Ticket, reason: str) -> tuple[TicketEvent, StreamEnd | None]:
+    """What the loss of its worker is for a ticket, and how it ends; None: it is tried once more."""
+    if ticket.state == "streaming":
+        return "worker_lost", WorkerLost(reason)
+    if ticket.aborted:
+        return "give_up", ABORTED_UNUSED
+    if ticket.attempt < MAX_ATTEMPTS:
+        return "worker_lost", None
+    message = f"{MAX_ATTEMPTS} workers stopped while running the request: try again later"
+    return "give_up", ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
 
 
 def refusal_of(ticket: Ticket, refused: Refused) -> ApiError:
     """How a request ends that a worker refused for good."""
     if refused.code == "context_length_exceeded":
-        return ApiError(CONTEXT_LENGTH, f"the model cannot take this request: {refused.message}")
+        return ApiError(CONTEXT_LENGTH, f"the request does not fit the model: {refused.message}")
     if refused.code == "invalid_constraint":
         return unenforceable(refused.message)
     if refused.code == "invalid_sampling":
-        return ApiError(INVALID_REQUEST, f"the model cannot sample like this: {refused.message}")
+        return ApiError(INVALID_REQUEST, f"invalid sampling parameters: {refused.message}")
     if refused.code == "wrong_task":
-        return ApiError(WRONG_TASK, f"the model cannot do this: {refused.message}", "model")
+        return ApiError(
+            WRONG_TASK, f"the model does not support this task: {refused.message}", "model"
+        )
     if refused.code == "unknown_model":
-        return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is not hosted any more")
-    return ApiError(UNAVAILABLE, f"no worker takes the request: {refused.message}")
+        return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is no longer available")
+    return ApiError(UNAVAILABLE, f"no worker accepts the request: {for_tenants(refused.message)}")
 
 
 def end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
@@ -375,6 +427,6 @@ def end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
     if finish.reason == "refused":  # what was asked for was compiled beside the prompt
         return unenforceable(finish.error)
     if finish.reason == "error":
-        text = f"the model {ticket.model_name!r} failed on this request"
+        text = f"the model {ticket.model_name!r} failed while processing the request"
         return ApiError(SERVER_ERROR, text)
     return finish

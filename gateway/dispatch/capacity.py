@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
+from gateway.dispatch.policy.fleet_view import ModelView, WorkerView
 from gateway.dispatch.tickets import IntegrityError, Ticket
-from gateway.policy.fleet_view import ModelView, WorkerView
 from gateway.types import HostedModel
 
 

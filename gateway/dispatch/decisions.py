@@ -1,9 +1,10 @@
-"""Why things were done: one record for every decision about models and queues, bounded.
+"""What was done to queues and models, and why: bounded records for operators.
 
-Who decides says so here, where it decides: placement (loads, and loads that are not due yet),
-the workers' evictions, refusals, quarantines. The records are read by operators (`polyhost
-decisions`, explain.py) and written to the log, one line each, as key=value. Nothing here decides
-anything, and nothing reads it to decide.
+`DecisionLog` has one record for every decision about models and queues, `ResidencyLog` what
+happened to models on workers in the last hour. Decisions are recorded where they are made:
+placement (loads, and loads that are not due yet), the workers' evictions, refusals, quarantines.
+The records are read by operators (`polyhost decisions`, explain.py) and written to the log, one
+line each, as key=value. Nothing here decides anything, and nothing reads it to decide.
 
     kind        reason
     load        why the model goes onto that worker now
@@ -22,13 +23,22 @@ Times are the dispatcher's clock. Whoever shows them to people adds the offset t
 
 import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import TypeAlias
 
-from engine.protocol import SwapCandidate, SwapChoice
-from gateway.policy.reasons import Figures, Kind, Reason
+import msgspec
+
+from engine.protocol import (
+    Layout,
+    ResidencyState,
+    SwapCandidate,
+    SwapChoice,
+    SwapRecord,
+    WorkerStatus,
+)
+from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +62,7 @@ _MERGED: frozenset[Kind] = frozenset({"held", "refusal"})
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """One decision. `model` is whom it is about: of an eviction, the newcomer.
+    """One decision. `model` is whom it is about: of an eviction, the incoming model.
 
     tenant       where it is about one tenant's requests
     detail       what the words above do not say, for people
@@ -65,7 +75,7 @@ class DecisionRecord:
     reason: Reason
     model: str = ""
     worker: str = ""
-    figures: Figures | None = None
+    figures: DecisionFigures | None = None
     tenant: str = ""
     detail: str = ""
     candidates: tuple[SwapCandidate, ...] = ()
@@ -84,7 +94,7 @@ class _Kept:
     """A record and what has been added to it since."""
 
     record: DecisionRecord
-    figures: Figures | None
+    figures: DecisionFigures | None
     last_s: float
     logged_s: float
     count: int = 1
@@ -196,17 +206,19 @@ class DecisionLog:
 
 
 def of_choice(worker_id: str, choice: SwapChoice, now_s: float) -> DecisionRecord:
-    """What a worker decided about who leaves. Nobody did: the newcomer is held."""
+    """What a worker decided about who leaves. Nobody did: the incoming model is held."""
     goes = any(not candidate.outcome.startswith("kept") for candidate in choice.candidates)
     shown = choice.candidates[:MAX_CANDIDATES]
     hidden = len(choice.candidates) - len(shown)
     return DecisionRecord(
         now_s,
         "eviction" if goes else "held",
-        choice.reason if goes else "nobody gives way",
-        choice.newcomer,
+        choice.reason if goes else "no model can be evicted",
+        choice.incoming,
         worker_id,
-        Figures(waited_s=choice.waited_s, pages_short=choice.num_pages_short, score=choice.score),
+        DecisionFigures(
+            waited_s=choice.waited_s, pages_short=choice.num_pages_short, score=choice.score
+        ),
         detail=f"and {hidden} more" if hidden else "",
         candidates=tuple(shown),
     )
@@ -232,3 +244,137 @@ def line(record: DecisionRecord) -> str:
 
 def _word(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value).replace(" ", "_")
+
+
+SPAN_S = 3600.0
+MAX_MOVES = 2000
+MAX_SWAPS = 64
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """A model came from one state into another on a worker; or was found there, where both are
+    one."""
+
+    at: float
+    worker: str
+    model: str
+    before: ResidencyState
+    state: ResidencyState
+
+
+class Swapped(msgspec.Struct, frozen=True, array_like=True):
+    """A load or an eviction that has ended."""
+
+    at: float
+    worker: str
+    swap: SwapRecord
+
+
+@dataclass(slots=True)
+class _Here:
+    """One worker: models that are not cold, and since when each is in its state, where that was
+    seen."""
+
+    states: dict[str, ResidencyState]
+    since: dict[str, float]
+    layout: Layout | None = None
+
+
+class ResidencyLog:
+    """Models on all workers of one dispatcher, since it began, and how each arena lies: for
+    pictures.
+
+        note    a worker's status: its layout where it has one, and which models changed state
+        lose    the worker is gone: nothing is anywhere on it any more
+
+    A model that a worker does not name is `cold` there. What a worker has when it is first heard of
+    is no change: how long it was so is not known, and the move says the same state twice.
+
+    Bounded: MAX_MOVES changes and MAX_SWAPS swaps, of an hour at most; `since_s` says from when on
+    all of them are kept.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[str, _Here] = {}
+        self._lost: dict[str, float] = {}
+        self._moves: deque[Move] = deque()
+        self._swaps: deque[Swapped] = deque(maxlen=MAX_SWAPS)
+        self._since_s: float | None = None
+
+    def note(self, status: WorkerStatus, has_moved: bool, now_s: float) -> None:
+        """Take in a heartbeat. `has_moved`: some state may differ, or swaps have ended."""
+        here = self._workers.get(status.worker_id)
+        is_found = here is None
+        if here is None:
+            here = self._workers[status.worker_id] = _Here({}, {})
+            self._lost.pop(status.worker_id, None)
+            if self._since_s is None:
+                self._since_s = now_s
+        if status.layout is not None:
+            here.layout = status.layout
+        if not has_moved:
+            return
+        self._swaps += [Swapped(now_s, status.worker_id, swap) for swap in status.swaps]
+        now: dict[str, ResidencyState] = {row.model_id: row.state for row in status.models}
+        # A host tier may hold thousands: only what differs is looked at.
+        moved = {model for model, _ in now.items() ^ here.states.items()}
+        for model in sorted(moved):
+            state = now.get(model, "cold")
+            before = state if is_found else here.states.get(model, "cold")
+            self._move(Move(now_s, status.worker_id, model, before, state), here)
+
+    def lose(self, worker_id: str, now_s: float) -> None:
+        """Its process, or the way to it, is gone."""
+        here = self._workers.pop(worker_id, None)
+        if here is None:
+            return
+        self._lost[worker_id] = now_s
+        for model, before in list(here.states.items()):
+            self._move(Move(now_s, worker_id, model, before, "cold"), here)
+
+    @property
+    def lost(self) -> Mapping[str, float]:
+        """Workers that were here and are not -> since when."""
+        return self._lost
+
+    def since_s(self, now_s: float) -> float:
+        """From when on every change is kept."""
+        began_s = now_s if self._since_s is None else self._since_s
+        return max(began_s, now_s - SPAN_S)
+
+    def layout(self, worker_id: str) -> Layout | None:
+        """As it reported last."""
+        here = self._workers.get(worker_id)
+        return None if here is None else here.layout
+
+    def since(self, worker_id: str) -> dict[str, float]:
+        """Since when each model is in the state it is in. Not named: what is cold, and what was so
+        already when the worker was first heard of."""
+        here = self._workers.get(worker_id)
+        return {} if here is None else dict(here.since)
+
+    def moves(self, now_s: float) -> list[Move]:
+        """Of the last hour, the oldest first."""
+        self._forget(now_s)
+        return list(self._moves)
+
+    def swaps(self) -> Iterator[Swapped]:
+        """The last ones, the newest first."""
+        return reversed(self._swaps)
+
+    def _move(self, move: Move, here: _Here) -> None:
+        if move.state == "cold":
+            here.states.pop(move.model, None)
+            here.since.pop(move.model, None)
+        else:
+            here.states[move.model] = move.state
+            if move.before != move.state:
+                here.since[move.model] = move.at
+        self._moves.append(move)
+        if len(self._moves) > MAX_MOVES:
+            self._since_s = self._moves.popleft().at
+        self._forget(move.at)
+
+    def _forget(self, now_s: float) -> None:
+        while self._moves and self._moves[0].at < now_s - SPAN_S:
+            self._moves.popleft()

@@ -3,14 +3,14 @@
     run -> waiting -> granted -> streaming -> ended        (tickets.py has the table)
 
 Tickets wait here and are granted at the last moment. Of the waiting tenants the one with the
-smallest counter goes first (policy/fair_share.py), with its oldest ticket. The rule for a head
-that does not fit:
+smallest counter goes first (dispatch/policy/fair_share.py), with its oldest ticket. The rule for a
+head that does not fit:
 
 - If some worker offers its model (a lease, even a used-up one), that worker is kept for it: no
   ticket behind it is granted there until it fits. It is waited for and never overtaken on a worker
   that could run it; workers that do not have its model go on.
 - If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
-  in the fair order, and placement (policy/placement.py) has the model loaded.
+  in the fair order, and placement (dispatch/policy/placement.py) has the model loaded.
 
 A dead worker loses no waiting ticket. What was granted there and had no token waits again as
 attempt 2, at its old place; what had tokens ends with WorkerLost. Messages are matched by
@@ -21,40 +21,46 @@ called every TICK_S for time-outs, expired leases and loads.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.admission import Admission
-from gateway.dispatch.assignments import ABORTED_UNUSED, RESTART_WAIT_S, Assignments
+from gateway.dispatch.assignments import ABORTED_UNUSED, Assignments
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
-from gateway.dispatch.dispatcher_snapshot import take_snapshot
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.loads import Loads
-from gateway.dispatch.matching import grant_round, place_alone
-from gateway.dispatch.running import RequestStream, StreamEnd
-from gateway.dispatch.service_book import ServiceBook
-from gateway.dispatch.tickets import IntegrityError, Ticket, TicketQueue, misfit
-from gateway.dispatch.unacked import UnackedFinishes
-from gateway.dispatch.worker_connection import WorkerClient
-from gateway.errors import UNAVAILABLE, ApiError, model_failed
-from gateway.policy.fair_share import FairShare, TenantOrder
-from gateway.policy.headroom import Headroom
-from gateway.policy.placement import Placement
-from gateway.policy.placer import Placer
-from gateway.policy.quarantine import Quarantine
-from gateway.policy.reasons import Figures, Kind, Reason
-from gateway.policy.service_estimate import ServiceEstimator
-from gateway.services import DispatcherSnapshot
-from gateway.settings import Settings
+from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
+from gateway.dispatch.policy.fleet_view import Placer
+from gateway.dispatch.policy.model_history import Quarantine
+from gateway.dispatch.policy.placement import Placement
+from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
+from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator, estimate_wait_s
+from gateway.dispatch.ticket_queue import TicketQueue, grant_round, place_alone
+from gateway.dispatch.tickets import (
+    IntegrityError,
+    RequestStream,
+    StreamEnd,
+    Ticket,
+    Unsendable,
+    check_hosted,
+    new_ticket,
+    unsendable,
+)
+from gateway.dispatch.usage_accounting import UsageAccounting
+from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
+from gateway.protocols import DispatcherSnapshot
+from gateway.settings.settings import Settings
 from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
+from gateway.workers.worker_client import WorkerClient
+from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
 
 
 class Dispatcher:
-    """Implements services.RequestDispatcher and worker_connection.WorkerListener.
+    """Implements protocols.RequestDispatcher and worker_client.WorkerListener.
 
     `claim_orphan(request_id, finish)` is asked about a finish that no request here waits for; True
     means that its usage will be posted and acknowledged through `ack_usage`.
@@ -79,29 +85,24 @@ class Dispatcher:
         self._queue = TicketQueue()
         self._share = share or FairShare(settings.fair_share_max_lead_s)
         self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
-        self._book = ServiceBook(self._share, self._queue)
+        self._book = UsageAccounting(self._share, self._queue)
         self._estimator = ServiceEstimator()
-        self._admission = Admission(
-            settings, self._queue, self._fleet, self._estimator, self.decisions
-        )
         self._quarantine = Quarantine()
-        self._unacked = UnackedFinishes(self._fleet)
         self._running = Assignments(
             self._fleet,
             self._book,
             self.headroom,
             self._estimator,
             self._quarantine,
-            self._unacked,
             self._left_worker,
             claim_orphan,
             send,
         )
         self._models: dict[str, HostedModel] = {}
-        self._live: dict[str, Ticket] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._stopping = False
-        self._num_timeouts = self._num_workers_lost = 0
+        self._last_seq = 0
+        self._num_timeouts = self._num_workers_lost = self._num_rejections = 0
 
     # What the edge and the supervisor call.
 
@@ -118,40 +119,70 @@ class Dispatcher:
     def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
         """Queue a request. Raises ApiError at once where it cannot be or a bound bites."""
         self._check(request, principal.tenant_id)
-        ticket, stream = self._admission.new_ticket(
-            request, principal, self._clock(), self._clock, self._abort
-        )
+        self._last_seq += 1
+        prediction = self._predict(request, principal.tenant_id)
+        about = (request, principal, self._last_seq, prediction)
+        ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
         self._enter(ticket)
         return stream
 
     def _check(self, request: Asked, tenant_id: str) -> None:
         """Raises ApiError where it cannot be or a bound bites."""
         name = request.model.name
-        if self._stopping and not request.continues:
-            message = "the server is stopping: send the request again"
-            raise ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
-        error = misfit(request, self._models.get(name))
-        if error is not None:
-            raise error
+        check_hosted(request, self._models.get(name), is_stopping=self._stopping)
         failure = self.model_failure(name)
         if failure is not None:
             self._decide("refusal", "model failed", name, tenant_id, detail=failure)
             raise model_failed(name, failure)
-        if request.request_id in self._live:
+        if request.request_id in self._running.live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not request.continues:  # what was admitted is not refused half way
-            self._admission.check_bounds(tenant_id, name, self._clock())
+            self._check_bounds(tenant_id, name)
+
+    def _check_bounds(self, tenant_id: str, model_name: str) -> None:
+        """Raises QUEUE_FULL, with the estimated wait, where the queue takes no more of it."""
+        mine, all_ = self._queue.num_of_tenant(tenant_id), len(self._queue)
+        settings = self._settings
+        own = mine >= settings.max_queue_per_tenant
+        if not own and all_ < settings.max_queue_total:
+            return
+        self._num_rejections += 1
+        wait_s = self._wait_estimate_s()
+        figures = DecisionFigures(
+            num_waiting=mine if own else all_,
+            queue_limit=settings.max_queue_per_tenant if own else settings.max_queue_total,
+            retry_after_s=wait_s,
+        )
+        reason: Reason = "tenant queue full" if own else "queue full"
+        self._decide("refusal", reason, model_name, tenant_id, figures)
+        raise ApiError(
+            QUEUE_FULL,
+            f"the queue of {'your tenant' if own else 'this server'} is full ({mine} requests of "
+            f"your tenant are waiting, {all_} in total): try again later",
+            retry_after_s=wait_s,
+        )
+
+    def _wait_estimate_s(self) -> float:
+        """Seconds until the queue as it stands is worked off."""
+        longest_s = self._settings.queue_timeout_s
+        return estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s)
+
+    def _predict(self, request: Asked, tenant_id: str) -> Prediction:
+        """What it will use, as far as is known now."""
+        return self._estimator.predict(
+            tenant_id, request.model.name, request.num_prompt_tokens, request.max_tokens
+        )
 
     def _enter(self, ticket: Ticket) -> None:
         """A new ticket waits; what can be done for it at once is done."""
         name, now_s = ticket.model_name, self._clock()
-        self._live[ticket.request.request_id] = ticket
+        self._running.live[ticket.request.request_id] = ticket
         self._loads.asked(ticket)
         if not len(self._queue) and self._pass(ticket, now_s):
             return
         self._queue.add(ticket)
         self._share.enqueue(ticket.tenant_id, ticket.weight)
-        if self._queue.num_of_model(name) == 1 or self._queue.is_newcomer(ticket.tenant_id):
+        if self._queue.num_of_model(name) == 1 or self._queue.is_new_tenant(ticket.tenant_id):
             # Behind others it waits for the next status or tick, as they do.
             offering = self._fleet.offering(name, now_s)
             self._match(now_s, offering)
@@ -176,6 +207,17 @@ class Dispatcher:
                 self._end_waiting(ticket, error)
         self._pump()
 
+    def fulfil(self, wish: ResidencyRequest) -> None:
+        """What an operator has asked for through the registry."""
+        if wish.action == "load":
+            self.load_model(wish.model)
+        else:
+            self.unload_model(wish.model)
+
+    def set_reserved_shares(self, shares: Mapping[str, float]) -> None:
+        """Tenants' shares of each worker that are kept free for them."""
+        self.headroom.reserved = shares
+
     def load_model(self, name: str) -> None:
         """An operator wants it resident; a quarantine is lifted."""
         if self._quarantine.clear(name):
@@ -197,7 +239,7 @@ class Dispatcher:
 
     def ack_usage(self, request_ids: Iterable[str]) -> None:
         """Their usage is durable: the workers may forget it."""
-        self._unacked.ack(request_ids)
+        self._running.unacked.ack(request_ids)
 
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""
@@ -205,7 +247,7 @@ class Dispatcher:
 
     def abort_all(self) -> None:
         """End what is left."""
-        for ticket in list(self._live.values()):
+        for ticket in list(self._running.live.values()):
             self._abort(ticket)
 
     def close(self) -> None:
@@ -218,17 +260,39 @@ class Dispatcher:
         for ticket in self._queue.overdue(now_s):
             self._num_timeouts += 1
             waited_s = now_s - ticket.arrival_s
-            figures = Figures(waited_s=waited_s, bound_s=ticket.deadline_s - ticket.arrival_s)
+            figures = DecisionFigures(
+                waited_s=waited_s, bound_s=ticket.deadline_s - ticket.arrival_s
+            )
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
-            self._end_waiting(ticket, self._admission.timed_out(waited_s, eta_s))
+            text = f"the request waited {waited_s:.0f} s in the queue and no worker was free"
+            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s()
+            end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
+            self._end_waiting(ticket, end)
         self._pump()
 
     def snapshot(self) -> DispatcherSnapshot:
-        """Figures for metrics."""
-        parts = (self._queue, self._running, self._admission, self._loads, self._book)
-        counts = (self._num_timeouts, self._num_workers_lost)
-        return take_snapshot(*parts, self._quarantine, self.decisions, *counts, self._clock())
+        """Figures for metrics and the operator's pages."""
+        queue, running, now_s = self._queue, self._running, self._clock()
+        return DispatcherSnapshot(
+            num_waiting=len(queue),
+            num_running=len(running),
+            waiting_by_model=queue.by_model(),
+            running_by_model=dict(Counter(ticket.model_name for ticket in running)),
+            waiting_by_tenant=queue.by_tenant(),
+            service_s_by_tenant=dict(self._book.service_s),
+            num_queue_rejections=self._num_rejections,
+            num_queue_timeouts=self._num_timeouts,
+            num_retries=running.counts.retries,
+            num_clients_too_slow=running.counts.too_slow,
+            num_workers_lost=self._num_workers_lost,
+            num_late_messages=running.counts.late,
+            quarantined=self._quarantine.reasons(now_s),
+            num_load_refusals=self._loads.num_refusals,
+            decisions={f"{k}/{r}": n for (k, r), n in self.decisions.counts().items()},
+            load_eta_s=self._loads.etas(now_s),
+            accounts=self._book.accounts(),
+        )
 
     def model_outlook(self, model_name: str) -> ModelOutlook:
         """Where a hosted model is, and how soon it could answer."""
@@ -242,7 +306,7 @@ class Dispatcher:
     def explain(self, request_id: str) -> list[WaitReason]:
         """Of a request and its choices; none where it is not here any more."""
         look = self.look()
-        return [look.reason(ticket) for ticket in find(self._live.values(), request_id)]
+        return [look.reason(ticket) for ticket in find(self._running.live.values(), request_id)]
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
@@ -261,10 +325,12 @@ class Dispatcher:
         if dict(self._share.waiting()) != self._queue.by_tenant():
             raise IntegrityError(f"share counts {dict(self._share.waiting())}")
         held = [*self._queue, *self._running]
-        if sorted(map(id, held)) != sorted(map(id, self._live.values())):
-            raise IntegrityError(f"{len(self._live)} live requests, {len(held)} tickets held")
+        if sorted(map(id, held)) != sorted(map(id, self._running.live.values())):
+            raise IntegrityError(
+                f"{len(self._running.live)} live requests, {len(held)} tickets held"
+            )
 
-    # What workers say (worker_connection.WorkerListener).
+    # What workers say (worker_client.WorkerListener).
 
     def on_connected(self, worker_id: str, epoch: str) -> None:
         """A worker process answered; nothing is running there for this gateway."""
@@ -305,7 +371,7 @@ class Dispatcher:
         self._book.loads.lose_worker(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
         for name in self._quarantine.worker_died(blamed, reason, self._clock()):
-            self._decide("quarantine", "workers died", name, detail=reason)
+            self._decide("quarantine", "workers crashed", name, detail=reason)
         self._fail_hopeless()
         self._pump()
 
@@ -317,7 +383,7 @@ class Dispatcher:
         reason: Reason,
         model: str,
         tenant_id: str = "",
-        figures: Figures | None = None,
+        figures: DecisionFigures | None = None,
         detail: str = "",
     ) -> None:
         about = (model, "", figures, tenant_id, detail)
@@ -345,10 +411,11 @@ class Dispatcher:
             self._end_waiting(ticket, error)
 
     def _grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
+        """False: it waits on."""
         # Out of the queue first: a tenant that leaves it sets the floor at what it had before.
         self._queue.remove(ticket)
         self._share.dequeue(ticket.tenant_id)
-        if self._running.grant(ticket, worker, self._clock()):
+        if self._submit(ticket, worker, self._clock()):
             return True
         self._queue.add(ticket)
         self._share.restore(ticket.tenant_id)
@@ -362,7 +429,17 @@ class Dispatcher:
             return False
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         self._share.dequeue(ticket.tenant_id)
-        return self._running.grant(ticket, worker, now_s)
+        return self._submit(ticket, worker, now_s)
+
+    def _submit(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+        """Of a ticket in no queue. False: it has to wait."""
+        try:
+            return self._running.grant(ticket, worker, now_s)
+        except Unsendable:
+            ticket.on("give_up")
+            self._forget(ticket)
+            ticket.stream.finish(unsendable())
+            return True
 
     def _left_worker(self, ticket: Ticket) -> None:
         """A ticket is on no worker any more: it waits again or has ended."""
@@ -382,14 +459,14 @@ class Dispatcher:
             self._running.abort(ticket)
 
     def _end_waiting(self, ticket: Ticket, end: StreamEnd) -> None:
+        ticket.on("give_up")
         self._queue.remove(ticket)
         self._share.dequeue(ticket.tenant_id)
-        ticket.move("ended")
         self._forget(ticket)
         ticket.stream.finish(end)
 
     def _forget(self, ticket: Ticket) -> None:
-        del self._live[ticket.request.request_id]
+        del self._running.live[ticket.request.request_id]
 
     def _fail_hopeless(self) -> None:
         """End waiting tickets of models that failed to load or are quarantined."""

@@ -1,12 +1,15 @@
 """Why does this request wait? Read from the queue, the shares and the workers, as of now.
 
-Nothing here decides or changes anything. The walk over the queue is a round of matching.py that
+Nothing here decides or changes anything. The walk over the queue is a round of ticket_queue.py that
 grants nothing: what it comes to is what held the last round up.
 
-    a model that nobody offers     no worker | loading | gathering | load budget | no room |
-                                   loads under way | nobody gives way | not decided
-    a model on offer               behind own | kept | reserved | worker full | KV short | next
-    either                         worker silent | failed; running: it does not wait
+    a model that no worker offers  no worker connected | loading | too few requests waiting |
+                                   load budget used up | not enough memory |
+                                   other loads in progress | no model can be evicted |
+                                   load not decided yet
+    a model on offer               behind older requests | worker held | capacity reserved |
+                                   worker full | not enough KV memory | next
+    either                         worker not responding | model failed; running: it does not wait
 
 What placement and workers said about a load is taken from the decision log (decisions.py), where it
 was said in the last FRESH_S. All times are seconds from now: nobody else has the dispatcher's
@@ -14,37 +17,31 @@ clock.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, TypeAlias
+from typing import Final
 
 from gateway.dispatch.capacity import Room
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.matching import MayTake, place_of
-from gateway.dispatch.tickets import Ticket, TicketQueue
-from gateway.policy.fair_share import TenantOrder
+from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.policy.reasons import OUTCOMES, WaitCode
+from gateway.dispatch.ticket_queue import MayTake, TicketQueue, place_of
+from gateway.dispatch.tickets import Ticket
 
-WaitCode: TypeAlias = Literal[
-    "no worker",
-    "failed",
-    "loading",
-    "gathering",
-    "load budget",
-    "no room",
-    "loads under way",
-    "nobody gives way",
-    "not decided",
-    "behind own",
-    "kept",
-    "reserved",
-    "worker silent",
-    "worker full",
-    "KV short",
-    "next",
-    "running",
-]
+_ON_OFFER: Final[Collection[WaitCode]] = frozenset(
+    ("next", "worker full", "not enough KV memory", "worker held", "capacity reserved")
+)
+
+_HELD: Final[Mapping[WaitCode, str]] = {
+    "too few requests waiting": "too few requests wait for {model} to justify a load{when}",
+    "load budget used up": "loads have used their share of the time of {where}{when}",
+    "not enough memory": "pinned models and memory floors on {where} leave too little for {model}",
+    "other loads in progress": "{where} is moving other models{when}",
+    "no model can be evicted": "every model on {where} is worth more than {model}",
+    "no worker connected": "no worker is connected to the dispatcher",
+}
 
 FRESH_S = 1.0
 """Placement looks every tick: what it did not say again since then holds no more."""
@@ -149,9 +146,12 @@ class Look:
             return self._running(ticket)
         cause = self._cause(ticket)
         own_ahead = self._queue.num_ahead(ticket)
-        if own_ahead and cause.code in ("next", "worker full", "KV short", "kept", "reserved"):
-            text = f"{own_ahead} older of the same tenant for {ticket.model_name} go first; {{}}"
-            cause = _Cause("behind own", text.format(cause.text), cause.worker, rooms=cause.rooms)
+        if own_ahead and cause.code in _ON_OFFER:
+            text = (
+                f"{own_ahead} older requests of the same tenant for {ticket.model_name} go first; "
+                f"{cause.text}"
+            )
+            cause = _Cause("behind older requests", text, cause.worker, rooms=cause.rooms)
         place = self._places[ticket.tenant_id]
         return WaitReason(
             request_id=ticket.request.request_id,
@@ -193,8 +193,8 @@ class Look:
     def _running(self, ticket: Ticket) -> WaitReason:
         granted_s = self._now_s if ticket.granted_s is None else ticket.granted_s
         text = (
-            f"it does not wait: {ticket.worker_id} has had it for {self._now_s - granted_s:.1f} s, "
-            f"{ticket.num_tokens} tokens came"
+            f"running on {ticket.worker_id} for {self._now_s - granted_s:.1f} s, "
+            f"{ticket.num_tokens} tokens generated so far"
         )
         return WaitReason(
             ticket.request.request_id,
@@ -242,20 +242,21 @@ class Look:
     def _not_offered(self, model: str) -> _Cause:
         failure = self._failure(model)
         if failure is not None:
-            return _Cause("failed", f"{model} cannot be served: {failure}")
+            return _Cause("model failed", f"{model} cannot be served: {failure}")
         if not self._fleet.statuses():
-            return _Cause("no worker", "no worker is connected")
+            return _Cause("no worker connected", _HELD["no worker connected"])
         loading = self._loading_on(model)
         if loading:
             return self._loading(model, loading)
         for worker in self._fleet:
             state = worker.state(model)
             if state == "resident":
-                text = f"{worker.worker_id} has {model} and offers none of it at the moment"
-                return _Cause("worker silent", text, worker.worker_id)
+                text = f"{worker.worker_id} has {model} but offers no capacity at the moment"
+                return _Cause("worker not responding", text, worker.worker_id)
         said = self._last_said(model)
         if said is None:
-            return _Cause("not decided", f"{model} is on no worker; no load has been decided on")
+            text = f"{model} is on no worker, and no load has been decided yet"
+            return _Cause("load not decided yet", text)
         return self._held(model, said)
 
     def _loading_on(self, model: str) -> str:
@@ -265,15 +266,17 @@ class Look:
         return next((w.worker_id for w in self._fleet if w.state(model) == "loading"), "")
 
     def _loading(self, model: str, worker_id: str) -> _Cause:
-        told = next((r for r in self._decisions.recent(model) if r.kind == "load"), None)
-        why = f" ({told.reason})" if told is not None and told.worker == worker_id else ""
+        decision = next((r for r in self._decisions.recent(model) if r.kind == "load"), None)
+        why = (
+            f" ({decision.reason})" if decision is not None and decision.worker == worker_id else ""
+        )
         at_s = self._fleet.outlook(model, self._now_s).at_s
         eta_s = None if at_s == math.inf else max(0.0, at_s - self._now_s)
         stays = self._staying(model, worker_id)
         if stays:
-            text = f"{worker_id} is to load {model}{why}, but nobody there gives way: {stays}"
-            return _Cause("nobody gives way", text, worker_id, eta_s=eta_s)
-        when = "" if eta_s is None else f", {eta_s:.1f} s to go"
+            text = f"{worker_id} is to load {model}{why}, but can evict no model: {stays}"
+            return _Cause("no model can be evicted", text, worker_id, eta_s=eta_s)
+        when = "" if eta_s is None else f", {eta_s:.1f} s left"
         text = f"{model} is being loaded on {worker_id}{why}{when}"
         return _Cause("loading", text, worker_id, eta_s=eta_s)
 
@@ -284,10 +287,12 @@ class Look:
         """
         state = next((w.state(model) for w in self._fleet if w.worker_id == worker_id), "")
         said = self._decisions.recent(model, 1)
-        if state != "loading" or not said or said[0].reason != "nobody gives way":
+        if state != "loading" or not said or said[0].reason != "no model can be evicted":
             return ""
-        kept = (f"{c.model_id} ({c.outcome.removeprefix('kept: ')})" for c in said[0].candidates)
-        return ", ".join(kept)
+        return ", ".join(
+            f"{c.model_id} ({OUTCOMES[c.outcome].removeprefix('kept: ')})"
+            for c in said[0].candidates
+        )
 
     def _last_said(self, model: str) -> DecisionRecord | None:
         held = (
@@ -301,23 +306,11 @@ class Look:
         figures = said.figures or {}
         until_s = figures.get("until_s")
         left_s = None if until_s is None else max(0.0, until_s - self._now_s)
-        when = "" if left_s is None else f", {left_s:.1f} s more at most"
+        when = "" if left_s is None else f", for at most {left_s:.1f} s more"
         where = said.worker or "the workers"
-        code: WaitCode
-        if said.reason == "gathering":
-            code, text = "gathering", f"requests for {model} gather until a load pays{when}"
-        elif said.reason == "load budget":
-            code, text = "load budget", f"loads have had their share of the time of {where}{when}"
-        elif said.reason == "no room":
-            code, text = "no room", f"what is pinned or kept on {where} leaves {model} no room"
-        elif said.reason == "loads under way":
-            code, text = "loads under way", f"{where} moves other models{when}"
-        elif said.reason == "nobody gives way":
-            code, text = "nobody gives way", f"every model on {where} is worth more than {model}"
-        elif said.reason == "no worker":
-            code, text = "no worker", "no worker is connected"
-        else:
-            code, text = "not decided", f"{model} is on no worker: {said.reason}"
+        code: WaitCode = next((c for c in _HELD if c == said.reason), "load not decided yet")
+        text = _HELD.get(code, "{model} is on no worker: {reason}")
+        text = text.format(model=model, where=where, when=when, reason=said.reason)
         if said.detail:
             text += f" ({said.detail})"
         eta_s = figures.get("eta_s")
@@ -340,11 +333,17 @@ def find(live: Iterable[Ticket], request_id: str) -> list[Ticket]:
 def lacks(room: Room) -> WaitCode | None:
     """What keeps a request from going there; None where it fits. As capacity.py's `fits`."""
     if not room.fresh:
-        return "worker silent"
+        return "worker not responding"
     if room.free_requests < 1 or room.leased_requests < 1:
         return "worker full"
     short = room.wanted_tokens > room.leased_tokens or room.wanted_kv_bytes > room.free_kv_bytes
-    return "KV short" if short and room.running_model else None
+    return "not enough KV memory" if short and room.running_model else None
+
+
+def _distance(room: Room) -> tuple[bool, bool]:
+    """How far a worker is from taking a request: the least is the nearest."""
+    lacking = lacks(room)
+    return lacking != "not enough KV memory", lacking == "worker not responding"
 
 
 def _on_offer(
@@ -359,35 +358,38 @@ def _on_offer(
         worker_id = rooms[0].worker_id
         first = kept_for[worker_id]
         text = (
-            f"{worker_id} is kept for {first.request.request_id} ({first.model_name}), whose turn "
-            "is earlier and which does not fit yet"
+            f"{worker_id} is held for the earlier request {first.request.request_id} "
+            f"({first.model_name}), which does not fit yet"
         )
-        return _Cause("kept", text, worker_id, held_by=first.request.request_id, rooms=every)
+        return _Cause("worker held", text, worker_id, held_by=first.request.request_id, rooms=every)
     for room in free:
         if room.worker_id in allowed:
-            return _Cause("next", f"{room.worker_id} has room", room.worker_id, rooms=every)
+            return _Cause(
+                "next", f"{room.worker_id} has free capacity", room.worker_id, rooms=every
+            )
         if lacks(room) is None:
             text = (
-                f"the room that {room.worker_id} has left is kept for others: tenants with "
-                "reserved capacity, or who ask seldom"
+                f"the free capacity of {room.worker_id} is reserved for other tenants: those with "
+                "reserved capacity, and those that send few requests"
             )
-            return _Cause("reserved", text, room.worker_id, rooms=every)
+            return _Cause("capacity reserved", text, room.worker_id, rooms=every)
     # The worker that comes nearest to taking it says what is missing.
-    room = min(free, key=lambda room: (lacks(room) != "KV short", lacks(room) == "worker silent"))
+    room = min(free, key=_distance)
     code = lacks(room)
     assert code is not None
-    if code == "worker silent":
-        text = f"{room.worker_id} has not been heard of for a while"
+    if code == "worker not responding":
+        text = f"{room.worker_id} has sent no status for a while"
     elif code == "worker full":
         text = (
-            f"{room.worker_id} is full: it runs {room.running} requests, offers "
-            f"{max(0, room.free_requests)} more in all and {max(0, room.leased_requests)} more of "
+            f"{room.worker_id} is full: it runs {room.running} requests and has capacity for "
+            f"{max(0, room.free_requests)} more in total, {max(0, room.leased_requests)} more of "
             f"{head.model_name}"
         )
     else:
         text = (
-            f"{room.worker_id} is short of KV memory: the request may take {room.wanted_tokens} "
-            f"tokens ({room.wanted_kv_bytes} bytes), {max(0, room.leased_tokens)} tokens of "
-            f"{head.model_name}'s lease and {max(0, room.free_kv_bytes)} bytes are free"
+            f"{room.worker_id} has too little KV memory: the request may need "
+            f"{room.wanted_tokens} tokens ({room.wanted_kv_bytes} bytes), and "
+            f"{max(0, room.leased_tokens)} tokens of {head.model_name}'s lease and "
+            f"{max(0, room.free_kv_bytes)} bytes are free"
         )
     return _Cause(code, text, room.worker_id, rooms=every)

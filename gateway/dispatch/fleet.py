@@ -1,7 +1,8 @@
 """The workers as the dispatcher has them: connections, capacities, the catalog, loads on their way.
 
-Between dispatcher.py (which tickets go) and worker_connection.py (one connection). Knows no tickets
-beyond what capacity.py books for them; decides nothing: placement is policy/placement.py's.
+Between dispatcher.py (which tickets go) and worker_client.py (one connection). Knows no tickets
+beyond what capacity.py books for them; decides nothing: placement is
+dispatch/policy/placement.py's.
 
 Questions about one model must not cost a look at every worker: who offers it and where it failed
 are kept by model, as statuses change them.
@@ -23,16 +24,22 @@ from engine.protocol import (
     WorkerStatus,
 )
 from gateway.dispatch.capacity import Changes, WorkerCapacity
-from gateway.dispatch.decisions import DecisionLog, DecisionRecord
-from gateway.dispatch.residency_log import ResidencyLog
+from gateway.dispatch.decisions import DecisionLog, DecisionRecord, ResidencyLog
+from gateway.dispatch.policy.fleet_view import (
+    AskRate,
+    Demand,
+    LoadDecision,
+    Outlook,
+    Placer,
+    WorkerView,
+    load_seconds,
+)
+from gateway.dispatch.policy.model_history import Prefetch
+from gateway.dispatch.policy.placement import relieve, unplaceable
+from gateway.dispatch.policy.reasons import DecisionFigures, Kind
 from gateway.dispatch.tickets import IntegrityError
-from gateway.dispatch.worker_connection import WorkerClient, WorkerListener, WorkerUnavailable
-from gateway.policy.fleet_view import AskRate, Decision, Demand, Outlook, WorkerView, load_seconds
-from gateway.policy.placement import relieve, unplaceable
-from gateway.policy.placer import Placer
-from gateway.policy.popularity import Prefetch
-from gateway.policy.reasons import Figures, Kind
 from gateway.types import HostedModel
+from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +78,8 @@ class Fleet:
         """Close every connection."""
         for client in self._clients.values():
             client.close()
-        self._connected.clear()
+        for worker_id in list(self._connected):
+            self._forget(worker_id)
 
     def set_catalog(self, models: Sequence[HostedModel]) -> None:
         """Tell every worker which models there are, now and whenever one connects."""
@@ -133,7 +141,7 @@ class Fleet:
         try:
             self._clients[worker_id].send(message)
         except WorkerUnavailable as error:
-            logger.info("not sent message=%s: %s", type(message).__name__, error)
+            logger.info("cannot send message=%s: %s", type(message).__name__, error)
             return False
         return True
 
@@ -161,7 +169,7 @@ class Fleet:
         """Why no connected worker can run the model; None if one may, or none is connected."""
         failed = self._failed.get(model_name)
         if failed and len(failed) == self._num_heard:
-            return next(iter(failed.values())) or "it could not be loaded"
+            return next(iter(failed.values())) or "loading failed"
         model = self._models.get(model_name)
         return unplaceable(model.weight_bytes if model else 0, self._largest_arena_bytes)
 
@@ -202,7 +210,7 @@ class Fleet:
     def fetch(self, now_s: float, prefetch: Prefetch) -> None:
         """Bring a model nearer ahead of need."""
         on_device = prefetch.tier == "device"
-        figures = Figures(demand=prefetch.asks_s, load_s=prefetch.load_s)
+        figures = DecisionFigures(demand=prefetch.asks_s, load_s=prefetch.load_s)
         record = DecisionRecord(
             now_s,
             "load" if on_device else "warm",
@@ -264,7 +272,7 @@ class Fleet:
                 self._unload(decision, now_s)
 
     def load(self, now_s: float, model_name: str) -> None:
-        """An operator's wish; nothing happens where it is resident or cannot be."""
+        """An operator's request; nothing happens where it is resident or cannot be."""
         if model_name not in self._models:
             return
         (demand,) = self.demand_of([model_name])
@@ -273,10 +281,10 @@ class Fleet:
             self._load(decision, now_s)
 
     def unload(self, now_s: float, model_name: str) -> None:
-        """An operator's wish, for every worker that has it."""
+        """An operator's request, for every worker that has it."""
         for worker in self:
             if worker.state(model_name) in ("resident", "loading"):
-                self._unload(Decision(model_name, worker.worker_id, "operator"), now_s)
+                self._unload(LoadDecision(model_name, worker.worker_id, "operator"), now_s)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a worker's books, or what is kept by model, do not agree."""
@@ -293,7 +301,7 @@ class Fleet:
         if (kept, kept_failed) != (offering, failed):
             raise IntegrityError(f"offers {offering}, failures {failed}: kept are {kept}")
         if self._num_heard != len(self.statuses()):
-            raise IntegrityError(f"{self._num_heard} workers have told a status")
+            raise IntegrityError(f"{self._num_heard} workers have sent a status")
 
     def _forget(self, worker_id: str) -> None:
         worker = self._connected.pop(worker_id, None)
@@ -320,13 +328,20 @@ class Fleet:
             _drop(self._failed, model_id, worker.worker_id)
         for model in worker.failures:
             self._failed.setdefault(model.model_id, {})[worker.worker_id] = model.reason
+            if model.model_id not in before:  # tenants are not told the paths in it
+                logger.error(
+                    "worker=%s cannot serve model=%s: %s",
+                    worker.worker_id,
+                    model.model_id,
+                    model.reason,
+                )
 
     def _state_of(self, worker_id: str, model_id: str) -> str | None:
         worker = self._connected.get(worker_id)
         return None if worker is None else worker.state(model_id)
 
     def views(self) -> list[WorkerView]:
-        """The workers that have told a status, as policies see them."""
+        """The workers that have sent a status, as policies see them."""
         return [view for worker in self if (view := self._view(worker)) is not None]
 
     def _view(self, worker: WorkerCapacity) -> WorkerView | None:
@@ -351,8 +366,8 @@ class Fleet:
         packs = {self._pack_of[name] for name in names if name in self._pack_of}
         return frozenset([*names, *(name for pack in packs for name in self._packs[pack])])
 
-    def _load(self, decision: Decision, now_s: float) -> None:
-        figures = Figures(
+    def _load(self, decision: LoadDecision, now_s: float) -> None:
+        figures = DecisionFigures(
             waited_s=decision.waited_s,
             backlog_s=decision.backlog_s,
             load_s=decision.load_s,
@@ -367,13 +382,13 @@ class Fleet:
         )
         self.send(decision.worker_id, message)
 
-    def _unload(self, decision: Decision, now_s: float) -> None:
+    def _unload(self, decision: LoadDecision, now_s: float) -> None:
         self._decisions.add(_record(now_s, "unload", decision))
         self.send(decision.worker_id, UnloadModel(decision.model_id))
 
 
 def _record(
-    now_s: float, kind: Kind, decision: Decision, figures: Figures | None = None
+    now_s: float, kind: Kind, decision: LoadDecision, figures: DecisionFigures | None = None
 ) -> DecisionRecord:
     return DecisionRecord(
         now_s, kind, decision.reason, decision.model_id, decision.worker_id, figures
@@ -382,9 +397,11 @@ def _record(
 
 def _held(now_s: float, demand: Demand, outlook: Outlook) -> DecisionRecord:
     assert outlook.reason is not None
-    figures = Figures(waited_s=max(0.0, now_s - demand.oldest_s), num_waiting=demand.num_waiting)
+    figures = DecisionFigures(
+        waited_s=max(0.0, now_s - demand.oldest_s), num_waiting=demand.num_waiting
+    )
     if outlook.at_s < math.inf:
-        figures |= Figures(
+        figures |= DecisionFigures(
             until_s=outlook.until_s, eta_s=outlook.at_s - now_s, load_s=outlook.load_s
         )
     return DecisionRecord(

@@ -1,10 +1,10 @@
 """Loads, from the queue's side: what is in demand, what is fetched ahead, who would wait in vain.
 
 Between dispatcher.py, which has the tickets, and fleet.py, which has the workers. Decides nothing:
-policy/placement.py says what is loaded, policy/popularity.py what is fetched ahead of need. Here a
-ticket is refused early whose load would not even begin before its time in the queue is up: loads
-against models in demand have a bounded share of the time, so a long line of them is known
-beforehand, and who asks is told when to come again.
+dispatch/policy/placement.py says what is loaded, dispatch/policy/model_history.py what is fetched
+ahead of need. Here a ticket is refused early whose load would not even begin before its time in the
+queue is up: loads against models in demand have a bounded share of the time, so a long line of them
+is known beforehand, and who asks is told when to come again.
 
 It is told to come a little before its turn, and its model keeps its place among equals until then.
 Otherwise those who ask again and again would always stand in line before it, and who comes when it
@@ -12,18 +12,18 @@ is told would never be served.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.matching import demands
-from gateway.dispatch.tickets import Ticket, TicketQueue
+from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.policy.fleet_view import AskRate, Demand, Outlook
+from gateway.dispatch.policy.model_history import Popularity, Prefetcher
+from gateway.dispatch.policy.reasons import DecisionFigures
+from gateway.dispatch.ticket_queue import TicketQueue
+from gateway.dispatch.tickets import Ticket
 from gateway.errors import UNAVAILABLE, ApiError
-from gateway.policy.fair_share import TenantOrder
-from gateway.policy.fleet_view import AskRate, Demand, Outlook
-from gateway.policy.popularity import Popularity, Prefetcher
-from gateway.policy.reasons import Figures
 from gateway.types import HostedModel, ModelOutlook
 
 PREFETCH_S = 1.0
@@ -161,10 +161,10 @@ class Loads:
             DecisionRecord(
                 now_s,
                 "refusal",
-                "eta beyond bound",
+                "expected wait too long",
                 ticket.model_name,
                 outlook.worker_id,
-                Figures(
+                DecisionFigures(
                     eta_s=eta_s,
                     bound_s=bound_s,
                     waited_s=now_s - ticket.arrival_s,
@@ -174,7 +174,49 @@ class Loads:
             )
         )
         message = (
-            f"the model {ticket.model_name!r} is expected to be loaded in {eta_s:.0f} s, later "
-            f"than this request may wait: try again in {come_s:.0f} s"
+            f"the model {ticket.model_name!r} will be loaded in about {eta_s:.0f} s, longer than "
+            f"the request may wait in the queue: try again in {come_s:.0f} s"
         )
         return ApiError(UNAVAILABLE, message, retry_after_s=come_s)
+
+
+def demands(
+    queue: TicketQueue,
+    share: TenantOrder,
+    wanting: frozenset[str],
+    is_pinned: Callable[[str], bool],
+    now_s: float,
+    places: Mapping[str, int],
+) -> list[Demand]:
+    """Of the models `wanting`, in the order of the smallest counter that waits for each.
+
+    Equal counters (one tenant that waits for several models, or one that came back and was lifted)
+    go by the oldest ticket, or by the place that a model has kept.
+    """
+    oldest = dict(places)
+    counters: dict[str, float] = {}
+    backlog_s: dict[str, float] = {}
+    arrived_s: dict[str, float] = {}
+    waited_s: dict[str, float] = {}
+    for ticket in queue:
+        name = ticket.model_name
+        if name not in wanting:
+            continue
+        counter = share.counter(ticket.tenant_id)
+        counters[name] = min(counters.get(name, counter), counter)
+        oldest[name] = min(oldest.get(name, ticket.seq), ticket.seq)
+        backlog_s[name] = backlog_s.get(name, 0.0) + ticket.prediction.service_s
+        arrived_s[name] = min(arrived_s.get(name, ticket.arrival_s), ticket.arrival_s)
+        waited_s[name] = waited_s.get(name, 0.0) + now_s - ticket.arrival_s
+    num_waiting = queue.by_model()
+    return [
+        Demand(
+            name,
+            num_waiting[name],
+            backlog_s[name],
+            is_pinned(name),
+            oldest_s=arrived_s[name],
+            waited_s=waited_s[name],
+        )
+        for name in sorted(counters, key=lambda name: (counters[name], oldest[name]))
+    ]

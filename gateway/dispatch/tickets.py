@@ -1,46 +1,224 @@
-"""Tickets and the queue they wait in: stage 5's bookkeeping, without any decision.
+"""A ticket: one request as the dispatcher sees it, its states, and the stream of its events (stage
+5).
 
-    waiting --grant--> granted --first token--> streaming --finish, worker lost--> ended
-       ^                  |
-       +-refused, worker lost (once)
-    waiting, granted --finish, refusal, abort, time-out--> ended
+                 grant     token       refuse    worker_lost   finish   give_up
+    waiting      granted                                                ended
+    granted                streaming   waiting   waiting       ended    ended
+    streaming              streaming             ended         ended    ended
+    ended
 
-The queue is ordered per (tenant, model): the lowest `priority` first, then by arrival; a ticket
-that comes back from a worker takes its old place. A priority is among one tenant's requests and
-nothing between tenants: which of these is next is policy/fair_share.py's, which worker takes it is
-dispatcher.py's.
+A worker refuses a ticket or is lost: before its first token the ticket waits again. `give_up` is
+every end that no worker tells: an abort, a time-out, an error for the client. A ticket changes its
+state only through `Ticket.on`.
+
+`RequestStream` is what the pipeline holds meanwhile. The queue is ticket_queue.py's.
 """
 
+import asyncio
 import math
-from bisect import insort
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
-
-from engine.protocol import TokenLogprobs
-from gateway.dispatch.running import StreamEnd
-from gateway.dispatch.submits import time_left_s
-from gateway.errors import ApiError, model_gone, model_replaced
-from gateway.policy.fair_share import NOTHING, Used
-from gateway.policy.service_estimate import Prediction
-from gateway.types import Asked, HostedModel
-
-TicketState = Literal["waiting", "granted", "streaming", "ended"]
-
-_TRANSITIONS: frozenset[tuple[TicketState, TicketState]] = frozenset(
-    {
-        ("waiting", "granted"),
-        ("granted", "streaming"),
-        ("granted", "waiting"),
-        ("waiting", "ended"),
-        ("granted", "ended"),
-        ("streaming", "ended"),
-    }
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Mapping,
+    Sequence,
 )
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol, TypeAlias
+
+from engine.protocol import Finish, Submit, TokenLogprobs
+from gateway.dispatch.policy.fair_share import NOTHING, UsedService
+from gateway.dispatch.policy.service_costs import Prediction
+from gateway.errors import (
+    SERVER_ERROR,
+    UNAVAILABLE,
+    ApiError,
+    IllegalTransition,
+    model_gone,
+    model_replaced,
+)
+from gateway.settings.settings import Settings
+from gateway.types import Asked, HostedModel, PreparedRequest, Principal, TokenEvent
+
+StreamEnd: TypeAlias = Finish | Exception
+
+RESTART_WAIT_S = 5.0
+"""What a client is told to wait where a worker, or the server, has to come back first."""
 
 
-class IllegalTransition(Exception):
-    """A ticket was asked to leave its state table (a bug); nothing was changed."""
+class RequestStream:
+    """The events of one request, in order: from the dispatcher (stage 5) to the pipeline (stage 9).
+
+    Implements `types.RunningRequest`. The dispatcher puts tokens in by plain calls on the event
+    loop; one consumer takes them out by `async for`. No task and no lock per token: a consumer that
+    waits holds one future, and tokens that came in while it was busy are handed over as one event.
+
+    Bounded: once more than `max_buffer_tokens` wait for a consumer that does not read, `put` says
+    so and takes no more tokens (the dispatcher aborts the request); the finish always gets in.
+    """
+
+    def __init__(
+        self,
+        max_buffer_tokens: int,
+        on_abort: Callable[[], None],
+        queue_s: Callable[[], float],
+    ) -> None:
+        self._max_buffer_tokens = max_buffer_tokens
+        self._on_abort: Callable[[], None] | None = on_abort
+        self._queue_s: Callable[[], float] | None = queue_s
+        self._queued_s = 0.0
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self._vectors = b""
+        self._end: StreamEnd | None = None
+        self._handed_over = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_event: Callable[[], None] | None = None
+        self._attempt = 1
+        self.overflowed = False
+        """Whether tokens were dropped because nobody read them."""
+
+    @property
+    def attempt(self) -> int:
+        """Which try the events belong to."""
+        return self._attempt
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds in the fair queue, up to now or to the (latest) grant."""
+        return self._queued_s if self._queue_s is None else self._queue_s()
+
+    def abort(self) -> None:
+        """Stop within one step; the last event follows. Harmless after the end."""
+        if self._on_abort is not None:
+            self._on_abort()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """The next tokens, or the finish with what was left. Raises what ended the request."""
+        while (event := self.take()) is None:
+            if self._handed_over:
+                raise StopAsyncIteration
+            await self._wait()
+        return event
+
+    @property
+    def has_event(self) -> bool:
+        """Something may be taken."""
+        return bool(self._tokens) or (self._end is not None and not self._handed_over)
+
+    def take(self) -> TokenEvent | None:
+        """The next event if there is one, in order as by iteration. Raises what ended the request.
+
+        None after the last one, too.
+        """
+        if self._end is None:
+            return self._take() if self._tokens else None
+        if isinstance(self._end, Exception) and self._tokens:
+            return self._take()
+        if self._handed_over:
+            return None
+        self._handed_over = True
+        if isinstance(self._end, Exception):
+            raise self._end
+        return self._take(self._end)
+
+    def listen(self, on_event: Callable[[], None] | None) -> None:
+        """Be called whenever something may be taken, now if so: for a consumer without a task.
+        None: no longer."""
+        self._on_event = on_event
+        if on_event is not None and (self._tokens or self._end is not None):
+            on_event()
+
+    # The dispatcher's side.
+
+    def retry(self, attempt: int) -> None:
+        """The events from now on are those of another try; no token has been put yet."""
+        self._attempt = attempt
+
+    def put(
+        self,
+        token_ids: list[int],
+        logprobs: Sequence[TokenLogprobs] = (),
+        prompt_logprobs: Sequence[TokenLogprobs] = (),
+    ) -> bool:
+        """Add tokens. False: the consumer is too slow, they were dropped."""
+        if self.overflowed or self._end is not None:
+            return False
+        if len(self._tokens) + len(token_ids) > self._max_buffer_tokens:
+            self.overflowed = True
+            return False
+        self._tokens.extend(token_ids)
+        self._logprobs.extend(logprobs)
+        self._prompt_logprobs = prompt_logprobs or self._prompt_logprobs
+        self._wake()
+        return True
+
+    def finish(self, end: StreamEnd, vectors: bytes = b"") -> None:
+        """The last event, or what is raised in its place. The first one counts."""
+        if self._end is None:
+            self._queued_s = self.queue_s
+            # The ticket's, which has this stream: a circle, which keeps the prompt until the
+            # collector finds it.
+            self._on_abort = self._queue_s = None
+            self._end, self._vectors = end, vectors
+            self._wake()
+
+    def _take(self, finish: Finish | None = None) -> TokenEvent:
+        event = TokenEvent(
+            self._tokens,
+            finish,
+            tuple(self._logprobs),
+            tuple(self._prompt_logprobs),
+            b"" if finish is None else self._vectors,
+        )
+        self._tokens, self._logprobs, self._prompt_logprobs = [], [], ()
+        if finish is not None:
+            self._vectors = b""
+        return event
+
+    async def _wait(self) -> None:
+        if self._waiter is not None:
+            raise RuntimeError("a request's events have one consumer")
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if self._on_event is not None:
+            self._on_event()
+
+
+TicketState: TypeAlias = Literal["waiting", "granted", "streaming", "ended"]
+TicketEvent: TypeAlias = Literal["grant", "token", "refuse", "worker_lost", "finish", "give_up"]
+
+TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
+    "waiting": {"grant": "granted", "give_up": "ended"},
+    "granted": {
+        "token": "streaming",
+        "refuse": "waiting",
+        "worker_lost": "waiting",
+        "finish": "ended",
+        "give_up": "ended",
+    },
+    "streaming": {
+        "token": "streaming",
+        "worker_lost": "ended",
+        "finish": "ended",
+        "give_up": "ended",
+    },
+    "ended": {},
+}
+
+
+class Unsendable(Exception):
+    """A request that no message to a worker can hold (a bug, or a model with absurd numbers)."""
 
 
 class IntegrityError(Exception):
@@ -48,7 +226,7 @@ class IntegrityError(Exception):
 
 
 class TicketStream(Protocol):
-    """Where a ticket's events go: `running.RequestStream`, or another process."""
+    """Where a ticket's events go: `RequestStream`, or another process."""
 
     def retry(self, attempt: int) -> None:
         """The events from now on are those of another try; no token has been put yet."""
@@ -88,17 +266,19 @@ class Ticket:
     granted_s: float | None = None
     worker_id: str = ""
     epoch: str = ""
+    kv_bytes: int = 0
+    """What it counts there against what is kept free for others."""
     aborted: bool = False
     num_tokens: int = 0
     """Tokens delivered so far (of this attempt)."""
-    told: Used = NOTHING
-    told_device_s: float = 0.0
-    """What its worker has told of this attempt, and has been charged."""
+    reported: UsedService = NOTHING
+    reported_device_s: float = 0.0
+    """What its worker has reported of this attempt, and has been charged."""
     load_s: float = 0.0
     """Of its model's load, what this attempt has paid back, whoever is paid: it may be billed."""
     owes_load: bool = False
     """Of a dispatcher in another process: whether it will have a `load_s` to tell at the end."""
-    expected: Used = NOTHING
+    expected: UsedService = NOTHING
     """What is left of its prediction."""
 
     @property
@@ -110,6 +290,11 @@ class Ticket:
     def kv_tokens(self) -> int:
         """Positions it takes at most."""
         return self.request.num_prompt_tokens + self.request.max_tokens
+
+    @property
+    def is_on_worker(self) -> bool:
+        """Granted or streaming."""
+        return self.state == "granted" or self.state == "streaming"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -129,11 +314,24 @@ class Ticket:
         """What is left of its time, as a Submit says it: 0 none, negative: it is over."""
         return time_left_s(self.ends_by_s, now_s)
 
-    def move(self, state: TicketState) -> None:
-        """Change state. Raises IllegalTransition, changing nothing."""
-        if (self.state, state) not in _TRANSITIONS:
-            raise IllegalTransition(f"request {self.key}: {self.state} -> {state}")
+    def on(self, event: TicketEvent) -> None:
+        """Change the state by the table. Raises IllegalTransition, and then changes nothing."""
+        state = TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise IllegalTransition(f"request {self.key}: {event!r} while {self.state}")
         self.state = state
+
+    def grant(self, worker_id: str, epoch: str, now_s: float) -> None:
+        """This worker process has it from now on. Raises IllegalTransition."""
+        self.on("grant")
+        self.granted_s = now_s
+        self.worker_id, self.epoch = worker_id, epoch
+
+    def next_attempt(self, now_s: float) -> None:
+        """It is tried once more, and may wait in the queue as long as at first."""
+        self.attempt += 1
+        self.deadline_s = now_s + (self.deadline_s - self.arrival_s)
+        self.stream.retry(self.attempt)
 
 
 def misfit(request: Asked, model: HostedModel | None) -> ApiError | None:
@@ -145,141 +343,76 @@ def misfit(request: Asked, model: HostedModel | None) -> ApiError | None:
     return None
 
 
-FEW_TENANTS = 64
-"""Among so many that wait, somebody's first ticket is looked at as soon as it comes."""
+def check_hosted(request: Asked, model: HostedModel | None, *, is_stopping: bool) -> None:
+    """Raises ApiError where the server is stopping, or `model` is not what it was prepared for."""
+    if is_stopping and not request.continues:
+        message = "the server is shutting down: retry the request"
+        raise ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
+    error = misfit(request, model)
+    if error is not None:
+        raise error
 
 
-class TicketQueue:
-    """Waiting tickets by tenant and model."""
+def submit_of(request: PreparedRequest, tenant_id: str, attempt: int, timeout_s: float) -> Submit:
+    """`timeout_s` as `Ticket.timeout_s` says it."""
+    return Submit(
+        request_id=request.request_id,
+        attempt=attempt,
+        tenant_id=tenant_id,
+        model_id=request.model.name,
+        prompt_token_ids=request.prompt_token_ids,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        logprobs=0 if request.is_judged else request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        constraint=request.constraint,
+        timeout_s=timeout_s,
+        encode=request.encode,
+    )
 
-    def __init__(self) -> None:
-        self._tenants: dict[str, dict[str, list[Ticket]]] = {}
-        self._num_by_model: dict[str, int] = {}
-        self._tenants_of_model: dict[str, dict[str, None]] = {}
-        self._num_total = 0
-        self._next_deadline_s = math.inf  # no ticket's is earlier
-        self.backlog_s = 0.0
-        """Predicted service of all that wait."""
 
-    def __len__(self) -> int:
-        return self._num_total
+def unsendable() -> ApiError:
+    """How such a request ends."""
+    return ApiError(SERVER_ERROR, "the request could not be sent to a worker: see the server's log")
 
-    def __iter__(self) -> Iterator[Ticket]:
-        """All waiting tickets, in no particular order."""
-        for models in self._tenants.values():
-            for tickets in models.values():
-                yield from tickets
 
-    def add(self, ticket: Ticket) -> None:
-        """Queue at its place by arrival."""
-        models = self._tenants.setdefault(ticket.tenant_id, {})
-        insort(models.setdefault(ticket.model_name, []), ticket, key=lambda t: t.place)
-        self._tenants_of_model.setdefault(ticket.model_name, {})[ticket.tenant_id] = None
-        self.backlog_s += ticket.prediction.service_s
-        self._next_deadline_s = min(self._next_deadline_s, ticket.deadline_s)
-        self._num_by_model[ticket.model_name] = self._num_by_model.get(ticket.model_name, 0) + 1
-        self._num_total += 1
+def time_left_s(ends_by_s: float, now_s: float) -> float:
+    """What is left of a request's time, as a Submit says it: 0 none, negative: it is over."""
+    if ends_by_s == float("inf"):
+        return 0.0
+    left_s = ends_by_s - now_s
+    return left_s if left_s > 0 else -1.0
 
-    def remove(self, ticket: Ticket) -> None:
-        """Take a waiting ticket out."""
-        models = self._tenants[ticket.tenant_id]
-        tickets = models[ticket.model_name]
-        tickets.remove(ticket)
-        if not tickets:
-            del models[ticket.model_name]
-            tenants = self._tenants_of_model[ticket.model_name]
-            del tenants[ticket.tenant_id]
-            if not tenants:
-                del self._tenants_of_model[ticket.model_name]
-        if not models:
-            del self._tenants[ticket.tenant_id]
-        self._num_by_model[ticket.model_name] -= 1
-        if not self._num_by_model[ticket.model_name]:
-            del self._num_by_model[ticket.model_name]
-        self._num_total -= 1
-        # Sums of floats drift; an empty queue has none.
-        self.backlog_s = self.backlog_s - ticket.prediction.service_s if self._num_total else 0.0
 
-    def tenants_of(self, model_names: Iterable[str]) -> list[str]:
-        """Tenants that wait for one of these models."""
-        tenants: dict[str, None] = {}
-        for name in model_names:
-            tenants.update(self._tenants_of_model.get(name, {}))
-        return list(tenants)
+def new_ticket(
+    request: PreparedRequest,
+    principal: Principal,
+    seq: int,
+    prediction: Prediction,
+    settings: Settings,
+    clock: Callable[[], float],
+    abort: Callable[[Ticket], None],
+) -> tuple[Ticket, RequestStream]:
+    """A waiting ticket with its stream, in no queue yet. `abort` is what its reader may ask."""
 
-    def overdue(self, now_s: float) -> list[Ticket]:
-        """Tickets whose deadline has come. Looks at all of them only when one may have."""
-        if now_s < self._next_deadline_s:
-            return []
-        self._next_deadline_s = min(
-            (ticket.deadline_s for ticket in self if ticket.deadline_s > now_s), default=math.inf
-        )
-        return [ticket for ticket in self if now_s >= ticket.deadline_s]
+    def queue_s() -> float:
+        until_s = clock() if ticket.granted_s is None else ticket.granted_s
+        return until_s - ticket.arrival_s
 
-    def heads(self, tenant_id: str) -> list[Ticket]:
-        """The tenant's first ticket of each model, in its own order."""
-        models = self._tenants.get(tenant_id, {})
-        return sorted((tickets[0] for tickets in models.values()), key=lambda t: t.place)
-
-    def oldest_seq(self, tenant_id: str) -> int:
-        """The arrival of the tenant's oldest ticket, whatever its priority."""
-        return min(
-            # Of one priority all: the first is the oldest.
-            tickets[0].seq
-            if tickets[0].request.priority == tickets[-1].request.priority
-            else min(ticket.seq for ticket in tickets)
-            for tickets in self._tenants[tenant_id].values()
-        )
-
-    def num_ahead(self, ticket: Ticket) -> int:
-        """Tickets of its tenant for its model that go before it, of a ticket that waits."""
-        return self._tenants[ticket.tenant_id][ticket.model_name].index(ticket)
-
-    def num_like(self, ticket: Ticket) -> int:
-        """Tickets of its tenant for its model, of a ticket that waits."""
-        return len(self._tenants[ticket.tenant_id][ticket.model_name])
-
-    def num_of_tenant(self, tenant_id: str) -> int:
-        """Tickets of one tenant."""
-        return sum(len(tickets) for tickets in self._tenants.get(tenant_id, {}).values())
-
-    def is_newcomer(self, tenant_id: str) -> bool:
-        """Whether one ticket is all that the tenant waits for, among FEW_TENANTS."""
-        return self.num_of_tenant(tenant_id) == 1 and len(self._tenants) <= FEW_TENANTS
-
-    def num_of_model(self, model_name: str) -> int:
-        """Tickets for one model."""
-        return self._num_by_model.get(model_name, 0)
-
-    @property
-    def model_names(self) -> Collection[str]:
-        """Models that tickets wait for, as of now."""
-        return self._num_by_model.keys()
-
-    def by_model(self) -> dict[str, int]:
-        """Tickets by model, only models that have some."""
-        return dict(self._num_by_model)
-
-    def by_tenant(self) -> dict[str, int]:
-        """Tickets by tenant, only tenants that have some."""
-        return {tenant_id: self.num_of_tenant(tenant_id) for tenant_id in self._tenants}
-
-    def check_integrity(self) -> None:
-        """Raises IntegrityError unless order, states and counts agree."""
-        counted: dict[str, int] = {}
-        for tenant_id, models in self._tenants.items():
-            for model_name, tickets in models.items():
-                if not tickets or [t.place for t in tickets] != sorted({t.place for t in tickets}):
-                    raise IntegrityError(f"queue of {tenant_id}, {model_name} is out of order")
-                for ticket in tickets:
-                    if ticket.state != "waiting" or ticket.tenant_id != tenant_id:
-                        raise IntegrityError(f"{ticket.key} waits but is {ticket.state}")
-                counted[model_name] = counted.get(model_name, 0) + len(tickets)
-        tenants_of = {
-            name: {tenant for tenant, models in self._tenants.items() if name in models}
-            for name in counted
-        }
-        if tenants_of != {name: set(kept) for name, kept in self._tenants_of_model.items()}:
-            raise IntegrityError(f"tenants by model {self._tenants_of_model}, found {tenants_of}")
-        if counted != self._num_by_model or sum(counted.values()) != self._num_total:
-            raise IntegrityError(f"counts {self._num_by_model} are not those of {counted}")
+    now_s = clock()
+    stream = RequestStream(
+        settings.max_stream_buffer_tokens, on_abort=lambda: abort(ticket), queue_s=queue_s
+    )
+    ticket = Ticket(
+        request=request,
+        tenant_id=principal.tenant_id,
+        weight=principal.weight,
+        seq=seq,
+        arrival_s=now_s,
+        deadline_s=now_s + settings.queue_timeout_s,
+        ends_by_s=now_s + settings.request_timeout_s,
+        prediction=prediction,
+        stream=stream,
+    )
+    return ticket, stream

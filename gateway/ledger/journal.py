@@ -22,8 +22,8 @@ is opened: the caller gets a refusal, and what is open goes on.
 A write or sync that fails is never tried again in place (what the kernel kept of it is unknown,
 Rebello et al., "Can Applications Recover from fsync Failures?", ATC'20): the segment ends where it
 was durable, and what came behind is written to the next one. Records that came twice this way, or
-are read again after a kill, change nothing: see registry/ledger.py. A start reads old segments and
-deletes them; it never goes on with one.
+are read again after a kill, change nothing: see registry/money/ledger.py. A start reads old
+segments and deletes them; it never goes on with one.
 """
 
 import logging
@@ -35,17 +35,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gateway.ledger.journal_files import DiskFiles, Files
-from gateway.ledger.journal_format import END_BYTES, SEGMENT_HEAD, Record, RecordCodec
-from gateway.ledger.journal_segments import Segments
-from gateway.ledger.journal_types import (
+from gateway.ledger.journal_segments import (
+    END_BYTES,
+    SEGMENT_HEAD,
+    DiskFiles,
+    Files,
     JournalLimits,
     JournalRefused,
     JournalStopped,
+    OnDurable,
     Position,
-    Told,
+    Record,
+    RecordCodec,
+    Segments,
 )
-from registry.ledger import OpenRecord
+from registry.money.ledger import OpenRecord
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +62,14 @@ class _Entry(NamedTuple):
 
 
 class Journal:
-    """`append` from any thread, `read` and `release` from one; `told` is called from the syncing
-    thread. Times are monotonic."""
+    """`append` from any thread; `on_durable` is called from the syncing thread. Times are
+    monotonic."""
 
     def __init__(
         self,
         folder: Path,
         limits: JournalLimits,
-        told: Told,
+        on_durable: OnDurable,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -73,9 +77,10 @@ class Journal:
         self.num_sync_errors = 0
         self._folder = folder
         self._limits = limits
-        self._told = told
+        self._on_durable = on_durable
         self._files: Files = files or DiskFiles()
-        self._segments = Segments(folder, limits.segment_bytes, self._files)
+        self.segments = Segments(folder, limits.segment_bytes, self._files)
+        """To be read from one thread; `discard` only after `stop`."""
         self._clock = clock
         self._codec, self._thread_codec = RecordCodec(), RecordCodec()
         self._unsynced: list[_Entry] = []
@@ -103,14 +108,10 @@ class Journal:
         Raises OSError where the folder cannot be made or read; a full disk is no error.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        begin = self._segments.find()
+        begin = self.segments.find()
         self._make_room()
         self._thread.start()
         return begin
-
-    def is_old(self, at: Position) -> bool:
-        """Whether what comes there was left by an earlier process."""
-        return self._segments.is_old(at)
 
     def stop(self, timeout_s: float) -> bool:
         """Write what is queued, then end; blocks. False: given up, the rest is JournalStopped."""
@@ -127,8 +128,9 @@ class Journal:
         return in_time
 
     def append(self, record: Record, tag: Any = None, *, hurry: bool = True) -> bool:
-        """Add a record; `tag` is what `told` gets once it is durable, None for nothing. True: it is
-        written already. `hurry`: somebody waits until it is durable. Raises JournalStopped."""
+        """Add a record; `tag` is what `on_durable` gets once it is durable, None for nothing. True:
+        it is written already. `hurry`: somebody waits until it is durable. Raises
+        JournalStopped."""
         entry = _Entry(record, tag)
         with self._changed:
             if self._stopping:
@@ -158,8 +160,8 @@ class Journal:
             return self._why_full or "the journal has ended"
         if (num_open + 1) * END_BYTES > self._limits.segment_bytes:
             return f"{num_open} requests are open, and no more ends fit into a segment"
-        if self.num_bytes > self._limits.max_bytes:
-            return f"{self.num_bytes} bytes of the journal are not in the database yet"
+        if self.segments.num_bytes > self._limits.max_bytes:
+            return f"{self.segments.num_bytes} bytes of the journal are not in the database yet"
         return ""
 
     @property
@@ -177,33 +179,6 @@ class Journal:
         """So many are in the database; what failed never will be. For the thread that reads."""
         while self._marks and self._marks[0][0] <= num_appended + self.num_failed:
             self._marks.popleft()
-
-    @property
-    def num_bytes(self) -> int:
-        """Room that segments take, the spare one and the newest not counted."""
-        return self._segments.num_bytes
-
-    @property
-    def num_damaged(self) -> int:
-        """Places where the disk lost what it had promised."""
-        return self._segments.num_damaged
-
-    @property
-    def durable(self) -> Position:
-        """The end of what is durable."""
-        return self._segments.durable
-
-    def read(self, at: Position, max_bytes: int) -> tuple[list[Record], Position]:
-        """See Segments."""
-        return self._segments.read(at, max_bytes)
-
-    def release(self, before: Position) -> None:
-        """See Segments."""
-        self._segments.release(before)
-
-    def discard(self) -> None:
-        """After `stop`: everything is in the database. Raises OSError."""
-        self._segments.discard()
 
     def _write_at_once(self, entry: _Entry) -> bool:
         """False: it is the thread's to see what is the matter with it, or with the disk."""
@@ -270,18 +245,18 @@ class Journal:
                     self._next_segment()
             except OSError as error:
                 self.num_sync_errors += 1
-                logger.error("journal cannot write: %s", error)
+                logger.error("cannot write the journal: %s", error)
                 framed = self._framed([*written, *self._abandon(error)]) + framed
                 written = ()
                 refused = [entry for entry, _ in framed if isinstance(entry.record, OpenRecord)]
-                self._tell(refused, JournalRefused(self._why_full))
+                self._report(refused, JournalRefused(self._why_full))
                 framed = [pair for pair in framed if not isinstance(pair[0].record, OpenRecord)]
                 if self._pause():
                     stopped = JournalStopped("the journal was closed before the write")
-                    self._tell([entry for entry, _ in framed], stopped)
+                    self._report([entry for entry, _ in framed], stopped)
                     break
             else:
-                self._tell([*written, *(entry for entry, _ in framed[:num_fit])], None)
+                self._report([*written, *(entry for entry, _ in framed[:num_fit])], None)
                 written, framed = (), framed[num_fit:]
         with self._changed:
             self._syncing = 0
@@ -293,8 +268,8 @@ class Journal:
             try:
                 framed.append((entry, self._thread_codec.frame(entry.record)))
             except (ValueError, TypeError, OverflowError) as error:
-                logger.error("journal refuses record=%r: %s", entry.record, error)
-                self._tell([entry], error)
+                logger.error("the journal rejects record=%r: %s", entry.record, error)
+                self._report([entry], error)
         return framed
 
     def _write(self, frames: Sequence[bytes]) -> int:
@@ -313,12 +288,12 @@ class Journal:
         self._synced_s = self._clock()
         end = self._end  # What comes while it syncs may be in it or not.
         self._files.sync(self._descriptor)
-        self._segments.synced(end)
+        self.segments.synced(end)
 
     def _next_segment(self) -> None:
-        self._segments.make_spare()
+        self.segments.make_spare()
         self._close()
-        descriptor = self._segments.begin_next()
+        descriptor = self.segments.begin_next()
         with self._changed:
             self._end, self._descriptor = len(SEGMENT_HEAD), descriptor
 
@@ -327,19 +302,19 @@ class Journal:
         why = ""
         try:
             free = self._files.free_bytes(self._folder)
-            lacks = (self._descriptor < 0) + (not self._segments.has_spare)
+            lacks = (self._descriptor < 0) + (not self.segments.has_spare)
             if free < self._limits.min_free_bytes + lacks * self._limits.segment_bytes:
                 why = f"the journal's disk is full: {free} bytes are free"
             else:
                 if self._descriptor < 0:
                     self._next_segment()
-                self._segments.make_spare()
+                self.segments.make_spare()
         except OSError as error:
             why = f"the journal's disk fails: {error}"
         if why and not self._why_full:
-            logger.error("ledger opens nothing new: %s", why)
+            logger.error("the ledger refuses new requests: %s", why)
         elif self._why_full and not why:
-            logger.info("journal has room")
+            logger.info("the journal has space again, new requests are accepted")
         self._why_full = why
 
     def _abandon(self, error: OSError) -> list[_Entry]:
@@ -364,9 +339,9 @@ class Journal:
             self._changed.wait_for(lambda: self._give_up, timeout=RETRY_S)
             return self._give_up
 
-    def _tell(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
+    def _report(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         if error is not None:
             self.num_failed += len(entries)
         tags = [entry.tag for entry in entries if entry.tag is not None]
         if tags:
-            self._told(tags, error)
+            self._on_durable(tags, error)

@@ -14,8 +14,8 @@ nothing. What a power cut takes of postings (those of the last `ledger_sync_inte
 closed like what a kill leaves open, for its open record is there: never to the client's cost.
 
 Recovery. At a start the journal's rest goes into the database first; what is open there as this
-gateway's (owners.py) was left by a process that died (one process per journal holds its lock).
-Workers that outlived it send their unacknowledged finishes again at Hello, within
+gateway's (ledger_recovery.py) was left by a process that died (one process per journal holds its
+lock). Workers that outlived it send their unacknowledged finishes again at Hello, within
 ledger_recovery_wait_s. What is posted then is ledger_recovery.py's to say. Choices of one request
 finish one by one; what has arrived by the end of the wait is summed up.
 """
@@ -24,36 +24,111 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 from sqlalchemy import Engine
 
 from engine.protocol import Finish
-from gateway.dispatch.joint import base_id
-from gateway.errors import ApiError
+from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ledger.journal import Journal
-from gateway.ledger.journal_files import Files
-from gateway.ledger.journal_format import Record, Void
-from gateway.ledger.journal_types import JournalLimits, JournalRefused, JournalStopped
-from gateway.ledger.ledger_recovery import closing, together
+from gateway.ledger.journal_segments import (
+    Files,
+    JournalLimits,
+    JournalRefused,
+    JournalStopped,
+    Record,
+    Void,
+)
+from gateway.ledger.ledger_recovery import LOCK_WAIT_S, closing, owner_of, together
 from gateway.ledger.ledger_writer import LedgerWriter
-from gateway.ledger.openings import DONE, Openings, Tag, behind, fail
-from gateway.ledger.owners import JOURNAL_FOLDER, owner_of
-from gateway.policy.pricing import Rates
-from gateway.services import LedgerSnapshot
-from gateway.settings import Settings
-from registry import ledger as tables
+from gateway.pricing.policy.pricing import Rates
+from gateway.protocols import LedgerSnapshot
+from gateway.settings.settings import JOURNAL_FOLDER, Settings
+from gateway.workers.choices import base_id
 from registry import locks
-from registry.ledger import OUTCOMES, Checkpoint, OpenRecord, Posting
+from registry.money import ledger as tables
+from registry.money.ledger import OUTCOMES, Checkpoint, OpenRecord, Posting
 from registry.session import reading
+
+BUSY_WAIT_S = 5.0
+"""What a client is told to wait where nothing new is taken."""
+
+
+class Tag:
+    """Of a record: who waits until it is durable, and which request it ends."""
+
+    __slots__ = ("ends", "waiter")
+
+    def __init__(self, waiter: "asyncio.Future[None] | None", ends: str | None) -> None:
+        self.waiter, self.ends = waiter, ends
+
+
+class _Done:
+    """Nothing to wait for."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        return
+        yield
+
+
+DONE = _Done()
+
+
+class PendingOpens:
+    """Open records that somebody waits for. All have the same time, so one timer is enough.
+
+    `on_late(request_id)` is called for each that was not opened within `timeout_s`, when whoever
+    waits has been told.
+    """
+
+    def __init__(self, timeout_s: float, on_late: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._on_late = on_late
+        self._waiting: deque[tuple[float, str, asyncio.Future[None]]] = deque()
+        """(until when, request, who waits), the earliest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, request_id: str, opening: "asyncio.Future[None]") -> None:
+        """It has its time from now on."""
+        while self._waiting and self._waiting[0][2].done():
+            self._waiting.popleft()
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._timeout_s
+        self._waiting.append((until_s, request_id, opening))
+        if self._timer is None:
+            self._timer = loop.call_at(until_s, self._look)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+        while self._waiting and (self._waiting[0][2].done() or self._waiting[0][0] <= now_s):
+            _, request_id, opening = self._waiting.popleft()
+            if not opening.done():
+                fail(opening, behind())
+                self._on_late(request_id)
+        self._timer = loop.call_at(self._waiting[0][0], self._look) if self._waiting else None
+
+
+def fail(future: "asyncio.Future[None]", error: BaseException) -> None:
+    """Whoever waits gets the error; nobody may."""
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # Logged already; a caller that was cancelled never asks for it.
+
+
+def behind() -> ApiError:
+    """The answer where nothing new is taken."""
+    message = "usage accounting is behind, so new requests are refused: try again later"
+    return ApiError(UNAVAILABLE, message, retry_after_s=BUSY_WAIT_S)
+
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.01
 """How often it is looked whether the database has everything, where somebody waits for that."""
-LOCK_WAIT_S = 5.0
 MAX_BIGINT = 2**63 - 1
 
 
@@ -62,7 +137,7 @@ class Ledger:
 
     `find_rates(tenant_id, model, at)` gives the prices of recovered records;
     `on_durable(request_ids)` is called on the event loop after their postings or voids are durable;
-    `on_recovered(posting)` is told what an earlier process's requests used, when it is written.
+    `on_recovered(posting)` gets what an earlier process's requests used, when it is written.
     """
 
     def __init__(
@@ -85,7 +160,7 @@ class Ledger:
         self._owner = owner_of(settings.data_path, gateway_id)
         self._is_first = gateway_id == "gateway-0"
         self._folder = settings.data_path / JOURNAL_FOLDER / gateway_id
-        self._journal = Journal(self._folder, journal_limits(settings), self._told, files)
+        self._journal = Journal(self._folder, JournalLimits.of(settings), self._journaled, files)
         self._writer = LedgerWriter(
             engine,
             self._journal,
@@ -100,7 +175,7 @@ class Ledger:
         """Requests whose end must still fit into the journal."""
         self._left: dict[str, OpenRecord] = {}
         self._parts: dict[str, dict[str, Finish]] = {}
-        self._openings = Openings(settings.ledger_open_timeout_s, self._give_up_open)
+        self._openings = PendingOpens(settings.ledger_open_timeout_s, self._give_up_open)
         self._recovery: asyncio.Task[None] | None = None
         self._num_recovered = 0
 
@@ -118,7 +193,9 @@ class Ledger:
         self._left = {record.request_id: record for record in left}
         self._open.update(self._left)
         if self._left:
-            logger.warning("ledger recovers records=%d left open by another run", len(self._left))
+            logger.warning(
+                "ledger: recovering records=%d that an earlier run left open", len(self._left)
+            )
             self._recovery = asyncio.create_task(self._recover(), name="ledger-recovery")
 
     async def stop(self, timeout_s: float) -> bool:
@@ -131,7 +208,9 @@ class Ledger:
             self._recovery.cancel()
         written = await asyncio.to_thread(self._stop, timeout_s)
         if not written:
-            logger.warning("ledger closed before the database had everything; a restart goes on")
+            logger.warning(
+                "ledger: closed before all records were in the database; the next start writes them"
+            )
         return written
 
     def open(self, record: OpenRecord) -> "asyncio.Future[None]":
@@ -180,7 +259,7 @@ class Ledger:
         return DONE
 
     def claim(self, request_id: str, finish: Finish) -> bool:
-        """A worker told the end of a request that nobody here waits for.
+        """A worker reported the end of a request that nobody here waits for.
 
         True if its record was left open: then it is posted, and `on_durable` will name it.
         """
@@ -204,7 +283,7 @@ class Ledger:
         Raises JournalStopped.
         """
         await self._write(Void(""))  # Of nobody: it comes behind the others.
-        durable = self._journal.durable
+        durable = self._journal.segments.durable
         await self._until(lambda: self._writer.is_at(durable))
 
     def snapshot(self) -> LedgerSnapshot:
@@ -221,10 +300,10 @@ class Ledger:
             num_recovered=self._num_recovered,
             num_unsynced=journal.num_queued,
             num_open=len(self._open),
-            journal_bytes=journal.num_bytes,
+            journal_bytes=journal.segments.num_bytes,
             refuses=not self._writer.is_alive or bool(journal.refusal(len(self._open))),
             num_sync_errors=journal.num_sync_errors,
-            num_damaged=journal.num_damaged,
+            num_damaged=journal.segments.num_damaged,
             num_put_aside=counts.put_aside,
             num_rolled=counts.rolled,
         )
@@ -258,7 +337,7 @@ class Ledger:
         durable = self._journal.stop(timeout_s)
         written = self._writer.stop(max(0.0, deadline_s - time.monotonic()))
         if durable and written:
-            self._journal.discard()
+            self._journal.segments.discard()
         self._held.close()
         return durable and written
 
@@ -290,13 +369,13 @@ class Ledger:
             tag.waiter = self._loop.create_future()
             fail(tag.waiter, error)
             return tag.waiter
-        tag.waiter = self._loop.create_future()  # Nothing is told before this turn is over.
+        tag.waiter = self._loop.create_future()  # Nothing is reported before this turn is over.
         return tag.waiter
 
     def _give_up_open(self, request_id: str) -> None:
         self._write(Void(request_id))
 
-    def _told(self, tags: Sequence[Tag], error: BaseException | None) -> None:
+    def _journaled(self, tags: Sequence[Tag], error: BaseException | None) -> None:
         """In the journal's thread: once a group."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # The loop ended first: nobody waits any more.
@@ -304,7 +383,7 @@ class Ledger:
 
     def _settle(self, tags: Sequence[Tag], error: BaseException | None) -> None:
         if error is not None:
-            logger.error("ledger records=%d were not written: %s", len(tags), error)
+            logger.error("ledger: could not write records=%d: %s", len(tags), error)
             refused = behind() if isinstance(error, JournalRefused) else error
             for tag in tags:
                 if tag.waiter is not None:
@@ -331,17 +410,6 @@ class Ledger:
         self._num_recovered += 1
         self._on_recovered(posting)
         self._write(posting, posting.request_id)
-
-
-def journal_limits(settings: Settings) -> JournalLimits:
-    """Of every journal in the data folder."""
-    return JournalLimits(
-        settings.journal_segment_bytes,
-        settings.journal_max_bytes,
-        settings.journal_min_free_bytes,
-        settings.ledger_flush_interval_s,
-        settings.ledger_sync_interval_s,
-    )
 
 
 def _owned(record: OpenRecord, gateway_id: str) -> OpenRecord:

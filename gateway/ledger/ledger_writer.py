@@ -13,7 +13,7 @@ beside the journal: an operator decides.
 The thread outlives whatever is raised in it: that is logged and counted, and the batch written once
 more. Should it end all the same, nothing new is opened (ledger.py) and the server is not ready.
 
-Between batches, roll-ups are kept up (registry/rollups.py).
+Between batches, roll-ups are kept up (registry/money/rollups.py).
 """
 
 import logging
@@ -28,10 +28,9 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyErro
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from gateway.ledger.journal import Journal
-from gateway.ledger.journal_format import Record, RecordCodec
-from gateway.ledger.journal_types import Position
-from registry import ledger, rollups
-from registry.ledger import Checkpoint, OpenRecord, Posting
+from gateway.ledger.journal_segments import Position, Record, RecordCodec
+from registry.money import ledger, rollups
+from registry.money.ledger import Checkpoint, OpenRecord, Posting
 from registry.session import appending
 
 logger = logging.getLogger(__name__)
@@ -135,7 +134,7 @@ class LedgerWriter:
         in_time = not self._thread.is_alive()
         self._give_up.set()
         self._thread.join()
-        return in_time and self.is_at(self._journal.durable)
+        return in_time and self.is_at(self._journal.segments.durable)
 
     def is_at(self, position: Position) -> bool:
         """Whether all that is before it is in the database."""
@@ -157,7 +156,7 @@ class LedgerWriter:
                 except Exception:  # Nobody else writes what comes.
                     self.counts.write_errors += 1
                     self._is_unsure = True
-                    logger.exception("LEDGER WRITER FAILED: it goes on in %.2f s", pause_s)
+                    logger.exception("LEDGER WRITER FAILED: trying again in %.2f s", pause_s)
                     self._give_up.wait(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except BaseException:
@@ -168,13 +167,13 @@ class LedgerWriter:
         """One batch. False: it was the last one."""
         stopping = self._stop.is_set()  # Before reading: then nothing comes behind it.
         try:
-            records, after = self._journal.read(self._at, self._max_batch * RECORD_BYTES)
+            records, after = self._journal.segments.read(self._at, self._max_batch * RECORD_BYTES)
         except OSError as error:
             self.counts.write_errors += 1
-            logger.error("ledger cannot read the journal: %s", error)
+            logger.error("ledger: cannot read the journal: %s", error)
             self._give_up.wait(LONGEST_PAUSE_S)
             return True
-        is_old = self._journal.is_old(self._at)
+        is_old = self._journal.segments.is_old(self._at)
         if not self._write(records, is_old or self._is_unsure):
             return False
         moved = after != self._at
@@ -185,7 +184,7 @@ class LedgerWriter:
             self._journal.written(self.counts.written)
         if moved:
             self._release()
-        self.replayed = self.replayed or not self._journal.is_old(after)
+        self.replayed = self.replayed or not self._journal.segments.is_old(after)
         self._roll()
         if not moved and stopping:
             return False
@@ -209,7 +208,9 @@ class LedgerWriter:
                 self.counts.write_errors += 1
                 if not _passes(error):
                     return self._split(records, again, error)
-                logger.warning("ledger write failed records=%d: %s", len(records), _cause(error))
+                logger.warning(
+                    "ledger: write failed, trying again records=%d: %s", len(records), _cause(error)
+                )
                 if self._give_up.wait(pause_s):
                     return False
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -231,13 +232,13 @@ class LedgerWriter:
         """One of them is at fault; each is written alone."""
         if len(records) > 1:
             return all(self._write([record], again) for record in records)
-        logger.error("LEDGER REFUSES record=%r: %s; put aside", records[0], _cause(error))
+        logger.error("LEDGER REFUSES record=%r: %s; it is set aside", records[0], _cause(error))
         while True:
             try:
                 with self._aside.open("ab") as stream:
                     stream.write(RecordCodec().frame(records[0]))
             except OSError as problem:
-                logger.error("cannot be put aside either: %s", problem)
+                logger.error("ledger: cannot set the record aside: %s", problem)
                 if self._give_up.wait(LONGEST_PAUSE_S):
                     return False
             else:
@@ -246,9 +247,9 @@ class LedgerWriter:
 
     def _release(self) -> None:
         try:
-            self._journal.release(self._at)
+            self._journal.segments.release(self._at)
         except OSError as error:
-            logger.error("journal segment cannot be deleted: %s", error)
+            logger.error("cannot delete a journal segment: %s", error)
 
     def _roll(self) -> None:
         """A slice of the roll-ups, where it is time."""
@@ -261,7 +262,7 @@ class LedgerWriter:
             with appending(self._engine, ACTOR) as session:
                 num = rollups.roll(session, upto)
         except SQLAlchemyError as error:
-            logger.warning("roll-ups wait: %s", _cause(error))
+            logger.warning("cannot update the roll-ups, trying again: %s", _cause(error))
             num = 0
         self.counts.rolled += num
         if num < rollups.SLICE_ROWS:

@@ -1,7 +1,6 @@
-"""Which store of limits a process has, and what runs beside it.
-
-redis_url is set    Redis, shared with whoever has the same one       store/shared.py
-otherwise           this process (of several: the dispatcher's)       store/memory.py, remote.py
+"""Which store of limits a process has, and what runs beside one that several gateways share: the
+gateway's signs of life, and the news of the registry. What stores do is store.py's and
+shared_store.py's.
 """
 
 import asyncio
@@ -12,17 +11,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway.settings import Settings
-from gateway.store.base import LimitStore
-from gateway.store.bell import Bell
-from gateway.store.memory import MemoryStore
-from gateway.store.redis import RedisLimits
-from gateway.store.shared import SharedStore
+from gateway.limits.redis_store import RedisLimits
+from gateway.limits.shared_store import SharedStore
+from gateway.limits.store import LimitStore, MemoryStore
+from gateway.redis.registry_pubsub import RegistryPubsub
+from gateway.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
-AGAIN_S = 1.0
+RESTART_S = 1.0
 
 
 def open_store(settings: Settings, gateway_id: str) -> MemoryStore | SharedStore:
@@ -50,10 +48,10 @@ async def sharing(
         yield
         return
     await store.start()
-    bell = Bell(settings.redis_url, settings.redis_prefix)
+    pubsub = RegistryPubsub(settings.redis_url, settings.redis_prefix)
     tasks = [
         asyncio.create_task(_kept("limits-shared", store.run)),
-        asyncio.create_task(_kept("registry-bell", lambda: bell.listen(on_change))),
+        asyncio.create_task(_kept("registry-pubsub", lambda: pubsub.listen(on_change))),
     ]
     try:
         yield
@@ -73,5 +71,5 @@ async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None
         try:
             await run()
         except Exception:
-            logger.exception("%s failed, it begins again", name)
-        await asyncio.sleep(AGAIN_S)
+            logger.exception("%s failed, restarting it", name)
+        await asyncio.sleep(RESTART_S)

@@ -1,35 +1,70 @@
 """Stage 3: hold what a request may cost, settle once what it did cost.
 
-Comes in: a principal and a prepared request. Goes out: a `Hold`, with the x-ratelimit headers, or
-429 with how long to wait. A request draws on the limits of its key, its tenant, its model and the
-whole gateway, all or nothing. The arithmetic is policy/rate_limit.py's, the counts are the store's.
+Comes in: a principal and a prepared request. Goes out: a `LimitReservation`, with the x-ratelimit
+headers, or 429 with how long to wait. A request draws on the limits of its key, its tenant, its
+model and the whole gateway, all or nothing. The arithmetic is limits/policy/rate_limit.py's, the
+counts are the store's.
 
     open -> settled    the request ended: tokens not used are given back
     open -> released   it was refused, or we failed it: everything is given back
+
+A limit by the day and a budget begin with what the ledger knows (limit_restore.py). Requests that
+draw on one whose past is still being read wait for it.
 """
 
+import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from gateway.errors import INSUFFICIENT_QUOTA, RATE_LIMITED, UNAVAILABLE, ApiError
-from gateway.limits.periods import PeriodKind, period_of
-from gateway.policy.pricing import most_nanos
-from gateway.policy.rate_limit import (
+from gateway.limits.policy import rate_limit
+from gateway.limits.policy.rate_limit import (
     DAY_S,
     MINUTE_S,
     Draw,
-    Figures,
+    LimitFigures,
     Meter,
     Refusal,
     Reservation,
-    Used,
+    UsedAmounts,
 )
-from gateway.store.base import LimitStore
+from gateway.limits.store import LimitStore
+from gateway.pricing.policy.pricing import most_nanos
 from gateway.types import PreparedRequest, Principal
-from registry.quotas import UNLIMITED, Limits, LimitScope
+from registry.accounts.quotas import UNLIMITED, Limits, LimitScope
+
+PeriodKind: TypeAlias = rate_limit.PeriodKind
+PERIOD_KINDS: tuple[PeriodKind, ...] = ("day", "month")
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """One calendar day or month. `number` rises by one with each."""
+
+    number: int
+    began_at: float
+    ends_at: float
+
+
+def period_of(kind: PeriodKind, now_at: float) -> Period:
+    """The period that `now_at` (epoch seconds) lies in."""
+    return _of_day(kind, int(now_at // DAY_S))
+
+
+@lru_cache(64)
+def _of_day(kind: PeriodKind, day: int) -> Period:
+    """Days since 1970. Kept: every request with a budget asks."""
+    began = datetime.fromtimestamp(day * DAY_S, UTC)
+    if kind == "day":
+        return Period(began.toordinal(), began.timestamp(), (began + timedelta(1)).timestamp())
+    began = began.replace(day=1)
+    ends = (began + timedelta(31)).replace(day=1)
+    return Period(began.year * 12 + began.month, began.timestamp(), ends.timestamp())
 
 
 class Rate(NamedTuple):
@@ -50,16 +85,19 @@ RATES = (
     Rate("input_tokens_per_day", "input_tokens", DAY_S, "input tokens per day"),
     Rate("output_tokens_per_minute", "output_tokens", MINUTE_S, "output tokens per minute"),
     Rate("output_tokens_per_day", "output_tokens", DAY_S, "output tokens per day"),
-    Rate("max_concurrency", "concurrency", 0, "requests at one time"),
+    Rate("max_concurrency", "concurrency", 0, "concurrent requests"),
 )
 # OpenAI's clients wait no longer than this and would ask again, twice, at once.
 LONGEST_RETRY_S = 120.0
+UNREAD_WAIT_S = 5.0
+"""How long a request waits for the past of its limits. After that it is refused."""
 MAX_COST_NANOS = 2**54
-"""No budget is so large (registry/quotas.py), and a shared store may count it in 64 bits."""
+"""Larger than any budget (registry/accounts/quotas.py), and a shared store counts it in 64 bits."""
 _WORDS = {(rate.meter, rate.window_s): rate.words for rate in RATES}
 _WHOSE = {"key": "the key's", "tenant": "your tenant's", "model": "the model's"}
 _GATEWAY_WHOSE = "this server's"
-_UNKNOWN = "what is left of a budget cannot be told at the moment: try again"
+_UNKNOWN = "the remaining budget cannot be determined at the moment: try again later"
+_UNREAD = "what is left of your limits cannot be determined at the moment: try again later"
 _OWN = (_WHOSE["key"], _WHOSE["tenant"])
 # What OpenAI's headers have names for. Where several limits bind, they tell the tightest.
 _HEADERS: tuple[tuple[str, frozenset[Meter]], ...] = (
@@ -71,13 +109,14 @@ _HEADERS: tuple[tuple[str, frozenset[Meter]], ...] = (
 _Budget: TypeAlias = tuple[str, PeriodKind, int]
 
 
-class Hold:
-    """One request's share of its limits. Closes once; what comes later changes nothing."""
+class LimitReservation:
+    """One request's share of its limits, or of none. Closes once; what comes later changes
+    nothing."""
 
     def __init__(self, store: LimitStore, reservation: Reservation) -> None:
         self._store = store
         self._reservation = reservation
-        self.is_open = True
+        self.is_open = bool(reservation.taken)
 
     async def settle(
         self, input_tokens: int, output_tokens: int, cost_nanos: int, posted_at: float
@@ -89,7 +128,7 @@ class Hold:
             if any(taken.meter == "cost" for taken in self._reservation.taken):
                 day = period_of("day", posted_at).number
                 month = period_of("month", posted_at).number
-            used = Used(input_tokens, output_tokens, cost_nanos, day, month, posted_at)
+            used = UsedAmounts(input_tokens, output_tokens, cost_nanos, day, month, posted_at)
             await self._store.settle(self._reservation, used)
 
     async def release(self) -> None:
@@ -99,9 +138,37 @@ class Hold:
             await self._store.release(self._reservation)
 
 
+class UnreadPasts:
+    """Counts, by name, whose past is being read. Of one gateway, on its event loop."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.read_again: Callable[[str], None] = lambda name: None
+        """Set by whoever reads: this count's present period is unread, too."""
+        self._changed = asyncio.Event()
+
+    def change(self, old: Iterable[str], new: Iterable[str]) -> None:
+        """These are not unread any more, those are."""
+        self.names.difference_update(old)
+        self.names.update(new)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait(self, names: Sequence[str]) -> bool:
+        """Returns when none of them is unread; False where that takes longer than UNREAD_WAIT_S."""
+        try:
+            async with asyncio.timeout(UNREAD_WAIT_S):
+                while not self.names.isdisjoint(names):
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
 class Limiter:
-    """Reserves for requests. `on_rejection` is told the meter that was exhausted;
-    `gateway_limits` are those of all requests together."""
+    """Reserves for requests. `on_rejection` gets the meter that was exhausted;
+    `gateway_limits` are those of all requests together. `budgets_fail_open`: what is not known in
+    time is not waited for any longer."""
 
     def __init__(
         self,
@@ -110,33 +177,58 @@ class Limiter:
         on_rejection: Callable[[str], None],
         gateway_limits: Callable[[], Limits] = lambda: UNLIMITED,
         wall_clock: Callable[[], float] = time.time,
+        unread: UnreadPasts | None = None,
+        *,
+        budgets_fail_open: bool = False,
     ) -> None:
         self._store = store
         self._clock = clock
         self._on_rejection = on_rejection
         self._gateway_limits = gateway_limits
         self._wall_clock = wall_clock
+        self._unread = unread or UnreadPasts()
+        self._fail_open = budgets_fail_open
 
     async def reserve(
         self, principal: Principal, request: PreparedRequest, headers: MutableMapping[str, str]
-    ) -> Hold:
+    ) -> LimitReservation:
         """Hold one request, its prompt, max_tokens for each choice, and what these may cost. Fills
         in `headers` whether granted or not.
 
         Raises ApiError RATE_LIMITED or INSUFFICIENT_QUOTA, or UNAVAILABLE where nobody can say what
-        is left of a budget; nothing was taken then.
+        is left of a limit; nothing was taken then.
         """
         draws = self._draws(principal, request)
+        if self._unread.names:
+            draws = await self._once_read(draws, principal, request)
+        if not draws:  # Nobody is asked, which may be another process.
+            return LimitReservation(self._store, Reservation(request.request_id, ()))
         decision = await self._store.reserve(request.request_id, draws, self._clock())
+        if decision.refusal is not None and decision.refusal.is_past:  # The clock was set back.
+            self._unread.read_again(decision.refusal.draw.name)
+            draws = await self._once_read(draws, principal, request)
+            decision = await self._store.reserve(request.request_id, draws, self._clock())
         if decision.figures:
             _add_headers(headers, draws, decision.figures)
         if decision.reservation is not None:
-            return Hold(self._store, decision.reservation)
+            return LimitReservation(self._store, decision.reservation)
         refusal = decision.refusal
         if refusal is None:
             raise AssertionError("a store neither granted nor refused")
         self._on_rejection(refusal.draw.meter)
         raise _error(refusal, headers)
+
+    async def _once_read(
+        self, draws: list[Draw], principal: Principal, request: PreparedRequest
+    ) -> list[Draw]:
+        """What it draws when the past of all of them is known. Raises ApiError UNAVAILABLE."""
+        names = [draw.name for draw in draws]
+        if self._unread.names.isdisjoint(names):
+            return draws
+        if not await self._unread.wait(names) and not self._fail_open:
+            self._on_rejection(next(d.meter for d in draws if d.name in self._unread.names))
+            raise ApiError(UNAVAILABLE, _UNREAD, retry_after_s=1.0)
+        return self._draws(principal, request)  # Another period may have begun.
 
     def _draws(self, principal: Principal, request: PreparedRequest) -> list[Draw]:
         num_prompt, num_output = (
@@ -144,7 +236,7 @@ class Limiter:
             request.num_choices * request.max_tokens,
         )
         most = min(MAX_COST_NANOS, most_nanos(request.rates, num_prompt, num_output))
-        used = Used(num_prompt, num_output, most)
+        used = UsedAmounts(num_prompt, num_output, most)
         scopes: tuple[tuple[LimitScope, str, Limits], ...] = (
             ("key", principal.key_id, principal.limits),
             ("tenant", principal.tenant_id, principal.tenant_limits),
@@ -221,7 +313,7 @@ def go_duration(seconds: float) -> str:
 
 
 def _add_headers(
-    headers: MutableMapping[str, str], draws: Sequence[Draw], figures: Sequence[Figures]
+    headers: MutableMapping[str, str], draws: Sequence[Draw], figures: Sequence[LimitFigures]
 ) -> None:
     # Of what all tenants share, what others use is none of the caller's business.
     own = [(d, f) for d, f in zip(draws, figures, strict=True) if _whose(d) in _OWN]
@@ -235,7 +327,7 @@ def _add_headers(
 
 
 def _error(refusal: Refusal, headers: MutableMapping[str, str]) -> ApiError:
-    """As clients are told. Where waiting does not help, `x-should-retry` says so."""
+    """As clients see it. Where waiting does not help, `x-should-retry` says so."""
     if refusal.is_unknown:
         return ApiError(UNAVAILABLE, _UNKNOWN, retry_after_s=refusal.wait_s)
     if refusal.draw.meter == "cost":
@@ -255,17 +347,17 @@ def _explain_budget(refusal: Refusal) -> str:
             f", {_money(draw.limit)}" if whose in _OWN else ""
         )
         return (
-            f"this request alone may cost {_money(draw.cost)}, which is over {budget}: "
-            "send a shorter prompt, a smaller max_tokens or a smaller n"
+            f"this request alone may cost {_money(draw.cost)}, more than {budget}: "
+            "shorten the prompt, or lower max_tokens or n"
         )
-    says = f"{whose} budget for this {kind} is used up or promised to requests under way"
-    begins = f"it begins anew in {go_duration(draw.resets_in_s)} (UTC)"
+    says = f"{whose} budget for this {kind} is used up or reserved by running requests"
+    resets = f"the budget resets in {go_duration(draw.resets_in_s)}, when the {kind} ends in UTC"
     if whose not in _OWN:  # what others spend is none of the caller's business
-        return f"{says}: this request may cost {_money(draw.cost)}; {begins}"
+        return f"{says}: this request may cost {_money(draw.cost)}; {resets}"
     left = max(0, draw.limit - refusal.used)
     return (
         f"{says}: {_money(left)} of {_money(draw.limit)} is left and this request may cost "
-        f"{_money(draw.cost)}; {begins}"
+        f"{_money(draw.cost)}; {resets}"
     )
 
 
@@ -283,10 +375,10 @@ def _explain(refusal: Refusal) -> str:
     whose = _whose(draw)
     limit = f"{whose} {_WORDS[draw.meter, draw.window_s]}"
     used = f"used {refusal.used}, " if whose in _OWN else ""
-    figures = f"limit {draw.limit}, {used}this request {draw.cost}"
+    figures = f"limit {draw.limit}, {used}requested {draw.cost}"
     if refusal.wait_s is None:
         return (
-            f"this request alone is over {limit} ({figures}): "
-            "send a shorter prompt, a smaller max_tokens or a smaller n"
+            f"this request alone exceeds {limit} ({figures}): "
+            "shorten the prompt, or lower max_tokens or n"
         )
     return f"rate limit reached for {limit} ({figures}): try again in {go_duration(refusal.wait_s)}"

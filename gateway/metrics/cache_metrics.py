@@ -25,28 +25,30 @@ class CacheMetrics:
         def counter(name: str, doc: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"polyhost_semantic_cache_{name}", doc, labels, registry=registry)
 
-        self.hits = counter("hits", "Answered from the cache, by how it was found.", ("kind",))
+        self.hits = counter("hits", "Cache hits by kind.", ("kind",))
         self.checks = counter(
             "checks",
-            "Answers that would have been served, beside what the model then said.",
+            "Cached answers compared with the model's own answer.",
             ("outcome",),
         )
-        self.saved_nanos = counter("saved_nanos", "What hits would have cost beyond their price.")
-        self.embed_failures = counter("embed_failures", "Questions without a vector in time.")
-        self.store_failures = counter(
-            "store_failures", "Calls of the store that failed: misses.", ("call",)
+        self.saved_nanos = counter("saved_nanos", "Cost saved by cache hits, in nanos.")
+        self.embed_failures = counter(
+            "embed_failures", "Questions that could not be embedded in time."
         )
-        self.not_kept = counter("not_kept", "Answers that are not worth keeping.", ("reason",))
+        self.store_failures = counter(
+            "store_failures", "Failed store calls; a failed lookup is a miss.", ("call",)
+        )
+        self.not_kept = counter("not_kept", "Answers that were not stored.", ("reason",))
         self.look_time = Histogram(
             "polyhost_semantic_cache_lookup_seconds",
-            "What a request waited for the store of answers, failures included.",
+            "Time a request waited for the cache store, failures included.",
             ("call",),
             buckets=LOOK_BUCKETS,
             registry=registry,
         )
         self.embed_time = Histogram(
             "polyhost_semantic_cache_embed_seconds",
-            "From a question to its vector.",
+            "Time to embed a question.",
             buckets=EMBED_BUCKETS,
             registry=registry,
         )

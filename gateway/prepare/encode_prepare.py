@@ -4,40 +4,41 @@ Comes in: an `EncodeAsk` and who sent it. Goes out: an `EncodePrepared`, whose r
 inputs end to end, or an ApiError; nothing has been reserved yet. `pieces_of` cuts such a request
 into what workers get: a request of a million tokens must not stand in the way of others.
 
-Texts are encoded some at a time, each time as a job of its own for the threads, and no further than
-the request may have tokens.
+Texts are encoded some at a time, each time as a job of its own for the prepare processes, and no
+further than the request may have tokens.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import TypeVar
-
-from tokenizers import Encoding
 
 from engine.protocol import EncodeInputs, SamplingParams
-from gateway.auth import find_model
-from gateway.cache.asks import wish_of
-from gateway.directory import Directory
-from gateway.dispatch.joint import choice_id
+from gateway.api.encode_wire import EncodeAsk
+from gateway.api.wire import invalid
+from gateway.auth.auth import find_model
+from gateway.auth.directory import Directory
+from gateway.cache.cache_request import read_cache_headers
+from gateway.cache.policy import cache_rule
+from gateway.cache.policy.cache_rule import CachePlan, CacheRequest
 from gateway.errors import CONTEXT_LENGTH, INVALID_REQUEST, WRONG_TASK, ApiError, wrong_task
-from gateway.policy import cache_rule
-from gateway.policy.cache_rule import CacheAsk, CachePlan
-from gateway.prepare.codecs import Codecs
-from gateway.prepare.encode_wire import EncodeAsk
-from gateway.prepare.encoder_codec import EncoderCodec, EncoderInput, TooLong
-from gateway.prepare.lengths import lengths_of
-from gateway.prepare.wire import invalid
+from gateway.prepare.prepare import lengths_of
+from gateway.text.codecs import Codecs
+from gateway.text.prepare_messages import (
+    EncodePairs,
+    EncoderFacts,
+    EncoderInput,
+    EncodeTexts,
+    Inputs,
+    Job,
+    Longer,
+)
 from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.workers.choices import choice_id
 
 _BATCH_INPUTS = 64
 _BATCH_CHARS = 131_072
 _MAX_PIECE_INPUTS = 256
 """Bounds a piece's rows, whose frame from the worker is then 4 MiB at 4,096 dimensions."""
-
-_T = TypeVar("_T")
-
 
 _ROW_BYTES = 4
 _BASE64_BYTES = 16 / 3
@@ -81,15 +82,15 @@ class EncodePreparer:
         """Raises ApiError: unknown model, one for something else, inputs that do not fit."""
         model = find_model(principal, self._directory, asked.model)
         width = _width(asked, model)
-        ask = CacheAsk(
+        ask = CacheRequest(
             policy=principal.cache,
-            wish=wish_of(headers, has_embedder=True),
+            headers=read_cache_headers(headers, has_embedder=True),
             temperature=0.0,
             has_seed=False,
             is_plain=False,
         )
         codec = await self._codecs.encoder(model)
-        inputs = await self._inputs(codec, model, asked)
+        inputs = await self._inputs(codec, model, asked, principal.tenant_id)
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
@@ -108,23 +109,20 @@ class EncodePreparer:
         return EncodePrepared(asked, request, width, cache_rule.decide(ask))
 
     async def _inputs(
-        self, codec: EncoderCodec, model: HostedModel, asked: EncodeAsk
+        self, codec: EncoderFacts, model: HostedModel, asked: EncodeAsk, tenant_id: str
     ) -> list[EncoderInput]:
         """In tokens, each no longer than the model takes, all together no more than allowed."""
         longest, cut = _longest(codec, model, asked)
-        if asked.kind == "rerank":
-            query = await self._query(codec, model, asked, longest - codec.num_special_pair)
+        room = longest - codec.num_special_pair
         found: list[EncoderInput] = []
         num_tokens = 0
         for batch in _batches(asked.inputs):
             if isinstance(batch[0], str):
                 texts = [text for text in batch if isinstance(text, str)]
-                work: Callable[[], list[EncoderInput]]
+                job: Job = EncodeTexts(model.pack_dir, texts, longest, cut)
                 if asked.kind == "rerank":
-                    work = partial(codec.encode_pairs, query, texts, longest)
-                else:
-                    work = partial(codec.encode, texts, longest, cut)
-                encoded = await self._run(work, model, asked, len(found))
+                    job = EncodePairs(model.pack_dir, asked.query, room, texts, longest)
+                encoded = await self._ask(job, model, asked, len(found), tenant_id)
             else:
                 lists = [ids for ids in batch if not isinstance(ids, str)]
                 encoded = [EncoderInput(ids[:longest] if cut else ids) for ids in lists]
@@ -134,37 +132,34 @@ class EncodePreparer:
             if num_tokens > self._max_tokens:
                 raise invalid(
                     asked.param,
-                    f"{asked.param} has more than the {self._max_tokens} tokens that one "
-                    "request may have: send several requests",
+                    f"{asked.param} has more than {self._max_tokens} tokens, the maximum for one "
+                    "request: split it into several requests",
                 )
         if not all(item.ids for item in found):
-            raise invalid(asked.param, f"{asked.param} holds a text that is no token at all")
+            raise invalid(asked.param, f"{asked.param} contains a text that has no tokens")
         return found
 
-    async def _run(
-        self, work: Callable[[], _T], model: HostedModel, asked: EncodeAsk, before: int
-    ) -> _T:
-        """In a thread; `before` inputs are done."""
+    async def _ask(
+        self, job: Job, model: HostedModel, asked: EncodeAsk, before: int, tenant_id: str
+    ) -> list[EncoderInput]:
+        """By a prepare process; `before` inputs are done. A query that leaves no room for a
+        document is refused: it stands before every one of them."""
         try:
-            return await self._codecs.pool.run(work)
-        except TooLong as error:
-            raise _too_long(model, asked, before + error.index, error.num_tokens) from error
+            reply = await self._codecs.ask(model, job, tenant_id)
         except ValueError as error:
             raise invalid(asked.param, str(error)) from error
-
-    async def _query(
-        self, codec: EncoderCodec, model: HostedModel, asked: EncodeAsk, room: int
-    ) -> Encoding:
-        """It stands before every document, so it is refused where it leaves no room for one."""
-        query = await self._run(partial(codec.query, asked.query, room), model, asked, 0)
-        if len(query) >= room:
+        if isinstance(reply, Longer):
+            if reply.is_exact:
+                raise _too_long(model, asked, before + reply.index, reply.num_tokens)
             raise ApiError(
                 CONTEXT_LENGTH,
-                f"model {model.name!r} takes {model.max_context} tokens, special ones included, "
-                f"and the query leaves no room for a document: send a shorter one",
+                f"the maximum context length of model {model.name!r} is {model.max_context} tokens "
+                "(with special tokens), and the query leaves no room for a document: shorten "
+                "the query",
                 "query",
             )
-        return query
+        assert isinstance(reply, Inputs)
+        return reply.inputs
 
     def _check_ids(
         self, model: HostedModel, asked: EncodeAsk, inputs: Sequence[EncoderInput], before: int
@@ -172,7 +167,7 @@ class EncodePreparer:
         last = model.vocab_size - 1
         for index, item in enumerate(inputs, before):
             if not 0 <= min(item.ids) <= max(item.ids) <= last:
-                message = f"input[{index}] holds a token id outside 0 to {last}"
+                message = f"input[{index}] contains a token id that is not between 0 and {last}"
                 raise invalid(asked.param, message)
             if len(item.ids) > model.max_context:
                 raise _too_long(model, asked, index, len(item.ids))
@@ -221,17 +216,17 @@ def _width(asked: EncodeAsk, model: HostedModel) -> int:
     if asked.kind == "rerank" and len(model.labels) != 1:
         raise ApiError(
             WRONG_TASK,
-            f"the model {model.name!r} tells {len(model.labels)} classes apart: to rerank takes a "
-            "cross-encoder, which has one",
+            f"the model {model.name!r} is a classifier with {len(model.labels)} classes: reranking "
+            "needs a cross-encoder (one class)",
             "model",
         )
     if asked.dimensions is not None and asked.dimensions > model.dim:
-        message = f"dimensions must be 1 to {model.dim} for model {model.name!r}"
+        message = f"dimensions must be between 1 and {model.dim} for model {model.name!r}"
         raise ApiError(INVALID_REQUEST, message, "dimensions")
     return model.dim if asked.kind == "embedding" else len(model.labels)
 
 
-def _longest(codec: EncoderCodec, model: HostedModel, asked: EncodeAsk) -> tuple[int, bool]:
+def _longest(codec: EncoderFacts, model: HostedModel, asked: EncodeAsk) -> tuple[int, bool]:
     """How many tokens an input may have, and whether longer ones are cut."""
     if asked.cut is None or asked.cut < 0:
         return model.max_context, asked.cut is not None
@@ -239,8 +234,8 @@ def _longest(codec: EncoderCodec, model: HostedModel, asked: EncodeAsk) -> tuple
     if isinstance(asked.inputs[0], str) and longest <= codec.num_special:
         raise invalid(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be above {codec.num_special}: so many special tokens "
-            "stand around a text",
+            f"truncate_prompt_tokens must be greater than {codec.num_special}, the number of "
+            "special tokens that the model adds to each text",
         )
     return longest, True
 
@@ -248,9 +243,9 @@ def _longest(codec: EncoderCodec, model: HostedModel, asked: EncodeAsk) -> tuple
 def _too_long(model: HostedModel, asked: EncodeAsk, index: int, num_tokens: int) -> ApiError:
     return ApiError(
         CONTEXT_LENGTH,
-        f"model {model.name!r} takes {model.max_context} tokens, special ones included, but "
-        f"{asked.param}[{index}] has at least {num_tokens}: send less, or let it be cut with "
-        "truncate_prompt_tokens",
+        f"the maximum context length of model {model.name!r} is {model.max_context} tokens (with "
+        f"special tokens), but {asked.param}[{index}] has at least {num_tokens}: shorten it, or "
+        "set truncate_prompt_tokens",
         asked.param,
     )
 

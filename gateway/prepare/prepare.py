@@ -1,38 +1,71 @@
 """Stage 2: a well-formed request becomes token ids with every bound and default filled in.
 
-Comes in: a `WireRequest` and who sent it. Goes out: a `Prepared` (the request in token ids, and the
-codec that will turn its answer into text), or an ApiError; nothing has been reserved yet.
+Comes in: a `WireRequest` and who sent it. Goes out: a `Prepared` (the request in token ids, what
+binds the worker, and how its answer is read), or an ApiError; nothing has been reserved yet.
 
-Templates and tokenizers run in the threads of codecs.py. What encoders are asked is prepared by
-encode_prepare.py.
+Templates and tokenizers run in the processes of text/prepare_pool.py. What clients say of tools and
+of the form of the answer is read here, in a thread where it is long: it costs milliseconds at its
+bounds. What encoders are asked is prepared by encode_prepare.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
 
 from engine.protocol import SamplingParams
-from gateway.answer.output_parser import IdentityParser, OutputParser
-from gateway.auth import find_model
-from gateway.cache.asks import NO_WISH, wish_of
-from gateway.cache.scope import Turn, question_of, turn_of
-from gateway.directory import Directory
+from gateway.api.output_plan import PLAIN, OutputPlan, plan, understand
+from gateway.api.tool_messages import calls_for_template, id_for_template
+from gateway.api.tools.output_parser import IdentityParser, OutputParser
+from gateway.api.wire import Message, WireRequest, invalid
+from gateway.auth.auth import find_model
+from gateway.auth.directory import Directory
+from gateway.cache.cache_request import (
+    NO_CACHE_HEADERS,
+    Turn,
+    question_of,
+    read_cache_headers,
+    turn_of,
+)
+from gateway.cache.policy import cache_rule
+from gateway.cache.policy.cache_rule import OFF, CachePlan, CacheRequest
 from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
-from gateway.policy import cache_rule
-from gateway.policy.cache_rule import OFF, CacheAsk, CachePlan
-from gateway.prepare.chat_prompt import Prompt, chat_prompt
-from gateway.prepare.codecs import Codecs
-from gateway.prepare.lengths import Lengths, lengths_of
-from gateway.prepare.templates import TemplateRefused
-from gateway.prepare.tokenization import TextCodec
-from gateway.prepare.wire import WireRequest, invalid
-from gateway.random_ids import RandomBytes
-from gateway.types import HostedModel, PreparedRequest, Principal
+from gateway.text.codecs import Codecs, TextModel, prompt_ids
+from gateway.text.prepare_messages import EncodeChat, EncodePrompt, Ids, Job, Longer, Measure
+from gateway.text.templates import TemplateRefused
+from gateway.types import SEED_MASK, HostedModel, PreparedRequest, Principal
+from registry.accounts.quotas import Limits
+
+_BLOCK_BYTES = 4096
+_T = TypeVar("_T")
+
+
+class RandomBytes:
+    """Used on one event loop. No byte is given out twice; a fork must not share one."""
+
+    def __init__(self, source: Callable[[int], bytes] = os.urandom) -> None:
+        self._source = source
+        self._block = b""
+        self._at = 0
+
+    def take(self, num_bytes: int) -> bytes:
+        """So many, at most 4096."""
+        end = self._at + num_bytes
+        if end > len(self._block):
+            self._block = self._source(_BLOCK_BYTES)
+            self._at, end = 0, num_bytes
+        taken = self._block[self._at : end]
+        self._at = end
+        return taken
+
 
 # Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
 _LONG_CHARS_PER_TOKEN = 6
-SEED_MASK = (1 << 63) - 1
-# top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
-_SMALLEST_TOP_P = 1e-9
+# What is structured and longer is planned in a thread.
+_LONG_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +73,15 @@ class Prepared:
     """What the later stages work with."""
 
     request: PreparedRequest
-    codec: TextCodec
+    codec: TextModel
     cache: CachePlan
     new_parser: Callable[[], OutputParser] = IdentityParser
     """Makes the parser of one choice's text."""
     turn: Turn | None = None
     """Set where the cache is to be looked up."""
+
+    answer_bytes = 0
+    """A text is bounded by its stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +90,32 @@ class PrepareBounds:
 
     default_max_tokens: int
     max_choices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens at most of one request's prompt and of each of its answers; 0: no bound."""
+
+    prompt: int = 0
+    output: int = 0
+
+    def check_prompt(self, param: str, num_tokens: int) -> None:
+        """Raises ApiError where a prompt is longer."""
+        if self.prompt and num_tokens > self.prompt:
+            raise invalid(
+                param,
+                f"{param} has {num_tokens} tokens, more than your limit of {self.prompt} per "
+                "request: shorten it",
+            )
+
+    def check_output(self, param: str, num_tokens: int) -> None:
+        """Raises ApiError where more is asked for."""
+        if self.output and num_tokens > self.output:
+            raise invalid(
+                param,
+                f"{param} is {num_tokens}, more than your limit of {self.output} output tokens "
+                "per request: lower it",
+            )
 
 
 class Preparer:
@@ -77,8 +139,8 @@ class Preparer:
         self._random = RandomBytes()
 
     def close(self) -> None:
-        """Stop the threads; what they are at is finished first."""
-        self._codecs.pool.close()
+        """End the processes that templates and tokenizers run in."""
+        self._codecs.close()
 
     async def prepare(
         self,
@@ -94,15 +156,15 @@ class Preparer:
         self._check(asked, model, lengths)
         cache = self._cache(asked, principal, headers)
         codec = await self._codecs.text(model)
-        prompt = await self._encode(codec, model, asked)
-        lengths.check_prompt(_param(asked), len(prompt.ids))
+        ids, plan = await self._encode(codec, model, asked, principal.tenant_id, lengths)
+        lengths.check_prompt(_param(asked), len(ids))
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
             model=model,
-            prompt_token_ids=prompt.ids,
-            max_tokens=self._max_tokens(asked, model, len(prompt.ids), lengths),
+            prompt_token_ids=ids,
+            max_tokens=self._max_tokens(asked, model, len(ids), lengths),
             sampling=_sampling(asked, self._random),
             stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
             stop_strings=asked.stop,
@@ -115,12 +177,12 @@ class Preparer:
             priority=asked.priority,
             logprobs=asked.logprobs,
             prompt_logprobs=asked.logprobs if asked.echo else -1,
-            echo=self._echo(asked, codec, prompt.ids),
+            echo=self._echo(asked, codec, ids),
             only_prompt=only_prompt,
             continues_text=asked.continue_final_message,
-            constraint=prompt.plan.constraint,
+            constraint=plan.constraint,
             shown_token_ids=frozenset(
-                codec.formats.special_ids[token] for token in prompt.plan.spelled_tokens
+                codec.formats.special_ids[token] for token in plan.spelled_tokens
             ),
             is_judged=self._judges and cache.decision == "lookup" and cache.keeps,
         )
@@ -128,20 +190,20 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
-        return Prepared(request, codec, cache, prompt.plan.new_parser, turn)
+        return Prepared(request, codec, cache, plan.new_parser, turn)
 
     def _cache(
         self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]
     ) -> CachePlan:
         """Raises ApiError for headers that cannot be obeyed."""
-        wish = wish_of(headers, self._has_embedder)
-        if wish is NO_WISH and principal.cache.mode == "off":
+        cache_headers = read_cache_headers(headers, self._has_embedder)
+        if cache_headers is NO_CACHE_HEADERS and principal.cache.mode == "off":
             return OFF
         return cache_rule.decide(
-            CacheAsk(
+            CacheRequest(
                 policy=principal.cache,
-                wish=wish,
-                temperature=asked.temperature,
+                headers=cache_headers,
+                temperature=asked.sampling.temperature,
                 has_seed=asked.seed is not None,
                 is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
                 has_turn=bool(question_of(asked)),
@@ -154,60 +216,68 @@ class Preparer:
         if model.task != "generate":
             raise wrong_task(model.name, model.task)
         if asked.n > self._bounds.max_choices:
-            raise invalid("n", f"n must not be above {self._bounds.max_choices}")
+            raise invalid("n", f"n must be at most {self._bounds.max_choices}")
         lengths.check_output("max_tokens", asked.max_tokens or 0)
         last = model.vocab_size - 1
-        if asked.logit_bias and max(asked.logit_bias) > last:
-            raise invalid("logit_bias", f"logit_bias names a token id outside 0 to {last}")
+        if asked.sampling.logit_bias and max(asked.sampling.logit_bias) > last:
+            raise invalid(
+                "logit_bias", f"logit_bias contains a token id that is not between 0 and {last}"
+            )
         if asked.kind == "chat":
             # However it is rendered, a message is a token at least.
             self._check_length(asked, model, len(asked.messages), "at least ")
         elif not isinstance(asked.prompt, str):
             self._check_length(asked, model, len(asked.prompt))
             if asked.prompt and not 0 <= min(asked.prompt) <= max(asked.prompt) <= last:
-                raise invalid("prompt", f"prompt holds a token id outside 0 to {last}")
+                message = f"prompt contains a token id that is not between 0 and {last}"
+                raise invalid("prompt", message)
 
-    async def _encode(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> Prompt:
+    async def _encode(
+        self,
+        codec: TextModel,
+        model: HostedModel,
+        asked: WireRequest,
+        tenant_id: str,
+        lengths: Lengths,
+    ) -> tuple[list[int], OutputPlan]:
+        """The prompt, and how its answer is read."""
         param = _param(asked)
+        if not isinstance(asked.prompt, str):
+            return list(asked.prompt), PLAIN
+
+        async def ask(job: Job) -> Ids:
+            reply = await self._codecs.ask(model, job, tenant_id)
+            if isinstance(reply, Longer):
+                if reply.is_exact:
+                    lengths.check_prompt(param, reply.num_tokens)
+                hedge = "" if reply.is_exact else "at least "
+                self._check_length(asked, model, reply.num_tokens, hedge)
+            assert isinstance(reply, Ids)
+            return reply
+
         try:
-            prompt = await self._codecs.pool.run_paced(
-                lambda: self._prompt(codec, model, asked), self._codecs.pace(model), asked.num_bytes
-            )
+            # Rendering and encoding megabytes that cannot fit would take seconds.
+            texts = [asked.prompt] if asked.kind == "completion" else _shown_texts(asked, codec)
+            if sum(map(len, texts)) > _LONG_CHARS_PER_TOKEN * model.max_context:
+                await ask(Measure(model.pack_dir, texts, model.max_context))
+            if asked.kind == "completion":
+                found = await ask(EncodePrompt(model.pack_dir, asked.prompt, model.max_context))
+                ids, plan = prompt_ids(found), PLAIN
+            else:
+                ids, plan = await _chat(codec, model, asked, ask)
         except TemplateRefused as error:
             raise invalid(
                 param,
-                f"the chat template of model {model.name!r} does not take these messages: {error}",
+                f"the chat template of model {model.name!r} rejects these messages: {error}",
             ) from error
         except ValueError as error:
             raise invalid(param, str(error)) from error
-        ids = prompt.ids
         if not ids:
-            raise invalid(param, f"{param} must hold at least one token")
+            raise invalid(param, f"{param} must have at least one token")
         if min(ids) < 0 or max(ids) >= model.vocab_size:
-            raise invalid(param, f"{param} holds a token id outside 0 to {model.vocab_size - 1}")
-        return prompt
-
-    def _prompt(self, codec: TextCodec, model: HostedModel, asked: WireRequest) -> Prompt:
-        """Runs in the pool. Long texts are measured first: rendering and encoding megabytes that
-        cannot fit would take seconds."""
-        if not isinstance(asked.prompt, str):
-            return Prompt(list(asked.prompt))
-        texts = [asked.prompt] if asked.kind == "completion" else _shown_texts(asked, codec)
-        self._check_texts(codec, model, asked, texts)
-        if asked.kind == "completion":
-            return Prompt(codec.encode_prompt(asked.prompt))
-        return chat_prompt(
-            codec, asked, lambda text: self._check_texts(codec, model, asked, [text])
-        )
-
-    def _check_texts(
-        self, codec: TextCodec, model: HostedModel, asked: WireRequest, texts: Sequence[str]
-    ) -> None:
-        """Raises ApiError where these are surely too long."""
-        if sum(map(len, texts)) > _LONG_CHARS_PER_TOKEN * model.max_context and (
-            codec.surely_longer(texts, model.max_context)
-        ):
-            self._check_length(asked, model, model.max_context + 1, "at least ")
+            last = model.vocab_size - 1
+            raise invalid(param, f"{param} contains a token id that is not between 0 and {last}")
+        return ids, plan
 
     def _max_tokens(
         self, asked: WireRequest, model: HostedModel, num_prompt: int, lengths: Lengths
@@ -216,8 +286,11 @@ class Preparer:
         bound = min(self._bounds.default_max_tokens, room, lengths.output or room)
         # Where nothing is wanted the worker makes one token all the same, which is dropped.
         wanted = bound if asked.max_tokens is None else max(1, asked.max_tokens)
-        if asked.min_tokens > wanted:
-            raise invalid("min_tokens", f"min_tokens is above the {wanted} tokens allowed at most")
+        if asked.sampling.min_tokens > wanted:
+            raise invalid(
+                "min_tokens",
+                f"min_tokens must be at most {wanted}, the maximum length of the answer",
+            )
         return wanted
 
     def _check_length(
@@ -225,19 +298,20 @@ class Preparer:
     ) -> int:
         """How many tokens may be generated. Raises ApiError where none may, or fewer than asked."""
         room = model.max_context - num_prompt
-        wanted = asked.max_tokens or asked.min_tokens
+        wanted = asked.max_tokens or asked.sampling.min_tokens
         if room >= 1 and wanted <= room:
             return room
-        completion = f" and {wanted} for the completion" if wanted else ""
+        completion = f" and you asked for {wanted} in the completion" if wanted else ""
         param = _param(asked)
         raise ApiError(
             CONTEXT_LENGTH,
-            f"the context of model {model.name!r} holds {model.max_context} tokens, but "
-            f"{hedge}{num_prompt} are in the {param}{completion}: send less, or ask for less",
+            f"the maximum context length of model {model.name!r} is {model.max_context} tokens, "
+            f"but {hedge}{num_prompt} are in the {param}{completion}: shorten the {param} or "
+            "lower max_tokens",
             param,
         )
 
-    def _echo(self, asked: WireRequest, codec: TextCodec, ids: Sequence[int]) -> str:
+    def _echo(self, asked: WireRequest, codec: TextModel, ids: Sequence[int]) -> str:
         if not asked.echo:
             return ""
         return asked.prompt if isinstance(asked.prompt, str) else codec.decode(ids)
@@ -247,7 +321,7 @@ def _param(asked: WireRequest) -> str:
     return "messages" if asked.kind == "chat" else "prompt"
 
 
-def _shown_texts(asked: WireRequest, codec: TextCodec) -> list[str]:
+def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:
     """What templates show of messages; of an assistant's some leave out the reasoning."""
     marks = codec.formats.reasoning
     texts = [message["content"] for message in asked.messages]
@@ -257,15 +331,60 @@ def _shown_texts(asked: WireRequest, codec: TextCodec) -> list[str]:
 def _sampling(asked: WireRequest, random: RandomBytes) -> SamplingParams:
     """A seed is always explicit from here on: the caller's, or one drawn here at the edge."""
     seed = int.from_bytes(random.take(8), "big") if asked.seed is None else asked.seed
-    return SamplingParams(
-        temperature=asked.temperature,
-        top_p=max(asked.top_p, _SMALLEST_TOP_P),
-        seed=seed & SEED_MASK,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
-        frequency_penalty=asked.frequency_penalty,
-        presence_penalty=asked.presence_penalty,
-        repetition_penalty=asked.repetition_penalty,
-        logit_bias=dict(asked.logit_bias),
-        min_tokens=asked.min_tokens,
+    return msgspec.structs.replace(asked.sampling, seed=seed & SEED_MASK)
+
+
+def lengths_of(principal: Principal, model: HostedModel, gateway: Limits) -> Lengths:
+    """The shortest of the key's, the tenant's, the model's and the gateway's."""
+    every = (principal.limits, principal.tenant_limits, model.limits, gateway)
+    return Lengths(
+        min((one.max_prompt_tokens for one in every if one.max_prompt_tokens), default=0),
+        min((one.max_output_tokens for one in every if one.max_output_tokens), default=0),
     )
+
+
+async def _chat(
+    codec: TextModel, model: HostedModel, asked: WireRequest, ask: Callable[[Job], Awaitable[Ids]]
+) -> tuple[list[int], OutputPlan]:
+    """Raises ApiError, TemplateRefused, ValueError."""
+    structured = await _planned(
+        asked,
+        understand,
+        asked.tools,
+        asked.tool_choice,
+        asked.parallel_tool_calls,
+        asked.response_format,
+    )
+    found = await ask(
+        EncodeChat(
+            model.pack_dir,
+            [for_template(message, codec) for message in asked.messages],
+            structured.shown,
+            asked.add_generation_prompt,
+            asked.continue_final_message,
+            model.max_context,
+        )
+    )
+    made = await _planned(asked, plan, structured, codec.formats, found.tail)
+    if made.constraint is not None and (asked.sampling.min_tokens or asked.ignore_eos):
+        param = "min_tokens" if asked.sampling.min_tokens else "ignore_eos"
+        raise invalid(param, f"{param} is not allowed with tools or response_format")
+    return prompt_ids(found), made
+
+
+async def _planned(asked: WireRequest, work: Callable[..., _T], *about: Any) -> _T:
+    """In a thread where a long request has tools or a form."""
+    if asked.num_bytes > _LONG_BYTES and (asked.tools or asked.response_format is not None):
+        return await asyncio.to_thread(work, *about)
+    return work(*about)
+
+
+def for_template(message: Message, codec: TextModel) -> dict[str, Any]:
+    """The same with its calls, or the call it answers, as the model's template knows them."""
+    out = dict(message)
+    calls: Sequence[Any] = message.get("tool_calls", ())
+    if calls:
+        out["tool_calls"] = calls_for_template(calls, codec.formats.tools, codec.wants_text)
+    if "tool_call_id" in message:
+        out["tool_call_id"] = id_for_template(message["tool_call_id"], codec.formats.tools)
+    return out

@@ -5,9 +5,9 @@
 Two of them run. The kernel gives the lock (flock) to one, and frees it in the moment in which that
 one dies; the other looks every LOOK_S. Whoever becomes active takes the next epoch, reads the
 registry, the counts of limits as the ledger knows them and what tenants were ahead by
-(share_file.py), connects to the workers, and then listens for gateway processes, which tell it the
-rest (dispatcher_protocol.py). A load that was under way is the worker's and goes on: its statuses
-say so.
+(counter_checkpoint.py), connects to the workers, and then listens for gateway processes, which tell
+it the rest (dispatcher_protocol.py). A load that was under way is the worker's and goes on: its
+statuses say so.
 
 What a change of dispatcher forgets: predictions of what requests use, the decisions and the hour of
 residency that were recorded, who was served lately, strikes of models that crashed workers, how
@@ -31,26 +31,32 @@ from prometheus_client import CollectorRegistry, Gauge
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.alerts.alerts import AlertWatch
-from gateway.directory import Directory
+from admin.alerts.alerts import AlertWatch
+from gateway.auth.directory import Directory
+from gateway.auth.registry_poll import RegistryPoll
+from gateway.cluster.dispatcher_server import DispatcherServer
+from gateway.cluster.process_hub import HubLink
+from gateway.cluster.ticket_dispatcher import TicketDispatcher
+from gateway.dispatch.counter_checkpoint import CounterCheckpoint
 from gateway.dispatch.dispatcher import TICK_S
-from gateway.dispatch.dispatcher_server import DispatcherServer
-from gateway.dispatch.operator_socket import OperatorDesk, listening, operator_socket
-from gateway.dispatch.share_file import ShareFile
-from gateway.dispatch.ticket_dispatcher import TicketDispatcher
-from gateway.dispatch.worker_client import ZmqWorkerClient
+from gateway.dispatch.operator_handler import OperatorHandler
+from gateway.dispatch.policy.fair_share import FairShare
+from gateway.http.http_server import running
+from gateway.ipc import ipc
+from gateway.ipc.control_socket import listening, operator_socket
+from gateway.limits.store import MemoryStore
 from gateway.metrics.metrics import Metrics, StateCollector
-from gateway.policy.fair_share import FairShare
-from gateway.registry_poll import RegistryPoll
-from gateway.server import interpreter, ipc, process_config
-from gateway.server.http_server import running
-from gateway.server.hub import HubLink
-from gateway.server.logs import set_up_logging
-from gateway.server.process_config import ProcessConfig
-from gateway.services import LedgerSnapshot
-from gateway.store.memory import MemoryStore
+from gateway.protocols import LedgerSnapshot
+from gateway.server.process_setup import (
+    ProcessConfig,
+    dispatcher_socket,
+    hub_socket,
+    read_config,
+    set_up_logging,
+    settle,
+)
 from gateway.types import HostedModel
-from registry.residency_requests import ResidencyRequest
+from gateway.workers.worker_client import ZmqWorkerClient
 from registry.session import make_engine
 
 logger = logging.getLogger(__name__)
@@ -80,7 +86,7 @@ class Active:
         settings = self._settings = config.settings
         self._directory = Directory()
         share = FairShare(settings.fair_share_max_lead_s)
-        self._share_file = ShareFile(settings.data_path, share)
+        self._share_file = CounterCheckpoint(settings.data_path, share)
         self._dispatcher = TicketDispatcher(settings, share=share)
         self._store = MemoryStore()
         self._server = DispatcherServer(
@@ -98,9 +104,9 @@ class Active:
             self._directory,
             settings.key_cache_poll_s,
             self._on_models,
-            self._on_wish,
+            self._dispatcher.fulfil,
             self._store,
-            on_reserved=self._on_reserved,
+            on_reserved=self._dispatcher.set_reserved_shares,
         )
         self.clients = {
             worker_id: ZmqWorkerClient(
@@ -138,12 +144,12 @@ class Active:
         for client in self.clients.values():
             self._dispatcher.add_worker(client)
         await self._await_workers()
-        desk = OperatorDesk(
+        handler = OperatorHandler(
             self._dispatcher, lambda name: self._directory.find_model(name) is not None
         )
         async with (
-            listening(operator_socket(settings.data_path), desk),
-            ipc.listening(process_config.dispatcher_socket(settings), self._server.new_channel),
+            listening(operator_socket(settings.data_path), handler),
+            ipc.listening(dispatcher_socket(settings), self._server.new_channel),
             running(
                 self._poll.run(),
                 self._share_file.run(),
@@ -152,7 +158,7 @@ class Active:
                 self._alerts.run(),
             ) as parts,
         ):
-            logger.info("dispatching")
+            logger.info("the dispatcher is running")
             asked = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait([asked, *parts], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
@@ -185,7 +191,7 @@ class Active:
         try:
             await self._poll.poll(again=again)
         except SQLAlchemyError as error:
-            logger.warning("the registry could not be read: %s", error)
+            logger.warning("cannot read the registry database, trying again: %s", error)
             return False
         return True
 
@@ -204,15 +210,6 @@ class Active:
         self.weights = weights
         self._dispatcher.set_catalog(models)
         self.on_weights()
-
-    def _on_reserved(self, shares: dict[str, float]) -> None:
-        self._dispatcher.headroom.reserved = shares
-
-    def _on_wish(self, wish: ResidencyRequest) -> None:
-        if wish.action == "load":
-            self._dispatcher.load_model(wish.model)
-        else:
-            self._dispatcher.unload_model(wish.model)
 
 
 class _NoLedger:
@@ -258,16 +255,16 @@ async def run(name: str, config: ProcessConfig) -> None:
             _lose(one.clients.items(), worker_id, reason)
 
     hub = HubLink(name, registry, lambda: any(one.ready for one in active), worker_ended, stop.set)
-    await hub.connect(process_config.hub_socket(config.settings))
+    await hub.connect(hub_socket(config.settings))
     engine = make_engine(config.settings.registry_url)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
         await _warm_up(config, engine)
         async with my_turn(Path(config.lock), stop) as epoch:
             if epoch is not None:
-                logger.info("active name=%s epoch=%d", name, epoch)
+                logger.info("this dispatcher is active now name=%s epoch=%d", name, epoch)
                 one = Active(config, epoch, engine, context, registry)
-                one.on_weights = lambda: hub.tell_weights(one.weights)
+                one.on_weights = lambda: hub.send_weights(one.weights)
                 active.append(one)
                 await one.run(stop)
     finally:
@@ -285,14 +282,14 @@ async def _warm_up(config: ProcessConfig, engine: Engine) -> None:
         Directory(),
         settings.key_cache_poll_s,
         lambda models, weights: None,
-        lambda wish: None,
+        lambda request: None,
         MemoryStore(),
-        takes_wishes=False,
+        takes_requests=False,
     )
     try:
         await for_nobody.load()
     except SQLAlchemyError as error:
-        logger.warning("the registry could not be read: %s", error)
+        logger.warning("cannot read the registry database, trying again: %s", error)
 
 
 def _lose(clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason: str) -> None:
@@ -303,5 +300,5 @@ def _lose(clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason
 
 if __name__ == "__main__":
     _, name_, config_ = sys.argv
-    interpreter.settle()
-    uvloop.run(run(name_, process_config.read(config_)))
+    settle()
+    uvloop.run(run(name_, read_config(config_)))

@@ -1,7 +1,7 @@
 """`serve` with several gateway processes: starts them all, keeps them alive, ends them in order.
 
     this process          data folder's lock, listening socket, schema, demo, start block, hub
-      gateway-0 .. N-1    HTTP and stages 1 to 4, 9, 10 (front.py)
+      gateway-0 .. N-1    HTTP and stages 1 to 4, 9, 10 (gateway_process.py)
       dispatcher-0, -1    one active, one in waiting (dispatcher_process.py)
       worker-0            stages 6 to 8
 
@@ -23,21 +23,19 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
-from gateway.config import child_environment
-from gateway.registration.bootstrap import DemoAccess
-from gateway.server import ipc, process_config
-from gateway.server.embedder_home import EMBEDDER_ID, EmbedderHome
-from gateway.server.http_server import ABORT_GRACE_S, running
-from gateway.server.hub import Hub
-from gateway.server.process_config import ProcessConfig
-from gateway.server.start_block import start_block
-from gateway.server.stop_signals import on_stop_signals
-from gateway.server.worker_home import WORKER_ID, WorkerHome
-from gateway.server.worker_process import WORKER_STOP_TIMEOUT_S, EarlyWorker, WorkerProcess
-from gateway.service.models import hosted_models
-from gateway.settings import Settings
+from admin.registration.bootstrap import DemoAccess
+from gateway.auth.directory import hosted_models
+from gateway.cluster.process_hub import ProcessHub
+from gateway.http.http_server import ABORT_GRACE_S, running
+from gateway.ipc import ipc
+from gateway.server.child_process import WORKER_STOP_TIMEOUT_S, ChildProcess, EarlyWorker
+from gateway.server.process_setup import ProcessConfig, hub_socket, on_stop_signals, write_config
+from gateway.server.startup_banner import startup_banner
+from gateway.server.worker_launcher import WORKER_ID, EmbedderLauncher, WorkerLauncher
+from gateway.settings.config import child_environment
+from gateway.settings.settings import Settings
 from gateway.types import HostedModel
-from registry import catalog
+from registry.models import catalog
 from registry.session import make_engine, reading
 
 logger = logging.getLogger(__name__)
@@ -59,17 +57,17 @@ class ProcessGroup:
         worker_command: Sequence[str],
         early: EarlyWorker | None = None,
     ) -> None:
-        """`lock`: see process_config.py. `early`: see worker_process.py."""
+        """`lock`: see process_setup.py. `early`: see child_process.py."""
         self._settings = settings
         self._listener = listener
-        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit, early)
+        self._worker = WorkerLauncher(settings, worker_command, self._on_worker_exit, early)
         # Bound alone, or another server would not have been noticed; from here on with children.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port = listener.getsockname()[1]
         config = ProcessConfig(settings, [(WORKER_ID, self._worker.endpoint)], port, lock)
-        self._config_path = process_config.write(config)
+        self._config_path = write_config(config)
         self._gateways = [
-            self._child(f"gateway-{index}", "gateway.server.front")
+            self._child(f"gateway-{index}", "gateway.server.gateway_process")
             for index in range(settings.gateway_processes)
         ]
         self._dispatchers = [
@@ -84,14 +82,14 @@ class ProcessGroup:
             ["worker"],
             registry=self._registry,
         )
-        self._embedder = EmbedderHome(settings, worker_command, self._on_embedder_exit)
+        self._embedder = EmbedderLauncher(settings, worker_command, self._on_worker_exit)
         self._restarts = Counter(
             "polyhost_process_restarts",
             "Gateway and dispatcher processes that ended while the server ran.",
             ["process"],
             registry=self._registry,
         )
-        self._hub = Hub(
+        self._hub = ProcessHub(
             self._registry,
             settings.dispatcher_timeout_s,
             self._on_weights,
@@ -103,7 +101,7 @@ class ProcessGroup:
         _, weights = await asyncio.to_thread(_ready_models, self._settings)
         self._on_weights(weights)
         children = [*self._dispatchers, *self._gateways]
-        hub_path = process_config.hub_socket(self._settings)
+        hub_path = hub_socket(self._settings)
         async with (
             ipc.listening(hub_path, self._hub.new_channel),
             running(
@@ -143,12 +141,12 @@ class ProcessGroup:
                 break
         models, _ = await asyncio.to_thread(_ready_models, self._settings)
         host, port = self._listener.getsockname()[:2]
-        block = start_block(host, port, self._settings, models, demo, admin_password)
+        block = startup_banner(host, port, self._settings, models, demo, admin_password)
         print(block, flush=True)
         await asyncio.Event().wait()
 
-    def _child(self, name: str, module: str) -> WorkerProcess:
-        return WorkerProcess(
+    def _child(self, name: str, module: str) -> ChildProcess:
+        return ChildProcess(
             name,
             lambda: str(self._config_path),
             child_environment(),
@@ -162,20 +160,17 @@ class ProcessGroup:
             self._restarts.labels(name).inc()
 
     def _on_silent(self, name: str) -> None:
-        logger.error("process=%s has been silent for too long: it is ended", name)
+        logger.error(
+            "process hangs and is killed: it was silent for dispatcher_timeout_s process=%s", name
+        )
         for child in (*self._gateways, *self._dispatchers):
             if child.name == name:
                 child.kill()
 
-    def _on_worker_exit(self, reason: str) -> None:
-        self._hub.worker_ended(WORKER_ID, reason)
+    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
+        self._hub.worker_ended(worker_id, reason)
         if not self._stop_asked.is_set():
-            self._worker_restarts.labels(WORKER_ID).inc()
-
-    def _on_embedder_exit(self, reason: str) -> None:
-        self._hub.worker_ended(EMBEDDER_ID, reason)
-        if not self._stop_asked.is_set():
-            self._worker_restarts.labels(EMBEDDER_ID).inc()
+            self._worker_restarts.labels(worker_id).inc()
 
     def _on_weights(self, weights: dict[str, int]) -> None:
         self._worker.set_weights(weights)

@@ -1,14 +1,14 @@
 """`serve`: puts the gateway together, keeps the worker alive, and takes everything down in order.
 
-    up    lock, socket, schema, packs swept, demo, lost journals adopted, ledger,
-          registry view, what the ledger left open, worker (its process is there before all of
-          this: cli/serve.py), HTTP, start block
+    up    lock, socket, database compared with the data folder's, schema, packs swept, demo,
+          lost journals adopted, ledger, registry view, what the ledger left open, worker (its
+          process is there before all of this: admin/cli/server.py), HTTP, start block
     down  not ready (503 on /health/ready) -> no new connections, running requests finish
           -> what is left is aborted -> ledger written -> worker ended by its pid -> files closed
 
 One worker process on this machine's CPU. Every decision is elsewhere: which request goes
-(dispatcher.py), how much memory (policy/budget.py), when a worker is restarted
-(worker_process.py). What ends the server on its own: a part of it that fails for good. With
+(dispatcher.py), how much memory (policy/memory_budget.py), when a worker is restarted
+(child_process.py). What ends the server on its own: a part of it that fails for good. With
 `gateway_processes` above 1 this process serves nothing itself: process_group.py.
 """
 
@@ -22,38 +22,46 @@ import zmq
 from prometheus_client import CollectorRegistry, Counter
 from sqlalchemy import Engine
 
-from gateway.alerts.alerts import AlertWatch
-from gateway.cache.desk import desk_socket
-from gateway.directory import Directory
+from admin.alerts.alerts import AlertWatch
+from admin.app import AdminApp
+from admin.context.data_folder import bind_database, check_database, secure_files
+from admin.operations.models import tidy
+from admin.operations.users import ensure_admin
+from admin.registration.bootstrap import DemoAccess, ensure_demo
+from admin.web.headers import PREFIX
+from gateway.auth.directory import Directory
+from gateway.auth.registry_poll import RegistryPoll
+from gateway.cache.cache_handler import cache_socket_path
+from gateway.dispatch.counter_checkpoint import CounterCheckpoint
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
-from gateway.dispatch.operator_socket import OperatorDesk, listening, operator_socket
-from gateway.dispatch.share_file import ShareFile
-from gateway.dispatch.worker_client import ZmqWorkerClient
-from gateway.ledger.adoption import adopt
+from gateway.dispatch.operator_handler import OperatorHandler
+from gateway.dispatch.policy.fair_share import FairShare
+from gateway.http.http_server import HttpServer, listen, running
+from gateway.http.own_hosts import exposure
+from gateway.ipc import machine
+from gateway.ipc.control_socket import listening, operator_socket
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.owners import owner_of
+from gateway.ledger.ledger_recovery import adopt, owner_of
 from gateway.limits import limit_stores
-from gateway.policy.fair_share import FairShare
-from gateway.registration.bootstrap import DemoAccess, ensure_demo
-from gateway.registry_poll import RegistryPoll
-from gateway.server import embedder_home, machine, process_config
-from gateway.server.embedder_home import EMBEDDER_ID, EmbedderHome
-from gateway.server.http_server import HttpServer, listen, running
-from gateway.server.logs import set_up_logging
+from gateway.pipeline.pipeline import Services
+from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
 from gateway.server.process_group import ProcessGroup
-from gateway.server.start_block import start_block
-from gateway.server.stop_signals import on_stop_signals
-from gateway.server.worker_home import WORKER_ID, WorkerHome, shm_prefix
-from gateway.server.worker_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
-from gateway.service.models import tidy
-from gateway.service.users import ensure_admin
-from gateway.services import Services
-from gateway.settings import Settings
+from gateway.server.process_setup import dispatcher_lock, on_stop_signals, set_up_logging
+from gateway.server.startup_banner import startup_banner
+from gateway.server.worker_launcher import (
+    WORKER_ID,
+    EmbedderLauncher,
+    WorkerLauncher,
+    embedder_connection,
+    shm_prefix,
+)
+from gateway.settings.settings import Settings
 from gateway.types import HostedModel
+from gateway.workers.worker_client import ZmqWorkerClient
 from registry import locks
 from registry.errors import RegistryError
-from registry.residency_requests import ResidencyRequest
-from registry.session import make_engine, upgrade
+from registry.schema import upgrade
+from registry.session import make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +80,23 @@ async def serve(
 ) -> None:
     """Run until SIGTERM or SIGINT. `early`: a worker's process that waits for its configuration.
 
-    Raises RegistryError (another server holds the data folder, the schema is newer) or OSError (the
+    Raises RegistryError (another server holds the data folder, it belongs to another database, the
+    schema is newer) or OSError (the
     port is taken) before anything is served, ServerFailed where it cannot go on.
     """
     set_up_logging()
+    for warning in exposure(settings):
+        logger.warning(warning)
     data_path = settings.data_path
     data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         locks.hold(data_path / locks.SERVER_LOCK),
         listen(settings.host, settings.port) as listener,
     ):
+        await asyncio.to_thread(check_database, settings)  # Before anything is made or deleted.
+        await asyncio.to_thread(secure_files, settings)
         await asyncio.to_thread(upgrade, settings.registry_url)
+        await asyncio.to_thread(bind_database, settings)
         await asyncio.to_thread(tidy, settings)
         password = await asyncio.to_thread(ensure_admin, settings)
         demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
@@ -90,7 +104,7 @@ async def serve(
         await asyncio.to_thread(adopt, settings, gateway_ids, by=GATEWAY_ID)
         if settings.gateway_processes > 1:
             try:
-                with process_config.dispatcher_lock(settings) as lock:
+                with dispatcher_lock(settings) as lock:
                     group = ProcessGroup(settings, listener, lock, worker_command, early)
                     await group.run(demo, password)
             finally:
@@ -124,7 +138,7 @@ class Server:
         self._admin_password = admin_password
         self._directory = Directory()
         share = FairShare(settings.fair_share_max_lead_s)
-        self._share_file = ShareFile(settings.data_path, share)
+        self._share_file = CounterCheckpoint(settings.data_path, share)
         self._dispatcher = Dispatcher(
             settings,
             claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish),
@@ -144,12 +158,12 @@ class Server:
             self._directory,
             settings.key_cache_poll_s,
             self._on_models,
-            self._on_wish,
+            self._dispatcher.fulfil,
             self._limit_store,
-            on_reserved=self._on_reserved,
+            on_reserved=self._dispatcher.set_reserved_shares,
             gateway_id=owner_of(settings.data_path, GATEWAY_ID),
         )
-        self._worker = WorkerHome(settings, worker_command, self._on_worker_exit, early)
+        self._worker = WorkerLauncher(settings, worker_command, self._on_worker_exit, early)
         self._client = ZmqWorkerClient(
             context,
             WORKER_ID,
@@ -166,8 +180,8 @@ class Server:
             ["worker"],
             registry=self._metrics_registry,
         )
-        self._embedder = EmbedderHome(settings, worker_command, self._on_embedder_exit)
-        self._embedding = embedder_home.connection(settings, context, GATEWAY_ID)
+        self._embedder = EmbedderLauncher(settings, worker_command, self._on_worker_exit)
+        self._embedding = embedder_connection(settings, context, GATEWAY_ID)
 
     async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
         """Serve on the socket until a signal, or until a part of the server fails for good."""
@@ -188,11 +202,11 @@ class Server:
             self._alerts.run(),
             self._tick(listener, demo),
         )
-        desk = OperatorDesk(
+        handler = OperatorHandler(
             self._dispatcher, lambda name: self._directory.find_model(name) is not None
         )
         async with (
-            listening(operator_socket(self._settings.data_path), desk),
+            listening(operator_socket(self._settings.data_path), handler),
             running(*background) as parts,
         ):
             self._dispatcher.add_worker(self._client)
@@ -209,7 +223,7 @@ class Server:
         if asked not in done:
             for part in done:
                 part.result()  # Raises what ended the server.
-            raise ServerFailed("the HTTP server ended by itself: its log lines say why")
+            raise ServerFailed("the HTTP server stopped unexpectedly: see the log for the cause")
 
     async def _stop(self, http: HttpServer, serving: "asyncio.Task[None]") -> None:
         logger.info("stopping")
@@ -233,9 +247,9 @@ class Server:
             metrics_registry=self._metrics_registry,
             limit_store=self._limit_store,
             embedding_worker=self._embedding,
-            cache_socket=desk_socket(self._settings.data_path, GATEWAY_ID),
+            cache_socket=cache_socket_path(self._settings.data_path, GATEWAY_ID),
         )
-        return HttpServer(services)
+        return HttpServer(services, {PREFIX: AdminApp})
 
     async def _tick(self, listener: socket.socket, demo: DemoAccess | None) -> None:
         """The dispatcher's clock; prints the start block once a request could be served."""
@@ -248,7 +262,7 @@ class Server:
                 host, port = listener.getsockname()[:2]
                 models = self._directory.models()
                 password = self._admin_password
-                block = start_block(host, port, self._settings, models, demo, password)
+                block = startup_banner(host, port, self._settings, models, demo, password)
                 print(block, flush=True)
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
@@ -258,25 +272,13 @@ class Server:
         if self._embedding is not None:
             self._embedding.set_models(models)
 
-    def _on_reserved(self, shares: dict[str, float]) -> None:
-        self._dispatcher.headroom.reserved = shares
-
-    def _on_worker_exit(self, reason: str) -> None:
-        self._client.lose(f"its process ended: {reason}")
-        if not self._dispatcher.stopping:
-            self._restarts.labels(WORKER_ID).inc()
-
-    def _on_embedder_exit(self, reason: str) -> None:
-        if self._embedding is not None:
+    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
+        if worker_id == WORKER_ID:
+            self._client.lose(f"its process ended: {reason}")
+        elif self._embedding is not None:
             self._embedding.lose(f"its process ended: {reason}")
         if not self._dispatcher.stopping:
-            self._restarts.labels(EMBEDDER_ID).inc()
-
-    def _on_wish(self, wish: ResidencyRequest) -> None:
-        if wish.action == "load":
-            self._dispatcher.load_model(wish.model)
-        else:
-            self._dispatcher.unload_model(wish.model)
+            self._restarts.labels(worker_id).inc()
 
     @contextlib.contextmanager
     def _signals(self, http: HttpServer) -> Iterator[None]:

@@ -1,10 +1,11 @@
 // Attention of new tokens over the paged cache: how a step's rows are cut into tasks, and what comes
 // of parts joined. The geometry is kernels/paged_attention.py's, a task attention_task.h's.
 //
-// Tasks are shared by the threads. A row of one token over a long context is cut into parts, so that
-// one long sequence is work for all threads and no piece is long. Where it is cut depends on its
-// length alone, and parts are joined in their order: a row's result is the same beside any others
-// and with any number of threads.
+// Tasks are shared by the threads. Every query joins the same parts of positions in the same order,
+// cut at multiples of PART: one after another in a task that has several tokens, and where a row is
+// one token each part is a task, so that one long sequence is work for all threads and no piece is
+// long. A token's result is the same to the bit beside any others, in a chunk of any length, and with
+// any number of threads.
 
 #pragma once
 
@@ -45,26 +46,32 @@ struct Cut {
   }
 };
 
-// A part of a row's positions: as many as a function of their number says, and of nothing else.
-inline int64_t part_of(int64_t positions) {
-  int64_t even = (positions + PARTS - 1) / PARTS;
-  return std::max(PART, (even + SPAN - 1) / SPAN * SPAN);
-}
-
-inline int parts_of(int64_t positions) {
-  int64_t part = part_of(positions);
-  return int(std::max<int64_t>(1, (positions + part - 1) / part));
-}
-
-// What comes of a part of a query's positions: its values, in the order of split halves, their
-// maximum and sum.
+// What comes of a query's positions: its values, in the order of split halves, their maximum and sum.
 inline int64_t partial_size(int dim) { return dim + 2; }
 
-inline void put_result(const Scratch& s, int q, int dim, bf16* out) {
-  float total = sum(load(s.sums[q]));
+inline void begin_join(float* joined, int dim) {
+  std::memset(joined, 0, sizeof(float) * size_t(partial_size(dim)));
+  joined[dim] = -INFINITY;
+}
+
+// Two runs of positions become one, in `joined`.
+inline void join(float* joined, const float* partial, int dim) {
+  float before = joined[dim], here = partial[dim], top = std::max(before, here);
+  // A part of which nothing is seen may still hold NaN, in its sum.
+  float keep = before == top ? 1.0f : std::exp(before - top);
+  float take = here == top || here == -INFINITY ? 1.0f : std::exp(here - top);
+  for (int d = 0; d < dim; d += LANES)
+    store(joined + d,
+          fma(fill(take), load(partial + d), mul(fill(keep), load(joined + d))));
+  joined[dim] = top;
+  joined[dim + 1] = joined[dim + 1] * keep + partial[dim + 1] * take;
+}
+
+inline void put_joined(const float* joined, int dim, bf16* out) {
+  float total = joined[dim + 1];
   Vec by = fill(total == 0.0f ? 0.0f : 1.0f / total);
   for (int d = 0; d < dim; d += PAIRS)
-    store_split(out + d, mul(load(s.out[q] + d), by), mul(load(s.out[q] + d + LANES), by));
+    store_split(out + d, mul(load(joined + d), by), mul(load(joined + d + LANES), by));
 }
 
 inline void put_partial(const Scratch& s, int q, int dim, float* partial) {
@@ -73,36 +80,14 @@ inline void put_partial(const Scratch& s, int q, int dim, float* partial) {
   partial[dim + 1] = sum(load(s.sums[q]));
 }
 
-inline void join(const float* partials, int parts, int dim, bf16* out) {
-  int64_t size = partial_size(dim);
-  float top = -INFINITY, total = 0.0f;
-  for (int p = 0; p < parts; p++) top = std::max(top, partials[p * size + dim]);
-  float by[PARTS];
-  for (int p = 0; p < parts; p++) {
-    // A part whose maximum is not above all others' may still hold NaN, in its sum.
-    float largest = partials[p * size + dim];
-    by[p] = largest == -INFINITY ? 1.0f : std::exp(largest - top);
-    total += by[p] * partials[p * size + dim + 1];
-  }
-  Vec share = fill(total == 0.0f ? 0.0f : 1.0f / total);
-  for (int d = 0; d < dim; d += PAIRS) {
-    Vec low = zero(), high = zero();
-    for (int p = 0; p < parts; p++) {
-      low = fma(fill(by[p]), load(partials + p * size + d), low);
-      high = fma(fill(by[p]), load(partials + p * size + d + LANES), high);
-    }
-    store_split(out + d, mul(low, share), mul(high, share));
-  }
-}
-
-// Rows [begin, end) of one call. `partials`: room for what comes of their parts, `most` of them a
+// Rows from `begin` on of one call. `partials`: room for what comes of their parts, `most` of them a
 // row; null where no row has more than one.
 struct Wave {
   const Cache& cache;
   const AttentionForm& form;
   const Rows& rows;
   const Cut& cut;
-  int64_t begin, end;
+  int64_t begin;
   int most;
   float* partials;
   const bf16* query;
@@ -123,10 +108,11 @@ struct Wave {
     return std::max(low, rows.first[row]);
   }
   int num_parts(int64_t row) const {
-    return partials ? parts_of(rows.context_len[row] - low_of_row(row)) : 1;
+    return int((rows.context_len[row] - 1) / PART - low_of_row(row) / PART + 1);
   }
 };
 
+// Queries of one KV head over part `part` of the row's positions, or over all of them.
 inline void attend_piece(const Wave& wave, int64_t number) {
   thread_local Scratch s;
   const Rows& rows = wave.rows;
@@ -140,29 +126,21 @@ inline void attend_piece(const Wave& wave, int64_t number) {
   number /= cut.head_parts;
   int kv_head = int(number % cache.num_kv_heads);
   int64_t row = wave.begin + number / cache.num_kv_heads;
-  int parts = wave.num_parts(row);
-  if (part >= parts) return;
-  int64_t context = rows.context_len[row], low_of_row = wave.low_of_row(row);
+  if (part >= wave.num_parts(row)) return;
+  int64_t context = rows.context_len[row];
   Task task{cache,         rows.chunk + row * rows.max_blocks,
             rows.slot + row * rows.max_blocks,
             kv_head,       0,
-            rows.first[row], low_of_row, 0, {}, {}, wave.form.scale, wave.form.softcap};
-  int64_t stop = context;
-  if (parts > 1) {
-    int64_t size = part_of(context - low_of_row);
-    task.begin = low_of_row + part * size;
-    stop = std::min(context, task.begin + size);
-  }
+            rows.first[row], 0, 0, 0, {}, {}, wave.form.scale, wave.form.softcap};
   int t_begin = token_part * cut.tokens, t_end = std::min<int>(rows.q_len, t_begin + cut.tokens);
   int h_begin = head_part * cut.heads, h_end = std::min(cut.group, h_begin + cut.heads);
-  int64_t from = stop;
+  int64_t from = context, stop = 0;
   for (int t = t_begin; t < t_end; t++) {
-    int64_t high = std::min(stop, context - rows.q_len + t + 1);
-    int64_t seen = context - rows.q_len + t + 1;
-    int64_t low = cache.window ? std::max<int64_t>(0, seen - cache.window) : 0;
-    low = std::max({low, task.first, task.begin});
+    int64_t high = context - rows.q_len + t + 1;
+    int64_t low = cache.window ? std::max<int64_t>(0, high - cache.window) : 0;
+    low = std::max(low, task.first);
     from = std::min(from, low);
-    task.end = std::max(task.end, high);
+    stop = std::max(stop, high);
     for (int h = h_begin; h < h_end; h++) {
       int q = task.num_queries++;
       task.low[q] = low;
@@ -170,18 +148,31 @@ inline void attend_piece(const Wave& wave, int64_t number) {
       int64_t head = int64_t(kv_head) * cut.group + h;
       int64_t token = rows.token_index[row * rows.q_len + t];
       keep_query(s.query[q], wave.query + token * wave.q_stride + head * cache.dim, cache.dim);
+      begin_join(s.joined[q], cache.dim);
     }
   }
-  task.begin = from;
-  attend(task, s);
+  task.seen = from;
+  int64_t first_part = from / PART, last_part = (stop - 1) / PART;
+  if (wave.partials) first_part = last_part = first_part + part;
+  float partial[MAX_DIM + 2];
+  for (int64_t i = first_part; i <= last_part; i++) {
+    task.begin = std::max(i * PART, from / SPAN * SPAN);
+    task.end = std::min((i + 1) * PART, stop);
+    attend(task, s);
+    for (int q = 0; q < task.num_queries; q++) {
+      put_partial(s, q, cache.dim, partial);
+      join(s.joined[q], partial, cache.dim);
+    }
+  }
   int q = 0;
   for (int t = t_begin; t < t_end; t++)
     for (int h = h_begin; h < h_end; h++, q++) {
       int64_t head = int64_t(kv_head) * cut.group + h;
-      if (parts > 1) {
-        put_partial(s, q, cache.dim, wave.partial(row, head, part));
+      if (wave.partials) {
+        std::memcpy(wave.partial(row, head, part), s.joined[q],
+                    sizeof(float) * size_t(partial_size(cache.dim)));
       } else {
-        put_result(s, q, cache.dim, wave.out + wave.target(row, t, head));
+        put_joined(s.joined[q], cache.dim, wave.out + wave.target(row, t, head));
       }
     }
 }
@@ -196,17 +187,18 @@ inline void attention(Pool& pool, const Cache& cache, const AttentionForm& form,
   for (int call = 0; call < num_calls; call++) {
     const Rows& rows = calls[call];
     Cut cut(rows, form.num_heads, cache.num_kv_heads);
-    int most = 1;
+    Wave wave{cache, form, rows, cut, 0, 1, nullptr, query, q_stride, out};
     if (rows.q_len == 1)
       for (int64_t row = 0; row < rows.num_rows; row++)
-        most = std::max(most, parts_of(rows.context_len[row] - rows.first[row]));
+        wave.most = std::max(wave.most, wave.num_parts(row));
+    int most = wave.most;
     int64_t row_size = most > 1 ? form.num_heads * most * partial_size(cache.dim) : 0;
     int64_t at_once = row_size ? std::max<int64_t>(1, PARTIALS / row_size) : rows.num_rows;
     if (row_size) room.resize(size_t(std::min<int64_t>(at_once, rows.num_rows) * row_size));
     for (int64_t begin = 0; begin < rows.num_rows; begin += at_once) {
       int64_t end = std::min<int64_t>(rows.num_rows, begin + at_once);
-      Wave wave{cache, form, rows,  cut,      begin, end, most, row_size ? room.data() : nullptr,
-                query, q_stride, out};
+      wave.begin = begin;
+      wave.partials = row_size ? room.data() : nullptr;
       auto piece = [&](int number) { attend_piece(wave, number); };
       pool.each(int(end - begin) * cache.num_kv_heads * cut.head_parts * cut.token_parts * most,
                 piece);
@@ -214,9 +206,11 @@ inline void attention(Pool& pool, const Cache& cache, const AttentionForm& form,
       auto join_row = [&](int number) {
         int64_t row = begin + number;
         int parts = wave.num_parts(row);
-        if (parts == 1) return;
-        for (int64_t head = 0; head < form.num_heads; head++)
-          join(wave.partial(row, head, 0), parts, cache.dim, out + wave.target(row, 0, head));
+        for (int64_t head = 0; head < form.num_heads; head++) {
+          float* joined = wave.partial(row, head, 0);
+          for (int i = 1; i < parts; i++) join(joined, wave.partial(row, head, i), cache.dim);
+          put_joined(joined, cache.dim, out + wave.target(row, 0, head));
+        }
       };
       pool.each(int(end - begin), join_row);
     }

@@ -39,9 +39,8 @@ constexpr int TILE = LANES == 16 ? 8 : 4;  // queries that share what is loaded
 constexpr int GROUPS = 2;                  // of LANES positions, scored together
 constexpr int LINE = 32;                   // values of K or V that come together
 constexpr int ASKED = 2 * GROUPS * LANES / LINE;  // lines of K for every pair that is scored
-// A row of one token over more positions than this is cut, into PARTS at most.
+// Positions are attended to in parts that begin at multiples of this, and the parts joined in order.
 constexpr int64_t PART = 512;
-constexpr int64_t PARTS = 8;
 
 #ifdef __AVX512BF16__
 // A product of pairs is one instruction: K, queries and weights stay pairs of bfloat16.
@@ -84,6 +83,7 @@ struct Scratch {
   alignas(64) float scores[MAX_QUERIES][SPAN];
   alignas(64) float sums[MAX_QUERIES][LANES];
   float largest[MAX_QUERIES];
+  float joined[MAX_QUERIES][MAX_DIM + 2];  // parts until now: attention.h
   const bf16* rows[2][2][SPAN];  // of this span and the next one: K, V
   const bf16* wanted[GROUPS * LANES * MAX_DIM / LINE];
 };
@@ -93,15 +93,24 @@ struct Task {
   const int64_t *chunk, *slot;
   int kv_head, num_queries;
   int64_t first;       // position of the table's first token
-  int64_t begin, end;  // the positions of this task
+  int64_t seen;        // the first position that a query sees
+  int64_t begin, end;  // the positions of this task; `begin` a multiple of SPAN
   int64_t low[MAX_QUERIES], high[MAX_QUERIES];  // positions [low, high) of them that a query sees
   float scale, softcap;
 };
 
-// K and V of positions [at, at + count).
+// K and V of positions [at, at + count). Those before the first one that a query sees are not read:
+// that one stands in their place.
 inline void find_rows(const Task& task, int64_t at, int count, const bf16** key,
                       const bf16** value) {
   const Cache& c = task.cache;
+  if (at < task.seen) {
+    int missing = int(task.seen - at);
+    find_rows(task, task.seen, count - missing, key + missing, value + missing);
+    std::fill_n(key, missing, key[missing]);
+    std::fill_n(value, missing, value[missing]);
+    return;
+  }
   int64_t block = (at - task.first) / c.block_tokens, within = (at - task.first) % c.block_tokens;
   for (int i = 0; i < count; block++, within = 0) {
     int64_t unit = c.table[task.chunk[block]] + task.slot[block] * c.block_units;

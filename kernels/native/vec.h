@@ -40,17 +40,8 @@ using Ints = __m512i;   // int32, or four bytes a lane
 
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec fill(float v) { return _mm512_set1_ps(v); }
-// NUM values again and again.
-template <int NUM>
-inline Vec spread(const float* p) {
-  if constexpr (NUM == 4) return _mm512_broadcast_f32x4(_mm_loadu_ps(p));
-  if constexpr (NUM == 2) {
-    double two;
-    std::memcpy(&two, p, sizeof two);
-    return _mm512_castpd_ps(_mm512_set1_pd(two));
-  }
-  return _mm512_set1_ps(*p);
-}
+// Four values again and again.
+inline Vec four(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
 inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -131,20 +122,21 @@ inline Vec keep_lanes(Vec v, int first, int end, float other) {
 inline Vec at_least(Vec v, Vec least) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(v, least, _CMP_GE_OQ), v);
 }
-// Lane i of the result: the sum of all lanes of in[i].
-inline Vec sum_each(const Vec* in) {
-  Vec s[8], t[4];
-  for (int i = 0; i < 8; i++)
-    s[i] = add(_mm512_unpacklo_ps(in[2 * i], in[2 * i + 1]),
-               _mm512_unpackhi_ps(in[2 * i], in[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    __m512d a = _mm512_castps_pd(s[2 * i]), b = _mm512_castps_pd(s[2 * i + 1]);
-    t[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-  }
-  Vec u0 = add(_mm512_shuffle_f32x4(t[0], t[1], 0x88), _mm512_shuffle_f32x4(t[0], t[1], 0xdd));
-  Vec u1 = add(_mm512_shuffle_f32x4(t[2], t[3], 0x88), _mm512_shuffle_f32x4(t[2], t[3], 0xdd));
-  return add(_mm512_shuffle_f32x4(u0, u1, 0x88), _mm512_shuffle_f32x4(u0, u1, 0xdd));
+// Four q of the result: the sums of four q of in[0] to in[3].
+inline Vec sum_fours(const Vec* in) {
+  Vec a = add(_mm512_unpacklo_ps(in[0], in[1]), _mm512_unpackhi_ps(in[0], in[1]));
+  Vec b = add(_mm512_unpacklo_ps(in[2], in[3]), _mm512_unpackhi_ps(in[2], in[3]));
+  __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return add(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+}
+// Four i of out[j] is four j of in[i].
+inline void turn_fours(const Vec* in, Vec* out) {
+  Vec a = _mm512_shuffle_f32x4(in[0], in[1], 0x88), b = _mm512_shuffle_f32x4(in[2], in[3], 0x88);
+  Vec c = _mm512_shuffle_f32x4(in[0], in[1], 0xdd), d = _mm512_shuffle_f32x4(in[2], in[3], 0xdd);
+  out[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+  out[1] = _mm512_shuffle_f32x4(c, d, 0x88);
+  out[2] = _mm512_shuffle_f32x4(a, b, 0xdd);
+  out[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
 }
 // in: LANES rows of one register each; out[j]: lane i is lane j of row i.
 inline void transpose(const Pairs* in, Pairs* out) {
@@ -198,16 +190,7 @@ using Ints = __m256i;
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec fill(float v) { return _mm256_set1_ps(v); }
-template <int NUM>
-inline Vec spread(const float* p) {
-  if constexpr (NUM == 4) return _mm256_broadcast_ps((const __m128*)p);
-  if constexpr (NUM == 2) {
-    double two;
-    std::memcpy(&two, p, sizeof two);
-    return _mm256_castpd_ps(_mm256_set1_pd(two));
-  }
-  return _mm256_set1_ps(*p);
-}
+inline Vec four(const float* p) { return _mm256_broadcast_ps((const __m128*)p); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -302,10 +285,13 @@ inline Vec keep_lanes(Vec v, int first, int end, float other) {
 inline Vec at_least(Vec v, Vec least) {
   return _mm256_and_ps(_mm256_cmp_ps(v, least, _CMP_GE_OQ), v);
 }
-inline Vec sum_each(const Vec* in) {
-  Vec a = _mm256_hadd_ps(_mm256_hadd_ps(in[0], in[1]), _mm256_hadd_ps(in[2], in[3]));
-  Vec b = _mm256_hadd_ps(_mm256_hadd_ps(in[4], in[5]), _mm256_hadd_ps(in[6], in[7]));
-  return add(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+inline Vec sum_fours(const Vec* in) {
+  return _mm256_hadd_ps(_mm256_hadd_ps(in[0], in[1]), _mm256_hadd_ps(in[2], in[3]));
+}
+inline void turn_fours(const Vec* in, Vec* out) {
+  Vec low = _mm256_permute2f128_ps(in[0], in[1], 0x20);
+  out[1] = _mm256_permute2f128_ps(in[0], in[1], 0x31);
+  out[0] = low;
 }
 inline void transpose(const Pairs* in, Pairs* out) {
   __m256i s[8], t[8];
@@ -332,6 +318,7 @@ inline void store_split(bf16* p, Vec low, Vec high) {
 #endif
 
 constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
+constexpr int FOURS = LANES / 4;  // in a register
 
 // Whether `dot_bytes` (c + the products of four bytes, without a sign and with one) is right for all
 // bytes. Where it is not, sums of two products are kept in 16 bits: right for u up to 15.

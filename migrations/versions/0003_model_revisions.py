@@ -1,7 +1,7 @@
 """Where a model came from (revision asked for, commit), and the revisions it had before.
 
 Revision 0003, after 0002. Models that are there came from folders; the revision they are served
-from gets its row when a second one comes (registry/revisions.py).
+from gets its row when a second one comes (registry/models/revisions.py).
 """
 
 import sqlalchemy as sa

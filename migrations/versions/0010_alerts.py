@@ -1,4 +1,4 @@
-"""Soft budgets and alerts: what to watch, where to tell, and what was told.
+"""Soft budgets and alerts: what to watch, where to send, and what was sent.
 
 Revision 0010, after 0009.
 """
@@ -54,6 +54,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Rules and what was told are lost."""
+    """Rules and what was sent are lost."""
     op.drop_table("alerts")
     op.drop_table("alert_rules")

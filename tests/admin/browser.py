@@ -22,7 +22,8 @@ NO_BROWSER = "no browser: install Debian's chromium (apt-get install chromium) t
 SHOTS = Path(__file__).resolve().parents[2] / "screenshots"
 # As root there is no sandbox; a container's /dev/shm may be too small for a picture.
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
-WIDTHS = {1440: 900, 390: 844}
+WIDTHS = {390: 844, 768: 1024, 1440: 900, 2560: 1440}
+SHOT_WIDTHS = (390, 1440)
 THEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 _WATCH = """
 window.violations = [];
@@ -30,6 +31,24 @@ addEventListener("securitypolicyviolation", (event) => {
   window.violations.push(`${event.violatedDirective}: ${event.blockedURI}`);
 });
 """
+# Words of a table's cells that begin on one line and end on another. A line may end at a space and
+# behind a hyphen; what is longer than a column, such as an id, may be broken anywhere.
+_BROKEN_WORDS = """() => {
+  const found = new Set();
+  for (const cell of document.querySelectorAll(".table td, .table th")) {
+    const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+      for (const match of node.data.matchAll(/(?<![^\\s(-])[A-Za-z0-9]{2,20}(?![^\\s),.;:-])/g)) {
+        const range = document.createRange();
+        range.setStart(node, match.index);
+        range.setEnd(node, match.index + match[0].length);
+        const lines = [...range.getClientRects()].filter((box) => box.width > 0);
+        if (lines.some((box) => Math.abs(box.top - lines[0].top) > 2)) found.add(match[0]);
+      }
+    }
+  }
+  return [...found];
+}"""
 
 
 def chromium_path() -> str | None:
@@ -50,6 +69,11 @@ class Visit:
     def go(self, path: str) -> None:
         """To a page below /admin."""
         self.page.goto(f"{self.base}/admin{path}")
+
+    def type_into(self, selector: str, text: str) -> None:
+        """Keys, once the page has moved the focus to `selector`: earlier ones would be lost."""
+        self.page.wait_for_selector(f"{selector}:focus")
+        self.page.keyboard.type(text)
 
     def sign_in(self, user: str, password: str) -> None:
         """By the form."""
@@ -78,19 +102,21 @@ class Visit:
         assert told == [], "\n".join(told)
 
     def check_layout(self) -> None:
-        """Nothing is wider than the window, and no text is cut off unseen."""
-        wide = self.page.evaluate(
-            "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-        )
-        assert wide <= 0, f"{self.page.url}: {wide} px wider than the window"
+        """Nothing is wider than the window, and no table breaks a word."""
+        wide = self.page.evaluate("document.scrollingElement.scrollWidth - innerWidth")
+        at = f"{self.page.url} at {self.page.evaluate('innerWidth')}"
+        assert wide <= 0, f"{at}: {wide} px wider than the window"
+        broken = self.page.evaluate(_BROKEN_WORDS)
+        assert broken == [], f"{at}: broken words {broken}"
 
     def shoot(self, name: str) -> None:
-        """Pictures in both widths and themes; the page is as before afterwards."""
+        """The layout at all widths, and pictures in two and both themes; the page is as before
+        afterwards."""
         before = self.page.viewport_size
         for width, height in WIDTHS.items():
             self.page.set_viewport_size({"width": width, "height": height})
             self.check_layout()
-            for theme in THEMES:
+            for theme in THEMES if width in SHOT_WIDTHS else ():
                 self.page.emulate_media(color_scheme=theme)
                 SHOTS.mkdir(exist_ok=True)
                 path = SHOTS / f"{name}-{width}-{theme}.png"

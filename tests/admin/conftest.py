@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.admin.browser import NO_BROWSER, Browser, chromium_path, running_browser
+from tests.admin.provider import Provider, running_provider
 from tests.admin.site import Site, running_site
 
 
@@ -24,4 +25,11 @@ def browser() -> Iterator[Browser]:
     if executable is None:
         pytest.skip(NO_BROWSER)
     with running_browser(executable) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[Provider]:
+    """An identity provider on loopback."""
+    with running_provider() as running:
         yield running

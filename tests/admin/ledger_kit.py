@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.service.control import Control
-from registry import api_keys, ledger, rollups, tenants
-from registry.api_keys import KeyRecord
-from registry.ledger import Posting
+from admin.context.operator_context import OperatorContext
+from registry.accounts import api_keys, tenants
+from registry.accounts.api_keys import KeyRecord
+from registry.accounts.tenants import TenantRecord
+from registry.money import ledger, rollups
+from registry.money.ledger import Posting
 from registry.session import appending
-from registry.tenants import TenantRecord
 
 DAY_S = 86_400
 POSTING = Posting(
@@ -31,12 +32,12 @@ class Owner:
         return replace(mine, request_id=request_id, **facts)
 
 
-def add_owners(control: Control, *names: str, key_name: str = "key of {}") -> list[Owner]:
+def add_owners(context: OperatorContext, *names: str, key_name: str = "key of {}") -> list[Owner]:
     """New tenants of these names."""
     owners = []
-    with control.writing() as session:
+    with context.writing() as session:
         for name in names:
-            now_at = control.clock()
+            now_at = context.clock()
             tenant = tenants.create_tenant(session, name, now_at=now_at)
             called = key_name.format(name)
             key, _ = api_keys.create_key(session, tenant.id, called, now_at=now_at)
@@ -44,10 +45,10 @@ def add_owners(control: Control, *names: str, key_name: str = "key of {}") -> li
     return owners
 
 
-def post(control: Control, rows: Sequence[Posting], num_rolled: int = 0) -> None:
+def post(context: OperatorContext, rows: Sequence[Posting], num_rolled: int = 0) -> None:
     """Into the ledger, and the first so many into the roll-ups."""
-    with appending(control.engine, "test") as session:
+    with appending(context.engine, "test") as session:
         ledger.insert_postings(session, rows)
     if num_rolled:
-        with appending(control.engine, "test") as session:
+        with appending(context.engine, "test") as session:
             rollups.roll(session, num_rolled)

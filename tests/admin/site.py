@@ -12,31 +12,36 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from sqlalchemy.orm import Session
+
+from admin.context.operator_context import OperatorContext, open_context
 from engine.protocol import ModelStatus, WorkerStatus
-from gateway.service.control import Control, open_control
-from gateway.settings import Settings
-from registry import catalog, users
-from registry.catalog import PackFacts
-from registry.session import upgrade
+from gateway.settings.settings import Settings
+from registry.accounts import users
+from registry.models import catalog
+from registry.models.catalog import PackFacts
+from registry.schema import upgrade
 from tests.gateway.edge_kit import Kit, make_kit, serving
 
+P = ParamSpec("P")
+R = TypeVar("R")
 PASSWORD = "a password of tests"
 MIB = 1 << 20
 
 
 @dataclass
 class Site:
-    """A running site. `control` acts with all rights on its registry."""
+    """A running site. `context` acts with all rights on its registry."""
 
     url: str
     kit: Kit
-    control: Control
+    operator: OperatorContext
 
     def visitor(self, user: str = "", password: str = PASSWORD) -> "Visitor":
         """Somebody with a browser, signed in where a user is named."""
@@ -46,10 +51,20 @@ class Site:
             assert answer.status == 200, answer.text
         return visitor
 
+    def read(self, find: Callable[Concatenate[Session, P], R], *args: P.args, **kw: P.kwargs) -> R:
+        """What a function of the registry finds."""
+        with self.operator.reading() as session:
+            return find(session, *args, **kw)
+
+    def write(self, do: Callable[Concatenate[Session, P], R], *args: P.args, **kw: P.kwargs) -> R:
+        """What a function of the registry makes of it."""
+        with self.operator.writing() as session:
+            return do(session, *args, **kw)
+
     def add_user(self, name: str, role: str, tenant: str = "") -> None:
         """With PASSWORD."""
-        with self.control.writing() as session:
-            users.create_user(session, name, PASSWORD, role, tenant, now_at=self.control.clock())
+        with self.operator.writing() as session:
+            users.create_user(session, name, PASSWORD, role, tenant, now_at=self.operator.clock())
 
     def add_model(self, name: str, **facts: Any) -> None:
         """A ready model, without a pack."""
@@ -63,8 +78,8 @@ class Site:
             "vocab_size": 32000,
             **facts,
         }
-        now_at = self.control.clock()
-        with self.control.writing() as session:
+        now_at = self.operator.clock()
+        with self.operator.writing() as session:
             model = catalog.add_model(session, name, f"/models/{name}", now_at=now_at)
             assert catalog.finish(session, model.registration, PackFacts(**given), now_at=now_at)
 
@@ -192,7 +207,7 @@ def running_site(folder: Path, **settings: Any) -> Iterator[Site]:
     data_dir.mkdir()
     made = Settings(data_dir=str(data_dir), default_max_tokens=32, **settings)
     upgrade(made.registry_url)
-    with open_control(made, "tests") as control:
+    with open_context(made, "tests") as context:
         up, over = threading.Event(), threading.Event()
         found: list[tuple[str, Kit]] = []
 
@@ -209,7 +224,7 @@ def running_site(folder: Path, **settings: Any) -> Iterator[Site]:
         try:
             assert up.wait(30), "the site did not start"
             (url, kit) = found[0]
-            site = Site(url, kit, control)
+            site = Site(url, kit, context)
             site.add_user("ann", "owner")
             yield site
         finally:

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
-from gateway.cache.desk import CacheDesk, desk_socket
+from admin.operations.cache import upper_bound
+from gateway.cache.cache_handler import CacheHandler, cache_socket_path
 from gateway.cache.memory_store import MemoryAnswers
-from gateway.dispatch.operator_socket import listening
-from gateway.service.cache_use import upper_bound
-from registry import audit, ledger, rollups, tenants
-from registry.ledger import Posting
+from gateway.ipc.control_socket import listening
+from registry import audit
+from registry.accounts import tenants
+from registry.money import ledger, rollups
+from registry.money.ledger import Posting
 from tests.admin.site import Site, Visitor
 from tests.gateway.cache.answers_kit import entry_of, scope_of
 
 HOSTILE = '"><script>alert(1)</script>'
 
 
-class Desk(CacheDesk):
+class Handler(CacheHandler):
     """The gateway's own, which notes what it was asked."""
 
     def __init__(self) -> None:
@@ -34,22 +36,22 @@ class Desk(CacheDesk):
 
 
 @pytest.fixture(scope="module")
-def desk(site: Site) -> Iterator[Desk]:
+def handler(site: Site) -> Iterator[Handler]:
     """A gateway's socket in the site's data folder."""
     up, over = threading.Event(), threading.Event()
-    desk = Desk()
+    handler = Handler()
 
     async def serve() -> None:
-        path = desk_socket(site.control.settings.data_path, "g0")
+        path = cache_socket_path(site.operator.settings.data_path, "g0")
         path.parent.mkdir(parents=True, exist_ok=True)
-        async with listening(path, desk):
+        async with listening(path, handler):
             up.set()
             await asyncio.to_thread(over.wait)
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert up.wait(10)
-    yield desk
+    yield handler
     over.set()
     thread.join(10)
 
@@ -57,8 +59,8 @@ def desk(site: Site) -> Iterator[Desk]:
 @pytest.fixture(scope="module")
 def ann(site: Site) -> Visitor:
     site.add_model("tiny")
-    now_at = site.control.clock()
-    with site.control.writing() as session:
+    now_at = site.operator.clock()
+    with site.operator.writing() as session:
         tenant = tenants.create_tenant(session, "acme", now_at=now_at)
         postings = [
             Posting(
@@ -78,7 +80,7 @@ def ann(site: Site) -> Visitor:
 def test_hits_by_tenant_and_model_are_the_ledgers(ann: Visitor) -> None:
     text = ann.get("/cache").text
     assert 'Answers" class="number">12<' in text
-    assert 'From the cache" class="number">3<' in text
+    assert 'Cache hits" class="number">3<' in text
     assert "25.0 %" in text
     assert "0.0060" in text
 
@@ -86,7 +88,7 @@ def test_hits_by_tenant_and_model_are_the_ledgers(ann: Visitor) -> None:
 def test_rates_checks_and_savings_are_the_counters(site: Site, ann: Visitor) -> None:
     text = ann.get("/cache").text
     assert "no server is running" in text, "nobody can say what is kept"
-    assert "nothing was checked yet" in text
+    assert "no checks so far" in text
     pipeline_metrics = site.kit.edge.metrics
     pipeline_metrics.cache_requests.labels("hit").inc(3)
     pipeline_metrics.cache_requests.labels("miss").inc(7)
@@ -96,7 +98,7 @@ def test_rates_checks_and_savings_are_the_counters(site: Site, ann: Visitor) -> 
     checks.labels("differed").inc(2)
     text = ann.get("/cache").text
     assert "30.0 %" in text
-    assert "3 of 10 looked up" in text
+    assert "3 of 10 lookups" in text
     assert "2 of 100 differed; at most 7.0 %" in text
 
 
@@ -106,50 +108,51 @@ def test_the_bound_of_a_share(bad: int, total: int, most: float) -> None:
     assert upper_bound(total, total) == pytest.approx(1.0)
 
 
-def test_stores_say_what_they_keep_and_are_flushed(site: Site, ann: Visitor, desk: Desk) -> None:
+def test_stores_say_what_they_keep_and_are_flushed(
+    site: Site, ann: Visitor, handler: Handler
+) -> None:
     text = ann.get("/cache").text
     assert "g0" in text
     assert "memory" in text
     asked = ann.get("/cache/confirm?tenant=acme&model=")
     assert "Flush the cache of acme?" in asked.text
-    assert not any(b"purge" in line for line in desk.asked), "a look changes nothing"
+    assert not any(b"purge" in line for line in handler.asked), "a look changes nothing"
     done = ann.post("/cache/flush", {"tenant": "acme", "model": ""})
     assert "Flushed all answers of acme" in done.text
-    assert any(b"purge" in line for line in desk.asked)
+    assert any(b"purge" in line for line in handler.asked)
     done = ann.post("/cache/flush", {"tenant": "acme", "model": "tiny"})
     assert "Flushed 0 answers of acme for tiny" in done.text
-    with site.control.reading() as session:
-        assert audit.latest(session, 1)[0].action == "cache.purge"
+    assert site.read(audit.latest, 1)[0].action == "cache.purge"
 
 
-def test_answers_of_a_tenant_are_listed(site: Site, ann: Visitor, desk: Desk) -> None:
-    with site.control.reading() as session:
+def test_answers_of_a_tenant_are_listed(site: Site, ann: Visitor, handler: Handler) -> None:
+    with site.operator.reading() as session:
         acme = next(one.id for one in tenants.list_tenants(session) if one.name == "acme")
 
     async def keep(question: str, model: str) -> None:
         scope = scope_of(acme, model)
-        found = await desk.store.exact(scope, bytes(32))
-        await desk.store.keep(entry_of(scope, question, found.epoch, made_at=time.time()))
+        found = await handler.store.exact(scope, bytes(32))
+        await handler.store.keep(entry_of(scope, question, found.epoch, made_at=time.time()))
 
     for question, model in ((HOSTILE, "tiny"), ("why?", "tiny"), ("how?", "other")):
         asyncio.run(keep(question, model))
-    assert "Kept answers of a tenant" in ann.get("/cache").text
-    assert "Nothing is kept" not in ann.get("/cache/answers").text
+    assert "Cached answers of a tenant" in ann.get("/cache").text
+    assert "No cached answers" not in ann.get("/cache/answers").text
     text = ann.get("/cache/answers?tenant=acme&model=").text
     assert all(f'<td data-label="Question">{one}' in text for one in ("why?", "how?"))
     assert HOSTILE not in text
-    assert "3 of what is kept" in text
+    assert "3 cached answers" in text
     text = ann.get("/cache/answers?tenant=acme&model=other").text
     assert "how?" in text
     assert "why?" not in text
-    assert "Nothing is kept" in ann.get("/cache/answers?tenant=acme&model=none").text
+    assert "No cached answers" in ann.get("/cache/answers?tenant=acme&model=none").text
     missing = ann.get("/cache/answers?tenant=nobody")
     assert missing.status == 422
     assert "nobody" in missing.text
 
 
-def test_what_is_wrong_is_said(ann: Visitor, desk: Desk) -> None:
-    del desk
+def test_what_is_wrong_is_said(ann: Visitor, handler: Handler) -> None:
+    del handler
     assert ann.get("/cache/confirm").status == 422
     assert ann.post("/cache/flush", {"tenant": "", "model": ""}).status == 422
     assert ann.post("/cache/flush", {"tenant": "nobody", "model": ""}).status == 404
@@ -157,16 +160,18 @@ def test_what_is_wrong_is_said(ann: Visitor, desk: Desk) -> None:
     assert HOSTILE not in page
 
 
-def test_a_viewer_sees_and_a_tenants_user_does_not(site: Site, ann: Visitor, desk: Desk) -> None:
+def test_a_viewer_sees_and_a_tenants_user_does_not(
+    site: Site, ann: Visitor, handler: Handler
+) -> None:
     del ann
     vera, tom = site.visitor("vera"), site.visitor("tom")
     assert vera.get("/cache").status == 200
     assert "/cache/confirm" not in vera.get("/cache").text
     assert vera.get("/cache/answers?tenant=acme").status == 403
     assert vera.get("/cache/confirm?tenant=acme").status == 403
-    before = len(desk.asked)
+    before = len(handler.asked)
     assert vera.post("/cache/flush", {"tenant": "acme"}).status == 403
     assert tom.get("/cache").status == 403
     assert tom.get("/live/cache").status == 401
     assert tom.post("/cache/flush", {"tenant": "acme"}).status == 403
-    assert not any(b"purge" in line for line in desk.asked[before:])
+    assert not any(b"purge" in line for line in handler.asked[before:])

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from gateway.cli.main import build_parser
+from admin.cli.main import build_parser
 from tests.conftest import ROOT
 
 TEMPLATES = ROOT / "admin" / "templates"

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.service import tenants as verbs
-from gateway.service.meanwhile import ChangedMeanwhile
-from registry import audit, floors, tenants
+from admin.context.optimistic_lock import ChangedMeanwhile
+from admin.operations import tenants as verbs
+from registry import audit
+from registry.accounts import tenants
 from registry.audit import AuditFilter
-from registry.floors import MAX_FLOOR_MODELS, ModelFloor
+from registry.models import floors
+from registry.models.floors import MAX_FLOOR_MODELS, ModelFloor
 from tests.admin.browser import Browser
 from tests.admin.site import PASSWORD, Site, Visitor, form_of
 
@@ -23,16 +25,16 @@ def _people(site: Site) -> None:
         site.add_model(name)
     site.add_user("bob", "admin")
     site.add_user("vera", "viewer")
-    with site.control.writing() as session:
+    with site.operator.writing() as session:
         for name in ("acme", "other"):
-            tenants.create_tenant(session, name, now_at=site.control.clock())
+            tenants.create_tenant(session, name, now_at=site.operator.clock())
     site.add_user("tom", "owner", "acme")
 
 
 @pytest.fixture(autouse=True)
 def _no_floor(site: Site) -> Iterator[None]:
     yield
-    verbs.set_model_floor(site.control, "acme", 0, ())
+    verbs.set_model_floor(site.operator, "acme", 0, ())
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +44,11 @@ def visitors(site: Site) -> dict[str, Visitor]:
 
 
 def tenant_id(site: Site, name: str = "acme") -> str:
-    with site.control.reading() as session:
-        return tenants.get_tenant(session, name).id
+    return site.read(tenants.get_tenant, name).id
 
 
 def floor(site: Site) -> ModelFloor | None:
-    with site.control.reading() as session:
+    with site.operator.reading() as session:
         return floors.get_floor(session, tenants.get_tenant(session, "acme").id)
 
 
@@ -61,18 +62,17 @@ def test_a_floor_is_set_changed_and_taken_away(site: Site, visitors: dict[str, V
     shown = shown_to(ann, at)
     assert (shown["size"], shown["models"]) == ("", "")
     done = ann.post(action, {**shown, "size": "20.5", "models": "tiny\r\nlarge, tiny"})
-    assert "Changed" in done.text
+    assert "Saved" in done.text
     assert floor(site) == ModelFloor(at, 41 * GIB // 2, ("large", "tiny"))
     shown = shown_to(ann, at)
     assert (shown["size"], shown["models"].split()) == ("20.5", ["large", "tiny"])
-    with site.control.reading() as session:
-        (entry,) = audit.page(session, AuditFilter(action="tenant.floor", target=at), limit=1)
+    (entry,) = site.read(audit.page, AuditFilter(action="tenant.floor", target=at), limit=1)
     assert entry.actor == "admin:ann"
     assert entry.after == {"size_bytes": 41 * GIB // 2, "models": ["large", "tiny"]}
-    assert "Changed" in ann.post(action, {**shown, "size": "", "models": ""}).text
+    assert "Saved" in ann.post(action, {**shown, "size": "", "models": ""}).text
     assert floor(site) is None
     ann.post(action, {"size": "1", "models": "tiny"})
-    assert "Changed" in ann.post(action, {**shown_to(ann, at), "size": "0"}).text
+    assert "Saved" in ann.post(action, {**shown_to(ann, at), "size": "0"}).text
     assert floor(site) is None
 
 
@@ -81,26 +81,26 @@ def test_what_stands_in_the_form_is_what_holds_to_the_byte(
     site: Site, visitors: dict[str, Visitor], size_bytes: int
 ) -> None:
     ann, at = visitors["ann"], tenant_id(site)
-    verbs.set_model_floor(site.control, "acme", size_bytes, ["tiny"])
+    verbs.set_model_floor(site.operator, "acme", size_bytes, ["tiny"])
     shown = shown_to(ann, at)
     done = ann.post(f"/tenant/floor/{at}", {**shown, "models": "tiny\nsmall"})
-    assert "Changed" in done.text
+    assert "Saved" in done.text
     assert floor(site) == ModelFloor(at, size_bytes, ("small", "tiny"))
 
 
 @pytest.mark.parametrize(
     ("size", "models", "said"),
     [
-        ("", "tiny", "How much of them?"),
-        ("5", "", "Which are the tenant&#39;s?"),
-        ("-1", "tiny", "A number from 0 up"),
-        ("many", "tiny", "A number from 0 up"),
-        ("1e3", "tiny", "A number from 0 up"),
-        ("nan", "tiny", "A number from 0 up"),
-        ("2000000", "tiny", "a floor must be"),
+        ("", "tiny", "Enter how much to keep"),
+        ("5", "", "Name the tenant&#39;s models."),
+        ("-1", "tiny", "Enter a number of at least 0"),
+        ("many", "tiny", "Enter a number of at least 0"),
+        ("1e3", "tiny", "Enter a number of at least 0"),
+        ("nan", "tiny", "Enter a number of at least 0"),
+        ("2000000", "tiny", "a memory floor must be"),
         ("5", "nobody", "nobody"),
         ("5", HOSTILE, "&lt;script&gt;"),
-        ("5", " ".join(f"m{n}" for n in range(MAX_FLOOR_MODELS + 1)), "models that are"),
+        ("5", " ".join(f"m{n}" for n in range(MAX_FLOOR_MODELS + 1)), "models, got"),
         ("5", "x" * 9001, "At most 9000 characters"),
     ],
 )
@@ -108,7 +108,7 @@ def test_what_cannot_be_is_said_and_stays_as_typed(
     site: Site, visitors: dict[str, Visitor], size: str, models: str, said: str
 ) -> None:
     ann, at = visitors["ann"], tenant_id(site)
-    verbs.set_model_floor(site.control, "acme", GIB, ["tiny"])
+    verbs.set_model_floor(site.operator, "acme", GIB, ["tiny"])
     action = f"/tenant/floor/{at}"
     answer = ann.post(action, {**shown_to(ann, at), "size": size, "models": models})
     assert answer.status == 422
@@ -123,20 +123,20 @@ def test_what_others_did_stays_and_clashes_are_shown(
 ) -> None:
     ann, bob, at = visitors["ann"], visitors["bob"], tenant_id(site)
     action = f"/tenant/floor/{at}"
-    verbs.set_model_floor(site.control, "acme", GIB, ["tiny"])
+    verbs.set_model_floor(site.operator, "acme", GIB, ["tiny"])
     anns, bobs = shown_to(ann, at), shown_to(bob, at)
-    assert "Changed" in bob.post(action, {**bobs, "size": "7"}).text
-    assert "Changed" in ann.post(action, {**anns, "models": "tiny small"}).text
+    assert "Saved" in bob.post(action, {**bobs, "size": "7"}).text
+    assert "Saved" in ann.post(action, {**anns, "models": "tiny small"}).text
     assert floor(site) == ModelFloor(at, 7 * GIB, ("small", "tiny"))
     refused = ann.post(action, {**anns, "size": "9"})
     assert refused.status == 409
-    assert "admin:bob has set 7 meanwhile" in refused.text
-    assert "nothing was done" in refused.text
+    assert "admin:bob set 7 in the meantime" in refused.text
+    assert "Nothing was saved" in refused.text
     again = form_of(refused.text, action)
     assert (again["size"], again["models"].split()) == ("9", ["small", "tiny"])
-    assert "Changed" in ann.post(action, again).text
+    assert "Saved" in ann.post(action, again).text
     assert floor(site) == ModelFloor(at, 9 * GIB, ("small", "tiny"))
-    assert "Changed" in bob.post(action, {**shown_to(bob, at), "size": "", "models": ""}).text
+    assert "Saved" in bob.post(action, {**shown_to(bob, at), "size": "", "models": ""}).text
     assert ann.post(action, {**again, "size": "8"}).status == 409, "it was taken away meanwhile"
     assert floor(site) is None
 
@@ -146,7 +146,7 @@ def test_forms_sent_at_the_same_moment_both_count(site: Site, visitors: dict[str
     action = f"/tenant/floor/{at}"
     tokens = {name: visitors[name].get("/account").csrf for name in ("ann", "bob")}
     for turn in range(1, 7):
-        verbs.set_model_floor(site.control, "acme", GIB, ["tiny"])
+        verbs.set_model_floor(site.operator, "acme", GIB, ["tiny"])
         shown = shown_to(visitors["ann"], at)
         gate, answers = threading.Barrier(2), list[int]()
 
@@ -172,13 +172,13 @@ def test_forms_sent_at_the_same_moment_both_count(site: Site, visitors: dict[str
 
 def test_the_verb_does_nothing_to_another_floor_than_was_looked_at(site: Site) -> None:
     seen = verbs.floor_mark(floor(site))
-    verbs.set_model_floor(site.control, "acme", GIB, ["tiny"])
+    verbs.set_model_floor(site.operator, "acme", GIB, ["tiny"])
     with pytest.raises(ChangedMeanwhile):
-        verbs.set_model_floor(site.control, "acme", 2 * GIB, ["tiny"], seen)
+        verbs.set_model_floor(site.operator, "acme", 2 * GIB, ["tiny"], seen)
     with pytest.raises(ChangedMeanwhile):
-        verbs.set_model_floor(site.control, "acme", 0, (), seen)
+        verbs.set_model_floor(site.operator, "acme", 0, (), seen)
     seen = verbs.floor_mark(floor(site))
-    verbs.set_model_floor(site.control, "acme", 0, (), seen)
+    verbs.set_model_floor(site.operator, "acme", 0, (), seen)
     assert floor(site) is None
 
 
@@ -188,10 +188,10 @@ def test_who_may_not_set_it_sees_it_alone(
 ) -> None:
     at, visitor = tenant_id(site), visitors[who]
     action = f"/tenant/floor/{at}"
-    assert "Models that stay" not in visitor.get(f"/tenants/{at}").text
-    verbs.set_model_floor(site.control, "acme", 2 * GIB, ["small", "tiny"])
+    assert "Memory floor" not in visitor.get(f"/tenants/{at}").text
+    verbs.set_model_floor(site.operator, "acme", 2 * GIB, ["small", "tiny"])
     page = visitor.get(f"/tenants/{at}").text
-    assert "2.0 GiB of small, tiny stay" in page
+    assert "at least 2.0 GiB of small, tiny loaded" in page
     assert action not in page
     assert visitor.post(action, {"size": "9", "models": "tiny"}).status == 403
     forged = visitors["ann"].post(action, {"size": "9", "models": "tiny"}, csrf="00" * 64)
@@ -217,7 +217,7 @@ def test_in_a_browser(site: Site, browser: Browser, scripts: bool) -> None:
         assert floor(site) is None
         page.fill("#floor textarea[name=models]", "tiny\nlarge")
         page.click("#floor button")
-        page.wait_for_selector("text=Changed: workers hear of it")
+        page.wait_for_selector("text=Workers apply the change")
         assert page.input_value("#floor input[name=size]") == "1.5"
         if scripts:
             visit.check_accessible()

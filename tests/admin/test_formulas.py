@@ -17,12 +17,12 @@ NUMBERS = frozenset("0123456789.-")
 @pytest.fixture(scope="module")
 def ann(site: Site) -> Visitor:
     site.add_model("tiny")
-    now_at = site.control.clock()
-    owners = add_owners(site.control, *NAMES, key_name="{}")
+    now_at = site.operator.clock()
+    owners = add_owners(site.operator, *NAMES, key_name="{}")
     rows = [each.posting(f"r{number}", posted_at=now_at) for number, each in enumerate(owners)]
     correction = {"corrects": "r0", "outcome": "correction", "cost_nanos": -5}
     rows.append(owners[0].posting("c1", posted_at=now_at, **correction))
-    post(site.control, rows)
+    post(site.operator, rows)
     return site.visitor("ann")
 
 

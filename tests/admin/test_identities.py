@@ -5,14 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from gateway.policy.identity import Identity
-from gateway.service import identities as verbs
-from gateway.service.control import acting_as
-from gateway.service.sessions import SignInRefused
-from registry import audit, identities, tenants, users
+from admin.context.operator_context import acting_as
+from admin.oidc.policy.identity import Identity
+from admin.operations import sessions as verbs
+from admin.operations import users as user_verbs
+from admin.operations.sessions import SignInRefused
+from registry import audit
+from registry.accounts import identities, tenants, users
 from registry.errors import AlreadyExists, Forbidden
 from tests.admin.provider import (
     START,
@@ -25,15 +26,9 @@ from tests.admin.site import PASSWORD, Site, running_site
 
 
 @pytest.fixture(scope="module")
-def provider() -> Iterator[Provider]:
-    with running_provider() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterator[Site]:
     with running_site_of(tmp_path_factory.mktemp("site"), provider) as running_one:
-        verbs.bind(running_one.control, "ann", "subject-1")
+        user_verbs.bind(running_one.operator, "ann", "subject-1")
         yield running_one
 
 
@@ -54,27 +49,28 @@ def test_who_is_bound_and_who_binds(site: Site, provider: Provider) -> None:
         assert ann.post("/user/bind/bea", {"subject": subject}).status == 422, subject
     assert bea.post("/user/bind/bea", {"subject": "mine"}).status == 403
     assert bea.post("/user/unbind/ann", {"issuer": provider.issuer}).status == 403
-    assert "by the provider" in ann.post("/user/bind/bea", {"subject": "subject-of-bea"}).text
+    assert (
+        "with the identity provider"
+        in ann.post("/user/bind/bea", {"subject": "subject-of-bea"}).text
+    )
     assert "subject-of-bea" in ann.get("/users/bea").text
     visitor, answer = through(site)
     assert answer.status == 200
     assert "bea" in visitor.get("/account").text
-    assert "bound no longer" in ann.post("/user/unbind/bea", {"issuer": provider.issuer}).text
+    assert "was unbound" in ann.post("/user/unbind/bea", {"issuer": provider.issuer}).text
     assert "sign-in" in visitor.get("/account").url, "sessions end"
     assert through(site)[1].status == 403
-    with site.control.reading() as session:
-        told = audit.page(session, audit.AuditFilter(action="user"), limit=2)
+    told = site.read(audit.page, audit.AuditFilter(action="user"), limit=2)
     assert [entry.action for entry in told] == ["user.unbind", "user.bind"]
 
 
 def test_who_is_shut_out_stays_out(site: Site, provider: Provider) -> None:
     site.add_user("eve", "viewer")
     provider.subject = "subject-of-eve"
-    verbs.bind(site.control, "eve", "subject-of-eve")
+    user_verbs.bind(site.operator, "eve", "subject-of-eve")
     visitor, answer = through(site)
     assert answer.status == 200
-    with site.control.writing() as session:
-        users.set_disabled(session, "eve", True, now_at=site.control.clock())
+    site.write(users.set_disabled, "eve", True, now_at=site.operator.clock())
     assert "sign-in" in visitor.get("/account").url
     assert through(site)[1].status == 403
 
@@ -82,16 +78,13 @@ def test_who_is_shut_out_stays_out(site: Site, provider: Provider) -> None:
 def test_one_subject_one_user(site: Site) -> None:
     site.add_user("ned", "viewer")
     with pytest.raises(AlreadyExists, match="bound to the user 'ann'"):
-        verbs.bind(site.control, "ned", "subject-1")
+        user_verbs.bind(site.operator, "ned", "subject-1")
     with pytest.raises(AlreadyExists, match="another subject"):
-        verbs.bind(site.control, "ann", "subject-9")
-    verbs.bind(site.control, "ned", "subject-1", "https://other.example")
-    with site.control.reading() as session:
-        assert identities.find_user(session, "https://third.example", "subject-1") is None
-    with site.control.writing() as session:
-        users.remove_user(session, "ned", now_at=site.control.clock())
-    with site.control.reading() as session:
-        assert identities.find_user(session, "https://other.example", "subject-1") is None
+        user_verbs.bind(site.operator, "ann", "subject-9")
+    user_verbs.bind(site.operator, "ned", "subject-1", "https://other.example")
+    assert site.read(identities.find_user, "https://third.example", "subject-1") is None
+    site.write(users.remove_user, "ned", now_at=site.operator.clock())
+    assert site.read(identities.find_user, "https://other.example", "subject-1") is None
 
 
 def test_by_a_verified_address_where_the_operator_says_so(tmp_path: Path) -> None:
@@ -127,22 +120,22 @@ def test_letters_that_become_others_bind_nobody(tmp_path: Path) -> None:
 def test_of_rules_for_one_tenant_the_highest_counts(tmp_path: Path) -> None:
     """Also where one says its name and the other its id."""
     with running_site(tmp_path) as site:
-        with site.control.writing() as session:
-            acme = tenants.create_tenant(session, "acme", now_at=site.control.clock())
+        acme = site.write(tenants.create_tenant, "acme", now_at=site.operator.clock())
         rules = f"a=admin@acme,b=viewer@{acme.id},c=owner@gone"
-        mapped = {"oidc_role_claim": "groups", "oidc_roles": rules}
-        settings = msgspec.structs.replace(site.control.settings, **mapped)
-        control = replace(site.control, settings=settings)
+        settings = replace(site.operator.settings, oidc_role_claim="groups", oidc_roles=rules)
+        context = replace(site.operator, settings=settings)
         site.add_user("ned", "viewer")
-        verbs.bind(control, "ned", "s", "https://id.example")
+        user_verbs.bind(context, "ned", "s", "https://id.example")
         who = Identity("https://id.example", "s", "", frozenset({"a", "b"}))
         here = "127.0.0.1"
-        verbs.sign_in_as(control, who, "state", here, "", verbs.take_turn(control, here))
-        with control.reading() as session:
+        verbs.sign_in_as(context, who, "state", here, "", verbs.take_code_turn(context, here))
+        with context.reading() as session:
             assert users.get_user(session, "ned").roles == {acme.id: "admin"}
         lost = replace(who, groups=frozenset({"a", "c"}))
         with pytest.raises(SignInRefused, match="gone"):
-            verbs.sign_in_as(control, lost, "another", here, "", verbs.take_turn(control, here))
+            verbs.sign_in_as(
+                context, lost, "another", here, "", verbs.take_code_turn(context, here)
+            )
 
 
 def test_an_address_binds_nobody_unless_told(site: Site, provider: Provider) -> None:
@@ -159,12 +152,10 @@ def test_roles_by_a_claim(tmp_path: Path) -> None:
         "oidc_create_users": True,
     }
     with running_provider() as own, running_site_of(tmp_path, own, **mapped) as site:
-        with site.control.writing() as session:
-            acme = tenants.create_tenant(session, "acme", now_at=site.control.clock())
+        acme = site.write(tenants.create_tenant, "acme", now_at=site.operator.clock())
 
         def roles(name: str) -> dict[str, Any]:
-            with site.control.reading() as session:
-                return dict(users.get_user(session, name).roles)
+            return dict(site.read(users.get_user, name).roles)
 
         def comes(*groups: str, subject: str = "s-zoe", email: str = "zoe@acme.example") -> int:
             own.subject = subject
@@ -188,7 +179,7 @@ def test_roles_by_a_claim(tmp_path: Path) -> None:
             "a name that is taken"
         )
         assert roles("vic@acme.example") == {"": "viewer"}
-        verbs.bind(site.control, "ann", "s-ann")
+        user_verbs.bind(site.operator, "ann", "s-ann")
         assert comes("staff", subject="s-ann") == 403, "the last owner stays one"
         assert roles("ann") == {"": "owner"}
         assert comes("boss", subject="s-zoe") == 200
@@ -202,22 +193,22 @@ def test_passwords_for_emergencies_alone(tmp_path: Path) -> None:
         running_site_of(tmp_path, own, password_users="root, spare") as site,
     ):
         site.add_user("root", "owner")
-        assert "in an emergency" in site.visitor().get("/sign-in").text
+        assert "Emergency sign-in" in site.visitor().get("/sign-in").text
         assert site.visitor().sign_in("ann").status == 401
-        assert site.visitor().sign_in("ann", "wrong").text.count("do not go together") == 1
+        assert site.visitor().sign_in("ann", "wrong").text.count("Wrong user name or password") == 1
         own.down = True
         assert site.visitor("root").get("/account").status == 200
         own.down = False
-        verbs.bind(site.control, "ann", "subject-1")
+        user_verbs.bind(site.operator, "ann", "subject-1")
         assert through(site)[1].status == 200
 
 
 def test_signing_out_there_too(tmp_path: Path) -> None:
     with running_provider() as own, running_site_of(tmp_path, own, oidc_sign_out=True) as site:
-        verbs.bind(site.control, "ann", "subject-1")
+        user_verbs.bind(site.operator, "ann", "subject-1")
         visitor, _ = through(site)
         out = visitor.post("/sign-out", {})
-        assert "Sign out at Acme too" in out.text
+        assert "Sign out of Acme too" in out.text
         assert "sign-in" in visitor.get("/account").url, "here it is over already"
         ended = visitor.get("/oidc/sign-out")
         assert ended.url.startswith(own.issuer + "/end?client_id=polyhost-tests")
@@ -225,7 +216,7 @@ def test_signing_out_there_too(tmp_path: Path) -> None:
             "post_logout_redirect_uri=https%3A%2F%2Fpolyhost.example%2Fadmin%2Fsign-in" in ended.url
         )
         by_password = site.visitor("ann")
-        assert "Sign out at Acme" not in by_password.post("/sign-out", {}).text
+        assert "Sign out of Acme" not in by_password.post("/sign-out", {}).text
 
 
 def test_nothing_of_it_is_there_where_none_is_set(tmp_path: Path) -> None:
@@ -239,14 +230,13 @@ def test_nothing_of_it_is_there_where_none_is_set(tmp_path: Path) -> None:
 
 def test_only_an_owner_binds(site: Site) -> None:
     site.add_user("al", "admin")
-    with site.control.reading() as session:
-        al = users.get_user(session, "al")
-    control = site.control
-    acting = acting_as(control, al)
+    al = site.read(users.get_user, "al")
+    context = site.operator
+    acting = acting_as(context, al)
     for call in (
-        lambda: verbs.bind(acting, "al", "x"),
-        lambda: verbs.unbind(acting, "ann"),
-        lambda: verbs.bindings_of(acting, "ann"),
+        lambda: user_verbs.bind(acting, "al", "x"),
+        lambda: user_verbs.unbind(acting, "ann"),
+        lambda: user_verbs.bindings_of(acting, "ann"),
     ):
         with pytest.raises(Forbidden):
             call()

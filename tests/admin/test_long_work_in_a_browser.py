@@ -6,27 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from gateway.exporting import export_folders, export_runner
-from gateway.registration import registrar
-from registry import catalog, export_jobs, registrations, revisions
-from registry.catalog import PackFacts
+from admin.billing import export_folders
+from admin.exporting import export_runner
+from admin.registration import registrar
+from registry.models import catalog, registrations, revisions
+from registry.models.catalog import PackFacts
+from registry.money import export_jobs
 from tests.admin.browser import Browser
 from tests.admin.ledger_kit import add_owners, post
 from tests.admin.site import MIB, PASSWORD, Site, worker_status
 from tests.admin.test_exports import page_nanos
 
-NO_ROOM = "exports may take no more room: remove some, then retry"
+NO_ROOM = "no disk space left for exports: remove some, then retry"
 FACTS = PackFacts("rev-2", "pack-2", "llama", "bfloat16", 64 * MIB, 2048, 32_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _filled(site: Site) -> None:
     """Postings, and a registration in every state."""
-    now_at = site.control.clock()
+    now_at = site.operator.clock()
     for name in ("tiny", "done"):
         site.add_model(name)
-    (owner,) = add_owners(site.control, "a tenant with a long name & sons", key_name="first")
-    with site.control.writing() as session:
+    (owner,) = add_owners(site.operator, "a tenant with a long name & sons", key_name="first")
+    with site.operator.writing() as session:
         going = catalog.add_model(
             session, "org/a-model-with-quite-a-long-name", "org/a-model-with-quite-a-long-name",
             registrar_host="elsewhere", registrar_pid=1, now_at=now_at + 600.0,
@@ -43,7 +45,7 @@ def _filled(site: Site) -> None:
     rows = [
         owner.posting(f"r{n:05}", posted_at=now_at, cost_nanos=1_000_001 + n) for n in range(6_000)
     ]
-    post(site.control, rows)
+    post(site.operator, rows)
     site.kit.dispatcher.statuses = [worker_status()]
 
 
@@ -60,7 +62,7 @@ def test_an_export_is_asked_for_followed_and_taken_and_sums_to_the_page(
         visit.go("/usage")
         total = page_nanos(page.content())
         page.click("button:has-text('CSV')")
-        page.wait_for_selector("text=is being made.")
+        page.wait_for_selector("text=was requested.")
         page.reload()
         page.click(".side button[aria-label='Sign out']")
         page.wait_for_selector("text=Sign in")
@@ -85,11 +87,11 @@ def test_exports_in_every_state_are_clean_accessible_and_fit(
     monkeypatch.setattr(export_folders, "start_runner", lambda settings: None)
     ann = site.visitor("ann")
     for number, name in enumerate(("focus", "parquet", "csv", "jsonl", "csv")):
-        day = site.control.clock()
+        day = site.operator.clock()
         sent = {"from": datetime.fromtimestamp(day, UTC).date().isoformat()}
         ann.post("/export/ask", {**sent, "to": sent["from"], "format": name, "once": str(number)})
-    control, later = site.control, site.control.clock() + 600.0
-    with control.writing() as session:
+    context, later = site.operator, site.operator.clock() + 600.0
+    with context.writing() as session:
         for state in ("failed", "cancelled", "running"):
             job = export_jobs.claim(session, 9, "elsewhere", 1, now_at=later)
             assert job is not None
@@ -110,15 +112,15 @@ def test_exports_in_every_state_are_clean_accessible_and_fit(
         # Its progress is seen, and its end too, without loading the page by hand.
         assert job is not None
         visit.page.wait_for_selector(".live.on")
-        with control.writing() as session:
+        with context.writing() as session:
             told = export_jobs.Progress(3_600, 2 << 20, 9, 0.6, 0.02)
             export_jobs.progress(session, job.attempt, told, now_at=later)
         visit.page.wait_for_selector("text=/3,600 of about .* 20 s left/")
         visit.page.click("tr:has-text('failed') >> button:has-text('Retry')")
-        visit.page.wait_for_selector("text=The export goes on.")
-        visit.page.click("tr:has-text('being made') >> button:has-text('Cancel')")
-        visit.page.wait_for_selector("text=The export is cancelled.")
-        assert export_runner.work_off(control) >= 1
+        visit.page.wait_for_selector("text=The export was restarted.")
+        visit.page.click("tr:has-text('running') >> button:has-text('Cancel')")
+        visit.page.wait_for_selector("text=The export was cancelled.")
+        assert export_runner.work_off(context) >= 1
         visit.page.wait_for_selector("tr:has-text('JSONL') >> text=done")
         visit.check_clean()
 
@@ -142,9 +144,9 @@ def test_what_is_done_to_a_model(
     site: Site, browser: Browser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pin and unpin, a revision and back, retry and cancel; tests/e2e/ loads and unloads."""
-    monkeypatch.setattr(registrar, "run_detached", lambda control, model: None)
-    now_at = site.control.clock()
-    with site.control.writing() as session:
+    monkeypatch.setattr(registrar, "run_detached", lambda context, model: None)
+    now_at = site.operator.clock()
+    with site.operator.writing() as session:
         update = revisions.begin_update(session, "done", "/models/done", dtype="auto",
                                         now_at=now_at)  # fmt: skip
         assert revisions.finish(session, update.registration, FACTS, keep=3, now_at=now_at)
@@ -153,12 +155,12 @@ def test_what_is_done_to_a_model(
         visit.sign_in("ann", PASSWORD)
         visit.go("/models/done")
         page.click("button:has-text('Pin')")
-        page.wait_for_selector("text=done is pinned: it is never evicted.")
+        page.wait_for_selector("text=done was pinned and is never evicted.")
         page.click("button:has-text('Unpin')")
-        page.wait_for_selector("text=done is not pinned any more.")
+        page.wait_for_selector("text=done was unpinned.")
 
         assert page.inner_text("tr:has-text('served') code") == "rev-2"
-        (site.control.packs_dir / "done").mkdir(parents=True)
+        (site.operator.packs_dir / "done").mkdir(parents=True)
         page.click("a:has-text('Roll back')")
         page.wait_for_selector("text=/Revision rev-done is served again/")
         page.click("button:has-text('Roll back')")
@@ -170,7 +172,7 @@ def test_what_is_done_to_a_model(
         page.wait_for_selector("[data-part='job:stopped']")
         page.click("tr:has([data-part='job:stopped']) >> a:has-text('Cancel')")
         page.click("button:has-text('Cancel registration')")
-        page.wait_for_selector("text=The registration of stopped is cancelled.")
+        page.wait_for_selector("text=The registration of stopped was cancelled.")
         visit.check_clean()
 
 
@@ -179,15 +181,15 @@ def test_two_operators_retry_and_cancel_one_registration(
 ) -> None:
     begun: list[str] = []
     monkeypatch.setattr(
-        registrar, "run_detached", lambda control, model: begun.append(model.registration)
+        registrar, "run_detached", lambda context, model: begun.append(model.registration)
     )
     ann, bob = site.visitor("ann"), site.visitor("ann")
     assert "is being registered again" in ann.post("/model/do/retry/gated", {}).text
     again = bob.post("/model/do/retry/gated", {})
     assert again.status == 409
-    assert "nothing to retry" in again.text
+    assert "only a failed registration" in again.text
     assert len(begun) == 1, "one process for one registration"
-    assert "is cancelled" in bob.post("/model/do/cancel/gated", {}).text
+    assert "was cancelled" in bob.post("/model/do/cancel/gated", {}).text
     late = ann.post("/model/do/cancel/gated", {})
     assert late.status == 409
-    assert "not being registered" in late.text
+    assert "no registration to cancel" in late.text

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from registry import api_keys, prices, tenants
-from registry.prices import PriceRecord
+from registry.accounts import api_keys, tenants
+from registry.money import prices
+from registry.money.prices import PriceRecord
 from tests.admin.browser import Browser
 from tests.admin.site import PASSWORD, Site
 
@@ -14,16 +15,15 @@ from tests.admin.site import PASSWORD, Site
 def _filled(site: Site) -> None:
     """A tenant with a key, a model with a price."""
     site.add_model("tiny")
-    now_at = site.control.clock()
-    with site.control.writing() as session:
+    now_at = site.operator.clock()
+    with site.operator.writing() as session:
         tenant = tenants.create_tenant(session, "a tenant with a long name & sons", now_at=now_at)
         api_keys.create_key(session, tenant.id, "first", now_at=now_at)
         prices.set_price(session, PriceRecord("tiny", now_at + 1, 500, 50, 1500), now_at=now_at)
 
 
 def test_every_page_is_clean_accessible_and_fits(site: Site, browser: Browser) -> None:
-    with site.control.reading() as session:
-        (key,) = api_keys.list_keys(session)
+    (key,) = site.read(api_keys.list_keys)
     pages = {
         "tenants": "/tenants",
         "tenant": f"/tenants/{key.tenant_id}",
@@ -51,23 +51,23 @@ def test_a_tenant_a_limit_and_a_key_are_made_by_keyboard(site: Site, browser: Br
         page = visit.page
         visit.sign_in("ann", PASSWORD)
         visit.go("/tenant/add")
-        page.keyboard.type("by keyboard")  # the name has the focus already
+        visit.type_into("#f-name", "by keyboard")
         page.keyboard.press("Enter")
         page.wait_for_selector("h1 >> text=by keyboard")
         page.focus("#f-requests_per_minute")
         page.keyboard.type("3")
         page.keyboard.press("Enter")
-        page.wait_for_selector("text=The limits are changed.")
+        page.wait_for_selector("text=The limits were changed.")
         page.wait_for_selector(".use >> text=0 of 3")
         page.click("text=New key")
         assert page.input_value("#f-tenant")
         page.fill("#f-name", "laptop")
         page.keyboard.press("Enter")
-        page.wait_for_selector("text=shown this once")
+        page.wait_for_selector("text=shown only once")
         visit.check_accessible()
         visit.shoot("key-made")
         assert re.fullmatch(r"sk-ph-[a-z2-7]{16}-[\w-]{43}", page.inner_text(".code code"))
-        page.click("text=I have it")
+        page.click("text=Done")
         page.wait_for_selector("h1 >> text=laptop")
         assert "sk-ph-" not in page.content()
         page.click("text=Revoke")

@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from gateway.limits.periods import period_of
-from registry import invoices, quotas
-from registry.invoices import InvoiceRecord
+from gateway.limits.limits import period_of
+from registry.accounts import quotas
+from registry.money import invoices
+from registry.money.invoices import InvoiceRecord
 from registry.paging import Cut
 from tests.admin.browser import Browser
 from tests.admin.ledger_kit import add_owners, post
@@ -20,9 +21,9 @@ NANOS = 10**9
 def _billed(site: Site) -> None:
     """Two tenants with costs this month, one of them with a budget, and many invoices."""
     site.add_model("tiny")
-    now_at = site.control.clock()
-    owners = add_owners(site.control, "acme", "other")
-    with site.control.writing() as session:
+    now_at = site.operator.clock()
+    owners = add_owners(site.operator, "acme", "other")
+    with site.operator.writing() as session:
         quotas.set_limits(
             *(session, "tenant", owners[0].tenant.id, {"month_budget_nanos": 3 * NANOS}),
             now_at=now_at,
@@ -36,7 +37,7 @@ def _billed(site: Site) -> None:
         owners[number % 2].posting(f"r{number}", cost_nanos=NANOS, posted_at=now_at)
         for number in range(4)
     ]
-    post(site.control, rows)
+    post(site.operator, rows)
     site.add_user("tom", "viewer", "acme")
     site.add_user("vera", "viewer")
 
@@ -77,16 +78,16 @@ def test_this_month_is_foretold_and_held_against_the_budget(
     ann = visitors["ann"]
     url = month_url(ann.get("/usage").text)
     page = ann.get(url).text
-    assert "This month, added up" in page
+    assert "Cumulative cost this month" in page
     assert "USD 4.00" in page, "spent so far"
     assert 'class="budget"' not in page
     of_acme = ann.get(url + "&tenant=acme").text
     assert 'class="budget"' in of_acme
     assert "Budget: USD 3.00" in of_acme
-    assert "spent on" in of_acme or "by then" in of_acme
-    assert of_acme.count('<td data-label="What">') >= 1
+    assert "reached on" in of_acme or "not reached" in of_acme
+    assert of_acme.count('<td data-label="Kind">') >= 1
     assert 'class="budget"' not in ann.get(url + "&tenant=acme&model=tiny").text
-    assert "This month, added up" not in ann.get("/usage?from=2020-01-01&to=2020-01-31").text
+    assert "Cumulative cost this month" not in ann.get("/usage?from=2020-01-01&to=2020-01-31").text
     toms = visitors["tom"].get(url)
     assert toms.status == 200
     assert 'class="budget"' not in toms.text, "the whole server's is not for him"
@@ -110,6 +111,9 @@ def test_invoices_are_paged_and_found(visitors: dict[str, Visitor]) -> None:
         page = ann.get(further[0].replace("&amp;", "&")).text
     assert seen == [f"INV-{number:05}" for number in reversed(range(NUM_INVOICES))]
     assert numbers(ann.get("/invoices?sort=number").text)[0] == "INV-00000"
+    by_total = numbers(ann.get("/invoices?sort=-total&q=acme").text)
+    assert by_total[:2] == ["INV-00128", "INV-00126"]
+    assert numbers(ann.get("/invoices?sort=tenant").text)[0] == "INV-00000"
     assert numbers(ann.get("/invoices?q=inv-00017").text) == ["INV-00017"]
     assert len(numbers(ann.get("/invoices?q=acme").text)) == 50
     assert numbers(ann.get("/invoices?q=%25").text) == []
@@ -125,17 +129,16 @@ def test_a_tenants_user_pages_through_its_own_alone(
     assert all(int(number[4:]) % 2 == 0 for number in numbers(page))
     assert numbers(visitors["tom"].get("/invoices?q=other").text) == []
     assert visitors["tom"].get("/invoices?tenant=other").status == 403
-    with site.control.reading() as session:
-        page_of, num = invoices.page(session, (), "", Cut())
+    page_of, num = site.read(invoices.page, (), "", Cut())
     assert (page_of.rows, num) == ([], 0)
 
 
 def test_settings_are_for_who_changes_things(visitors: dict[str, Visitor]) -> None:
     page = visitors["ann"].get("/settings?q=default_max_tokens").text
-    assert "Set for this server" in page
+    assert "Changed settings" in page
     assert "<code>32</code>" in page
     assert "default <code>" in page
-    assert "No such setting" in visitors["ann"].get("/settings?q=nothing-like-it").text
+    assert "No matching settings" in visitors["ann"].get("/settings?q=nothing-like-it").text
     hostile = visitors["ann"].get("/settings?q=%22%3E%3Cscript%3Ealert(1)").text
     assert "<script>alert" not in hostile
     for name in ("vera", "tom"):
@@ -154,7 +157,7 @@ def test_in_a_browser(site: Site, browser: Browser) -> None:
         visit.page.fill("[name=tenant]", "acme")
         visit.page.click("text=Show >> visible=true")
         visit.page.wait_for_selector(".chart .budget", state="attached")
-        visit.page.click("summary >> text=The same as a table")
+        visit.page.click("summary >> text=Show as a table")
         visit.check_accessible()
         visit.shoot("usage-month")
         visit.go("/invoices?q=acme")

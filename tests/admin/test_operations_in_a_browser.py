@@ -2,8 +2,9 @@
 
 import pytest
 
-from registry import api_keys, ledger, rollups, tenants
-from registry.ledger import Posting
+from registry.accounts import api_keys, tenants
+from registry.money import ledger, rollups
+from registry.money.ledger import Posting
 from tests.admin.browser import Browser
 from tests.admin.site import PASSWORD, Site
 from tests.gateway.edge_kit import Running, key_record
@@ -14,11 +15,11 @@ TEXT = "The game is afoot!"
 @pytest.fixture(scope="module", autouse=True)
 def _filled(site: Site) -> None:
     site.add_model("tiny")
-    with site.control.writing() as session:
-        now_at = site.control.clock()
+    with site.operator.writing() as session:
+        now_at = site.operator.clock()
         tenant = tenants.create_tenant(session, "acme", now_at=now_at)
         record, _ = api_keys.create_key(session, tenant.id, "first", now_at=now_at)
-    with site.control.writing() as session:
+    with site.operator.writing() as session:
         crowd = tenants.create_tenant(session, "crowd", 3.0, now_at=now_at)
         rows = [
             ("a", tenant.id, 8.0, 0.01, "finished"),
@@ -47,12 +48,28 @@ def _filled(site: Site) -> None:
 
 def test_a_talk_is_streamed_on_two_sides(site: Site, browser: Browser) -> None:
     with browser.open(site.url) as visit:
+        visit.expected = ("422",)
         visit.sign_in("ann", PASSWORD)
         visit.go("/playground")
         visit.check_accessible()
         visit.shoot("playground")
         page = visit.page
         page.fill("#f-max_tokens", "8")  # the model of tests has little room
+        page.fill("#f-prompt", "What is afoot?")
+        page.click("[data-send]")
+        assert page.evaluate("document.activeElement.id") == "f-key", "nobody's key is taken"
+        key = page.get_attribute("#f-key-list option", "value")
+        page.fill("#f-key", "no-such-key")
+        page.fill("#f-beside", "")
+        page.click("[data-send]")
+        page.wait_for_selector(".talk .notice.bad button:has-text('Try again')")
+        assert page.input_value("#f-prompt") == "What is afoot?", "it is not lost"
+        assert key
+        page.fill("#f-key", key)
+        page.click(".notice button:has-text('Try again')")
+        page.wait_for_selector(f".talk .turn >> text={TEXT}")
+        page.wait_for_selector("[data-send]:enabled")
+        page.click("[data-anew]")
         page.fill("#f-beside", "not-there")
         page.fill("#f-prompt", "What is afoot?")
         page.keyboard.press("Control+Enter")
@@ -74,6 +91,9 @@ def test_without_scripts_a_prompt_is_answered(site: Site, browser: Browser) -> N
         visit.sign_in("ann", PASSWORD)
         visit.go("/playground")
         visit.page.fill("#f-max_tokens", "8")
+        assert visit.page.input_value("#f-key") == ""
+        key = visit.page.get_attribute("#f-key-list option", "value")
+        visit.page.fill("#f-key", key or "")
         visit.page.fill("#f-prompt", "What is afoot?")
         visit.page.click("[data-send]")
         visit.page.wait_for_selector(f".turn >> text={TEXT}")

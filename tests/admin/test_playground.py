@@ -7,9 +7,10 @@ import urllib.request
 
 import pytest
 
-from gateway.dispatch.running import RequestStream
-from registry import api_keys, ledger, tenants
-from registry.ledger import Posting
+from gateway.dispatch.tickets import RequestStream
+from registry.accounts import api_keys, tenants
+from registry.money import ledger
+from registry.money.ledger import Posting
 from tests.admin.site import Site, Visitor
 from tests.gateway.edge_kit import Running, key_record, parse_events
 
@@ -21,8 +22,8 @@ def key_id(site: Site) -> str:
     """A key in the registry that the scripted gateway lets in, too."""
     site.add_model("tiny")
     site.add_model("embedder", task="embed", dim=384)
-    with site.control.writing() as session:
-        now_at = site.control.clock()
+    with site.operator.writing() as session:
+        now_at = site.operator.clock()
         tenant = tenants.create_tenant(session, "acme", now_at=now_at)
         record, _ = api_keys.create_key(session, tenant.id, "first", now_at=now_at)
     kit = site.kit
@@ -103,13 +104,13 @@ def test_what_goes_wrong_comes_as_an_event(site: Site, ann: Visitor, key_id: str
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"prompt": " "}, "Prompt is needed"),
+        ({"prompt": " "}, "Prompt is required"),
         ({"temperature": "3"}, "At most 2"),
-        ({"max_tokens": "0"}, "from 1 up"),
-        ({"key": "key_none"}, "no key"),
-        ({"history": "[1]"}, "cannot be read"),
-        ({"history": '[{"role": "system", "content": "x"}]'}, "begin anew"),
-        ({"history": '[{"role": "user", "content": "x"}]' * 9}, "cannot be read"),
+        ({"max_tokens": "0"}, "at least 1"),
+        ({"key": "key_none"}, "unknown key"),
+        ({"history": "[1]"}, "could not be read"),
+        ({"history": '[{"role": "system", "content": "x"}]'}, "Start a new one"),
+        ({"history": '[{"role": "user", "content": "x"}]' * 9}, "could not be read"),
     ],
 )
 def test_what_is_wrong_with_a_form_is_said(
@@ -149,21 +150,26 @@ def test_a_receipt_is_what_the_ledger_says_and_its_tenants_alone(
     site: Site, ann: Visitor, key_id: str
 ) -> None:
     assert ann.get("/playground/receipt/chatcmpl-none").status == 204
-    with site.control.writing() as session:
+    with site.operator.writing() as session:
         key = api_keys.get_key(session, key_id)
         posting = Posting(
             "chatcmpl-one", key.tenant_id, key.id, "tiny", "rev", "chat", "finished",
-            12, 4, 30, 123_456, 0.1, 0.25, 0.5, 1.5, site.control.clock(),
+            12, 4, 30, 123_456, 0.1, 0.25, 0.5, 1.5, site.operator.clock(),
         )  # fmt: skip
         ledger.post_many(session, [posting])
-        other = tenants.create_tenant(session, "other", now_at=site.control.clock())
+        other = tenants.create_tenant(session, "other", now_at=site.operator.clock())
         theirs = Posting(
             "chatcmpl-two", other.id, key.id, "tiny", "rev", "chat", "finished",
-            1, 0, 1, 1, 0.1, 0.0, 0.5, 1.5, site.control.clock(),
+            1, 0, 1, 1, 0.1, 0.0, 0.5, 1.5, site.operator.clock(),
         )  # fmt: skip
         ledger.post_many(session, [theirs])
     text = ann.get("/playground/receipt/chatcmpl-one").text
-    for part in ("12 tokens in (4 cached), 30 out", "0.000123", "waited 250 ms", "1.5 s in all"):
+    for part in (
+        "12 input tokens (4 cached), 30 output tokens",
+        "0.000123",
+        "250 ms in the queue",
+        "1.5 s total",
+    ):
         assert part in text
     tom = site.visitor("tom")
     assert tom.get("/playground/receipt/chatcmpl-one").status == 200

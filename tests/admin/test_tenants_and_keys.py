@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from engine.protocol import ModelStatus
-from gateway.policy.rate_limit import Draw
-from registry import api_keys, audit, quotas, tenants
-from registry.quotas import Limits
+from gateway.limits.policy.rate_limit import Draw
+from registry import audit
+from registry.accounts import api_keys, quotas, tenants
+from registry.accounts.quotas import Limits
 from tests.admin.site import Site, Visitor, worker_status
 
 HOSTILE = "<script>alert('x')</script>\"'&"
@@ -20,9 +21,9 @@ HOSTILE = "<script>alert('x')</script>\"'&"
 def _people(site: Site) -> None:
     site.add_model("tiny")
     site.kit.dispatcher.statuses = [worker_status(ModelStatus("tiny", "cold", 0, 0, 0, 0, 0.2))]
-    with site.control.writing() as session:
+    with site.operator.writing() as session:
         for name in ("acme", "other"):
-            now_at = site.control.clock()
+            now_at = site.operator.clock()
             tenant = tenants.create_tenant(session, name, now_at=now_at)
             api_keys.create_key(session, tenant.id, f"key of {name}", now_at=now_at)
     site.add_user("vera", "viewer")
@@ -36,12 +37,11 @@ def visitors(site: Site) -> dict[str, Visitor]:
 
 
 def tenant_id(site: Site, name: str) -> str:
-    with site.control.reading() as session:
-        return tenants.get_tenant(session, name).id
+    return site.read(tenants.get_tenant, name).id
 
 
 def key_id(site: Site, tenant: str) -> str:
-    with site.control.reading() as session:
+    with site.operator.reading() as session:
         return api_keys.list_keys(session, tenants.get_tenant(session, tenant).id)[0].id
 
 
@@ -50,26 +50,25 @@ def test_a_tenant_is_made_changed_shut_out_and_let_in(
 ) -> None:
     ann = visitors["ann"]
     made = ann.post("/tenant/add", {"name": "newcomer", "weight": "2.5"})
-    assert "The tenant is there" in made.text
+    assert "The tenant was created" in made.text
     at = tenant_id(site, "newcomer")
     assert made.url.endswith(f"/tenants/{at}")
     again = ann.post("/tenant/add", {"name": "newcomer", "weight": "1"})
     assert again.status == 422
-    assert "exists already" in again.text
+    assert "already exists" in again.text
     for wrong in ("0", "-1", "x", "1e9", "99999"):
         assert ann.post("/tenant/add", {"name": "wrong", "weight": wrong}).status == 422, wrong
     fields = {"weight": "4", "priority": "batch", "reserved": "12.5"}
-    assert "Changed" in ann.post(f"/tenant/change/{at}", fields).text
-    with site.control.reading() as session:
-        found = tenants.get_tenant(session, at)
+    assert "Saved" in ann.post(f"/tenant/change/{at}", fields).text
+    found = site.read(tenants.get_tenant, at)
     assert (found.weight, found.priority, found.reserved_share) == (4.0, "batch", 0.125)
     refused = ann.post(f"/tenant/change/{at}", {**fields, "reserved": "80"})
     assert refused.status == 422
     assert "reserved share must be" in refused.text
-    assert "refused within a second" in ann.get(f"/tenant/shut-out/{at}").text
-    assert "is shut out" in ann.post(f"/tenant/state/{at}", {"disabled": "1"}).text
+    assert "working within a second" in ann.get(f"/tenant/shut-out/{at}").text
+    assert "was disabled" in ann.post(f"/tenant/state/{at}", {"disabled": "1"}).text
     assert "newcomer" in ann.get("/tenants?state=out").text
-    assert "is let in again" in ann.post(f"/tenant/state/{at}", {"disabled": ""}).text
+    assert "was enabled" in ann.post(f"/tenant/state/{at}", {"disabled": ""}).text
 
 
 def test_limits_are_set_as_they_stand_and_shown_with_what_binds(
@@ -77,26 +76,24 @@ def test_limits_are_set_as_they_stand_and_shown_with_what_binds(
 ) -> None:
     ann, tenant, key = visitors["ann"], tenant_id(site, "acme"), key_id(site, "acme")
     given = {"requests_per_minute": "1,200", "tokens_per_day": "5000", "month_budget_nanos": "0.5"}
-    assert "limits are changed" in ann.post(f"/tenant/limits/{tenant}", given).text
-    with site.control.reading() as session:
-        found = quotas.get_limits(session, "tenant", tenant)
+    assert "limits were changed" in ann.post(f"/tenant/limits/{tenant}", given).text
+    found = site.read(quotas.get_limits, "tenant", tenant)
     assert found == Limits(
         requests_per_minute=1200, tokens_per_day=5000, month_budget_nanos=500_000_000
     )
     page = ann.get(f"/keys/{key}").text
-    assert "Now: 1,200, by the tenant" in page
+    assert "Now: 1,200, set for the tenant" in page
     assert "0 of 1,200" in page
     assert ann.post(f"/key/limits/{key}", {"requests_per_minute": "9999"}).status == 200
-    assert "Now: 1,200, by the tenant" in ann.get(f"/keys/{key}").text
+    assert "Now: 1,200, set for the tenant" in ann.get(f"/keys/{key}").text
     assert ann.post(f"/key/limits/{key}", {"requests_per_minute": "7"}).status == 200
-    assert "Now: 1,200, by the tenant" not in ann.get(f"/keys/{key}").text
+    assert "Now: 1,200, set for the tenant" not in ann.get(f"/keys/{key}").text
     for wrong in ({"tokens_per_minute": "-1"}, {"day_budget_nanos": "0.0000000001"},
                   {"requests_per_day": "many"}, {"month_budget_nanos": "1e3"}):  # fmt: skip
         answer = ann.post(f"/tenant/limits/{tenant}", wrong)
         assert answer.status == 422, wrong
         assert next(iter(wrong.values())) in answer.text, "what was typed stays"
-    with site.control.reading() as session:
-        assert quotas.get_limits(session, "tenant", tenant) == found
+    assert site.read(quotas.get_limits, "tenant", tenant) == found
 
 
 def test_the_page_says_what_is_used_and_when_limits_have_arrived(
@@ -104,9 +101,8 @@ def test_the_page_says_what_is_used_and_when_limits_have_arrived(
 ) -> None:
     ann, key = visitors["ann"], key_id(site, "other")
     ann.post(f"/key/limits/{key}", {"requests_per_minute": "4", "max_concurrency": "2"})
-    assert "on its way to the gateways" in ann.get(f"/keys/{key}").text
-    with site.control.reading() as session:
-        record = api_keys.get_key(session, key)
+    assert "taking effect" in ann.get(f"/keys/{key}").text
+    record = site.read(api_keys.get_key, key)
     services = site.kit.edge.services
     services.directory.update(services.directory.version, [record], [])
     assert "in force" in ann.get(f"/keys/{key}").text
@@ -120,17 +116,21 @@ def test_the_page_says_what_is_used_and_when_limits_have_arrived(
 def test_a_key_is_made_once_seen_changed_rotated_and_revoked(
     site: Site, visitors: dict[str, Visitor]
 ) -> None:
-    ann, now_at = visitors["ann"], site.control.clock()
+    ann, now_at = visitors["ann"], site.operator.clock()
     fields = {
         "name": "laptop", "tenant": "other", "inference": "1", "cache": "exact",
         "models": "tiny, large", "networks": "192.0.2.0/24\n2001:db8::1", "expires": "2150-01-01",
         "cache_age": "60",
     }  # fmt: skip
+    site.add_model("large")
+    wrong = ann.post("/key/add", {**fields, "models": "tiny larg"})
+    assert wrong.status == 422
+    assert "larg&#39; (did you mean large?)" in wrong.text
+    assert re.findall(r'id="f-(\w+)"[^>]* autofocus', wrong.text) == ["models"]
     made = ann.post("/key/add", fields)
     (plaintext,) = set(re.findall(r"sk-ph-[a-z2-7]{16}-[\w-]{43}", made.text))
     assert f'data-copy="{plaintext}"' in made.text
-    with site.control.reading() as session:
-        key = api_keys.get_key(session, api_keys.public_id_of(plaintext))
+    key = site.read(api_keys.get_key, api_keys.public_id_of(plaintext))
     assert key.allowed_models == frozenset({"tiny", "large"})
     assert (key.cache.mode, key.cache.max_age_s) == ("exact", 60.0)
     assert [str(one) for one in key.allowed_networks or ()] == ["192.0.2.0/24", "2001:db8::1/128"]
@@ -138,23 +138,23 @@ def test_a_key_is_made_once_seen_changed_rotated_and_revoked(
     at = f"/keys/{key.id}"
     assert plaintext not in ann.get(at).text
     assert "192.0.2.0/24" in ann.get(at).text
+    wrong = ann.post(f"/key/change/{key.id}", {"cache": "off", "models": "tiny sherlok"})
+    assert "sherlok&#39;; register a model first" in wrong.text
     changed = ann.post(f"/key/change/{key.id}", {"cache": "off", "models": "tiny"})
-    assert "The key is changed" in changed.text
-    with site.control.reading() as session:
-        key = api_keys.get_key(session, key.id)
+    assert "Saved. The change takes effect" in changed.text
+    key = site.read(api_keys.get_key, key.id)
     assert key.allowed_models == frozenset({"tiny"})
     assert key.allowed_networks is None
     assert key.expires_at is None
     rotated = ann.post(f"/key/rotate/{key.id}", {"grace": "3600"})
     (second,) = set(re.findall(r"sk-ph-[a-z2-7]{16}-[\w-]{43}", rotated.text))
     assert second != plaintext
-    with site.control.reading() as session:
-        key = api_keys.get_key(session, key.id)
+    key = site.read(api_keys.get_key, key.id)
     assert api_keys.verify(key, second, now_at + 10)
     assert api_keys.verify(key, plaintext, now_at + 10)
     assert "rotating" in ann.get(at).text
-    assert "for ever" in ann.get(f"/key/revoke/{key.id}").text
-    assert "is revoked" in ann.post(f"/key/revoke/{key.id}", {}).text
+    assert "cannot be restored" in ann.get(f"/key/revoke/{key.id}").text
+    assert "was revoked" in ann.post(f"/key/revoke/{key.id}", {}).text
     assert "Rotate" not in ann.get(at).text
     assert ann.post(f"/key/rotate/{key.id}", {"grace": "0"}).status == 422
 
@@ -168,20 +168,18 @@ def test_a_form_sent_again_makes_no_other_key_and_no_other_secret(
     fields = {"name": "twice", "tenant": "other", "inference": "1", "cache": "off", "once": once}
     assert "sk-ph-" in ann.post("/key/add", fields).text
     again = ann.post("/key/add", {**fields, "name": "thrice"})
-    assert "has made its key already" in again.text
+    assert "This form was sent already" in again.text
     assert "sk-ph-" not in again.text
-    with site.control.reading() as session:
+    with site.operator.reading() as session:
         (key,) = [one for one in api_keys.list_keys(session) if one.name in ("twice", "thrice")]
     assert again.url.endswith(f"/keys/{key.id}")
     mark = hidden(ann.get(f"/key/rotate/{key.id}").text, "instead_of")
     rotate = {"grace": "3600", "instead_of": mark}
     assert "sk-ph-" in ann.post(f"/key/rotate/{key.id}", rotate).text
-    with site.control.reading() as session:
-        rotated = api_keys.get_key(session, key.id)
+    rotated = site.read(api_keys.get_key, key.id)
     again = ann.post(f"/key/rotate/{key.id}", rotate)
-    assert "has another secret meanwhile" in again.text
-    with site.control.reading() as session:
-        assert api_keys.get_key(session, key.id) == rotated
+    assert "was rotated in the meantime" in again.text
+    assert site.read(api_keys.get_key, key.id) == rotated
 
 
 def test_two_who_set_limits_at_once_do_not_undo_each_other(
@@ -195,24 +193,23 @@ def test_two_who_set_limits_at_once_do_not_undo_each_other(
     seen = hidden(ann.get(f"/tenants/{at}").text, "seen")
 
     def now() -> tuple[int, ...]:
-        with site.control.reading() as session:
-            found = quotas.get_limits(session, "tenant", at)
+        found = site.read(quotas.get_limits, "tenant", at)
         return found.requests_per_minute, found.tokens_per_day, found.max_concurrency
 
     bobs = {**start, "requests_per_minute": "20", "seen": seen}
-    assert "limits are changed" in bob.post(f"/tenant/limits/{at}", bobs).text
+    assert "limits were changed" in bob.post(f"/tenant/limits/{at}", bobs).text
     other_field = {**start, "max_concurrency": "3", "seen": seen}
-    assert "limits are changed" in ann.post(f"/tenant/limits/{at}", other_field).text
+    assert "limits were changed" in ann.post(f"/tenant/limits/{at}", other_field).text
     assert now() == (20, 500, 3), "each changed what each touched"
     same_field = {**start, "requests_per_minute": "30", "seen": seen}
     refused = ann.post(f"/tenant/limits/{at}", same_field)
     assert refused.status == 422
-    assert "admin:bob has set 20 meanwhile" in refused.text
+    assert "admin:bob set 20 in the meantime" in refused.text
     assert now() == (20, 500, 3)
     shown = {name: value_of(refused.text, name) for name in (*start, "max_concurrency")}
     assert shown == {"requests_per_minute": "30", "tokens_per_day": "500", "max_concurrency": "3"}
     again = {**shown, "seen": hidden(refused.text, "seen")}
-    assert "limits are changed" in ann.post(f"/tenant/limits/{at}", again).text
+    assert "limits were changed" in ann.post(f"/tenant/limits/{at}", again).text
     assert now() == (30, 500, 3)
     for odd in ("requests_per_minute=x", "nothing=1", "a" * 900, "requests_per_minute"):
         assert ann.post(f"/tenant/limits/{at}", {**again, "seen": odd}).status == 200, odd
@@ -252,12 +249,10 @@ def test_a_key_that_cannot_be_is_not_made(
     site: Site, visitors: dict[str, Visitor], wrong: dict[str, str]
 ) -> None:
     fields = {"name": "x", "tenant": "acme", "inference": "1", "cache": "off"} | wrong
-    with site.control.reading() as session:
-        before = audit.latest(session, 1)
+    before = site.read(audit.latest, 1)
     answer = visitors["ann"].post("/key/add", fields)
     assert answer.status == 422, answer.text
-    with site.control.reading() as session:
-        assert audit.latest(session, 1) == before
+    assert site.read(audit.latest, 1) == before
 
 
 CHANGES: tuple[tuple[str, Callable[[Site], str], dict[str, str]], ...] = (
@@ -287,15 +282,13 @@ def test_who_may_not_change_it_is_refused(
     at: Callable[[Site], str],
     fields: dict[str, str],
 ) -> None:
-    with site.control.reading() as session:
-        before = audit.latest(session, 1)
+    before = site.read(audit.latest, 1)
     answer = visitors[who].post(at(site), fields)
     assert answer.status == 403, answer.text
-    assert "may not do this" in answer.text
+    assert "does not have the right" in answer.text
     forged = visitors["ann"].post(at(site), fields, csrf="00" * 64)
     assert forged.status == 403
-    with site.control.reading() as session:
-        assert audit.latest(session, 1) == before
+    assert site.read(audit.latest, 1) == before
 
 
 def test_a_tenants_owner_has_its_keys_alone_and_sets_no_limits(
@@ -309,12 +302,12 @@ def test_a_tenants_owner_has_its_keys_alone_and_sets_no_limits(
     assert tom.get(f"/live/tenant/{other}").status == 401
     page = tom.get(f"/tenants/{acme}").text
     assert "New key" in page
-    for offer in ("Set limits", "Shut out", "Share of the service"):
+    for offer in ("Set limits", "Disable", "Share of the service"):
         assert offer not in page
     assert tom.post(f"/tenant/limits/{acme}", {"tokens_per_day": "1"}).status == 403
     assert tom.post(f"/tenant/change/{acme}", {"weight": "9", "priority": "batch"}).status == 403
     fields = {"name": "tom's own", "tenant": "acme", "inference": "1", "cache": "off"}
-    assert "shown this once" in tom.post("/key/add", fields).text
+    assert "shown only once" in tom.post("/key/add", fields).text
 
 
 def test_a_viewer_sees_and_is_offered_nothing(site: Site, visitors: dict[str, Visitor]) -> None:

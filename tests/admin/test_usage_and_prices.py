@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import pytest
 
-from admin.amounts import day_text
 from admin.app import MAX_DOWNLOADS
-from gateway.billing import export_parquet
-from registry import audit, ledger, prices, tenants
+from admin.billing import export_parquet
+from admin.web.forms import day_text
+from registry import audit
+from registry.accounts import tenants
+from registry.money import ledger, prices
 from registry.session import appending
 from tests.admin.ledger_kit import DAY_S, POSTING, add_owners, post
 from tests.admin.site import Site, Visitor
@@ -27,8 +29,8 @@ HOSTILE = "<script>alert('x')</script>\"'&"
 def _used(site: Site) -> None:
     """Postings of two tenants over three days, the last of them not in roll-ups yet."""
     site.add_model("tiny")
-    now_at = site.control.clock()
-    owners = add_owners(site.control, "acme", "other", HOSTILE)
+    now_at = site.operator.clock()
+    owners = add_owners(site.operator, "acme", "other", HOSTILE)
     rows = [
         owners[n % 3].posting(
             f"r{n}",
@@ -38,7 +40,7 @@ def _used(site: Site) -> None:
         )
         for n in range(60)
     ]
-    post(site.control, rows, 50)
+    post(site.operator, rows, 50)
     site.add_user("vera", "viewer")
     site.add_user("tom", "owner", "acme")
 
@@ -79,7 +81,7 @@ def test_parquet_and_focus_come_as_files(site: Site, visitors: dict[str, Visitor
     _, parquet = export_parquet.require_pyarrow()
     table = parquet.read_table(io.BytesIO(answer.body))
     assert sum(table["cost_nanos"].to_pylist()) == total
-    assert not list(site.control.data_dir.glob("export-*"))
+    assert not list(site.operator.data_dir.glob("export-*"))
     answer = ann.get("/usage/export?format=focus")
     assert answer.text.startswith("BilledCost,")
     assert ann.get("/usage/export?format=exe").status == 404
@@ -109,7 +111,7 @@ def test_who_leaves_a_download_half_way_keeps_neither_its_place_nor_the_event_lo
             closed_in.put(threading.current_thread().name)
 
     ann = visitors["ann"]
-    monkeypatch.setattr("admin.pages.usage.usage_sums.export_chunks", endless)
+    monkeypatch.setattr("admin.pages.usage.verbs.export_chunks", endless)
     cookies = "; ".join(f"{name}={value}" for name, value in ann.cookies.items())
     for _ in range(MAX_DOWNLOADS + 2):
         path = site.url + "/admin/usage/export?format=csv"
@@ -146,7 +148,7 @@ def test_odd_addresses_and_names_do_no_harm(visitors: dict[str, Visitor]) -> Non
     page = ann.get("/usage?by=tenant").text
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert" in page
-    assert ann.get("/usage?key=none").status == 404
+    assert "There is no key none." in ann.get("/usage?key=none").text
 
 
 def test_a_price_is_previewed_then_set_and_dated(site: Site, visitors: dict[str, Visitor]) -> None:
@@ -156,20 +158,17 @@ def test_a_price_is_previewed_then_set_and_dated(site: Site, visitors: dict[str,
         "embedding_nanos": "0", "service_second_nanos": "0.001", "load_second_nanos": "0",
         "from": "2150-01-01",
     }  # fmt: skip
-    with site.control.reading() as session:
-        before = audit.latest(session, 1)
+    before = site.read(audit.latest, 1)
     shown = ann.post("/price/preview/tiny", fields)
-    assert "It would have been" in shown.text
-    with site.control.reading() as session:
-        assert audit.latest(session, 1) == before, "a preview sets nothing"
-    assert "The price is set" in ann.post("/price/set/tiny", fields).text
-    with site.control.reading() as session:
-        (price,) = prices.list_prices(session, "tiny")
+    assert "With the new price" in shown.text
+    assert site.read(audit.latest, 1) == before, "a preview sets nothing"
+    assert "The price was set" in ann.post("/price/set/tiny", fields).text
+    (price,) = site.read(prices.list_prices, "tiny")
     assert (price.prompt_nanos, price.cached_nanos, price.completion_nanos) == (500, 50, 1500)
     assert price.service_second_nanos == 1_000_000
     page = ann.get("/prices/tiny").text
     assert "2150-01-01 00:00:00" in page
-    assert "to come" in page
+    assert "scheduled" in page
     for wrong in ({"prompt_nanos": "-1"}, {"prompt_nanos": "0.0001"}, {"from": "1999-01-01"},
                   {"completion_nanos": ""}, {"load_second_nanos": "x"}):  # fmt: skip
         assert ann.post("/price/set/tiny", fields | wrong).status == 422, wrong
@@ -177,7 +176,7 @@ def test_a_price_is_previewed_then_set_and_dated(site: Site, visitors: dict[str,
     for who in ("vera", "tom"):
         assert visitors[who].post("/price/set/tiny", fields).status == 403
         assert visitors[who].post("/price/preview/tiny", fields).status == 403
-        assert "Another price" not in visitors[who].get("/prices/tiny").text
+        assert "New price" not in visitors[who].get("/prices/tiny").text
     assert ann.post("/price/set/tiny", fields, csrf="00" * 64).status == 403
     assert ann.get("/prices/nothing").status == 404
     assert "tiny" in ann.get("/prices?q=tin").text
@@ -186,19 +185,19 @@ def test_a_price_is_previewed_then_set_and_dated(site: Site, visitors: dict[str,
 def test_an_invoice_is_previewed_issued_and_had_as_a_file(
     site: Site, visitors: dict[str, Visitor]
 ) -> None:
-    ann, now_at = visitors["ann"], site.control.clock()
+    ann, now_at = visitors["ann"], site.operator.clock()
     month = day_text(now_at)[:7]
     fields = {"tenant": "acme", "month": month}
     page = ann.post("/invoice/preview", fields).text
-    assert "To be paid" in page
+    assert 'Model">Total' in page
     refused = ann.post("/invoice/issue", fields)
     assert refused.status == 422
     assert "the month ends on" in refused.text
     old = replace(POSTING, request_id="old", tenant_id=tenant_id(site, "acme"), posted_at=86_400.0)
-    with appending(site.control.engine, "test") as session:
+    with appending(site.operator.engine, "test") as session:
         ledger.insert_postings(session, [old])
     issued = ann.post("/invoice/issue", {"tenant": "acme", "month": "1970-01", "details": HOSTILE})
-    assert "is issued" in issued.text
+    assert "was issued" in issued.text
     number = re.findall(r"<strong>([^<]+)</strong></td><td data-label=\"Tenant\">", issued.text)[0]
     assert ann.get(f"/invoices/{number}/pdf").body.startswith(b"%PDF")
     told = json.loads(ann.get(f"/invoices/{number}/json").body)
@@ -216,5 +215,29 @@ def test_an_invoice_is_previewed_issued_and_had_as_a_file(
 
 
 def tenant_id(site: Site, name: str) -> str:
-    with site.control.reading() as session:
-        return tenants.get_tenant(session, name).id
+    return site.read(tenants.get_tenant, name).id
+
+
+def test_what_is_named_wrongly_is_said_at_its_field(visitors: dict[str, Visitor]) -> None:
+    ann = visitors["ann"]
+    page = ann.get("/usage?tenant=nobody&key=none").text
+    assert "There is no tenant nobody." in page
+    assert "There is no key none." in page
+    assert re.search(r'name="tenant" value="nobody"[^>]* aria-invalid="true"', page)
+    assert "<h1>Usage and costs</h1>" in page
+    turned = ann.get("/usage?from=2026-03-02&to=2026-03-01").text
+    assert "The first day is after the last day" in turned
+    assert re.search(r'<datalist id="u-tenant">.*<option value="acme">', turned)
+    assert "Enter a day such as" in ann.get("/usage?from=soon").text
+
+
+def test_lines_are_sorted_and_keys_are_called_with_their_tenants(
+    visitors: dict[str, Visitor],
+) -> None:
+    page = visitors["ann"].get("/usage?by=key&sort=name&from=2000-01-01").text
+    names = re.findall(r'<td data-label="Key">\s*<a [^>]*><span[^>]*></span>([^<]*)</a>', page)
+    assert names == sorted(names, key=str.lower)
+    assert all(" of " in name for name in names)
+    assert 'aria-sort="ascending"' in page
+    down = visitors["ann"].get("/usage?by=key&sort=-name&from=2000-01-01").text
+    assert 'aria-sort="descending"' in down

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, text
 
+from admin.context.operator_context import OperatorContext
+from admin.operations import invoices as service_invoices
+from admin.operations.invoices import month_of
 from bench import billing_check
-from gateway.service import invoices as service_invoices
-from gateway.service.control import Control
-from gateway.service.invoices import month_of
-from gateway.settings import Settings
+from gateway.settings.settings import Settings
 from registry.session import writing
-from tests.gateway import billing_kit
-from tests.gateway.billing_kit import NOVEMBER, OCTOBER, Books
+from tests.admin.billing import billing_kit
+from tests.admin.billing.billing_kit import NOVEMBER, OCTOBER, Books
 
 MONTHS = ("2025-09", "2025-10")
 
@@ -45,10 +45,10 @@ def run(engine: Engine, tenant: str, month: str, bill: dict[str, Any], folder: P
 
 def bills(engine: Engine, folder: Path, tenant: str) -> Iterator[tuple[str, dict[str, Any]]]:
     settings = Settings(invoice_tax_name="VAT", invoice_tax_bp=777)
-    control = Control(engine, folder, "test", lambda: NOVEMBER + 1, settings)
+    context = OperatorContext(engine, folder, "test", lambda: NOVEMBER + 1, settings)
     for month in MONTHS:
-        made = service_invoices.create_invoice(control, tenant, month_of(month))
-        _, document = service_invoices.get_invoice(control, made.number)
+        made = service_invoices.create_invoice(context, tenant, month_of(month))
+        _, document = service_invoices.get_invoice(context, made.number)
         yield month, json.loads(json.dumps(asdict(document)))
 
 

@@ -1,18 +1,13 @@
 """The bench of the processor: its arithmetic, and children by a program that answers at once."""
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from bench import cpu, cpu_attention, cpu_busy, cpu_http, servers
-from kernels.native_calls import library
+from bench import cpu, cpu_http, servers
 
 ECHO = """
 import json, sys
@@ -58,15 +53,7 @@ def test_a_server_is_counted_by_what_it_said(tmp_path: Path) -> None:
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
-    args = argparse.Namespace(
-        threads=2,
-        llama_python=None,
-        peer_python=None,
-        vllm_python=None,
-        without=["generate"],
-        quantized=False,
-        repeats=2,
-    )
+    args = cpu.parse(["--without", "generate", "--repeats", "2"])
     case = cpu.Case("m", 1, 8)
     names = list(cpu.commands(tmp_path, args, 1, 8))
     done: dict[str, Any] = {case.name: {}}
@@ -95,23 +82,10 @@ def test_cases_and_engines(tmp_path: Path) -> None:
         16,
     }
     assert all(case.prompt == 128 for case in cpu.cases(short=True))
-    args = argparse.Namespace(
-        threads=2,
-        llama_python=None,
-        peer_python=None,
-        vllm_python=None,
-        without=["generate"],
-        quantized=False,
-    )
+    args = cpu.parse(["--without", "generate"])
     assert list(cpu.commands(tmp_path, args, 4, 300)) == ["ours", "ours, torch", "ours, HTTP"]
-    args = argparse.Namespace(
-        threads=2,
-        llama_python="/py",
-        peer_python="/peer",
-        vllm_python="/vllm",
-        without=[],
-        quantized=True,
-    )
+    pythons = ["--llama-python", "/py", "--peer-python", "/peer", "--vllm-python", "/vllm"]
+    args = cpu.parse([*pythons, "--quantized"])
     found = cpu.commands(tmp_path, args, 4, 300)
     assert found["serve, HTTP"][-1] == "/peer"
     assert found["vllm, HTTP"][-1] == "/vllm"
@@ -122,27 +96,6 @@ def test_cases_and_engines(tmp_path: Path) -> None:
     for dtype, kind in cpu.QUANTIZED:
         assert found[f"ours, {dtype}"][-2:] == ["--dtype", dtype]
         assert found[f"llama.cpp, {kind}"] == [*last, "--kind", kind]
-
-
-def test_only_what_goes_beyond_taken_time_counts() -> None:
-    def window(tokens_s: float, taken: float) -> cpu_busy.Window:
-        return {
-            "busy": taken > 0.1,
-            "tokens_s": tokens_s,
-            "worker_cores": 2 - taken,
-            "gateway_cores": taken / 2,
-            "client_cores": taken / 2,
-            "hit_p50_ms": 1.0,
-            "hit_p99_ms": 2.0,
-            "refused": 0,
-        }
-
-    # Half a core of two is taken: three quarters of 40 could have been had, 27 were.
-    alone = window(40.0, 0.0)
-    found = cpu_busy.report([alone, window(27.0, 0.5), alone], cores=2)["loss"]
-    assert found["taken"]["median"] == pytest.approx(0.25)
-    assert found["lost"]["median"] == pytest.approx(13 / 40)
-    assert found["beyond"]["median"] == pytest.approx(0.1)
 
 
 def test_a_server_tells_its_parts_of_memory(tmp_path: Path) -> None:
@@ -177,33 +130,7 @@ polyhost_arena_num_pages{worker="w"} 10.0
 # TYPE polyhost_arena_page_size_bytes gauge
 polyhost_arena_page_size_bytes{worker="w"} 4096.0
 """
-    assert cpu_http.arena_bytes(metrics) == {"arena": 40960, "arena_held": 28672}
-
-
-@pytest.mark.skipif(library() is None, reason="nothing was compiled")
-def test_attention_is_measured_over_layers_that_exceed_caches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(cpu_attention, "LEAST_BYTES", 1 << 20)
-    case = cpu_attention.Case(cpu_attention.Shape(4, 2, 32, 2), rows=2, context=40)
-    assert case.num_bytes >= 1 << 20
-    assert case.num_bytes == case.layers * 2 * 40 * 2 * 32 * 2 * 2
-    native = cpu_attention.chosen(None)
-    found = cpu_attention.measure(native, case, torch.ones(1 << 16), repeats=1)
-    assert found["share"]["median"] == found["gb_s"]["median"] / found["read_gb_s"]["median"]
-    assert "| 2 x 40 |" in cpu_attention.table({"2 x 40": found})
-
-
-def test_a_worker_in_a_session_of_its_own_is_told_from_the_gateway() -> None:
-    spin = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
-    command = [sys.executable, "-c", spin, "engine.worker"]
-    with subprocess.Popen(
-        command, start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as worker:
-        assert worker.stdout is not None
-        worker.stdout.readline()
-        of_workers, of_others = cpu_busy.cpu_seconds(os.getpid())
-        assert of_workers >= 0.1
-        assert of_others > 0
-        assert cpu_busy.cpu_seconds(worker.pid)[1] == 0
-        worker.communicate(b"\n")
+    assert cpu_http.arena_bytes(servers.parse_metrics(metrics)) == {
+        "arena": 40960,
+        "arena_held": 28672,
+    }

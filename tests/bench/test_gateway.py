@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import gateway, gateway_hostile, gateway_peer
+from bench import gateway, gateway_peer, processes
 from bench.gateway import Place, load, plan, table, verdict
 from bench.gateway_load import _is_whole
 
@@ -68,29 +68,8 @@ def test_goals_are_told_with_their_figures() -> None:
     assert "MISSED" in table({**result, "goals": goals})
 
 
-def test_what_hostile_clients_leave_behind_is_a_failure() -> None:
-    held = {"limit_reservations_open": 0.0, "descriptors": 20.0}
-    fine: dict[str, Any] = {
-        "p99_ratio": 1.2,
-        "beside": {
-            "statuses": {"200": 5},
-            "attacks": {"bad bodies": {"400": 3, "closed": 1}, "crowd": {"200": 9}},
-        },
-        "before": held,
-        "after": held,
-    }
-    assert gateway_hostile.failures(fine) == []
-    for worse in (
-        {"p99_ratio": 1.6},
-        {"beside": {"statuses": {"200": 4, "503": 1}, "attacks": {}}},
-        {"after": {**held, "descriptors": 90.0}},
-        {"beside": {"statuses": {"200": 5}, "attacks": {"bad bodies": {"500": 1}}}},
-    ):
-        assert len(gateway_hostile.failures({**fine, **worse})) == 1
-
-
 def test_only_the_gateways_processes_count() -> None:
-    user_s, system_s = gateway.cpu_s((os.getpid(),))
+    user_s, system_s = processes.cpu_s((os.getpid(),))
     assert user_s + system_s > 0
     assert os.getpid() in gateway.gateway_pids(os.getpid())
     assert gateway.loop_us() > 0

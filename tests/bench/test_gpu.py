@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from bench import gpu, gpu_checks, gpu_models, gpu_parity, gpu_part, gpu_swap
-from bench.gpu_fake import FakeDevice
 from bench.gpu_parts import PARTS, run_part
 from bench.gpu_rig import Settings, rig
 from engine.errors import CaptureFailed
-from engine.packs.pack import BLOB_NAME, read_index
+from engine.gpu.graphs import DecodeGraphs
+from engine.pack import BLOB_NAME, read_index
 from engine.packs.weights import verify_blob
-from engine.running.graphs import DecodeGraphs
+from tests.engine.fake_device import FakeDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of the packages that Polyhost installs, those that a common CUDA image has not.
@@ -35,7 +35,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     return Settings(tmp_path_factory.mktemp("gpu"), dry=True)
 
 
-@pytest.mark.parametrize("name", [part.name for part in PARTS])
+@pytest.mark.parametrize("name", list(PARTS))
 def test_every_part_runs_on_the_fake_device(name: str, settings: Settings) -> None:
     figures = run_part(name, settings)
     assert figures["wall_s"] > 0
@@ -102,7 +102,7 @@ def test_a_swap_without_pins_or_graphs_is_measured_all_the_same(
 
 
 def test_both_lists_of_parts_are_one() -> None:
-    assert sorted(gpu.MINUTES) == sorted(part.name for part in PARTS)
+    assert sorted(gpu.MINUTES) == sorted(PARTS)
     assert all(60 * minutes <= gpu.PART_LIMIT_S for minutes in gpu.MINUTES.values())
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench import process_memory
+from bench import process_memory, processes
 from bench.process_memory import Memory, Sampler
 
 SHARED = 96 << 20
@@ -51,7 +51,7 @@ def test_what_two_processes_share_counts_once_in_sessions_of_their_own_too() -> 
     ) as server:
         assert server.stdout is not None
         server.stdout.readline()
-        assert len(process_memory.tree(server.pid)) == 2
+        assert len(processes.below(server.pid)) == 1
         found = process_memory.memory_of(server.pid)
         assert SHARED <= found.shared < SHARED * 1.2
         assert found.total == found.anonymous + found.files + found.shared

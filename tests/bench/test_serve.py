@@ -27,21 +27,6 @@ time.sleep(60)
 """
 
 
-def test_loads_follow_the_command_line(tmp_path: Path) -> None:
-    trace = tmp_path / "t.csv"
-    trace.write_text("t_s,in_tokens,out_tokens\n0,500,9\n2,3,400\n", encoding="utf-8")
-    line = "--concurrency 1 8 --rate 2.5 --requests 4 --prompt-tokens 10 --output-tokens 20"
-    args = serve.parse([*line.split(), "--trace", str(trace), "--trace-speed", "2"])
-    loads = serve.loads_of(args)
-    assert [item.name for item in loads] == ["c=1", "c=8", "rate=2.5", "trace x2"]
-    assert [item.concurrency for item in loads] == [1, 8, 0, 0]
-    assert [len(item.arrivals) for item in loads] == [4, 8, 4, 2]
-    assert [(a.at_s, a.prompt_tokens, a.output_tokens) for a in loads[3].arrivals] == [
-        (0.0, 10, 9),
-        (1.0, 3, 20),
-    ]
-
-
 def test_a_run_needs_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         serve.parse(["--skip-ours"])
@@ -54,8 +39,9 @@ async def test_both_servers_get_the_same_prompts_and_the_client_counts_its_cpu(
     torch.set_num_threads(1)
     shapes.build(SHAPES, "qwen2", tmp_path)
     prompts = PromptMaker(tmp_path)
-    plan = serve.loads_of(serve.parse(["--concurrency", "2", "--requests", "4"]))[0]
-    texts = load.requests_for(plan.arrivals, prompts, "0/c=2/0")
+    args = serve.parse(["--concurrency", "2", "--requests", "4"])
+    texts = serve.requests_of(args, 2, prompts, "0/c=2/0")
+    assert len(texts) == 4
     seen = []
     for name in ("ours", "peer"):
         async with scripted_server(Script(completion_tokens=128)) as server:

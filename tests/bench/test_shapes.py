@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench import shapes
 from bench.prompts import PromptMaker
+from engine.registration.source import SourceTensors, weight_files
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -141,3 +142,15 @@ def test_the_shipped_shapes_have_their_published_size() -> None:
     for name, shape in known.items():
         assert shape["params_matmul_approx"] == pytest.approx(shape["published_params"], rel=0.01)
         assert shapes.config_kwargs(shape)["eos_token_id"] is None, name
+
+
+def test_holes_are_a_checkpoint_of_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "MAX_SHARD_BYTES", 50_000)
+    built = shapes.build(SHAPES, "llama", tmp_path, seed=None)
+    files = weight_files(built.folder)
+    assert len(files) > 1
+    with SourceTensors(files) as source:
+        tensors = {name: source.read(name) for name in source.shapes}
+    assert sum(tensor.nbytes for tensor in tensors.values()) == built.weight_bytes
+    assert not any(bool(tensor.any()) for tensor in tensors.values())
+    assert tensors["lm_head.weight"].dtype == torch.bfloat16

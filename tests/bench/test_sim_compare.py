@@ -1,111 +1,146 @@
-"""Calibration on tiny shapes, and the parts of the comparison that need no server."""
+"""The comparing program: its scenarios run, what was run is kept, the table says what came out."""
 
 import json
-import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import machine, shapes, sim_calibrate, sim_compare
-from bench.sim import packs
-from bench.sim.devices import DEVICES, Device, read_device
-from bench.sim.types import Arrival
-from bench.sim_real import swaps
-from tests.bench.test_shapes import SHAPES
+from bench import sim_compare
+from bench.sim.baselines.choose import parse_policy
+from bench.sim.scenarios import fairness, popularity, thrash
+from bench.sim.scenarios.fairness import SCENARIOS
+from bench.sim.scenarios.options import Options
+from bench.sim_compare import main, read_rows
+from tests.bench.sim.trace_files import write_csv
 
-TINY = SHAPES["llama"]
-KNOWN = {"test/one": TINY, "test/two": TINY | {"num_hidden_layers": 6}}
-
-
-def test_calibration_writes_a_file_that_the_simulator_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "memcpy_seconds", lambda num_bytes, repeats=5: 1.0)
-    monkeypatch.setattr(shapes, "read_shapes", lambda: KNOWN)
-    monkeypatch.setattr(packs, "_shapes", lambda: KNOWN)
-    monkeypatch.setattr(sim_calibrate, "pin_this", lambda place: None)
-    monkeypatch.setattr(sim_calibrate, "ARENA_BYTES", 64 << 20)
-    monkeypatch.setattr(sim_calibrate, "ALONE", 0.0)
-    monkeypatch.setattr(sim_calibrate, "DECODES", ((1, 8), (3, 20)))
-    monkeypatch.setattr(sim_calibrate, "PROMPTS", (4, 60))
-    path = tmp_path / "mine.json"
-    line = ["--output", str(path), "--shapes", *KNOWN, "--rounds", "1", "--no-server"]
-    assert sim_calibrate.main([*line, "--work-dir", str(tmp_path)]) == 0
-    figures = read_device(path).figures
-    assert figures.name == "mine"
-    assert "error of the fit" in figures.source
-    assert set(figures.flops_by_dtype) == {"float32"}
-    assert figures.step_overhead_s + figures.row_overhead_s + figures.layer_overhead_s > 0
-    errors = json.loads(path.read_text())["errors"]
-    assert errors["decode"]["steps"] > 10
-    assert all(math.isfinite(row["median"]) for row in errors.values())
+TRACE = "synthetic:rate=4,requests=10,lengths=short,scale=0.2"
+OURS = parse_policy("ours")
+POPULARITY = ["popularity", "--trace", TRACE, "--models", "3", "--mix", "tiny", "--memory", "0.5"]
 
 
-def test_calibration_needs_two_shapes(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        sim_calibrate.parse(["--output", "x.json", "--shapes", "a", "a"])
-
-
-def plan() -> sim_compare.Plan:
-    """Two tenants, three models, a request every 0.4 s after the warm-ups."""
-    args = sim_compare.parse(["data", "--device", "none"])
-    args.trace = "synthetic:rate=2.5,requests=30,lengths=short,max_prompt=60,max_tokens=exact"
-    return sim_compare.make_plan(args)
-
-
-def test_a_plan_warms_every_model_up_and_leaves_no_room_for_all() -> None:
-    made = plan()
-    num = len(sim_compare.MODELS)
-    assert [(a.at_s, a.model) for a in made.arrivals[:num]] == [(0.0, 0), (5.0, 1), (10.0, 2)]
-    assert all(a.at_s >= made.start_s == 15.0 for a in made.arrivals[num:])
-    sizes = [packs.SimPacks([m]).pack(0).index.total_bytes for m in sim_compare.MODELS]
-    assert sum(sizes) > made.settings["device_budget_bytes"] > sum(sizes) - max(sizes)
-
-
-def test_the_simulated_side_serves_all_of_it_and_swaps() -> None:
-    made = plan()
-    device = Device(DEVICES["cpu-2"], {"request_s": 0.01})
-    found = sim_compare.simulated(made, [a.prompt_tokens for a in made.arrivals], device)
-    assert found["requests"] == 30
-    assert found["tokens"] == sum(a.max_tokens for a in made.arrivals[3:])
-    assert found["loads"] >= 1
-    assert 0.01 < found["ttft_p50_s"] <= found["ttft_p95_s"]
-
-
-def figures(**changed: float) -> dict[str, Any]:
-    names = ("ttft_p50_s", "ttft_p95_s", "tok_s", "tpot_p50_s", "e2e_p50_s", "loads", "wall_s")
-    return dict.fromkeys((*names, "load_p50_s", "worker_cpu_s"), 1.0) | changed
-
-
-def test_figures_are_held_against_the_median_and_the_goals() -> None:
-    rounds = [figures(ttft_p50_s=value) for value in (1.0, 2.0, 9.0)]
-    modelled = figures(ttft_p50_s=2.2, tok_s=0.8, ttft_p95_s=1.25)
-    found = sim_compare.compare(rounds, modelled, figures(ttft_p50_s=2.4))
-    assert found["ttft_p50_s"]["error_at_share"] == pytest.approx(0.2)
-    assert found["ttft_p50_s"]["error"] == pytest.approx(0.1)
-    assert [found[name]["reached"] for name in sim_compare.GOALS] == [True, False, True]
-    assert found["loads"]["reached"] is None
-    lines = sim_compare.table(found).splitlines()
-    assert [line.split()[0] for line in lines if "MISSED" in line] == ["tok_s"]
-
-
-def test_figures_are_of_times_since_the_trace_began() -> None:
-    made = sim_compare.Plan("", [Arrival(0.0, 0, 0, (), 1, 1)], {}, 1, 10.0)
-    found = sim_compare._figures(made, [(11.0, 11.5, 13.5, 5), (10.0, 10.2, 10.2, 1)], [0.1, 0.3])
-    assert found["wall_s"] == pytest.approx(3.5)
-    assert found["tok_s"] == pytest.approx(6 / 3.5)
-    assert found["tpot_p50_s"] == pytest.approx(0.5)
-    assert found["ttft_s"] == [0.2, 0.5]
-    assert (found["loads"], found["load_p50_s"]) == (2, pytest.approx(0.2))
-
-
-def test_swaps_are_read_from_the_log() -> None:
-    text = (
-        '{"message": "swap model=a kind=load tier=disk bytes=7 seconds=0.2500 reason="}\n'
-        '{"message": "swap model=b kind=evict tier=none bytes=7 seconds=0.0010 reason=room"}\n'
+def test_a_flood_is_kept_off_and_the_books_agree() -> None:
+    """Some seconds; the whole table is a bench."""
+    options = Options(seconds=14.0)
+    ours, fcfs = (
+        fairness.run("quiet", parse_policy(policy), 0, options) for policy in ("ours", "share=fcfs")
     )
-    assert [(s.model, s.kind, s.tier, s.seconds) for s in swaps(text)] == [
-        ("a", "load", "disk", 0.25),
-        ("b", "evict", "none", 0.001),
-    ]
+    assert ours["num_first"] > fcfs["num_first"], "of the quiet tenant's, within the time"
+    assert ours["gap_over_bound"] <= 1
+    for row in (ours, fcfs):
+        assert abs(row["books_off"]) < 0.01
+
+
+def test_every_scenario_of_fairness_makes_its_requests() -> None:
+    for scenario in SCENARIOS.values():
+        both, alone = (list(scenario.arrivals(5.0, 0, alone)) for alone in (False, True))
+        assert {a.tenant for a in alone} <= {0}
+        assert {a.tenant for a in both} - {0}
+        assert [a.at_s for a in both] == sorted(a.at_s for a in both)
+        assert max(a.model for a in both) < len(scenario.models)
+        assert len(scenario.weights) == len(scenario.askers)
+
+
+def test_loads_of_two_models_in_turn_stay_within_their_budget() -> None:
+    row = thrash.run("thrash host 1t 2/s 60s", OURS, 0, Options(seconds=30.0))
+    assert 0 < row["swap_share"] <= row["allowed_share"]
+    assert row["wait_max_s"] <= row["bound_s"] * 1.01
+    assert row["served"] + row["refused_early"] + row["timeouts"] == row["requests"] == 60
+
+
+def test_a_policy_is_baselines_and_settings() -> None:
+    assert (dict(OURS.names), dict(OURS.settings)) == ({}, {})
+    changed = parse_policy("ours/eviction_margin=2,starvation_s=0.5")
+    assert (changed.names, changed.settings) == ({}, {"eviction_margin": 2, "starvation_s": 0.5})
+    both = parse_policy("evict=lru+place=static")
+    assert (both.names, both.settings) == ({"evict": "lru", "place": "static"}, {})
+    for text in ("lru", "evict=nobody", "ours/margin"):
+        with pytest.raises(ValueError, match=r"write|no evict policy"):
+            parse_policy(text)
+
+
+def test_the_device_is_a_share_of_the_catalog_and_holds_the_largest_model() -> None:
+    half, whole, least = (
+        popularity.make_world(3, memory, "tiny", OURS, 0).device for memory in (0.5, 1.0, 0.01)
+    )
+    assert whole.memory_bytes == pytest.approx(2 * half.memory_bytes, abs=2)
+    assert half.host_bytes == whole.host_bytes
+    assert least.memory_bytes > half.memory_bytes * 2 / 3  # a model and a quarter of it
+
+
+def test_what_was_run_is_kept_and_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "sweep.json"
+    policies = ["ours", "evict=lru", "evict=belady"]
+    line = [*POPULARITY, "--output", str(output), "--policy", *policies]
+    assert main(line) == 0
+    text = capsys.readouterr().out
+    assert "ours / evict=lru: reload" in text
+    rows = read_rows(output)
+    assert {row["policy"] for row in rows.values()} == set(policies)
+    assert all(row["finished"] == 10 for row in rows.values())
+    # What is there is not run again; the table comes from the file alone.
+    monkeypatch.setattr(sim_compare, "run_cell", None)
+    assert main(line) == 0
+    assert main([*line, "--table"]) == 0
+    assert capsys.readouterr().out == text + text
+    # Other scenarios are added to the same file.
+    monkeypatch.undo()
+    assert main(["re_entry", "--output", str(output), "--policy", "ours", "--seconds", "3"]) == 0
+    assert len(read_rows(output)) == 4
+    assert "re_entry" in capsys.readouterr().out
+
+
+def test_the_verdict() -> None:
+    def row(policy: str, reload_s: float, seed: int = 0) -> dict[str, Any]:
+        names = (*popularity.COLUMNS, "queue_mean_s")
+        return {
+            **dict.fromkeys(names, 1.0),
+            **{"reload_s": reload_s, "policy": policy, "scenario": "x", "seed": seed},
+        }
+
+    rows = [row("ours", 80.0), row("evict=lru", 100.0), row("evict=belady", 75.0)]
+    text = "\n".join(popularity.verdicts(json.loads(json.dumps(rows))))
+    assert "ours / evict=lru: reload 0.800" in text
+    assert "ours: 80% of what evict=belady saves" in text
+    # The interval is that of the paired worlds; one in which no request ended has no wait.
+    more = [row("ours", 90.0 + seed, seed) for seed in range(1, 9)]
+    more += [row("evict=lru", 100.0, seed) for seed in range(1, 9)]
+    more[0]["queue_mean_s"] = None
+    line = popularity.verdicts(rows + more)[1]
+    found = re.search(r"reload (\S+) \((\S+) to (\S+)\).* wait 1.000 \(1.000 to 1.000\)", line)
+    assert found is not None
+    ratio, low, high = map(float, found.groups())
+    assert ratio == 0.929
+    assert 0.88 < low < ratio < high < 0.97
+
+
+def test_a_window_without_requests_is_told_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One service of a provider is not asked for at every hour."""
+    rates = [("m-mid", 0, at_s, 4.0, 1.0, "Gamma", 1.0, 0.25) for at_s in (0, 1200)]
+    names = ("model", "client", "t_s", "rate_rps", "cv", "dist", "p1", "p2")
+    write_csv(tmp_path / "traces/servegen_rates.csv.gz", names, rates)
+    quantiles = ("p1", "p10", "p25", "p50", "p75", "p90", "p99", "mean")
+    lengths = [("m-mid", 0, 0, field, *range(5, 13)) for field in ("input_tokens", "output_tokens")]
+    head = ("model", "client", "t_s", "field", *quantiles)
+    write_csv(tmp_path / "traces/servegen_lengths.csv.gz", head, lengths)
+    trace = "servegen_m-mid:rate=4,requests=10,start=600"
+    line = ["popularity", "--data", str(tmp_path), "--output", str(tmp_path / "x.json")]
+    assert main([*line, "--models", "3", "--mix", "tiny", "--trace", trace]) == 2
+    assert "no requests in that span" in capsys.readouterr().err
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    output = ["--output", str(tmp_path / "x.json")]
+    for line in (
+        [*POPULARITY, "--policy", "evict=nobody"],
+        ["popularity", "--trace", "no_such_trace"],
+        ["nothing"],
+        ["real"],
+    ):
+        assert main([*line, *output]) == 2
+    assert not (tmp_path / "x.json").exists()

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.sim.device import ModelCost, Roofline, StepLoad
 from bench.sim.packs import SimPacks
 from bench.sim.types import SimModel
 from bench.sim_fit import Load, Observation, fit_loads, fit_steps, step_errors
-from engine.backend.sim import ModelCost, Roofline, StepLoad
 
 SHAPES = ("karpathy/tinyllamas-42M", "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B")
 DEVICE = Roofline(

@@ -1,14 +1,11 @@
-"""Percentiles against numpy, spreads, arrivals, and the comparison table."""
-
-import gzip
-from pathlib import Path
+"""Percentiles against numpy, spreads, and the comparison table."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import arrivals, report, stats
+from bench import report, stats
 from bench.client import RequestResult
 from bench.load import LoadRun
 
@@ -33,49 +30,12 @@ def test_repeated_is_a_median_with_its_bounds() -> None:
     assert figure == {"median": 2.0, "min": 1.0, "max": 3.0, "values": [3.0, 1.0, 2.0]}
 
 
-def test_the_bootstrap_puts_the_true_ratio_inside_and_narrows_with_pairs() -> None:
-    generator = np.random.default_rng(0)
-    machine = generator.normal(1.0, 0.1, 400)  # what both sides of a pair share
-    theirs = machine * generator.normal(1.0, 0.02, 400)
-    ours = machine * 1.05 * generator.normal(1.0, 0.02, 400)
-    few = stats.bootstrap_ratio(ours[:20].tolist(), theirs[:20].tolist())
-    many = stats.bootstrap_ratio(ours.tolist(), theirs.tolist())
-    assert few["low"] < 1.05 < few["high"]
-    assert many["low"] < 1.05 < many["high"]
-    assert many["high"] - many["low"] < 0.5 * (few["high"] - few["low"])
-    assert stats.bootstrap_ratio([1.0, 2.0], [2.0, 4.0])["low"] == 0.5
-    with pytest.raises(ValueError, match="two pairs"):
-        stats.bootstrap_ratio([1.0], [1.0])
-
-
-def test_poisson_keeps_its_rate_and_its_seed() -> None:
-    times = [item.at_s for item in arrivals.poisson(5.0, 2000, 10, 20, seed=1)]
-    assert times == sorted(times)
-    assert 2000 / times[-1] == pytest.approx(5.0, rel=0.1)
-    assert times == [item.at_s for item in arrivals.poisson(5.0, 2000, 10, 20, seed=1)]
-    with pytest.raises(ValueError, match="more than 0"):
-        arrivals.poisson(0.0, 1, 1, 1, seed=1)
-
-
-@pytest.mark.parametrize("name", ["trace.csv", "trace.csv.gz"])
-def test_traces_are_cut_and_sped_up(tmp_path: Path, name: str) -> None:
-    text = "t_s,in_tokens,out_tokens\n0.0,374,44\n4.0,396,109\n8.0,1,1\n"
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    rows = arrivals.trace(path, 2, speed=4.0, max_prompt_tokens=380, max_output_tokens=100)
-    assert rows == [arrivals.Arrival(0.0, 374, 44), arrivals.Arrival(1.0, 380, 100)]
-    path.write_text("a,b\n1,2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="column"):
-        arrivals.trace(path.rename(tmp_path / "bad.csv"), 1)
-
-
 def result(
     index: int, tokens: int, first_s: float, last_s: float, error: str = ""
 ) -> RequestResult:
     return RequestResult(
         index,
         due_s=0.0,
-        sent_s=0.0,
         first_s=first_s,
         last_s=last_s,
         done_s=last_s,

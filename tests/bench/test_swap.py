@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import files, shapes, swap, swap_load
+from bench import files, servers, shapes, swap, swap_load
 from bench.client import RequestResult
 from bench.processes import ServerFailed
 from tests.bench.test_shapes import SHAPES
@@ -49,10 +49,10 @@ def test_dropped_pages_are_seen_to_be_gone(tmp_path: Path) -> None:
 
 
 def test_swap_means_come_from_sums_and_counts() -> None:
-    name = 'polyhost_swap_duration_seconds_{}{kind="load"}'
+    name = 'swap_duration_seconds_{}{kind="load"}'
     changed = {name.replace("{}", "sum"): 3.0, name.replace("{}", "count"): 2.0, "other": 1.0}
     assert swap_load._swap_means(changed) == {
-        'polyhost_swap_duration_seconds{kind="load"}': {"count": 2.0, "mean_s": 1.5}
+        'swap_duration_seconds{kind="load"}': {"count": 2.0, "mean_s": 1.5}
     }
     with pytest.raises(ServerFailed, match="no model was swapped"):
         swap_load._swap_means({"other": 1.0})
@@ -65,10 +65,14 @@ polyhost_swaps_total{kind="load",model_name="a b"} 2.0
 polyhost_arena_pages{owner="free"} 1e3
 polyhost_num_requests_running{model_name="a b"} 7.0
 """
-    assert swap_load.parse_metrics(text) == {
-        'polyhost_swaps_total{kind="load",model_name="a b"}': 2.0,
-        'polyhost_arena_pages{owner="free"}': 1000.0,
+    found = servers.parse_metrics(text)
+    assert found == {
+        'swaps_total{kind="load",model_name="a b"}': 2.0,
+        'arena_pages{owner="free"}': 1000.0,
+        'num_requests_running{model_name="a b"}': 7.0,
     }
+    assert servers.total(found, "arena_pages", 'owner="free"') == 1000.0
+    assert servers.total(found, "arena_pages", 'owner="kv"') == servers.total(found, "arena") == 0
 
 
 def test_the_large_models_loads_are_read_from_the_log() -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from gateway.registration import registrar, registration
-from gateway.service import keys as service_keys
-from gateway.service import tenants as service_tenants
-from gateway.service.control import open_control
-from gateway.settings import Settings
-from registry.session import upgrade
+from admin.context.operator_context import open_context
+from admin.operations import keys as service_keys
+from admin.operations import models
+from admin.operations import tenants as service_tenants
+from admin.registration import registrar
+from bench.servers import Server
+from gateway.settings.settings import Settings
+from registry.schema import upgrade
 from tests.e2e.folders import DEMO_MODELS, HOSTED, NAMES, REFUSED
-from tests.e2e.server import Server, polyhost, serving
+from tests.e2e.server import polyhost, serving
 
 TENANTS = ("acme", "crowd", "gone", "killed", "revoked", "switcher")
 # Two of the three demo models' weights and KV for all requests; never all three.
@@ -66,17 +68,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     settings.data_path.mkdir()
     upgrade(settings.registry_url)
     keys = {}
-    with open_control(settings, "tests") as control:
+    with open_context(settings, "tests") as context:
         begun = [
-            registration.begin(control, name, str(source), dtype="float32")
+            models.begin_registration(context, name, str(source), dtype="float32")
             for name, source in sources.items()
         ]
-        ended = {model.name: model for model in registrar.run(control, begun)}
+        ended = {model.name: model for model in registrar.run(context, begun)}
         for name in (*NAMES, *HOSTED):
             assert ended[name].state == "ready", ended[name].reason
         for tenant in TENANTS:
-            service_tenants.create_tenant(control, tenant)
-            _, keys[tenant] = service_keys.create_key(control, tenant, "tests")
+            service_tenants.create_tenant(context, tenant)
+            _, keys[tenant] = service_keys.create_key(context, tenant, "tests")
     for name in NAMES:  # or every bill would be nothing, the wrong ones too
         prices = ("--prompt", "1", "--completion", "2")
         assert polyhost(settings.data_path, "prices", "set", name, *prices).returncode == 0

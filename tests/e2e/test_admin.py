@@ -27,7 +27,7 @@ def test_an_operator_registers_loads_asks_and_unloads(
     ):
         page = visit.page
         page.set_default_timeout(60_000)
-        assert "/admin" in server.log.read_text()
+        assert "/admin" in server.process.read_log()
         visit.sign_in("admin", PASSWORD)
 
         # A folder that cannot be hosted is refused before anything is done, with the reason.
@@ -35,7 +35,7 @@ def test_an_operator_registers_loads_asks_and_unloads(
         page.fill("#f-name", "nope")
         page.fill("#f-source", str(prepared.sources[refused]))
         page.click("button:has-text('Check')")
-        page.wait_for_selector("text=It would be refused")
+        page.wait_for_selector("text=This model cannot be registered")
         visit.shoot("register-refused")
         visit.expected = ("422",)
 
@@ -55,12 +55,14 @@ def test_an_operator_registers_loads_asks_and_unloads(
 
         # Loaded and unloaded by hand, and seen without loading the page anew.
         page.wait_for_selector(".live.on")
-        page.click("button:has-text('Load')")
+        page.click("a:text-is('Load')")
+        page.click("main button:text-is('Load')")
         page.wait_for_selector("[data-part=state] >> text=resident")
 
         # One real request, billed to the key's tenant.
         page.fill("#f-prompt", "Tell me about the case.")
-        page.click("button:has-text('Ask')")
+        page.fill("#f-key", page.get_attribute("#f-key-list option", "value") or "")
+        page.click("button:has-text('Send')")
         page.wait_for_selector(".answer-text")
         visit.shoot("model-asked")
         told = page.inner_text(".answer .help")
@@ -71,12 +73,12 @@ def test_an_operator_registers_loads_asks_and_unloads(
         assert rows[found.group()]["model"] == "fourth"
 
         page.click("a:has-text('Unload')")
-        page.wait_for_selector("text=Its memory becomes free.")
+        page.wait_for_selector("text=Its memory is freed.")
         page.click("button:has-text('Unload')")
         page.wait_for_selector("[data-part=state] >> text=/warm|cold/")
 
         # Rolled out of service: requests for it are refused from then on.
         page.click("a:has-text('Remove')")
         page.click("button:has-text('Remove')")
-        page.wait_for_selector("text=fourth is removed.")
+        page.wait_for_selector("text=fourth was removed.")
         visit.check_clean()

@@ -3,15 +3,15 @@
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from bench.servers import Server
 from tests.e2e.conftest import DEVICE_BUDGET, Prepared
-from tests.e2e.server import Server, polyhost, polyhost_json, serving
-from tests.gateway.store.redis_kit import RedisServer
+from tests.e2e.server import polyhost, polyhost_json, serving
+from tests.redis_kit import RedisServer
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +69,7 @@ def embeds(server: Server) -> bool:
 
 
 def failures(server: Server) -> float:
-    return server.metrics()["polyhost_semantic_cache_embed_failures_total"]
+    return server.metrics()["semantic_cache_embed_failures_total"]
 
 
 def server_key(server: Server) -> str:
@@ -121,21 +121,22 @@ def test_hits_are_shared_traced_and_purged_everywhere(cached: Server, prepared: 
     gone = polyhost(cached.data_dir, "cache", "show", entry, "--tenant", "acme")
     assert gone.returncode == 1
     audited: Any = polyhost_json(cached.data_dir, "audit", "list")
-    assert audited[0]["action"] == "cache.purge"
+    assert [row["action"] for row in audited[:2]] == ["cache.read", "cache.purge"]
 
 
 def test_an_embedder_that_is_killed_comes_back(cached: Server, prepared: Prepared) -> None:
     KEYS[cached.port] = prepared.key
     cached.wait_until(lambda: embeds(cached))
-    os.kill(embedder_pid(cached.log), signal.SIGKILL)
+    os.kill(embedder_pid(cached), signal.SIGKILL)
     assert ask(cached, prepared.key, "a dog ran far")[0] == "miss"
     cached.wait_until(lambda: embeds(cached))
-    restarts = 'polyhost_worker_restarts_total{worker="embedder-0"}'
+    restarts = 'worker_restarts_total{worker="embedder-0"}'
     assert cached.metrics()[restarts] == 1
 
 
-def embedder_pid(log: Path) -> int:
-    told = [line for line in log.read_text().splitlines() if "started name=embedder-0 pid=" in line]
+def embedder_pid(server: Server) -> int:
+    log = server.process.read_log()
+    told = [line for line in log.splitlines() if "started name=embedder-0 pid=" in line]
     return int(told[-1].partition("pid=")[2].partition('"')[0])
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.servers import Server
 from tests.e2e.conftest import Prepared
 from tests.e2e.folders import DEMO_MODELS, HOSTED, NAMES
-from tests.e2e.server import Server, polyhost, polyhost_process, usage_rows
+from tests.e2e.server import owned_pages, polyhost, polyhost_process, usage_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +82,7 @@ async def ask_all(server: Server, key: str, num_requests: int) -> list[tuple[str
 
 
 def evictions(server: Server) -> float:
-    swaps = {k: v for k, v in server.metrics().items() if k.startswith("polyhost_swaps_total")}
+    swaps = {k: v for k, v in server.metrics().items() if k.startswith("swaps_total")}
     return sum(value for key, value in swaps.items() if 'kind="evict"' in key)
 
 
@@ -103,7 +104,7 @@ async def test_requests_over_three_models_in_room_for_two(
     for name in (*NAMES, *HOSTED):
         done = polyhost(server.data_dir, "models", "unload", name)
         assert done.returncode == 0, done.stderr
-    server.wait_until(lambda: server.owned_pages() == 0)
+    server.wait_until(lambda: owned_pages(server) == 0)
     server.wait_until(server.has_posted)
     asked = {answer.id for _, _, answer in answers}
     posted = usage_rows(server.data_dir, polyhost_process)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification, BertModel
 
+from bench.servers import Server
 from tests.e2e.conftest import Prepared
 from tests.e2e.folders import NUM_POSITIONS
-from tests.e2e.server import Server, polyhost_json
+from tests.e2e.server import polyhost_json
 from tests.gateway.encoder_kit import WORDS, bert_like_tokenizer
 
 pytestmark = pytest.mark.e2e

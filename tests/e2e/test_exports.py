@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from admin.amounts import day_text
-from gateway.exporting import export_folders
-from gateway.service.control import Control, open_control
-from gateway.settings import Settings
-from registry import api_keys, export_jobs, tenants
-from registry.export_jobs import ExportJob
+from admin.billing import export_folders
+from admin.context.operator_context import OperatorContext, open_context
+from admin.web.forms import day_text
+from gateway.settings.settings import Settings
+from registry.accounts import api_keys, tenants
+from registry.money import export_jobs
+from registry.money.export_jobs import ExportJob
 from tests.admin.ledger_kit import DAY_S, Owner, post
 from tests.admin.site import Visitor
 from tests.e2e.conftest import Prepared
@@ -33,10 +34,10 @@ TRIES = 5
 PATIENCE_S = 60.0
 
 
-def fill(control: Control) -> int:
+def fill(context: OperatorContext) -> int:
     """Postings of three days; what they cost together."""
-    now_at = control.clock()
-    with control.reading() as session:
+    now_at = context.clock()
+    with context.reading() as session:
         tenant = tenants.get_tenant(session, "acme")
         key = api_keys.list_keys(session, tenant.id)[0]
     rows = [
@@ -45,17 +46,17 @@ def fill(control: Control) -> int:
         )
         for n in range(NUM_ROWS)
     ]
-    post(control, rows, NUM_ROWS)
+    post(context, rows, NUM_ROWS)
     return sum(row.cost_nanos for row in rows)
 
 
-def job_of(control: Control, job_id: str) -> ExportJob:
-    with control.reading() as session:
+def job_of(context: OperatorContext, job_id: str) -> ExportJob:
+    with context.reading() as session:
         return export_jobs.get(session, job_id)
 
 
-def part_of(control: Control, job: ExportJob) -> Path:
-    path = export_folders.file_of(control.data_dir, job)
+def part_of(context: OperatorContext, job: ExportJob) -> Path:
+    path = export_folders.file_of(context.data_dir, job)
     return path.with_name(path.name + ".part")
 
 
@@ -71,35 +72,35 @@ def stopped() -> Iterator[list[int]]:
 
 
 def stopped_in_the_middle(
-    control: Control, visitor: Visitor, format_name: str, stopped: list[int]
+    context: OperatorContext, visitor: Visitor, format_name: str, stopped: list[int]
 ) -> ExportJob:
     """An export that has begun to write, and whose process stands still before it is done."""
     for _ in range(TRIES):  # a machine may be so slow, or so quick, that it is over
-        today = control.clock()
+        today = context.clock()
         span = {"from": day_text(today - 6 * DAY_S), "to": day_text(today)}
         fields = {**span, "format": format_name, "once": os.urandom(6).hex()}
-        assert "is being made" in visitor.post("/export/ask", fields).text
-        with control.reading() as session:
+        assert "was requested" in visitor.post("/export/ask", fields).text
+        with context.reading() as session:
             job = export_jobs.jobs(session, limit=1)[0]
         deadline_s = time.monotonic() + PATIENCE_S
         while job.state == "waiting":
             assert time.monotonic() < deadline_s, "nobody takes it up"
             time.sleep(0.005)
-            job = job_of(control, job.id)
-        part = part_of(control, job)
-        while job_of(control, job.id).state == "running":
+            job = job_of(context, job.id)
+        part = part_of(context, job)
+        while job_of(context, job.id).state == "running":
             if part.exists() and part.stat().st_size > 0:
                 stopped.append(job.runner_pid)
                 os.kill(job.runner_pid, signal.SIGSTOP)
-                if is_in_the_middle(control, job):
+                if is_in_the_middle(context, job):
                     return job
                 os.kill(job.runner_pid, signal.SIGCONT)
             time.sleep(0.001)
     raise AssertionError("it was never caught in the middle")
 
 
-def is_in_the_middle(control: Control, job: ExportJob) -> bool:
-    return part_of(control, job).exists() and job_of(control, job.id).state == "running"
+def is_in_the_middle(context: OperatorContext, job: ExportJob) -> bool:
+    return part_of(context, job).exists() and job_of(context, job.id).state == "running"
 
 
 def test_one_goes_on_without_the_gateway_and_one_that_died_with_it_when_told_to(
@@ -107,16 +108,15 @@ def test_one_goes_on_without_the_gateway_and_one_that_died_with_it_when_told_to(
 ) -> None:
     data_dir = prepared.copy_to(tmp_path)
     given = {"POLYHOST_ADMIN_PASSWORD": PASSWORD}
-    with open_control(Settings(data_dir=str(data_dir)), "tests") as control:
-        nanos = fill(control)
+    with open_context(Settings(data_dir=str(data_dir)), "tests") as context:
+        nanos = fill(context)
         visitor = Visitor("")
         with serving(data_dir, **given) as server:
             visitor.base = server.url
             assert visitor.sign_in("admin", PASSWORD).status == 200
-            left = stopped_in_the_middle(control, visitor, "csv", stopped)
-            killed = stopped_in_the_middle(control, visitor, "jsonl", stopped)
+            left = stopped_in_the_middle(context, visitor, "csv", stopped)
+            killed = stopped_in_the_middle(context, visitor, "jsonl", stopped)
             server.process.kill()
-            server.process.wait(30)
             os.kill(killed.runner_pid, signal.SIGKILL)
             os.kill(left.runner_pid, signal.SIGCONT)
         with serving(data_dir, **given) as server:
@@ -125,13 +125,13 @@ def test_one_goes_on_without_the_gateway_and_one_that_died_with_it_when_told_to(
             assert "failed: interrupted" in page, "the session outlived the gateway as well"
             refused = visitor.get(f"/exports/{killed.id}/file")
             assert refused.status == 409
-            server.wait_until(lambda: job_of(control, left.id).state != "running")
-            done = job_of(control, left.id)
+            server.wait_until(lambda: job_of(context, left.id).state != "running")
+            done = job_of(context, left.id)
             assert (done.state, done.attempt) == ("done", left.attempt), "nobody began it anew"
             holds(visitor, done, nanos)
-            assert "goes on" in visitor.post(f"/export/retry/{killed.id}", {}).text
-            server.wait_until(lambda: not job_of(control, killed.id).is_going_on)
-            retried = job_of(control, killed.id)
+            assert "was restarted" in visitor.post(f"/export/retry/{killed.id}", {}).text
+            server.wait_until(lambda: not job_of(context, killed.id).is_going_on)
+            retried = job_of(context, killed.id)
             assert retried.attempt != killed.attempt
             holds(visitor, retried, nanos)
             assert server.stop() == 0

@@ -7,16 +7,19 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from bench import client
+from bench.client import Answer
+from bench.servers import Server
 from tests.e2e.conftest import Prepared
 from tests.e2e.folders import HOSTED, NAMES
-from tests.e2e.server import Server, polyhost, polyhost_json, serving, usage_rows
+from tests.e2e.server import owned_pages, polyhost, polyhost_json, serving, usage_rows
 from tests.gateway.encoder_kit import WORDS
 
 pytestmark = pytest.mark.e2e
@@ -139,35 +142,21 @@ async def test_a_revoked_key_stops_working_while_the_server_runs(
     assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
 
-async def stream_one(
-    server: Server,
-    key: str,
-    session: aiohttp.ClientSession,
-    body: dict[str, Any],
-    begun: asyncio.Event,
-) -> dict[str, Any]:
-    """What one streaming client saw: chunks, whether it ended well, an error event's code."""
-    seen: dict[str, Any] = {"id": "", "chunks": 0, "done": False, "error": "", "status": 0}
-    headers = {"authorization": f"Bearer {key}"}
-    async with session.post(
-        server.url + "/v1/chat/completions", json={**body, "stream": True}, headers=headers
-    ) as answer:
-        seen["status"] = answer.status
-        async for line in answer.content:
-            if not line.startswith(b"data: "):
-                continue
-            if line.strip() == b"data: [DONE]":
-                seen["done"] = True
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                seen["error"] = event["error"]["code"]
-                continue
-            seen["id"] = event["id"]
-            seen["chunks"] += bool(event["choices"] and event["choices"][0]["delta"].get("content"))
-            if seen["chunks"] == 3:
-                begun.set()
-    return seen
+async def begin(
+    server: Server, key: str, session: aiohttp.ClientSession, bodies: Sequence[Mapping[str, Any]]
+) -> tuple[list[Answer], "asyncio.Future[Any]"]:
+    """Streams, of which one has begun: what each has seen so far, and the end of all."""
+    seen = [Answer() for _ in bodies]
+    ended = asyncio.gather(
+        *(
+            client.ask(session, server.url, key, {**body, "stream": True}, one, timeout_s=300)
+            for body, one in zip(bodies, seen, strict=True)
+        )
+    )
+    async with asyncio.timeout(60):
+        while not any(one.chunks >= 3 for one in seen):  # noqa: ASYNC110  nothing tells when
+            await asyncio.sleep(0.01)
+    return seen, ended
 
 
 async def embed_until(
@@ -190,55 +179,50 @@ async def test_killing_the_worker_under_load(prepared: Prepared, narrow: Server)
     """Chats and embeddings under way: every request ends once, and pays for what it got."""
     key = prepared.keys["killed"]
     body = {**CHAT, "max_tokens": 120, "temperature": 1.0}
-    begun, killed, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
-    async with aiohttp.ClientSession() as session:
+    killed, answered = asyncio.Event(), asyncio.Semaphore(0)
+    bodies = [{**body, "model": NAMES[i % 3], "seed": i} for i in range(QUEUE)]
+    async with client.new_session() as session:
         embeddings = [
             asyncio.create_task(embed_until(narrow, prepared.key, killed, answered))
             for _ in range(8)
         ]
         for _ in range(5):
             await asyncio.wait_for(answered.acquire(), 60)
-        chats = [
-            asyncio.create_task(
-                stream_one(narrow, key, session, {**body, "model": NAMES[i % 3], "seed": i}, begun)
-            )
-            for i in range(QUEUE)
-        ]
-        await asyncio.wait_for(begun.wait(), 60)
+        seen, ended = await begin(narrow, key, session, bodies)
         (pid,) = narrow.worker_pids()
         os.kill(pid, signal.SIGKILL)
         killed.set()
-        seen = await asyncio.gather(*chats)
+        await ended
         embedded = [pair for pairs in await asyncio.gather(*embeddings) for pair in pairs]
     metrics = narrow.metrics()
     for name in (*NAMES, *HOSTED):
         polyhost(narrow.data_dir, "models", "unload", name)
-    narrow.wait_until(lambda: narrow.owned_pages() == 0)
+    narrow.wait_until(lambda: owned_pages(narrow) == 0)
     narrow.wait_until(narrow.has_posted)
     rows = usage_rows(narrow.data_dir)
     assert set(Counter(row["request_id"] for row in rows).values()) == {1}
     posted = {row["request_id"]: row for row in rows}
     check_chats(seen, posted)
     check_embeddings(embedded, posted)
-    restarts = [v for k, v in metrics.items() if k.startswith("polyhost_worker_restarts_total")]
+    restarts = [v for k, v in metrics.items() if k.startswith("worker_restarts_total")]
     assert sum(restarts) == 1
 
 
-def check_chats(seen: list[dict[str, Any]], posted: Mapping[str, Any]) -> None:
-    broken = [one for one in seen if one["error"]]
-    whole = [one for one in seen if not one["error"]]
-    assert all(one["status"] == 200 for one in seen)
+def check_chats(seen: Sequence[Answer], posted: Mapping[str, Any]) -> None:
+    broken = [one for one in seen if one.end == "error"]
+    whole = [one for one in seen if one.end != "error"]
+    assert all(one.status == 200 for one in seen)
     assert broken, "no stream had begun"
     assert len(whole) >= QUEUE // 2, seen
     for one in whole:
-        assert one["done"]
-        assert one["chunks"] > 0
-        assert posted[one["id"]]["outcome"] == "finished"
-        assert posted[one["id"]]["cost_nanos"] > 0
+        assert one.end == "done"
+        assert one.chunks > 0
+        assert posted[one.request_id]["outcome"] == "finished"
+        assert posted[one.request_id]["cost_nanos"] > 0
     for one in broken:
-        if one["chunks"]:
-            assert posted[one["id"]]["outcome"] == "failed"
-            assert posted[one["id"]]["cost_nanos"] == 0
+        if one.chunks:
+            assert posted[one.request_id]["outcome"] == "failed"
+            assert posted[one.request_id]["cost_nanos"] == 0
 
 
 def check_embeddings(answers: list[tuple[int, dict[str, Any]]], posted: Mapping[str, Any]) -> None:
@@ -262,15 +246,9 @@ def check_embeddings(answers: list[tuple[int, dict[str, Any]]], posted: Mapping[
 async def test_client_that_goes_away_is_billed_for_what_it_got(
     prepared: Prepared, server: Server
 ) -> None:
-    async with aiohttp.ClientSession() as session:
-        answer = await session.post(
-            server.url + "/v1/chat/completions",
-            json={**CHAT, "max_tokens": 450, "stream": True, "temperature": 1, "seed": 3},
-            headers={"authorization": f"Bearer {prepared.keys['gone']}"},
-        )
-        for _ in range(12):
-            await answer.content.readline()
-        answer.close()
+    body = {**CHAT, "max_tokens": 450, "stream": True, "temperature": 1, "seed": 3}
+    async with client.new_session() as session:
+        await client.ask(session, server.url, prepared.keys["gone"], body, Answer(), leaves_after=5)
     found: list[dict[str, Any]] = []
 
     def is_posted() -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import openai
 import pytest
 
+from bench.servers import Server
 from tests.e2e.conftest import Prepared
 from tests.e2e.folders import NAMES
-from tests.e2e.server import Server, polyhost, polyhost_json
+from tests.e2e.server import polyhost, polyhost_json
 
 pytestmark = pytest.mark.e2e
 

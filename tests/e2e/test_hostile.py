@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bench import hostile
+from bench.servers import Server
+from tests import hostile
 from tests.e2e.conftest import DEVICE_BUDGET, Prepared
-from tests.e2e.server import Server, serving
+from tests.e2e.server import serving
 
 MODEL = "shakespeare"
 PER_ADDRESS = 60
@@ -46,9 +47,9 @@ def num_files(server: Server) -> int:
 def at_rest(server: Server) -> bool:
     """Nothing runs, waits or is held; only the connection that asks is open."""
     figures = server.metrics()
-    running = sum(v for k, v in figures.items() if k.startswith("polyhost_num_requests_"))
-    open_now = figures["polyhost_connections_open"]
-    return not running and not figures["polyhost_limit_reservations_open"] and open_now <= 1
+    running = sum(v for k, v in figures.items() if k.startswith("num_requests_"))
+    open_now = figures["connections_open"]
+    return not running and not figures["limit_reservations_open"] and open_now <= 1
 
 
 @pytest.mark.e2e
@@ -77,6 +78,6 @@ async def test_others_are_served_and_nothing_is_left(prepared: Prepared, tmp_pat
         assert set(await crowd) <= {"200", "429", "closed"}
         await asyncio.to_thread(server.wait_until, lambda: at_rest(server), 20)
         assert num_files(server) <= num_before + 5  # threads open databases when they first ask
-        log = server.log.read_text()
+        log = server.process.read_log()
         assert "Traceback" not in log, log[-4000:]
         assert server.stop() == 0

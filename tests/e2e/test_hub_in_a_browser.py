@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.service.control import open_control
-from gateway.settings import Settings
-from registry import catalog
-from tests.admin.browser import NO_BROWSER, Visit, chromium_path, running_browser
+from admin.context.operator_context import open_context
+from bench.servers import Server
+from gateway.settings.settings import Settings
+from registry.models import catalog
+from tests.admin.browser import NO_BROWSER, Browser, Visit, chromium_path, running_browser
 from tests.e2e.conftest import DEVICE_BUDGET, Prepared
-from tests.e2e.server import Server, serving
-from tests.engine.hub_server import HubServer, hub_server
+from tests.e2e.server import serving
+from tests.engine.hub_server import Faults, HubServer, hub_server
 
 PASSWORD = "the operator's password"
 WEIGHTS = "model.safetensors"
@@ -24,9 +25,10 @@ TOO_MUCH = 1 << 41
 pytestmark = pytest.mark.skipif(chromium_path() is None, reason=NO_BROWSER)
 
 
-@pytest.fixture
-def hub(prepared: Prepared, tmp_path: Path) -> Iterator[HubServer]:
+@pytest.fixture(scope="module")
+def hub(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     """Some repositories: one that can be hosted, others that cannot."""
+    sources = tmp_path_factory.mktemp("sources")
     whole = prepared.sources["sherlock"]
     changes: dict[str, dict[str, object]] = {
         "org/unknown": {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]},
@@ -36,7 +38,7 @@ def hub(prepared: Prepared, tmp_path: Path) -> Iterator[HubServer]:
     with hub_server() as server:
         server.add("org/sherlock", whole)
         for repo, change in changes.items():
-            folder = tmp_path / repo.replace("/", "--")
+            folder = sources / repo.replace("/", "--")
             shutil.copytree(whole, folder)
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | change))
@@ -46,22 +48,30 @@ def hub(prepared: Prepared, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-@pytest.fixture
-def visit(prepared: Prepared, hub: HubServer, tmp_path: Path) -> Iterator[tuple[Visit, Server]]:
-    """A server whose hub that is, and an operator signed in."""
-    data_dir = prepared.copy_to(tmp_path)
+@pytest.fixture(scope="module")
+def hubbed(
+    prepared: Prepared, hub: HubServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Browser]]:
+    """A server whose hub that is."""
+    settings = {
+        "POLYHOST_ADMIN_PASSWORD": PASSWORD,
+        "POLYHOST_HUB_ENDPOINT": hub.url,
+        "POLYHOST_HUB_TIMEOUT_S": "2",
+    }
+    data_dir = prepared.copy_to(tmp_path_factory.mktemp("hubbed"))
     with (
-        serving(
-            data_dir,
-            "--device-budget",
-            DEVICE_BUDGET,
-            POLYHOST_ADMIN_PASSWORD=PASSWORD,
-            POLYHOST_HUB_ENDPOINT=hub.url,
-            POLYHOST_HUB_TIMEOUT_S="2",
-        ) as server,
+        serving(data_dir, "--device-budget", DEVICE_BUDGET, **settings) as server,
         running_browser(chromium_path() or "") as browser,
-        browser.open(server.url) as visit,
     ):
+        yield server, browser
+
+
+@pytest.fixture
+def visit(hubbed: tuple[Server, Browser], hub: HubServer) -> Iterator[tuple[Visit, Server]]:
+    """An operator signed in, and a hub without faults."""
+    server, browser = hubbed
+    hub.faults = Faults()
+    with browser.open(server.url) as visit:
         visit.page.set_default_timeout(60_000)
         visit.sign_in("admin", PASSWORD)
         yield visit, server
@@ -75,8 +85,8 @@ def check(visit: Visit, source: str, name: str = "hubbed") -> None:
 
 
 def kill_registrar(data_dir: Path, name: str) -> None:
-    with open_control(Settings(data_dir=str(data_dir)), "tests") as control:
-        with control.reading() as session:
+    with open_context(Settings(data_dir=str(data_dir)), "tests") as context:
+        with context.reading() as session:
             model = catalog.find_model(session, name)
         assert model is not None
         assert model.registrar_pid not in (0, os.getpid())
@@ -92,12 +102,13 @@ def test_a_slow_download_is_followed_cancelled_killed_cut_and_gone_on_with(
     for name in ("shakespeare", "python"):
         seen.go(f"/models/{name}")
         page.wait_for_selector(".live.on")
-        page.click("button:has-text('Load')")
+        page.click("a:text-is('Load')")
+        page.click("main button:text-is('Load')")
         page.wait_for_selector("[data-part=state] >> text=resident")
     check(seen, "org/sherlock")
     page.wait_for_selector("#preflight >> text=qwen3")
     preflight = page.inner_text("#preflight")
-    for part in ("To fetch", "2.9 MiB", "Commit c0ffee", "Memory", "of 18.0 MiB are free"):
+    for part in ("Download", "2.9 MiB", "Commit c0ffee", "Memory", "of 18.0 MiB are free"):
         assert part in preflight, preflight
     seen.shoot("register-hub-checked")
 
@@ -113,7 +124,7 @@ def test_a_slow_download_is_followed_cancelled_killed_cut_and_gone_on_with(
 
     page.click("a:has-text('Cancel')")
     page.click("button:has-text('Cancel registration')")
-    page.wait_for_selector("text=The registration of hubbed is cancelled.")
+    page.wait_for_selector("text=The registration of hubbed was cancelled.")
     seen.go("/registrations")
     page.wait_for_selector("text=failed: cancelled")
 
@@ -149,13 +160,13 @@ def test_each_refusal_has_its_reason_and_what_to_do(
         "org/nothing": ("no_repository", "check the name"),
         "org/unknown": ("unknown_family", "nonsense"),
         "org/large": ("too_large", "raise the budget"),
-        "org/vast": ("disk_full", "make room"),
+        "org/vast": ("disk_full", "free disk space"),
     }
     for repo, (code, advice) in refusals.items():
         hub.faults.entries = [vast] if repo == "org/vast" else []
-        check(seen, repo)
+        check(seen, repo, "refused")
         told = seen.page.inner_text("#preflight .notice.bad")
-        assert f"It would be refused: {code}." in told
+        assert f"This model cannot be registered: {code}." in told
         assert advice in told, told
         assert not seen.page.query_selector("button:has-text('Register')")
     seen.shoot("register-hub-refused")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.ledger_violence import run
+from tests.e2e.violence import run
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])

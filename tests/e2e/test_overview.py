@@ -10,8 +10,7 @@ import pytest
 
 from tests.admin.browser import NO_BROWSER, chromium_path, running_browser
 from tests.e2e.conftest import DEVICE_BUDGET, Prepared
-from tests.e2e.server import serving
-from tests.e2e.test_processes import child_pids
+from tests.e2e.server import child_pids, serving
 
 PASSWORD = "the operator's password"
 NAMES = ("shakespeare", "sherlock", "python")
@@ -51,16 +50,18 @@ def test_loads_and_evictions_are_seen_as_they_happen(
         # The third has no room: one of the two has to go, and both pages say so.
         ask(NAMES[2])
         one.page.wait_for_selector(on_device(NAMES[2]), state="attached")
-        one.page.wait_for_selector("[data-part=evicted] >> text=/left at once|leaves when/")
+        one.page.wait_for_selector("[data-part=evicted] >> text=/^evicted$|evicted after/")
         one.page.wait_for_selector(f"[data-part=evicted] >> text={NAMES[2]}")
-        one.page.wait_for_selector("[data-part=swaps] >> text=out")
+        one.page.wait_for_selector("[data-part=swaps] >> text=eviction")
         other.page.wait_for_selector(f"[data-part='state:{NAMES[2]}'] >> text=resident")
         other.page.wait_for_function(
             "all => all.filter((name) => document.querySelector(`[data-part='state:${name}']`)"
             ".textContent.includes('resident')).length === 2",
             arg=list(NAMES),
         )
-        one.page.wait_for_selector("[data-part=figures] >> text=/of [1-9][0-9]* in 5 min/")
+        one.page.wait_for_selector(
+            "[data-part=figures] >> text=/[1-9][0-9]* requests in the last 5 min/"
+        )
         told = one.page.inner_text("[data-part=tables]")
         assert one.page.locator(".strip a").count() == 2, told
         one.check_accessible()
@@ -74,6 +75,6 @@ def test_loads_and_evictions_are_seen_as_they_happen(
         ask(NAMES[0])
         one.page.wait_for_selector(on_device(NAMES[0]), state="attached")
         hour = one.page.inner_text("[data-part=hour]")
-        assert re.search(r"2 in, 1 out", hour), hour
+        assert re.search(r"loads: 2, evictions: 1", hour), hour
         for visit in (one, other):
             visit.check_clean()

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from bench.servers import Server
 from registry import schema
-from registry.session import appending, make_engine, reading, upgrade
+from registry.schema import upgrade
+from registry.session import appending, make_engine, reading
 from tests.e2e.conftest import DEVICE_BUDGET, Prepared
-from tests.e2e.server import Server, polyhost, polyhost_json, serving, usage_rows
+from tests.e2e.server import polyhost, polyhost_json, serving, usage_rows
 from tests.postgres import PostgresServer, own_server
 
 pytestmark = pytest.mark.e2e
@@ -77,7 +79,7 @@ def test_serve_on_postgresql(
         assert polyhost(data_dir, "keys", "revoke", made["id"]).returncode == 0
         server.wait_until(lambda: server.get("/v1/models", made["key"])[0] == 401)
         assert server.stop() == 0
-        assert "hunter2" not in server.log.read_text()
+        assert "hunter2" not in server.process.read_log()
     rows = usage_rows(data_dir, tenant="acme")
     assert [row["request_id"] for row in rows if row["key_name"] == "new"] == ids
     assert not (data_dir / "polyhost.db").exists()

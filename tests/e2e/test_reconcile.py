@@ -1,10 +1,13 @@
-"""Twenty seconds of everything at once: clients, limits and ledger agree to the token."""
+"""Everything at once: clients, limits and ledger agree to the token. Ten minutes are a soak."""
 
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
-from bench import reconcile
+from tests.e2e import reconcile
+from tests.redis_kit import RedisServer
 
 pytestmark = pytest.mark.e2e
 
@@ -14,3 +17,38 @@ def test_limits_and_ledger_agree_with_what_clients_saw(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong[:20])
     assert set(told["ends"]) >= {"done", "left", "error", "refused"}
     assert told["budgets_probed_to_the_token"] + told["token_limits_probed"] > 0
+
+
+@pytest.mark.soak
+def test_they_agree_over_two_gateways_and_a_redis_that_hangs(tmp_path: Path) -> None:
+    """Of two gateways one that grants without Redis may add its share to a rate, to no budget."""
+    with tempfile.TemporaryDirectory(prefix="polyhost-redis-") as folder:
+        redis, over = RedisServer(Path(folder)), threading.Event()
+
+        def hang() -> None:
+            while not over.wait(1.0):
+                redis.pause()
+                over.wait(0.12)
+                redis.resume()
+
+        redis.start()
+        hanging = threading.Thread(target=hang)
+        hanging.start()
+        settings = {"gateway_processes": 2, "redis_url": redis.url}
+        try:
+            wrong, _ = reconcile.run(
+                tmp_path, 120.0, think_s=1.5, settings=settings, rate_slack=1.5
+            )
+        finally:
+            over.set()
+            hanging.join()
+            redis.stop()
+    assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.soak
+def test_they_agree_after_ten_minutes_in_flat_memory(tmp_path: Path) -> None:
+    wrong, told = reconcile.run(tmp_path, 600.0)
+    assert not wrong, "\n".join(wrong[:20])
+    assert told["budgets_probed_to_the_token"] > 0
+    assert told["token_limits_probed"] > 0

@@ -10,11 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from registry import catalog, revisions
-from registry.catalog import PackFacts
+from bench.servers import Server
+from registry.models import catalog, revisions
+from registry.models.catalog import PackFacts
 from registry.session import make_engine, reading, writing
 from tests.e2e.conftest import Prepared
-from tests.e2e.server import Server, polyhost, polyhost_json, usage_rows
+from tests.e2e.server import polyhost, polyhost_json, usage_rows
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +33,10 @@ async def ask(
     body: dict[str, Any] = {**BODY, **options, "max_tokens": tokens}
     url, headers = f"{server.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
     async with session.post(url, json=body, headers=headers) as answer:
-        if answer.status == 503 and "was replaced while the request waited" in await answer.text():
+        if (
+            answer.status == 503
+            and "was replaced while the request was queued" in await answer.text()
+        ):
             return set(), "", 0  # it came in the moment of the switch, and is told to come again
         assert answer.status == 200, await answer.text()
         async for line in answer.content:

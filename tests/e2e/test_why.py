@@ -3,9 +3,10 @@
 import openai
 import pytest
 
+from bench.servers import Server
 from tests.e2e.conftest import Prepared
 from tests.e2e.folders import NAMES
-from tests.e2e.server import Server, polyhost, polyhost_json
+from tests.e2e.server import polyhost, polyhost_json
 
 pytestmark = pytest.mark.e2e
 
@@ -33,11 +34,11 @@ def test_an_operator_reads_why_models_came_and_went(server: Server, prepared: Pr
     total = sum(
         value
         for name, value in server.metrics().items()
-        if name.startswith("polyhost_decisions_total") and 'kind="load"' in name
+        if name.startswith("decisions_total") and 'kind="load"' in name
     )
     assert total >= sum(count for (kind, _), count in counted.items() if kind == "load")
     assert polyhost_json(server.data_dir, "why")["num_waiting"] == 0
     shown = polyhost(server.data_dir, "why", NAMES[0])
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"{NAMES[0]}: ")
-    assert shown.stdout.endswith("nothing waits\n")
+    assert shown.stdout.endswith("no requests are waiting\n")

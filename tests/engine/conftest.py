@@ -2,13 +2,8 @@
 
 import pytest
 
-from tests.engine.encoder_rig import (
-    TinyEncoder,
-    classifier_configs,
-    family_configs,
-    make_encoders,
-)
-from tests.engine.models import TinyModel, make_tiny_models
+from tests.engine.encoder_rig import TinyEncoder, classifier_configs, family_configs, make_encoders
+from tests.engine.tiny_models import TinyModel, make_tiny_models
 
 
 @pytest.fixture(scope="session")

@@ -4,14 +4,14 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from bench.gpu_fake import FakeDevice, opaque
-from engine.backend.choose import Opened, open_streams
 from engine.backend.cuda import CudaBackend
 from engine.config import EngineConfig
-from engine.sampling.device_sampling import SAMPLING_REFERENCE, SamplingOperations
+from engine.gpu.device_sampling import SAMPLING_REFERENCE, SamplingOperations
+from engine.worker.open_device import Opened, open_streams
 from kernels.decoder_layer import Operations
 from kernels.flat_reference import FLAT_REFERENCE
 from kernels.page_copy import page_copy_ref
+from tests.engine.fake_device import FakeDevice, opaque
 
 GRAPH_BYTES = 1 << 20
 

@@ -25,9 +25,9 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from engine.encoders.encoder_requests import Rows
-from engine.packs.convert import inspect, write_pack
+from engine.encoding import Rows
 from engine.protocol import EncodeInputs, ModelSpec, SamplingParams, Submit
+from engine.registration.convert import inspect, write_pack
 
 VOCAB = 96
 POSITIONS = 48
@@ -176,6 +176,7 @@ def encode_submit(
     types: Sequence[Sequence[int]] = (),
     tenant: str = "t",
     timeout_s: float = 0.0,
+    states: bool = False,
 ) -> Submit:
     """As a gateway sends it."""
     return Submit(
@@ -189,6 +190,6 @@ def encode_submit(
         [],
         timeout_s=timeout_s,
         encode=EncodeInputs(
-            [len(ids) for ids in inputs], [kind for kinds in types for kind in kinds]
+            [len(ids) for ids in inputs], [kind for kinds in types for kind in kinds], states
         ),
     )

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from engine.engine import Engine
 from engine.memory.page_pool import Owner, PageRun
-from engine.residency.room import may_move, weights_of
-from engine.residency.units import Turn
+from engine.residency.loaded_models import Turn
+from engine.residency.weight_space import may_move
 
 COUNTERS = (
     "preemptions",
@@ -38,7 +38,7 @@ def move_kv(engine: Engine, rng: random.Random) -> int:
     pages = range(first, min(pool.num_pages, first + rng.randint(1, 1 + pool.num_pages // 3)))
     owners = {page: pool.owner_of(page) for page in pages}
     kv = [page for page, owner in owners.items() if owner is not None and owner.kind == "kv"]
-    if not kv or not engine._supply.kv.clear(pages):
+    if not kv or not engine._kv.clear(pages):
         return 0
     assert all(pool.owner_of(page) is None for page in kv), "KV is still where it had to leave"
     return 1
@@ -46,36 +46,36 @@ def move_kv(engine: Engine, rng: random.Random) -> int:
 
 def compact(engine: Engine) -> int:
     """Copy sparse extents together. 1 if there were any."""
-    return int(engine._supply.kv.compact(engine.pool.num_pages) > 0)
+    return int(engine._kv.compact(engine.pool.num_pages) > 0)
 
 
 def move_weights(engine: Engine, rng: random.Random) -> int:
-    """Move a segment of a resident unit to free pages, as a placement does. 1 if one moved."""
-    residency, pool = engine._hosting.residency, engine.pool
-    movable = [unit for unit in residency._units.on_device() if may_move(unit)]
-    # A unit of a placement in progress would be moved under its plan's feet; plans see that.
+    """Move a segment of a resident model to free pages, as a placement does. 1 if one moved."""
+    residency, pool = engine._manager.residency, engine.pool
+    movable = [instance for instance in residency._models.on_device() if may_move(instance)]
+    # A model of a placement in progress would be moved under its plan's feet; plans see that.
     if not movable:
         return 0
-    unit = rng.choice(movable)
-    segment = rng.randrange(len(unit.runs))
-    source = unit.runs[segment]
+    instance = rng.choice(movable)
+    segment = rng.randrange(len(instance.runs))
+    source = instance.runs[segment]
     target = _free_run(engine, rng, source.num_pages)
     if target is None:
         return 0
-    owner = weights_of(unit)
+    owner = instance.weights_owner
     pool.alloc_at(owner, target)
     pool.begin_copies()
     size = pool.page_bytes
     residency._backend.copy_within(
         [(source.first * size, target.first * size, source.num_pages * size)]
     )
-    unit.runs[segment] = target
+    instance.runs[segment] = target
     pool.release(owner, source.pages)
     turn = Turn(0.0, lambda _: True, lambda _: None)
-    residency._units.moved(unit, turn)
+    residency._models.moved(instance, turn)
     for event in turn.events:
-        engine._hosting._settle(engine._hosting._now_s)
-        engine._hosting._bind_again(event.model_id)
+        engine._manager._settle(engine._manager._now_s)
+        engine._manager._bind_again(event.model_id)
     return 1
 
 
@@ -100,9 +100,9 @@ def poison_what_is_freed(engine: Engine, backend: Poisons) -> None:
     pool.retire = retire_and_poison  # type: ignore[method-assign]
 
 
-def kv_pages(engine: Engine, unit_id: str) -> int:
-    """Pages of a unit's KV."""
-    return engine.pool.owned(Owner(unit_id, "kv"))
+def kv_pages(engine: Engine, instance_id: str) -> int:
+    """Pages of a model's KV."""
+    return engine.pool.owned(Owner(instance_id, "kv"))
 
 
 def _free_run(engine: Engine, rng: random.Random, num_pages: int) -> PageRun | None:

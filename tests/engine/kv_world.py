@@ -2,7 +2,7 @@
 
 Everything handed to the device (steps and copies) waits in one queue and is carried out when the
 test says so, in order, as it was captured. A step writes, for each of its tokens and each layer, a
-stamp that names the unit, the layer and all tokens up to there, then reads back whatever its rows
+stamp that names the model, the layer and all tokens up to there, then reads back whatever its rows
 may attend to. Pages whose fence has passed are overwritten at once, beside the queue, as a loader
 would. So a block that is shared wrongly, reused too early or moved without its table is a stamp
 that does not agree.
@@ -12,18 +12,17 @@ The oracle beside it is a dict: which (group, hash) pairs could be found if noth
 
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from engine.memory.kv_cache import KvCache
-from engine.memory.kv_memory import KvMemory
+from engine.memory.kv_memory import KvMemory, Move
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
-from engine.memory.prefix_cache import extend_hashes
-from engine.memory.request_kv import HOLE, RequestKv
+from engine.memory.prefix_cache import HOLE, RequestKv, extend_hashes
 from kernels.paged_attention import LayerGeometry
 
 PAGE_BYTES = 4096
@@ -45,16 +44,16 @@ UNITS: dict[str, list[LayerGeometry]] = {
 class Job:
     """A request: `num_good` tokens are known to be computed, `num_launched` are under way."""
 
-    unit: str
+    instance: str
     tenant: str
     token_ids: list[int]
     kv: RequestKv
     num_good: int = 0
     num_launched: int = 0
-    is_doubtful: bool = False  # a step of its unit failed meanwhile: nothing of it is kept
+    is_doubtful: bool = False  # a step of its model failed meanwhile: nothing of it is kept
 
     def __repr__(self) -> str:
-        return f"<{self.unit} {self.tenant} {self.num_good}/{len(self.token_ids)}>"
+        return f"<{self.instance} {self.tenant} {self.num_good}/{len(self.token_ids)}>"
 
 
 @dataclass(eq=False)
@@ -62,16 +61,16 @@ class Step:
     """Rows (job, first, end). `wrong`: those that read what is not theirs, once it has run."""
 
     number: int
-    unit: str
+    instance: str
     rows: list[tuple[Job, int, int]]
     fails: bool
     wrong: set[Job] = field(default_factory=set)
     done: bool = False
 
 
-def chain(unit: str, tokens: list[int]) -> list[int]:
-    """One number for each prefix of the tokens, in this unit."""
-    value, found = zlib.crc32(unit.encode()), []
+def chain(instance: str, tokens: list[int]) -> list[int]:
+    """One number for each prefix of the tokens, in this model."""
+    value, found = zlib.crc32(instance.encode()), []
     for token in tokens:
         value = mix(value ^ mix(token + 1))
         found.append(value)
@@ -87,40 +86,40 @@ def mix(value: int) -> int:
 
 
 class World:
-    """Several units over one pool."""
+    """Several models over one pool."""
 
-    def __init__(self, num_pages: int, units: list[str], low: int = 0, high: int = 0) -> None:
+    def __init__(self, num_pages: int, instances: list[str], low: int = 0, high: int = 0) -> None:
         self.pool = PagePool(num_pages, PAGE_BYTES)
         self.bytes = np.full(num_pages * PAGE_BYTES, POISON, dtype=np.uint8)
         self.words = self.bytes.view(np.uint64)
         self.queue: deque[Callable[[], None]] = deque()
-        self.memory = KvMemory(self.pool, self._copy, low, high)
+        self.memory = KvMemory(self.pool, self, low, high)
         self.caches: dict[str, KvCache] = {}
-        for number, unit in enumerate(units):
-            plan = plan_kv(UNITS[unit], torch.float32, BLOCK_TOKENS, PAGE_BYTES, num_pages)
+        for number, instance in enumerate(instances):
+            plan = plan_kv(UNITS[instance], torch.float32, BLOCK_TOKENS, PAGE_BYTES, num_pages)
             cache = KvCache(
-                Owner(unit, "kv"), plan, self.pool, torch.device("cpu"), max_chunk=MAX_CHUNK
+                Owner(instance, "kv"), plan, self.pool, torch.device("cpu"), max_chunk=MAX_CHUNK
             )
-            self.caches[unit] = cache
-            self.memory.register(unit, cache, 1.0 + number)
+            self.caches[instance] = cache
+            self.memory.register(instance, cache, 1.0 + number)
         self.jobs: list[Job] = []
         self.steps: deque[Step] = deque()
         self.num_steps = 0
         self.num_ended = 0
         self.known: dict[str, list[set[bytes]]] = {
-            unit: [set() for _ in cache.groups] for unit, cache in self.caches.items()
+            instance: [set() for _ in cache.groups] for instance, cache in self.caches.items()
         }
         self.now_s = 0.0
 
     # The device ---------------------------------------------------------------------------
 
-    def launch(self, unit: str, rows: list[tuple[Job, int]], fails: bool) -> Step:
+    def launch(self, instance: str, rows: list[tuple[Job, int]], fails: bool) -> Step:
         """A step over blocks that are reserved already: (job, tokens)."""
-        cache = self.caches[unit]
+        cache = self.caches[instance]
         self.num_steps += 1
         self.pool.begin_step(self.num_steps)
         laid = [(job, job.num_launched, job.num_launched + tokens) for job, tokens in rows]
-        step = Step(self.num_steps, unit, laid, fails)
+        step = Step(self.num_steps, instance, laid, fails)
         captured = [
             (job, first, end, [list(table) for table in job.kv.tables], list(job.token_ids))
             for job, first, end in laid
@@ -129,9 +128,9 @@ class World:
 
         def run() -> None:
             for job, first, end, blocks, tokens in captured:
-                names = np.array(chain(unit, tokens[:end]), dtype=np.uint64)
+                names = np.array(chain(instance, tokens[:end]), dtype=np.uint64)
                 for g, table in enumerate(tables):
-                    if not self._run_row(unit, g, table, blocks[g], names, first, fails):
+                    if not self._run_row(instance, g, table, blocks[g], names, first, fails):
                         step.wrong.add(job)
             step.done = True
             self.num_ended = step.number
@@ -162,7 +161,7 @@ class World:
 
     def _run_row(
         self,
-        unit: str,
+        instance: str,
         g: int,
         table: torch.Tensor,
         blocks: list[int],
@@ -171,7 +170,7 @@ class World:
         fails: bool,
     ) -> bool:
         """Whether it read what belongs there."""
-        plan = self.caches[unit].plan.groups[g]
+        plan = self.caches[instance].plan.groups[g]
         end = len(names)
         low = max(0, first - plan.window + 1) if plan.window else 0
         position = np.arange(low, end)
@@ -187,9 +186,12 @@ class World:
         self.words[places[:, seen:]] = ~wanted[:, seen:] if fails else wanted[:, seen:]
         return bool((self.words[places[:, :seen]] == wanted[:, :seen]).all())
 
-    def _copy(self, moves: object) -> None:
-        self.pool.begin_copies()
-        pieces = list(moves)  # type: ignore[call-overload]
+    def last_done(self) -> int:
+        return self.num_ended
+
+    def copy_within(self, moves: Sequence[Move]) -> None:
+        """As a device: behind the step that was launched last."""
+        pieces = list(moves)
 
         def run() -> None:
             for source, target, size in pieces:
@@ -211,8 +213,8 @@ class World:
         hashes = self.hashes(job, most * BLOCK_TOKENS)
         for length in range(most, 0, -1):
             if all(
-                hashes[i] in self.known[job.unit][g]
-                for g, group in enumerate(self.caches[job.unit].groups)
+                hashes[i] in self.known[job.instance][g]
+                for g, group in enumerate(self.caches[job.instance].groups)
                 for i in range(group.plan.first_needed(length * BLOCK_TOKENS), length)
             ):
                 return length * BLOCK_TOKENS
@@ -228,29 +230,33 @@ class World:
         for g, table in enumerate(job.kv.tables):
             for i, name in enumerate(self.hashes(job, job.num_good)):
                 if i >= first // BLOCK_TOKENS and table[i] != HOLE:
-                    self.known[job.unit][g].add(name)
+                    self.known[job.instance][g].add(name)
 
     def forget_lost(self) -> None:
         """After an operation that may take memory from cached blocks: what is gone is gone.
 
         What a request refers to must not be among it.
         """
-        for unit, cache in self.caches.items():
+        for instance, cache in self.caches.items():
             for g, group in enumerate(cache.groups):
-                self.known[unit][g] = {
-                    name for name in self.known[unit][g] if group.index.find(name) is not None
+                self.known[instance][g] = {
+                    name for name in self.known[instance][g] if group.index.find(name) is not None
                 }
 
     def check(self) -> None:
         """Everything that must hold at any moment."""
         self.pool.check_integrity()
         self.memory.check_integrity()
-        for unit, cache in self.caches.items():
-            cache.check_integrity([job.kv for job in self.jobs if job.unit == unit])
+        for instance, cache in self.caches.items():
+            cache.check_integrity([job.kv for job in self.jobs if job.instance == instance])
             for g, group in enumerate(cache.groups):
-                found = {name for name in self.known[unit][g] if group.index.find(name) is not None}
-                assert found == self.known[unit][g], f"{unit} {g} lost a block that it had to keep"
-                assert len(group.index) == len(found), f"{unit} {g} keeps what it was not told"
+                found = {
+                    name for name in self.known[instance][g] if group.index.find(name) is not None
+                }
+                assert found == self.known[instance][g], (
+                    f"{instance} {g} lost a block that it had to keep"
+                )
+                assert len(group.index) == len(found), f"{instance} {g} keeps what it was not told"
         mask = self.memory.evictable_mask()
         assert int(mask.sum()) == self.memory.num_evictable()
         for page in np.flatnonzero(mask):

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
+from engine.dependencies import real_weight_store
 from engine.memory.page_pool import Owner, PagePool
-from engine.packs.pack import (
+from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
-    PACK_VERSION,
     Chunk,
     KvGroup,
     PackIndex,
@@ -26,10 +26,11 @@ from engine.packs.pack import (
     TensorEntry,
     write_index,
 )
-from engine.protocol import ModelSpec
+from engine.packs.weights import DiskPacks
+from engine.protocol import PACK_VERSION, ModelSpec
+from engine.residency.loaded_models import ResidencyEvent
 from engine.residency.residency import Residency
-from engine.residency.residency_state import ResidencyEvent
-from tests.engine.kv_room_rig import PagedKv
+from tests.engine.kv_space_rig import NoKv, PagedKv
 
 PAGE = 1 << 14
 
@@ -120,7 +121,7 @@ class GuardedBackend(CpuBackend):
         size = self._pool.page_bytes
         for page in range(offset // size, -(-(offset + num_bytes) // size)):
             owner = self._pool.owner_of(page)
-            if self._pool.is_fenced(page) or owner is None or owner.kind != "weights":
+            if not self._pool.is_ripe([page]) or owner is None or owner.kind != "weights":
                 self.violations.append(page)
 
 
@@ -154,7 +155,12 @@ class Rig:
         self.backend = GuardedBackend(self.pool, fence_lag, execution)
         self.kv = PagedKv(self.pool, self.backend, kv == "stubborn")
         self.residency = Residency(
-            self.config, self.pool, self.backend, None if kv == "none" else self.kv
+            self.config,
+            self.pool,
+            self.backend,
+            DiskPacks(),
+            real_weight_store(self.backend, self.config),
+            NoKv(num_pages) if kv == "none" else self.kv,
         )
         self.busy: set[str] = set()
         self.dropped: list[str] = []

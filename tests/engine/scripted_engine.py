@@ -1,13 +1,14 @@
 """A deterministic engine for tests of the worker: one token a step a request, no arithmetic.
 
-Token n of a request is n. Implements `engine.worker.engine_like.EngineLike` with the real engine's
-rules for refusals, aborts and idempotence; residency changes are set by hand or take `load_steps`
-steps.
+Token n of a request is n. Implements as much of `Engine` as a worker calls, with the real
+engine's rules for refusals, aborts and idempotence; residency changes are set by hand or take
+`load_steps` steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from engine.engine import Engine
 from engine.errors import IntegrityError, RequestRefused
 from engine.protocol import (
     Finish,
@@ -16,31 +17,15 @@ from engine.protocol import (
     Lease,
     ModelSpec,
     ModelStatus,
-    RequestService,
     ResidencyState,
     Submit,
     SwapChoice,
     SwapRecord,
     TokenDelta,
     Usage,
+    WorkerStatus,
 )
-from engine.residency.residency_state import PLAIN_WISH, Wish
-
-
-@dataclass(frozen=True, slots=True)
-class ScriptedStatus:
-    """As engine.engine.EngineStatus."""
-
-    free_requests: int
-    free_kv_bytes: int
-    page_bytes: int
-    num_pages: int
-    pages: dict[str, int]
-    models: list[ModelStatus]
-    leases: list[Lease]
-    counters: dict[str, float]
-    cold_bytes_per_s: float = 0.0
-    service: Sequence[RequestService] = ()
+from engine.residency.loaded_models import PLAIN_LOAD, LoadRequest
 
 
 @dataclass(slots=True)
@@ -60,7 +45,7 @@ class Running:
 
 
 @dataclass(slots=True)
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Public fields are the script: tests read and set them between ticks."""
 
     max_requests: int = 8
@@ -74,7 +59,7 @@ class ScriptedEngine:
     loading: dict[str, int] = field(default_factory=dict)
     swaps: list[SwapRecord] = field(default_factory=list)
     choices: list[SwapChoice] = field(default_factory=list)
-    wishes: list[tuple[str, Wish]] = field(default_factory=list)
+    load_requests: list[tuple[str, LoadRequest]] = field(default_factory=list)
     num_steps: int = 0
     num_status: int = 0
     num_integrity: int = 0
@@ -96,16 +81,15 @@ class ScriptedEngine:
         self.running[request.request_id, request.attempt] = Running(request)
         self.taken.append(request.request_id)
 
-    def abort(self, request_id: str, attempt: int) -> None:
-        running = self.running.get((request_id, attempt))
-        if running is not None:
-            running.aborted = True
+    def abort_all(self, keys: Collection[tuple[str, int]]) -> None:
+        for key in self.running.keys() & set(keys):
+            self.running[key].aborted = True
 
-    def load(self, model_id: str, now_s: float, wish: Wish = PLAIN_WISH) -> None:
+    def load(self, model_id: str, now_s: float, load_request: LoadRequest = PLAIN_LOAD) -> None:
         if model_id not in self.states:
             raise RequestRefused("unknown_model", f"no model {model_id}")
-        self.wishes.append((model_id, wish))
-        if wish.to_host_tier:
+        self.load_requests.append((model_id, load_request))
+        if load_request.to_host_tier:
             return
         if self.states[model_id] != "resident" and model_id not in self.loading:
             self.states[model_id] = "loading"
@@ -145,14 +129,19 @@ class ScriptedEngine:
         return any(state in ("loading", "draining") for state in self.states.values())
 
     @property
-    def residency_key(self) -> object:
-        return tuple(self.states.items())
+    def residency_key(self) -> int:
+        return hash(tuple(self.states.items()))
 
-    def status(self, now_s: float) -> ScriptedStatus:
+    def status(self, now_s: float) -> WorkerStatus:
         self.num_status += 1
         free_requests = self.max_requests - len(self.running)
         resident = [m for m, state in self.states.items() if state == "resident"]
-        return ScriptedStatus(
+        return WorkerStatus(
+            epoch="",
+            worker_id="",
+            num_received=0,
+            lease_ttl_s=0.0,
+            swaps=[],
             free_requests=free_requests,
             free_kv_bytes=self.free_kv_bytes,
             page_bytes=65536,

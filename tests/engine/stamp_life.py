@@ -114,7 +114,7 @@ class Life:
         self.rig.abort(self.rng.choice((*names, "nobody")))
 
     def load(self) -> None:
-        """A model is wished for that is not there; others may have to move or go for it."""
+        """A model is asked for that is not there; others may have to move or go for it."""
         states = self.rig.states()
         away = [name for name in self.rig.catalog if states.get(name) in ("cold", "warm")]
         if away:
@@ -198,7 +198,7 @@ class Life:
             earlier = [
                 told
                 for told in list(self.rig.requests.values())[-30:]
-                if told.unit.name == pack and told.tokens
+                if told.instance.name == pack and told.tokens
             ]
             if earlier:
                 told = rng.choice(earlier)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.packs.pack import SEGMENT_ALIGN, KvGroup, read_index, write_index
+from engine.pack import SEGMENT_ALIGN, KvGroup, read_index, write_index
 from tests.engine.pack_rig import random_pack
 
 NUM_LAYERS = (1, 1, 2, 2, 3, 4, 6, 9, 12, 24, 40, 80)

@@ -21,10 +21,10 @@ from engine.backend.cpu import CpuBackend, CpuPending
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestRefused
-from engine.packs.pack import PackIndex, read_index
+from engine.pack import PackIndex, read_index
+from engine.packs.loader import ReadJob
+from engine.packs.weight_store import DiskWeightStore
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
-from engine.residency.loader import Job
-from engine.residency.tiers import Tiers
 from tests.engine.engine_hooks import count_events, poison_what_is_freed
 from tests.engine.stamp_packs import Shape, stamp_pack
 from tests.engine.stamp_runner import Oracle, StampLog, StampRunner
@@ -101,9 +101,9 @@ class HandLoader:
     """Stands in for `loader.PackLoader`: parts are done when `work` says so, in this thread."""
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[Job, int, Future[None]]] = deque()
+        self._parts: deque[tuple[ReadJob, int, Future[None]]] = deque()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: ReadJob) -> None:
         """Queue every part."""
         job._started_s = 0.0
         for number in range(len(job.index.chunks)):
@@ -137,7 +137,7 @@ class Told:
     """A request as the caller knows it. `excuse`: why it may end with an error, if it may."""
 
     submit: Submit
-    unit: Path
+    instance: Path
     at_s: float
     answer: list[int]
     chains: list[int]
@@ -190,11 +190,11 @@ class StampRig:
         self.backend.poison(0, self.config.arena_bytes)
         self.engine = Engine(self.config, self.backend)
         self.loader = HandLoader()
-        tiers = self.engine._hosting.residency._tiers
-        assert isinstance(tiers, Tiers)
-        tiers._loader.close()
-        tiers._loader = self.loader  # type: ignore[assignment]
-        self.engine._hosting._bind = self._bind  # type: ignore[method-assign,assignment]
+        weight_store = self.engine._manager.residency._weight_store
+        assert isinstance(weight_store, DiskWeightStore)
+        weight_store._loader.close()
+        weight_store._loader = self.loader  # type: ignore[assignment]
+        self.engine._manager._bind = self._bind  # type: ignore[method-assign,assignment]
         poison_what_is_freed(self.engine, self.backend)
 
     # What a caller does ---------------------------------------------------------------------
@@ -204,7 +204,7 @@ class StampRig:
         named = {spec.model_id: spec for spec in specs}
         for told in self.open.values():
             now = named.get(told.submit.model_id)
-            if now is None or Path(now.pack_dir) != told.unit:
+            if now is None or Path(now.pack_dir) != told.instance:
                 told.excuse = "its model was taken away"
         self.catalog = named
         self.engine.set_catalog(specs, self.now_s)
@@ -237,8 +237,8 @@ class StampRig:
         except RequestRefused as refused:
             self.events[f"refused: {refused.code}"] += 1
             raise
-        unit = Path(self.catalog[model_id].pack_dir)
-        story = self.oracles[unit].story(prompt, max_tokens)
+        instance = Path(self.catalog[model_id].pack_dir)
+        story = self.oracles[instance].story(prompt, max_tokens)
         answer = list(story.token_ids[len(prompt) :])
         for i, token in enumerate(answer):
             if token in stop:
@@ -246,8 +246,8 @@ class StampRig:
                 break
         block = self.config.block_tokens
         chains = [int(story.chain[end - 1]) for end in range(block, len(story.chain) + 1, block)]
-        self._chains.setdefault((tenant, unit), Counter()).update(chains)
-        told = Told(submit, unit, self.now_s, answer, chains)
+        self._chains.setdefault((tenant, instance), Counter()).update(chains)
+        told = Told(submit, instance, self.now_s, answer, chains)
         self.requests[name] = self.open[name] = told
         self.events["requests"] += 1
         return name
@@ -324,7 +324,7 @@ class StampRig:
         self.set_catalog([])
         self.step()
         self._until_all_is_free(max_steps)
-        assert not self.engine._hosting.runners
+        assert not self.engine._manager.runners
         self.loader.work(10_000)
         self.engine.close()
         self.backend.close()
@@ -371,7 +371,7 @@ class StampRig:
 
     def _most_cached(self, told: Told) -> int:
         """Leading tokens that another request of the same tenant and pack shares."""
-        known = self._chains[told.submit.tenant_id, told.unit]
+        known = self._chains[told.submit.tenant_id, told.instance]
         num_blocks = 0
         for chain in told.chains:
             if known[chain] < 2:  # itself, and another one
@@ -387,16 +387,16 @@ class StampRig:
 
     def _why(self) -> str:
         queues = {
-            q.unit_id: (len(q.running), len(q.waiting)) for q in self.engine._scheduler.queues()
+            q.instance_id: (len(q.running), len(q.waiting)) for q in self.engine._scheduler.queues()
         }
         return f"states {self.states()}, queues {queues}, free {self.engine.pool.num_free}"
 
-    def _bind(self, unit_id: str, index: PackIndex, runner: StampRunner | None) -> StampRunner:
-        """In place of `Hosting._bind`: the same with another kind of runner."""
-        residency = self.engine._hosting.residency
+    def _bind(self, instance_id: str, index: PackIndex, runner: StampRunner | None) -> StampRunner:
+        """In place of `ModelManager._bind`: the same with another kind of runner."""
+        residency = self.engine._manager.residency
         runner = runner or StampRunner(
-            unit_id,
-            residency.pack_dir(unit_id),
+            instance_id,
+            residency.pack_dir(instance_id),
             index,
             self.backend.arena,
             self.engine.pool,
@@ -406,6 +406,6 @@ class StampRig:
             log=self.log,
             rng=self.rng,
         )
-        views = residency.weights(unit_id)
+        views = residency.weights(instance_id)
         runner.bind(views.tensors, views.generation)
         return runner

@@ -21,11 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from engine.memory.kv_cache import KvCache
-from engine.memory.kv_plan import plan_kv
+from engine.memory.kv_plan import plan_pack
 from engine.memory.page_pool import Owner, PagePool
-from engine.packs.pack import BLOB_NAME, PackIndex
+from engine.pack import BLOB_NAME, PackIndex
 from engine.running.batch import StepBatch
-from engine.running.model_runner import layer_geometries
 from engine.sampling.sampler import SampleOutput
 from kernels.paged_attention import BlockGeometry, PagedBatch, Rows
 
@@ -210,7 +209,7 @@ class StampRunner:
 
     def __init__(
         self,
-        unit_id: str,
+        instance_id: str,
         pack_dir: Path,
         index: PackIndex,
         arena: torch.Tensor,
@@ -221,16 +220,12 @@ class StampRunner:
         log: StampLog,
         rng: random.Random,
     ) -> None:
-        self.unit_id = unit_id
+        self.instance_id = instance_id
         self.index = index
-        plan = plan_kv(
-            layer_geometries(index),
-            getattr(torch, index.kv_dtype),
-            block_tokens,
-            pool.page_bytes,
-            pool.num_pages,
+        plan = plan_pack(
+            index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages
         )
-        self.cache = KvCache(Owner(unit_id, "kv"), plan, pool, arena.device, caching, max_chunk)
+        self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self.oracle = Oracle(index)
         self._log = log
         self._rng = rng
@@ -256,7 +251,7 @@ class StampRunner:
         """Write, read, compare; the next tokens."""
         self._log.num_steps += 1
         if self._tensors is None:
-            self._log.note(f"{self.unit_id} runs without weights")
+            self._log.note(f"{self.instance_id} runs without weights")
         whole, self._all_new = self._all_new, False
         self._check_weights(whole or self._log.num_steps % WHOLE_CHECK_EVERY == 0)
         laid = self._lay_out(batch)
@@ -295,7 +290,7 @@ class StampRunner:
         for row in batch.rows:
             submit = row.request.submit
             story = self.oracle.story(submit.prompt_token_ids, submit.max_tokens)
-            end = start + row.num_tokens
+            end = start + row.num_scheduled_tokens
             first, last = positions[start], positions[end - 1]
             if positions[start:end] != list(range(first, last + 1)):
                 self._log.note(f"{submit.request_id}: positions {positions[start:end]}")
@@ -316,7 +311,9 @@ class StampRunner:
         offset = paged.token_offset.numpy()
         places = list(zip(chunk.tolist(), slot.tolist(), offset.tolist(), strict=True))
         if len(set(places)) != len(places) or min(map(min, places)) < 0:
-            self._log.note(f"{self.unit_id}: a step writes twice to one place or to none: {places}")
+            self._log.note(
+                f"{self.instance_id}: a step writes twice to one place or to none: {places}"
+            )
             return
         # A step that fails may have written anything, but only where it had to write.
         chain = np.concatenate(
@@ -335,7 +332,7 @@ class StampRunner:
             seen.update(starts)
             self._read_rows(group, paged.table.numpy(), rows, [by_start[i] for i in starts])
         if seen != by_start.keys():
-            self._log.note(f"{self.unit_id}: rows {seen ^ by_start.keys()} do not attend")
+            self._log.note(f"{self.instance_id}: rows {seen ^ by_start.keys()} do not attend")
 
     def _read_rows(self, group: GroupStamps, table: I64, rows: Rows, laid: Sequence[_Laid]) -> None:
         window, tokens = group.window, group.block_tokens
@@ -356,14 +353,15 @@ class StampRunner:
             seen[i, low - first[i] : end - first[i]] = row.name not in self._log.faulted
         chunk, slot = rows.chunk.numpy(), rows.slot.numpy()
         if min(chunk.min(), slot.min(), table.min()) < 0 or chunk.max() >= table.shape[1]:
-            self._log.note(f"{self.unit_id}: a table points nowhere")
+            self._log.note(f"{self.instance_id}: a table points nowhere")
             return
         self._log.num_positions += int(seen.sum()) * table.shape[0]
         wrong = group.wrong(table, chunk, slot, group.stamps(chain), seen)
         for layer, i, place in wrong[:1].tolist():
             self._log.note(
-                f"{laid[i].name} of {self.unit_id}: {len(wrong)} positions read wrong, the first "
-                f"{first[i] + place} of 0..{len(laid[i].chain) - 1} in layer {group.layers[layer]}"
+                f"{laid[i].name} of {self.instance_id}: {len(wrong)} positions read wrong, the "
+                f"first {first[i] + place} of 0..{len(laid[i].chain) - 1} in layer "
+                f"{group.layers[layer]}"
             )
 
     def _sample(self, batch: StepBatch, laid: Sequence[_Laid], broken: bool) -> SampleOutput:
@@ -391,4 +389,4 @@ class StampRunner:
             begin = self.index.segments[entry.segment].offset + entry.offset
             view = self._tensors[entry.name].numpy().view(np.uint8).reshape(-1)[low:high]
             if not np.array_equal(view, self._blob[begin + low : begin + high]):
-                self._log.note(f"weights {entry.name} of {self.unit_id} are not the pack's")
+                self._log.note(f"weights {entry.name} of {self.instance_id} are not the pack's")

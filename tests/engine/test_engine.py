@@ -19,10 +19,10 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.errors import RequestRefused
 from engine.memory.page_pool import PagePool
-from engine.packs.pack import read_index
+from engine.pack import read_index
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
 from engine.running.model_runner import ModelRunner
-from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel
+from tests.engine.tiny_models import MAX_CONTEXT, VOCAB, TinyModel
 
 PAGE = 8192
 Models = dict[str, TinyModel]
@@ -114,7 +114,7 @@ class Driver:
         return self.engine.status(self.now_s).counters[name]
 
     def runner(self, model_id: str) -> ModelRunner:
-        runner = self.engine._runners[self.engine._hosting.catalog.unit(model_id)]
+        runner = self.engine._runners[self.engine._manager.catalog.instance_of(model_id)]
         assert isinstance(runner, ModelRunner)
         return runner
 
@@ -416,8 +416,8 @@ def test_broken_weights_end_their_requests_and_nobody_elses(
     driver = Driver(tiny_models, num_pages=400, mode=mode)
     driver.make_resident("llama")
     driver.make_resident("qwen3")
-    unit = driver.engine._hosting.catalog.unit("llama")
-    views = driver.engine._residency.weights(unit).tensors
+    instance = driver.engine._manager.catalog.instance_of("llama")
+    views = driver.engine._residency.weights(instance).tensors
     views["model.norm.weight"].fill_(float("nan"))
     driver.submit("bad", "llama", [2, 3, 4], 10)
     driver.submit("good", "qwen3", [2, 3, 4], 10)
@@ -436,8 +436,10 @@ def test_a_broken_chunk_of_a_prompt_ends_its_request_and_is_never_found(
     model = tiny_models["llama"]
     driver = Driver(tiny_models, num_pages=400, mode=mode, max_batch_tokens=16)
     driver.make_resident("llama")
-    unit = driver.engine._hosting.catalog.unit("llama")
-    norm = driver.engine._residency.weights(unit).tensors["model.layers.0.input_layernorm.weight"]
+    instance = driver.engine._manager.catalog.instance_of("llama")
+    norm = driver.engine._residency.weights(instance).tensors[
+        "model.layers.0.input_layernorm.weight"
+    ]
     sound = norm.clone()
     prompt = list(range(2, 62))
     norm.fill_(float("nan"))

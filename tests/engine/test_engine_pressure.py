@@ -14,7 +14,6 @@ from engine.protocol import ModelSpec
 from engine.running import model_runner
 from engine.running.batch import StepBatch
 from engine.sampling.sampler import SampleOutput, sample
-from tests.engine.models import TinyModel
 from tests.engine.test_engine import (
     MODES,
     Driver,
@@ -25,6 +24,7 @@ from tests.engine.test_engine import (
     weight_pages,
     with_lags,
 )
+from tests.engine.tiny_models import TinyModel
 
 KV_PAGES = 6  # for some 64 tokens of llama
 
@@ -53,6 +53,23 @@ def test_idle_weights_give_way_to_kv(
     driver.run(lambda: "x" in driver.finishes, steps=500)
     assert driver.tokens["x"] == generated(tiny_models["llama"], tokens, new)
     assert any(swap.reason == "KV of llama" for swap in driver.engine.take_swaps()[0])
+    driver.empty()
+
+
+def test_cached_kv_stays_where_idle_weights_are_worth_less(tiny_models: Models) -> None:
+    """A prompt that comes again is found, and the model that nobody has asked for goes."""
+    driver = cramped(tiny_models)
+    driver.submit("once", "qwen3", [2, 3, 4], 2)
+    driver.run(lambda: "once" in driver.finishes)
+    driver.now_s += 3600.0
+    for i in range(5):
+        prompt = [2 + (i * 7 + j * j) % 90 for j in range(44)]
+        for name in (f"first-{i}", f"again-{i}"):
+            driver.submit(name, "llama", prompt, 4)
+            driver.run(lambda name=name: name in driver.finishes)  # type: ignore[misc]
+        assert driver.finishes[f"again-{i}"].usage.cached_tokens >= 40, i
+    assert any(swap.reason == "cached KV of llama" for swap in driver.engine.take_swaps()[0])
+    assert driver.state("qwen3") in ("cold", "warm")
     driver.empty()
 
 
@@ -204,9 +221,9 @@ def test_swaps_of_models_that_have_left_the_catalog_are_told(tiny_models: Models
         driver.run(lambda: driver.engine.pool.num_free == driver.engine.pool.num_pages)
     swaps = [(swap.kind, swap.model_id) for swap in driver.engine.take_swaps()[0]]
     assert [kind for kind, _ in swaps] == ["load", "load", "evict", "evict"]
-    # Under their units' ids, since nobody asked before the names were gone.
-    units = [tiny_models[name].pack_dir.name for name in ("llama", "qwen3")]
-    assert sorted(name for kind, name in swaps if kind == "evict") == sorted(units)
+    # Under their models' ids, since nobody asked before the names were gone.
+    instances = [tiny_models[name].pack_dir.name for name in ("llama", "qwen3")]
+    assert sorted(name for kind, name in swaps if kind == "evict") == sorted(instances)
     driver.empty()
 
 
@@ -344,6 +361,7 @@ def test_cached_blocks_give_way_before_anybody_is_preempted(
     models = {name: tiny_models[name] for name in ("llama", "qwen3")}
     pages = sum(map(weight_pages, models.values()))
     driver = Driver(models, pages + 40, mode=mode, fence_lag=1)
+    driver.engine.set_catalog([spec_of(model, pinned=True) for model in models.values()], 0.0)
     for i in range(8):
         name = ("llama", "qwen3")[i % 2]
         driver.make_resident(name)

@@ -161,7 +161,7 @@ def test_the_bytes_on_the_wire() -> None:
     constrained = msgspec.structs.replace(submit, constraint=Constraint("regex", "a"))
     assert encode(constrained) == encode(submit)[:-11] + b"\x92\xa5regex\xa1a" + zero + b"\xc0"
     encoder = msgspec.structs.replace(submit, encode=EncodeInputs([1], [0]))
-    assert encode(encoder) == encode(submit)[:-1] + b"\x92\x91\x01\x91\x00"
+    assert encode(encoder) == encode(submit)[:-1] + b"\x93\x91\x01\x91\x00\xc2"
     logprobs = TokenLogprobs(-0.5, [(4, -0.5)])
     delta = TokenDelta("r", 1, [4], Finish("stop", Usage(1, 0, 1, 0.0)), [logprobs])
     assert encode(StepOutput("e", [delta])) == (

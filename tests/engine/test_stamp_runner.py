@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.memory.page_pool import PagePool
-from engine.packs.pack import read_index
+from engine.pack import read_index
 from engine.packs.weights import build_views
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
@@ -41,9 +41,10 @@ class Bench:
             "u", self.pack, index, self.arena, self.pool, BLOCK, True, 0, self.log, self.rng
         )
         owner = self.runner.cache.owner
-        runs = self.pool.alloc_runs(
-            type(owner)("u", "weights"), [-(-size // PAGE) for size in self.shape.segment_bytes]
-        )
+        runs = [
+            self.pool.alloc_run(type(owner)("u", "weights"), -(-size // PAGE))
+            for size in self.shape.segment_bytes
+        ]
         blob = np.fromfile(self.pack / "weights.bin", dtype=np.uint8)
         for run, segment in zip(runs, index.segments, strict=True):
             content = blob[segment.offset : segment.offset + segment.num_bytes]
@@ -118,7 +119,7 @@ def test_stamps_lie_where_the_kernels_read(tmp_path: Path, seed: int) -> None:
 
 
 def _start(batch: StepBatch, row: ScheduledRow) -> int:
-    return sum(other.num_tokens for other in batch.rows[: batch.rows.index(row)])
+    return sum(other.num_scheduled_tokens for other in batch.rows[: batch.rows.index(row)])
 
 
 def test_answers_are_a_function_of_the_prefix_and_the_pack(tmp_path: Path) -> None:

@@ -1,12 +1,16 @@
-"""One Redis for a test, empty at its start."""
+"""An application over scripted neighbours and its client; one Redis for a test, empty at its start.
+
+A module with another application has a fixture `kit` of its own.
+"""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.gateway.store.redis_kit import RedisServer
+from tests.gateway.edge_kit import Client, Kit, client_of, make_kit
+from tests.redis_kit import RedisServer
 
 
 @pytest.fixture
@@ -18,3 +22,14 @@ def redis_server() -> Iterator[RedisServer]:
         server.start()
         yield server
         server.stop()
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Kit:
+    return make_kit(tmp_path / "tiny")
+
+
+@pytest.fixture
+async def client(kit: Kit) -> AsyncIterator[Client]:
+    async with client_of(kit) as client:
+        yield client

@@ -21,6 +21,8 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from admin.app import AdminApp
+from admin.web.headers import PREFIX
 from engine.protocol import (
     Finish,
     FinishReason,
@@ -29,28 +31,32 @@ from engine.protocol import (
     Usage,
     WorkerStatus,
 )
-from gateway.app import Application, create_app
-from gateway.cache.embed_worker import EmbeddingWorker
-from gateway.directory import Directory
-from gateway.dispatch.running import RequestStream, StreamEnd
-from gateway.edge import Edge, build_edge
+from gateway.auth.directory import Directory
+from gateway.cache.embedder import EmbeddingWorker
+from gateway.dispatch.tickets import RequestStream, StreamEnd
 from gateway.errors import ApiError
-from gateway.policy.price_book import PriceBook
-from gateway.policy.pricing import Prices
-from gateway.server.connections import Connections
-from gateway.server.http_protocol import http_config
-from gateway.server.http_server import AcceptingServer
-from gateway.services import DispatcherSnapshot, LedgerSnapshot, Services
-from gateway.settings import Settings
-from gateway.store.memory import MemoryStore
-from gateway.stream import ClientWatch
+from gateway.http.acceptor import Connections
+from gateway.http.app import Application, create_app
+from gateway.http.http_protocol import http_config
+from gateway.http.http_server import AcceptingServer
+from gateway.http.post import ClientWatch
+from gateway.limits.store import MemoryStore
+from gateway.pipeline.edge import Edge, build_edge
+from gateway.pipeline.pipeline import Services
+from gateway.pricing.policy.pricing import PriceBook, Prices
+from gateway.protocols import DispatcherSnapshot, LedgerSnapshot
+from gateway.settings.settings import Settings
+from gateway.text.prepare_pool import PreparePool
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
-from registry.api_keys import KEY_PREFIX, KeyRecord, public_id_of
-from registry.key_cache import KeyCache
-from registry.ledger import OpenRecord, Posting
-from registry.quotas import Limits
+from registry.accounts.api_keys import KEY_PREFIX, KeyRecord, public_id_of
+from registry.accounts.key_terms import KeyCache
+from registry.accounts.quotas import Limits
+from registry.money.ledger import OpenRecord, Posting
+from tests.gateway.prepare_kit import shared_pool
 
 KEY = "test-key-for-everything"
+PLENTY = Limits(max_concurrency=10**6)
+"""Of the gateway: every request holds a reservation, and none is refused."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] | trim) }}"
     "{{ '<|im_end|>\n' }}{% endfor %}"
@@ -227,6 +233,18 @@ def score(token_id: int, num_top: int) -> TokenLogprobs:
 Script = Callable[[Running], None]
 
 
+def silent(running: Running) -> None:
+    """A script: the worker says nothing until the test does."""
+    del running
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for it, at most five seconds."""
+    async with asyncio.timeout(5):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
 class ScriptedDispatcher:
     """Runs `script` for each request as soon as it is queued. An abort ends a request at once."""
 
@@ -340,6 +358,7 @@ class Kit:
     """An application over scripted neighbours, with the model `tiny` and the key KEY."""
 
     app: Application
+    admin: AdminApp
     edge: Edge
     dispatcher: ScriptedDispatcher
     ledger: RecordingLedger
@@ -384,7 +403,21 @@ class Kit:
 
     def use_keys(self, *keys: KeyRecord) -> None:
         """Replace the keys."""
-        self.directory.replace(self.directory.version + 1, keys, self.directory.models())
+        self.directory.replace(self.directory.version + 1, keys, self.directory.models(), PLENTY)
+
+    async def begun(self) -> Running:
+        """The next request that reaches the dispatcher."""
+        await asyncio.wait_for(self.dispatcher.came.wait(), 5)
+        self.dispatcher.came.clear()
+        return self.dispatcher.requests[-1]
+
+    async def settled(self, num: int = 1) -> None:
+        """Wait until so many requests have ended in the ledger and hold nothing."""
+        ledger = self.ledger
+        await until(
+            lambda: len(ledger.posted) + len(ledger.voided) >= num and not self.edge.store.num_open
+        )
+        self.check_closed()
 
     def check_closed(self) -> None:
         """Nothing is held any more: every request that was opened has ended."""
@@ -400,6 +433,7 @@ def make_kit(
     template: str | None = CHAT_TEMPLATE,
     max_context: int = 256,
     embedding: EmbeddingWorker | None = None,
+    pool: PreparePool | None = None,
     **settings: Any,
 ) -> Kit:
     """An application; close its edge when done."""
@@ -407,18 +441,19 @@ def make_kit(
     directory, dispatcher, ledger = Directory(), ScriptedDispatcher(), RecordingLedger()
     model = hosted_model(folder, max_context=max_context)
     book = PriceBook({model.name: [(0.0, PRICES)]})
-    directory.replace(1, [key_record()], [model], book=book)
+    directory.replace(1, [key_record()], [model], PLENTY, book)
     services = Services(
-        settings=Settings(**{"default_max_tokens": 32, **settings}),
+        settings=Settings(**{"default_max_tokens": 32, "metrics_token": "*", **settings}),
         directory=directory,
         dispatcher=dispatcher,
         ledger=ledger,
         metrics_registry=CollectorRegistry(),
         embedding_worker=embedding,
     )
-    edge = build_edge(services)
-    app = create_app(services, edge)
-    return Kit(app, edge, dispatcher, ledger, directory, model, tokenizer)
+    edge = build_edge(services, pool=pool or shared_pool())
+    admin = AdminApp(edge)
+    app = create_app(services, {PREFIX: lambda _: admin}, edge)
+    return Kit(app, admin, edge, dispatcher, ledger, directory, model, tokenizer)
 
 
 class _Server(AcceptingServer):
@@ -456,7 +491,7 @@ async def serving(
 
 @dataclass
 class FakeConnection:
-    """Implements stream.ClientConnection; the test says when it is full, drained or gone."""
+    """Implements post.ClientConnection; the test says when it is full, drained or gone."""
 
     is_full: bool = False
     is_gone: bool = False

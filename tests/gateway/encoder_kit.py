@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from gateway.policy.price_book import PriceBook
-from gateway.policy.pricing import Prices
+from gateway.pricing.policy.pricing import PriceBook, Prices
 from gateway.types import HostedModel, PreparedRequest
-from tests.gateway.edge_kit import Kit, Running, key_record, make_kit
+from tests.gateway.edge_kit import PLENTY, Kit, Running, key_record, make_kit
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "ran", "to", "far", "old", "moon", "red"]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -104,6 +103,6 @@ def make_encoder_kit(folder: Path, **settings: Any) -> Kit:
     write_encoder(folder / "encoder")
     models = encoder_models(folder / "encoder")
     prices = {model.name: [(0.0, Prices(prompt_nanos=4, embedding_nanos=3))] for model in models}
-    kit.directory.replace(2, [key_record()], [kit.model, *models], book=PriceBook(prices))
+    kit.directory.replace(2, [key_record()], [kit.model, *models], PLENTY, PriceBook(prices))
     kit.dispatcher.script = answering
     return kit

@@ -4,7 +4,8 @@
 (Submits received, requests and KV tokens in use), so that its statuses are true.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 from engine.protocol import (
     Abort,
@@ -27,12 +28,14 @@ from engine.protocol import (
     UnloadModel,
     Usage,
     WorkerStatus,
+    encode,
 )
 from gateway.dispatch.dispatcher import Dispatcher
-from gateway.dispatch.worker_connection import WorkerListener, WorkerUnavailable
-from gateway.settings import Settings
+from gateway.dispatch.tickets import RequestStream
+from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
-from registry.quotas import Limits
+from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from registry.accounts.quotas import Limits
 
 KV_BYTES = 10
 WEIGHT_BYTES = 1000
@@ -76,6 +79,7 @@ class ScriptedWorker:
     def send(self, message: ToWorker) -> None:
         if not self.reachable:
             raise WorkerUnavailable(self.worker_id)
+        encode(message)
         self.sent.append(message)
         if isinstance(message, Submit):
             self.running[message.request_id, message.attempt] = message
@@ -204,11 +208,13 @@ class ScriptedWorker:
         delta = TokenDelta(request_id, attempt, [], finish, vectors=vectors)
         self.heard.on_deltas(self.worker_id, self.epoch, [delta])
 
-    def refuse(self, request_id: str, code: RefusalCode, *, retryable: bool) -> None:
+    def refuse(
+        self, request_id: str, code: RefusalCode, *, retryable: bool, message: str = "because"
+    ) -> None:
         """A Submit was not taken."""
         (key,) = [key for key in self.running if key[0] == request_id]
         del self.running[key]
-        self.heard.on_refused(self.worker_id, Refused(self.epoch, *key, code, "because", retryable))
+        self.heard.on_refused(self.worker_id, Refused(self.epoch, *key, code, message, retryable))
 
     # What it was told.
 
@@ -281,12 +287,15 @@ def prepared(
 class Rig:
     """A dispatcher, its clock and one or more scripted workers."""
 
+    made: ClassVar[list["Rig"]] = []
+    """Whose books are checked when a test is over (dispatch/conftest.py)."""
     settings: Settings = field(default_factory=Settings)
     clock: Clock = field(default_factory=Clock)
     orphans: list[tuple[str, Finish]] = field(default_factory=list)
     claims: bool = False
 
     def __post_init__(self) -> None:
+        Rig.made.append(self)
         self.dispatcher = Dispatcher(self.settings, self.clock, self._orphan)
         self.dispatcher.set_catalog([hosted("m"), hosted("n")])
 
@@ -299,6 +308,20 @@ class Rig:
         worker.connect()
         return worker
 
+    def ask(
+        self,
+        request_id: str,
+        tenant_id: str = "t",
+        model: str = "m",
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+        **more: Any,
+    ) -> RequestStream:
+        """A request of the tenant; `more` as for `prepared`."""
+        request = replace(prepared(request_id, model, **more), priority=priority)
+        return self.dispatcher.run(request, principal(tenant_id, weight))
+
     def advance(self, seconds: float) -> None:
         """Time passes, and the dispatcher's timer fires."""
         self.clock.now_s += seconds
@@ -308,3 +331,9 @@ class Rig:
     def _orphan(self, request_id: str, finish: Finish) -> bool:
         self.orphans.append((request_id, finish))
         return self.claims
+
+
+def served(settings: Settings | None = None, **options: Any) -> tuple[Rig, ScriptedWorker]:
+    """A rig with one worker; `options` as for `Rig.worker`."""
+    rig = Rig(settings or Settings())
+    return rig, rig.worker(**options)

@@ -16,7 +16,7 @@ from kernels.paged_attention import (
     largest_unit_bytes,
     write_kv_ref,
 )
-from kernels.paged_rows import FlatRows, flat_rows, scaled_attention_ref
+from kernels.paged_rows import FlatRows, flat_rows, wide_attention_ref
 from tests.kernels.guarded import Guards
 
 BLOCKS_PER_CHUNK = 3
@@ -30,7 +30,7 @@ Row = tuple[int, int]
 class PagedCase:
     """A layer's cache with KV of `rows`, and queries for them.
 
-    `scaled`: the cache is fp8 and has scales. `inputs` are guarded; `check` after the launch.
+    `inputs` are guarded; `check` after the launch.
     """
 
     layer: LayerGeometry
@@ -40,14 +40,12 @@ class PagedCase:
     block_tokens: int = 4
     softcap: float = 0.0
     has_sinks: bool = False
-    scaled: bool = False
     guards: Guards = field(default_factory=Guards)
 
     def __post_init__(self) -> None:
         self.random = torch.Generator().manual_seed(7)
-        cache = torch.float8_e4m3fn if self.scaled else self.dtype
-        unit = largest_unit_bytes(self.layer, cache, 4096)
-        self.geometry = BlockGeometry(self.layer, self.block_tokens, cache, unit)
+        unit = largest_unit_bytes(self.layer, self.dtype, 4096)
+        self.geometry = BlockGeometry(self.layer, self.block_tokens, self.dtype, unit)
         tables = self._tables()
         num_blocks = max(max(table) for table in tables) + 1
         num_chunks = num_blocks // BLOCKS_PER_CHUNK + 1
@@ -78,22 +76,15 @@ class PagedCase:
         query = self.normal(num_tokens, self.heads, self.layer.k_dim).to(self.dtype)
         self.query = self.guards.input(query, row_gap=3)
         self.sinks = self.guards.input(self.normal(self.heads)) if self.has_sinks else None
-        self.k_scale = self.k_factor() if self.scaled else None
-        self.v_scale = self.k_factor() if self.scaled else None
         self.out = self.guards.output(num_tokens, self.heads, self.layer.v_dim, dtype=self.dtype)
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal numbers."""
         return torch.randn(*shape, generator=self.random)
 
-    def k_factor(self) -> torch.Tensor:
-        """A scale for each KV head, far from 1."""
-        kv_heads = self.layer.num_kv_heads
-        return self.guards.input(torch.rand(kv_heads, generator=self.random) * 0.2 + 0.05)
-
     def expected(self) -> torch.Tensor:
         """float64, by the reference."""
-        return scaled_attention_ref(
+        return wide_attention_ref(
             self.arena,
             self.geometry,
             self.chunk_table,
@@ -102,8 +93,6 @@ class PagedCase:
             SCALE,
             self.softcap,
             self.sinks,
-            self.k_scale,
-            self.v_scale,
         )
 
     def difference(self) -> float:
@@ -161,10 +150,8 @@ class PagedCase:
             (),
         )
         kv_heads = self.layer.num_kv_heads
-        raw = torch.uint8 if self.scaled else self.geometry.dtype
-        factor = 8.0 if self.scaled else 1.0  # the scales bring it back
         key, value = (
-            (self.normal(len(position), kv_heads, dim) * factor).to(self.geometry.dtype).view(raw)
+            self.normal(len(position), kv_heads, dim).to(self.dtype)
             for dim in (self.layer.k_dim, self.layer.v_dim)
         )
-        write_kv_ref(arena, replace(self.geometry, dtype=raw), table, where, key, value)
+        write_kv_ref(arena, self.geometry, table, where, key, value)

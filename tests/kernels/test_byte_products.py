@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.packs.quantize import dequantize, quantize_rows
+from engine.registration.quantize import dequantize, quantize_rows
 from kernels import int4_blocks
 from kernels.native_calls import NativeLibrary, find
 from tests.kernels.guarded import Guards
 from tests.kernels.test_native_calls import BUILDS, NOTHING, close, random
 
-# Rows, columns, outputs: ends in the middle of groups, blocks, panels, tiles and pieces.
+# NativeRows, columns, outputs: ends in the middle of groups, blocks, panels, tiles and pieces.
 SIZES = [
     (1, 32, 16),
     (1, 896, 304),

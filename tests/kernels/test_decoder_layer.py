@@ -20,14 +20,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from bench.kernel_cache import Cache
-from bench.kernel_layer import form_of, fused, weights_of
-from engine.packs.quantize import quantize_rows
+from engine.registration.quantize import quantize_rows
 from kernels.decoder_layer import KERNELS, REFERENCE, LayerStep, Operations, Product, decoder_layer
 from kernels.int4_layouts import dequantize, quantize
 from kernels.paged_attention import LayerGeometry
 from kernels.rms_norm import rms_norm_ref
 from kernels.scaled_linear import quantize_fp8
+from tests.kernels.layer_weights import form_of, fused, weights_of
+from tests.kernels.paged_cache import Cache
 
 SIZE: dict[str, Any] = {
     "vocab_size": 50,

@@ -8,7 +8,7 @@ import torch
 
 from kernels import int4_layouts as layouts
 from kernels import int4_linear as module
-from kernels.int4_layouts import Int4Weight, dequantize, pack, quantize, read_awq, read_gptq, unpack
+from kernels.int4_layouts import Int4Weight, dequantize, pack, quantize, unpack
 from kernels.int4_linear import int4_linear_ref
 from tests.kernels.guarded import Guards, planted
 
@@ -87,58 +87,6 @@ def test_packing_round_trips_with_a_ragged_end() -> None:
     q = torch.randint(0, 16, (3, 300), generator=torch.Generator().manual_seed(0)).to(torch.int8)
     assert torch.equal(unpack(pack(q), 300), q)
     assert int(unpack(pack(q), 512)[:, 300:].abs().sum()) == 0
-
-
-def words_of(rows: list[list[int]]) -> torch.Tensor:
-    """Words from their eight nibbles as they are written in a file's description, lowest first."""
-    values = [sum(nibble << (4 * i) for i, nibble in enumerate(row)) for row in rows]
-    return torch.tensor([v - (1 << 32) if v >> 31 else v for v in values], dtype=torch.int32)
-
-
-def test_gptq_by_hand() -> None:
-    # 32 k of 8 channels, one group: channel c's k-th value is (k + c) % 16, its zero c + 1.
-    qweight = torch.stack(
-        [words_of([[(8 * r + i + c) % 16 for i in range(8)] for c in range(8)]) for r in range(4)]
-    )
-    qzeros = words_of([list(range(8))])[None, :]  # stored less 1
-    scales = torch.arange(1, 9, dtype=torch.float16)[None, :]
-    place, channel = torch.arange(32)[None, :], torch.arange(8)[:, None]
-    wanted = ((place + channel) % 16 - (channel + 1)) * (channel + 1.0)
-    assert torch.equal(dequantize(read_gptq(qweight, qzeros, scales)), wanted)
-    second = dequantize(read_gptq(qweight, qzeros, scales, zero_offset=0))
-    assert torch.equal(second, wanted + (channel + 1.0))
-
-
-def test_gptq_groups_in_any_order() -> None:
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randint(0, 16, (64, 8), generator=generator)
-    qweight = torch.stack(
-        [words_of([q[8 * r : 8 * r + 8, c].tolist() for c in range(8)]) for r in range(8)]
-    )
-    qzeros = torch.stack([words_of([[7] * 8]), words_of([[3] * 8])])
-    scales = torch.tensor([[0.5] * 8, [2.0] * 8])
-    g_idx = torch.tensor([0, 1] * 32, dtype=torch.int32)
-    weight = read_gptq(qweight, qzeros, scales, g_idx)
-    zero, scale = torch.tensor([8.0, 4.0])[g_idx], torch.tensor([0.5, 2.0])[g_idx]
-    wanted = ((q.float() - zero[:, None]) * scale[:, None]).T
-    assert torch.equal(dequantize(weight), wanted)
-    x = torch.randn(2, 64, generator=generator)
-    torch.testing.assert_close(module.int4_linear(x, weight), x @ wanted.T)
-    in_order = torch.arange(64) // 32
-    assert read_gptq(qweight, qzeros, scales, in_order.to(torch.int32)).order is None
-    with pytest.raises(ValueError, match="unlike lengths"):
-        read_gptq(qweight, qzeros, scales, torch.tensor([0] * 40 + [1] * 24))
-
-
-def test_awq_by_hand() -> None:
-    # AutoAWQ packs channel 8 c + order[i] at nibble i, order 0 2 4 6 1 3 5 7.
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    rows = [[(k + 3 * c) % 16 for c in range(8)] for k in range(32)]
-    qweight = torch.stack([words_of([[row[c] for c in order]]) for row in rows])
-    qzeros = words_of([list(order)])[None, :]
-    scales = torch.arange(1, 9, dtype=torch.float16)[None, :]
-    wanted = (torch.tensor(rows).T - torch.arange(8)[:, None]) * torch.arange(1, 9.0)[:, None]
-    assert torch.equal(dequantize(read_awq(qweight, qzeros, scales)), wanted)
 
 
 def test_rounding_is_within_half_a_step() -> None:

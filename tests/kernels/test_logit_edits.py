@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.sampling.penalties import PenaltyEntries
+from engine.sampling.sampling_batch import PenaltyEntries
 from kernels import logit_edits as module
 from kernels.logit_edits import edit_ref_, mask_ref_, penalize_ref_
 from tests.kernels.guarded import Guards, planted

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine.packs.quantize import dequantize, quantize_rows
+from engine.registration.quantize import dequantize, quantize_rows
 from kernels.native_calls import (
     AttentionForm,
     Cache,
     NativeLibrary,
+    NativeRows,
     Norm,
     Processor,
-    Rows,
     builds_for,
     find,
     processor,
@@ -105,12 +106,24 @@ def test_a_row_is_nobody_elses(native: NativeLibrary, num_rows: int) -> None:
         assert torch.equal(native.linear(others, weight, wide=True)[kept], alone[kept])
 
 
-def test_up_to_four_rows_are_the_same_alone(native: NativeLibrary) -> None:
-    """To the bit: few sequences' answers do not depend on how few they are."""
-    weight, x = random(70, 333, seed=2), random(4, 333, seed=1)
-    alone = torch.cat([native.linear(x[i : i + 1], weight, wide=True) for i in range(4)])
-    for count in (2, 3, 4):
-        assert torch.equal(native.linear(x[:count], weight, wide=True), alone[:count])
+@pytest.mark.parametrize("stored", ["bfloat16", "int8"])
+@pytest.mark.parametrize(("k", "n"), [(333, 70), (896, 33)])
+def test_a_row_is_the_same_among_any_number(
+    native: NativeLibrary, stored: str, k: int, n: int
+) -> None:
+    """To the bit: a seed repeats whatever a request is batched with."""
+    x, weight = random(70, k, seed=1), random(2 * n, k, seed=2)
+    scale = None
+    if stored == "int8":
+        weight, scale = (weight * 30).to(torch.int8), random(2 * n, seed=3)
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        return native.linear(rows, weight, None, "silu", True, scale, rounding=False)
+
+    whole = product(x)
+    for begin, count in [(0, 1), (69, 1), (3, 2), (8, 3), (1, 4), (5, 5), (2, 6), (40, 9), (7, 33)]:
+        rows = slice(begin, begin + count)
+        assert torch.equal(product(x[rows].contiguous()), whole[rows]), count
 
 
 @pytest.mark.parametrize("sizes", [(4, 70, 37), (11, 37, 37), (40, 300, 37)])
@@ -197,9 +210,9 @@ def attend(native: NativeLibrary, case: PagedCase) -> torch.Tensor:
         window=geometry.layer.window,
     )
     rows = case.batch.rows
-    calls = (Rows * len(rows))(
+    calls = (NativeRows * len(rows))(
         *(
-            Rows(
+            NativeRows(
                 call.token_index.data_ptr(),
                 call.chunk.data_ptr(),
                 call.slot.data_ptr(),
@@ -319,7 +332,7 @@ LONG: list[Row] = [(513, 1), (40, 1), (1100, 1), (5000, 1), (512, 1)]
 
 
 def in_one_call(case: PagedCase) -> PagedRows:
-    """Rows of one token that had a call each, in one, their tables padded."""
+    """NativeRows of one token that had a call each, in one, their tables padded."""
     calls = case.batch.rows
     longest = max(call.chunk.shape[1] for call in calls)
 
@@ -348,6 +361,30 @@ def test_long_rows_are_joined_of_parts(native: NativeLibrary, window: int) -> No
         case.out.fill_(torch.nan)
         assert torch.equal(attend(native, case), alone)
     native.set_threads(3)
+
+
+@pytest.mark.parametrize("window", [0, 13, 600])
+@pytest.mark.parametrize("context", [90, 1100])
+def test_a_token_is_the_same_in_any_chunk(native: NativeLibrary, window: int, context: int) -> None:
+    """To the bit: alone, as in a step, or with those before it, however a prompt was cut."""
+    tokens = 70
+    case = PagedCase(
+        LayerGeometry(2, 32, 32, window), [(context, tokens)], 6, torch.bfloat16, block_tokens=16
+    )
+    whole = attend(native, case).clone()
+    (rows,) = case.batch.rows
+    for ends in ([*range(1, tokens + 1)], [1, 4, 37, 38, 69, 70], [33, 70]):
+        pieces = [
+            replace(
+                rows,
+                token_index=rows.token_index[:, begin:end].contiguous(),
+                context_len=rows.context_len - (tokens - end),
+            )
+            for begin, end in pairwise([0, *ends])
+        ]
+        case.batch = replace(case.batch, rows=tuple(pieces))
+        case.out.fill_(torch.nan)
+        assert torch.equal(attend(native, case), whole)
 
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 512), (2, 513), (3, 4999)])
@@ -395,7 +432,7 @@ def test_broken_rows_are_told_and_forbidden_tokens_never_drawn(native: NativeLib
 
 FORKED = """
 import os, sys, torch
-from kernels.native_calls import AttentionForm, Cache, NativeLibrary, Rows
+from kernels.native_calls import AttentionForm, Cache, NativeLibrary, NativeRows
 from pathlib import Path
 native = NativeLibrary(Path(sys.argv[1]))
 x, weight = torch.ones(3, 64).bfloat16(), torch.ones(400, 64).bfloat16()
@@ -416,10 +453,10 @@ zeros = torch.zeros(rows, 1, dtype=torch.int64)
 token, ones = zeros.clone(), torch.ones(rows, dtype=torch.int64)
 token[-1] = 1
 cache = Cache(kv.data_ptr(), zeros.data_ptr(), 2 * dim * heads, 2, 1, 1, heads, dim, 0)
-call = Rows(*(t.data_ptr() for t in (token, zeros, zeros, ones, zeros)), rows, 1, 1)
+call = NativeRows(*(t.data_ptr() for t in (token, zeros, zeros, ones, zeros)), rows, 1, 1)
 out = torch.zeros(2, heads * dim).bfloat16()
 query = torch.ones(2, heads * dim).bfloat16()
-native.attention(cache, AttentionForm(heads, 1.0, 0.0), (Rows * 1)(call), query, out)
+native.attention(cache, AttentionForm(heads, 1.0, 0.0), (NativeRows * 1)(call), query, out)
 assert bool((out == 1).all())
 """
 
@@ -435,7 +472,7 @@ def test_forks_and_more_pieces_than_fit_a_word() -> None:
 EDGES = """
 import ctypes, json, mmap, sys, torch
 from pathlib import Path
-from engine.packs.quantize import quantize_rows
+from engine.registration.quantize import quantize_rows
 from kernels import int4_blocks
 from kernels.native_calls import NativeLibrary
 
@@ -504,7 +541,7 @@ def test_work_is_done_whoever_sleeps(native: NativeLibrary) -> None:
 
 def test_structures_are_as_large_as_in_cpp() -> None:
     """No holes that the two sides could fill unlike: every field lies at a multiple of its size."""
-    for structure in (Rows, Cache, Norm):
+    for structure in (NativeRows, Cache, Norm):
         assert ctypes.sizeof(structure) % 8 == 0
 
 

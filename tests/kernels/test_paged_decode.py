@@ -42,8 +42,6 @@ def launch(case: PagedCase, num_splits: int, module: ModuleType = paged_decode) 
         SCALE,
         case.softcap,
         case.sinks,
-        case.k_scale,
-        case.v_scale,
         num_splits,
         parts,
     )
@@ -57,8 +55,6 @@ CASES: dict[str, tuple[partial[PagedCase], int]] = {
     "window": (partial(PagedCase, WINDOW, CONTEXTS, 2, has_sinks=True), 1),
     "window, splits": (partial(PagedCase, LONG_WINDOW, CONTEXTS, 2, has_sinks=True), 2),
     "cap": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, softcap=3.0), 1),
-    "fp8": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, scaled=True), 1),
-    "fp8, splits": (partial(PagedCase, LayerGeometry(2, 16, 16), FEW, 4, scaled=True), 2),
 }
 
 
@@ -92,8 +88,6 @@ def test_a_padding_row_gives_zeros() -> None:
 ERRORS = {
     "mask: one position too many": ("seen = (place < high) &", "seen = (place <= high) &"),
     "window: one position too many": ("(high - WINDOW, 0)", "(high - WINDOW - 1, 0)"),
-    "missing scale of K": ("scale = scale * tl.load(k_scale_ptr + kv_head)", "pass"),
-    "missing scale of V": ("factor = factor * tl.load(v_scale_ptr + kv_head)", "pass"),
     "slot: the next position's": ("k_head + in_page * K_DIM", "k_head + (in_page ^ 1) * K_DIM"),
     "V of the wrong head": ("kv_head * (BLOCK_TOKENS * V_DIM)", "0 * kv_head"),
     "no rescaling of the sum": ("total = total * shrink + tl.sum(", "total = total + tl.sum("),
@@ -114,10 +108,25 @@ ERRORS = {
 def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
     # The window begins inside of a block, and the row has three tiles.
     layer = LayerGeometry(2, 16, 16, window=139)
-    case = PagedCase(layer, [(150, 1)], 4, softcap=4.0, scaled=True, has_sinks=True)
+    case = PagedCase(layer, [(150, 1)], 4, softcap=4.0, has_sinks=True)
     bad = planted(paged_decode, tmp_path, *ERRORS[error])
     launch(case, 1, bad)
     assert not case.is_right()
+
+
+def join_splits_ref(
+    parts: torch.Tensor,
+    stats: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """The definition: float64 [rows, heads, v_dim]."""
+    maxima, sums = stats.double().unbind(-1)
+    sink = sinks.double() / torch.log(torch.tensor(2.0, dtype=torch.float64))
+    highest = torch.maximum(maxima.max(-1).values, sink)
+    weights = torch.exp2(maxima - highest[..., None])
+    total = (weights * sums).sum(-1)
+    total = total + torch.exp2(sink - highest)
+    return (weights[..., None] * parts.double()).sum(-2) / total[..., None]
 
 
 JOIN_ERRORS = {
@@ -125,15 +134,14 @@ JOIN_ERRORS = {
     "sums not weighed": ("tl.sum(weights * sums, 0)", "tl.sum(sums, 0)"),
     "last part left out": ("there = split < num_splits", "there = split < num_splits - 1"),
     "sink left out": ("total = total + 1.0", "pass"),
-    "missing scale": ("factor = factor * tl.load(v_scale_ptr + head // GROUP)", "pass"),
 }
 
 
 @pytest.mark.parametrize("error", [None, *JOIN_ERRORS])
 def test_join_alone(error: str | None, tmp_path: Path) -> None:
-    """Against its own reference; 18 parts are more than it joins at a time, one of them empty."""
+    """Against its reference; 18 parts are more than it joins at a time, one of them empty."""
     module = planted(paged_join, tmp_path, *JOIN_ERRORS[error]) if error else paged_join
-    case = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4, scaled=True, has_sinks=True)
+    case = PagedCase(LayerGeometry(2, 16, 16), [(5, 1)], 4, has_sinks=True)
     parts, stats = case.normal(1, 4, 18, 16), case.normal(1, 4, 18, 2).abs() + 0.5
     parts[:, :, 7], stats[:, :, 7] = 0.0, torch.tensor([-1e30, 0.0])
     assert case.sinks is not None
@@ -143,11 +151,9 @@ def test_join_alone(error: str | None, tmp_path: Path) -> None:
         case.flat.q_start,
         case.out,
         case.sinks,
-        case.v_scale,
-        {"NUM_HEADS": 4, "GROUP": 2, "V_DIM": 16, "HAS_SINKS": True, "HAS_SCALES": True}
-        | {"V_PAD": 16},
+        {"NUM_HEADS": 4, "V_DIM": 16, "HAS_SINKS": True, "V_PAD": 16},
     )
-    wanted = paged_join.join_splits_ref(parts, stats, case.sinks, case.v_scale)
+    wanted = join_splits_ref(parts, stats, case.sinks)
     case.guards.check()
     close = torch.allclose(case.out.double(), wanted, atol=1e-5)
     assert close == (error is None)

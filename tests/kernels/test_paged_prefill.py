@@ -37,8 +37,6 @@ def launch(case: PagedCase, module: ModuleType = paged_prefill) -> None:
         SCALE,
         case.softcap,
         case.sinks,
-        case.k_scale,
-        case.v_scale,
     )
 
 
@@ -53,7 +51,6 @@ CASES: dict[str, partial[PagedCase]] = {
         PagedCase, LayerGeometry(1, 16, 32, window=300), [(420, 20)], 4, has_sinks=True
     ),
     "cap": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 66)], 4, softcap=3.0),
-    "fp8": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 8)], 4, scaled=True),
 }
 
 
@@ -96,8 +93,6 @@ ERRORS = {
         "low // BLOCK_N, full_begin, scale",
         "full_begin, full_begin, scale",
     ),
-    "missing scale of K": ("scale = scale * tl.load(k_scale_ptr + kv_head)", "pass"),
-    "missing scale of V": ("factor = factor * tl.load(v_scale_ptr + kv_head)", "pass"),
     "slot: the next position's": ("v_head + in_page * V_DIM", "v_head + (in_page ^ 1) * V_DIM"),
     "K of the wrong head": ("kv_head * (BLOCK_TOKENS * K_DIM)", "0 * kv_head"),
     "no rescaling": ("acc = acc * shrink[:, None]\n        acc = tl.dot", "acc = tl.dot"),
@@ -119,7 +114,7 @@ ERRORS = {
 def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
     # A tile at the window's edge, one that all queries see, and one at the diagonal.
     layer = LayerGeometry(2, 16, 16, window=300)
-    case = PagedCase(layer, [(400, 7)], 4, softcap=4.0, scaled=True, has_sinks=True)
+    case = PagedCase(layer, [(400, 7)], 4, softcap=4.0, has_sinks=True)
     launch(case, planted(paged_prefill, tmp_path, *ERRORS[error]))
     assert not case.is_right()
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from engine.protocol import SamplingParams
+from engine.request import SampleInput, SamplingState, uniforms
 from engine.sampling import sampler
-from engine.sampling.sampling_batch import SampleInput, SamplingState, build_sampling
-from engine.sampling.uniform import uniforms
+from engine.sampling.sampling_batch import build_sampling
 from kernels import sampling as module
 from kernels.sampling import Draw, draw_of, draw_ref
 from tests.kernels.guarded import Guards, planted

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.packs.quantize import quantize_rows
+from engine.registration.quantize import quantize_rows
 from kernels import scaled_linear as module
 from kernels.int8_linear import int8_linear_ref
 from kernels.scaled_linear import quantize_fp8, scaled_linear_ref

@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.sampling.logprobs import logprobs_of
+from engine.sampling.sampler import logprobs_of
 from kernels import top_logprobs as module
 from kernels.top_logprobs import top_logprobs_ref
 from tests.kernels.guarded import Guards, planted

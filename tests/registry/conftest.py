@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from registry.session import make_engine, upgrade
+from registry.schema import upgrade
+from registry.session import make_engine
 from tests.postgres import Databases
 
 BOTH = ("sqlite", "postgresql")

@@ -3,7 +3,8 @@
 import pytest
 from sqlalchemy import Engine
 
-from registry import audit, tenants
+from registry import audit
+from registry.accounts import tenants
 from registry.audit import AuditFilter
 from registry.session import reading, writing
 

@@ -29,7 +29,8 @@ from sqlalchemy import (
 from sqlalchemy.types import Float, Integer
 
 from registry import schema
-from registry.session import alembic_config, downgrade, make_engine, upgrade
+from registry.schema import alembic_config, downgrade, upgrade
+from registry.session import make_engine
 from tests.registry.test_schema import drift
 
 # Values that a CHECK asks for, by column or by table and column; of the migration's number.

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, select
 
-from registry import catalog, model_list
-from registry.catalog import Model, PackFacts
-from registry.model_list import ModelFilter
+from registry.lists import models as model_list
+from registry.lists.models import ModelFilter
+from registry.models import catalog
+from registry.models.catalog import Model, PackFacts
 from registry.paging import Cut, listed
 from registry.session import reading, writing
 

@@ -12,20 +12,16 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, inspect, text
 from sqlalchemy.exc import DatabaseError
 
-from registry import api_keys, catalog, ledger, quotas, schema, tenants
+from registry import schema
+from registry.accounts import api_keys, quotas, tenants
+from registry.accounts.quotas import UNLIMITED, Limits
+from registry.audit import current_version
 from registry.errors import SchemaError
-from registry.ledger import Posting
-from registry.quotas import UNLIMITED, Limits
-from registry.session import (
-    alembic_config,
-    database_exists,
-    downgrade,
-    make_engine,
-    reading,
-    upgrade,
-    writing,
-)
-from registry.version import current
+from registry.models import catalog
+from registry.money import ledger
+from registry.money.ledger import Posting
+from registry.schema import alembic_config, downgrade, upgrade
+from registry.session import database_exists, make_engine, reading, writing
 
 
 def drift(engine: Engine) -> list[object]:
@@ -50,7 +46,7 @@ def test_down_and_up_again(url: str, engine: Engine) -> None:
     upgrade(url)
     assert drift(engine) == []
     with reading(engine) as session:
-        assert current(session) == 0
+        assert current_version(session) == 0
 
 
 def test_models_of_an_older_schema_generate(url: str, engine: Engine) -> None:

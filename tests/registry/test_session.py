@@ -9,15 +9,18 @@ import pytest
 from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
-from registry import audit, postgresql, session, tenants, version
+from registry import audit, session
+from registry.accounts import tenants
 from registry.errors import AlreadyExists, InvalidValue, RegistryBusy, RegistryError
+from registry.schema import upgrade
 from registry.session import (
     appending,
-    busy_is_told,
     database_exists,
     make_engine,
     reading,
+    report_busy,
     shown,
+    upgrade_lock,
     writing,
 )
 from tests.postgres import own_server
@@ -56,7 +59,7 @@ def test_writers_at_once_lose_nothing(engine: Engine) -> None:
     assert at_once(12, lambda number: create(engine, f"t{number}")) == [None] * 12
     assert len(names(engine)) == 12
     with reading(engine) as session:
-        assert version.current(session) == 12
+        assert audit.current_version(session) == 12
         assert len(audit.latest(session)) == 12
 
 
@@ -78,10 +81,10 @@ def test_what_was_checked_still_holds_when_it_is_written(engine: Engine) -> None
 def test_a_reader_sees_one_moment(engine: Engine) -> None:
     create(engine, "before")
     with reading(engine) as session:
-        seen = version.current(session)
+        seen = audit.current_version(session)
         create(engine, "meanwhile")
         assert [t.name for t in tenants.list_tenants(session)] == ["before"]
-        assert version.current(session) == seen
+        assert audit.current_version(session) == seen
     assert names(engine) == ["before", "meanwhile"]
 
 
@@ -111,7 +114,7 @@ def test_the_ledger_does_not_wait_for_operators_and_they_do_not_wait_for_ever(
         tenants.create_tenant(first, "first", now_at=NOW)
         with appending(impatient, "ledger") as session:
             session.execute(text("SELECT 1"))
-        with pytest.raises(RegistryBusy, match="try again"), busy_is_told():
+        with pytest.raises(RegistryBusy, match="try again"), report_busy():
             create(impatient, "second")
     create(impatient, "second")
     assert names(engine) == ["first", "second"]
@@ -124,17 +127,17 @@ def test_an_upgrade_waits_for_another_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(session, "UPGRADE_TIMEOUT_S", 0.2)
     with (
-        postgresql.upgrade_lock(engine, 1.0),
+        upgrade_lock(engine, 1.0),
         pytest.raises(RegistryBusy, match="changing the schema"),
     ):
-        session.upgrade(url)
-    session.upgrade(url)
+        upgrade(url)
+    upgrade(url)
 
 
 def test_a_database_that_goes_away_and_comes_back() -> None:
     with own_server() as server:
         url = server.url("postgres")
-        session.upgrade(url)
+        upgrade(url)
         engine = make_engine(url)
         create(engine, "before")
         for _ in range(2):

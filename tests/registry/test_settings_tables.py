@@ -6,22 +6,16 @@ import pytest
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
-from registry import (
-    api_keys,
-    audit,
-    catalog,
-    prices,
-    quotas,
-    residency_requests,
-    tenants,
-    version,
-)
-from registry.catalog import PackFacts
+from registry import audit
+from registry.accounts import api_keys, quotas, tenants
+from registry.accounts.quotas import Limits
+from registry.audit import current_version
 from registry.errors import AlreadyExists, InvalidValue, NotFound
-from registry.prices import PriceRecord
-from registry.quotas import Limits
+from registry.models import catalog, residency_requests
+from registry.models.catalog import PackFacts
+from registry.money import prices
+from registry.money.prices import PriceRecord
 from registry.session import reading, writing
-from registry.version import current
 
 NOW = 1000.0
 FACTS = PackFacts("rev1", "rev1", "llama", "float32", 4096, 512, 1000)
@@ -63,11 +57,11 @@ def test_every_change_leaves_a_trace_and_a_new_version(
     engine: Engine, key_id: str, action: str
 ) -> None:
     with reading(engine) as session:
-        before = current(session)
+        before = current_version(session)
     with writing(engine, "cli:eve") as session:
         CHANGES[action](session, key_id)
     with reading(engine) as session:
-        assert current(session) == before + 1
+        assert current_version(session) == before + 1
         newest = audit.latest(session, 1)[0]
     assert (newest.action, newest.actor, newest.at) == (action, "cli:eve", NOW)
 
@@ -83,11 +77,11 @@ def test_what_is_rolled_back_leaves_none(engine: Engine, key_id: str, action: st
             raise Stop
 
     with reading(engine) as session:
-        before = (current(session), len(audit.latest(session)))
+        before = (current_version(session), len(audit.latest(session)))
     with pytest.raises(Stop):
         change_and_stop()
     with reading(engine) as session:
-        assert (current(session), len(audit.latest(session))) == before
+        assert (current_version(session), len(audit.latest(session))) == before
 
 
 def test_tenants(engine: Engine, key_id: str) -> None:
@@ -129,9 +123,9 @@ def test_limits(engine: Engine, key_id: str) -> None:
 def test_limits_that_stay_as_they_are_are_no_change(engine: Engine, key_id: str) -> None:
     with writing(engine, "test") as session:
         quotas.set_limits(session, "key", key_id, {"tokens_per_minute": 5}, now_at=NOW)
-        before = version.current(session)
+        before = audit.current_version(session)
         quotas.set_limits(session, "key", key_id, {"tokens_per_minute": 5}, now_at=NOW)
-        assert version.current(session) == before
+        assert audit.current_version(session) == before
 
 
 def test_prices_are_dated(engine: Engine, key_id: str) -> None:

@@ -7,6 +7,7 @@
 `ours` (or no entry) is the product's own, made by the product itself: `None` here.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,10 +22,11 @@ from bench.sim.baselines.eviction import (
 )
 from bench.sim.baselines.placing import NO_BOUND, StaticSplit
 from bench.sim.baselines.sharing import Fcfs, Quota, RoundRobin, TokenCounter
-from engine.policy.eviction import EvictionParams, EvictionPolicy
-from gateway.policy.fair_share import TenantOrder
-from gateway.policy.placement import Placement
-from gateway.policy.placer import Placer
+from engine.residency.policy.eviction import EvictionPolicy
+from engine.residency.policy.eviction_rules import EvictionParams
+from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.policy.fleet_view import Placer
+from gateway.dispatch.policy.placement import Placement
 
 OURS = "ours"
 NAMES: dict[str, tuple[str, ...]] = {
@@ -42,6 +44,38 @@ class Choice:
 
     name: str
     seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy in words: names by kind, and settings that differ."""
+
+    text: str
+    names: Mapping[str, str]
+    settings: Mapping[str, object]
+
+
+def parse_policy(text: str) -> Policy:
+    """From `ours`, `evict=lru+place=eager`, or either with `/NAME=VALUE,...` behind it.
+
+    Raises ValueError that says what there is.
+    """
+    named, _, more = text.partition("/")
+    names: dict[str, str] = {}
+    for part in named.split("+"):
+        kind, equals, chosen = part.partition("=")
+        if part != OURS:
+            if not equals:
+                raise ValueError(f"{text!r}: write {OURS} or KIND=NAME, such as evict=lru")
+            names[kind] = chosen
+    parse_policies(names)
+    settings: dict[str, object] = {}
+    for item in filter(None, more.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: write NAME=VALUE after the slash")
+        settings[key] = json.loads(value)
+    return Policy(text, names, settings)
 
 
 def parse_policies(policies: Mapping[str, str]) -> dict[str, Choice]:
@@ -68,7 +102,7 @@ def make_eviction(
     future: Future | None,
     number_of: Mapping[str, int],
 ) -> EvictionPolicy | None:
-    """One for all workers: none of them keeps anything. `number_of`: models by unit id."""
+    """One for all workers: none of them keeps anything. `number_of`: models by instance id."""
     choice = parse_policies(policies).get("evict", Choice(OURS))
     if choice.name == "lru":
         return Ranked(last_used, params)

@@ -1,16 +1,18 @@
-"""Who leaves the device, by the books' rules: what ours (engine/policy/eviction.py) is compared to.
+"""Who leaves the device, by the books' rules: what ours is compared to.
+
+Ours is engine/residency/policy/eviction.py.
 
     lru       the longest unused
     lfu       the least demanded: device seconds, decayed as ours, whatever it costs to have
     size      the largest
-    idle      who has been unused for a time-out; the longest unused once the newcomer has waited
+    idle      who has been unused for a time-out; the longest unused once the load has waited
     belady    whose next request is the furthest away; it is told the future
     never     nobody: what is on the device stays there
 
 All have the same guards as ours, so that what differs is the order: never who is pinned, and never
 who was just loaded and has had no time to serve its first request. Idle models go before busy ones,
-and busy ones only once the newcomer has waited for `starvation_s` (without that, models that are
-always busy would keep all others out for ever).
+and busy ones only once the incoming model has waited for `starvation_s` (without that, models that
+are always busy would keep all others out for ever).
 
 Belady's rule is optimal for pages of one size on one device (Belady, 1966). With models of many
 sizes, loads that take time and several workers it is a strong yardstick and no bound.
@@ -23,8 +25,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bench.sim.types import Arrival
-from engine.policy.demand import HalfLives
-from engine.policy.eviction import Candidate, EvictionParams, Newcomer, Victims, first_that_do
+from engine.residency.policy.eviction import Victims, first_that_do
+from engine.residency.policy.eviction_rules import (
+    Candidate,
+    EvictionParams,
+    HalfLives,
+    IncomingModel,
+)
 
 Worth = Callable[[Candidate, float], float]
 """(model, now) -> worth of keeping it: the smallest goes first."""
@@ -35,13 +42,14 @@ class Ranked:
 
     def __init__(self, worth: Worth, params: EvictionParams, idle_timeout_s: float = 0.0) -> None:
         self._worth = worth
-        # The host tier goes by last use, as it does for who knows of nothing else.
-        self.params = replace(params, host_by_worth=False)
+        # The host tier goes by last use, and cached KV before weights, as they do for who knows of
+        # nothing else.
+        self.params = replace(params, host_by_worth=False, kv_margin=math.inf)
         self._idle_timeout_s = idle_timeout_s
 
     def victims(
         self,
-        newcomer: Newcomer,
+        incoming: IncomingModel,
         num_pages_short: int,
         candidates: Sequence[Candidate],
         now_s: float,
@@ -50,7 +58,7 @@ class Ranked:
         short = num_pages_short - sum(c.num_pages for c in candidates if c.draining)
         if short <= 0:
             return Victims()
-        ranked = self._ranked([c for c in candidates if self._may_leave(c, newcomer, now_s)], now_s)
+        ranked = self._ranked([c for c in candidates if self._may_leave(c, incoming, now_s)], now_s)
         return first_that_do(ranked, short)
 
     def kv_victim(self, model_id: str, candidates: Sequence[Candidate], now_s: float) -> str | None:
@@ -66,13 +74,13 @@ class Ranked:
             key=lambda c: (c.busy, self._worth(c, now_s), c.last_used_s, c.model_id),
         )
 
-    def _may_leave(self, candidate: Candidate, newcomer: Newcomer, now_s: float) -> bool:
-        if candidate.pinned or candidate.draining or candidate.model_id == newcomer.model_id:
+    def _may_leave(self, candidate: Candidate, incoming: IncomingModel, now_s: float) -> bool:
+        if candidate.pinned or candidate.draining or candidate.model_id == incoming.model_id:
             return False
         resident_s = now_s - candidate.resident_since_s
         if not candidate.used and (candidate.busy or resident_s < self.params.first_use_grace_s):
             return False
-        if now_s - newcomer.queued_at_s >= self.params.starvation_s:
+        if now_s - incoming.queued_at_s >= self.params.starvation_s:
             return True
         return not candidate.busy and now_s - candidate.last_used_s >= self._idle_timeout_s
 
@@ -85,7 +93,7 @@ class Never(Ranked):
 
     def victims(
         self,
-        newcomer: Newcomer,
+        incoming: IncomingModel,
         num_pages_short: int,
         candidates: Sequence[Candidate],
         now_s: float,
@@ -125,5 +133,6 @@ def largest(candidate: Candidate, now_s: float) -> float:
 
 
 def furthest(future: Future, number_of: Mapping[str, int]) -> Worth:
-    """The further its next request, the less worth. `number_of`: the model's place by unit id."""
+    """The further its next request, the less worth. `number_of`: the model's place by instance
+    id."""
     return lambda candidate, now_s: -future.next_use_s(number_of[candidate.model_id], now_s)

@@ -1,4 +1,5 @@
-"""Every model at home on one worker: what ours (gateway/policy/placement.py) is compared to.
+"""Every model at home on one worker: what ours (gateway/dispatch/policy/placement.py) is compared
+to.
 
 Homes are dealt out beforehand by size, each model to the worker with the fewest bytes so far, the
 largest first: what an operator without figures of demand would do. There is never a second copy,
@@ -7,15 +8,15 @@ and a worker that is idle never helps another.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
-from gateway.policy.fleet_view import (
+from gateway.dispatch.policy.fleet_view import (
     AskRate,
-    Decision,
     Demand,
+    LoadDecision,
     Outlook,
     WorkerView,
     nobody_asks,
 )
-from gateway.policy.placement import Placement
+from gateway.dispatch.policy.placement import Placement
 
 NO_BOUND = 1.0
 """Of the loads' share of a worker's time: at home a model always may be loaded. Without homes it is
@@ -46,7 +47,7 @@ class StaticSplit:
         workers: Sequence[WorkerView],
         wanted: Container[str] = frozenset(),
         asks_s: AskRate = nobody_asks,
-    ) -> list[Decision]:
+    ) -> list[LoadDecision]:
         """Loads at home; a model whose home is away waits for it."""
         del asks_s  # nothing is held back
         views = {worker.worker_id: worker for worker in workers}
@@ -62,8 +63,10 @@ class StaticSplit:
             )
         ]
 
-    def claim(self, now_s: float, demand: Demand, workers: Sequence[WorkerView]) -> Decision | None:
-        """An operator's wish, at home only."""
+    def claim(
+        self, now_s: float, demand: Demand, workers: Sequence[WorkerView]
+    ) -> LoadDecision | None:
+        """An operator's request, at home only."""
         home = self._homes[demand.model_id]
         views = [worker for worker in workers if worker.worker_id == home]
         return self._placements[home].claim(now_s, demand, views)

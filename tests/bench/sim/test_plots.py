@@ -77,14 +77,6 @@ def test_layers_lie_on_each_other() -> None:
     assert min(points[1]) == plots.TOP
 
 
-def test_bars_are_as_high_as_their_values() -> None:
-    drawn = plots.bars({"x": {"a": 1.0, "b": 2.0}, "y": {"a": math.nan}}, Axis())
-    rects = parsed(drawn).findall(".//rect")
-    heights = [float(rect.attrib["height"]) for rect in rects]
-    assert len(heights) == 2
-    assert heights[1] == pytest.approx(2 * heights[0], abs=0.2)
-
-
 def test_words_are_escaped_and_named() -> None:
     xs = np.array([0.0, 1.0])
     drawn = plots.lines({"<a & b>": (xs, xs), "c": (xs, xs)}, Axis("t"), Axis("v"), {"<SLO>": 0.5})

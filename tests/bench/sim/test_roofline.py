@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from bench.sim.device import ModelCost, StepLoad
 from bench.sim.devices import DEVICES
 from bench.sim.packs import SimPacks
 from bench.sim.types import DeviceFigures, SimModel
 from bench.sim.world import roofline
-from engine.backend.sim import ModelCost, StepLoad
 
 MEASURED = replace(
     DEVICES["cpu-2"],

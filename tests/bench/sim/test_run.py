@@ -1,6 +1,6 @@
 """Whole simulations: everything ends, once; stretches change nothing.
 
-That another process gives the same: tests/gateway/cli/test_simulate.py.
+That another process gives the same: tests/admin/cli/test_simulate.py.
 """
 
 from collections.abc import Iterator

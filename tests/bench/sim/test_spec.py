@@ -53,7 +53,7 @@ def test_there_is_a_way_back(text: str) -> None:
 
 
 def test_every_option_is_read_from_its_example() -> None:
-    for key in spec.option_names():
+    for key in spec._OPTIONS:
         example = re.search(rf"^{key}=(\S+)", spec.options_help(), re.MULTILINE)
         assert example is not None
         name = "synthetic:rate=1,minutes=1" if key in ("cv", "lengths") else "azure2023_conv:"
@@ -95,6 +95,6 @@ def test_a_mistake_is_told_what_to_write(text: str, message: str) -> None:
 def test_every_name_and_key_is_documented() -> None:
     page = (Path(spec.__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
     names = [name for name in spec.NAMES if not name.startswith("servegen_")]
-    missing = [word for word in (*names, *spec.option_names()) if f"`{word}`" not in page]
+    missing = [word for word in (*names, *spec._OPTIONS) if f"`{word}`" not in page]
     assert not missing
     assert not [service for service in SERVICES if f"-{service}`" not in page.replace("_m-", "-m-")]

@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import pytest
 
+from bench.sim.fast_forward import Steps
 from bench.sim.parts import PLAIN_TOKEN
 from bench.sim.run import Simulation
 from bench.sim.stretch import Stretch
 from bench.sim.types import Records, Run, World
-from engine.scheduling.skip import Steps
 from tests.bench.sim.small import small_load, small_world
 
 
@@ -82,9 +82,9 @@ def test_a_stretch_ends_where_a_message_comes() -> None:
 def test_steps_are_cut_by_unit() -> None:
     starts = [float(n) for n in range(9)]
     steps = Steps([(0, 0, 3), (1, 0, 4), (0, 3, 5)], starts, [1.0] * 9)
-    assert steps.of_units(2) == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
+    assert steps.of_models(2) == [[0, 1, 2, 7, 8], [3, 4, 5, 6]]
     part = steps.cut(2, 8)
     assert part.blocks == [(0, 0, 1), (1, 0, 4), (0, 1, 2)]
     assert part.starts_s == starts[2:8]
-    assert part.of_units(2) == [[0, 5], [1, 2, 3, 4]]
+    assert part.of_models(2) == [[0, 5], [1, 2, 3, 4]]
     assert all(b - a == 1 for a, b in pairwise(part.starts_s))

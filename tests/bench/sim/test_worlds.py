@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from bench import shapes
-from bench.sim.devices import DEVICES, with_cost
+from bench.sim.devices import DEVICES
 from bench.sim.worlds import MIXES, WEIGHTS, make_models, make_tenants
 
 
@@ -48,4 +48,3 @@ def test_every_device_names_its_source_and_holds_a_model() -> None:
         assert device.disk_bytes_per_s < device.host_bytes_per_s
         assert device.host_bytes_per_s < 1.2 * device.memory_bytes_per_s
     assert DEVICES["l4"].memory_bytes_per_s < DEVICES["h100"].memory_bytes_per_s
-    assert with_cost(DEVICES["l4"], 2.5).cost_per_hour == 2.5

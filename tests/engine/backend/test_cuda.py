@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from bench.gpu_fake import FakeDevice, FakeEvent
-from engine.backend import cuda, host_copies, pinning
-from engine.backend.cuda import CudaBackend
-from engine.backend.host_copies import HostCopies
+from engine.backend import cuda, pinning
+from engine.backend.cuda import CudaBackend, HostCopies
 from engine.backend.pinning import Pinner
 from engine.errors import DeviceLost, DeviceUnusable, IntegrityError
 from kernels.page_copy import page_copy_ref
+from tests.engine.fake_device import FakeDevice, FakeEvent
 
 PAGE = 4096
 NUM_PAGES = 16
@@ -398,4 +397,4 @@ def test_streams_of_the_fake_leave_open_what_streams_leave_open() -> None:
 
 
 def test_slots_and_lanes_are_bounded() -> None:
-    assert host_copies.NUM_LANES * host_copies.NUM_SLOTS * host_copies.SLOT_BYTES <= 64 << 20
+    assert cuda.NUM_LANES * cuda.NUM_SLOTS * cuda.SLOT_BYTES <= 64 << 20

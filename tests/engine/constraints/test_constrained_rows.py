@@ -17,13 +17,13 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 from engine.constraints.constrained_rows import ConstrainedRows
-from engine.constraints.structured import Compiler, Matcher
 from engine.errors import RequestRefused
-from engine.packs.convert import inspect, write_pack
+from engine.grammar.structured import Compiler, Matcher
 from engine.protocol import Constraint, SamplingParams, Submit
-from tests.engine.constraints.test_structured import DEMO, tokenizer
-from tests.engine.models import TinyModel, save_folder
+from engine.registration.convert import inspect, write_pack
+from tests.engine.grammar.test_structured import DEMO, tokenizer
 from tests.engine.test_engine import MODES, Driver, Mode, in_each_mode, weight_pages
+from tests.engine.tiny_models import TinyModel, save_folder
 
 VOCAB = 2048
 EOS = 1
@@ -367,7 +367,7 @@ def test_a_model_without_an_end_token_cannot_be_constrained(rigs: Any) -> None:
     rig.engine.submit(endless, rig.now_s)
     rig.finish_all("a")
     assert rig.finishes["a"].reason == "refused"
-    assert "no token that ends" in rig.finishes["a"].error
+    assert "needs an end token" in rig.finishes["a"].error
 
 
 def test_aborts_and_time_outs_in_every_state_give_their_sessions_back(rigs: Any) -> None:

@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.constraints.constraint_child import (
+from engine.constraints.constraints import Constraints, Session
+from engine.errors import RequestRefused
+from engine.grammar.child import MAX_TOKENIZERS, TOO_MUCH, ConstraintChild
+from engine.grammar.messages import (
     HEADER_BYTES,
-    MAX_TOKENIZERS,
-    TOO_MUCH,
-    ConstraintChild,
     Done,
     Limits,
     Open,
     TokenizerSource,
     decode_from_child,
 )
-from engine.constraints.constraints import Constraints, Session
-from engine.constraints.structured import Matcher
-from engine.errors import RequestRefused
+from engine.grammar.structured import Matcher
 from engine.protocol import Constraint
-from tests.engine.constraints.test_structured import (
+from tests.engine.grammar.test_structured import (
     DEMO,
     END,
     EOS,
@@ -47,8 +45,10 @@ def _constraints() -> Iterator[Constraints]:
     made.shutdown()
 
 
-def opened(constraints: Constraints, constraint: Constraint, *output_ids: int) -> Session:
-    session = constraints.open(SOURCE, constraint, output_ids)
+def opened(
+    constraints: Constraints, constraint: Constraint, *output_ids: int, tenant: str = ""
+) -> Session:
+    session = constraints.open(SOURCE, constraint, output_ids, tenant)
     constraints.wait([session], 120)
     return session
 
@@ -145,8 +145,8 @@ def test_what_is_remembered_is_small(constraints: Constraints) -> None:
     for text in ('{"not": {}}', json.dumps({"enum": ["a" * 100_000]})):
         constraints.close(opened(constraints, Constraint("json_schema", text)))
     remembered = constraints._verdicts.items()
-    assert [bool(verdict) for _, verdict in remembered] == [True, False]
-    assert all(len(key) + len(verdict) < 1000 for key, verdict in remembered)
+    assert [bool(verdict) for _, (_, verdict) in remembered] == [True, False]
+    assert all(len(key) + len(verdict) < 1000 for key, (_, verdict) in remembered)
 
 
 @pytest.mark.parametrize("name", hostile_grammars())
@@ -214,8 +214,9 @@ def test_sessions_survive_the_end_of_the_process(constraints: Constraints) -> No
     assert stepping.output_ids == ids[:1]
 
 
-def test_the_session_it_ended_with_is_broken(constraints: Constraints) -> None:
-    culprit, other = opened(constraints, ANY_OBJECT), opened(constraints, ANY_OBJECT)
+def test_the_session_it_ended_with_is_too_dear(constraints: Constraints) -> None:
+    """By SIGPROF, the limit of a step: it is the client's, and known from then on."""
+    culprit, other = opened(constraints, ANY_OBJECT), opened(constraints, Constraint("regex", "x+"))
     process = constraints._process
     assert process._child is not None
     process._child.send_signal(signal.SIGSTOP)
@@ -225,10 +226,14 @@ def test_the_session_it_ended_with_is_broken(constraints: Constraints) -> None:
     process._child.send_signal(signal.SIGPROF)
     process._child.send_signal(signal.SIGCONT)
     constraints.wait([culprit], 120)
-    assert culprit.state == "broken"
-    assert culprit.reason
+    assert culprit.state == "refused"
+    assert "CPU time" in culprit.reason
+    constraints.close(culprit)
+    with pytest.raises(RequestRefused, match="too expensive to enforce before"):
+        constraints.open(SOURCE, ANY_OBJECT)
     constraints.wait([other], 120)
     assert_mask(constraints, other)
+    assert_mask(constraints, opened(constraints, ANY_OBJECT, tenant="another"))
 
 
 def test_a_process_that_does_not_answer_is_given_up(constraints: Constraints) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from engine.encoders.encoder_batch import EncoderBatch
-from engine.encoders.encoder_runner import EncoderRunner
+from engine.encoders.encoder_model import EncoderRunner
+from engine.encoding import check_encode
 from engine.errors import RequestRefused
-from engine.packs.pack import read_index
+from engine.models.status import ENCODER_TOKENS
+from engine.pack import read_index
 from engine.protocol import Constraint, EncodeInputs, SamplingParams, Submit
-from engine.worker.leases import ENCODER_TOKENS
 from tests.engine.encoder_rig import (
     POSITIONS,
     TOLERANCE,
@@ -27,8 +28,8 @@ from tests.engine.encoder_rig import (
     random_inputs,
     rows_of,
 )
-from tests.engine.models import TinyModel
 from tests.engine.test_engine import MODES, PAGE, Driver, Mode, generated, in_each_mode
+from tests.engine.tiny_models import TinyModel
 
 Encoders = dict[str, TinyEncoder]
 
@@ -85,7 +86,7 @@ class EncoderDriver(Driver):
             assert (usage.cached_tokens, usage.generated_tokens) == (0, 0)
 
     def encoder(self, model_id: str) -> EncoderRunner:
-        runner = self.engine.runner(self.engine._hosting.catalog.unit(model_id))
+        runner = self.engine.runner(self.engine._manager.catalog.instance_of(model_id))
         assert isinstance(runner, EncoderRunner)
         return runner
 
@@ -326,6 +327,20 @@ def _feed(driver: EncoderDriver) -> Iterator[None]:
             driver.encode(f"e{number}", "bert", random_inputs(number, 10))
             number += 1
         yield
+
+
+def test_states_are_asked_only_where_they_are_as_wide_as_rows(encoders: Encoders) -> None:
+    index = read_index(encoders["bert"].pack_dir)
+    submit = encode_submit("r", "bert", [[5, 6]], states=True)
+    check_encode(submit, index)
+    assert index.encoder is not None
+    several = msgspec.structs.replace(index.encoder, pooling="cls+mean", dim=64)
+    for other in (
+        msgspec.structs.replace(index, encoder=several),
+        msgspec.structs.replace(index, task="classify"),
+    ):
+        with pytest.raises(RequestRefused, match="tokens have no rows"):
+            check_encode(submit, other)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

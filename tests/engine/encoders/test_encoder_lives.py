@@ -13,8 +13,8 @@ from engine.errors import RequestRefused
 from tests.engine import engine_hooks as hooks
 from tests.engine.encoder_rig import random_inputs
 from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
-from tests.engine.models import TinyModel
 from tests.engine.test_engine import Mode, generated, in_each_mode
+from tests.engine.tiny_models import TinyModel
 
 NUM_EVENTS = 70
 PROMPTS = [[3, 4, 5], [9, 8, 7, 6, 5, 4, 3], [11] * 21]

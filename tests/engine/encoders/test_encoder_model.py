@@ -14,8 +14,8 @@ from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from engine.encoders.encoder_batch import EncoderBatch, build_encoder_batch, split_rows
 from engine.encoders.encoder_model import POOLINGS, EncoderModel, pooled, position_ids
-from engine.encoders.encoder_requests import Encoding, Rows
-from engine.packs.pack import EncoderRecord, Task
+from engine.encoding import Encoding, Rows
+from engine.pack import EncoderRecord, Task
 from engine.request import Request
 from engine.running.batch import ScheduledRow
 from kernels.ragged_attention import BAND
@@ -30,9 +30,12 @@ from tests.engine.encoder_rig import (
 
 
 def request_of(
-    inputs: Sequence[Sequence[int]], record: EncoderRecord, types: Sequence[Sequence[int]] = ()
+    inputs: Sequence[Sequence[int]],
+    record: EncoderRecord,
+    types: Sequence[Sequence[int]] = (),
+    states: bool = False,
 ) -> Request:
-    submit = encode_submit("r", "m", inputs, types)
+    submit = encode_submit("r", "m", inputs, types, states=states)
     request = Request.of(submit, 0.0)
     request.encoding = Encoding.of(submit, record)
     return request
@@ -84,6 +87,27 @@ def test_each_family_row_by_row(tmp_path: Path, name: str, task: Task) -> None:
     model.unbind()
     with pytest.raises((RuntimeError, NotImplementedError)):
         rows_by_step(model, [request_of([[5, 6]], record)], 60)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_tokens_have_their_own_states_where_they_are_asked_for(tmp_path: Path, name: str) -> None:
+    """Beside requests that ask for none, in steps that take a request apart."""
+    reference = save_encoder(family_configs()[name], tmp_path, 0)
+    record = record_of("embed", name)
+    model = EncoderModel(tmp_path, "embed", record, torch.float32)
+    model.bind(dict(reference.state_dict(keep_vars=True)))
+    several = [random_inputs(seed, 7) for seed in range(3)]
+    requests = [request_of(inputs, record, states=n != 1) for n, inputs in enumerate(several)]
+    told = rows_by_step(model, requests, 40)
+    encoder = TinyEncoder(name, tmp_path, tmp_path, reference)
+    for n, (inputs, found) in enumerate(zip(several, told, strict=True)):
+        rows = np.frombuffer(found, "<f4").reshape(-1, record.dim)
+        encoder.check(inputs, rows[: len(inputs)].tobytes())
+        assert len(rows) == len(inputs) + (n != 1) * sum(map(len, inputs))
+        if n != 1:
+            with torch.inference_mode():
+                each = [reference(torch.tensor([ids])).last_hidden_state[0] for ids in inputs]
+            assert np.allclose(rows[len(inputs) :], torch.cat(each).numpy(), atol=1e-4)
 
 
 def test_inputs_longer_than_windows_and_bands(tmp_path: Path) -> None:

@@ -1,21 +1,17 @@
 """Encoders through the real worker process: over its real socket, in a thread of its own."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.packs.pack import read_index
+from engine.pack import read_index
 from engine.protocol import (
     AckUsage,
     LoadModel,
-    ModelSpec,
     Refused,
-    SetCatalog,
     StepOutput,
     TokenDelta,
-    WorkerStatus,
 )
 from tests.engine.encoder_rig import (
     TinyEncoder,
@@ -48,17 +44,8 @@ def running(
     models = [
         real.TinyModel(e.name, e.pack_dir, read_index(e.pack_dir).total_bytes, []) for e in encoders
     ]
-    made = real.start(tmp_path_factory.mktemp("w"), models, os.getpid())
-    try:
-        made.gateway.hello()
-        made.until(lambda: bool(made.gateway.all(WorkerStatus)))
-        made.gateway.send(SetCatalog([ModelSpec(m.name, str(m.pack_dir)) for m in models]))
+    with real.serving(tmp_path_factory.mktemp("w"), models) as made:
         yield made
-    finally:
-        made.process.kill()
-        made.process.wait()
-        made.gateway.close()
-        made.context.destroy(linger=0)
 
 
 def deltas(running: real.Running, request_id: str) -> list[TokenDelta]:

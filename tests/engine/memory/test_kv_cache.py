@@ -7,7 +7,7 @@ from engine.errors import IntegrityError, OutOfPages
 from engine.memory.kv_cache import KvCache
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
-from engine.memory.request_kv import HOLE, RequestKv
+from engine.memory.prefix_cache import HOLE, RequestKv
 from kernels.paged_attention import LayerGeometry
 
 CPU = torch.device("cpu")
@@ -253,15 +253,6 @@ def test_windows_bound_what_a_long_sequence_needs() -> None:
         hybrid.advance(kv, tokens, done + 8, 0.0)
         assert len(kv.tables[0]) - kv.first[0] <= 3
     hybrid.check_integrity([kv])
-
-
-@pytest.mark.parametrize("layers", [[FULL], [SLID, FULL], [FULL] * 5])
-def test_tokens_that_pages_hold(layers: list[LayerGeometry]) -> None:
-    cache, _ = make(layers, max_chunk=16)
-    for pages in range(1, 40):
-        tokens = cache.max_tokens_in(pages)
-        assert tokens == 0 or cache.pages_for(tokens) <= pages
-        assert cache.pages_for(tokens + 1) > pages
 
 
 def test_a_tenants_share_counts_shared_blocks_once() -> None:

@@ -10,7 +10,7 @@ from engine.memory.kv_cache import KvCache
 from engine.memory.kv_memory import COMPACT_EXTENTS, KvMemory, Move, Renames
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
-from engine.memory.request_kv import RequestKv
+from engine.memory.prefix_cache import RequestKv
 from kernels.paged_attention import LayerGeometry
 
 PAGE = 8192
@@ -19,12 +19,12 @@ SHAPES = {"small": [LayerGeometry(1, 32, 32)] * 2, "large": [LayerGeometry(1, 32
 
 
 class Rig:
-    """Two units; copies are noted."""
+    """Two models; copies are noted."""
 
     def __init__(self, low: int = 0, high: int = 0, small_cost: float = 1.0) -> None:
         self.pool = PagePool(NUM_PAGES, PAGE)
         self.moves: list[Move] = []
-        self.memory = KvMemory(self.pool, self.copy, low, high)
+        self.memory = KvMemory(self.pool, self, low, high)
         self.caches: dict[str, KvCache] = {}
         for name, layers in SHAPES.items():
             plan = plan_kv(layers, torch.float32, 4, PAGE, NUM_PAGES)
@@ -33,7 +33,10 @@ class Rig:
             self.memory.register(name, self.caches[name], small_cost if name == "small" else 1.0)
         self.live: list[tuple[str, RequestKv]] = []
 
-    def copy(self, moves: Sequence[Move]) -> None:
+    def last_done(self) -> int:
+        return 0
+
+    def copy_within(self, moves: Sequence[Move]) -> None:
         self.moves += moves
         for source, _, _ in moves:
             assert self.pool.owner_of(source // PAGE) is not None, "given back before it was read"
@@ -66,10 +69,10 @@ class Rig:
         self.pool.check_integrity()
         self.memory.check_integrity()
         for name, cache in self.caches.items():
-            cache.check_integrity([kv for unit, kv in self.live if unit == name])
+            cache.check_integrity([kv for instance, kv in self.live if instance == name])
 
 
-def test_the_least_valuable_extent_of_all_units_goes_first() -> None:
+def test_the_least_valuable_extent_of_all_models_goes_first() -> None:
     rig = Rig()
     size = rig.extent_tokens("small")
     rig.cached("small", 0, size, 0.0)
@@ -90,7 +93,7 @@ def test_the_least_valuable_extent_of_all_units_goes_first() -> None:
     assert rig.memory.num_evicted_pages == held
 
 
-def test_a_unit_that_is_dear_to_compute_keeps_its_blocks_longer() -> None:
+def test_a_model_that_is_dear_to_compute_keeps_its_blocks_longer() -> None:
     rig = Rig(small_cost=1e6)
     rig.cached("small", 0, rig.extent_tokens("small"), 0.0)
     rig.cached("large", 1000, rig.extent_tokens("large"), 60.0)
@@ -257,7 +260,7 @@ def test_full_extents_are_not_copied() -> None:
     assert not rig.moves
 
 
-def test_pages_of_a_unit_that_is_not_known_are_a_fault() -> None:
+def test_pages_of_a_model_that_is_not_known_are_a_fault() -> None:
     rig = Rig()
     rig.run("small", 0, 8, 0.0)
     rig.memory.forget("small")
@@ -268,4 +271,4 @@ def test_pages_of_a_unit_that_is_not_known_are_a_fault() -> None:
 
 def test_marks_are_in_order() -> None:
     with pytest.raises(ValueError, match="watermarks"):
-        KvMemory(PagePool(8, PAGE), lambda moves: None, 5, 4)
+        KvMemory(PagePool(8, PAGE), Rig(), 5, 4)

@@ -5,8 +5,7 @@ import itertools
 import pytest
 import torch
 
-from engine.memory.chunk_table import ChunkTable
-from engine.memory.kv_plan import LEAST_EXTENT_TOKENS, KvPlan, plan_kv
+from engine.memory.kv_plan import LEAST_EXTENT_TOKENS, ChunkTable, KvPlan, plan_kv
 from kernels.paged_attention import LayerGeometry
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Random requests over units of unlike geometry in one pool, every byte of KV accounted for.
+"""Random requests over models of unlike geometry in one pool, every byte of KV accounted for.
 
 What is checked after every operation: pool, caches and references agree; what can be found is what
 an oracle says, exactly; each step reads what was written for its own tokens, whatever was moved,
@@ -26,11 +26,11 @@ class KvMachine(RuleBasedStateMachine):
 
     @initialize(
         num_pages=st.integers(8, 48),
-        units=st.sets(st.sampled_from(sorted(UNITS)), min_size=1, max_size=3),
+        instances=st.sets(st.sampled_from(sorted(UNITS)), min_size=1, max_size=3),
         marks=st.sampled_from([(0, 0), (3, 6), (6, 6)]),
     )
-    def begin(self, num_pages: int, units: set[str], marks: tuple[int, int]) -> None:
-        self.world = World(num_pages, sorted(units), *marks)
+    def begin(self, num_pages: int, instances: set[str], marks: tuple[int, int]) -> None:
+        self.world = World(num_pages, sorted(instances), *marks)
         self.weights: list[int] = []
 
     @rule(seed=st.integers(0, 1 << 16), rounds=st.integers(1, 6))
@@ -40,8 +40,8 @@ class KvMachine(RuleBasedStateMachine):
         for _ in range(rounds):
             while len(self.world.jobs) < MAX_JOBS and rng.random() < 0.6:
                 self._arrive(rng)
-            for unit in self.world.caches:
-                self._step(rng, unit)
+            for instance in self.world.caches:
+                self._step(rng, instance)
             self.run_device(rng.randint(0, 4))
             for job in list(self.world.jobs):
                 if len(job.token_ids) >= MAX_TOKENS or rng.random() < 0.05:
@@ -56,17 +56,17 @@ class KvMachine(RuleBasedStateMachine):
     def _arrive(self, rng: random.Random) -> None:
         """A prompt that shares its beginning with others of its family."""
         world = self.world
-        unit, tenant = rng.choice(sorted(world.caches)), rng.choice("aab")
+        instance, tenant = rng.choice(sorted(world.caches)), rng.choice("aab")
         length, family = rng.randint(1, 40), rng.randrange(3)
         common = rng.randint(0, length)
         own = [100 + rng.randrange(1000) for _ in range(length - common)]
         tokens = [family * 7 + i % 5 for i in range(common)] + own
-        job = Job(unit, tenant, tokens, world.caches[unit].new_kv(tenant))
+        job = Job(instance, tenant, tokens, world.caches[instance].new_kv(tenant))
         world.jobs.append(job)
         self._match(job)
 
     def _match(self, job: Job) -> None:
-        world, cache = self.world, self.world.caches[job.unit]
+        world, cache = self.world, self.world.caches[job.instance]
         expected = world.expected_hit(job)
         assert cache.peek(job.tenant, job.token_ids) == expected
         self._look(job)
@@ -76,7 +76,7 @@ class KvMachine(RuleBasedStateMachine):
 
     def _look(self, job: Job) -> None:
         """What is foretold of a match is what it then does, and foretelling does nothing."""
-        cache, kv = self.world.caches[job.unit], job.kv
+        cache, kv = self.world.caches[job.instance], job.kv
         others = [(e.num_hits, e.last_used_s) for g in cache.groups for e in g._extents.values()]
         hit = cache.look(kv, job.token_ids)
         told = [(e.num_hits, e.last_used_s) for g in cache.groups for e in g._extents.values()]
@@ -100,16 +100,16 @@ class KvMachine(RuleBasedStateMachine):
         rng = random.Random(seed)
         self._step(rng, rng.choice(sorted(self.world.caches)))
 
-    def _step(self, rng: random.Random, unit: str) -> None:
-        """Reserve and launch rows of one unit, at most one step ahead of what is known."""
+    def _step(self, rng: random.Random, instance: str) -> None:
+        """Reserve and launch rows of one model, at most one step ahead of what is known."""
         world = self.world
         rows: list[tuple[Job, int]] = []
-        for job in [job for job in world.jobs if job.unit == unit and self._startable(job)]:
+        for job in [job for job in world.jobs if job.instance == instance and self._startable(job)]:
             tokens = min(rng.randint(1, MAX_CHUNK), len(job.token_ids) - job.num_launched)
             if self._reserve(job, job.num_launched + tokens):
                 rows.append((job, tokens))
         if rows:
-            world.launch(unit, rows, rng.random() < 0.04)
+            world.launch(instance, rows, rng.random() < 0.04)
         world.now_s += 0.25
 
     def _startable(self, job: Job) -> bool:
@@ -117,7 +117,7 @@ class KvMachine(RuleBasedStateMachine):
         return in_flight < 2 and job.num_launched < len(job.token_ids)
 
     def _reserve(self, job: Job, num_tokens: int) -> bool:
-        world, cache = self.world, self.world.caches[job.unit]
+        world, cache = self.world, self.world.caches[job.instance]
         demand = cache.demand(job.kv, num_tokens)
         missing = -(-num_tokens // BLOCK_TOKENS) - job.kv.num_blocks
         assert all(blocks <= max(0, missing) for blocks in demand.blocks)
@@ -142,7 +142,7 @@ class KvMachine(RuleBasedStateMachine):
 
     def _reserve_after_eviction(self, job: Job, num_tokens: int) -> None:
         """`fits` had promised it: once evicted pages have come back, it is there."""
-        world, cache = self.world, self.world.caches[job.unit]
+        world, cache = self.world, self.world.caches[job.instance]
         wanted = cache.pages_of(cache.demand(job.kv, num_tokens))
         assert world.memory.evict(wanted - world.pool.num_free)
         world.pass_step()
@@ -167,7 +167,7 @@ class KvMachine(RuleBasedStateMachine):
                     continue  # it ended, was preempted or rolled back meanwhile
                 assert job not in step.wrong, f"{job} read what is not its own"
                 job.num_good = end
-                cache = world.caches[job.unit]
+                cache = world.caches[job.instance]
                 world.learn(job, first)
                 cache.advance(job.kv, job.token_ids, end, world.now_s)
                 if end == len(job.token_ids) and len(job.token_ids) < MAX_TOKENS:
@@ -179,12 +179,12 @@ class KvMachine(RuleBasedStateMachine):
         for job, _, _ in step.rows:
             if job in world.jobs:
                 self._end(job)
-        world.caches[step.unit].drop_cached()
-        for names in world.known[step.unit]:
+        world.caches[step.instance].drop_cached()
+        for names in world.known[step.instance]:
             names.clear()
         # Rows of steps launched meanwhile are run again from what is known to be good.
         for job in world.jobs:
-            if job.unit == step.unit:
+            if job.instance == step.instance:
                 job.num_launched = job.num_good
                 job.is_doubtful = not job.kv.is_empty
                 for later in world.steps:
@@ -192,7 +192,7 @@ class KvMachine(RuleBasedStateMachine):
 
     def _end(self, job: Job) -> None:
         world = self.world
-        world.caches[job.unit].release(job.kv, world.now_s)
+        world.caches[job.instance].release(job.kv, world.now_s)
         world.jobs.remove(job)
         assert job.kv.is_empty
 
@@ -209,7 +209,7 @@ class KvMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(self.world.jobs))
         for step in self.world.steps:
             step.rows = [row for row in step.rows if row[0] is not job]
-        self.world.caches[job.unit].release(job.kv, self.world.now_s)
+        self.world.caches[job.instance].release(job.kv, self.world.now_s)
         self._match(job)
 
     @rule(num_pages=st.integers(1, 8))
@@ -264,17 +264,17 @@ class KvMachine(RuleBasedStateMachine):
         self.world.pass_step()
 
     @rule(data=st.data())
-    def drop_unit(self, data: st.DataObject) -> None:
-        """The unit leaves the device in the middle of everything, and comes back empty."""
+    def drop_model(self, data: st.DataObject) -> None:
+        """The model leaves the device in the middle of everything, and comes back empty."""
         world = self.world
-        unit = data.draw(st.sampled_from(sorted(world.caches)))
+        instance = data.draw(st.sampled_from(sorted(world.caches)))
         if data.draw(st.integers(0, 5)):
             return
         world.run_device(len(world.queue))
         self._collect()
-        world.caches[unit].drop_all()
-        world.jobs = [job for job in world.jobs if job.unit != unit]
-        for names in world.known[unit]:
+        world.caches[instance].drop_all()
+        world.jobs = [job for job in world.jobs if job.instance != instance]
+        for names in world.known[instance]:
             names.clear()
 
     @invariant()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.errors import IntegrityError, OutOfPages
-from engine.memory.page_pool import FENCED, FREE, KV, WEIGHTS, Owner, PagePool, PageRun
+from engine.memory.page_pool import Owner, PagePool, PageRun
 
 OWNERS = [Owner("a", "weights"), Owner("a", "kv"), Owner("b", "weights"), Owner("b", "kv")]
 owners = st.sampled_from(OWNERS)
@@ -51,21 +51,6 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert self.pool.alloc_run(owner, length) == expected
         self.take(owner, expected.pages)
-
-    @rule(owner=owners, lengths=st.lists(st.integers(1, 6), max_size=4))
-    def alloc_runs(self, owner: Owner, lengths: list[int]) -> None:
-        before = list(self.owner)
-        expected: list[PageRun] = []
-        for length in lengths:
-            run = self.lowest_run(length)
-            if run is None:
-                self.owner = before
-                with pytest.raises(OutOfPages):
-                    self.pool.alloc_runs(owner, lengths)
-                return
-            expected.append(run)
-            self.take(owner, run.pages)
-        assert self.pool.alloc_runs(owner, lengths) == expected
 
     @rule(owner=owners, first=st.integers(0, 23), length=st.integers(1, 6))
     def alloc_at(self, owner: Owner, first: int, length: int) -> None:
@@ -175,17 +160,14 @@ class PoolMachine(RuleBasedStateMachine):
         counts = {owner: self.owner.count(owner) for owner in OWNERS}
         assert self.pool.pages_by_owner() == {o: n for o, n in counts.items() if n}
         assert all(self.pool.owned(owner) == n for owner, n in counts.items())
-        holes = [n for n in range(1, len(self.owner) + 1) if self.lowest_run(n)]
-        assert self.pool.largest_hole() == max(holes, default=0)
         codes = []
         for page, (owner, fence) in enumerate(cells):
             assert self.pool.owner_of(page) == owner
-            assert self.pool.is_fenced(page) == (fence is not None)
             assert self.pool.is_ripe([page]) == (fence is None)
             if owner is None:
-                codes.append(FREE if fence is None else FENCED)
+                codes.append(PagePool.FREE if fence is None else PagePool.FENCED)
             else:
-                codes.append(KV if owner.kind == "kv" else WEIGHTS)
+                codes.append(PagePool.KV if owner.kind == "kv" else PagePool.WEIGHTS)
         assert list(self.pool.kinds()) == codes
 
 
@@ -203,8 +185,6 @@ def test_a_run_has_pages() -> None:
     pool = PagePool(4, 4096)
     with pytest.raises(ValueError, match="at least one page"):
         pool.alloc_run(OWNERS[0], 0)
-    with pytest.raises(ValueError, match="at least one page"):
-        pool.alloc_runs(OWNERS[0], [2, 0])
     assert pool.num_free == 4
 
 
@@ -273,7 +253,7 @@ def test_a_broken_book_is_noticed() -> None:
     with pytest.raises(IntegrityError, match="counted"):
         pool.check_integrity()
     pool = PagePool(4, 4096)
-    pool._kinds[2] = KV
+    pool._kinds[2] = PagePool.KV
     with pytest.raises(IntegrityError, match="wrong list"):
         pool.check_integrity()
 

@@ -14,10 +14,10 @@ import torch
 from engine.backend.base import Backend
 from engine.backend.cpu import CpuBackend
 from engine.errors import ChecksumMismatch, PackError
-from engine.packs.pack import BLOB_NAME, CHUNK_BYTES, PackIndex, read_index, write_index
+from engine.pack import BLOB_NAME, CHUNK_BYTES, PackIndex, read_index, write_index
+from engine.packs.host_tier import HostTier
+from engine.packs.loader import DiskLoad, HostFill, HostLoad, PackLoader, ReadJob
 from engine.packs.weights import build_views, check_pack, verify_blob
-from engine.residency.host_tier import HostTier
-from engine.residency.loader import DiskLoad, HostFill, HostLoad, Job, PackLoader
 from tests.engine.pack_rig import flip_byte, random_pack
 
 SIZES = (4096 * 3, CHUNK_BYTES + 4096 * 5, 4096)
@@ -58,7 +58,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     return Bench(pack_dir, read_index(pack_dir), backend, [CHUNK_BYTES * 2, 8192, 0])
 
 
-def wait(job: Job, timeout_s: float = 20.0) -> None:
+def wait(job: ReadJob, timeout_s: float = 20.0) -> None:
     end = time.monotonic() + timeout_s
     while not job.done:
         assert time.monotonic() < end
@@ -122,7 +122,7 @@ def test_a_truncated_blob_is_an_error_and_no_fault(bench: Bench) -> None:
     loader = PackLoader(2)
     loader.start(job)
     wait(job)
-    with pytest.raises(PackError, match="ends early"):
+    with pytest.raises(PackError, match="is truncated"):
         job.result()
     with pytest.raises(PackError, match="bytes instead of"):
         check_pack(bench.pack_dir, bench.index)
@@ -135,7 +135,7 @@ def test_a_missing_blob_is_a_pack_error(bench: Bench) -> None:
         DiskLoad(bench.index, bench.pack_dir, bench.backend, bench.offsets)
     with pytest.raises(PackError, match="cannot be read"):
         verify_blob(bench.pack_dir, bench.index)
-    with pytest.raises(PackError, match="not whole"):
+    with pytest.raises(PackError, match="is incomplete"):
         check_pack(bench.pack_dir, bench.index)
 
 

@@ -15,12 +15,12 @@ from transformers import LlamaConfig
 from engine.errors import DownloadInterrupted, RegistrationRefused
 from engine.registration import download
 from engine.registration import main as register
-from engine.registration.download_folder import folder_name, locked
+from engine.registration.download import folder_name, locked
 from engine.registration.hub import Hub, HubLimits
 from tests.engine import hub_server
 from tests.engine.hub_server import COMMIT, HubServer
 from tests.engine.pack_rig import edit_json, hf_folder
-from tests.engine.packs.test_convert import SHAPE
+from tests.engine.registration.test_convert import SHAPE
 
 REPO = "acme/tiny"
 WEIGHTS = "model.safetensors"
@@ -301,7 +301,7 @@ def test_a_disk_that_fills_up_midway_leaves_nothing(
         monkeypatch.setattr(os, "pwrite", full)
     events = run(tmp_path)
     assert events[-1]["code"] == "disk_full"
-    assert "make room" in events[-1]["message"]
+    assert "free disk space" in events[-1]["message"]
     assert left(tmp_path) == []
 
 

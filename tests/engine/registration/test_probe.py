@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from bench.family_configs import tiny_config
 from engine.errors import RegistrationRefused
-from engine.memory.kv_geometry import module_geometries
-from engine.packs.blueprint import blueprint
+from engine.modules.transformers_backend import build_skeleton, paged_attention_forward
 from engine.registration import parity
+from engine.registration.blueprint import blueprint, field_of, kv_groups, module_geometries
 from engine.registration.parity import draw_weights, probe
 from engine.registration.probe_size import (
     MAX_CHOSEN,
@@ -24,7 +24,6 @@ from engine.registration.probe_size import (
     probe_configs,
     tensor_kinds,
 )
-from engine.running.transformers_backend import build_skeleton, paged_attention_forward
 from kernels.paged_attention import LayerGeometry
 
 Attention = Callable[..., Any]
@@ -74,7 +73,7 @@ def test_wrong_attention_is_refused(mutation: str, monkeypatch: pytest.MonkeyPat
     assert probe(config) <= parity.TOLERANCE
     wrong = mutate(paged_attention_forward)
     monkeypatch.setattr(parity, "paged_attention_forward", wrong)
-    with pytest.raises(RegistrationRefused, match="differs from transformers by"):
+    with pytest.raises(RegistrationRefused, match="differ from transformers by"):
         probe(config)
 
 
@@ -89,7 +88,7 @@ def test_a_window_off_by_one_is_refused(change: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(parity, "module_geometries", wrong)
     # gpt_neox-like families do not say their window to attention; then the logits tell.
     monkeypatch.setattr(parity._Watched, "attend", _unwatched)
-    with pytest.raises(RegistrationRefused, match="differs from transformers by"):
+    with pytest.raises(RegistrationRefused, match="differ from transformers by"):
         probe(tiny_config("mistral"))
 
 
@@ -101,9 +100,12 @@ def _unwatched(self: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        (LayerGeometry(4, 16, 16), "hands 2 heads of K 16 and V 16 to attention where 4 heads"),
-        (LayerGeometry(2, 16, 16, 5), "differs"),
-        (LayerGeometry(1, 32, 32), "hands 2 heads"),
+        (
+            LayerGeometry(4, 16, 16),
+            "passes 2 heads of K 16 and V 16 to attention instead of 4 heads",
+        ),
+        (LayerGeometry(2, 16, 16, 5), "differ from"),
+        (LayerGeometry(1, 32, 32), "passes 2 heads"),
     ],
 )
 def test_kv_of_another_shape_than_planned_is_refused(
@@ -124,7 +126,7 @@ def test_logits_of_other_tokens_than_asked_for_are_refused(
         return model
 
     monkeypatch.setattr(parity, "build_skeleton", deaf)
-    with pytest.raises(RegistrationRefused, match="differs from transformers by"):
+    with pytest.raises(RegistrationRefused, match="differ from transformers by"):
         probe(tiny_config("llama"))
 
 
@@ -199,5 +201,33 @@ def test_a_large_model_is_probed_in_small(name: str) -> None:
 def test_a_model_of_no_small_kind_is_refused() -> None:
     config = tiny_config("llama")
     other = build_skeleton(tiny_config("qwen3"), torch.float32, "eager")
-    with pytest.raises(RegistrationRefused, match="no truncated model"):
+    with pytest.raises(RegistrationRefused, match="no small model"):
         probe(config, other)
+
+
+STRANGE = {
+    "num_key_value_heads": 1,
+    "head_dim": 7,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "linear_attention"],
+    "kv_lora_rank": 8,
+    "num_kv_shared_layers": 1,
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_field_that_a_family_does_not_read_changes_nothing(name: str) -> None:
+    shape = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    plain, strange = GPT2Config(**shape), GPT2Config(**shape, **{name: STRANGE[name]})
+    assert kv_groups(strange) == kv_groups(plain)
+    assert blueprint(strange).kv_groups == kv_groups(plain)
+
+
+def test_a_strange_gpt2_comes_out_right() -> None:
+    assert probe(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, **STRANGE)) < 1e-4
+
+
+def test_fields_that_a_family_reads_without_declaring_them_count() -> None:
+    assert field_of(Qwen3MoeConfig(head_dim=96), "head_dim") == 96  # its class has no such field
+    assert field_of(LlamaConfig(num_key_value_heads=2), "num_key_value_heads") == 2
+    assert field_of(GPT2Config(), "num_hidden_layers") == 12  # under another name

@@ -1,7 +1,7 @@
 """The registration process: its lines, its codes, its exit status.
 
 Called in this process; as one of its own it runs in tests/e2e and in
-tests/gateway/registration/test_registration.py.
+tests/admin/registration/test_registration.py.
 """
 
 import io
@@ -13,11 +13,11 @@ import pytest
 from transformers import LlamaConfig
 
 from engine.errors import RegistrationRefused
-from engine.packs.pack import read_index
+from engine.pack import read_index
 from engine.packs.weights import check_pack, verify_blob
 from engine.registration import main as register
 from tests.engine.pack_rig import hf_folder
-from tests.engine.packs.test_convert import SHAPE
+from tests.engine.registration.test_convert import SHAPE
 
 
 def run(*arguments: str) -> tuple[int, list[dict[str, Any]]]:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ import torch
 
 from engine.errors import IllegalTransition, RequestRefused
 from engine.memory.page_pool import Owner
-from engine.packs.pack import BLOB_NAME, Chunk
-from engine.protocol import ModelSpec
-from engine.residency.loader import DiskLoad
-from engine.residency.residency_state import TRANSITIONS, Hosted, ResidencyEvent
+from engine.pack import BLOB_NAME, Chunk
+from engine.packs.loader import DiskLoad
+from engine.protocol import ModelSpec, ResidencyState
+from engine.residency.loaded_models import TRANSITIONS, InstanceEvent, ModelInstance, ResidencyEvent
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
 MODEL_PAGES = 6  # 2 + 1 + 3
@@ -29,7 +30,7 @@ def packs(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    """Room for two of the models, with a little KV."""
+    """WeightSpace for two of the models, with a little KV."""
     made = Rig(tmp_path, 2 * MODEL_PAGES + 4)
     yield made
     made.residency.close()
@@ -342,7 +343,7 @@ def test_models_that_leave_the_catalog(rig: Rig, packs: list[Path]) -> None:
     assert states(rig) == {}
     rig.poll()
     assert rig.pool.num_free == rig.pool.num_pages
-    with pytest.raises(RequestRefused, match="not in the catalog"):
+    with pytest.raises(RequestRefused, match="unknown model"):
         rig.residency.request_load("a", rig.now_s)
 
 
@@ -382,7 +383,7 @@ def test_two_names_for_one_pack(rig: Rig, packs: list[Path]) -> None:
 
 def wait_for_fill(rig: Rig, name: str) -> None:
     end = time.monotonic() + 20
-    while not rig.residency._tiers.is_warm(rig.residency.index(name)):
+    while not rig.residency._weight_store.is_warm(rig.residency.index(name)):
         assert time.monotonic() < end
         rig.poll()
         time.sleep(0.001)
@@ -401,8 +402,8 @@ def test_the_host_tier_is_filled_and_survives_the_worker(tmp_path: Path, packs: 
         load(rig, "a")
         (pack / "gone").rename(pack / BLOB_NAME)
     assert is_right(rig, packs[0])
-    tiers = [(s.kind, s.tier) for s in rig.residency.take_swaps()]
-    assert tiers == [("load", "disk"), ("evict", "host"), ("load", "host")]
+    weight_store = [(s.kind, s.tier) for s in rig.residency.take_swaps()]
+    assert weight_store == [("load", "disk"), ("evict", "host"), ("load", "host")]
     rig.residency.close()
     successor = Rig(tmp_path, 2 * MODEL_PAGES + 4, host_tier_bytes=2 * sum(SIZES))
     successor.catalog(*packs)
@@ -438,7 +439,7 @@ def test_no_copies_where_nobody_has_to_leave(tmp_path: Path, packs: list[Path]) 
     wait_for_fill(rig, "c")
     rig.catalog(packs[0])
     settle(rig)
-    assert not rig.residency._tiers.copies
+    assert not rig.residency._weight_store.copies
     rig.residency.close()
 
 
@@ -484,14 +485,14 @@ def test_status_rows_and_estimates(rig: Rig, packs: list[Path]) -> None:
     assert rows["b"].load_s_estimate == rig.residency.load_estimate_s("b") > 0
 
 
-def test_illegal_transitions_change_nothing() -> None:
-    for state, allowed in TRANSITIONS.items():
-        for target in TRANSITIONS:
-            model = Hosted(ModelSpec("m", "/nowhere"), state=state, reason="before")
-            if target in allowed:
-                model.move(target, "after")
-                assert (model.state, model.reason) == (target, "after")
-            else:
-                with pytest.raises(IllegalTransition):
-                    model.move(target, "after")
-                assert (model.state, model.reason) == (state, "before")
+@pytest.mark.parametrize("event", get_args(InstanceEvent))
+@pytest.mark.parametrize("state", TRANSITIONS)
+def test_illegal_transitions_change_nothing(state: ResidencyState, event: InstanceEvent) -> None:
+    model = ModelInstance(ModelSpec("m", "/nowhere"), state=state, reason="before")
+    if event in TRANSITIONS[state]:
+        model.on(event, "after")
+        assert (model.state, model.reason) == (TRANSITIONS[state][event], "after")
+    else:
+        with pytest.raises(IllegalTransition):
+            model.on(event, "after")
+        assert (model.state, model.reason) == (state, "before")

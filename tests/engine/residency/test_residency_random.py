@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.packs.pack import BLOB_NAME
+from engine.pack import BLOB_NAME
 from engine.protocol import ModelSpec
-from engine.residency.residency_state import Wish
+from engine.residency.loaded_models import LoadRequest
 from tests.engine.pack_rig import PAGE, Rig, flip_byte, random_pack
 
 NUM_PAGES = 40
@@ -83,7 +83,7 @@ class Life:
         elif choice < 0.2:
             residency.request_load(name, now_s)
         elif choice < 0.35:
-            residency.request_load(name, now_s, self.wish())
+            residency.request_load(name, now_s, self.load_request())
         elif choice < 0.42:
             residency.begin_drain(name, now_s, "asked for")
         elif choice < 0.55:
@@ -91,7 +91,7 @@ class Life:
             residency.touch(name, self.random.random(), now_s, produced)
         elif choice < 0.57:
             rig = self.rig
-            if residency.make_kv_room(name, now_s, rig.is_busy, rig.drop_kv):
+            if residency.make_kv_space(name, now_s, rig.is_busy, rig.drop_kv):
                 self.rig.residency.check_integrity()
         elif choice < 0.75 and residency.state(name) == "resident":
             if name in self.rig.busy:
@@ -101,10 +101,10 @@ class Life:
         elif choice < 0.9 and residency.state(name) == "resident":
             self.change_kv(name)
 
-    def wish(self) -> Wish:
+    def load_request(self) -> LoadRequest:
         """Of any kind."""
         draw = self.random.random
-        return Wish(
+        return LoadRequest(
             waited_s=draw() * 3,
             backlog_s=draw(),
             prefetch=draw() < 0.5,
@@ -152,7 +152,7 @@ class Life:
 
     def wait_for_loaders(self) -> None:
         """What a life does must not depend on how busy the machine is."""
-        hosted = self.rig.residency._units.all()
+        hosted = self.rig.residency._models.all()
         jobs = [model.job for model in hosted if model.job is not None]
         while not all(job.done for job in jobs):
             time.sleep(0.0002)

@@ -14,12 +14,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from bench.families import Hosted, Refused, contradictions, judge, main, page
 from bench.family_configs import MODEL_TYPES, tiny_config
 from engine.errors import RegistrationRefused
-from engine.memory.kv_geometry import config_geometries
-from engine.packs.blueprint import blueprint
+from engine.registration.blueprint import blueprint, config_geometries
 from engine.registration.parity import TOLERANCE, probe
 from kernels.paged_attention import LayerGeometry
-from tests.engine.models import TinyModel, make_tiny_models
 from tests.engine.test_engine import Driver
+from tests.engine.tiny_models import TinyModel, make_tiny_models
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "families.md"
 ROW = re.compile(r"^\| `([^`]+)` \| (source|blueprint|probe|plain modules) \|", re.MULTILINE)
@@ -86,7 +85,7 @@ def test_a_wrong_page_is_found_out() -> None:
     for wrong in (
         Hosted("llama", "", 1e-6, 1024, 512),
         Hosted("mamba", "", 1e-6, 512, 512),
-        Refused("llama", "probe", "parity", "it differs"),
+        Refused("llama", "probe", "parity", "its logits differ"),
         Refused("mamba", "probe", "parity", "it has no attention heads"),
     ):
         assert list(contradictions(text, [wrong])) == [wrong.line()]
@@ -136,15 +135,15 @@ def test_geometry_comes_from_the_modules_where_names_do_not_tell() -> None:
 
 
 REFUSED = {
-    "sees what comes after": AutoConfig.for_model(
+    "attends to later tokens": AutoConfig.for_model(
         "bert-generation",
         **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"intermediate_size": 96, "vocab_size": 128, "is_decoder": False},
     ),
-    "another model's states": AutoConfig.for_model(
+    "it has cross-attention": AutoConfig.for_model(
         "gpt2", n_embd=64, n_layer=2, n_head=4, vocab_size=128, add_cross_attention=True
     ),
-    "no sensible context length": AutoConfig.for_model("llama", max_position_embeddings=0),
+    "no valid context length": AutoConfig.for_model("llama", max_position_embeddings=0),
 }
 
 
@@ -157,5 +156,5 @@ def test_options_that_cannot_be_hosted_are_refused(reason: str) -> None:
 def test_a_model_that_fails_at_work_is_refused() -> None:
     config = tiny_config("llama")
     config.num_key_value_heads = 3
-    with pytest.raises(RegistrationRefused, match="does not run over paged KV"):
+    with pytest.raises(RegistrationRefused, match="cannot run with a paged KV cache"):
         probe(config)

@@ -21,23 +21,23 @@ from transformers import (
     SmolLM3Config,
 )
 
-from bench.gpu_fake import FakeDevice
-from engine.backend.choose import Opened
 from engine.backend.cpu import CpuBackend
-from engine.backend.host_copies import HostCopies
+from engine.backend.cuda import HostCopies
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.packs.convert import inspect, write_pack
-from engine.packs.pack import PackIndex, read_index
+from engine.gpu.device_runner import DeviceRunner
+from engine.gpu.device_sampling import SAMPLING_KERNELS, SAMPLING_REFERENCE
+from engine.modules.transformers_backend import build_skeleton
+from engine.pack import PackIndex, read_index
 from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
-from engine.running.device_runner import DeviceRunner
+from engine.registration.convert import inspect, write_pack
 from engine.running.fusion import LAYERS, recognise
-from engine.running.transformers_backend import build_skeleton
-from engine.sampling.device_sampling import SAMPLING_KERNELS, SAMPLING_REFERENCE
+from engine.worker.open_device import Opened
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.flat_reference import FLAT_REFERENCE
 from tests.engine.device_rig import backend_of, opened_on
-from tests.engine.models import (
+from tests.engine.fake_device import FakeDevice
+from tests.engine.tiny_models import (
     MAX_CONTEXT,
     VOCAB,
     TinyModel,
@@ -126,7 +126,7 @@ class Run:
             }
         )
         self.opened: Opened = opened_on(FakeDevice(), config, 1 << 24, operations, sampling)
-        self.engine = Engine(config, self.opened.backend, self.opened.parts)
+        self.engine = Engine(config, self.opened.backend, self.opened.dependencies)
         self.engine.set_catalog([model.spec for model in models], 0.0)
         self.now_s = 0.0
         for model in models:
@@ -136,7 +136,7 @@ class Run:
             self.engine.step(self.now_s)
 
     def runner(self, name: str) -> DeviceRunner:
-        found = self.engine.runner(self.engine._hosting.catalog.unit(name))
+        found = self.engine.runner(self.engine._manager.catalog.instance_of(name))
         assert isinstance(found, DeviceRunner)
         return found
 
@@ -247,15 +247,17 @@ def deltas(engine: Engine, asks: list[Submit]) -> dict[str, list[TokenDelta]]:
     for ask in asks:
         engine.submit(ask, 0.0)
     found: dict[str, list[TokenDelta]] = {ask.request_id: [] for ask in asks}
-    while not all(parts and parts[-1].finish for parts in found.values()):
+    while not all(dependencies and dependencies[-1].finish for dependencies in found.values()):
         for delta in engine.step(0.0):
             found[delta.request_id].append(delta)
     return found
 
 
-def scores(parts: list[TokenDelta]) -> list[TokenLogprobs]:
+def scores(dependencies: list[TokenDelta]) -> list[TokenLogprobs]:
     """Of the prompt, then of the answer."""
-    return [s for d in parts for s in d.prompt_logprobs] + [s for d in parts for s in d.logprobs]
+    return [s for d in dependencies for s in d.prompt_logprobs] + [
+        s for d in dependencies for s in d.logprobs
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

@@ -23,7 +23,7 @@ from engine.backend.base import Backend
 from engine.backend.cpu import CpuBackend
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.packs.pack import read_index
+from engine.pack import read_index
 from engine.protocol import ModelSpec, SamplingParams, Submit
 from tests.engine.engine_hooks import (
     compact,
@@ -32,7 +32,7 @@ from tests.engine.engine_hooks import (
     move_weights,
     poison_what_is_freed,
 )
-from tests.engine.models import (
+from tests.engine.tiny_models import (
     VOCAB,
     TinyModel,
     make_tiny_models,

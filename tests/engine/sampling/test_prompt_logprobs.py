@@ -1,7 +1,8 @@
 """Logprobs of prompts on the real engine: what transformers' own model says of every position."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from transformers import Gemma2Config, GPT2Config, OPTConfig, PretrainedConfig
 
 from engine.protocol import SamplingParams, Submit, TokenLogprobs
-from tests.engine.models import MAX_CONTEXT, VOCAB, TinyModel, make_tiny_models
 from tests.engine.test_engine import MODES, Driver, Mode, in_each_mode, random_prompt, weight_pages
+from tests.engine.tiny_models import MAX_CONTEXT, VOCAB, TinyModel, make_tiny_models
 
 
 class Rig(Driver):
@@ -41,12 +42,13 @@ class Rig(Driver):
         self.engine.submit(submit, self.now_s)
 
 
-@pytest.fixture(name="rigs")
-def _rigs() -> Iterator[Any]:
+@contextmanager
+def rigs_of(num_pages: int) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs with all of their models resident, and closes them."""
     made: list[Rig] = []
 
     def make(models: dict[str, TinyModel], **settings: Any) -> Rig:
-        rig = Rig(models, **{"num_pages": 600, **settings})
+        rig = Rig(models, **{"num_pages": num_pages, **settings})
         made.append(rig)
         for name in models:
             rig.make_resident(name)
@@ -56,6 +58,12 @@ def _rigs() -> Iterator[Any]:
     for rig in made:
         rig.engine.close()
         rig.backend.close()
+
+
+@pytest.fixture(name="rigs")
+def _rigs() -> Iterator[Any]:
+    with rigs_of(600) as make:
+        yield make
 
 
 def assert_scores(

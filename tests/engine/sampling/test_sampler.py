@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from engine.protocol import SamplingParams
-from engine.sampling.sampler import SampleOutput, build_sampling, sample
-from engine.sampling.sampling_batch import SampleInput, SamplingState, check_sampling
-from engine.sampling.uniform import uniform
+from engine.request import SampleInput, SamplingState, check_sampling, uniform
+from engine.sampling.sampler import SampleOutput, sample
+from engine.sampling.sampling_batch import build_sampling
 from kernels.native_calls import library
 from tests.engine.sampling_rig import assert_follows, exact_distribution
 

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import SamplingParams
-from engine.sampling.logprobs import PROMPT_SLICE, Logprobs, logprobs_of, prompt_logprobs
-from engine.sampling.penalties import PenaltyState
-from engine.sampling.sampler import build_sampling, sample
-from engine.sampling.sampling_batch import SampleInput, SamplingState
+from engine.request import PenaltyState, SampleInput, SamplingState, uniform, uniforms
+from engine.sampling.sampler import PROMPT_SLICE, Logprobs, logprobs_of, prompt_logprobs, sample
+from engine.sampling.sampling_batch import build_sampling
 from engine.sampling.truncation import argmax, cut_below_, invert, top, truncate_
-from engine.sampling.uniform import uniform, uniforms
 from tests.engine.sampling_rig import assert_follows, exact_distribution
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from tests.engine.scheduling.test_scheduler import World
 BLOCK = 4
 
 
-def cache_of(world: World, unit_id: str) -> KvCache:
-    cache = world.scheduler.queue(unit_id).cache
+def cache_of(world: World, instance_id: str) -> KvCache:
+    cache = world.scheduler.queue(instance_id).cache
     assert cache is not None
     return cache
 
@@ -91,7 +91,7 @@ def test_a_hit_that_keeps_more_than_it_saves_is_left_when_nobody_runs() -> None:
     for kv in (scattered, *fillers):
         cache.release(kv, 0.0)
     world.pipeline.pass_fence()
-    world.supply.reclaim()
+    world.kv.reclaim()
     assert cache.num_cached_pages == 12
     weights = Owner("w", "weights")
     pages = world.pool.alloc_pages(weights, 3)  # 21 are left: 20 for it alone, 22 with the hit

@@ -1,4 +1,4 @@
-"""Random traffic over two units in a pool that is too small: nobody is lost, the oldest proceeds.
+"""Random traffic over two models in a pool that is too small: nobody is lost, the oldest proceeds.
 
 A step is played without a model, through the real pipeline: rows that sample get token 2. What must
 hold is checked after every step, with the next step launched before the last is collected or not.
@@ -11,21 +11,19 @@ import pytest
 import torch
 
 from engine.backend.cpu import CpuBackend
-from engine.config import EngineConfig
 from engine.errors import IllegalTransition
 from engine.memory.kv_cache import KvCache
+from engine.memory.kv_memory import KvMemory
 from engine.memory.kv_plan import plan_kv
-from engine.memory.kv_supply import PoolSupply
 from engine.memory.page_pool import Owner, PagePool
-from engine.policy.step_pace import FEWEST_TOKENS
 from engine.protocol import SamplingParams, Submit
 from engine.request import Request
 from engine.running.batch import ScheduledRow, StepBatch
 from engine.sampling.sampler import SampleOutput
-from engine.scheduling.model_queue import ModelQueue
+from engine.scheduling.policy.batching import FEWEST_TOKENS
+from engine.scheduling.queues import RECENT_S, ModelQueue
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_pipeline import StepPipeline
-from engine.scheduling.tenants_here import RECENT_S
 from kernels.paged_attention import LayerGeometry
 
 CPU = torch.device("cpu")
@@ -54,18 +52,11 @@ class World:
         caching: bool = True,
         layers: Sequence[LayerGeometry] = (LayerGeometry(1, 16, 16),) * 2,
     ) -> None:
-        """`layers`: of unit "a"; "b" has three of one kind."""
-        config = EngineConfig(
-            arena_bytes=PAGES * PAGE,
-            page_bytes=PAGE,
-            shm_prefix="t",
-            kv_low_watermark=0.0,
-            kv_high_watermark=0.05,
-        )
+        """`layers`: of model "a"; "b" has three of one kind."""
         self.pool = PagePool(PAGES, PAGE)
         self.backend = CpuBackend(PAGES * PAGE, lag)
-        self.supply = PoolSupply(config, self.pool, self.backend)
-        self.scheduler = Scheduler(max_num_seqs, max_batch_tokens, 3, self.supply, share)
+        self.kv = KvMemory(self.pool, self.backend, 0, PAGES // 20)
+        self.scheduler = Scheduler(max_num_seqs, max_batch_tokens, 3, self.kv, share)
         self.pipeline = StepPipeline(self.backend, self.pool)
         self.runner = TwoTokens()
         self.ahead = ahead
@@ -75,7 +66,7 @@ class World:
             cache = KvCache(
                 Owner(name, "kv"), plan, self.pool, CPU, caching, max_chunk=max_batch_tokens
             )
-            self.supply.kv.register(name, cache)
+            self.kv.register(name, cache)
             self.scheduler.bind(self.scheduler.queue(name), cache)
         self.finished: list[Request] = []
 
@@ -87,9 +78,9 @@ class World:
         self.scheduler.add(request)
         return request
 
-    def preempt_all(self, unit_id: str) -> None:
-        """As an eviction does it, but the unit comes back at once."""
-        queue = self.scheduler.queue(unit_id)
+    def preempt_all(self, instance_id: str) -> None:
+        """As an eviction does it, but the model comes back at once."""
+        queue = self.scheduler.queue(instance_id)
         cache = queue.cache
         assert cache is not None
         self.scheduler.unbind(queue, self.now_s)
@@ -98,7 +89,7 @@ class World:
     def play(self) -> tuple[ModelQueue, list[ScheduledRow]] | None:
         """One step of the engine."""
         self.now_s += 0.01
-        self.supply.reclaim()
+        self.kv.reclaim()
         planned = self.scheduler.schedule(self.now_s)
         self.scheduler.check_integrity()
         if planned is not None:
@@ -106,7 +97,7 @@ class World:
             assert queue.cache is not None
             for row in rows:
                 assert row.kv.num_blocks * 4 >= row.end
-                assert row.num_tokens > 0
+                assert row.num_scheduled_tokens > 0
                 assert row.request.num_tokens <= row.request.max_total_tokens
             assert self.pipeline.launch(queue, self.runner, queue.cache, rows) is None
         elif self.pipeline.num_in_flight == 0:
@@ -147,10 +138,10 @@ class World:
             self.play()
         assert not self.scheduler.num_unfinished
         self.settle()
-        self.supply.kv.evict(PAGES)
+        self.kv.evict(PAGES)
         for _ in range(5):
             self.pipeline.pass_fence()
-            self.supply.reclaim()
+            self.kv.reclaim()
         assert self.pool.num_free == PAGES
 
 
@@ -207,14 +198,14 @@ def test_minimum_run_then_the_model_with_less_service() -> None:
         planned = world.play()
         assert planned is not None
         planned[0].tag += 1.0
-        order.append(planned[0].unit_id)
+        order.append(planned[0].instance_id)
     assert order == ["a"] * 3 + ["b"] * 3 + ["a"] * 3 + ["b"] * 3
 
 
 def test_a_turn_is_cut_short_for_a_first_token_of_who_has_little_here() -> None:
     world = World()
     for number in range(3):
-        world.add(f"x{number}", "a", 4, 50, tenant="crowd")
+        world.add(f"x{number}", "a", 4, 50, tenant="heavy")
 
     world.play()
     world.add("y", "b", 4, 50, tenant="lone")
@@ -223,33 +214,33 @@ def test_a_turn_is_cut_short_for_a_first_token_of_who_has_little_here() -> None:
         planned = world.play()
         assert planned is not None
         planned[0].tag += 1.0
-        order.append(planned[0].unit_id)
+        order.append(planned[0].instance_id)
     assert order == ["a"] + ["b"] * 3 + ["a"] * 2, "a stops when it has had more, not after three"
 
 
-def test_a_prompt_of_who_has_little_here_is_computed_before_those_of_a_crowd() -> None:
+def test_prompts_of_light_tenants_are_computed_before_those_of_heavy_ones() -> None:
     world = World(max_batch_tokens=24)
-    crowd = [world.add(f"x{n}", "a", 40, 5, tenant="crowd") for n in range(2)]
+    heavy = [world.add(f"x{n}", "a", 40, 5, tenant="heavy") for n in range(2)]
     world.play()
     lone = world.add("y", "a", 20, 5, tenant="lone")
     world.play()
     assert lone.num_generated == 1
-    assert [request.num_generated for request in crowd] == [0, 0]
+    assert [request.num_generated for request in heavy] == [0, 0]
 
 
 def test_who_has_next_to_nothing_here_does_not_wait_for_a_row() -> None:
     world = World(max_num_seqs=4, max_batch_tokens=64)
-    crowd = [world.add(f"x{n}", "a", 4, 12, tenant="crowd") for n in range(4)]
+    heavy = [world.add(f"x{n}", "a", 4, 12, tenant="heavy") for n in range(4)]
     world.play()
-    waiting = world.add("later", "a", 4, 12, tenant="crowd")
+    waiting = world.add("later", "a", 4, 12, tenant="heavy")
     world.add("lone", "a", 4, 3, tenant="lone")
     second = world.add("second", "a", 4, 3, tenant="other")
     planned = world.play()
     assert planned is not None
     names = [row.request.submit.request_id for row in planned[1]]
-    assert names == ["x0", "x1", "x2", "lone"], "the crowd's youngest sits out"
-    assert crowd[3].state == "running"
-    assert crowd[3].num_preemptions == 0
+    assert names == ["x0", "x1", "x2", "lone"], "the heavy tenant's youngest sits out"
+    assert heavy[3].state == "running"
+    assert heavy[3].num_preemptions == 0
     assert (waiting.state, second.state) == ("waiting", "waiting"), "one beyond four rows"
     world.end()
     assert len(world.finished) == 7
@@ -257,10 +248,10 @@ def test_who_has_next_to_nothing_here_does_not_wait_for_a_row() -> None:
 
 def test_no_memory_is_no_row_and_nobody_passes_who_waits_for_it() -> None:
     world = World(max_num_seqs=8)
-    running = world.add("running", "a", 200, 60, tenant="crowd")
+    running = world.add("running", "a", 200, 60, tenant="heavy")
     while not running.num_generated:
         world.play()
-    large = [world.add(f"l{n}", "a", 200, 8, tenant="crowd", token=9 + n) for n in range(6)]
+    large = [world.add(f"l{n}", "a", 200, 8, tenant="heavy", token=9 + n) for n in range(6)]
     world.play()
     lone = world.add("lone", "b", 4, 4, tenant="lone")
     world.scheduler.queue("b").tag = -1.0
@@ -271,7 +262,7 @@ def test_no_memory_is_no_row_and_nobody_passes_who_waits_for_it() -> None:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_prompts_of_a_crowd_come_in_pieces_while_others_ask_or_lately_did(gone: bool) -> None:
+def test_prompts_of_heavy_tenants_come_in_pieces_while_others_ask_or_lately_did(gone: bool) -> None:
     world = World(max_num_seqs=4, max_batch_tokens=200)
     pace = world.scheduler.queue("a").pace
     pace.observe(0.2, 200, 200)  # a millisecond a token
@@ -281,15 +272,15 @@ def test_prompts_of_a_crowd_come_in_pieces_while_others_ask_or_lately_did(gone: 
     else:
         world.add("lone", "b", 4, 30, tenant="lone")
         world.scheduler.queue("b").tag = 9.0
-    world.add("x0", "a", 90, 2, tenant="crowd")
-    world.add("x1", "a", 60, 2, tenant="crowd")
+    world.add("x0", "a", 90, 2, tenant="heavy")
+    world.add("x1", "a", 60, 2, tenant="heavy")
     planned = world.play()
     assert planned is not None
-    assert [row.num_tokens for row in planned[1]] == [FEWEST_TOKENS]
+    assert [row.num_scheduled_tokens for row in planned[1]] == [FEWEST_TOKENS]
     world.now_s += RECENT_S + 1
     planned = world.play()
     assert planned is not None
-    assert sum(row.num_tokens for row in planned[1]) == (118 if gone else FEWEST_TOKENS)
+    assert sum(row.num_scheduled_tokens for row in planned[1]) == (118 if gone else FEWEST_TOKENS)
     world.end()
 
 
@@ -309,7 +300,7 @@ def test_finished_requests_do_not_move() -> None:
     request = world.add("x", "a", 4, 5)
     world.scheduler.finish(request, "abort", 0.0)
     with pytest.raises(IllegalTransition):
-        request.move("running")
+        request.on("admit")
     assert request.state == "finished"
 
 
@@ -326,7 +317,7 @@ def test_a_model_that_ran_alone_for_long_is_not_locked_out_by_a_new_one() -> Non
         planned = world.play()
         assert planned is not None
         planned[0].tag += 1000.0 if step < 3 else 1.0
-        chosen.append(planned[0].unit_id)
+        chosen.append(planned[0].instance_id)
     assert 6 <= chosen[4:].count("a") <= 10
 
 

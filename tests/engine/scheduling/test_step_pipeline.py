@@ -16,7 +16,9 @@ def test_a_step_ahead_goes_on_with_tokens_nobody_knows_yet() -> None:
     rows = []
     for _ in range(4):
         planned = world.play()
-        rows.append([(r.first, r.num_tokens, r.source) for r in planned[1]] if planned else None)
+        rows.append(
+            [(r.first, r.num_scheduled_tokens, r.source) for r in planned[1]] if planned else None
+        )
     # The third token's step is the last: a fourth would compute what nobody asks for.
     assert rows == [[(0, 4, -1)], [(4, 1, 0)], [(5, 1, 0)], None]
     assert request.state == "finished"

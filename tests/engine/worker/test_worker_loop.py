@@ -19,7 +19,7 @@ from engine.protocol import (
     WorkerStatus,
     encode,
 )
-from engine.residency.residency_state import Wish
+from engine.residency.loaded_models import LoadRequest
 from tests.engine.scripted_engine import ScriptedEngine
 from tests.engine.worker_rig import EPOCH, Gateway, Rig, rig, submit
 
@@ -172,10 +172,10 @@ def test_how_a_load_is_wanted_reaches_the_engine_and_choices_reach_everybody() -
         one, two = r.connect("g1"), r.connect("g2")
         one.send(LoadModel("n", 1.5, 0.5, prefetch=False, forced=True))
         one.send(WarmModel("m"))
-        r.until(lambda: len(r.engine.wishes) == 2)
-        assert r.engine.wishes == [
-            ("n", Wish(1.5, 0.5, forced=True)),
-            ("m", Wish(to_host_tier=True)),
+        r.until(lambda: len(r.engine.load_requests) == 2)
+        assert r.engine.load_requests == [
+            ("n", LoadRequest(1.5, 0.5, forced=True)),
+            ("m", LoadRequest(to_host_tier=True)),
         ]
         choice = SwapChoice("n", "load", 3, 1.5, 0.25, [])
         r.engine.choices.append(choice)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import EngineConfig, WorkerConfig
 from engine.errors import IntegrityError
-from engine.packs.convert import inspect, write_pack
 from engine.protocol import (
     Abort,
     AckUsage,
@@ -35,8 +35,9 @@ from engine.protocol import (
     Welcome,
     WorkerStatus,
 )
+from engine.registration.convert import inspect, write_pack
 from engine.worker import main as worker
-from engine.worker.worker_process import EXIT_FAILED, EXIT_ORPHANED
+from engine.worker.main import EXIT_FAILED, EXIT_ORPHANED
 from tests.engine.worker_rig import Gateway
 
 PATIENCE_S = 60.0
@@ -166,9 +167,10 @@ def start(directory: Path, models: list[TinyModel], parent_pid: int) -> Running:
     return Running(process, config, Gateway(socket, "g"), context, log, models)
 
 
-@pytest.fixture(scope="module")
-def running(models: list[TinyModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    made = start(tmp_path_factory.mktemp("w"), models, os.getpid())
+@contextmanager
+def serving(directory: Path, models: list[TinyModel]) -> Iterator[Running]:
+    """A worker with all of them in its catalog."""
+    made = start(directory, models, os.getpid())
     try:
         made.gateway.hello()
         made.until(lambda: bool(made.gateway.all(WorkerStatus)))
@@ -179,6 +181,12 @@ def running(models: list[TinyModel], tmp_path_factory: pytest.TempPathFactory) -
         made.process.wait()
         made.gateway.close()
         made.context.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def running(models: list[TinyModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("w"), models) as made:
+        yield made
 
 
 def test_each_model_speaks_as_in_transformers_however_often_swapped(running: Running) -> None:
@@ -247,7 +255,7 @@ def test_every_page_is_free_at_the_end_and_sigterm_drains(running: Running) -> N
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(PATIENCE_S) == 0
     lines = [json.loads(line) for line in running.log.read_text().splitlines()]
-    assert lines[-1]["message"] == "ended"
+    assert lines[-1]["message"] == "the worker has stopped"
     assert {line["level"] for line in lines} <= {"info", "warning"}
 
 
@@ -255,7 +263,7 @@ def test_a_worker_without_its_parent_ends(
     models: list[TinyModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process. That the parent's death is noticed:
-    tests/engine/worker/test_worker_process.py.
+    tests/engine/worker/test_main.py.
     """
     watched: list[int] = []
 

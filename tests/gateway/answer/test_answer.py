@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from engine.protocol import SamplingParams, TokenLogprobs
 from gateway.answer.answer import DONE, Chunks, UsageFigures, WholeChoice, error_event, json_answer
 from gateway.answer.choice import Piece
-from gateway.answer.detokenize import PieceTable, ScoredToken
-from gateway.answer.output_parser import (
+from gateway.api.tools.output_parser import (
     ArgumentsDelta,
     ContentDelta,
     Event,
@@ -21,15 +20,17 @@ from gateway.answer.output_parser import (
     ToolCallStart,
 )
 from gateway.errors import SERVER_ERROR, ApiError
+from gateway.text.detokenize import ScoredToken
+from gateway.text.pieces import PieceTable, read_pieces
 from gateway.types import HostedModel, PreparedRequest
 from tests.gateway.edge_kit import byte_level_tokenizer, parse_events
 
-PIECES = PieceTable(byte_level_tokenizer())
+PIECES = PieceTable(read_pieces(byte_level_tokenizer()))
 MODEL = HostedModel("org/m", "0123456789abcdef", "p", 100, 100, 0)
 CHAT = PreparedRequest("chatcmpl-1", "chat", MODEL, [1], 7, SamplingParams(), [], created_at=5)
 COMPLETION = replace(CHAT, request_id="cmpl-1", kind="completion")
 USAGE = UsageFigures(10, 4, 2)
-A: int = PIECES.tokenizer.encode("a").ids[0]
+A: int = byte_level_tokenizer().encode("a").ids[0]
 CALL: list[Event] = [
     Padding("<tool_call>"),
     ToolCallStart(0, "call_1", "f", '{"name": "f", "arguments": '),

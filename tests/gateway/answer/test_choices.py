@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from engine.protocol import FinishReason
 from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, WorkerLost
-from registry.quotas import Limits
+from registry.accounts.quotas import Limits
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record, make_kit
 
 CHAT = "/v1/chat/completions"
@@ -25,22 +24,9 @@ def kit(tmp_path: Path) -> Kit:
     return make_kit(tmp_path / "tiny", max_choices=4)
 
 
-@pytest.fixture
-async def client(kit: Kit) -> AsyncIterator[Client]:
-    async with client_of(kit) as client:
-        yield client
-
-
 def index_of(running: Running) -> int:
     """Which choice it is."""
     return int(running.request.request_id.partition("#")[2] or 0)
-
-
-async def ended(kit: Kit) -> None:
-    """Wait until the one request has ended in the ledger."""
-    async with asyncio.timeout(5):
-        while len(kit.ledger.posted) + len(kit.ledger.voided) < 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 def each_its_own(kit: Kit) -> None:
@@ -101,7 +87,7 @@ async def test_one_choice_that_fails_fails_the_request(
     else:
         assert (await client.chat(n=3))[0] == 503
     assert [running.aborted for running in kit.dispatcher.requests] == [True, False, True]
-    await ended(kit)
+    await kit.settled()
     assert (kit.ledger.only.outcome, kit.ledger.only.cost_nanos) == ("failed", 0)
 
 
@@ -115,15 +101,16 @@ async def test_one_choice_that_is_out_of_time_fails_the_request(kit: Kit, client
     events = await client.events(CHAT, {**ASK, "n": 3})
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert [running.aborted for running in kit.dispatcher.requests] == [True, False, True]
-    await ended(kit)
-    assert (kit.ledger.only.outcome, kit.ledger.only.cost_nanos) == ("failed", 0)
+    await kit.settled()
+    posting = kit.ledger.only  # what was sent of each is billed
+    assert (posting.outcome, posting.completion_tokens) == ("disconnected", 3 * len(kit.ids("The")))
 
 
 async def test_choices_that_are_out_of_time_before_any_token(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = lambda running: running.end("timeout")
     status, body = await client.chat(n=3)
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
-    await ended(kit)
+    await kit.settled()
     assert (kit.ledger.posted, len(kit.ledger.voided)) == ([], 1)
 
 
@@ -138,7 +125,7 @@ async def test_a_choice_that_cannot_be_queued(kit: Kit, client: Client) -> None:
     async with client.post(CHAT, {**ASK, "n": 3}) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (429, "queue_full")
     assert [running.aborted for running in kit.dispatcher.requests] == [True]
-    await ended(kit)
+    await kit.settled()
     assert (kit.ledger.posted, len(kit.ledger.voided)) == ([], 1)
     kit.dispatcher.refusal = None
     kit.dispatcher.script = kit.speak("x")
@@ -154,7 +141,7 @@ async def test_a_client_that_leaves_ends_all_choices(kit: Kit) -> None:
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await ended(kit)
+        await kit.settled()
     assert all(running.aborted for running in kit.dispatcher.requests)
     num_sent = sum(running.num_sent for running in kit.dispatcher.requests)
     assert (kit.ledger.only.outcome, kit.ledger.only.completion_tokens) == (
@@ -286,7 +273,7 @@ async def test_a_prompt_scored_and_nothing_generated(kit: Kit, client: Client) -
 async def test_failure_of_all_before_any_token(kit: Kit, client: Client, error: Exception) -> None:
     kit.dispatcher.script = lambda running: running.fail(error)
     assert (await client.chat(n=3))[0] == 503
-    await ended(kit)
+    await kit.settled()
     assert (kit.ledger.posted, len(kit.ledger.voided)) == ([], 1)
 
 

@@ -1,15 +1,14 @@
 """Tool calls, forms and reasoning from HTTP to the worker and back, through the openai SDK too."""
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from registry.quotas import Limits
-from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record, make_kit
+from registry.accounts.quotas import Limits
+from tests.gateway.edge_kit import KEY, Client, Kit, Running, key_record, make_kit
 
 CHAT = "/v1/chat/completions"
 TEMPLATE = (
@@ -37,12 +36,6 @@ def kit(tmp_path: Path, request: pytest.FixtureRequest) -> Kit:
         kit.tokenizer.save(str(tmp_path / "tiny" / "tokenizer.json"))
     kit.dispatcher.script = kit.speak(CALLS)
     return kit
-
-
-@pytest.fixture
-async def client(kit: Kit) -> AsyncIterator[Client]:
-    async with client_of(kit) as client:
-        yield client
 
 
 def told(calls: list[Any]) -> list[tuple[str, Any]]:

@@ -10,13 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gateway.cache.memory_store import MemoryAnswers
-from gateway.cache.selection import selects
-from gateway.cache.store import SIMILARITY_FLOOR, AnswerStore
-from gateway.cache.types import CachedAnswer, Entry, Scope, Selector, Vector
-from gateway.store.redis_answers import RedisAnswers
+from gateway.cache.memory_store import MemoryAnswers, selects
+from gateway.cache.redis_answers import RedisAnswers
+from gateway.cache.types import (
+    SIMILARITY_FLOOR,
+    AnswerStore,
+    CachedAnswer,
+    Entry,
+    Scope,
+    Selector,
+    Vector,
+)
 from tests import redis8
-from tests.gateway.store.redis_kit import BINARY, RedisServer
+from tests.redis_kit import BINARY, RedisServer
 
 BEGAN_AT = 1_795_000_000.0
 NUM_DIMS = 48
@@ -37,7 +43,7 @@ class Now:
 
 
 def scope_of(tenant_id: str = "tenant", model_name: str = "model", system: str = "") -> Scope:
-    """As gateway/cache/scope.py would make one."""
+    """As gateway/cache/cache_request.py would make one."""
     digest = blake2b("\0".join((tenant_id, model_name, system)).encode(), digest_size=32).digest()
     return Scope(tenant_id, model_name, digest)
 
@@ -180,7 +186,7 @@ async def rig_of(
     try:
         for store in stores:
             await store.start()
-            assert store.matching == kind
+            assert store.kind == f"redis ({kind})"
         yield Rig(kind, now, list(stores), server)
     finally:
         for store in stores:

@@ -19,10 +19,10 @@ from engine.protocol import (
     Usage,
     WorkerStatus,
 )
-from gateway.cache.embed_worker import EmbeddingWorker
-from gateway.dispatch.worker_connection import WorkerListener, WorkerUnavailable
+from gateway.cache.embedder import EmbeddingWorker
 from gateway.types import HostedModel
-from tests.gateway.edge_kit import Kit, make_kit
+from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from tests.gateway.edge_kit import PLENTY, Kit, make_kit
 
 NAME = "bag"
 VOCAB = ["[UNK]", *(f"w{n}" for n in range(64)), *"abcdefghijklmnopqrstuvwxyz"]
@@ -79,12 +79,14 @@ class ScriptedWorker:
         self.listener.on_status(self.worker_id, status)
 
     def answer(self, message: Submit, vectors: bytes | None = None) -> None:
-        """Rows of a request: how often each token is in an input."""
+        """Rows of a request: how often each token is in an input; then those of its tokens."""
         assert message.encode is not None
         ids, rows = message.prompt_token_ids, []
         for length in message.encode.lengths:
             rows.append(np.bincount(ids[:length], minlength=DIM))
             ids = ids[length:]
+        if message.encode.states:  # Of each token: itself alone.
+            rows += list(np.eye(DIM)[message.prompt_token_ids])
         told = np.array(rows, dtype="<f4").tobytes() if vectors is None else vectors
         finish = Finish("stop", Usage(len(message.prompt_token_ids), 0, 0, 0.0))
         delta = TokenDelta(message.request_id, message.attempt, [], finish, vectors=told)
@@ -124,7 +126,7 @@ def make_cached(folder: Path, **settings: Any) -> tuple[Kit, ScriptedWorker]:
     }
     kit = make_kit(folder / "tiny", embedding=worker, **more)
     model = write_bag(folder / "bag")
-    kit.directory.replace(2, kit.directory.keys(), [*kit.directory.models(), model])
+    kit.directory.replace(2, kit.directory.keys(), [*kit.directory.models(), model], PLENTY)
     worker.start()
     worker.set_models(kit.directory.models())
     return kit, client

@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from gateway.cache import matrix, memory_store
+from gateway.cache import memory_store, vector_index
 from gateway.cache.memory_store import MemoryAnswers
-from gateway.cache.store import SIMILARITY_FLOOR, AnswerStore, StoreUnavailable
-from gateway.cache.types import Entry, Scope, Selector
-from gateway.policy.cache_confidence import Confidence
+from gateway.cache.policy.cache_confidence import Confidence
+from gateway.cache.types import (
+    SIMILARITY_FLOOR,
+    AnswerStore,
+    Entry,
+    Scope,
+    Selector,
+    StoreUnavailable,
+)
 from tests.gateway.cache.answers_kit import (
     BEGAN_AT,
     KINDS,
@@ -347,7 +353,7 @@ async def test_a_tenant_is_bounded_and_keeps_what_saves_most(kind: str, tmp_path
 
 async def test_searches_that_pile_up_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_store, "SEARCH_S", 0.0)
-    monkeypatch.setattr(matrix, "INLINE_ROWS", 0)
+    monkeypatch.setattr(vector_index, "INLINE_SIZE", 0)
     store, scope = MemoryAnswers(MIB, MIB, lambda: BEGAN_AT), scope_of()
     epoch = (await store.exact(scope, key_of(scope, "why?"))).epoch
     await store.keep(entry_of(scope, "why?", epoch, vector_of("why?")))

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from engine.protocol import Submit
-from gateway.cache.store import StoreUnavailable
-from gateway.cache.types import Found, Scope
-from gateway.policy.cache_confidence import Calibration
-from registry.key_cache import KeyCache
+from gateway.cache.policy.cache_confidence import Calibration
+from gateway.cache.types import Found, Scope, StoreUnavailable
+from registry.accounts.key_terms import KeyCache
 from tests.gateway.cache.embed_kit import ScriptedWorker, make_cached
 from tests.gateway.edge_kit import KEY, Client, Kit, Running, client_of, key_record
 
@@ -101,6 +100,20 @@ async def test_outside_its_scope_nothing_is_found(
     result, _, _ = await ask(client, **{"content": SAME, **other})
     assert result == "miss"
     assert len(setting[0].dispatcher.requests) == 2
+
+
+@pytest.mark.parametrize("field", ["user", "safety_identifier"])
+@pytest.mark.parametrize("mode", ["exact", "semantic"])
+async def test_another_users_answer_is_never_given(
+    setting: Setting, client: Client, mode: str, field: str
+) -> None:
+    """ "What is my account balance?" has one answer a user, who is named beside the question."""
+    headers = {"x_polyhost_cache_mode": mode}
+    for name, result in (("alice", "miss"), ("bob", "miss"), (None, "miss"), ("alice", "hit")):
+        given = {} if name is None else {field: name}
+        found, _, _ = await ask(client, headers=headers, **given)
+        assert (name, found) == (name, result)
+    assert len(setting[0].dispatcher.requests) == 3
 
 
 async def test_a_hit_is_replayed_as_a_stream(setting: Setting, client: Client) -> None:

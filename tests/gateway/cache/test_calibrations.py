@@ -6,14 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cache import calibration_files, calibrations
-from gateway.cache.calibration_files import CalibrationFiles, forget_files
-from gateway.cache.calibrations import Calibrations, CalibrationStore, Owner, decode, encode
-from gateway.cache.store import StoreUnavailable
-from gateway.cache.types import Epoch, Scope
-from gateway.policy.cache_confidence import MEMORY, NUM_BINS, Calibration, recorded
-from gateway.store.redis_answers import RedisAnswers
-from gateway.store.redis_calibrations import RedisCalibrations
+from gateway.cache import calibrations
+from gateway.cache.calibrations import (
+    CalibrationFiles,
+    Calibrations,
+    CalibrationStore,
+    Owner,
+    RedisCalibrations,
+    decode,
+    encode,
+    forget_files,
+)
+from gateway.cache.policy.cache_confidence import MEMORY, NUM_BINS, Calibration, recorded
+from gateway.cache.redis_answers import RedisAnswers
+from gateway.cache.types import Epoch, Scope, StoreUnavailable
 from tests.gateway.cache.answers_kit import Rig, key_of, rig_of, scope_of
 
 KINDS = ("files", "matrix")
@@ -199,7 +205,7 @@ async def test_without_its_store_a_gateway_goes_on_by_itself() -> None:
 async def test_files_are_bounded_and_what_is_broken_is_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration_files, "MAX_FILES", 3)
+    monkeypatch.setattr(calibrations, "MAX_FILES", 3)
     gateway = Gateway(CalibrationFiles(tmp_path), Clock())
     for number in range(5):
         await gateway.learn(b"e", RIGHT, scope_of(f"tenant-{number}"))

@@ -18,8 +18,8 @@ from gateway.cache.codec import (
     id_of,
     set_of,
 )
+from gateway.cache.policy.cache_confidence import Confidence
 from gateway.cache.types import CachedAnswer
-from gateway.policy.cache_confidence import Confidence
 from tests.gateway.cache.answers_kit import entry_of, scope_of, vector_of
 
 EPOCH = b"01234567" + bytes(12)

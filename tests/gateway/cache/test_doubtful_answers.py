@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.dispatch.submits import submit_of
+from gateway.dispatch.tickets import submit_of
 from gateway.types import PreparedRequest
 from tests.gateway.edge_kit import Client, Kit, Running, client_of, key_record, make_kit
 

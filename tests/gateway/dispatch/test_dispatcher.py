@@ -12,7 +12,7 @@ from engine.protocol import (
     SwapRecord,
     TokenLogprobs,
 )
-from gateway.dispatch.running import RequestStream
+from gateway.dispatch.tickets import RequestStream
 from gateway.errors import (
     CONTEXT_LENGTH,
     INVALID_CONSTRAINT,
@@ -20,12 +20,19 @@ from gateway.errors import (
     MODEL_FAILED,
     MODEL_NOT_FOUND,
     QUEUE_FULL,
+    SERVER_ERROR,
     UNAVAILABLE,
     ApiError,
     ErrorKind,
 )
-from gateway.settings import Settings
-from tests.gateway.scripted_worker import Rig, hosted, prepared, principal
+from gateway.settings.settings import Settings
+from tests.gateway.scripted_worker import (
+    Rig,
+    hosted,
+    prepared,
+    principal,
+    served,
+)
 
 
 async def end_of(stream: RequestStream) -> Finish:
@@ -43,9 +50,8 @@ async def error_of(stream: RequestStream) -> ErrorKind:
 
 
 async def test_a_request_is_granted_at_once_and_its_events_come_back() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     assert worker.submitted == ["a"]
     worker.tokens("a", 7)
     worker.finish("a", token_ids=(8,), generated=2)
@@ -57,8 +63,7 @@ async def test_a_request_is_granted_at_once_and_its_events_come_back() -> None:
 
 
 async def test_all_a_worker_has_to_know_is_in_the_submit() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     constraint = Constraint("regex", "a+")
     request = replace(
         prepared("a"), logprobs=3, prompt_logprobs=2, constraint=constraint, num_choices=1
@@ -77,10 +82,9 @@ async def test_all_a_worker_has_to_know_is_in_the_submit() -> None:
 
 
 async def test_the_usage_of_choices_is_acknowledged_together() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     for name in ("a#0", "a#1", "b"):
-        rig.dispatcher.run(prepared(name), principal("t"))
+        rig.ask(name)
         worker.tokens(name, 7)
         worker.finish(name)
     assert worker.acked == []
@@ -97,32 +101,28 @@ async def test_the_usage_of_choices_is_acknowledged_together() -> None:
 async def test_what_a_worker_cannot_do_is_the_callers_to_change(
     code: RefusalCode, kind: ErrorKind
 ) -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     worker.refuse("a", code, retryable=False)
     assert await error_of(stream) == kind
 
 
 async def test_a_constraint_may_be_refused_after_the_request_was_taken() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     worker.finish("a", "refused", error="no such keyword")
     with pytest.raises(ApiError, match="cannot be enforced: no such keyword") as caught:
         await anext(aiter(stream))
     assert caught.value.kind == INVALID_CONSTRAINT
     assert worker.acked == [("a", 1)]
-    rig.dispatcher.check_integrity()
 
 
 async def test_the_tenant_with_less_service_goes_first() -> None:
-    rig = Rig()
-    worker = rig.worker(num_requests=1)
+    rig, worker = served(num_requests=1)
     for i in range(4):
-        rig.dispatcher.run(prepared(f"a{i}"), principal("a"))
+        rig.ask(f"a{i}", "a")
     for i in range(4):
-        rig.dispatcher.run(prepared(f"b{i}"), principal("b"))
+        rig.ask(f"b{i}", "b")
     for _ in range(8):
         worker.finish(worker.submitted[-1].split("/")[0], service_s=1.0)
         worker.status()
@@ -131,12 +131,11 @@ async def test_the_tenant_with_less_service_goes_first() -> None:
 
 
 async def test_weights_share_service() -> None:
-    rig = Rig()
-    worker = rig.worker(num_requests=1)
-    rig.dispatcher.run(prepared("first"), principal("x"))
+    rig, worker = served(num_requests=1)
+    rig.ask("first", "x")
     for i in range(20):
-        rig.dispatcher.run(prepared(f"heavy{i}"), principal("heavy", weight=3.0))
-        rig.dispatcher.run(prepared(f"light{i}"), principal("light"))
+        rig.ask(f"heavy{i}", "heavy", weight=3.0)
+        rig.ask(f"light{i}", "light")
     for _ in range(16):
         worker.finish(worker.submitted[-1], service_s=1.0)
         worker.status()
@@ -145,10 +144,9 @@ async def test_weights_share_service() -> None:
 
 
 async def test_grants_under_way_are_subtracted_from_the_lease() -> None:
-    rig = Rig()
-    worker = rig.worker(num_requests=2)
+    rig, worker = served(num_requests=2)
     for name in "abcd":
-        rig.dispatcher.run(prepared(name), principal("t"))
+        rig.ask(name)
     assert worker.submitted == ["a", "b"]
     worker.status(num_received=0)  # a status from before they arrived frees nothing
     worker.status(num_received=1)
@@ -159,21 +157,18 @@ async def test_grants_under_way_are_subtracted_from_the_lease() -> None:
 
 
 async def test_memory_shared_by_models_is_granted_once() -> None:
-    rig = Rig()
-    worker = rig.worker(kv_tokens=25, states={"m": "resident", "n": "resident"})
+    rig, worker = served(kv_tokens=25, states={"m": "resident", "n": "resident"})
     # The first of each model goes whatever the figures say; 2 x 10 tokens of 25 are then taken.
     for name, model in (("a", "m"), ("b", "n"), ("c", "m"), ("d", "n")):
-        rig.dispatcher.run(prepared(name, model), principal(f"t-{name}"))
+        rig.ask(name, f"t-{name}", model)
     assert worker.submitted == ["a", "b"]
-    rig.dispatcher.check_integrity()
 
 
 async def test_a_head_that_does_not_fit_is_waited_for() -> None:
-    rig = Rig()
-    worker = rig.worker(kv_tokens=50)
-    rig.dispatcher.run(prepared("small0"), principal("s"))
-    large = rig.dispatcher.run(prepared("large", prompt=30, max_tokens=12), principal("l"))
-    rig.dispatcher.run(prepared("small1"), principal("s"))
+    rig, worker = served(kv_tokens=50)
+    rig.ask("small0", "s")
+    large = rig.ask("large", "l", prompt=30, max_tokens=12)
+    rig.ask("small1", "s")
     worker.status()
     # 40 tokens are free: small1 would fit, but the large one is before it.
     assert worker.submitted == ["small0"]
@@ -187,17 +182,16 @@ async def test_other_workers_go_on_beside_a_head_that_waits() -> None:
     rig = Rig()
     one = rig.worker("one", num_requests=1)
     two = rig.worker("two", states={"n": "resident"})
-    rig.dispatcher.run(prepared("a0"), principal("a"))
-    rig.dispatcher.run(prepared("a1"), principal("a"))
-    rig.dispatcher.run(prepared("b", "n"), principal("b"))
+    rig.ask("a0", "a")
+    rig.ask("a1", "a")
+    rig.ask("b", "b", "n")
     assert (one.submitted, two.submitted) == (["a0"], ["b"])
 
 
 async def test_a_model_that_is_nowhere_blocks_nobody_and_is_loaded() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    cold = rig.dispatcher.run(prepared("cold", "n"), principal("t"))
-    rig.dispatcher.run(prepared("warm"), principal("t"))
+    rig, worker = served()
+    cold = rig.ask("cold", model="n")
+    rig.ask("warm")
     assert worker.loads == ["n"]
     assert worker.submitted == ["warm"]
     rig.advance(0.1)
@@ -209,10 +203,9 @@ async def test_a_model_that_is_nowhere_blocks_nobody_and_is_loaded() -> None:
 
 
 async def test_an_old_lease_offers_nothing() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     rig.advance(2.5)
-    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.ask("a")
     assert worker.submitted == []
     worker.status()
     assert worker.submitted == ["a"]
@@ -221,23 +214,22 @@ async def test_an_old_lease_offers_nothing() -> None:
 async def test_full_queues_are_refused_with_a_wait() -> None:
     rig = Rig(Settings(max_queue_per_tenant=2, max_queue_total=3))
     for i in range(2):
-        rig.dispatcher.run(prepared(f"a{i}"), principal("a"))
+        rig.ask(f"a{i}", "a")
     with pytest.raises(ApiError) as mine:
-        rig.dispatcher.run(prepared("a2"), principal("a"))
-    rig.dispatcher.run(prepared("b0"), principal("b"))
+        rig.ask("a2", "a")
+    rig.ask("b0", "b")
     with pytest.raises(ApiError) as everyone:
-        rig.dispatcher.run(prepared("b1"), principal("b"))
+        rig.ask("b1", "b")
     for caught in (mine, everyone):
         assert caught.value.kind is QUEUE_FULL
         assert caught.value.retry_after_s is not None
         assert caught.value.retry_after_s >= 1.0
     assert rig.dispatcher.snapshot().num_queue_rejections == 2
-    rig.dispatcher.check_integrity()
 
 
 async def test_waiting_ends_at_the_bound() -> None:
     rig = Rig(Settings(queue_timeout_s=5.0))
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    stream = rig.ask("a")
     rig.advance(4.9)
     assert rig.dispatcher.snapshot().num_waiting == 1
     rig.advance(0.2)
@@ -247,30 +239,26 @@ async def test_waiting_ends_at_the_bound() -> None:
 
 async def test_abort_of_a_waiting_request_ends_it_at_once() -> None:
     rig = Rig()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    stream = rig.ask("a")
     stream.abort()
     finish = await end_of(stream)
     assert (finish.reason, finish.usage.prompt_tokens) == ("abort", 0)
-    rig.dispatcher.check_integrity()
 
 
 async def test_abort_of_a_running_request_goes_to_the_worker_once() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     stream.abort()
     stream.abort()
     assert worker.aborted == ["a"]
     worker.finish("a", "abort", generated=0)
     assert (await end_of(stream)).reason == "abort"
     assert worker.acked == [("a", 1)]  # no token was delivered: nothing is owed
-    rig.dispatcher.check_integrity()
 
 
 async def test_a_client_that_does_not_read_is_aborted_and_still_gets_the_end() -> None:
-    rig = Rig(Settings(max_stream_buffer_tokens=2))
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served(Settings(max_stream_buffer_tokens=2))
+    stream = rig.ask("a")
     for token in range(5):
         worker.tokens("a", token)
     assert worker.aborted == ["a"]
@@ -282,9 +270,8 @@ async def test_a_client_that_does_not_read_is_aborted_and_still_gets_the_end() -
 
 
 async def test_usage_with_tokens_is_acknowledged_when_the_ledger_says_so() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    rig.ask("a")
     worker.tokens("a", 1)
     worker.finish("a")
     assert worker.acked == []
@@ -295,8 +282,7 @@ async def test_usage_with_tokens_is_acknowledged_when_the_ledger_says_so() -> No
 
 
 async def test_finishes_nobody_waits_for_go_to_the_ledger_or_are_acknowledged() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     worker.finish("old")
     assert rig.orphans[0][0] == "old"
     assert worker.acked == [("old", 1)]
@@ -309,10 +295,9 @@ async def test_finishes_nobody_waits_for_go_to_the_ledger_or_are_acknowledged() 
 
 
 async def test_an_engine_failure_before_tokens_is_an_error_and_after_them_an_end() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    early = rig.dispatcher.run(prepared("a"), principal("t"))
-    late = rig.dispatcher.run(prepared("b"), principal("t"))
+    rig, worker = served()
+    early = rig.ask("a")
+    late = rig.ask("b")
     worker.finish("a", "error", generated=0, error="boom")
     assert (await error_of(early)).status == 500
     worker.tokens("b", 5)
@@ -321,23 +306,20 @@ async def test_an_engine_failure_before_tokens_is_an_error_and_after_them_an_end
 
 
 async def test_refused_for_now_waits_at_its_old_place() -> None:
-    rig = Rig()
-    worker = rig.worker(num_requests=2)
+    rig, worker = served(num_requests=2)
     for name in "abc":
-        rig.dispatcher.run(prepared(name), principal("t"))
+        rig.ask(name)
     worker.refuse("a", "overloaded", retryable=True)
     rig.advance(0.1)
     assert worker.submitted == ["a", "b"]  # not asked again before the next status
     worker.status()
     assert worker.submitted == ["a", "b", "a"]
-    rig.dispatcher.check_integrity()
 
 
 async def test_refused_for_good_is_an_error() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    long = rig.dispatcher.run(prepared("a"), principal("t"))
-    gone = rig.dispatcher.run(prepared("b"), principal("t"))
+    rig, worker = served()
+    long = rig.ask("a")
+    gone = rig.ask("b")
     worker.refuse("a", "context_length_exceeded", retryable=False)
     worker.refuse("b", "unknown_model", retryable=False)
     assert await error_of(long) is CONTEXT_LENGTH
@@ -345,27 +327,25 @@ async def test_refused_for_good_is_an_error() -> None:
 
 
 async def test_refused_after_an_abort_just_ends() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     stream.abort()
     worker.refuse("a", "overloaded", retryable=True)
     assert (await end_of(stream)).reason == "abort"
 
 
 async def test_a_full_pipe_leaves_the_ticket_waiting() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     worker.reachable = False
-    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.ask("a")
     rig.dispatcher.check_integrity()
     assert rig.dispatcher.snapshot().num_waiting == 1
 
 
 async def test_catalog_changes_reach_workers_and_end_what_they_must() -> None:
     rig = Rig()
-    gone = rig.dispatcher.run(prepared("gone", "n"), principal("t"))
-    replaced = rig.dispatcher.run(prepared("replaced", "m"), principal("t"))
+    gone = rig.ask("gone", model="n")
+    replaced = rig.ask("replaced", model="m")
     worker = rig.worker(states={"m": "cold"})
     assert worker.catalog == ["m", "n"]
     rig.dispatcher.set_catalog([hosted("m", "r2")])
@@ -373,29 +353,46 @@ async def test_catalog_changes_reach_workers_and_end_what_they_must() -> None:
     assert await error_of(gone) is MODEL_NOT_FOUND
     assert await error_of(replaced) is UNAVAILABLE
     with pytest.raises(ApiError) as caught:
-        rig.dispatcher.run(prepared("again", "n"), principal("t"))
+        rig.ask("again", model="n")
     assert caught.value.kind is MODEL_NOT_FOUND
-    rig.dispatcher.check_integrity()
 
 
 async def test_a_model_that_fails_to_load_fails_its_requests_with_the_reason() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a", "n"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a", model="n")
     worker.states["n"], worker.reasons["n"] = "failed", "checksum of chunk 3 differs"
     worker.status()
     with pytest.raises(ApiError, match="checksum of chunk 3") as caught:
         await anext(stream)
     assert caught.value.kind is MODEL_FAILED
     with pytest.raises(ApiError, match="checksum"):
-        rig.dispatcher.run(prepared("b", "n"), principal("t"))
+        rig.ask("b", model="n")
     rig.dispatcher.load_model("n")
     assert worker.loads == ["n", "n"]
 
 
+async def test_tenants_are_not_told_where_files_are(caplog: pytest.LogCaptureFixture) -> None:
+    """The operator is: in the log once, and wherever the dispatcher says why."""
+    reason = "/srv/my data/packs/p1/weights.bin has 1000000 bytes, not 2000000"
+    rig, worker = served()
+    stream = rig.ask("a", model="n")
+    worker.states["n"], worker.reasons["n"] = "failed", reason
+    worker.status()
+    worker.status()
+    with pytest.raises(ApiError, match="is damaged or cannot be read") as caught:
+        await anext(stream)
+    assert "/" not in caught.value.message
+    assert rig.dispatcher.model_failure("n") == reason
+    assert caplog.text.count(reason) == 1
+    stream = rig.ask("b", model="m")
+    worker.refuse("b", "not_resident", retryable=False, message=f"model 'm' failed: {reason}")
+    with pytest.raises(ApiError, match="is damaged or cannot be read") as caught:
+        await anext(stream)
+    assert "/srv" not in caught.value.message
+
+
 async def test_pinned_models_are_loaded_unasked_and_wishes_are_obeyed() -> None:
-    rig = Rig()
-    worker = rig.worker(states={"m": "cold", "n": "cold"})
+    rig, worker = served(states={"m": "cold", "n": "cold"})
     rig.dispatcher.set_catalog([hosted("m", pinned=True), hosted("n")])
     assert worker.loads == ["m"]
     worker.states["m"] = "resident"
@@ -407,45 +404,41 @@ async def test_pinned_models_are_loaded_unasked_and_wishes_are_obeyed() -> None:
 
 
 async def test_idle_models_make_room_for_kv() -> None:
-    rig = Rig()
-    worker = rig.worker(kv_tokens=5, states={"m": "resident", "n": "resident"})
+    rig, worker = served(kv_tokens=5, states={"m": "resident", "n": "resident"})
     rig.advance(1.5)
     worker.status()
-    rig.dispatcher.run(prepared("a"), principal("t"))  # larger than what is free
+    rig.ask("a")  # larger than what is free
     assert worker.submitted == ["a"]
     assert worker.unloads == ["n"]
 
 
 async def test_models_of_one_pack_make_room_only_together() -> None:
-    rig = Rig()
-    worker = rig.worker(kv_tokens=12, states={"m": "resident", "n": "resident", "o": "resident"})
+    rig, worker = served(kv_tokens=12, states={"m": "resident", "n": "resident", "o": "resident"})
     rig.dispatcher.set_catalog([hosted("m"), hosted("n", pack="p"), hosted("o", pack="p")])
-    rig.dispatcher.run(prepared("n1", "n"), principal("t"))
+    rig.ask("n1", model="n")
     rig.advance(1.5)
     worker.status()
-    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.ask("a")
     assert worker.unloads == []  # `o` is idle, but `n` has its weights
     worker.finish("n1")
     worker.status()
     rig.advance(1.5)
     worker.status()
-    rig.dispatcher.run(prepared("b"), principal("t"))
+    rig.ask("b")
     assert worker.unloads == ["n"]
 
 
 async def test_a_lease_is_used_up_in_whole_blocks() -> None:
-    rig = Rig()
-    worker = rig.worker(kv_tokens=48, block_tokens=16)
+    rig, worker = served(kv_tokens=48, block_tokens=16)
     for name in "abc":
-        rig.dispatcher.run(prepared(name, prompt=10, max_tokens=7), principal("t"))
+        rig.ask(name, prompt=10, max_tokens=7)
     assert worker.submitted == ["a"]  # 32 positions of 48 are gone
 
 
 async def test_a_submit_says_how_much_time_is_left() -> None:
-    rig = Rig(Settings(queue_timeout_s=60.0, request_timeout_s=10.0))
-    worker = rig.worker(num_requests=1)
-    rig.dispatcher.run(prepared("a"), principal("t"))
-    late = rig.dispatcher.run(prepared("b"), principal("t"))
+    rig, worker = served(Settings(queue_timeout_s=60.0, request_timeout_s=10.0), num_requests=1)
+    rig.ask("a")
+    late = rig.ask("b")
     rig.advance(4.0)
     worker.finish("a")
     worker.status()
@@ -455,7 +448,7 @@ async def test_a_submit_says_how_much_time_is_left() -> None:
     assert (await end_of(late)).reason == "timeout"
     worker.num_requests = 0
     worker.status()
-    last = rig.dispatcher.run(prepared("c"), principal("t"))
+    last = rig.ask("c")
     rig.advance(20.0)
     worker.num_requests = 1
     worker.status()
@@ -477,26 +470,49 @@ async def test_swaps_are_told_once() -> None:
 async def test_ready_means_a_worker_speaks_and_the_server_is_not_stopping() -> None:
     rig = Rig()
     assert not rig.dispatcher.ready
-    rig.worker()
+    worker = rig.worker()
     assert rig.dispatcher.ready
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    stream = rig.ask("a")
     rig.dispatcher.begin_drain()
     assert not rig.dispatcher.ready
     with pytest.raises(ApiError) as caught:
-        rig.dispatcher.run(prepared("b"), principal("t"))
+        rig.ask("b")
     assert caught.value.kind is UNAVAILABLE
     rig.dispatcher.abort_all()
-    assert isinstance(stream, RequestStream)
+    assert worker.aborted == ["a"]
+    worker.finish("a", "abort", generated=0)
+    assert (await end_of(stream)).reason == "abort"
     rig.dispatcher.close()
 
 
 async def test_a_request_id_is_used_once_at_a_time() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    stream = rig.dispatcher.run(prepared("a"), principal("t"))
+    rig, worker = served()
+    stream = rig.ask("a")
     with pytest.raises(ValueError, match="in use"):
-        rig.dispatcher.run(prepared("a"), principal("t"))
+        rig.ask("a")
     worker.tokens("a", 1)
     worker.finish("a")
     assert (await end_of(stream)).reason == "stop"
-    rig.dispatcher.run(prepared("a"), principal("t"))
+    rig.ask("a")
+
+
+async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
+    """It raised inside the round of grants: it hung, and so did whoever came behind it."""
+    rig, worker = served(num_requests=1)
+    rig.ask("first")
+    bad = replace(prepared("bad"), stop_token_ids=[10**30])
+    waiting = rig.dispatcher.run(bad, principal("t"))
+    behind = rig.ask("behind")
+    worker.finish("first", generated=1)
+    worker.status()
+    assert waiting._end is not None
+    assert await error_of(waiting) == SERVER_ERROR
+    assert "behind" in worker.submitted
+    worker.finish("behind", token_ids=(7,), generated=1)
+    assert (await end_of(behind)).reason == "stop"
+    worker.status()
+    at_once = rig.dispatcher.run(replace(bad, request_id="bad2"), principal("t"))
+    assert at_once._end is not None
+    assert await error_of(at_once) == SERVER_ERROR
+    rig.dispatcher.check_integrity()
+    assert rig.dispatcher.snapshot().num_waiting == rig.dispatcher.snapshot().num_running == 0

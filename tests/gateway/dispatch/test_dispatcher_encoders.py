@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from engine.protocol import EncodeInputs, Submit
-from gateway.dispatch.running import RequestStream
+from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError
-from gateway.settings import Settings
+from gateway.settings.settings import Settings
 from gateway.types import PreparedRequest, TokenEvent
 from tests.gateway import scripted_worker
-from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
+from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal, served
 
 
 def encoding(request_id: str, *, continues: bool = False, revision: str = "r1") -> PreparedRequest:
@@ -40,8 +40,7 @@ def sent(worker: ScriptedWorker) -> list[Submit]:
 
 
 def test_inputs_go_out_and_rows_come_back() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     stream = run(rig, encoding("a"))
     [submit] = sent(worker)
     assert (submit.encode, submit.max_tokens) == (EncodeInputs([2, 2], [0, 0, 0, 1]), 0)
@@ -51,12 +50,10 @@ def test_inputs_go_out_and_rows_come_back() -> None:
     assert worker.acked == []  # not before it is posted
     rig.dispatcher.ack_usage(["a"])
     assert worker.acked == [("a", 1)]
-    rig.dispatcher.check_integrity()
 
 
 def test_an_end_without_rows_is_acknowledged_at_once() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     stream = run(rig, encoding("a"))
     stream.abort()
     worker.finish("a", "abort", generated=0)
@@ -75,9 +72,8 @@ def test_a_dead_workers_piece_is_sent_again_and_then_refused() -> None:
     other.vectors("a", b"late", attempt=1)  # of the first try: nobody's
     assert stream.take() is None
     other.die()
-    with pytest.raises(ApiError, match="2 workers ended"):
+    with pytest.raises(ApiError, match="2 workers stopped"):
         stream.take()
-    rig.dispatcher.check_integrity()
 
 
 def test_a_piece_of_an_admitted_request_goes_on() -> None:
@@ -87,30 +83,27 @@ def test_a_piece_of_an_admitted_request_goes_on() -> None:
         run(rig, encoding("b"))
     run(rig, encoding("c", continues=True))
     rig.dispatcher.begin_drain()
-    with pytest.raises(ApiError, match="stopping"):
+    with pytest.raises(ApiError, match="shutting down"):
         run(rig, encoding("d"))
     run(rig, encoding("e", continues=True))
     assert rig.worker().submitted == ["waits", "c", "e"]
-    rig.dispatcher.check_integrity()
 
 
 def test_no_piece_runs_on_another_revision() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     run(rig, encoding("a"))
     rig.dispatcher.set_catalog([hosted("m", "r2")])
     with pytest.raises(ApiError, match="replaced"):
         run(rig, encoding("b", continues=True))
     assert run(rig, encoding("c", revision="r2"))
     rig.dispatcher.set_catalog([])
-    with pytest.raises(ApiError, match="not hosted any more"):
+    with pytest.raises(ApiError, match="no longer available"):
         run(rig, encoding("d", continues=True))
     assert "b" not in worker.submitted
 
 
 def test_a_worker_that_knows_better_is_a_clear_refusal() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     stream = run(rig, encoding("a"))
     worker.refuse("a", "wrong_task", retryable=False)
     with pytest.raises(ApiError) as caught:
@@ -123,8 +116,7 @@ def test_what_an_encoder_lacks_is_nobodys_memory(
     monkeypatch: pytest.MonkeyPatch, kv_bytes: int
 ) -> None:
     monkeypatch.setattr(scripted_worker, "KV_BYTES", kv_bytes)
-    rig = Rig()
-    worker = rig.worker(kv_tokens=6)
+    rig, worker = served(kv_tokens=6)
     run(rig, encoding("a"))
     run(rig, encoding("b"))
     assert worker.submitted == ["a"]
@@ -136,10 +128,8 @@ def test_what_an_encoder_lacks_is_nobodys_memory(
 
 
 def test_what_it_took_is_charged() -> None:
-    rig = Rig()
-    worker = rig.worker()
+    rig, worker = served()
     stream = run(rig, encoding("a"))
     worker.vectors("a", b"1234")
     assert only_event(stream).vectors == b"1234"
     assert rig.dispatcher.snapshot().service_s_by_tenant == {"t": 0.1}
-    rig.dispatcher.check_integrity()

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.protocol import FinishReason
-from gateway.dispatch.running import RequestStream
+from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError, WorkerLost
-from gateway.settings import Settings
+from gateway.settings.settings import Settings
 from gateway.types import TokenEvent
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared, principal
 

@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from engine.protocol import SwapCandidate, SwapChoice
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionRecord, of_choice
-from gateway.dispatch.explain import MAX_TENANTS, WaitCode, WaitReason, lacks
-from gateway.dispatch.running import RequestStream
-from gateway.dispatch.tickets import Ticket
-from gateway.policy.reasons import Figures, Reason
-from gateway.policy.service_estimate import Prediction
-from tests.gateway.scripted_worker import Rig, ScriptedWorker, prepared, principal
+from gateway.dispatch.explain import MAX_TENANTS, WaitReason, lacks
+from gateway.dispatch.policy.reasons import DecisionFigures, Reason, WaitCode
+from gateway.dispatch.policy.service_costs import Prediction
+from gateway.dispatch.tickets import RequestStream, Ticket
+from tests.gateway.scripted_worker import Rig, ScriptedWorker, prepared, served
 
 
 def why(rig: Rig, request_id: str) -> WaitReason:
@@ -23,48 +22,44 @@ def why(rig: Rig, request_id: str) -> WaitReason:
     return reason
 
 
-def ask(rig: Rig, request_id: str, tenant: str = "t", model: str = "m", prompt: int = 4) -> None:
-    rig.dispatcher.run(prepared(request_id, model, prompt=prompt), principal(tenant))
-
-
 async def test_a_full_worker_is_named_with_what_it_has() -> None:
     rig = Rig()
     rig.worker(num_requests=1)
-    ask(rig, "a")
+    rig.ask("a")
     rig.clock.now_s += 1.5
-    ask(rig, "b", "u")
+    rig.ask("b", "u")
     rig.clock.now_s += 0.5
     reason = why(rig, "b")
     assert (reason.code, reason.worker, reason.waited_s) == ("worker full", "w", 0.5)
-    assert "it runs 1 requests, offers 0 more" in reason.text
+    assert "it runs 1 requests and has capacity for 0 more" in reason.text
     (room,) = reason.rooms
     assert (room.running, room.free_requests, room.wanted_tokens) == (1, 0, 10)
     assert reason.left_s == pytest.approx(rig.settings.queue_timeout_s - 0.5)
     running = why(rig, "a")
     assert (running.code, running.worker, running.waited_s) == ("running", "w", 0.0)
-    assert "for 2.0 s, 0 tokens came" in running.text
+    assert "for 2.0 s, 0 tokens generated so far" in running.text
     assert rig.dispatcher.explain("nobody") == []
 
 
 async def test_memory_that_lacks_is_said_in_tokens_and_bytes() -> None:
     rig = Rig()
     rig.worker(kv_tokens=20)
-    ask(rig, "a")
-    ask(rig, "b", prompt=6)
+    rig.ask("a")
+    rig.ask("b", prompt=6)
     reason = why(rig, "b")
-    assert reason.code == "KV short"
-    assert "may take 12 tokens (120 bytes), 10 tokens of m's lease and 100 bytes" in reason.text
+    assert reason.code == "not enough KV memory"
+    assert "may need 12 tokens (120 bytes), and 10 tokens of m's lease and 100" in reason.text
 
 
 async def test_a_worker_kept_for_an_earlier_head_names_it() -> None:
     rig = Rig()
     rig.worker(kv_tokens=20, states={"m": "resident", "n": "resident"})
-    ask(rig, "a", "t")
-    ask(rig, "large", "u", prompt=12)
-    ask(rig, "small", "v", "n")
-    assert why(rig, "large").code == "KV short"
+    rig.ask("a", "t")
+    rig.ask("large", "u", prompt=12)
+    rig.ask("small", "v", "n")
+    assert why(rig, "large").code == "not enough KV memory"
     reason = why(rig, "small")
-    assert (reason.code, reason.held_by) == ("kept", "large")
+    assert (reason.code, reason.held_by) == ("worker held", "large")
     assert reason.num_tenants_ahead == 1
     assert [one.tenant_id for one in reason.tenants_ahead] == ["u"]
 
@@ -72,11 +67,11 @@ async def test_a_worker_kept_for_an_earlier_head_names_it() -> None:
 async def test_room_that_is_kept_for_others_is_not_called_full() -> None:
     rig = Rig()
     rig.worker(num_requests=9)
-    rig.dispatcher.headroom.reserved = {"vip": 0.9}
-    ask(rig, "vip", "vip")
-    ask(rig, "a", "t")
+    rig.dispatcher.set_reserved_shares({"vip": 0.9})
+    rig.ask("vip", "vip")
+    rig.ask("a", "t")
     reason = why(rig, "a")
-    assert (reason.code, reason.worker) == ("reserved", "w")
+    assert (reason.code, reason.worker) == ("capacity reserved", "w")
     assert reason.rooms[0].free_requests == 8
 
 
@@ -84,18 +79,18 @@ async def test_a_tenants_own_older_requests_go_first() -> None:
     rig = Rig()
     rig.worker(num_requests=1)
     for name in ("a", "b", "c"):
-        ask(rig, name)
+        rig.ask(name)
     reason = why(rig, "c")
-    assert (reason.code, reason.own_ahead) == ("behind own", 1)
-    assert "1 older of the same tenant for m go first; w is full" in reason.text
+    assert (reason.code, reason.own_ahead) == ("behind older requests", 1)
+    assert "1 older requests of the same tenant for m go first; w is full" in reason.text
 
 
 async def test_tenants_before_it_come_with_their_counters() -> None:
     rig = Rig()
     rig.worker(num_requests=1)
-    ask(rig, "a", "first")
+    rig.ask("a", "first")
     for number in range(MAX_TENANTS + 2):
-        ask(rig, f"b{number}", f"t{number:02}")
+        rig.ask(f"b{number}", f"t{number:02}")
     reason = why(rig, f"b{MAX_TENANTS + 1}")
     assert reason.num_tenants_ahead == MAX_TENANTS + 1
     assert len(reason.tenants_ahead) == MAX_TENANTS
@@ -104,42 +99,47 @@ async def test_tenants_before_it_come_with_their_counters() -> None:
 
 
 async def test_a_model_that_is_being_loaded_says_where_and_how_long_yet() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    ask(rig, "a", model="n")
+    rig, worker = served()
+    rig.ask("a", model="n")
     assert worker.loads == ["n"]
     rig.clock.now_s += 0.2
     reason = why(rig, "a")
     assert (reason.code, reason.worker) == ("loading", "w")
     assert reason.eta_s == pytest.approx(0.3)
-    assert "0.3 s to go" in reason.text
+    assert "0.3 s left" in reason.text
 
 
 async def test_no_worker_and_a_silent_one() -> None:
     rig = Rig()
-    ask(rig, "a")
-    assert why(rig, "a").code == "no worker"
+    rig.ask("a")
+    assert why(rig, "a").code == "no worker connected"
     worker = rig.worker(num_requests=0)
     assert why(rig, "a").code == "worker full"
     rig.clock.now_s += 5.0
     reason = why(rig, "a")
-    assert (reason.code, reason.worker) == ("worker silent", "w")
+    assert (reason.code, reason.worker) == ("worker not responding", "w")
     worker.die()
-    assert why(rig, "a").code == "no worker"
+    assert why(rig, "a").code == "no worker connected"
 
 
 @pytest.mark.parametrize(
     ("said", "code"),
-    [("no room", "no room"), ("load budget", "load budget"), ("gathering", "gathering")],
+    [
+        ("not enough memory", "not enough memory"),
+        ("load budget used up", "load budget used up"),
+        ("too few requests waiting", "too few requests waiting"),
+    ],
 )
 async def test_what_placement_said_last_is_the_reason(said: Reason, code: WaitCode) -> None:
     rig = Rig()
     rig.worker(states={"m": "resident", "n": "draining"})
-    ask(rig, "a", model="n")
+    rig.ask("a", model="n")
     rig.clock.now_s += 0.01
     now_s = rig.clock.now_s
     rig.dispatcher.decisions.add(
-        DecisionRecord(now_s, "held", said, "n", "w", Figures(until_s=now_s + 2.0, eta_s=3.0))
+        DecisionRecord(
+            now_s, "held", said, "n", "w", DecisionFigures(until_s=now_s + 2.0, eta_s=3.0)
+        )
     )
     rig.clock.now_s += 0.5
     reason = why(rig, "a")
@@ -151,9 +151,8 @@ async def test_what_placement_said_last_is_the_reason(said: Reason, code: WaitCo
 
 
 async def test_a_load_that_finds_no_room_on_the_worker_says_so() -> None:
-    rig = Rig()
-    worker = rig.worker()
-    ask(rig, "a", model="n")
+    rig, worker = served()
+    rig.ask("a", model="n")
     kept = SwapCandidate("m", "kept: residence", 1.0, 1.0, 1.0, 1.0, 1, 1)
     choice = SwapChoice("n", "load", 3, 0.0, 0.5, [kept])
     worker.states["n"] = "loading"
@@ -163,16 +162,15 @@ async def test_a_load_that_finds_no_room_on_the_worker_says_so() -> None:
     rig.dispatcher.decisions.add(of_choice("w", choice, rig.clock.now_s))
     rig.clock.now_s += 3.0
     reason = why(rig, "a")
-    assert reason.code == "nobody gives way"
-    assert "m (residence)" in reason.text
+    assert reason.code == "no model can be evicted"
+    assert "m (loaded too recently)" in reason.text
 
 
 async def test_a_failed_load_is_told_in_the_groups_of_all_that_waits() -> None:
-    rig = Rig()
-    worker = rig.worker(num_requests=1)
+    rig, worker = served(num_requests=1)
     for name in ("a", "b", "c"):
-        ask(rig, name)
-    ask(rig, "d", "u", "n")
+        rig.ask(name)
+    rig.ask("d", "u", "n")
     look = rig.dispatcher.look()
     found = [(g.head.tenant_id, g.head.model, g.num_waiting, g.head.code) for g in look.groups()]
     assert sorted(found) == [("t", "m", 2, "worker full"), ("u", "n", 1, "loading")]
@@ -219,13 +217,13 @@ def ticket(request_id: str, model: str, tokens: int) -> Ticket:
 async def test_a_look_at_very_many_goes_no_further_than_it_is_asked() -> None:
     rig = Rig()
     rig.worker(num_requests=1)
-    ask(rig, "running")
+    rig.ask("running")
     for number in range(200):
-        ask(rig, f"r{number}", f"t{number:03}")
+        rig.ask(f"r{number}", f"t{number:03}")
     look = rig.dispatcher.look()
     assert [group.head.request_id for group in look.groups(most=3)] == ["r0", "r1", "r2"]
     assert look.num_waiting() == 200
     assert len(look._causes) == 3
     last = look.groups(tenant_id="t199")
-    assert (last[0].head.code, last[0].head.num_tenants_ahead) == ("kept", 199)
+    assert (last[0].head.code, last[0].head.num_tenants_ahead) == ("worker held", 199)
     assert len(look._causes) == 4, "the worker is kept: nobody in between matters"

@@ -1,11 +1,10 @@
 """What is noted of a stream while it runs: enough for a bill where nobody is left to tell."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from tests.gateway.edge_kit import Client, Kit, client_of, make_kit
+from tests.gateway.edge_kit import Client, Kit, make_kit
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
 TEXT = "The game is afoot! " * 6
@@ -14,12 +13,6 @@ TEXT = "The game is afoot! " * 6
 @pytest.fixture
 def kit(tmp_path: Path) -> Kit:
     return make_kit(tmp_path, ledger_checkpoint_tokens=4)
-
-
-@pytest.fixture
-async def client(kit: Kit) -> AsyncIterator[Client]:
-    async with client_of(kit) as client:
-        yield client
 
 
 async def test_a_stream_is_noted_every_so_many_tokens(kit: Kit, client: Client) -> None:

@@ -15,20 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.ledger.journal import Journal
-from gateway.ledger.journal_files import DiskFiles, Files
-from gateway.ledger.journal_format import (
+from gateway.ledger.journal_segments import (
     END_BYTES,
     MARK,
     MAX_RECORD_BYTES,
     SEGMENT_HEAD,
     Damage,
+    DiskFiles,
+    Files,
+    JournalLimits,
+    JournalRefused,
+    Position,
     Record,
     RecordCodec,
     UnknownRecord,
     Void,
 )
-from gateway.ledger.journal_types import JournalLimits, JournalRefused, Position
-from registry.ledger import Checkpoint, OpenRecord, Posting
+from registry.money.ledger import Checkpoint, OpenRecord, Posting
 from tests.gateway.journal_disk import MemoryDisk, PowerCut
 
 SEGMENT = 4096
@@ -195,7 +198,7 @@ def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def all_of(journal: Journal, at: Position) -> list[Record]:
     found: list[Record] = []
     while True:
-        records, after = journal.read(at, 500)
+        records, after = journal.segments.read(at, 500)
         found += records
         if after == at:
             return found
@@ -207,8 +210,8 @@ def left_on(disk: Files, heard: Heard | None = None) -> list[Record]:
     with running(disk, heard or Heard()) as (journal, begin):
         found: list[Record] = []
         at = begin
-        while journal.is_old(at):
-            records, at = journal.read(at, 500)
+        while journal.segments.is_old(at):
+            records, at = journal.segments.read(at, 500)
             found += records
         return found
 
@@ -227,16 +230,16 @@ def test_on_a_real_disk(tmp_path: Path) -> None:
         assert all_of(journal, begin) == [void(number) for number in range(500)]
         num_segments = len(list(folder.glob("*.journal")))
         assert num_segments > 3
-        journal.release(Position(3))
+        journal.segments.release(Position(3))
         assert min(folder.glob("*.journal")).name == "000000000003.journal"
-        journal.release(journal.durable)
+        journal.segments.release(journal.segments.durable)
         assert len(list(folder.glob("*.journal"))) == 1
     with running(DiskFiles(), Heard(), folder=folder) as (journal, begin):
         last = all_of(journal, begin)
         assert last == [void(number) for number in range(500 - len(last), 500)]
         assert last
-        end = journal.durable
-    journal.discard()
+        end = journal.segments.durable
+    journal.segments.discard()
     assert list(folder.iterdir()) == []
     assert end.segment > begin.segment
 
@@ -478,9 +481,9 @@ def test_a_start_on_a_full_disk_reads_what_is_left_and_takes_nothing_new() -> No
     disk.room_bytes = SEGMENT + 10
     with running(disk, heard) as (journal, begin):
         assert journal.refusal(0)
-        records, at = journal.read(begin, 10_000)
+        records, at = journal.segments.read(begin, 10_000)
         assert records == [OPEN]
-        assert not journal.is_old(at)
+        assert not journal.segments.is_old(at)
         journal.append(POSTING, "end")
         disk.room_bytes = 1 << 20
         heard.wait(lambda: "end" in heard.durable)
@@ -501,7 +504,7 @@ def test_little_free_space_or_a_long_backlog_refuse_what_is_new() -> None:
             journal.append(void(number), number)
         heard.wait(lambda: len(heard.durable) == 600)
         assert "not in the database" in journal.refusal(0)
-        journal.release(journal.durable)
+        journal.segments.release(journal.segments.durable)
         assert not journal.refusal(0)
 
 

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.ledger.journal import Journal
-from gateway.ledger.journal_format import Record, Void
-from gateway.ledger.journal_types import JournalLimits, Position
-from registry.ledger import OpenRecord
+from gateway.ledger.journal_segments import JournalLimits, Position, Record, Void
+from registry.money.ledger import OpenRecord
 from tests.gateway.journal_disk import MemoryDisk, PowerCut
 from tests.gateway.ledger.test_journal import FOLDER, _no_folder, left_on
 
@@ -137,7 +136,7 @@ class Storm:
     def _read(self, at: Position) -> None:
         while True:
             is_last = self._over.is_set()
-            records, after = self.journal.read(at, 700)
+            records, after = self.journal.segments.read(at, 700)
             self.read += [record.request_id for record in records]
             if after == at:
                 if is_last:

@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,28 +14,18 @@ from sqlalchemy import Engine, event
 
 from engine.protocol import Finish, FinishReason, Usage
 from gateway.errors import UNAVAILABLE, ApiError
-from gateway.ledger.journal_files import DiskFiles, Files
-from gateway.ledger.journal_format import RecordCodec
+from gateway.ledger.journal_segments import DiskFiles, Files, RecordCodec
 from gateway.ledger.ledger import Ledger
-from gateway.ledger.ledger_recovery import RECOVERED_KIND
-from gateway.ledger.owners import owner_of
-from gateway.policy.pricing import FREE, Prices, Rates
-from gateway.settings import Settings
-from registry.ledger import OpenRecord, Posting, iter_usage, open_left
+from gateway.ledger.ledger_recovery import RECOVERED_KIND, owner_of
+from gateway.pricing.policy.pricing import FREE, Prices, Rates
+from gateway.settings.settings import Settings
 from registry.locks import LockBusy
-from registry.session import make_engine, reading, upgrade
+from registry.money.ledger import OpenRecord, Posting, open_left
+from registry.session import make_engine, reading
+from tests.registry.postings_kit import postings as stored_postings
 
 ROOT = Path(__file__).resolve().parents[3]
 PRICES = Prices(prompt_nanos=10, cached_nanos=1, completion_nanos=100)
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
-    engine = make_engine(url)
-    yield engine
-    engine.dispose()
 
 
 def find_rates(tenant_id: str, model: str, at: float) -> Rates:
@@ -124,7 +114,7 @@ def posting(request_id: str, completion_tokens: int = 3) -> Posting:
 
 def postings_in(engine: Engine) -> dict[str, Posting]:
     with reading(engine) as session:
-        rows = [row.posting for row in iter_usage(session, 0.0, 1e12)]
+        rows = stored_postings(session)
     assert len({row.request_id for row in rows}) == len(rows)
     return {row.request_id: row for row in rows}
 
@@ -483,6 +473,36 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     bills = {posting.request_id: posting.cost_nanos for posting in recovered}
     assert bills == {name: row.cost_nanos for name, row in rows.items()}  # for the limits
     assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
+
+
+async def test_a_stream_whose_time_was_up_is_billed_by_what_its_worker_kept(
+    engine: Engine,
+) -> None:
+    """As a gateway that lives bills it. Without a checkpoint nobody knows that it was a stream."""
+    first = ledger_on(engine)
+    await first.start()
+    for name in ("sent", "choices", "kept"):
+        await first.open(opened(name))
+    for name in ("sent", "choices"):
+        first.checkpoint(name, 3)
+    await first.open(opened("last"))  # takes the hints along
+    await first.written()
+    await killed(first)
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        assert ledger.claim("sent", finish("timeout"))
+        assert ledger.claim("choices#0", finish("timeout"))
+        assert ledger.claim("choices#1", finish("stop"))
+        assert ledger.claim("kept", finish("timeout"))
+        await ledger.recovered()
+    rows = postings_in(engine)
+    made = finish("timeout").usage.generated_tokens
+    assert (rows["sent"].outcome, rows["sent"].completion_tokens) == ("disconnected", made)
+    assert (rows["choices"].outcome, rows["choices"].completion_tokens) == (
+        "disconnected",
+        2 * made,
+    )
+    assert rows["choices"].cost_nanos > rows["sent"].cost_nanos > 0
+    assert (rows["kept"].outcome, rows["kept"].cost_nanos) == ("failed", 0)
 
 
 @pytest.mark.parametrize("failure", ["error", "timeout", "refused"])

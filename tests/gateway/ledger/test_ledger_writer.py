@@ -12,10 +12,11 @@ from sqlalchemy import Engine
 
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ledger.journal import Journal
-from gateway.ledger.journal_types import JournalLimits, JournalStopped
+from gateway.ledger.journal_segments import JournalLimits, JournalStopped
 from gateway.ledger.ledger_writer import LedgerWriter
-from registry.ledger import Posting, open_many
-from registry.session import make_engine, upgrade, writing
+from registry.money.ledger import Posting, open_many
+from registry.schema import upgrade
+from registry.session import make_engine, writing
 from tests.gateway.ledger.test_ledger import (
     ledger_on,
     open_in,
@@ -118,7 +119,7 @@ async def test_what_can_be_put_aside_nowhere_waits(
         await ledger._write(replace(posting("bad"), cost_nanos=-1), "bad")
         await ledger.post(posting("b"))
         for _ in range(3000):
-            if "cannot be put aside either" in caplog.text:
+            if "cannot set the record aside" in caplog.text:
                 break
             await asyncio.sleep(0.01)
         assert postings_in(engine) == {}, "nothing overtakes it"
@@ -201,7 +202,7 @@ async def test_large_records_are_many_bytes_and_it_does_not_rest_before_the_last
     )
     writer.start(begin)
     for _ in range(3000):
-        if writer.is_at(journal.durable):
+        if writer.is_at(journal.segments.durable):
             break
         await asyncio.sleep(0.01)
     assert len(postings_in(engine)) == 60

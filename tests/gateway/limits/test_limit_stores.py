@@ -4,19 +4,20 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from gateway.directory import Directory
+from admin.context.operator_context import OperatorContext
+from admin.operations.keys import create_key, revoke_key
+from admin.operations.tenants import create_tenant
+from gateway.auth.directory import Directory
+from gateway.auth.registry_poll import RegistryPoll
 from gateway.limits.limit_stores import open_store, sharing
-from gateway.policy.rate_limit import Draw
-from gateway.registry_poll import RegistryPoll
-from gateway.service.control import Control
-from gateway.service.keys import create_key, revoke_key
-from gateway.service.tenants import create_tenant
-from gateway.settings import Settings
-from gateway.store.bell import Bell
-from gateway.store.memory import MemoryStore
-from gateway.store.shared import SharedStore
-from registry.session import make_engine, upgrade
-from tests.gateway.store.redis_kit import RedisServer
+from gateway.limits.policy.rate_limit import Draw
+from gateway.limits.shared_store import SharedStore
+from gateway.limits.store import MemoryStore
+from gateway.redis.registry_pubsub import RegistryPubsub
+from gateway.settings.settings import Settings
+from registry.schema import upgrade
+from registry.session import make_engine
+from tests.redis_kit import RedisServer
 
 PLACES = Draw("places", "concurrency", 0, 10, 1)
 
@@ -48,7 +49,7 @@ async def test_gateways_of_two_folders_share_what_one_redis_counts(
         async with asyncio.timeout(20):
             await rung.wait()  # at its start
             rung.clear()
-            await asyncio.to_thread(Bell(redis_server.url, "polyhost").ring)
+            await asyncio.to_thread(RegistryPubsub(redis_server.url, "polyhost").publish)
             await rung.wait()
     # The next life of the first: its places are free.
     again = open_store(settings[0], "gateway-0")
@@ -67,15 +68,15 @@ async def test_a_server_starts_without_its_redis(tmp_path: Path) -> None:
         assert decision.reservation is not None
 
 
-async def test_a_change_is_felt_by_four_gateways_by_the_bell_alone(
+async def test_a_change_is_felt_by_four_gateways_by_its_news_alone(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     settings = Settings(data_dir=str(tmp_path), redis_url=redis_server.url, key_cache_poll_s=3600.0)
     upgrade(settings.registry_url)
     engine = make_engine(settings.registry_url)
-    control = Control(engine, tmp_path, "test", settings=settings)
-    tenant = create_tenant(control, "acme")
-    key, _ = create_key(control, tenant.name, "k")
+    context = OperatorContext(engine, tmp_path, "test", settings=settings)
+    tenant = create_tenant(context, "acme")
+    key, _ = create_key(context, tenant.name, "k")
     directories = [Directory() for _ in range(4)]
     async with AsyncExitStack() as stack:
         for number, directory in enumerate(directories):
@@ -95,7 +96,7 @@ async def test_a_change_is_felt_by_four_gateways_by_the_bell_alone(
             stack.callback(polling.cancel)
         assert all(directory.find_key(key.public_id) for directory in directories)
         await asyncio.sleep(0.2)  # all have begun to listen, and have looked once for that
-        await asyncio.to_thread(revoke_key, control, key.id)
+        await asyncio.to_thread(revoke_key, context, key.id)
         async with asyncio.timeout(20):
             while any(d.find_key(key.public_id) for d in directories):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

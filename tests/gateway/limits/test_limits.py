@@ -8,14 +8,13 @@ import pytest
 
 from engine.protocol import SamplingParams
 from gateway.errors import ApiError
-from gateway.limits.limits import RATES, Hold, Limiter, go_duration
-from gateway.policy.pricing import FREE, Prices, Rates
-from gateway.policy.rate_limit import Draw, Refusal
-from gateway.prepare.lengths import Lengths, lengths_of
-from gateway.store.base import Decision
-from gateway.store.memory import MemoryStore
+from gateway.limits.limits import RATES, Limiter, LimitReservation, go_duration
+from gateway.limits.policy.rate_limit import Draw, Refusal
+from gateway.limits.store import LimitDecision, MemoryStore
+from gateway.prepare.prepare import Lengths, lengths_of
+from gateway.pricing.policy.pricing import FREE, Prices, Rates
 from gateway.types import HostedModel, PreparedRequest, Principal
-from registry.quotas import LIMIT_NAMES, UNLIMITED, Limits
+from registry.accounts.quotas import LIMIT_NAMES, UNLIMITED, Limits
 
 MODEL = HostedModel("m", "r", "p", 100, 100, 0)
 PRICED = replace(MODEL, revision="priced")
@@ -75,7 +74,7 @@ async def test_headers_of_granted_and_refused() -> None:
         await limiter(store, rejected).reserve(who, request(), headers)
     assert caught.value.kind.code == "rate_limit_exceeded"
     assert caught.value.retry_after_s == 60.5
-    assert "tokens per minute (limit 15, used 10, this request 10)" in caught.value.message
+    assert "tokens per minute (limit 15, used 10, requested 10)" in caught.value.message
     assert headers["x-ratelimit-remaining-requests"] == "4"
     assert rejected == ["tokens"]
 
@@ -125,10 +124,10 @@ async def test_keys_of_a_tenant_share_its_limits_and_tenants_the_models() -> Non
     assert "your tenant's requests per minute" in said
     await limits.reserve(who("b", "b1"), request(model), {})
     said = await refusal(limits, who("c", "c1"), request(model))
-    assert "the model's input tokens per minute (limit 8, this request 3)" in said
+    assert "the model's input tokens per minute (limit 8, requested 3)" in said
     hold = await limits.reserve(who("c", "c1"), request(), {})
     said = await refusal(limits, who("d", "d1"), request())
-    assert "this server's requests at one time" in said
+    assert "this server's concurrent requests" in said
     await hold.release()
     await limits.reserve(who("d", "d1"), request(), {})
     store.check_integrity()
@@ -139,7 +138,7 @@ async def test_what_is_not_limited_has_no_headers_and_is_not_counted() -> None:
     store = MemoryStore()
     await limiter(store, []).reserve(principal(max_output_tokens=5), request(), headers)
     assert headers == {}
-    assert store.num_counts == 0
+    assert store.num_counts == store.num_open == 0
 
 
 def test_every_limit_is_a_rate_a_length_or_a_budget() -> None:
@@ -148,13 +147,14 @@ def test_every_limit_is_a_rate_a_length_or_a_budget() -> None:
 
 
 WORST_NANOS = 3 * 10 + 7 * 100
+NOW_AT = 1_772_064_000.0
 
 
 async def test_a_budget_is_never_overrun_by_a_unit() -> None:
     store = MemoryStore()
-    limits = limiter(store, [])
+    limits = Limiter(store, lambda: 1.0, lambda meter: None, wall_clock=lambda: NOW_AT)
     who = principal(month_budget_nanos=100 * WORST_NANOS + WORST_NANOS - 1)
-    held, refused = list[Hold](), list[ApiError]()
+    held, refused = list[LimitReservation](), list[ApiError]()
     headers: dict[str, str] = {}
     for _ in range(500):
         try:
@@ -165,11 +165,11 @@ async def test_a_budget_is_never_overrun_by_a_unit() -> None:
     assert told == {(429, "insufficient_quota", None)}
     assert headers["x-should-retry"] == "false"
     assert len(held) == 100
-    await held[0].settle(3, 7, WORST_NANOS, 0.0)
+    await held[0].settle(3, 7, WORST_NANOS, NOW_AT)
     await held[1].release()
-    await held[2].settle(3, 7, WORST_NANOS - 1, 0.0)  # some of its prompt was cached
+    await held[2].settle(3, 7, WORST_NANOS - 1, NOW_AT)  # some of its prompt was cached
     said = await refusal(limits, replace(who, limits=Limits(month_budget_nanos=1)), request(PRICED))
-    assert "alone may cost 0.00000073, which is over the key's budget for a month, 0.0000" in said
+    assert "alone may cost 0.00000073, more than the key's budget for a month, 0.0000" in said
     await limits.reserve(who, request(PRICED), {})
     await limits.reserve(who, request(PRICED), {})
     said = await refusal(limits, who, request(PRICED))
@@ -223,10 +223,10 @@ def test_lengths_are_the_shortest_of_all() -> None:
     assert lengths_of(principal(), MODEL, UNLIMITED) == Lengths(0, 0)
     lengths = Lengths(7, 4)
     lengths.check_prompt("messages", 7)
-    with pytest.raises(ApiError, match="8 tokens, but your limit is 7"):
+    with pytest.raises(ApiError, match="8 tokens, more than your limit of 7"):
         lengths.check_prompt("messages", 8)
     lengths.check_output("max_tokens", 4)
-    with pytest.raises(ApiError, match="max_tokens is 5, but your limit is 4"):
+    with pytest.raises(ApiError, match="max_tokens is 5, more than your limit of 4"):
         lengths.check_output("max_tokens", 5)
 
 
@@ -252,12 +252,12 @@ async def test_a_budget_that_nobody_can_tell_is_503_and_worth_another_try() -> N
     class Blind(MemoryStore):
         async def reserve(
             self, reservation_id: str, draws: Sequence[Draw], now_s: float
-        ) -> Decision:
-            return Decision((), refusal=Refusal(draws[-1], 0, 1.0, is_unknown=True))
+        ) -> LimitDecision:
+            return LimitDecision((), refusal=Refusal(draws[-1], 0, 1.0, is_unknown=True))
 
     headers: dict[str, str] = {}
     who = principal(month_budget_nanos=100, requests_per_minute=9)
-    with pytest.raises(ApiError, match="cannot be told at the moment") as caught:
+    with pytest.raises(ApiError, match="cannot be determined at the moment") as caught:
         await limiter(Blind(), []).reserve(who, request(PRICED), headers)
     assert (caught.value.kind.status, caught.value.retry_after_s) == (503, 1.0)
     assert headers == {}

@@ -1,12 +1,18 @@
-"""/metrics: the names that dashboards know, and the state of those behind the edge."""
+"""What /metrics shows, and the collectors that count without locks."""
 
+import random
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
-from engine.protocol import ModelStatus, SwapRecord, WorkerStatus
+from engine.protocol import ModelStatus, Outcome, SwapRecord, WorkerStatus
+from gateway.dispatch.policy.reasons import OUTCOMES, REASONS_BEFORE_0_2, Reason
+from gateway.metrics.metrics import INTER_TOKEN_BUCKETS, LabelCounts, TimeHistogram
 from tests.gateway.edge_kit import client_of, key_record, make_kit
 
 STATUS = WorkerStatus(
@@ -74,6 +80,31 @@ async def test_what_a_scrape_shows(tmp_path: Path) -> None:
         assert line in text, line
 
 
+async def test_decisions_are_counted_under_new_and_old_reasons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename must not empty the dashboards and alerts of the release before."""
+    kit = make_kit(tmp_path / "tiny")
+    made = {"held/no model can be evicted": 3, "refusal/queue full": 2}
+    snapshot = replace(kit.dispatcher.snapshot(), decisions=made)
+    monkeypatch.setattr(kit.dispatcher, "snapshot", lambda: snapshot)
+    lines = generate_latest(kit.edge.services.metrics_registry).decode().splitlines()
+    new, old = "polyhost_dispatch_decisions_total", "polyhost_decisions_total"
+    assert f'{new}{{kind="held",reason="no model can be evicted"}} 3.0' in lines
+    assert f'{old}{{kind="held",reason="nobody gives way"}} 3.0' in lines
+    for name in (new, old):
+        assert f'{name}{{kind="refusal",reason="queue full"}} 2.0' in lines
+        assert sum(line.startswith(f"{name}{{") for line in lines) == 2
+
+
+def test_every_renamed_reason_is_one_that_is_given() -> None:
+    given = {*get_args(Reason)}
+    assert given >= REASONS_BEFORE_0_2.keys()
+    assert not given & {*REASONS_BEFORE_0_2.values()}
+    assert len({*REASONS_BEFORE_0_2.values()}) == len(REASONS_BEFORE_0_2)
+    assert OUTCOMES.keys() == {*get_args(Outcome)}
+
+
 async def test_latency_between_tokens(tmp_path: Path) -> None:
     kit = make_kit(tmp_path / "tiny")
     kit.dispatcher.script = kit.speak_slowly("The game is afoot!", 0.02)
@@ -100,3 +131,55 @@ async def test_buckets_are_vllms(tmp_path: Path, name: str) -> None:
     bounds = re.findall(rf'polyhost_{name}_seconds_bucket{{le="([^"]+)"', text)
     assert bounds[0] == ("0.001" if "first" in name else "0.01")
     assert bounds[-2:] == (["2560.0", "+Inf"] if "first" in name else ["80.0", "+Inf"])
+
+
+def lines(registry: CollectorRegistry) -> list[str]:
+    text = generate_latest(registry).decode().splitlines()
+    return sorted(line for line in text if "_created" not in line)
+
+
+def test_it_shows_what_prometheus_client_shows() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counts = LabelCounts("x_ended", "Ended.", ["model", "how"], ours)
+    counter = Counter("x_ended", "Ended.", ["model", "how"], registry=theirs)
+    assert lines(ours) == lines(theirs)
+    for model, how, amount in [("a", 'q"\n', 1), ("b", "ok", 2.5), ("a", 'q"\n', 3)]:
+        counts.add(amount, model, how)
+        counter.labels(model, how).inc(amount)
+    assert lines(ours) == lines(theirs)
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """What a scrape reads, without the times of creation."""
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        (sample.name, str(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def test_a_scrape_reads_what_prometheus_client_would_say() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    ours_times = TimeHistogram("t_seconds", "Times.", INTER_TOKEN_BUCKETS, ours)
+    theirs_times = Histogram(
+        "t_seconds", "Times.", ["model_name"], buckets=INTER_TOKEN_BUCKETS, registry=theirs
+    )
+    draw = random.Random(7)
+    edges = [*INTER_TOKEN_BUCKETS, 0.0, 80.0, 1e9]
+    for _ in range(500):
+        model = draw.choice("ab")
+        value_s, count = draw.choice([*edges, draw.expovariate(5.0)]), draw.choice([1, 1, 3])
+        ours_times.of(model).observe(value_s, count)
+        for _ in range(count):
+            theirs_times.labels(model).observe(value_s)
+    found, expected = samples(ours), samples(theirs)
+    assert found.keys() == expected.keys()
+    assert all(abs(found[key] - expected[key]) <= 1e-6 * max(1, expected[key]) for key in expected)
+
+
+def test_nothing_is_shown_before_something_is_observed() -> None:
+    registry = CollectorRegistry()
+    TimeHistogram("t_seconds", "Times.", (1.0,), registry)
+    assert samples(registry) == {}

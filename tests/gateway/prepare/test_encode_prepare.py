@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,16 +12,19 @@ from hypothesis import strategies as st
 from tokenizers import Encoding, Tokenizer
 
 from engine.protocol import EncodeInputs
-from gateway.directory import Directory
+from gateway.api.encode_wire import EncodeAsk
+from gateway.auth.directory import Directory
 from gateway.errors import ApiError
-from gateway.prepare import encoder_codec
-from gateway.prepare.codecs import Codecs, PreparePool
 from gateway.prepare.encode_prepare import EncodePreparer, pieces_of
-from gateway.prepare.encode_wire import EncodeAsk
-from gateway.prepare.encoder_codec import EncoderCodec, EncoderInput
+from gateway.text import encoder_codec
+from gateway.text.codecs import Codecs
+from gateway.text.encoder_codec import EncoderCodec
+from gateway.text.prepare_messages import EncoderInput
+from gateway.text.prepare_pool import PreparePool
 from gateway.types import PreparedRequest, Principal
-from registry.quotas import Limits
+from registry.accounts.quotas import Limits
 from tests.gateway.encoder_kit import encoder_models, write_encoder
+from tests.gateway.prepare_kit import InlinePool
 from tests.gateway.scripted_worker import prepared
 
 WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
@@ -54,11 +58,11 @@ def test_pieces_are_the_request_in_its_order(
         assert len(one.lengths) == 256 or sum(one.lengths) + other.lengths[0] > piece_tokens
 
 
-def preparer(folder: Path, max_tokens: int) -> EncodePreparer:
+def preparer(folder: Path, max_tokens: int, pool: PreparePool | None = None) -> EncodePreparer:
     write_encoder(folder)
     directory = Directory()
     directory.replace(1, [], encoder_models(folder))
-    return EncodePreparer(directory, Codecs(PreparePool(1, 4), 2), max_tokens)
+    return EncodePreparer(directory, Codecs(pool or InlinePool(), 2), max_tokens)
 
 
 async def test_texts_are_encoded_some_at_a_time_and_no_further_than_allowed(
@@ -76,7 +80,7 @@ async def test_texts_are_encoded_some_at_a_time_and_no_further_than_allowed(
 
     monkeypatch.setattr(EncoderCodec, "encode", recording)
     texts = ("the cat",) * 2000
-    with pytest.raises(ApiError, match="more than the 500 tokens"):
+    with pytest.raises(ApiError, match="more than 500 tokens"):
         await stage.prepare(EncodeAsk("embedding", "embed", texts), WHO, {}, "embd-1", 0.0)
     assert batches == [64, 64]  # four tokens each
     asked = EncodeAsk("embedding", "embed", texts[:100])
@@ -85,9 +89,8 @@ async def test_texts_are_encoded_some_at_a_time_and_no_further_than_allowed(
     assert (found.width, found.cache.decision, found.request.created_at) == (4, "off", 5)
 
 
-async def test_what_waits_for_the_threads_is_bounded(tmp_path: Path) -> None:
-    stage = preparer(tmp_path, max_tokens=500)
-    stage._codecs.pool._num_pending = 4
+async def test_what_waits_for_the_processes_is_bounded(tmp_path: Path) -> None:
+    stage = preparer(tmp_path, max_tokens=500, pool=PreparePool(1, max_pending=0))
     with pytest.raises(ApiError) as caught:
         await stage.prepare(EncodeAsk("embedding", "embed", ("a",)), WHO, {}, "embd-1", 0.0)
     assert caught.value.kind.code == "queue_full"
@@ -98,7 +101,7 @@ async def test_a_text_of_no_tokens_is_refused(
 ) -> None:
     stage = preparer(tmp_path, max_tokens=500)
     monkeypatch.setattr(EncoderCodec, "encode", lambda *_: [EncoderInput([])])
-    with pytest.raises(ApiError, match="no token at all"):
+    with pytest.raises(ApiError, match="has no tokens"):
         await stage.prepare(EncodeAsk("embedding", "embed", (" ",)), WHO, {}, "embd-1", 0.0)
 
 
@@ -106,12 +109,12 @@ async def test_a_text_the_tokenizer_fails_on_is_the_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> list[EncoderInput]:
-        raise ValueError("the tokenizer does not take this text: because")
+        raise ValueError("the tokenizer cannot encode this text: because")
 
     stage = preparer(tmp_path, max_tokens=500)
     monkeypatch.setattr(EncoderCodec, "encode_pairs", failing)
     asked = EncodeAsk("rerank", "cross", ("a",), "cat")
-    with pytest.raises(ApiError, match="does not take") as caught:
+    with pytest.raises(ApiError, match="cannot encode") as caught:
         await stage.prepare(asked, WHO, {}, "rerank-1", 0.0)
     assert (caught.value.kind.status, caught.value.param) == (400, "documents")
 
@@ -135,3 +138,18 @@ async def test_a_query_is_read_once_however_many_documents_it_stands_before(
     assert found.request.encode is not None
     assert found.request.encode.lengths == [6] * 200
     assert read < 3 * len(query)
+
+
+@pytest.mark.parametrize("kind", ["embedding", "rerank"])
+async def test_a_token_without_a_row_is_the_requests_error(tmp_path: Path, kind: Any) -> None:
+    """Registration takes tokenizers that have more tokens than the model: [PAD] is often so."""
+    write_encoder(tmp_path)
+    directory = Directory()
+    models = [replace(model, vocab_size=6) for model in encoder_models(tmp_path)]
+    directory.replace(1, [], models)
+    stage = EncodePreparer(directory, Codecs(InlinePool(), 2), 500)
+    name = "embed" if kind == "embedding" else "cross"
+    asked = EncodeAsk(kind, name, ("the cat",), "moon" if kind == "rerank" else "")
+    with pytest.raises(ApiError, match="no row: its last is 5") as caught:
+        await stage.prepare(asked, WHO, {}, "r-1", 0.0)
+    assert caught.value.kind.status == 400

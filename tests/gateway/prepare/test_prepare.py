@@ -1,44 +1,50 @@
 """Stage 2 beside HTTP: loading once, bounds that bite, defaults filled in."""
 
 import asyncio
-import threading
+import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from engine.protocol import Constraint
-from gateway.directory import Directory
-from gateway.errors import ApiError
-from gateway.prepare import codecs as module
-from gateway.prepare import tokenization
-from gateway.prepare.codecs import Codecs, PreparePool
-from gateway.prepare.prepare import PrepareBounds, Prepared, Preparer
-from gateway.prepare.tokenization import TextCodec, load_codec
-from gateway.prepare.tool_types import (
+from engine.protocol import Constraint, SamplingParams
+from gateway.api.tool_types import (
     CalledFunction,
     FunctionSpec,
     JsonObjectFormat,
     Tool,
     ToolCall,
 )
-from gateway.prepare.wire import WireRequest
+from gateway.api.wire import WireRequest
+from gateway.auth.directory import Directory
+from gateway.errors import ApiError
+from gateway.prepare.prepare import PrepareBounds, Prepared, Preparer, RandomBytes
+from gateway.text import tokenization
+from gateway.text.codecs import Codecs
+from gateway.text.prepare_messages import LoadText
+from gateway.text.prepare_pool import PreparePool
 from gateway.types import Principal
-from registry.quotas import Limits
+from registry.accounts.quotas import Limits
 from tests.gateway.edge_kit import hosted_model, write_model
+from tests.gateway.prepare_kit import InlinePool, shared_pool
 
 WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
 ASK = WireRequest("completion", "tiny", prompt="The game")
 
 
-def preparer(tmp_path: Path, *names: str, **bounds: int) -> Preparer:
+def sampled(**fields: Any) -> WireRequest:
+    return replace(ASK, sampling=SamplingParams(**fields))
+
+
+def preparer(
+    tmp_path: Path, *names: str, pool: PreparePool | None = None, **bounds: int
+) -> Preparer:
     write_model(tmp_path)
     directory = Directory()
     models = [hosted_model(tmp_path, name) for name in names or ("tiny",)]
     directory.replace(1, [], models)
-    codecs = Codecs(PreparePool(2, bounds.pop("max_pending", 8)), max_codecs=2)
+    codecs = Codecs(pool or shared_pool(), max_codecs=2)
     return Preparer(directory, codecs, PrepareBounds(**{"default_max_tokens": 16, **bounds}))
 
 
@@ -46,115 +52,74 @@ async def prepared(stage: Preparer, asked: WireRequest = ASK) -> Prepared:
     return await stage.prepare(asked, WHO, {}, "cmpl-1", 1_700_000_000.9)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Records which folders are really read."""
-    loaded: list[Path] = []
-
-    def load(folder: Path) -> TextCodec:
-        loaded.append(folder)
-        return load_codec(folder)
-
-    monkeypatch.setattr(module, "load_codec", load)
-    return loaded
-
-
-async def test_many_at_once_load_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = counted(monkeypatch)
-    stage = preparer(tmp_path)
+async def test_many_at_once_load_once(tmp_path: Path) -> None:
+    pool = InlinePool()
+    stage = preparer(tmp_path, pool=pool)
     results = await asyncio.gather(*(prepared(stage) for _ in range(6)))
-    assert len(loaded) == 1
+    assert pool.count(LoadText) == 1
     assert len({id(result.codec) for result in results}) == 1
     assert results[0].request.created_at == 1_700_000_000
     assert results[0].request.max_tokens == 16
-    stage.close()
 
 
-async def test_the_least_recently_used_codec_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = counted(monkeypatch)
-    stage = preparer(tmp_path, "a", "b", "c")
+async def test_the_least_recently_used_codec_goes(tmp_path: Path) -> None:
+    pool = InlinePool()
+    stage = preparer(tmp_path, "a", "b", "c", pool=pool)
     for name in ("a", "b", "a", "c", "a", "b"):
         await prepared(stage, WireRequest("completion", name, prompt="x"))
-    assert len(loaded) == 4
-    stage.close()
+    assert pool.count(LoadText) == 4
 
 
 @pytest.mark.parametrize(
     ("num_models", "pinned", "num_read"), [(0, 0, 0), (2, 0, 2), (3, 0, 0), (3, 1, 1), (9, 3, 2)]
 )
 async def test_a_small_catalog_and_pinned_models_are_read_ahead(
-    num_models: int, pinned: int, num_read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_models: int, pinned: int, num_read: int, tmp_path: Path
 ) -> None:
-    loaded = counted(monkeypatch)
     write_model(tmp_path)
     models = [
         replace(hosted_model(tmp_path, f"m{i}"), revision=f"r{i}", pinned=i >= num_models - pinned)
         for i in range(num_models)
     ]
-    pool = PreparePool(1, 8)
+    pool = InlinePool()
     codecs = Codecs(pool, max_codecs=4)
     await codecs.read_ahead(models)
-    assert len(loaded) == num_read
+    assert pool.count(LoadText) == num_read
     for model in models[num_models - max(pinned, num_read) :][:num_read]:
         await codecs.text(model)
-    assert len(loaded) == num_read
-    pool.close()
+    assert pool.count(LoadText) == num_read
 
 
-async def test_no_more_are_read_ahead_than_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = counted(monkeypatch)
+async def test_no_more_are_read_ahead_than_are_kept(tmp_path: Path) -> None:
     write_model(tmp_path)
     models = [replace(hosted_model(tmp_path, name), revision=name) for name in ("a", "b")]
-    pool = PreparePool(1, 8)
+    pool = InlinePool()
     await Codecs(pool, max_codecs=1).read_ahead(models)
-    assert loaded == []
-    pool.close()
-
-
-async def test_what_reading_leaves_behind_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trimmed: list[int] = []
-    library = SimpleNamespace(malloc_trim=trimmed.append)
-    monkeypatch.setattr(module, "sys", SimpleNamespace(platform="linux"))
-    monkeypatch.setattr(module, "ctypes", SimpleNamespace(CDLL=lambda name: library))
-    stage = preparer(tmp_path)
-    await prepared(stage)
-    await prepared(stage)
-    assert trimmed == [0]
-    stage.close()
+    assert not pool.jobs
 
 
 async def test_reading_ahead_survives_a_tokenizer_that_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = counted(monkeypatch)
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
         folder.mkdir()
         write_model(folder)
     (broken / "tokenizer.json").write_text("{")
-    pool = PreparePool(1, 8)
+    pool = InlinePool()
     codecs = Codecs(pool, max_codecs=4)
     models = [
         replace(hosted_model(folder, folder.name), revision=folder.name)
         for folder in (broken, whole)
     ]
     await codecs.read_ahead(models)
-    assert loaded == [broken, whole]
+    assert pool.count(LoadText) == 2
     assert "tokenizer of model broken is not read ahead" in caplog.text
     with pytest.raises(ApiError):
         await codecs.text(models[0])
-    pool.close()
 
 
-async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = counted(monkeypatch)
+async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(tmp_path: Path) -> None:
     stage = preparer(tmp_path)
     first = asyncio.create_task(prepared(stage))
     await asyncio.sleep(0)
@@ -162,31 +127,17 @@ async def test_a_caller_that_leaves_does_not_stop_the_load_for_others(
     await asyncio.sleep(0)
     first.cancel()
     assert (await second).request.prompt_token_ids
-    assert len(loaded) == 1
-    stage.close()
 
 
-async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = preparer(tmp_path, max_pending=3)
-    codec = (await prepared(stage)).codec
-    gate = threading.Event()
-
-    def slow(text: str) -> list[int]:
-        gate.wait(5)
-        return [1]
-
-    monkeypatch.setattr(codec, "encode_prompt", slow)
-    tasks = [asyncio.create_task(prepared(stage)) for _ in range(5)]
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-    errors = [task.exception() for task in done]
-    gate.set()
-    assert errors
-    for error in errors:
-        assert isinstance(error, ApiError)
-        assert (error.kind.code, error.retry_after_s) == ("queue_full", 1.0)
-    results = await asyncio.gather(*tasks, return_exceptions=True)
+async def test_what_waits_is_bounded(tmp_path: Path) -> None:
+    pool = PreparePool(1, max_pending=3)
+    stage = preparer(tmp_path, pool=pool)
+    await prepared(stage)
+    results = await asyncio.gather(*(prepared(stage) for _ in range(5)), return_exceptions=True)
+    errors = [result for result in results if isinstance(result, ApiError)]
+    assert [(e.kind.code, e.retry_after_s) for e in errors] == [("queue_full", 1.0)] * 2
     assert sum(isinstance(result, Prepared) for result in results) == 3
-    assert (await prepared(stage)).request.prompt_token_ids == [1]
+    assert (await prepared(stage)).request.prompt_token_ids
     stage.close()
 
 
@@ -265,9 +216,9 @@ async def test_seeds_are_explicit_from_here_on(tmp_path: Path) -> None:
     ("asked", "code", "param"),
     [
         (replace(ASK, n=3), "invalid_request", "n"),
-        (replace(ASK, logit_bias={403: 1.0}), "invalid_request", "logit_bias"),
-        (replace(ASK, min_tokens=17), "invalid_request", "min_tokens"),
-        (replace(ASK, min_tokens=300), "context_length_exceeded", "prompt"),
+        (sampled(logit_bias={403: 1.0}), "invalid_request", "logit_bias"),
+        (sampled(min_tokens=17), "invalid_request", "min_tokens"),
+        (sampled(min_tokens=300), "context_length_exceeded", "prompt"),
         (WireRequest("chat", "tiny", messages=({"role": "user", "content": "x"},) * 300),
          "context_length_exceeded", "messages"),
         (replace(ASK, prompt=(1,) * 300), "context_length_exceeded", "prompt"),
@@ -291,7 +242,7 @@ WORDS = "the cat sat on the mat "
 async def test_absurd_lengths_are_not_read_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
 ) -> None:
-    stage = preparer(tmp_path)
+    stage = preparer(tmp_path, pool=InlinePool())
     num_chars = 0
     encode = tokenization._encode
 
@@ -377,10 +328,14 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     parser.feed('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>')
     parser.flush()
     assert parser.num_calls == 1
-    for field in ({"min_tokens": 2}, {"ignore_eos": True}):
+    fields: dict[str, dict[str, Any]] = {
+        "min_tokens": {"sampling": SamplingParams(min_tokens=2)},
+        "ignore_eos": {"ignore_eos": True},
+    }
+    for param, field in fields.items():
         with pytest.raises(ApiError) as caught:
             await prepared(stage, replace(asked, **field))
-        assert caught.value.param == next(iter(field))
+        assert caught.value.param == param
     form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
     assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
     stage.close()
@@ -397,9 +352,30 @@ async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
     assert (await ask()).request.max_tokens == 9  # less than the default of 16
     assert (await ask(max_tokens=9)).request.max_tokens == 9
     for fields, said in (
-        ({"max_tokens": 10}, "your limit is 9"),
-        ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, but your limit is 2"),
+        ({"max_tokens": 10}, "your limit of 9"),
+        ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, more than your limit of 2"),
     ):
         with pytest.raises(ApiError, match=said) as caught:
             await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
         assert caught.value.kind.status == 400
+
+
+def test_no_byte_is_given_out_twice() -> None:
+    numbers = itertools.count()
+    made: list[bytes] = []
+
+    def source(num_bytes: int) -> bytes:
+        made.append(b"".join(next(numbers).to_bytes(4, "big") for _ in range(num_bytes // 4)))
+        return made[-1]
+
+    random = RandomBytes(source)
+    taken = [random.take(size) for _ in range(500) for size in (16, 8, 4)]
+    assert {len(piece) for piece in taken} == {16, 8, 4}
+    words = [piece[at : at + 4] for piece in taken for at in range(0, len(piece), 4)]
+    assert len(set(words)) == len(words)
+    assert len(made) == 4
+
+
+def test_two_of_them_have_nothing_in_common() -> None:
+    first, second = RandomBytes(), RandomBytes()
+    assert not {first.take(16) for _ in range(300)} & {second.take(16) for _ in range(300)}

@@ -4,11 +4,13 @@ import asyncio
 import stat
 from pathlib import Path
 
-from gateway.server import process_config
+import pytest
+
 from gateway.server.dispatcher_process import my_turn
-from gateway.server.process_config import ProcessConfig
-from gateway.settings import Settings
-from tests.gateway.server.test_ipc import until
+from gateway.server.process_setup import ProcessConfig, dispatcher_lock, read_config, write_config
+from gateway.settings.config import SettingsError
+from gateway.settings.settings import Settings
+from tests.gateway.ipc.test_ipc import until
 
 
 async def test_one_is_active_and_the_next_one_has_the_next_epoch(tmp_path: Path) -> None:
@@ -49,17 +51,20 @@ def test_what_processes_are_told_is_this_user_s_alone(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path), gateway_processes=3, demo_api_key="secret")
     config = ProcessConfig(settings, [("worker-0", "ipc:///w")], 8000, "/lock")
     for _ in range(2):  # what an earlier server left is replaced
-        path = process_config.write(config)
+        path = write_config(config)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert process_config.read(str(path)) == config
-    with process_config.dispatcher_lock(settings):
+    assert read_config(str(path)) == config
+    path.write_bytes(path.read_bytes().replace(b'"gateway_processes":3', b'"gateway_processes":33'))
+    with pytest.raises(SettingsError, match="gateway_processes"):
+        read_config(str(path))
+    with dispatcher_lock(settings):
         assert (path.parent / "dispatcher.lock").stat().st_uid == path.stat().st_uid
 
 
 async def test_a_lock_whose_name_was_deleted_is_the_same_lock(tmp_path: Path) -> None:
     """A process that comes later finds what the others have, and the epoch goes on."""
     settings, stop = Settings(data_dir=str(tmp_path)), asyncio.Event()
-    with process_config.dispatcher_lock(settings) as lock:
+    with dispatcher_lock(settings) as lock:
         async with my_turn(Path(lock), asyncio.Event()) as epoch:
             assert epoch == 1
             (tmp_path / "run" / "dispatcher.lock").unlink()

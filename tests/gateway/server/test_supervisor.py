@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.server import machine
-from gateway.server.start_block import start_block
+from admin.context.data_folder import bind_database
+from gateway.ipc import machine
+from gateway.server.startup_banner import startup_banner
 from gateway.server.supervisor import serve
-from gateway.settings import Settings
+from gateway.settings.settings import Settings
 from registry.locks import SERVER_LOCK, LockBusy, is_held
-from registry.session import make_engine, upgrade
+from registry.schema import upgrade
+from registry.session import make_engine
 from tests.gateway.ledger.test_ledger import killed_with_open, open_in, postings_in
 from tests.gateway.scripted_worker import hosted
 
@@ -90,11 +92,15 @@ async def test_up_ready_killed_worker_and_down(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = settings_in(tmp_path, shutdown_notice_s=0.3)
+    exports = tmp_path / "exports"
+    exports.mkdir()
+    exports.chmod(0o755)  # by an earlier release
     url = f"http://127.0.0.1:{settings.port}"
     async with server(settings) as task:
         await until(lambda: status_of(f"{url}/health/ready") == 200)
         await until(lambda: f"{url}/v1" in capsys.readouterr().out)
         assert is_held(tmp_path / SERVER_LOCK)
+        assert not exports.stat().st_mode & 0o077
         (first,) = children()
         os.kill(first, signal.SIGKILL)
         await until(lambda: children() not in ([], [first]))
@@ -132,6 +138,7 @@ async def test_requests_of_a_gateway_that_is_no_more_are_closed(tmp_path: Path) 
     """It was one of several; now there is one."""
     settings = settings_in(tmp_path, ledger_recovery_wait_s=0.0)
     upgrade(settings.registry_url)
+    bind_database(settings)
     engine = make_engine(settings.registry_url)
     await killed_with_open(engine, "lost", gateway_id="gateway-3")
     async with server(settings):
@@ -143,12 +150,12 @@ async def test_requests_of_a_gateway_that_is_no_more_are_closed(tmp_path: Path) 
 
 def test_the_start_block_says_only_what_there_is(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path))
-    block = start_block("0.0.0.0", 81, settings, [], None)
+    block = startup_banner("0.0.0.0", 81, settings, [], None)
     assert "http://127.0.0.1:81/v1" in block
     assert "none yet" in block
     assert "curl" not in block
-    assert "m, n" in start_block("::1", 81, settings, [hosted("m"), hosted("n")], None)
-    assert "http://[::1]:81" in start_block("::1", 81, settings, [], None)
+    assert "m, n" in startup_banner("::1", 81, settings, [hosted("m"), hosted("n")], None)
+    assert "http://[::1]:81" in startup_banner("::1", 81, settings, [], None)
 
 
 def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:

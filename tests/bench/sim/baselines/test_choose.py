@@ -16,8 +16,8 @@ from bench.sim.spec import parse_workload
 from bench.sim.types import OUTCOMES, REFUSED_COUNTER, Run, World
 from bench.sim.workloads import open_workload
 from bench.sim.worlds import make_models, make_tenants
-from engine.policy.eviction import EvictionParams
-from gateway.policy.fair_share import NOTHING, Used
+from engine.residency.policy.eviction_rules import EvictionParams
+from gateway.dispatch.policy.fair_share import NOTHING, UsedService
 
 CALM, CROWDED = "rate=6,seconds=12", "rate=40,seconds=4"
 EVERY = [(kind, name) for kind, names in NAMES.items() for name in names]
@@ -76,7 +76,7 @@ class Ledger(Fcfs):
         self.service_s: Counter[str] = Counter()
         self.units: Counter[str] = Counter()
 
-    def charge(self, tenant_id: str, used: Used, expected: Used = NOTHING) -> None:
+    def charge(self, tenant_id: str, used: UsedService, expected: UsedService = NOTHING) -> None:
         """While it runs, and for loads."""
         self.service_s[tenant_id] += used.service_s  # type: ignore[assignment]
         self.units[tenant_id] += used.units  # type: ignore[assignment]

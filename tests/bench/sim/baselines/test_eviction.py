@@ -15,23 +15,20 @@ from bench.sim.baselines.eviction import (
     least_demanded,
 )
 from bench.sim.types import Arrival
-from engine.policy.eviction import (
-    Candidate,
-    Demand,
-    EvictionParams,
+from engine.residency.policy.eviction import (
     EvictionPolicy,
     GreedyDual,
-    Newcomer,
     Victims,
     choose_kv_victim,
     choose_victims,
 )
+from engine.residency.policy.eviction_rules import Candidate, Demand, EvictionParams, IncomingModel
 
 PARAMS = EvictionParams(
     starvation_s=2.0, first_use_grace_s=1.0, fast_half_life_s=10.0, slow_half_life_s=10.0
 )
 NOW = 1000.0
-NEW = Newcomer("new", 1000, Demand(), reload_s=0.1, weight=1.0, queued_at_s=NOW)
+NEW = IncomingModel("new", 1000, Demand(), reload_s=0.1, weight=1.0, queued_at_s=NOW)
 STARVED = dataclasses.replace(NEW, queued_at_s=NOW - 2.0)
 
 
@@ -54,7 +51,7 @@ def resident(name: str, **change: object) -> Candidate:
     return dataclasses.replace(base, **change)  # type: ignore[arg-type]
 
 
-def order(policy: EvictionPolicy, *candidates: Candidate, new: Newcomer = NEW) -> list[str]:
+def order(policy: EvictionPolicy, *candidates: Candidate, new: IncomingModel = NEW) -> list[str]:
     """Who goes first, second, ...: what is evicted as ever more pages are short."""
     found: list[str] = []
     for short in range(10, 10 * len(candidates) + 1, 10):
@@ -87,7 +84,7 @@ def test_order(worth: Worth, expected: list[str]) -> None:
     assert order(Ranked(worth, PARAMS), A, B, C) == expected
 
 
-def test_an_unused_time_out_protects_until_the_newcomer_has_waited() -> None:
+def test_an_unused_time_out_protects_until_the_incoming_model_has_waited() -> None:
     policy = Ranked(last_used, PARAMS, idle_timeout_s=30.0)
     assert order(policy, A, B, C) == ["b"]
     assert order(policy, A, B, C, new=STARVED) == ["b", "c", "a"]

@@ -1,7 +1,7 @@
 """A static split: homes by size, loads only there."""
 
 from bench.sim.baselines.placing import StaticSplit, deal_homes
-from gateway.policy.fleet_view import Demand, ModelView, WorkerView
+from gateway.dispatch.policy.fleet_view import Demand, ModelView, WorkerView
 
 BYTES = {"a": 50, "b": 40, "c": 30, "d": 20}
 

@@ -1,0 +1,3 @@
+"""Messages when spending reaches a threshold."""
+
+__all__ = ["alerts", "webhook"]

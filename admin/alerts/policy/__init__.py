@@ -1,0 +1,1 @@
+"""When a threshold is reached and when a message is tried again. Pure."""

@@ -1,0 +1,3 @@
+"""Roles and permissions as data. Pure."""
+
+__all__ = ["permissions"]

@@ -1,0 +1,1 @@
+"""The process that makes exports in the background."""

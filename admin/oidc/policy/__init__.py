@@ -1,0 +1,3 @@
+"""Checks of an identity provider's token, and roles by claim. Pure."""
+
+__all__ = ["identity"]

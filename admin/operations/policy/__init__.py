@@ -1,0 +1,3 @@
+"""How long a failed sign-in makes the next one wait. Pure."""
+
+__all__ = ["sign_in_guard"]

@@ -1,0 +1,3 @@
+"""How fast long work goes, and when it will be done. Pure."""
+
+__all__ = ["pace"]

@@ -1,0 +1,1 @@
+"""What a month will have cost at its end. Pure."""

@@ -1,0 +1,225 @@
+"""Runs one resident model on a device with streams: `model_runner.py`'s sibling for GPUs.
+
+    inputs      one copy of pinned bytes (device_batch.py, device_step.py); what the step before has
+                sampled is put in on the device
+    layers      fused where engine/running/fusion.py recognises the model, else transformers'
+    modules with our attention over the same tables
+    decode      steps of a form that came before are replayed as a graph (graphs.py)
+    sampling    a few launches (device_sampling.py)
+
+`execute` runs in the order of the steps and waits for nothing but masks of constrained rows.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.backend import Device
+from engine.errors import IntegrityError
+from engine.gpu.device_batch import DeviceBatch
+from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, sample_rows
+from engine.gpu.device_step import DeviceStep, DeviceTable, InputBuffer, bring
+from engine.gpu.graphs import DecodeGraphs, GraphKey
+from engine.memory import KvCache, Owner, PagePool, plan_pack
+from engine.modules import (
+    ModelBody,
+    StepContext,
+    bind_weights,
+    buffers_to,
+    build_skeleton,
+    replace_modules,
+    step_context,
+    unbind_weights,
+)
+from engine.pack import PackIndex, schemes_in
+from engine.running import Scoring, StepBatch, recognise
+from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
+from kernels.decoder_layer import KERNELS, Operations
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTools:
+    """What all models of one device share. Operations by kernels, or by their references."""
+
+    device: Device
+    arena: torch.Tensor
+    inputs: InputBuffer
+    graphs: DecodeGraphs
+    operations: Operations = KERNELS
+    sampling: SamplingOperations = SAMPLING_KERNELS
+
+
+class DeviceRunner:
+    """One model. `bind` when it has become resident, `unbind` before its pages are given back."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        pack_dir: Path,
+        index: PackIndex,
+        tools: DeviceTools,
+        pool: PagePool,
+        block_tokens: int,
+        caching: bool = True,
+        max_chunk: int = 0,
+    ) -> None:
+        """`caching`: the prefix cache; `max_chunk`: see KvCache."""
+        self.instance_id = instance_id
+        self.index = index
+        self._tools = tools
+        plan = plan_pack(
+            index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages
+        )
+        # Tables are the host's; the device has copies of its own (device_step.py).
+        host = torch.device("cpu")
+        self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, host, caching, max_chunk)
+        self._tables = [DeviceTable(tools.device, len(group.layers)) for group in plan.groups]
+        self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
+        replace_modules(self._model, schemes_in(index))
+        buffers_to(self._model, tools.device.torch_device)
+        self._body = ModelBody(self._model)
+        self.fused, self.why_not_fused = recognise(self._model, index)
+        if self.fused is None:
+            logger.info(
+                "model %s runs with PyTorch modules instead of fused kernels: %s",
+                instance_id,
+                self.why_not_fused,
+            )
+        self._generation: int | None = None
+        self._weights: tuple[int, ...] = ()
+
+    def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
+        """Use these weight views; cheap when the generation is the one already bound."""
+        if generation == self._generation:
+            return
+        bind_weights(self._model, tensors)
+        if self.fused is not None:
+            self._weights = self.fused.bind(tensors)
+            self._tools.graphs.drop(self.instance_id, but_at=self._weights)
+        self._generation = generation
+
+    def unbind(self) -> None:
+        """Forget the weights and give all KV pages back. Graphs stay: it may come back home."""
+        unbind_weights(self._model)
+        if self.fused is not None:
+            self.fused.unbind()
+        self._generation = None
+        self.cache.drop_all()
+
+    def execute(self, batch: StepBatch) -> SampleOutput:
+        """Compute K and V of all tokens, and a token for each sampling row."""
+        if not isinstance(batch, DeviceBatch):
+            raise IntegrityError("a step for a device was not laid out for one")
+        with torch.inference_mode():
+            run = self._tools.inputs.bring(batch.packed)
+            for table, (chunks, number) in zip(self._tables, batch.chunks, strict=True):
+                table.update(chunks, number)
+            tables = [table.table for table in self._tables]
+            step = DeviceStep(self._tools.device, self._tools.arena, batch, run, tables)
+            if batch.known:
+                _fill_in(step, batch.known[0])
+            if self.fused is None:
+                logits, prompt = self._by_modules(step, batch)
+            else:
+                logits, prompt = self._by_layers(step, batch)
+            return self._sample(logits, prompt, batch, run)
+
+    def _by_layers(
+        self, step: DeviceStep, batch: DeviceBatch
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        fused, operations = self.fused, self._tools.operations
+        assert fused is not None
+        heads = self._model.config.num_attention_heads
+
+        def states() -> torch.Tensor:
+            hidden = fused.forward(
+                step.ids,
+                step.positions,
+                lambda layer, cos, sin: step.layer(layer, heads, cos, sin),
+                operations,
+            )
+            index = None if batch.scoring is not None else step.logit_index
+            return fused.normed(hidden, index, operations)
+
+        if batch.form is None:
+            found = states()
+        else:
+            tables_at = chain.from_iterable(table.place for table in self._tables)
+            places = (self._tools.inputs.address, *tables_at)
+            key = GraphKey(self.instance_id, batch.form, self._weights, places)
+            found = self._tools.graphs.run(key, states)[: len(batch.rows)]
+        prompt = None
+        if batch.scoring is not None:
+            prompt = self._score(
+                found, batch.scoring, lambda states: fused.head(states, operations)
+            )
+            assert step.logit_index is not None
+            found = found.index_select(0, step.logit_index)
+        return fused.head(found, operations).float(), prompt
+
+    def _by_modules(
+        self, step: DeviceStep, batch: DeviceBatch
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        context = StepContext(
+            self._tools.arena, batch.plan, (), step.attended, self._tools.operations
+        )
+        index = step.logit_index
+        if index is None:
+            index = torch.arange(len(batch.rows), device=self._tools.device.torch_device)
+        with step_context(context), self._body.keeping() as kept:
+            output = self._model(
+                input_ids=step.ids[None].long(),
+                position_ids=step.positions[None].long(),
+                use_cache=False,
+                logits_to_keep=index.long(),
+            )
+        prompt = None
+        if batch.scoring is not None:
+            prompt = self._score(kept.hidden, batch.scoring, kept.project)
+        return output.logits[0].float(), prompt
+
+    def _score(
+        self,
+        states: torch.Tensor,
+        scoring: Scoring,
+        project: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Logprobs:
+        picked = states.index_select(0, self._bring(scoring.index))
+        return prompt_logprobs(picked, self._bring(scoring.next_ids), scoring.num_logprobs, project)
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        prompt: Logprobs | None,
+        batch: DeviceBatch,
+        run: torch.Tensor,
+    ) -> SampleOutput:
+        num_sampling = len(batch.sampling_rows)
+        output = sample_rows(
+            logits[:num_sampling],
+            batch.fields.sampling,
+            run,
+            batch.sampling,
+            self._tools.sampling,
+            self._bring,
+        )
+        if num_sampling < len(logits):
+            output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
+        return output if prompt is None else replace(output, prompt=prompt)
+
+    def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        return bring(self._tools.device, tensor)
+
+
+def _fill_in(step: DeviceStep, sampled: torch.Tensor) -> None:
+    """The tokens that the step before has sampled, where the ids have none yet."""
+    unknown = step.source >= 0
+    there = sampled.index_select(0, step.source.clamp(min=0)).to(step.ids.dtype)
+    step.ids.copy_(torch.where(unknown, there, step.ids))

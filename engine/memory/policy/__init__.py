@@ -1,0 +1,1 @@
+"""What a cached block is worth. Pure."""

@@ -1,0 +1,104 @@
+"""What a step needs of the device outside the arena: activations, attention, logits. Pure.
+
+An upper estimate from the pack's index alone, so that a model whose steps would not fit is refused
+before it is loaded, with figures, and not by a failed allocation under load. It follows the torch
+reference of attention (`kernels/paged_attention.py`), which gathers K and V of the rows at hand and
+builds a mask; a kernel that reads pages in place needs less.
+"""
+
+import torch
+
+from engine.config import EngineConfig
+from engine.pack import KvGroup, PackIndex
+from engine.sampling import PROMPT_SLICE
+from engine.scheduling import STEP_TOKENS
+
+# Alive at once around a gated MLP: gate, up, the activated gate, their product.
+WIDE_TENSORS = 4
+# Residual, normalised input and its float32 copies, attention output.
+HIDDEN_TENSORS = 8
+# Of float32 logits: as the model gives them, shifted, probabilities, and float64 running sums.
+LOGIT_BYTES = 4 + 4 + 4 + 4 + 8
+# Projections to query heads, alone or fused with those to keys and values.
+QUERY_NAMES = ("q_proj.", "q_b_proj.")
+FUSED_NAMES = ("qkv_proj.", "c_attn.", "query_key_value.", "att_proj.", "Wqkv.")
+# Decode rows are padded to the longest table of their group, at most twice their own.
+PADDING = 2
+
+
+def step_bytes(index: PackIndex, config: EngineConfig) -> int:
+    """Bytes at most for a step of `max_batch_tokens` tokens in `max_num_seqs` rows."""
+    if index.encoder is not None:
+        return _encoder_bytes(index, config)
+    tokens = config.max_batch_tokens
+    # Of a prompt's logprobs so many positions are worked on at once.
+    rows = max(min(config.max_num_seqs, tokens), PROMPT_SLICE)
+    item = _item_bytes(index.dtype)
+    hidden, widest = _widths(index)
+    activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
+    logits = rows * index.vocab_size * (LOGIT_BYTES + item)
+    if config.attention_in_place:
+        return activations + logits
+    attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)
+    return activations + logits + attention
+
+
+def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:
+    """Its inputs are computed whole, so that the longest one makes the largest step."""
+    assert index.encoder is not None
+    tokens = max(min(config.max_batch_tokens, STEP_TOKENS), index.max_context)
+    item = _item_bytes(index.dtype)
+    hidden, _ = _widths(index)
+    shapes = [e.shape for e in index.tensors if len(e.shape) == 2 and "embeddings" not in e.name]
+    widest = max((max(shape) for shape in shapes), default=hidden)
+    activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
+    # Pooling is in float32; a step may be all inputs of one token.
+    return activations + tokens * 4 * (hidden + index.encoder.dim)
+
+
+def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
+    """A prefill chunk over the whole context, or decode rows over all KV there can be."""
+    item = _item_bytes(index.kv_dtype)
+    context = index.max_context
+    chunk = min(config.max_batch_tokens, context)
+    if group.window:
+        context = min(context, group.window + chunk)
+    per_token = group.num_kv_heads * (group.k_dim + group.v_dim) * item
+    heads = max(group.num_kv_heads, _query_width(group, index) // group.k_dim)
+    mask = -(-heads // group.num_kv_heads) * chunk * context * (1 + item)
+    arena_tokens = config.arena_bytes // (per_token * len(group.layers)) + 1
+    cached = min(config.max_num_seqs * context, PADDING * arena_tokens)
+    scores = cached * heads * 4 * 2
+    return max(context * per_token + mask, cached * per_token + scores)
+
+
+def _query_width(group: KvGroup, index: PackIndex) -> int:
+    """Width of all query heads together, of the widest layer."""
+    width = 0
+    fused = group.num_kv_heads * (group.k_dim + group.v_dim)
+    for entry in index.tensors:
+        if len(entry.shape) == 2:
+            if any(name in entry.name for name in QUERY_NAMES):
+                width = max(width, entry.shape[0])
+            elif any(name in entry.name for name in FUSED_NAMES):
+                width = max(width, max(entry.shape) - fused)
+    return width or 2 * _widths(index)[0]
+
+
+def _widths(index: PackIndex) -> tuple[int, int]:
+    """(hidden size, widest activation of a layer): the vocabulary's tensors do not count."""
+    hidden, widest = 1, 1
+    for entry in index.tensors:
+        if len(entry.shape) < 2:
+            continue
+        if index.vocab_size in entry.shape[-2:]:
+            hidden = max(hidden, min(entry.shape[-2:]))
+        else:
+            widest = max(widest, *entry.shape[-2:])
+    return hidden, max(hidden, widest)
+
+
+def _item_bytes(dtype: str) -> int:
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found.itemsize

@@ -1,0 +1,182 @@
+"""What a worker tells its gateways about the engine: pages, models, and what it can still take.
+
+Leases say what the pool can really hold. Every unfinished request is counted at its worst case
+(prompt + max_tokens) in whole blocks, so that preemption is the exception; cached KV counts as
+free, for it gives way. All leases share one memory; the figures that bound them together come
+first. See protocol.WorkerStatus.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from engine.memory import KvPlan, PagePool
+from engine.models.catalog import Catalog
+from engine.models.model_manager import ModelManager
+from engine.protocol import MAX_CELLS, Layout, Lease, WorkerStatus
+from engine.running import ModelRunner
+from engine.scheduling import ModelQueue, services
+
+# Requests beyond the rows of a step that may wait in the worker, so that a slot that becomes free
+# is filled in the next step and not after a round trip to the dispatcher.
+LOOKAHEAD_SHARE = 8
+# An encoder's request keeps nothing in the arena, and those that were taken in share each step.
+# With more of them than a few pieces of large requests all places would be taken for as long as all
+# of it lasts, and whoever comes next would wait for that (40 requests of 18,000 tokens: 115 s).
+ENCODER_TOKENS = 16_384
+
+
+def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerStatus:
+    """Residency, pages and what may be submitted, under hosted names.
+
+    What is the worker's to say (its names, lease_ttl_s, swaps, choices, layout) is empty.
+    """
+    pool, kv, scheduler = manager.pool, manager.kv, manager.scheduler
+    queues = scheduler.queues()
+    free_requests, free_bytes, leases = make_leases(manager)
+    running = Counter(r.submit.model_id for queue in queues for r in queue.running)
+    waiting = Counter(r.submit.model_id for queue in queues for r in queue.waiting)
+    names = running.keys() | waiting.keys()
+    instances = manager.residency.noted_rows()
+    return WorkerStatus(
+        epoch="",
+        worker_id="",
+        num_received=0,
+        lease_ttl_s=0.0,
+        swaps=[],
+        free_requests=free_requests,
+        free_kv_bytes=free_bytes,
+        page_bytes=pool.page_bytes,
+        num_pages=pool.num_pages,
+        pages=_pages(manager),
+        models=manager.catalog.status_rows(instances, {n: (running[n], waiting[n]) for n in names}),
+        leases=leases,
+        counters={
+            **counters,
+            "preemptions": float(scheduler.num_preemptions),
+            "prefix_cache_queries": float(scheduler.num_prefix_queries),
+            "prefix_cache_hits": float(scheduler.num_prefix_hits),
+            "kv_evicted_pages": float(kv.num_evicted_pages),
+            "kv_moved_pages": float(kv.num_moved_pages),
+            "kv_compactions": float(kv.num_compactions),
+            "weights_moved_pages": float(manager.residency.num_moved_pages),
+            "native_units": float(
+                sum(isinstance(r, ModelRunner) and r.is_native for r in manager.runners.values())
+            ),
+        },
+        cold_bytes_per_s=manager.residency.cold_bytes_per_s,
+        service=services(request for queue in queues for request in queue.running),
+    )
+
+
+def make_layout(pool: PagePool, catalog: Catalog) -> Layout:
+    """Who lies where, under hosted names: one page of each of MAX_CELLS cells is looked at, the
+    middle one, so that it costs the same however large the arena is."""
+    owners: dict[str, int] = {}
+    stretches: list[tuple[int, int]] = []
+    num_cells = min(pool.num_pages, MAX_CELLS)
+    # By identity: hashing owners would be most of the cost, and equal ones have equal names.
+    known: dict[int, int] = {}
+    for cell in range(num_cells):
+        first = cell * pool.num_pages // num_cells
+        end = (cell + 1) * pool.num_pages // num_cells
+        owner = pool.owner_of((first + end) // 2)
+        found = known.get(id(owner))
+        if found is None:
+            name = "free"
+            if owner is not None:
+                name = f"{catalog.label(owner.model_id)}/{owner.kind}"
+            found = known[id(owner)] = owners.setdefault(name, len(owners))
+        if stretches and stretches[-1][0] == found:
+            stretches[-1] = (found, stretches[-1][1] + end - first)
+        else:
+            stretches.append((found, end - first))
+    return Layout(list(owners), stretches)
+
+
+def _pages(manager: ModelManager) -> dict[str, int]:
+    pool = manager.pool
+    reported: dict[tuple[str, str], int] = {
+        (owner.model_id, owner.kind): count for owner, count in pool.pages_by_owner().items()
+    }
+    for queue in manager.scheduler.queues():
+        cached = 0 if queue.cache is None else queue.cache.num_cached_pages
+        if cached:
+            reported[queue.instance_id, "kv"] -= cached
+            reported[queue.instance_id, "kv_cached"] = cached
+    pages = manager.catalog.pages(reported)
+    pages["free"] = pool.num_free + pool.num_fenced
+    return pages
+
+
+def make_leases(manager: ModelManager) -> tuple[int, int, list[Lease]]:
+    """(free requests, free KV bytes, a lease for each hosted model whose instance is resident)."""
+    config, pool, kv = manager.config, manager.pool, manager.kv
+    queues = manager.scheduler.queues()
+    unfinished = sum(queue.num_unfinished for queue in queues)
+    slots = config.max_num_seqs + max(1, config.max_num_seqs // LOOKAHEAD_SHARE) - unfinished
+    free_requests = max(0, slots)
+    free_pages = pool.num_free + pool.num_fenced + kv.num_evictable()
+    free_pages -= manager.residency.pending_pages()
+    for queue in queues:
+        if queue.cache is not None:
+            free_pages -= pages_still_needed(queue)
+    if any(queue.num_unfinished and not queue.encodes for queue in queues):
+        free_pages -= kv.num_spare_pages  # admission leaves them to those that run
+    free_pages = max(0, free_pages)
+    encoder_tokens = max(0, ENCODER_TOKENS - _encoder_backlog(queues))
+    leases: list[Lease] = []
+    for queue in queues:
+        if queue.cache is None or manager.residency.state(queue.instance_id) != "resident":
+            continue
+        plan = queue.cache.plan
+        kv_tokens, block_tokens = encoder_tokens, 1
+        if not queue.encodes:
+            block_tokens = plan.block_tokens
+            kv_tokens = blocks_in(plan, free_pages) * block_tokens
+        leases.extend(
+            Lease(
+                model_id=name,
+                num_requests=free_requests,
+                kv_tokens=kv_tokens,
+                kv_bytes_per_token=queue.cache.bytes_per_token(),
+                block_tokens=block_tokens,
+            )
+            for name in manager.catalog.names(queue.instance_id)
+        )
+    return free_requests, free_pages * pool.page_bytes, leases
+
+
+def _encoder_backlog(queues: Iterable[ModelQueue]) -> int:
+    """Tokens of encoders' requests that no step has been launched for."""
+    return sum(
+        request.num_prompt - request.num_computed
+        for queue in queues
+        if queue.encodes
+        for request in queue.requests()
+    )
+
+
+def pages_still_needed(queue: ModelQueue) -> int:
+    """Pages that the instance's unfinished requests may yet take."""
+    cache = queue.cache
+    assert cache is not None
+    blocks = cache.demand(None, 0)
+    for request in queue.requests():
+        held = request.kv if request.state == "running" else None
+        blocks += cache.demand(held, request.max_total_tokens)
+    return cache.pages_of(blocks)
+
+
+def blocks_in(plan: KvPlan, num_pages: int) -> int:
+    """Blocks that requests of all lengths could have in so many pages, in every layer group."""
+    share = sum(group.pages_per_extent / group.blocks_per_extent for group in plan.groups)
+    blocks = int(num_pages / share)
+    while blocks and num_pages < sum(
+        group.extents_for(blocks) * group.pages_per_extent for group in plan.groups
+    ):
+        # Whole extents: at least one group has an extent too much.
+        blocks = max(
+            (blocks - 1) // group.blocks_per_extent * group.blocks_per_extent
+            for group in plan.groups
+        )
+    return blocks

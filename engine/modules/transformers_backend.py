@@ -1,0 +1,322 @@
+"""How a transformers causal LM becomes ours: skeletons without weights, attention over pages.
+
+One function is registered with transformers' attention interface and no mask function, so that the
+library builds no mask. During a step, what the function needs (arena, tables) is in a context
+variable and not in forward's arguments, which some families drop.
+
+A skeleton is the module tree with parameters on `meta` and computed buffers (rotary frequencies)
+real. It is built once per model and kept for ever; a swap only points parameters at new views.
+
+A causal model's body and head are taken apart for logprobs of a prompt (`KeptStates`): they need
+logits at every position, and those of a step's thousand positions at once are hundreds of
+megabytes. What is behind the body differs (soft caps, scales), so it is the model's own code that
+turns hidden states into logits here too: the body's `forward` is exchanged for one that gives it
+what was kept.
+
+Linears and embeddings whose weights a pack keeps rounded get other modules in their places
+(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Which
+weights are rounded, and how, is `engine/registration/quantize.py`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import ModelOutput
+
+from engine.memory import KvPlan
+from engine.pack import INT4_SCHEME, Schemes
+from kernels import int4_blocks
+from kernels.decoder_layer import LayerForm, LayerStep, Operations
+from kernels.int8_linear import int8_linear
+from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
+
+ATTENTION_NAME = "polyhost_paged"
+
+
+Attended: TypeAlias = Callable[
+    [int, torch.Tensor, float, float, torch.Tensor | None], tuple[LayerForm, LayerStep]
+]
+"""(layer, query [T, heads, dim], scale, softcap, sinks) -> how and over what it attends."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What attention needs to know of the step that is running; `groups` by layer group.
+
+    attended     on a device: the step's rows as its operations take them, in place of `groups`
+    operations   those that write K and V and attend there
+    """
+
+    arena: torch.Tensor
+    plan: KvPlan
+    groups: tuple[PagedBatch, ...]
+    attended: Attended | None = None
+    operations: Operations | None = None
+
+
+_STEP: ContextVar[StepContext] = ContextVar("polyhost_step")
+
+
+@contextlib.contextmanager
+def step_context(context: StepContext) -> Iterator[None]:
+    """Forward passes inside attend over `context`."""
+    token = _STEP.set(context)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+def paged_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
+
+    Sliding windows come from the pack's geometry, not from `kwargs`: it was read from the same
+    configuration and also decides what is kept.
+    """
+    step = _STEP.get()
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if step.attended is not None and step.operations is not None:
+        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
+        flat[0] = step.operations.write(*flat, form, where)
+        return step.operations.attend(flat[0], form, where)[None], None
+    group, place = step.plan.layer_group[layer]
+    batch, geometry = step.groups[group], step.plan.groups[group].block
+    table = batch.table[place]
+    write_kv_ref(
+        step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+    )
+    out = paged_attention_ref(
+        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
+    )
+    return out[None], None
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers. Idempotent."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get meta parameters and real buffers.
+
+    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
+    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
+    one, as long as the rest takes.
+    """
+    original = nn.Module.register_parameter
+    initialize = PreTrainedModel.initialize_weights
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            meta = nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = meta
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    PreTrainedModel.initialize_weights = lambda self: None
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        PreTrainedModel.initialize_weights = initialize
+
+
+def build_skeleton(
+    source: Path | Any, dtype: torch.dtype, attention: str = ATTENTION_NAME
+) -> nn.Module:
+    """The module tree of a pack folder (or of a ready configuration object), without weights.
+
+    `attention`: the name of what its layers attend with; the parity probe has others.
+    """
+    register_attention()
+    config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    assert isinstance(model, nn.Module)
+    return model.eval()
+
+
+def buffers_to(model: nn.Module, device: torch.device) -> None:
+    """What was computed (rotary frequencies) to where the steps run."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+
+def bind_weights(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Point every parameter and persistent buffer at its view. Raises KeyError for a missing one.
+
+    Tied names are in `tensors` under each of their names.
+    """
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                view = tensors[dot + name]
+                module._parameters[name] = nn.Parameter(view, requires_grad=False)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = tensors[dot + name]
+
+
+def unbind_weights(model: nn.Module) -> None:
+    """Back to meta, so that nothing can read memory that has been given back."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+
+
+class KeptStates:
+    """What the body of `model` put out in one pass."""
+
+    def __init__(self, model: nn.Module, body: nn.Module) -> None:
+        self._model = model
+        self._body = body
+        self._output: Any = None
+
+    def keep(self, module: nn.Module, inputs: Any, output: ModelOutput) -> None:
+        """A forward hook."""
+        del module, inputs
+        self._output = output
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[T, H], after the body's last norm."""
+        states: torch.Tensor = self._output.last_hidden_state[0]
+        return states
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Some of them [n, H] to logits [n, V]."""
+        given = dataclasses.replace(self._output, last_hidden_state=hidden[None])
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=hidden.device)
+        self._body.forward = lambda *args, **kwargs: given
+        try:
+            output = self._model(input_ids=nothing, use_cache=False, logits_to_keep=0)
+        finally:
+            del self._body.forward  # the class's own shows again
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+class ModelBody:
+    """The part of one skeleton that ends with the last hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        assert isinstance(model, PreTrainedModel)
+        self._model = model
+        # Models made after an encoder and a decoder call the decoder directly (OPT).
+        decoder = getattr(model.base_model, "decoder", None)
+        self._body: nn.Module = decoder if isinstance(decoder, nn.Module) else model.base_model
+
+    @contextmanager
+    def keeping(self) -> Iterator[KeptStates]:
+        """Keeps the hidden states of the forward pass inside."""
+        kept = KeptStates(self._model, self._body)
+        handle = self._body.register_forward_hook(kept.keep)
+        try:
+            yield kept
+        finally:
+            handle.remove()
+
+
+def replace_modules(model: nn.Module, schemes: Schemes) -> None:
+    """Put a module that takes what is kept wherever one of the named weights belongs."""
+    for name, scheme in schemes.items():
+        parent_name, _, leaf = name.removesuffix(".weight").rpartition(".")
+        parent = model.get_submodule(parent_name)
+        module = getattr(parent, leaf)
+        if is_lookup(module):
+            setattr(parent, leaf, Int8Embedding(module))
+            continue
+        assert type(module) is nn.Linear
+        setattr(parent, leaf, (Int4Linear if scheme == INT4_SCHEME else Int8Linear)(module))
+
+
+class Int8Linear(nn.Module):
+    """Stands where an `nn.Linear` stood: `weight` int8 [n, k], `weight_scale` [n], `bias` [n]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        # Who wants to know a layer's widths asks its projections.
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.weight_scale = _int8_parameters(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., k] to [..., n]."""
+        return int8_linear(hidden, self.weight, self.weight_scale, self.bias)
+
+
+class Int8Embedding(nn.Module):
+    """Stands where an `nn.Embedding` stood that the head shares: rows by their scales."""
+
+    embed_scale: torch.Tensor | None
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.weight_scale = _int8_parameters(embedding.get_parameter("weight"))
+        factor = getattr(embedding, "embed_scale", None)
+        self.register_buffer("embed_scale", factor, persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids of any shape to [..., k] of the scales' dtype."""
+        scale = self.weight_scale[ids][..., None]
+        rows = self.weight[ids].to(scale.dtype) * scale
+        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
+
+
+class Int4Linear(nn.Module):
+    """Stands where an `nn.Linear` stood: `weight` in blocks, `bias` [n]."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        shape = int4_blocks.block_shape(linear.weight.shape)
+        blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(blocks, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., k] to [..., n]."""
+        return int4_blocks.int4_blocks_linear(hidden, self.weight, self.bias)
+
+
+def is_lookup(module: object) -> bool:
+    """Whether an embedding is rows of its weight, perhaps times one number."""
+    scaled = type(module).__name__.endswith("ScaledWordEmbedding")
+    factor = getattr(module, "embed_scale", None)
+    return type(module) is nn.Embedding or (scaled and isinstance(factor, torch.Tensor))
+
+
+def _int8_parameters(weight: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """Of that shape and dtype, without memory."""
+    values = torch.empty(weight.shape, dtype=torch.int8, device="meta")
+    scale = torch.empty(weight.shape[0], dtype=weight.dtype, device="meta")
+    return nn.Parameter(values, requires_grad=False), nn.Parameter(scale, requires_grad=False)

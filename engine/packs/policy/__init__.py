@@ -1,0 +1,1 @@
+"""Which copies the host tier keeps. Pure."""

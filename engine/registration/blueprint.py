@@ -1,0 +1,279 @@
+"""What a configuration asks for: its tensors' names, shapes and ties, its KV geometry, its limits.
+
+Registration's second step. Builds the module tree on the meta device (no memory, no weights) and
+refuses families whose KV cannot be kept in pages of K and V per head. The parity probe has the last
+word on whether a family comes out right; here are the cases it could not see or would see too late.
+
+The KV geometry of a layer (heads, widths, window) has two sources that have to agree with what the
+modules hand to attention, which the probe compares: the configuration says it before anything is
+built, and projections of the real skeleton say it where families depart from the usual names (other
+KV heads in window layers, V narrower than K).
+"""
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+from engine.errors import RegistrationRefused
+from engine.pack import EncoderRecord, KvGroup, Task
+from kernels.paged_attention import LayerGeometry
+
+REST = "rest"
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+MAX_COUNT = (1 << 31) - 1
+"""Of positions and of ids, which are int32 on their way to the model."""
+_OTHER_SENSES = ("vision_config", "audio_config")
+
+
+def field_of(config: Any, name: str) -> Any:
+    """What a configuration says, None where its family takes no notice of it.
+
+    A config.json may hold anything, and transformers keeps it all: a GPT-2's `num_key_value_heads`
+    means nothing. A field counts where the family's class has it or its modules name it.
+    """
+    kind = cast(Hashable, type(config))  # which mypy does not believe
+    return getattr(config, name, None) if _is_read(kind, name) else None
+
+
+@functools.cache
+def _is_read(kind: Hashable, name: str) -> bool:
+    assert isinstance(kind, type)
+    if name in (getattr(kind, "attribute_map", None) or {}):
+        return True
+    if any(name in vars(base) or name in _annotations(base) for base in kind.__mro__):
+        return True
+    named = rf"['\"]{name}['\"]"
+    try:
+        modules = importlib.import_module(kind.__module__.replace("configuration_", "modeling_"))
+        if re.search(rf"config\.{name}\b|{named}", inspect.getsource(modules)):
+            return True
+        # Some classes set it of another field.
+        own = inspect.getsource(sys.modules[kind.__module__])
+        return re.search(rf"self\.{name}\b|{named}", own) is not None
+    except (ImportError, OSError):
+        return True  # nobody knows: the probe will tell
+
+
+def _annotations(kind: type) -> Collection[str]:
+    names: Collection[str] = inspect.get_annotations(kind)
+    return names
+
+
+def layer_windows(config: Any) -> list[int]:
+    """The sliding window of each layer, 0 for full attention, as transformers applies it."""
+    window = field_of(config, "sliding_window") or 0
+    if field_of(config, "use_sliding_window") is False:
+        window = 0
+    kinds = field_of(config, "layer_types")
+    if not kinds:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def config_geometries(config: Any) -> list[LayerGeometry]:
+    """KV geometry of each layer as a transformers configuration names it."""
+    geometries = []
+    for layer, window in zip(layer_configs(config), layer_windows(config), strict=True):
+        heads = layer.num_attention_heads
+        kv_heads = field_of(layer, "num_key_value_heads") or heads
+        dim = field_of(layer, "head_dim") or layer.hidden_size // heads
+        if layer.model_type == "gpt_bigcode":
+            kv_heads = 1 if layer.multi_query else heads
+        elif layer.model_type == "jetmoe":  # repeats K and V for each expert before it attends
+            kv_heads, dim = kv_heads * layer.num_experts_per_tok, layer.kv_channels
+        geometries.append(LayerGeometry(kv_heads, dim, dim, window))
+    return geometries
+
+
+def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
+    """The same, corrected by the widths of K and V projections where layers have their own.
+
+    Raises RegistrationRefused where a width cannot be heads of the layer's width, or where a layer
+    attends twice.
+    """
+    geometries = config_geometries(config)
+    seen: set[int] = set()
+    for name, layer, module in _projections(model):
+        if layer >= len(geometries) or layer in seen:
+            raise _strange("its layers attend more than once in a forward pass")
+        seen.add(layer)
+        usual = geometries[layer]
+        dim = getattr(module, "head_dim", None) or usual.k_dim
+        k_width = module.k_proj.out_features
+        kv_heads = k_width // dim
+        v_width = k_width if module.v_proj is None else module.v_proj.out_features
+        if not kv_heads or k_width % dim or v_width % kv_heads:
+            raise _strange(
+                f"{name}: {k_width} values of K and {v_width} of V for a position do not divide "
+                f"into heads of width {dim}"
+            )
+        geometries[layer] = LayerGeometry(kv_heads, dim, v_width // kv_heads, usual.window)
+    return geometries
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """The configuration as each layer sees it (some types have options of single layers)."""
+    count = getattr(config, "num_hidden_layers", None) or 0
+    if getattr(config, "is_heterogeneous", False):
+        return [config.per_layer_config[i] for i in range(count)]
+    return [config] * count
+
+
+def _projections(model: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Modules that know their layer and project K (V may come from the same projection)."""
+    for name, module in model.named_modules():
+        layer = getattr(module, "layer_idx", None)
+        key = getattr(module, "k_proj", None)
+        if isinstance(layer, int) and hasattr(key, "out_features") and hasattr(module, "v_proj"):
+            yield name, layer, module
+
+
+def _strange(what: str) -> RegistrationRefused:
+    return RegistrationRefused("unknown_family", f"the model is not supported: {what}")
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A model without weights.
+
+    tensors     every parameter and persistent buffer by name, on meta, in the module tree's order
+    tied        name -> name of the tensor it shares, both in `tensors`
+    skeleton    the module tree on meta, for the library's own weight conversions
+    """
+
+    config: Any
+    skeleton: nn.Module
+    tensors: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    kv_groups: tuple[KvGroup, ...]
+    vocab_size: int
+    max_context: int
+    task: Task = "generate"
+    encoder: EncoderRecord | None = None
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""
+        wanted = self.tensors[name].dtype
+        if not wanted.is_floating_point:
+            return wanted
+        strict = getattr(self.skeleton, "_keep_in_fp32_modules_strict", None) or ()
+        if any(re.search(rf"(?:^|\.){pattern}(?:\.|$)", name) for pattern in strict):
+            return torch.float32
+        return dtype
+
+
+def layer_of(name: str) -> str:
+    """The segment a tensor belongs to: "layer.N", or REST."""
+    match = _LAYER.search(name)
+    return f"layer.{int(match.group(1))}" if match else REST
+
+
+def blueprint(config: Any) -> Blueprint:
+    """Raises RegistrationRefused for what cannot be hosted."""
+    _check_family(config)
+    try:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # modelling code of 189 families: no contract on its error types
+        raise RegistrationRefused(
+            "bad_config",
+            f"transformers cannot build a {config.model_type!r} from this configuration: "
+            f"{type(error).__name__}: {error}",
+        ) from error
+    assert isinstance(skeleton, nn.Module)
+    tensors = dict(skeleton.state_dict())
+    tied = {
+        target: source
+        for target, source in (getattr(skeleton, "all_tied_weights_keys", None) or {}).items()
+        if target in tensors and source in tensors
+    }
+    return Blueprint(
+        config=config,
+        skeleton=skeleton,
+        tensors=tensors,
+        tied=tied,
+        kv_groups=grouped(module_geometries(skeleton, config)),
+        vocab_size=int(config.vocab_size),
+        max_context=_max_context(config),
+    )
+
+
+def kv_groups(config: Any) -> tuple[KvGroup, ...]:
+    """The layer groups of a configuration; nothing is built."""
+    return grouped(config_geometries(config))
+
+
+def grouped(layers: Sequence[LayerGeometry]) -> tuple[KvGroup, ...]:
+    """Layers grouped by KV geometry, in the order of their first layer."""
+    members: dict[tuple[int, int, int, int], list[int]] = {}
+    for number, layer in enumerate(layers):
+        key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
+        members.setdefault(key, []).append(number)
+    return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+
+
+def _max_context(config: Any) -> int:
+    """Positions that come out right in any batch.
+
+    "longrope" takes other frequencies for the whole batch as soon as its longest sequence passes
+    the original length, whatever is in the cache: such models are hosted up to that length.
+    """
+    longest = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if kind.get("rope_type") == "longrope":
+            original = kind.get("original_max_position_embeddings")
+            longest = min(longest, int(original or longest))
+    return longest
+
+
+def _check_family(config: Any) -> None:
+    family = config.model_type
+
+    def refuse(why: str) -> RegistrationRefused:
+        return RegistrationRefused(
+            "unknown_family", f"model type {family!r} is not supported: {why}"
+        )
+
+    first = next(iter(layer_configs(config)), None)
+    if not getattr(first, "num_attention_heads", None):
+        raise refuse("it has no attention heads")
+    if any(getattr(config, name, None) is not None for name in _OTHER_SENSES):
+        raise refuse("it takes other inputs than text")
+    if getattr(config, "add_cross_attention", False):
+        raise refuse("it has cross-attention")
+    if not _takes_attention(config):
+        raise refuse("its attention code cannot use a paged KV cache")
+    if field_of(first, "kv_lora_rank"):
+        raise refuse("its attention caches latents instead of K and V, which is not supported yet")
+    if field_of(config, "num_kv_shared_layers"):
+        raise refuse("its layers share KV, which is not supported yet")
+    strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)
+    if strange:
+        raise refuse(f"it has layers of type {', '.join(strange)}, not full or sliding attention")
+    for name, meaning in (
+        ("max_position_embeddings", "context length"),
+        ("vocab_size", "vocabulary size"),
+    ):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+            raise RegistrationRefused(
+                "bad_config", f"the configuration has no valid {meaning} ({name}: {value!r:.40})"
+            )
+
+
+def _takes_attention(config: Any) -> bool:
+    """Whether the family's modules call attention by the name the configuration gives."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    says = getattr(model_class, "_can_set_attn_implementation", None)
+    return bool(says()) if says is not None else True

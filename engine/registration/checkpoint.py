@@ -1,0 +1,238 @@
+"""From the names in a checkpoint's files to the names of the model's modules, one tensor at a time.
+
+Registration's third step. Applies transformers' own renamings and conversions (experts stacked,
+fused projections split), so that a pack holds what `from_pretrained` would have put into the model.
+What is copied as it is comes in pieces of some rows; a conversion is run for one target at a time:
+memory holds the largest converted parameter (and maps its sources), never the model.
+
+Checks as much as headers tell before the first byte is read: every tensor of the model must be
+there with its shape, and nothing may be left over that transformers would drop in silence.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from engine.errors import RegistrationRefused
+from engine.registration.blueprint import Blueprint
+from engine.registration.source import FLOAT_BYTES, SourceTensors, piece_rows
+
+# Buffers that older releases saved and that are computed today.
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
+
+
+@dataclass(slots=True)
+class _Conversion:
+    """One run of a converter: its first target, and (key, pattern) of all it collects."""
+
+    converter: Any
+    sources: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """A source's tensors under the model's names.
+
+    direct       model name -> name in the files
+    conversions  first target -> what makes it (and perhaps further targets)
+    tied         model name -> model name it shares; the latter is in `direct` or converted
+    """
+
+    blueprint: Blueprint
+    source: SourceTensors
+    direct: dict[str, str]
+    conversions: dict[str, _Conversion]
+    tied: dict[str, str]
+
+    def names(self) -> list[str]:
+        """Names of the tensors a pack must hold, in the module tree's order."""
+        return [name for name in self.blueprint.tensors if name not in self.tied]
+
+    def parts(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """Each tensor of `names()`, in any order: name, first row, and some of its rows.
+
+        Rows are the first axis; a tensor's parts come in order. Raises RegistrationRefused.
+        """
+        left = set(self.names())
+        for name, key in self.direct.items():
+            left.discard(name)
+            start = 0
+            for piece in self.source.pieces(key):
+                yield name, start, piece
+                start += len(piece) if piece.dim() else 1
+        for target, conversion in self.conversions.items():
+            for name, tensor in self._convert(target, conversion).items():
+                if name not in left or tensor.shape != self.blueprint.tensors[name].shape:
+                    raise RegistrationRefused(
+                        "bad_weights",
+                        f"the checkpoint's tensor {name} has the shape {tuple(tensor.shape)}, "
+                        "which is not the shape in the model; download it again",
+                    )
+                left.discard(name)
+                yield from _rows(name, tensor)
+        if left:
+            raise _missing(sorted(left))
+
+    def _convert(self, target: str, conversion: _Conversion) -> dict[str, torch.Tensor]:
+        converter = conversion.converter
+        for key, pattern in conversion.sources:
+            converter.add_tensor(target, key, pattern, self.source.read(key))
+        try:
+            made = converter.convert(
+                target, model=self.blueprint.skeleton, config=self.blueprint.config
+            )
+        except Exception as error:  # the library's operations: no contract on their error types
+            raise RegistrationRefused(
+                "bad_weights",
+                f"transformers cannot convert the checkpoint's tensors for {target}: "
+                f"{type(error).__name__}: {error}",
+            ) from error
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
+
+
+def _rows(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """A tensor in memory, a piece at a time, so that a cast needs no second one of its size."""
+    if not tensor.dim():
+        yield name, 0, tensor
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size() if len(tensor) else 1
+    step = piece_rows(row_bytes)
+    for start in range(0, len(tensor), step):
+        yield name, start, tensor[start : start + step]
+
+
+def open_checkpoint(blueprint: Blueprint, source: SourceTensors) -> Checkpoint:
+    """Map every tensor of the files. Raises RegistrationRefused("bad_weights")."""
+    transforms = get_model_conversion_mapping(blueprint.skeleton)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    prefix = getattr(blueprint.skeleton, "base_model_prefix", None)
+    checkpoint = Checkpoint(blueprint, source, {}, {}, {})
+    unknown: list[str] = []
+    for key in sorted(source.shapes, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, blueprint.tensors)
+        if name not in blueprint.tensors and key in blueprint.tensors:
+            name, pattern = rename_source_key(key, [], [], prefix, blueprint.tensors)
+        if name not in blueprint.tensors:
+            unknown.append(key)
+        elif pattern is not None:
+            conversion = checkpoint.conversions.get(name)
+            if conversion is None:
+                conversion = _Conversion(copy.deepcopy(by_pattern[pattern]))
+                checkpoint.conversions[name] = conversion
+            conversion.sources.append((key, pattern))
+        else:
+            checkpoint.direct[name] = key
+    _check_unknown(blueprint, unknown)
+    _settle_ties(checkpoint)
+    _check_direct(checkpoint)
+    return checkpoint
+
+
+def _check_unknown(blueprint: Blueprint, keys: list[str]) -> None:
+    """Raises RegistrationRefused where the files hold tensors the model has no place for."""
+    ignored = [
+        re.compile(pattern)
+        for pattern in getattr(blueprint.skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ]
+    buffers = {name for name, _ in blueprint.skeleton.named_buffers()}
+    strange = [
+        key
+        for key in keys
+        if key not in buffers
+        and not _COMPUTED.search(key)
+        and not any(pattern.search(key) for pattern in ignored)
+    ]
+    if strange:
+        raise RegistrationRefused(
+            "bad_weights",
+            f"the checkpoint has {len(strange)} tensors that are not in the model "
+            f"({', '.join(strange[:3])}); its config.json does not match this checkpoint",
+        )
+
+
+def _settle_ties(checkpoint: Checkpoint) -> None:
+    """Decide which tensor holds each tied group, as `from_pretrained` does.
+
+    The one that is in the files holds; where several are, those that differ stay apart.
+    """
+    direct = checkpoint.direct
+    groups: dict[str, list[str]] = {}
+    for target, origin in checkpoint.blueprint.tied.items():
+        groups.setdefault(origin, [origin]).append(target)
+    for members in groups.values():
+        present = [name for name in members if name in direct or name in checkpoint.conversions]
+        if not present:
+            continue  # reported as missing
+        holder = present[0]
+        for name in members:
+            if name not in present:
+                checkpoint.tied[name] = holder
+            elif name != holder and _equal(checkpoint, name, holder):
+                checkpoint.tied[name] = holder
+                del direct[name]
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    keys = checkpoint.direct.get(one), checkpoint.direct.get(other)
+    if keys[0] is None or keys[1] is None:
+        return False
+    source = checkpoint.source
+    kinds = [(source.shapes[key], source.dtypes[key]) for key in (keys[0], keys[1])]
+    if kinds[0] != kinds[1]:
+        return False
+    pieces = (source.pieces(key) for key in (keys[0], keys[1]))
+    return all(torch.equal(first, second) for first, second in zip(*pieces, strict=True))
+
+
+def _check_direct(checkpoint: Checkpoint) -> None:
+    """Shapes of what is copied as it is, and completeness where nothing is converted."""
+    for name, key in checkpoint.direct.items():
+        shape = checkpoint.source.shapes[key]
+        wanted = tuple(checkpoint.blueprint.tensors[name].shape)
+        if shape != wanted:
+            raise RegistrationRefused(
+                "bad_weights",
+                f"tensor {key} has the shape {shape}, but the configuration says {wanted}; "
+                "config.json does not match this checkpoint",
+            )
+        if checkpoint.blueprint.tensors[name].is_floating_point():
+            _check_float(checkpoint, key)
+    for conversion in checkpoint.conversions.values():
+        for key, _ in conversion.sources:
+            _check_float(checkpoint, key)
+    missing = [name for name in checkpoint.names() if name not in checkpoint.direct]
+    if missing and not checkpoint.conversions:
+        raise _missing(missing)
+
+
+def _check_float(checkpoint: Checkpoint, key: str) -> None:
+    """Integers for weights are rounded ones, whose scales we do not know: they are no weights."""
+    dtype = checkpoint.source.dtypes[key]
+    if dtype not in FLOAT_BYTES:
+        raise RegistrationRefused(
+            "quantized_weights",
+            f"tensor {key} has the unsupported type {dtype}; register the unquantized checkpoint",
+        )
+
+
+def _missing(names: list[str]) -> RegistrationRefused:
+    return RegistrationRefused(
+        "bad_weights",
+        f"{len(names)} tensors of the model are missing from the checkpoint "
+        f"({', '.join(names[:3])}); download it again",
+    )

@@ -1,0 +1,147 @@
+"""Quantized weights: which ones, how they are rounded, and the modules that take their places.
+
+    int8   linears of the decoder layers and the vocabulary, a byte a weight and one scale for each
+           row, symmetric: w[n, k] ~ q[n, k] * scale[n], |q| <= 127
+    int4   linears of the layers in blocks of four bits with a scale for 32 weights
+           (kernels/int4_blocks.py); the vocabulary, and what cannot be cut into blocks, as in int8
+
+The vocabulary is the head, where it has a weight of its own, or the embedding that it shares: one
+matrix then serves both, a row a token, and a token's scale is its row's. At few sequences the head
+is a third of a small model's bytes. Everything else stays as it is: embeddings of their own (a
+lookup reads one row), norms, biases, routers, and whatever is no plain `nn.Linear` (GPT-2's Conv1D,
+stacked experts), which would need rules of its own.
+
+A scale is rounded to the dtype it is kept in before the weights are divided by it, so that what is
+kept is exactly what is computed with.
+"""
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+
+from engine.errors import RegistrationRefused
+from engine.modules import is_lookup
+from engine.pack import INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
+from engine.registration.blueprint import REST, Blueprint, layer_of
+from kernels import int4_blocks
+
+INT8 = "int8"
+INT4 = "int4"
+QUANTIZATIONS = (INT8, INT4)
+LIMIT = 127
+# Choices between experts and gates over whole branches: a step of rounding there is a wrong turn.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "classifier"})
+
+
+def schemes_of(plan: Blueprint, names: Collection[str], quantization: str) -> Schemes:
+    """Those of `names` to quantize. Raises RegistrationRefused where no layer has any."""
+    chosen = _schemes(plan.skeleton, plan.tied, names, quantization)
+    chosen = {
+        name: scheme
+        for name, scheme in chosen.items()
+        if plan.dtype_of(name, torch.bfloat16) == torch.bfloat16
+    }
+    if plan.encoder is not None or all(layer_of(name) == REST for name in chosen):
+        raise RegistrationRefused(
+            "cannot_quantize",
+            f"{quantization} is not supported for the model type {plan.config.model_type!r}: it "
+            "needs plain linear layers of decoders; register the model with another dtype",
+        )
+    return chosen
+
+
+def kept_bytes(shape: torch.Size, scheme: str) -> int:
+    """Of a weight in a pack, with its bfloat16 scales."""
+    if scheme == INT4_SCHEME:
+        return torch.Size(int4_blocks.block_shape(shape)).numel()
+    return shape.numel() + 2 * shape[0]
+
+
+def layer_linears(model: nn.Module) -> frozenset[str]:
+    """Weights of the plain linears in the layers, but for routers."""
+    return frozenset(
+        f"{prefix}.weight"
+        for prefix, module in model.named_modules()
+        if type(module) is nn.Linear
+        and layer_of(f"{prefix}.weight") != REST
+        and prefix.rpartition(".")[2] not in _ROUTERS
+    )
+
+
+def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]) -> str:
+    """The weight among `names` that makes the logits, or "" where it is not to be rounded."""
+    places = {id(module): prefix for prefix, module in model.named_modules()}
+    head, embedding = (
+        getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input")
+    )
+    if type(head) is not nn.Linear:
+        return ""
+    name = f"{places[id(head)]}.weight"
+    if name in names:
+        return name
+    shared = f"{places.get(id(embedding))}.weight"
+    if tied.get(name) == shared and shared in names and is_lookup(embedding):
+        return shared
+    return ""
+
+
+def _schemes(
+    model: nn.Module, tied: Mapping[str, str], names: Collection[str], quantization: str
+) -> dict[str, str]:
+    found = dict.fromkeys(layer_linears(model).intersection(names), INT8_SCHEME)
+    if quantization == INT4:
+        for name in found:
+            if int4_blocks.fits(model.get_parameter(name).shape):
+                found[name] = INT4_SCHEME
+    head = vocabulary(model, tied, names)
+    return found | ({head: INT8_SCHEME} if head else {})
+
+
+def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, k] of any float to int8 [n, k] and scales [n] of `dtype`. Raises ValueError on NaN."""
+    exact = weight.to(torch.float32)
+    largest = exact.abs().amax(dim=1)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("the weights contain values that are not finite and cannot be quantized")
+    scale = (largest / LIMIT).to(dtype)
+    # A channel of zeros, or one so small that its scale is nothing in this dtype.
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    rounded = (exact / scale.to(torch.float32)[:, None]).round_().clamp_(-LIMIT, LIMIT)
+    return rounded.to(torch.int8), scale
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What int8 weights stand for, exactly: float32 [n, k]."""
+    return weight.to(torch.float32) * scale.to(torch.float32)[:, None]
+
+
+def rounded_twins(
+    model: nn.Module,
+    tied: Mapping[str, str],
+    weights: Mapping[str, torch.Tensor],
+    quantization: str,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Schemes]:
+    """All weights as they would be kept, those that these stand for, and which are rounded how.
+
+    For comparing the two ways without the loss that rounding is.
+    """
+    kept, exact = dict(weights), dict(weights)
+    shared = {name: holder for name, holder in tied.items() if name in weights}
+    names = [name for name in weights if name not in shared]
+    chosen = _schemes(model, shared, names, quantization)
+    for name, scheme in chosen.items():
+        weight = weights[name]
+        if scheme == INT4_SCHEME:
+            kept[name] = int4_blocks.quantize(weight)
+            exact[name] = int4_blocks.dequantize(kept[name], weight.shape[1]).to(weight.dtype)
+        else:
+            kept[name], scale = quantize_rows(weight, weight.dtype)
+            kept[name + SCALE_SUFFIX] = scale
+            exact[name] = dequantize(kept[name], scale).to(weight.dtype)
+    for name, holder in shared.items():
+        if holder in chosen:
+            kept[name], exact[name] = kept[holder], exact[holder]
+            kept[name + SCALE_SUFFIX] = kept[holder + SCALE_SUFFIX]
+            chosen[name] = chosen[holder]
+    return kept, exact, chosen

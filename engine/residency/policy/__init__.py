@@ -1,0 +1,1 @@
+"""What models are in demand, and which one is evicted. Pure."""

@@ -1,0 +1,1 @@
+"""Which requests a step takes, and how much memory each tenant may hold. Pure."""

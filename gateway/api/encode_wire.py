@@ -1,0 +1,199 @@
+"""What callers may send to /v1/embeddings, /v1/classify and /v1/rerank, and what is made of it.
+
+Comes in: a request body. Goes out: an `EncodeAsk`, or an ApiError that names the field. Names are
+OpenAI's for embeddings, Cohere's and Jina's for rerank, vLLM's where those have none. Nothing here
+knows models or tokens; answers are written by encode_answer.py.
+
+Decoding runs on the event loop, so inputs are counted before they are made into objects.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from gateway.api.wire import decode_body, invalid
+from gateway.api.wire_body import MAX_PROMPT_IDS, Priority
+from gateway.errors import INVALID_REQUEST, ApiError
+from gateway.types import EncodeKind
+
+Inputs: TypeAlias = tuple[str, ...] | tuple[list[int], ...]
+EncodingFormat: TypeAlias = Literal["float", "base64"]
+
+_Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Cut = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+# The end of a text that another follows. Within a text a quotation mark has a backslash before it.
+_BETWEEN_TEXTS = re.compile(rb'(?<!\\)"\s*,')
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: _Model
+    truncate_prompt_tokens: _Cut | None = None
+    user: str | None = None
+    priority: Priority | None = None
+
+
+class _EmbeddingBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    input: msgspec.Raw
+    encoding_format: EncodingFormat | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class _ClassifyBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    input: msgspec.Raw
+
+
+class _DocumentBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    text: str
+
+
+class _RerankBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: _Model
+    query: Annotated[str, msgspec.Meta(min_length=1)]
+    documents: msgspec.Raw
+    top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = None
+    user: str | None = None
+    priority: Priority | None = None
+
+
+_embedding_decoder = msgspec.json.Decoder(_EmbeddingBody)
+_classify_decoder = msgspec.json.Decoder(_ClassifyBody)
+_rerank_decoder = msgspec.json.Decoder(_RerankBody)
+_text_decoder = msgspec.json.Decoder(str)
+_texts_decoder = msgspec.json.Decoder(list[str])
+_ids_decoder = msgspec.json.Decoder(list[int])
+_id_lists_decoder = msgspec.json.Decoder(list[list[int]])
+_documents_decoder = msgspec.json.Decoder(list[str | _DocumentBody])
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeAsk:
+    """A well-formed request. `inputs` of a rerank are its documents.
+
+    `cut`: tokens an input is cut to; -1: what the model takes; None: longer ones are refused.
+    `dimensions`: None for all.
+    """
+
+    kind: EncodeKind
+    model: str
+    inputs: Inputs
+    query: str = ""
+    cut: int | None = None
+    encoding_format: EncodingFormat = "float"
+    dimensions: int | None = None
+    top_n: int | None = None
+    return_documents: bool = True
+    priority: int = 0
+
+    @property
+    def param(self) -> str:
+        """What the inputs are called."""
+        return "documents" if self.kind == "rerank" else "input"
+
+
+def decode(kind: EncodeKind, body: bytes, max_inputs: int) -> EncodeAsk:
+    """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
+    more than `max_inputs`."""
+    if kind == "rerank":
+        return _rerank(decode_body(_rerank_decoder, body), max_inputs)
+    if kind == "classify":
+        asked = decode_body(_classify_decoder, body)
+        inputs = _inputs(asked.input, max_inputs)
+        return EncodeAsk(
+            "classify", asked.model, inputs, cut=_cut(asked), priority=asked.priority or 0
+        )
+    wanted = decode_body(_embedding_decoder, body)
+    return EncodeAsk(
+        "embedding",
+        wanted.model,
+        _inputs(wanted.input, max_inputs),
+        cut=_cut(wanted),
+        encoding_format=wanted.encoding_format or "float",
+        dimensions=wanted.dimensions,
+        priority=wanted.priority or 0,
+    )
+
+
+def _rerank(asked: _RerankBody, max_inputs: int) -> EncodeAsk:
+    raw = bytes(asked.documents)
+    _count_texts("documents", raw, max_inputs)
+    documents = decode_body(_documents_decoder, raw, "documents")
+    _check_count("documents", documents, max_inputs)
+    return EncodeAsk(
+        "rerank",
+        asked.model,
+        tuple(part if isinstance(part, str) else part.text for part in documents),
+        asked.query,
+        top_n=asked.top_n,
+        return_documents=asked.return_documents is not False,
+        priority=asked.priority or 0,
+    )
+
+
+def _cut(body: _Body) -> int | None:
+    cut = body.truncate_prompt_tokens
+    if cut == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1")
+    return cut
+
+
+def _inputs(raw: msgspec.Raw, max_inputs: int) -> Inputs:
+    """A text, texts, token ids or lists of these. What comes first says which."""
+    body = bytes(raw)
+    begin = bytes(c for c in body[:256] if c not in b" \t\r\n")[:2]
+    if begin.startswith(b'"'):
+        return _texts([decode_body(_text_decoder, body, "input")])
+    if not begin.startswith(b"["):
+        raise invalid("input", "input must be a string, an array of strings, or token ids")
+    if begin in (b'["', b"[]"):
+        _count_texts("input", body, max_inputs)
+        texts = decode_body(_texts_decoder, body, "input")
+        _check_count("input", texts, max_inputs)
+        return _texts(texts)
+    if body.count(b",") >= MAX_PROMPT_IDS:
+        raise invalid("input", f"input has more than {MAX_PROMPT_IDS} token ids")
+    if begin != b"[[":
+        return _ids([decode_body(_ids_decoder, body, "input")])
+    if body.count(b"[") > max_inputs + 1:
+        raise _too_many("input", max_inputs)
+    lists: list[list[int]] = decode_body(_id_lists_decoder, body, "input")
+    return _ids(lists)
+
+
+def _texts(texts: Sequence[str]) -> Inputs:
+    for index, text in enumerate(texts):
+        if not text:
+            raise invalid("input", f"input[{index}] must not be an empty string")
+    return tuple(texts)
+
+
+def _ids(lists: Sequence[list[int]]) -> Inputs:
+    for index, ids in enumerate(lists):
+        if not ids:
+            raise invalid("input", f"input[{index}] must have at least one token id")
+    return tuple(lists)
+
+
+def _count_texts(param: str, body: bytes, max_inputs: int) -> None:
+    """Millions of short texts are not made into objects to be refused. What is missed here (texts
+    that end in a backslash) is counted afterwards."""
+    if body.count(b'"') <= 2 * max_inputs:
+        return
+    if sum(1 for _ in islice(_BETWEEN_TEXTS.finditer(body), max_inputs)) == max_inputs:
+        raise _too_many(param, max_inputs)
+
+
+def _check_count(param: str, inputs: Sequence[Any], max_inputs: int) -> None:
+    if not inputs:
+        raise invalid(param, f"{param} must not be empty")
+    if len(inputs) > max_inputs:
+        raise _too_many(param, max_inputs)
+
+
+def _too_many(param: str, max_inputs: int) -> ApiError:
+    message = f"{param} may have at most {max_inputs} items in one request: send several requests"
+    return ApiError(INVALID_REQUEST, message, param)

@@ -1,0 +1,340 @@
+"""What callers may send to /v1/chat/completions and /v1/completions, and what is made of it.
+
+Comes in: a request body. Goes out: a `WireRequest`, typed, within range and free of contradictions,
+or an ApiError that names the field. Fields and their ranges are wire_body.py's. Nothing here knows
+models, tenants or tokens; answers are written by answer.py.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from engine.protocol import SamplingParams
+from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
+from gateway.api.wire_body import (
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_PROMPT_IDS,
+    MAX_SMALL_BYTES,
+    NEUTRAL,
+    NEUTRAL_IN_MESSAGE,
+    TIER_PRIORITIES,
+    ChatBody,
+    CommonBody,
+    CompletionBody,
+    MessageBody,
+)
+from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
+
+Kind: TypeAlias = Literal["chat", "completion"]
+Message: TypeAlias = dict[str, Any]
+Prompt: TypeAlias = str | tuple[int, ...]
+
+_T = TypeVar("_T")
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+_prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
+_biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
+
+# top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
+_SMALLEST_TOP_P = 1e-9
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$")
+# As token ids are written in JSON keys. Ten digits: more than any vocabulary has.
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+@dataclass(frozen=True, slots=True)
+class WireRequest:
+    """A well-formed request. `messages` is set for chat, `prompt` for completions.
+
+    `max_tokens` and `seed` are None where the caller left them out; `sampling` has no seed yet.
+    `logprobs`: -1 none, k the chosen token's and the k likeliest. `messages` are as templates know
+    them, but `tool_calls` are tool_types.ToolCall. `user`: the caller's own user, by `user` and
+    `safety_identifier` ("" where one of them is left out); () where both are.
+    """
+
+    kind: Kind
+    model: str
+    messages: tuple[Message, ...] = ()
+    prompt: Prompt = ""
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    user: tuple[str, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    priority: int = 0
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    logprobs: int = -1
+    echo: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    response_format: ResponseFormat = field(default_factory=TextFormat)
+    num_bytes: int = 0
+    """Of the whole body: what preparing it takes grows with it."""
+
+
+def decode(kind: Kind, body: bytes) -> WireRequest:
+    """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
+    fields that contradict one another."""
+    if kind == "chat":
+        return _chat(decode_body(_chat_decoder, body), len(body))
+    return _completion(decode_body(_completion_decoder, body), len(body))
+
+
+def unsupported(param: str, wanted: str = "") -> ApiError:
+    """The answer to a field this server does not serve."""
+    return ApiError(UNSUPPORTED_PARAMETER, f"{param}{wanted} is not supported: remove it", param)
+
+
+def invalid(param: str, message: str) -> ApiError:
+    """The answer to a field that cannot be what it is."""
+    return ApiError(INVALID_REQUEST, message, param)
+
+
+def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
+    """The body, or the field of it that is called `param`. Raises ApiError."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error), param) from error
+    except UnicodeDecodeError as error:
+        raise ApiError(INVALID_REQUEST, "the request body is not valid UTF-8") from error
+    except RecursionError as error:
+        raise ApiError(INVALID_REQUEST, "the request body is nested too deeply") from error
+    except msgspec.DecodeError as error:
+        raise ApiError(INVALID_REQUEST, f"the request body is not valid JSON: {error}") from error
+
+
+def _field_error(text: str, whole: str = "") -> ApiError:
+    """msgspec says where: "... - at `$.messages[0].content`". `whole`: the field that was read."""
+    at = _AT.search(text)
+    param = whole + (at.group(1) if at else "")
+    what = text[: at.start()] if at else text
+    found = _FIELD.match(what)
+    if found is None:
+        return ApiError(INVALID_REQUEST, f"{param or 'request body'}: {what}", param or None)
+    param = f"{param}.{found.group(2)}" if param else found.group(2)
+    if found.group(1) == "missing required":
+        return invalid(param, f"{param} is required")
+    return unsupported(param)
+
+
+def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
+    _refuse_unserved(body, NEUTRAL, "")
+    _small("metadata", body.metadata, _metadata_decoder)
+    longest = body.max_completion_tokens
+    if longest is not None and body.max_tokens not in (None, longest):
+        raise invalid(
+            "max_tokens",
+            "max_tokens and max_completion_tokens have different values: send only "
+            "max_completion_tokens",
+        )
+    if body.max_tokens == 0:
+        raise invalid("max_tokens", "max_tokens must be at least 1")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+    keeps_open = bool(body.continue_final_message)
+    if keeps_open and body.add_generation_prompt:
+        raise invalid(
+            "add_generation_prompt",
+            "continue_final_message and add_generation_prompt: true contradict each other: remove "
+            "one of them",
+        )
+    held = not isinstance(body.response_format, TextFormat | None)
+    if held and (body.min_tokens or body.ignore_eos):
+        param = "min_tokens" if body.min_tokens else "ignore_eos"
+        raise invalid(
+            param,
+            f"{param} is not allowed with response_format: the format decides where the answer "
+            "ends",
+        )
+    messages = tuple(
+        _message(message, f"messages[{index}].") for index, message in enumerate(body.messages)
+    )
+    if keeps_open and not (messages[-1]["content"] and messages[-1]["role"] == "assistant"):
+        raise invalid(
+            "continue_final_message",
+            "continue_final_message needs an assistant message with text as the last message",
+        )
+    return WireRequest(
+        kind="chat",
+        messages=messages,
+        max_tokens=body.max_tokens if longest is None else longest,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+        continue_final_message=keeps_open,
+        add_generation_prompt=body.add_generation_prompt is not False and not keeps_open,
+        tools=tuple(body.tools or ()),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        response_format=body.response_format or TextFormat(),
+        num_bytes=num_bytes,
+        **_common(body, body.safety_identifier),
+    )
+
+
+def _completion(body: CompletionBody, num_bytes: int) -> WireRequest:
+    _refuse_unserved(body, NEUTRAL, "")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo")
+    if body.max_tokens == 0 and (body.n or 1) > 1:
+        raise invalid("n", "n must be 1 when max_tokens is 0")
+    return WireRequest(
+        kind="completion",
+        prompt=_prompt(body.prompt),
+        max_tokens=body.max_tokens,
+        logprobs=-1 if body.logprobs is None else body.logprobs,
+        echo=bool(body.echo),
+        num_bytes=num_bytes,
+        **_common(body),
+    )
+
+
+def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str, Any]:
+    """The fields of both kinds, checked, but for `max_tokens`."""
+    options = body.stream_options
+    if options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options is only allowed with stream: true")
+    if options is not None and options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    longest = body.max_tokens
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        longest = body.max_completion_tokens
+    if longest is not None and (body.min_tokens or 0) > longest:
+        raise invalid(
+            "min_tokens", f"min_tokens must be at most {longest}, the value of max_tokens"
+        )
+    users = (body.user or "", safety_identifier or "")
+    return {
+        "model": body.model,
+        "user": users if any(users) else (),
+        "ignore_eos": bool(body.ignore_eos),
+        "sampling": _sampling(body),
+        "seed": body.seed,
+        "priority": _place(body),
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "n": body.n or 1,
+        "stream": bool(body.stream),
+        "include_usage": bool(options and options.include_usage),
+    }
+
+
+def _sampling(body: CommonBody) -> SamplingParams:
+    top_p = 1.0 if body.top_p is None else max(body.top_p, _SMALLEST_TOP_P)
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=_biases(_small("logit_bias", body.logit_bias, _biases_decoder) or {}),
+        min_tokens=body.min_tokens or 0,
+    )
+
+
+def _place(body: CommonBody) -> int:
+    """Among its tenant's waiting requests the lowest goes first."""
+    by_tier = TIER_PRIORITIES.get(body.service_tier or "auto", 0)
+    if body.priority is not None and by_tier not in (0, body.priority):
+        raise invalid(
+            "priority", "priority and service_tier contradict each other: send only one of them"
+        )
+    return by_tier if body.priority is None else body.priority
+
+
+def _small(param: str, raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_T]") -> _T:
+    """A field whose honest values are short."""
+    if len(raw) > MAX_SMALL_BYTES:
+        raise invalid(param, f"{param} has {len(raw)} bytes, the maximum is {MAX_SMALL_BYTES}")
+    return decode_body(decoder, bytes(raw), param)
+
+
+def _biases(given: Mapping[str, float]) -> dict[int, float]:
+    """Token ids as numbers; whether the model has them is prepare.py's to say."""
+    if len(given) > MAX_BIASES:
+        raise invalid("logit_bias", f"logit_bias may have at most {MAX_BIASES} tokens")
+    biases: dict[int, float] = {}
+    for name, value in given.items():
+        if _TOKEN_ID.fullmatch(name) is None:
+            raise invalid("logit_bias", f"logit_bias: {name[:40]!r} is not a token id")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise invalid(
+                "logit_bias",
+                f"logit_bias of token {name} must be between -{MAX_BIAS:g} and {MAX_BIAS:g}",
+            )
+        if int(name) in biases:
+            raise invalid("logit_bias", f"logit_bias has token {int(name)} twice")
+        biases[int(name)] = value
+    return biases
+
+
+def _refuse_unserved(
+    part: msgspec.Struct, neutral: dict[str, tuple[Any, ...]], prefix: str
+) -> None:
+    for name in type(part).__struct_fields__:
+        if name in neutral:
+            value = getattr(part, name)
+            if value is not None and value not in neutral[name]:
+                raise unsupported(prefix + name, " with this value" if neutral[name] else "")
+
+
+def _message(message: MessageBody, prefix: str) -> Message:
+    """As chat templates know it: text parts joined by a line break, `developer` as `system`."""
+    _refuse_unserved(message, NEUTRAL_IN_MESSAGE, prefix)
+    content, role = message.content, message.role
+    if content is None and not message.tool_calls:
+        raise invalid(f"{prefix}content", f"{prefix}content is required")
+    for name, owner in (
+        ("tool_calls", "assistant"),
+        ("reasoning_content", "assistant"),
+        ("tool_call_id", "tool"),
+    ):
+        if getattr(message, name) and role != owner:
+            raise invalid(prefix + name, f"{prefix}{name} is only allowed with role {owner}")
+    if role == "tool" and message.tool_call_id is None:
+        raise invalid(f"{prefix}tool_call_id", f"{prefix}tool_call_id is required with role tool")
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    fields: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        value = getattr(message, name)
+        if value is not None:
+            fields[name] = value
+    if message.tool_calls:
+        fields["tool_calls"] = message.tool_calls
+    return fields
+
+
+def _prompt(raw: msgspec.Raw) -> Prompt:
+    """A text, token ids, or a list of exactly one of these."""
+    body = bytes(raw)
+    if not body[:256].lstrip(b" \t\r\n[").startswith(b'"'):
+        # Counted before millions of objects are made.
+        if body.count(b",") >= MAX_PROMPT_IDS:
+            raise invalid("prompt", f"prompt has more than {MAX_PROMPT_IDS} token ids")
+        if body.count(b"[") > 2:
+            raise unsupported("prompt", " with several prompts")
+    prompt = decode_body(_prompt_decoder, body, "prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if set(map(type, prompt)) == {int}:
+        return tuple(prompt)
+    if len(prompt) > 1:
+        raise unsupported("prompt", " with several prompts")
+    if not prompt or prompt == [[]]:
+        raise invalid("prompt", "prompt must not be empty")
+    only = prompt[0]
+    return only if isinstance(only, str) else tuple(only) if isinstance(only, list) else (only,)

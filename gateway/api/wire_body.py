@@ -1,0 +1,172 @@
+"""The bodies of /v1/chat/completions and /v1/completions as structs: names, types and ranges.
+
+Three sorts of fields. Served ones have their types. Fields of the OpenAI API that would change the
+answer and are not served are here too, but only their neutral values are let through (`NEUTRAL`): a
+client that spells out a default gets its answer, one that wants the feature gets
+`unsupported_parameter`, and nobody gets an answer that silently left out what was asked for.
+Ignored are only fields that cannot change an answer: `metadata`, `prompt_cache_key`; `user` and
+`safety_identifier` say whose kept answers may be given. Everything else is unknown, and refused by
+name.
+
+What fields mean together is wire.py's. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`ignore_eos`, `priority`, `continue_final_message` and `add_generation_prompt` are spelled as vLLM
+spells them.
+
+Decoding runs on the event loop, so what could be millions of values is bounded before it is made
+into objects (`msgspec.Raw`, read by wire.py), and structs of which there are many are not tracked
+by the garbage collector: they cannot form circles.
+"""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from gateway.api.tool_types import ResponseFormat, ToolCalls, ToolChoice, Tools
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_PROMPT_IDS = 1 << 20
+MAX_SMALL_BYTES = 65_536
+MAX_BIAS = 100.0
+MAX_PRIORITY = 1000
+
+NOTHING = msgspec.Raw(b"null")
+
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+_CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
+_Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+_Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+_Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+_Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+# HF's rule is "above 0"; beyond these bounds float32 logits lose their order.
+_Repetition = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
+# -1 and 0: no bound, as vLLM and HF spell it.
+_TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
+_TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+_CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The one kind of content part: models here read text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """A message of a chat, of any role."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart], msgspec.Meta(min_length=1, max_length=MAX_PARTS)] | None
+    ) = None
+    name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: _CallId | None = None
+    reasoning_content: str | None = None
+    # What an SDK's own assistant message carries when it is sent back: let through when empty.
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both routes take."""
+
+    model: _Model
+    max_tokens: _CountOrZero | None = None
+    min_tokens: _CountOrZero | None = None
+    ignore_eos: bool | None = None
+    temperature: _Temperature | None = None
+    top_p: _Share | None = None
+    top_k: _TopK | None = None
+    min_p: _Share | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: _Repetition | None = None
+    logit_bias: msgspec.Raw = NOTHING
+    seed: int | None = None
+    stop: _Stop | _Stops | None = None
+    n: _Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Priority | None = None
+    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+
+
+class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[MessageBody], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: _TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    metadata: msgspec.Raw = NOTHING
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class CompletionBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: msgspec.Raw
+    echo: bool | None = None
+    logprobs: _TopLogprobs | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+TIER_PRIORITIES = {"priority": -1, "flex": 1}
+"""OpenAI's service tiers that order one tenant's requests; the others do not."""
+
+# Fields that are not served, with the values that mean the same as leaving them out.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "refusal": ("",),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+}

@@ -1,0 +1,288 @@
+"""Between the gateway processes of one machine and their dispatcher process: every message.
+
+Stage 5, where it is a process of its own. A gateway process holds its clients' connections, the
+prompts and the workers' answers; the dispatcher holds tickets. A ticket says what a request takes
+and whose it is, never what it asks.
+
+    gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Returned, Ping
+                            of limits: Reserve, Close, Figure, Carry, Restore, Add
+    dispatcher -> gateway   Welcome, Granted, Denied, LoadShare, State, Done
+
+    gateway                      dispatcher                    worker
+       |-- Ask ------------------>| waits in the fair queue
+       |<----------- Granted -----|
+       |-- Submit ----------------------------------------------->|
+       |<------------------------------------------- tokens ------|
+       |-- Tokens, Ended -------->| leases, shares, quarantine    |
+       |<--------- (LoadShare) ---|                               |
+                                  |<-- status (it observes) ------|
+
+**One connection is one life.** Whatever was said on a connection ends with it. A gateway that is
+gone (its process died: the kernel closes the connection at once) has no ticket any more: those that
+wait vanish, those that run come off the books, and their workers abort them by themselves. A
+gateway whose dispatcher is gone connects to the next one and says in its Hello all that is true of
+it: what waits, what runs where, which reservations of limits are open. What it had asked for and
+got no answer to, it asks again on the new connection. Both sides do the same if only the connection
+was cut.
+
+**Fencing.** Dispatchers are numbered by `epoch`, which rises each time one takes over (it is kept
+in the lock file, under the lock that makes one of them the active one). A gateway that has seen an
+epoch speaks to no smaller one. Grants are named by (request id, attempt); a gateway takes one only
+for a request that still waits for just that, and says Leave or Returned to any other. Tokens never
+pass the dispatcher, so what streams does not notice when it dies.
+
+Bounded: a frame, what may lie unsent (the connection ends beyond it), and the queue by its own
+settings. Frames are described in ipc.py.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from engine.protocol import Finish, Refused
+from gateway.errors import ApiError, ErrorKind
+from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
+from gateway.limits.store import LimitDecision, Past
+
+PROTOCOL_VERSION = 2
+HEARTBEAT_S = 0.25
+"""How often each side says something."""
+TOKENS_EVERY_S = 0.1
+"""How often a gateway tells how many tokens came; a request's first ones are reported at once."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base: tagged arrays on the wire."""
+
+
+class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A request that waits. Times are the machine's monotonic clock, which processes share."""
+
+    request_id: str
+    attempt: int
+    tenant_id: str
+    weight: float
+    priority: int
+    model: str
+    revision: str
+    num_prompt_tokens: int
+    max_tokens: int
+    arrived_s: float
+    deadline_s: float
+    ends_by_s: float
+    continues: bool
+
+
+class RunningSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A request that some dispatcher granted and that has not ended."""
+
+    ticket: TicketSpec
+    worker_id: str
+    worker_epoch: str
+    num_tokens: int
+
+
+class Hello(_Message, frozen=True):
+    """First message of a connection: who speaks, and all that is true of it. `epoch`: of the
+    dispatcher that it spoke to last. `settled`: what was spent a moment ago, as that one was sent;
+    another one may not find it in the database yet."""
+
+    version: int
+    gateway_id: str
+    waiting: list[TicketSpec]
+    running: list[RunningSpec]
+    reservations: list[Reservation]
+    epoch: int = 0
+    settled: list[Reservation] = []
+
+
+class Ask(_Message, frozen=True):
+    """One more request waits."""
+
+    ticket: TicketSpec
+
+
+class Leave(_Message, frozen=True):
+    """The request is over, in whatever state it was: its client left, its worker was lost
+    (`is_lost`) after tokens, or the gateway does not know it."""
+
+    request_id: str
+    is_lost: bool = False
+
+
+class Tokens(_Message, frozen=True):
+    """(request id, attempt, tokens so far) of requests that run."""
+
+    counts: list[tuple[str, int, int]]
+
+
+class Ended(_Message, frozen=True):
+    """A worker ended it; the gateway has had all of it. `asks_load`: it waits for a LoadShare."""
+
+    request_id: str
+    attempt: int
+    finish: Finish
+    num_tokens: int
+    asks_load: bool = False
+
+
+class Returned(_Message, frozen=True):
+    """A grant came to nothing and no token was made: the worker refused it, or (None) was lost.
+    `ticket`: as it waits now, for a dispatcher that did not know that it ran."""
+
+    request_id: str
+    attempt: int
+    refused: Refused | None
+    ticket: TicketSpec
+
+
+class Reserve(_Message, frozen=True):
+    """See LimitStore.reserve. Answered by Done; `call` is the gateway's number for that."""
+
+    call: int
+    reservation_id: str
+    draws: list[Draw]
+    now_s: float
+
+
+class Close(_Message, frozen=True):
+    """See LimitStore.settle; without `used`, as LimitStore.release. Answered by Done. `spent`: told
+    to another dispatcher before, the money of it; nobody knows whether this one has read of it."""
+
+    call: int
+    reservation: Reservation
+    used: UsedAmounts | None
+    spent: Reservation | None = None
+
+
+class Figure(_Message, frozen=True):
+    """See LimitStore.figures. Answered by Done."""
+
+    call: int
+    draws: list[Draw]
+    now_s: float
+
+
+class Carry(_Message, frozen=True):
+    """See LimitStore.carry: more than the Hello said. Answered by Done."""
+
+    call: int
+    reservations: list[Reservation]
+
+
+class Restore(_Message, frozen=True):
+    """See LimitStore.restore. Answered by Done."""
+
+    call: int
+    pasts: list[Past]
+    now_s: float
+
+
+class Add(_Message, frozen=True):
+    """See LimitStore.add. Answered by Done."""
+
+    call: int
+    pasts: list[Past]
+    now_s: float
+
+
+class Ping(_Message, frozen=True):
+    """Nothing else to say."""
+
+
+class Welcome(_Message, frozen=True):
+    """Answer to Hello; another version ends the connection."""
+
+    version: int
+    epoch: int
+
+
+class Granted(_Message, frozen=True):
+    """Submit it there, now. `owes_load`: its model's load is not paid back yet, so the request may
+    have to bear a share of it."""
+
+    request_id: str
+    attempt: int
+    worker_id: str
+    worker_epoch: str
+    owes_load: bool = False
+
+
+class LoadShare(_Message, frozen=True):
+    """Answer to an Ended that asks: of its model's load the request has borne so much."""
+
+    request_id: str
+    attempt: int
+    load_s: float
+
+
+class Denied(_Message, frozen=True):
+    """It will not be granted: this is the answer."""
+
+    request_id: str
+    status: int
+    kind: str
+    code: str
+    message: str
+    param: str | None
+    retry_after_s: float | None
+
+    @classmethod
+    def of(cls, request_id: str, error: ApiError) -> "Denied":
+        """An error as it goes over the line."""
+        kind = error.kind
+        return cls(
+            request_id,
+            kind.status,
+            kind.type,
+            kind.code,
+            error.message,
+            error.param,
+            error.retry_after_s,
+        )
+
+    def error(self) -> ApiError:
+        """As it is raised."""
+        kind = ErrorKind(self.status, self.kind, self.code)
+        return ApiError(kind, self.message, self.param, self.retry_after_s)
+
+
+class State(_Message, frozen=True):
+    """Heartbeat, and whether a worker answers the dispatcher; `failures`: model -> why it cannot be
+    served now; `etas_s`: seconds until a model that somebody waits for is there."""
+
+    ready: bool
+    failures: dict[str, str]
+    etas_s: dict[str, float]
+
+
+class Done(_Message, frozen=True):
+    """Answer to a call about limits: of a Reserve its decision, of a Figure its figures."""
+
+    call: int
+    decision: LimitDecision | None = None
+    figures: list[LimitFigures] = []
+
+
+ToDispatcher: TypeAlias = (
+    Hello
+    | Ask
+    | Leave
+    | Tokens
+    | Ended
+    | Returned
+    | Reserve
+    | Close
+    | Figure
+    | Carry
+    | Restore
+    | Add
+    | Ping
+)
+ToGateway: TypeAlias = Welcome | Granted | Denied | LoadShare | State | Done
+LimitCall: TypeAlias = Reserve | Close | Figure | Carry | Restore | Add
+
+to_dispatcher: "msgspec.msgpack.Decoder[list[ToDispatcher]]" = msgspec.msgpack.Decoder(
+    list[ToDispatcher]
+)
+to_gateway: "msgspec.msgpack.Decoder[list[ToGateway]]" = msgspec.msgpack.Decoder(list[ToGateway])

@@ -1,0 +1,500 @@
+"""The fair queue as a gateway process has it, where the dispatcher is another process (stage 5).
+
+    waiting -> granted -> streaming -> ended        (tickets.py has the table)
+
+What the HTTP edge asks of a dispatcher is answered from what the dispatcher's process says of
+itself (`State`) and from what workers say over this process' own connections. What the dispatcher
+decides is done here: a granted request is submitted to its worker over this process' own
+connection, tokens come straight back, and what becomes of it is reported
+(dispatcher_protocol.py). Refusals that only the dispatcher can know of (a full queue) come as a
+request's first event. While there is no dispatcher, what streams goes on, what waits waits, and the
+next dispatcher is told of it.
+
+What may cross, and what becomes of it:
+
+    a grant for a request whose client has left      Leave: the dispatcher's books are cleared
+    a grant whose worker is not connected here       Returned, as if the worker had refused it
+    the worker dies between grant and Submit         the same; or lost, and tried a second time
+    a grant of attempt 2 while attempt 1 runs        the dispatcher saw a worker die that did not:
+    (no token yet)                                   attempt 1 is aborted, attempt 2 submitted
+    a grant for a request that streams               Leave: it goes on, off the dispatcher's books
+    a refusal (Denied) for a request that runs       nothing: the same
+
+Of a model whose load is not paid back yet, a request's end waits for what the dispatcher says of
+its share (`LoadShares`).
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.protocol import (
+    Abort,
+    Finish,
+    Refused,
+    SetCatalog,
+    SwapRecord,
+    TokenDelta,
+    ToWorker,
+    WorkerStatus,
+)
+from gateway.cluster.dispatcher_client import DispatcherLink
+from gateway.cluster.dispatcher_protocol import (
+    TOKENS_EVERY_S,
+    Ask,
+    Denied,
+    Ended,
+    Granted,
+    Leave,
+    LoadShare,
+    Returned,
+    RunningSpec,
+    State,
+    TicketSpec,
+    ToGateway,
+    Tokens,
+)
+from gateway.dispatch.assignments import (
+    ABORTED_UNUSED,
+    GrantedTickets,
+    end_without_tokens,
+    loss_of,
+    refusal_of,
+)
+from gateway.dispatch.decisions import DecisionLog
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.policy.placement import Placement
+from gateway.dispatch.policy.service_costs import Prediction
+from gateway.dispatch.tickets import (
+    RESTART_WAIT_S,
+    IntegrityError,
+    RequestStream,
+    StreamEnd,
+    Ticket,
+    TicketEvent,
+    Unsendable,
+    check_hosted,
+    new_ticket,
+    unsendable,
+)
+from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
+from gateway.protocols import DispatcherSnapshot
+from gateway.settings.settings import Settings
+from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
+from gateway.workers.worker_client import WorkerClient
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An end, and until when it waits."""
+
+    ticket: Ticket
+    finish: Finish
+    vectors: bytes
+    until_s: float
+
+
+class LoadShares:
+    """Ends that wait for what their requests have borne of their model's load (stages 5 and 10).
+
+    Only where the dispatcher is another process, and only of requests whose grant said that the
+    load is not paid back yet. The worker's word of the end is here; the dispatcher's books say the
+    share, and a posting that is made cannot be changed. So the end is kept back for one message
+    there and back, while tokens have gone to the client already. Where no answer comes (the
+    dispatcher is gone, or is busy for WAIT_S) the load is billed to nobody: a doubt costs the
+    client nothing.
+
+    Bounded by what ended in the last WAIT_S.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], _Kept] = {}
+
+    def wait(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
+        """The request has ended, and the dispatcher was asked."""
+        self._kept[ticket.key] = _Kept(ticket, finish, vectors, now_s + WAIT_S)
+
+    def report(self, share: LoadShare) -> None:
+        """The answer. Nobody waits for one that comes late."""
+        kept = self._kept.pop((share.request_id, share.attempt), None)
+        if kept is not None:
+            usage = msgspec.structs.replace(kept.finish.usage, load_s=share.load_s)
+            finish = msgspec.structs.replace(kept.finish, usage=usage)
+            kept.ticket.stream.finish(finish, kept.vectors)
+
+    def tick(self, now_s: float) -> None:
+        """Let go of those that have waited long enough."""
+        if self._kept:
+            self._give_up([key for key, kept in self._kept.items() if kept.until_s <= now_s])
+
+    def give_up(self) -> None:
+        """No answer will come any more."""
+        self._give_up(list(self._kept))
+
+    def _give_up(self, keys: list[tuple[str, int]]) -> None:
+        for key in keys:
+            kept = self._kept.pop(key)
+            kept.ticket.stream.finish(kept.finish, kept.vectors)
+        if keys:
+            logger.warning(
+                "load costs are not billed requests=%d: the dispatcher does not answer", len(keys)
+            )
+
+
+LATE_S = 2.0
+"""So long after its time in the queue a request is given up here, if the dispatcher has not."""
+
+_UNKNOWN = Prediction(0, 0.0)
+
+
+class RemoteDispatcher(GrantedTickets):
+    """Live tickets by request id, and those that workers have. Implements
+    protocols.RequestDispatcher and worker_client.WorkerListener.
+
+    `claim_orphan` as in `dispatcher.Dispatcher`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        link: DispatcherLink,
+        clock: Callable[[], float] = time.monotonic,
+        claim_orphan: Callable[[str, Finish], bool] = lambda _request_id, _finish: False,
+    ) -> None:
+        placement = Placement(settings.max_load_share, settings.gather_wait_s)
+        super().__init__(RemoteWorkers(placement, DecisionLog()), claim_orphan)
+        self._settings = settings
+        self._link = link
+        self._clock = clock
+        self._load_shares = LoadShares()
+        self._reported: dict[tuple[str, int], int] = {}
+        self._first: list[tuple[str, int, int]] = []  # tokens of this turn that were the first
+        self._next_report_s = 0.0
+        self._models: dict[str, HostedModel] = {}
+        self._state = State(False, {}, {})
+        self._next_seq = 0
+        self._num_waiting = 0  # of `live`: where the queue is full, every request asks
+        self._stopping = False
+        link.on_message.append(self._on_message)
+        link.on_down.append(self._on_down)
+
+    # What the edge and the gateway process call.
+
+    @property
+    def ready(self) -> bool:
+        """A request could be served now: a dispatcher and a worker answer, here and there."""
+        return (
+            not self._stopping
+            and self._link.is_up
+            and self._state.ready
+            and bool(self._fleet.statuses())
+        )
+
+    @property
+    def stopping(self) -> bool:
+        """`begin_drain` was called."""
+        return self._stopping
+
+    def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
+        """Queue a request. Raises ApiError where that is known at once; the dispatcher's own
+        refusals come as the first event."""
+        name = request.model.name
+        check_hosted(request, self._models.get(name), is_stopping=self._stopping)
+        failure = self.model_failure(name)
+        if failure is not None:
+            raise model_failed(name, failure)
+        if request.request_id in self.live:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if not request.continues:
+            self._check_bound()
+        self._next_seq += 1
+        about = (request, principal, self._next_seq, _UNKNOWN)
+        ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
+        self.live[request.request_id] = ticket
+        self._num_waiting += 1
+        self._link.send(Ask(_spec(ticket)))
+        return stream
+
+    def _check_bound(self) -> None:
+        if self._num_waiting >= self._settings.max_queue_total:
+            text = f"the queue of this server is full ({self._num_waiting} requests wait)"
+            raise ApiError(QUEUE_FULL, f"{text}: try again later", retry_after_s=RESTART_WAIT_S)
+
+    def add_worker(self, client: WorkerClient) -> None:
+        """Begin to connect to one more worker."""
+        self._fleet.add(client, self)
+
+    def set_catalog(self, models: Sequence[HostedModel]) -> None:
+        """The `ready` models. Requests of one that is gone or replaced are ended where they wait,
+        by the dispatcher."""
+        self._models = {model.name: model for model in models}
+        self._fleet.set_catalog(models)
+
+    def model_failure(self, model_name: str) -> str | None:
+        """Why a hosted model cannot be served now; None if it can."""
+        return self._state.failures.get(model_name) or self._fleet.failure(model_name)
+
+    def model_outlook(self, model_name: str) -> ModelOutlook:
+        """Where a hosted model is, and how soon it could answer."""
+        now_s = self._clock()
+        eta_s = self._state.etas_s.get(model_name)
+        if eta_s is None:
+            at_s = self._fleet.outlook(model_name, now_s).at_s
+            eta_s = None if at_s == float("inf") else max(0.0, at_s - now_s)
+        return ModelOutlook(self._fleet.residency(model_name), eta_s)
+
+    def worker_statuses(self) -> list[WorkerStatus]:
+        """None: the dispatcher's process tells them, or they would count once for each gateway."""
+        return []
+
+    def add_swap_listener(self, listener: Callable[[str, SwapRecord], None]) -> None:
+        """Nobody is called: as with `worker_statuses`."""
+
+    def snapshot(self) -> DispatcherSnapshot:
+        """What is counted here; the dispatcher's process tells the rest."""
+        return DispatcherSnapshot(
+            num_clients_too_slow=self.counts.too_slow,
+            num_late_messages=self.counts.late,
+        )
+
+    def ack_usage(self, request_ids: Iterable[str]) -> None:
+        """Their usage is durable: the workers may forget it."""
+        self.unacked.ack(request_ids)
+
+    def begin_drain(self) -> None:
+        """Not ready any more; take nothing new, finish what is here."""
+        self._stopping = True
+
+    def abort_all(self) -> None:
+        """End what is left."""
+        for ticket in list(self.live.values()):
+            self._abort(ticket)
+        self._load_shares.give_up()
+
+    def close(self) -> None:
+        """Close the connections to workers; call it last."""
+        self._fleet.close()
+
+    def tick(self) -> None:
+        """Counts of tokens for the dispatcher; requests that nobody answers in time."""
+        now_s = self._clock()
+        self._load_shares.tick(now_s)
+        if now_s < self._next_report_s:
+            return
+        self._next_report_s = now_s + TOKENS_EVERY_S
+        news = [
+            (*ticket.key, ticket.num_tokens)
+            for ticket in self
+            if self._reported.get(ticket.key) != ticket.num_tokens
+        ]
+        if news:
+            self._reported.update((news_of[:2], news_of[2]) for news_of in news)
+            self._link.send(Tokens(news))
+        for ticket in [t for t in self.live.values() if t.state == "waiting"]:
+            if now_s > ticket.deadline_s + LATE_S:
+                text = "no worker was free in time: try again later"
+                self._give_up(ticket, ApiError(UNAVAILABLE, text, retry_after_s=RESTART_WAIT_S))
+
+    def waiting_specs(self) -> list[TicketSpec]:
+        """What a dispatcher is to be told that does not know of it."""
+        return [_spec(ticket) for ticket in self.live.values() if ticket.state == "waiting"]
+
+    def running_specs(self) -> list[RunningSpec]:
+        """The same of what runs."""
+        return [
+            RunningSpec(_spec(ticket), ticket.worker_id, ticket.epoch, ticket.num_tokens)
+            for ticket in self
+        ]
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless reports and the count of who waits are of live tickets."""
+        running = {ticket.key for ticket in self}
+        if self._reported.keys() - running:
+            raise IntegrityError(f"running {sorted(running)}, reported {sorted(self._reported)}")
+        if self._num_waiting != len(self.live) - len(running):
+            raise IntegrityError(f"{self._num_waiting} of {len(self.live)} requests wait?")
+
+    # What the dispatcher says.
+
+    def _on_message(self, message: ToGateway) -> None:
+        if isinstance(message, Granted):
+            self._granted(message)
+        elif isinstance(message, Denied):
+            self._denied(message)
+        elif isinstance(message, LoadShare):
+            self._load_shares.report(message)
+        elif isinstance(message, State):
+            self._state = message
+
+    def _on_down(self) -> None:
+        self._state = State(False, self._state.failures, {})
+        self._load_shares.give_up()
+
+    def _denied(self, denial: Denied) -> None:
+        """It will not be granted."""
+        ticket = self.live.get(denial.request_id)
+        if ticket is not None and ticket.state == "waiting":
+            self._change(ticket, "give_up")
+            ticket.stream.finish(denial.error())
+
+    def _granted(self, grant: Granted) -> None:
+        """Submit it, unless something has come in between: see the module."""
+        ticket = self.live.get(grant.request_id)
+        if ticket is None or ticket.state in ("streaming", "ended") or ticket.aborted:
+            self._link.send(Leave(grant.request_id))
+            return
+        if ticket.state == "granted":
+            if grant.attempt <= ticket.attempt:
+                return  # said twice
+            before = ticket.worker_id, Abort(*ticket.key)
+            self._change(ticket, "worker_lost")
+            self._fleet.send(*before)
+        if grant.attempt < ticket.attempt:  # of a worker that was lost meanwhile
+            self._link.send(Returned(grant.request_id, grant.attempt, None, _spec(ticket)))
+            return
+        if grant.attempt > ticket.attempt:
+            ticket.attempt = grant.attempt
+            ticket.stream.retry(grant.attempt)
+        now_s = self._clock()
+        worker = self._fleet.get(grant.worker_id, grant.worker_epoch)
+        try:
+            is_sent = worker is not None and self._submit(ticket, worker, now_s)
+        except Unsendable:
+            self._give_up(ticket, unsendable())
+            return
+        if not is_sent:
+            text = "the gateway process of the request is not connected to this worker"
+            refused = Refused(grant.worker_epoch, *ticket.key, "not_resident", text, True)
+            self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
+            return
+        ticket.grant(grant.worker_id, grant.worker_epoch, now_s)
+        self._num_waiting -= 1
+        ticket.owes_load = grant.owes_load
+
+    # What workers say (worker_client.WorkerListener).
+
+    def on_connected(self, worker_id: str, epoch: str) -> None:
+        """A worker process answered; nothing is running there for this process."""
+        self._fleet.connect(worker_id, epoch, self._clock())
+
+    def on_status(self, worker_id: str, status: WorkerStatus) -> None:
+        """A heartbeat: for the routes that show where models are."""
+        worker = self._fleet.get(worker_id, status.epoch)
+        if worker is not None:
+            self._fleet.update(worker, status, self._clock())
+
+    def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
+        """One step's output."""
+        self.deltas(worker_id, epoch, deltas, self._clock())
+        if self._first:
+            self._link.send(Tokens(self._first))
+            self._first = []
+
+    def on_refused(self, worker_id: str, refused: Refused) -> None:
+        """A Submit that was not taken."""
+        ticket = self._refused(worker_id, refused)
+        if ticket is None:
+            return
+        waits = refused.retryable and not ticket.aborted
+        self._change(ticket, "refuse" if waits else "give_up")
+        self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
+        if not waits:
+            self._leave(ticket, ABORTED_UNUSED if ticket.aborted else refusal_of(ticket, refused))
+
+    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+        """A worker process is gone, with all it was running."""
+        self._fleet.lose(worker_id, self._clock())
+        for ticket in self.lost_with(worker_id, epoch):
+            key, (event, end) = ticket.key, loss_of(ticket, reason)
+            self._change(ticket, event)
+            if end is not None:
+                self._leave(ticket, end, is_lost=end is not ABORTED_UNUSED)
+            else:
+                ticket.next_attempt(self._clock())
+                self._link.send(Returned(*key, None, _spec(ticket)))
+
+    # The rest.
+
+    def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
+        if ticket.state == "granted":
+            self._first.append((*ticket.key, len(delta.token_ids)))
+        super()._tokens(ticket, delta)
+
+    def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
+        request_id = ticket.request.request_id
+        self._change(ticket, "finish")
+        has_output = ticket.num_tokens > 0 or bool(vectors)
+        asks_load = ticket.owes_load and has_output and self._link.is_up
+        self._link.send(Ended(*ticket.key, finish, ticket.num_tokens, asks_load))
+        if has_output:
+            self.unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
+            if asks_load:
+                self._load_shares.wait(ticket, finish, vectors, now_s)
+            else:
+                ticket.stream.finish(finish, vectors)
+        else:
+            self.unacked.ack_now(request_id, ticket.attempt, ticket.worker_id)
+            ticket.stream.finish(end_without_tokens(ticket, finish))
+        if finish.reason == "error":
+            logger.error("worker failed request=%s: %s", request_id, finish.error)
+
+    def _abort(self, ticket: Ticket) -> None:
+        """Its client wants it no more."""
+        if ticket.state == "waiting":
+            self._give_up(ticket, ABORTED_UNUSED)
+        elif ticket.state != "ended":
+            self.abort(ticket)
+
+    def _change(self, ticket: Ticket, event: TicketEvent) -> None:
+        """It is on no worker any more, and waits again or has ended."""
+        was_waiting = ticket.state == "waiting"
+        ticket.on(event)
+        self._num_waiting += (ticket.state == "waiting") - was_waiting
+        self._reported.pop(ticket.key, None)
+        if ticket.state == "ended":
+            del self.live[ticket.request.request_id]
+        else:
+            ticket.num_tokens = 0
+
+    def _give_up(self, ticket: Ticket, end: StreamEnd) -> None:
+        self._change(ticket, "give_up")
+        self._leave(ticket, end)
+
+    def _leave(self, ticket: Ticket, end: StreamEnd, *, is_lost: bool = False) -> None:
+        """It has ended here, whatever the dispatcher thinks of it."""
+        self._link.send(Leave(ticket.request.request_id, is_lost))
+        ticket.stream.finish(end)
+
+
+class RemoteWorkers(Fleet):
+    """Connections and what their workers say of models. The dispatcher tells them the catalog."""
+
+    def send(self, worker_id: str, message: ToWorker) -> bool:
+        """As there."""
+        return isinstance(message, SetCatalog) or super().send(worker_id, message)
+
+
+def _spec(ticket: Ticket) -> TicketSpec:
+    request = ticket.request
+    return TicketSpec(
+        request_id=request.request_id,
+        attempt=ticket.attempt,
+        tenant_id=ticket.tenant_id,
+        weight=ticket.weight,
+        priority=request.priority,
+        model=request.model.name,
+        revision=request.model.revision,
+        num_prompt_tokens=request.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        arrived_s=ticket.arrival_s,
+        deadline_s=ticket.deadline_s,
+        ends_by_s=ticket.ends_by_s,
+        continues=request.continues,
+    )

@@ -1,0 +1,93 @@
+"""What tenants' counters are ahead of the floor, kept in a small file over restarts.
+
+Without it a restart would forgive whoever had just taken more than its share. Written every
+WRITE_EVERY_S while it changes, and at the stop; a dispatcher that is killed loses what was charged
+since, and predictions of what ran. The file is replaced as a whole, so that a reader finds the old
+one or the new one; one that cannot be read is as none, and is said in the log. Tenants that no
+longer come fall out as others pass them.
+"""
+
+import asyncio
+import json
+import logging
+import math
+import os
+from pathlib import Path
+
+from gateway.dispatch.policy.fair_share import FairShare
+
+logger = logging.getLogger(__name__)
+
+NAME = "fair_share.json"
+VERSION = 1
+WRITE_EVERY_S = 5.0
+MAX_BYTES = 4 << 20
+
+
+class CounterCheckpoint:
+    """Used on the event loop; reads and writes in a thread."""
+
+    def __init__(self, data_path: Path, share: FairShare) -> None:
+        self._path = data_path / NAME
+        self._share = share
+        self._written: dict[str, float] = {}
+        self._lock = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Restore what there is; call it before anybody waits."""
+        self._share.restore_leads(await asyncio.to_thread(read_leads, self._path))
+
+    async def run(self) -> None:
+        """Write for ever."""
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            await self.write()
+
+    async def write(self) -> None:
+        """Now, where something has changed. A disk that fails is logged and tried again."""
+        async with self._lock:
+            leads = self._share.leads()
+            if leads == self._written:
+                return
+            try:
+                await asyncio.to_thread(write_leads, self._path, leads)
+            except OSError as error:
+                logger.warning("cannot write the fair-share counters: %s", error)
+            else:
+                self._written = leads
+
+
+def read_leads(path: Path) -> dict[str, float]:
+    """By tenant; empty where there is no file, or none that makes sense."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError("it is too large")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["version"] != VERSION:
+            raise ValueError(f"it is of version {found['version']!r}")
+        leads = {str(name): float(lead) for name, lead in found["leads"].items()}
+        if not all(map(math.isfinite, leads.values())):
+            raise ValueError("a counter is no number")
+    except FileNotFoundError:
+        return {}
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        logger.warning(
+            "cannot read %s, all tenants start with equal counters: %s", path.name, error
+        )
+        return {}
+    return leads
+
+
+def write_leads(path: Path, leads: dict[str, float]) -> None:
+    """Atomically. Raises OSError."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"version": VERSION, "leads": leads}), encoding="utf-8")
+    os.replace(new, path)

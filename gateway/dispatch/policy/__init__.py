@@ -1,0 +1,3 @@
+"""Fair shares, placement, costs of service and loads, histories of models, reasons. Pure."""
+
+__all__ = ["fair_share", "fleet_view", "placement", "reasons", "service_costs"]

@@ -1,0 +1,398 @@
+"""Workers, models and demands as placement sees them, and what it answers (pure).
+
+`Placer` is the seam behind which the policy can be another. Workers say nothing of models that are
+cold there; what a load of one takes follows from its size. `outlook` says what would have to leave
+a worker for a new model, for people.
+"""
+
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeAlias
+
+from gateway.dispatch.policy.reasons import Reason
+
+UNKNOWN_LOAD_S = 1.0
+"""Taken for a load that has never been timed."""
+
+_LOADABLE = frozenset({"cold", "warm"})
+
+
+class AskRate(Protocol):
+    """How often a model is asked for, in asks a second."""
+
+    def __call__(self, model_id: str, /) -> float: ...
+
+
+def nobody_asks(model_id: str) -> float:
+    """An AskRate where nothing is known."""
+    del model_id
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A model somebody waits for (or a pinned one, with num_waiting 0).
+
+    backlog_s     predicted service of its waiting tickets
+    weight_bytes  what it takes where a worker says nothing of it
+    oldest_s      arrival of the oldest ticket
+    waited_s      of all its tickets together, up to now
+    floors        (tenant, bytes) of tenants with a floor whose model it is
+    """
+
+    model_id: str
+    num_waiting: int
+    backlog_s: float
+    pinned: bool
+    weight_bytes: int = 0
+    oldest_s: float = math.inf
+    waited_s: float = 0.0
+    floors: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """A model on one worker. `idle`: nothing runs there, and it is not pinned; `idle_since_s` is
+    since when. `held_bytes`: of its weights, what lies in pages of its own already. `floors`: as
+    in Demand."""
+
+    state: str
+    weight_bytes: int
+    load_s: float
+    idle: bool
+    idle_since_s: float = 0.0
+    pinned: bool = False
+    held_bytes: int = 0
+    floors: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A worker as placement sees it. `kv_short`: a request lacks KV memory there.
+
+    cold_bytes_per_s  at which models that are not in `models` would be loaded; 0: not known
+    """
+
+    worker_id: str
+    free_bytes: int
+    arena_bytes: int
+    models: Mapping[str, ModelView]
+    kv_short: bool = False
+    cold_bytes_per_s: float = 0.0
+
+    def model(self, demand: Demand) -> ModelView:
+        """The model there, as reported or as it must be."""
+        known = self.models.get(demand.model_id)
+        if known is not None:
+            return known
+        rate = self.cold_bytes_per_s
+        load_s = demand.weight_bytes / rate if rate > 0 and demand.weight_bytes else -1.0
+        return ModelView("cold", demand.weight_bytes, load_s, idle=False)
+
+    def state(self, model_id: str) -> str:
+        """The model's state there."""
+        known = self.models.get(model_id)
+        return "cold" if known is None else known.state
+
+    def has(self, model_id: str) -> bool:
+        """Whether it is on the device, or on its way."""
+        return self.state(model_id) in ("resident", "loading")
+
+    def may_load(self, demand: Demand, *, and_failed: bool = False) -> bool:
+        """Whether a load could be asked for there."""
+        model = self.model(demand)
+        if model.weight_bytes >= self.arena_bytes:
+            return False
+        return model.state in _LOADABLE or (and_failed and model.state == "failed")
+
+    @property
+    def is_moving(self) -> bool:
+        """Some model comes or goes."""
+        return any(model.state in ("loading", "draining") for model in self.models.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Load `model_id` on `worker_id`; from `relieve`: unload it there.
+
+    forced     it pushes models in demand out, within the load budget
+    waited_s   of its oldest ticket
+    load_s     what the load is expected to take
+    """
+
+    model_id: str
+    worker_id: str
+    reason: Reason
+    forced: bool = False
+    waited_s: float = 0.0
+    backlog_s: float = 0.0
+    load_s: float = 0.0
+    num_waiting: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """When a model that somebody waits for will be there, as far as can be said now.
+
+    at_s       when it is expected to be resident (or one more copy of it); inf: it cannot be said
+    reason     why no load has been started; empty: one has
+    until_s    when it will be, if nothing changes before
+    worker_id  where
+    sure       what loads take there has been measured
+    """
+
+    model_id: str
+    at_s: float
+    reason: Reason | None = None
+    until_s: float = 0.0
+    worker_id: str = ""
+    load_s: float = 0.0
+    sure: bool = False
+
+
+@dataclass(slots=True)
+class WeightRoom:
+    """One worker in one round: its free pages, and what would have to go for more.
+
+    Claims of loads that have not got their pages are taken off: free pages first, then the models
+    that are the first to go. Where requests lack KV memory no page is free for weights: what was
+    given up for KV a moment ago would be taken by a load, and another model have to go for KV.
+    """
+
+    view: WorkerView
+    claimed_bytes: int
+    wanted: Container[str]
+    asks_s: AskRate
+    _leavers: list["_Leaver"] | None = field(default=None)
+    _pinned_bytes: int | None = field(default=None)
+    _has_floors: bool | None = field(default=None)
+
+    @property
+    def free_bytes(self) -> int:
+        """Free pages that no load has been promised."""
+        return max(0, self._unused_bytes - self.claimed_bytes)
+
+    @property
+    def _unused_bytes(self) -> int:
+        return 0 if self.view.kv_short else self.view.free_bytes
+
+    def may_load(self, demand: Demand) -> bool:
+        """Whether it would have room there at least once all had left that may.
+
+        What is pinned or kept by others' floors stays however long somebody waits: a load against
+        that would stand in the way of all loads behind it, again and again, and come to nothing.
+        """
+        if not self.view.may_load(demand):
+            return False
+        if self._pinned_bytes is None:
+            models = self.view.models.values()
+            self._pinned_bytes = sum(model.held_bytes for model in models if model.pinned)
+        kept = sum(self.view.models[name].held_bytes for name in self._kept(demand))
+        num_bytes = self.view.model(demand).weight_bytes
+        return num_bytes <= self.view.arena_bytes - self._pinned_bytes - kept
+
+    def _kept(self, demand: Demand) -> set[str]:
+        """What others' floors keep, if models leave in the order of `push_out`. The worker judges
+        it anew (engine/residency/policy/eviction_rules.py), in its own order."""
+        if self._has_floors is None:
+            self._has_floors = any(model.floors for model in self.view.models.values())
+        if not self._has_floors:
+            return set()
+        own = {tenant_id for tenant_id, _ in demand.floors}
+        spare: dict[str, int] = {}
+        floored = [leaver for leaver in self._ordered() if leaver.floors]
+        for leaver in floored:
+            for tenant_id, floor_bytes in leaver.floors:
+                if tenant_id not in own:
+                    spare[tenant_id] = spare.get(tenant_id, -floor_bytes) + leaver.num_bytes
+        kept = set()
+        for leaver in floored:
+            tenants = [tenant_id for tenant_id, _ in leaver.floors if tenant_id in spare]
+            if any(spare[tenant_id] < leaver.num_bytes for tenant_id in tenants):
+                kept.add(leaver.model_id)
+            else:
+                for tenant_id in tenants:
+                    spare[tenant_id] -= leaver.num_bytes
+        return kept
+
+    def push_out(self, demand: Demand, share: float) -> "PushedOut | None":
+        """What goes for its load, least loss first; None where even all would not do.
+
+        A model is in demand where somebody waits for it or it runs, or where swapping it out and
+        in again at the rate it is asked for would take more than `share` of the worker's time.
+        """
+        model = self.view.model(demand)
+        num_bytes, load_s = model.weight_bytes, load_seconds(model)
+        spare, kept = self._unused_bytes - self.claimed_bytes, self._kept(demand)
+        loss_s, worth, in_demand, used = 0.0, 0.0, 0, 0
+        for leaver in self._ordered():
+            if spare >= num_bytes:
+                break
+            if leaver.model_id in kept:
+                continue
+            spare += leaver.num_bytes
+            if spare <= 0:
+                continue  # it goes for a load that was promised its pages before
+            worth += leaver.asks_s * leaver.reload_s
+            both_s = load_s + leaver.reload_s
+            if leaver.is_used or leaver.asks_s * both_s >= share:
+                loss_s += both_s
+                in_demand += 1
+                used += leaver.is_used
+        return PushedOut(loss_s, worth, in_demand, used) if spare >= num_bytes else None
+
+    def _ordered(self) -> list["_Leaver"]:
+        if self._leavers is None:
+            self._leavers = sorted(
+                (
+                    self._leaver(name, model)
+                    for name, model in self.view.models.items()
+                    if model.state == "resident" and not model.pinned
+                ),
+                key=lambda leaver: (leaver.is_used, leaver.loss, leaver.model_id),
+            )
+        return self._leavers
+
+    def _leaver(self, name: str, model: ModelView) -> "_Leaver":
+        asks_s, reload_s = self.asks_s(name), load_seconds(model)
+        return _Leaver(
+            name,
+            not model.idle or name in self.wanted,
+            asks_s * reload_s / max(1, model.weight_bytes),
+            asks_s,
+            reload_s,
+            model.weight_bytes,
+            model.floors,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaver:
+    """A resident model that may have to go."""
+
+    model_id: str
+    is_used: bool
+    loss: float
+    asks_s: float
+    reload_s: float
+    num_bytes: int
+    floors: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PushedOut:
+    """What a load would cost others.
+
+    loss_s         seconds of loading, its own and the way back of those in demand that it pushes
+                   out; 0: it costs nobody
+    worth          of all that it pushes out: seconds of loading a second if each ask had to
+                   bring its model back
+    num_in_demand  how many these are
+    num_used       of them, those that somebody waits for or that run something at this moment
+    """
+
+    loss_s: float
+    worth: float
+    num_in_demand: int
+    num_used: int
+
+
+def load_seconds(model: ModelView) -> float:
+    """What a load is expected to take there."""
+    return model.load_s if 0 <= model.load_s < math.inf else UNKNOWN_LOAD_S
+
+
+class Placer(Protocol):
+    """Who loads what. `placement.Placement` is ours; `bench/sim/baselines` has one to compare."""
+
+    def decide(
+        self,
+        now_s: float,
+        demands: Sequence[Demand],
+        workers: Sequence[WorkerView],
+        wanted: Container[str] = frozenset(),
+        asks_s: AskRate = nobody_asks,
+    ) -> list[LoadDecision]:
+        """Loads to start now."""
+        ...
+
+    def claim(
+        self, now_s: float, demand: Demand, workers: Sequence[WorkerView]
+    ) -> LoadDecision | None:
+        """An operator's request."""
+        ...
+
+    def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
+        """End claims that are done or too old."""
+        ...
+
+    def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
+        """A load has ended."""
+        ...
+
+    def lose_worker(self, worker_id: str) -> None:
+        """A worker is gone."""
+        ...
+
+    def claimed_on(self, model_id: str) -> str | None:
+        """The worker that is to load the model."""
+        ...
+
+    def claimed(self, model_id: str, now_s: float) -> Outlook | None:
+        """When the claimed load is expected to end."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any claim stands."""
+        ...
+
+    @property
+    def outlooks(self) -> Mapping[str, Outlook]:
+        """Of the models that `decide` was asked about last and that are not claimed."""
+        ...
+
+
+Fit: TypeAlias = Literal["free", "evicts", "never"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOutlook:
+    """free: it fits beside what is there; evicts: once `leavers` are gone; never: the arena is too
+    small, or what is pinned leaves too little."""
+
+    fit: Fit
+    leavers: tuple[str, ...] = ()
+    free_bytes: int = 0
+    arena_bytes: int = 0
+
+
+def outlook(view: WorkerView, num_bytes: int, asks_s: Mapping[str, float]) -> MemoryOutlook:
+    """What would have to leave a worker for a model of so many bytes.
+
+    In placement's order: what nobody uses first, then by the seconds of loading lost for each byte.
+    When the load really comes the worker decides by what is asked for then, and weighs pins, floors
+    and how long a model has been there (engine/residency/). `asks_s`: how often each model is asked
+    for, in asks a second.
+    """
+    if num_bytes <= view.free_bytes:
+        return MemoryOutlook("free", (), view.free_bytes, view.arena_bytes)
+
+    def loss(row: tuple[str, ModelView]) -> tuple[bool, float, str]:
+        name, model = row
+        worth = asks_s.get(name, 0.0) * load_seconds(model) / max(1, model.weight_bytes)
+        return not model.idle, worth, name
+
+    may_go = [
+        (name, model)
+        for name, model in view.models.items()
+        if model.state == "resident" and not model.pinned
+    ]
+    spare, leavers = view.free_bytes, []
+    for name, model in sorted(may_go, key=loss):
+        spare += model.weight_bytes
+        leavers.append(name)
+        if spare >= num_bytes:
+            return MemoryOutlook("evicts", tuple(leavers), view.free_bytes, view.arena_bytes)
+    return MemoryOutlook("never", (), view.free_bytes, view.arena_bytes)

@@ -1,0 +1,234 @@
+"""What requests have used: charged while they run, acknowledged when it is posted.
+
+`UsageAccounting` stands between what workers say (service so far with each status, all of it with a
+request's end, loads that have ended) and the fair order, which knows charges only. The arithmetic
+of loads is policy/service_costs.py's, whose turn it is policy/fair_share.py's.
+
+    tenants' device_s + the system's = time of the devices, as far as workers have reported it
+
+The system's account has here what was computed for attempts that came to nothing and for requests
+that nobody waits for any more, and on the worker (its counters) what was computed twice or for
+nobody. A figure that is no time (not finite, or below 0) is counted and taken for nothing: one of
+them in a tenant's counter would stay there for good. What a worker did after its last status and
+before it died nobody knows.
+
+`UsageOutbox` has the finishes that the workers keep until the ledger says that they are durable.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+from engine.protocol import AckUsage, RequestService, Usage, WorkerStatus
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.policy.fair_share import NOTHING, TenantOrder, UsedService
+from gateway.dispatch.policy.service_costs import LoadCosts, Residency, Transfer, units_of
+from gateway.dispatch.ticket_queue import TicketQueue
+from gateway.dispatch.tickets import Ticket
+from gateway.protocols import Accounts
+from gateway.types import HostedModel
+from gateway.workers.choices import base_id
+
+MAX_BOOKED = 10_000
+"""Attempts that left their worker, whose end may be reported again; the oldest are forgotten."""
+
+
+class UsageAccounting:
+    """What is charged goes through here and nowhere else."""
+
+    def __init__(self, share: TenantOrder, queue: TicketQueue) -> None:
+        self._share = share
+        self._queue = queue
+        self._pack_of: dict[str, str] = {}
+        self._loaded_s: dict[str, float] = {}  # when the last load ended, by worker
+        self.loads = LoadCosts()
+        self.service_s: dict[str, float] = {}
+        self.device_s: dict[str, float] = {}
+        """By tenant, of requests that have ended."""
+        self._booked_s: OrderedDict[tuple[str, int], float] = OrderedDict()  # of what has left
+        self.num_unsound = 0
+        """Figures of workers that were no times."""
+        self.failed_s = 0.0
+        """The system's: device time of attempts that came to nothing or that nobody waited for."""
+
+    def set_models(self, models: Iterable[HostedModel]) -> None:
+        """Models of one pack are loaded together."""
+        self._pack_of = {model.name: model.pack_dir for model in models}
+
+    def accounts(self) -> Accounts:
+        """For metrics."""
+        loads = self.loads
+        return Accounts(
+            self.device_s, dict(loads.charged_s), self.failed_s, loads.system_s, self.num_unsound
+        )
+
+    # Requests.
+
+    def grant(self, ticket: Ticket) -> None:
+        """Count at once what the ticket is predicted to use."""
+        prediction = ticket.prediction
+        ticket.reported, ticket.reported_device_s, ticket.load_s = NOTHING, 0.0, 0.0
+        ticket.expected = UsedService(prediction.service_s, prediction.units)
+        self._share.expect(ticket.tenant_id, ticket.expected)
+
+    def progress(self, ticket: Ticket, so_far: RequestService) -> None:
+        """It has had so much and goes on."""
+        prompt_tokens = ticket.request.num_prompt_tokens if ticket.num_tokens else 0
+        units = units_of(prompt_tokens, ticket.num_tokens)
+        service_s = self._sound(so_far.service_s, ticket.reported.service_s)
+        device_s = self._sound(so_far.device_s, ticket.reported_device_s)
+        self._true_up(ticket, UsedService(service_s, units), device_s)
+
+    def end(self, ticket: Ticket, usage: Usage) -> None:
+        """It is on no worker any more, and has used all this."""
+        units = units_of(usage.prompt_tokens - usage.cached_tokens, usage.generated_tokens)
+        service_s = self._sound(usage.service_s, ticket.reported.service_s)
+        device_s = self._sound(usage.device_s, ticket.reported_device_s)
+        self._true_up(ticket, UsedService(service_s, units), device_s)
+        self._share.settle(ticket.tenant_id, ticket.expected)
+        _add(self.service_s, ticket.tenant_id, service_s)
+        _add(self.device_s, ticket.tenant_id, device_s)
+        self._note(ticket.key, device_s)
+
+    def fail(self, ticket: Ticket, device_s: float = 0.0) -> None:
+        """The attempt came to nothing: the tenant gets back what it was charged."""
+        had = ticket.reported
+        if had != NOTHING:
+            self._share.charge(ticket.tenant_id, UsedService(-had.service_s, -had.units))
+        self._share.settle(ticket.tenant_id, ticket.expected)
+        device_s = max(self._sound(device_s), ticket.reported_device_s)
+        self.failed_s += device_s
+        self._note(ticket.key, device_s)
+
+    def late(self, key: tuple[str, int], usage: Usage) -> None:
+        """A request has ended that nobody here waits for, or its end is reported again: workers do
+        so after every Hello. What has been booked of it before is not booked twice."""
+        booked_s = self._booked_s.get(key, 0.0)
+        device_s = max(booked_s, self._sound(usage.device_s))
+        self.failed_s += device_s - booked_s
+        self._note(key, device_s)
+
+    def _sound(self, seconds: float, known_s: float = 0.0) -> float:
+        """A worker's figure, or what was known before where it is no time."""
+        if 0.0 <= seconds < math.inf:
+            return seconds
+        self.num_unsound += 1
+        return known_s
+
+    def _note(self, key: tuple[str, int], device_s: float) -> None:
+        self._booked_s[key] = device_s
+        if len(self._booked_s) > MAX_BOOKED:
+            self._booked_s.popitem(last=False)
+
+    def _true_up(self, ticket: Ticket, total: UsedService, device_s: float) -> None:
+        """Charges take the place of the prediction, as far as that goes."""
+        had, left = ticket.reported, ticket.expected
+        more = UsedService(total.service_s - had.service_s, total.units - had.units)
+        covered = UsedService(
+            min(left.service_s, max(0.0, more.service_s)), min(left.units, max(0.0, more.units))
+        )
+        self._share.charge(ticket.tenant_id, more, covered)
+        ticket.expected = UsedService(
+            left.service_s - covered.service_s, left.units - covered.units
+        )
+        ticket.reported, ticket.reported_device_s = total, device_s
+        residency = self._residency(ticket.worker_id, ticket.model_name)
+        owed_s = self.loads.owed_s(residency)
+        self._transfer(self.loads.use(residency, ticket.tenant_id, more.service_s))
+        ticket.load_s += owed_s - self.loads.owed_s(residency)
+
+    # Loads.
+
+    def owes_load(self, worker_id: str, model_name: str) -> bool:
+        """Whether who uses the model there bears some of its load."""
+        return self.loads.owed_s(self._residency(worker_id, model_name)) > 0
+
+    def status(self, worker_id: str, status: WorkerStatus, now_s: float) -> None:
+        """Loads that have begun, ended, or come to nothing; models that have left."""
+        for swap in status.swaps:
+            residency = self._residency(worker_id, swap.model_id)
+            if swap.kind == "evict":
+                self.loads.end(residency)
+            else:
+                backlog_s = {} if self.loads.is_known(residency) else self._backlog_s(residency)
+                # Loads go one after the other: waiting for another one's is no load.
+                since_s = now_s - self._loaded_s.get(worker_id, -math.inf)
+                took_s = min(self._sound(swap.duration_s), since_s)
+                self._loaded_s[worker_id] = now_s
+                self._transfer(self.loads.finish(residency, took_s, backlog_s))
+        loading = {
+            self._residency(worker_id, row.model_id)
+            for row in status.models
+            if row.state == "loading"
+        }
+        self.loads.keep_under_way(worker_id, loading)
+        for residency in loading:
+            if not self.loads.is_known(residency):
+                self.loads.begin(residency, self._backlog_s(residency))
+
+    def _residency(self, worker_id: str, model_name: str) -> Residency:
+        return worker_id, self._pack_of.get(model_name, model_name)
+
+    def _backlog_s(self, residency: Residency) -> Mapping[str, float]:
+        """Predicted service that waits for the pack, by tenant."""
+        backlog_s: dict[str, float] = {}
+        for ticket in self._queue:
+            if ticket.request.model.pack_dir == residency[1]:
+                _add(backlog_s, ticket.tenant_id, ticket.prediction.service_s)
+        return backlog_s
+
+    def _transfer(self, transfers: Sequence[Transfer]) -> None:
+        for tenant_id, service_s in transfers:
+            self._share.charge(tenant_id, UsedService(service_s))
+
+
+def _add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = sums.get(name, 0.0) + value
+
+
+MAX_UNACKED = 65_536
+"""Requests; the oldest is forgotten beyond it; its worker keeps it, and its own bound."""
+
+
+class UsageOutbox:
+    """Finishes whose posting is awaited: request id -> name at the worker -> (worker, epoch,
+    attempt).
+
+    A worker keeps every Finish until it is acknowledged. Those that owe nothing (no token was ever
+    delivered) are acknowledged at once; the others when the ledger says that their posting is
+    durable. The ledger speaks of a request once, also where its choices were several requests to
+    the workers.
+    """
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._entries: OrderedDict[str, dict[str, tuple[str, str, int]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def expect(self, request_id: str, attempt: int, worker_id: str, epoch: str) -> None:
+        """The ledger will speak of this request."""
+        names = self._entries.setdefault(base_id(request_id), {})
+        names[request_id] = (worker_id, epoch, attempt)
+        if len(self._entries) > MAX_UNACKED:
+            self._entries.popitem(last=False)
+
+    def expects(self, request_id: str, attempt: int) -> bool:
+        """Whether this very finish waits for the ledger."""
+        entry = self._entries.get(base_id(request_id), {}).get(request_id)
+        return entry is not None and entry[2] == attempt
+
+    def ack_now(self, request_id: str, attempt: int, worker_id: str) -> None:
+        """Nothing is owed for it."""
+        self._fleet.send(worker_id, AckUsage([(request_id, attempt)]))
+
+    def ack(self, request_ids: Iterable[str]) -> None:
+        """Their usage is durable. Unknown ids have been acknowledged or never ran."""
+        by_worker: dict[str, list[tuple[str, int]]] = {}
+        for request_id in request_ids:
+            for name, (worker_id, epoch, attempt) in self._entries.pop(request_id, {}).items():
+                if self._fleet.get(worker_id, epoch) is not None:
+                    by_worker.setdefault(worker_id, []).append((name, attempt))
+        for worker_id, keys in by_worker.items():
+            self._fleet.send(worker_id, AckUsage(keys))

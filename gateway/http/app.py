@@ -1,0 +1,124 @@
+"""The HTTP application: its routes, and the layers that every request passes on its way to them.
+
+Both are lists, read from top to bottom. What the layers do is layers.py's, what the routes do
+post.py's and gets.py's.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http import gets
+from gateway.http.acceptor import connections_of
+from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
+from gateway.http.own_hosts import OwnHosts
+from gateway.http.post import Post
+from gateway.http.usage_reports import UsageReports
+from gateway.pipeline.edge import Edge, build_edge
+from gateway.pipeline.pipeline import Services
+
+
+class MountedApp(Protocol):
+    """An application that serves all paths below a prefix, such as the operator's pages."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+
+    def close(self) -> None:
+        """When no more requests come. May block."""
+
+
+Mounts: TypeAlias = Mapping[str, Callable[[Edge], MountedApp]]
+"""Path prefix -> what makes the application that is mounted there."""
+
+
+class Application(Starlette):
+    """What the supervisor hands to uvicorn. `connections` counts those of `http_config`."""
+
+    def __init__(self, services: Services, edge: Edge, mounts: Mounts) -> None:
+        settings, organization = services.settings, "/v1/organization"
+        mounted = {prefix: make(edge) for prefix, make in mounts.items()}
+
+        @asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            async with edge.running():
+                yield
+            await edge.close(settings.shutdown_timeout_s)
+            for app in mounted.values():
+                await asyncio.to_thread(app.close)
+            await asyncio.to_thread(self.state.usage_reports.close)
+
+        super().__init__(
+            middleware=[
+                *cors(settings.cors_origins),
+                Middleware(RequestHeads, now_s=edge.clocks.now_s),
+                Middleware(ErrorAnswers, metrics=edge.metrics),
+                Middleware(BodyBound, max_bytes=settings.max_body_bytes),
+            ],
+            routes=[
+                Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
+                Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
+                Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
+                Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
+                Route("/v1/rerank", Post(edge, "rerank"), methods=["POST"]),
+                Route("/v1/models", gets.list_models, methods=["GET"]),
+                Route("/v1/models/{name:path}", gets.show_model, methods=["GET"]),
+                Route(f"{organization}/usage/completions", gets.usage, methods=["GET"]),
+                Route(f"{organization}/costs", gets.costs, methods=["GET"]),
+                Route("/health/live", gets.live, methods=["GET"]),
+                Route("/health/ready", gets.ready, methods=["GET"]),
+                Route("/metrics", gets.metrics, methods=["GET"]),
+                *(_Below(path, OwnHosts(app, settings)) for path, app in mounted.items()),
+            ],
+            lifespan=lifespan,
+        )
+        self.router.redirect_slashes = False
+        self.state.edge = edge
+        self.state.usage_reports = UsageReports(settings, edge.clocks.now_at)
+        self.connections = connections_of(settings)
+        edge.metrics.watch_connections(self.connections)
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """The layers alone, the first of the list outermost."""
+        app: ASGIApp = self.router.app
+        for layer in reversed(self.user_middleware):
+            app = layer.cls(app, *layer.args, **layer.kwargs)
+        return app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Layers see requests alone. Starlette's own would be one more frame to resume at
+        each `await` of a request."""
+        scope["app"] = self
+        if self.middleware_stack is None:
+            self.middleware_stack = self.build_middleware_stack()
+        app = self.middleware_stack if scope["type"] == "http" else self.router
+        await app(scope, receive, send)
+
+
+class _Below(BaseRoute):
+    """All paths below a prefix, for an application that reads them as they are."""
+
+    def __init__(self, prefix: str, app: ASGIApp) -> None:
+        self._prefix = prefix
+        self._app = app
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """See BaseRoute."""
+        path: str = scope["path"]
+        is_below = path == self._prefix or path.startswith(self._prefix + "/")
+        return (Match.FULL if is_below else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See BaseRoute."""
+        await self._app(scope, receive, send)
+
+
+def create_app(services: Services, mounts: Mounts, edge: Edge | None = None) -> Application:
+    """The application that the supervisor hands to uvicorn. `edge` is given by tests."""
+    return Application(services, edge or build_edge(services), mounts)

@@ -1,0 +1,3 @@
+"""The arithmetic of limits and budgets. Pure."""
+
+__all__ = ["rate_limit"]

@@ -1,0 +1,216 @@
+"""The way a request goes: ten stages, top to bottom, and nowhere else is their order known.
+
+Comes in: a `Call` (headers as they arrived, the body when it is asked for). Goes out: an answer's
+bytes, whole or as events, or an ApiError while nothing has been sent. Each stage's work is in the
+module it names. What a request comes to hold on its way, and how it ends, is active_request.py's.
+
+The server builds one `Services` and hands it to `create_app`; its parts change inside, the
+references never do.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from gateway.answer import encode_answer
+from gateway.answer.answer import (
+    DONE,
+    Chunks,
+    WholeChoice,
+    error_event,
+    json_answer,
+    usage_of,
+)
+from gateway.answer.choice import Piece, TextParts
+from gateway.answer.encode_answer import AnswerMemory, RowParts
+from gateway.api import encode_wire, wire
+from gateway.auth.auth import authenticate
+from gateway.auth.directory import Directory
+from gateway.cache.embedder import EmbeddingWorker
+from gateway.cache.lookup import AnswerCache
+from gateway.errors import ApiError, ClientGone
+from gateway.limits.limits import Limiter
+from gateway.limits.store import LimitStore, MemoryStore
+from gateway.metrics.cache_metrics import CacheMetrics
+from gateway.metrics.metrics import Metrics
+from gateway.pipeline.active_request import ActiveRequest, Clocks, Dependencies, TaskSet
+from gateway.pipeline.coalesce import CacheHits, InFlight
+from gateway.prepare.encode_prepare import EncodePrepared, EncodePreparer
+from gateway.prepare.prepare import Prepared, Preparer
+from gateway.protocols import RequestDispatcher, UsageLedger
+from gateway.settings.settings import Settings
+from gateway.types import Answer, Call, EventAnswer, JsonAnswer, Principal, Sink
+
+_ID_PREFIX = {
+    "chat": "chatcmpl-",
+    "completion": "cmpl-",
+    "embedding": "embd-",
+    "classify": "classify-",
+    "rerank": "rerank-",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything the HTTP side may use."""
+
+    settings: Settings
+    """As they were at the start."""
+    directory: Directory
+    """Keys, tenants' limits and hosted models, kept fresh by the supervisor's registry poll."""
+    dispatcher: RequestDispatcher
+    """The fair queue, in this process or another."""
+    ledger: UsageLedger
+    metrics_registry: CollectorRegistry
+    limit_store: LimitStore = field(default_factory=MemoryStore)
+    """Counts of limits; the registry poll fills in what a restart has lost."""
+    embedding_worker: EmbeddingWorker | None = None
+    """Of the model `cache_embedder`; None where the server is set up without."""
+    cache_socket: Path | None = None
+    """Where the operator asks about cached answers; None: nowhere."""
+    scrape: Callable[[], Awaitable[bytes]] | None = None
+    """What /metrics answers where this process is one of several; None: `metrics_registry`."""
+
+
+class Pipeline:
+    """One object per gateway process."""
+
+    def __init__(
+        self,
+        services: Services,
+        preparer: Preparer,
+        encode_preparer: EncodePreparer,
+        limiter: Limiter,
+        cache: AnswerCache,
+        metrics: Metrics,
+        cache_metrics: CacheMetrics,
+        clocks: Clocks,
+    ) -> None:
+        settings = self._settings = services.settings
+        self._directory = services.directory
+        self._dispatcher = services.dispatcher
+        self._preparer = preparer
+        self._encode_preparer = encode_preparer
+        self._limiter = limiter
+        self._clocks = clocks
+        self._answer_memory = AnswerMemory(settings.max_encode_answer_bytes)
+        self._tasks = TaskSet()
+        self._dependencies = Dependencies(
+            services.ledger, metrics, self._tasks, clocks, settings.ledger_checkpoint_tokens
+        )
+        bounds = settings.request_timeout_s, settings.cache_least_logprob
+        self._hits = CacheHits(cache, metrics, cache_metrics, self._tasks, *bounds)
+
+    async def handle(self, call: Call) -> Answer:
+        """Serve one request. Raises ApiError, or ClientGone where nobody waits for the answer."""
+        now_at = self._clocks.now_at()
+        # 1 auth
+        principal = call.principal or authenticate(
+            call.headers, self._directory, now_at, call.client
+        )
+        # 2 prepare
+        prepared = await self._prepare(call, principal, now_at)
+        active = ActiveRequest(call, prepared.request, principal, self._dependencies)
+        try:
+            # 3 limits
+            if prepared.answer_bytes:
+                memory = self._answer_memory.hold(principal.tenant_id, prepared.answer_bytes)
+                active.at_end.callback(memory)
+            await active.reserve(self._limiter)
+            # 4 semantic cache
+            found = await self._hits.find(active, prepared)
+            if not isinstance(found, InFlight):
+                return found
+            # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
+            parts = self._parts(active, prepared)
+            active.submit(parts)
+            # 10 ledger: opened now, closed before the answer ends
+            active.open()
+            # 9 stream
+            if isinstance(parts, TextParts):
+                return await self._text(active, parts, found)
+            return await self._rows(active, parts)
+        except Exception as error:
+            await active.fail(error)
+            raise
+        except BaseException:  # The task is cancelled.
+            active.abandon()
+            raise
+
+    async def drain(self, timeout_s: float) -> None:
+        """At shutdown: wait until every request that ended is settled and posted."""
+        await self._tasks.drain(timeout_s)
+
+    async def _prepare(
+        self, call: Call, principal: Principal, now_at: float
+    ) -> Prepared | EncodePrepared:
+        """Nobody without a key makes us read a body."""
+        kind, body = call.kind, await call.receive_body()
+        about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
+        if kind == "chat" or kind == "completion":
+            return await self._preparer.prepare(wire.decode(kind, body), *about)
+        asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)
+        return await self._encode_preparer.prepare(asked, *about)
+
+    def _parts(
+        self, active: ActiveRequest, prepared: Prepared | EncodePrepared
+    ) -> TextParts | RowParts:
+        run = partial(self._dispatcher.run, principal=active.principal)
+        if isinstance(prepared, Prepared):
+            return TextParts(prepared, run, active)
+        return RowParts(prepared, self._settings.encode_piece_tokens, run, active)
+
+    async def _text(self, active: ActiveRequest, parts: TextParts, flight: InFlight) -> Answer:
+        """A stream begins without tokens where they take longer than `stream_heartbeat_s`; until
+        then a refusal is an HTTP status."""
+        request, pieces = parts.prepared.request, parts.prepared.codec.pieces
+        await parts.begin(self._settings.stream_heartbeat_s if request.stream else 0.0)
+        if active.is_gone:
+            raise ClientGone
+        if request.stream:
+            return EventAnswer(partial(self._events, active, parts, flight), active.abandon)
+        whole = [WholeChoice(request, choice.index, pieces) for choice in parts.choices]
+        async for piece in parts.pieces():
+            whole[piece.index].add(piece)
+        await active.close()
+        if active.is_gone:
+            raise ClientGone
+        flight.end(parts.choices[0], parts.cached_tokens)
+        choices = [whole[c.index].body(c.finish_reason) for c in parts.choices]
+        return JsonAnswer([json_answer(request, choices, usage_of(parts))], active.abandon)
+
+    async def _events(
+        self, active: ActiveRequest, parts: TextParts, flight: InFlight, sink: Sink
+    ) -> None:
+        chunks = Chunks(parts.prepared.request, parts.prepared.codec.pieces)
+
+        def send(piece: Piece) -> None:
+            event = chunks.piece(piece)
+            if event:
+                sink.write(event)
+
+        try:
+            await parts.push(send, sink)
+            await active.close()
+        except Exception as error:  # A bug is not the client's to pay for, either.
+            await active.fail(error)
+            if not isinstance(error, ApiError):
+                raise
+            sink.write(error_event(error))
+            return
+        if active.is_gone:
+            return
+        flight.end(parts.choices[0], parts.cached_tokens)
+        ends = b"".join(chunks.last(c.index, c.finish_reason) for c in parts.choices)
+        sink.write(ends + chunks.usage(usage_of(parts)) + DONE)
+
+    async def _rows(self, active: ActiveRequest, parts: RowParts) -> Answer:
+        """An encoder's answer is whole before anything of it leaves."""
+        rows = await parts.rows(self._settings.request_timeout_s)
+        await active.close()
+        if active.is_gone:
+            raise ClientGone
+        return JsonAnswer(await encode_answer.answer(parts.prepared, rows), active.abandon)

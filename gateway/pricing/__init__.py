@@ -1,0 +1,3 @@
+"""What a request costs."""
+
+__all__ = ["bill", "policy"]

@@ -1,0 +1,1 @@
+"""How much memory a worker gets. Pure."""

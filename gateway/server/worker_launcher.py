@@ -1,0 +1,213 @@
+"""The worker processes of a server on this machine: how much memory each gets, its configuration.
+
+`WorkerLauncher` has the worker that serves, `EmbedderLauncher` the small one that turns questions
+into vectors for the answer cache. Both run `engine.worker.main` and are kept alive by
+child_process.py; who talks to them is not known here.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import zmq
+
+from admin.registration.bootstrap import DEMO_MODELS_DIR
+from gateway.cache.embedder import EmbeddingWorker
+from gateway.ipc import machine
+from gateway.server.child_process import ChildProcess, EarlyWorker
+from gateway.server.policy.memory_budget import device_budget_bytes, host_tier_bytes, reserve_bytes
+from gateway.settings.base_settings import MIB
+from gateway.settings.config import worker_environment
+from gateway.settings.settings import Settings
+from gateway.workers.worker_client import ZmqWorkerClient
+
+logger = logging.getLogger(__name__)
+
+WORKER_ID = "worker-0"
+EMBEDDER_ID = "embedder-0"
+ROOM_BYTES = 64 * MIB
+"""Of the arena beside twice the weights: an old revision and its successor lie side by side."""
+EMBEDDER_NUM_SEQS = 16
+EMBEDDER_BATCH_TOKENS = 512
+
+
+class WorkerLauncher:
+    """One worker. `on_exit(worker_id, reason)` hears how a process of it ended; `early` is
+    child_process.py's."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        on_exit: Callable[[str, str], None],
+        early: EarlyWorker | None = None,
+    ) -> None:
+        self._settings = settings
+        self._weights: Mapping[str, int] = {}
+        # What its imports take by and by is no reason for another budget at each start.
+        self._free_bytes = early.free_bytes if early else machine.free_memory_bytes()
+        self._arena_bytes = 0
+        self.endpoint = _endpoint(settings, WORKER_ID)
+        self.process = ChildProcess(
+            WORKER_ID,
+            self.config,
+            worker_environment(settings.num_threads),
+            settings.worker_restart_backoff_s,
+            on_exit=partial(on_exit, WORKER_ID),
+            command=command,
+            early=early.process if early else None,
+        )
+
+    def set_weights(self, weights: Mapping[str, int]) -> None:
+        """Bytes of each ready model's weights; a worker whose arena is too small begins anew."""
+        self._weights = weights
+        if 0 < self._arena_bytes < self._device_budget() and (
+            max(weights.values(), default=0) > self._arena_bytes // 2
+        ):
+            # The demo's own budget is too small for other models: once more, with more.
+            logger.info("restarting the worker with a larger device budget")
+            self.process.restart()
+
+    def config(self) -> str:
+        """See `_config`."""
+        settings = self._settings
+        self._arena_bytes = self._device_budget()
+        host_bytes = host_tier_bytes(
+            settings.host_tier_bytes, self._free_bytes, machine.free_shm_bytes()
+        )
+        left_bytes = self._free_bytes - self._arena_bytes - host_bytes
+        engine = {
+            "arena_bytes": self._arena_bytes,
+            "page_bytes": settings.page_bytes,
+            "host_tier_bytes": host_bytes,
+            "host_tier_when_crowded": (settings.host_tier_bytes < 0 and settings.device == "cpu"),
+            "reserve_bytes": reserve_bytes(settings.device_reserve_bytes, left_bytes),
+            "shm_dir": str(machine.SHM_DIR),
+            "shm_prefix": shm_prefix(settings),
+            "max_num_seqs": settings.max_num_seqs,
+            "max_batch_tokens": settings.max_batch_tokens,
+            "num_threads": settings.num_threads,
+            "native_kernels": settings.native_kernels,
+            "load_threads": settings.load_threads,
+            "verify_packs": settings.verify_packs,
+            "request_timeout_s": settings.request_timeout_s,
+            "prefix_cache": settings.prefix_cache,
+            "tenant_kv_share": settings.tenant_kv_share,
+        }
+        return _config(
+            settings,
+            WORKER_ID,
+            engine,
+            device=settings.device,
+            device_arena_bytes=settings.device_budget_bytes,
+            device_reserve_bytes=settings.device_reserve_bytes,
+            shutdown_timeout_s=settings.shutdown_timeout_s,
+        )
+
+    def _device_budget(self) -> int:
+        demo = DEMO_MODELS_DIR.iterdir() if self._settings.demo else ()
+        return device_budget_bytes(
+            self._settings.device_budget_bytes,
+            self._free_bytes,
+            self._weights,
+            frozenset(path.name for path in demo),
+        )
+
+
+def _config(settings: Settings, worker_id: str, engine: Mapping[str, object], **own: object) -> str:
+    """engine.config.WorkerConfig as JSON; the gateway does not import the engine."""
+    config = {
+        "worker_id": worker_id,
+        "endpoint": _endpoint(settings, worker_id),
+        "parent_pid": os.getpid(),
+        "status_interval_s": settings.status_interval_s,
+        "lease_ttl_s": settings.lease_ttl_s,
+        "engine": engine,
+        **own,
+    }
+    return json.dumps(config)
+
+
+def shm_prefix(settings: Settings) -> str:
+    """First part of the host tier's file names: this data folder's alone."""
+    return f"polyhost-{machine.data_dir_id(settings.data_path)}"
+
+
+class EmbedderLauncher:
+    """One process, or none where the settings name no model. `on_exit` as there.
+
+    It has one model: the one that `cache_embedder` names. Always on the CPU, with few threads, an
+    arena of its own and no host tier, so that a short question waits for nobody's prefill. It
+    starts when the model is registered; while it is away, semantic hits are misses.
+    """
+
+    def __init__(
+        self, settings: Settings, command: Sequence[str], on_exit: Callable[[str, str], None]
+    ) -> None:
+        self._settings = settings
+        self._weight_bytes = 0
+        self._arena_bytes = 0
+        self._is_wanted = asyncio.Event()
+        self.process = ChildProcess(
+            EMBEDDER_ID,
+            self.config,
+            worker_environment(settings.cache_embed_threads),
+            settings.worker_restart_backoff_s,
+            on_exit=partial(on_exit, EMBEDDER_ID),
+            command=command,
+        )
+
+    def set_weights(self, weights: Mapping[str, int]) -> None:
+        """Bytes of each ready model's weights; a larger revision gets a larger arena."""
+        size = weights.get(self._settings.cache_embedder, 0)
+        if size > self._weight_bytes:
+            self._weight_bytes = size
+            self._is_wanted.set()
+            if 0 < self._arena_bytes < 2 * size:
+                self.process.restart()
+
+    async def run(self) -> None:
+        """Keep the process alive from when its model is there."""
+        await self._is_wanted.wait()
+        await self.process.run()
+
+    def config(self) -> str:
+        """See `_config`."""
+        settings = self._settings
+        self._arena_bytes = 2 * self._weight_bytes + ROOM_BYTES
+        engine = {
+            "arena_bytes": self._arena_bytes,
+            "shm_dir": str(machine.SHM_DIR),
+            "shm_prefix": f"polyhost-embed-{machine.data_dir_id(settings.data_path)}",
+            "max_num_seqs": EMBEDDER_NUM_SEQS,
+            "max_batch_tokens": EMBEDDER_BATCH_TOKENS,
+            "num_threads": settings.cache_embed_threads,
+            "load_threads": 1,
+            "verify_packs": settings.verify_packs,
+            "prefix_cache": False,
+        }
+        return _config(settings, EMBEDDER_ID, engine, device="cpu", shutdown_timeout_s=1.0)
+
+
+def _endpoint(settings: Settings, worker_id: str) -> str:
+    """Where it listens."""
+    return f"ipc://{machine.socket_path(settings.data_path, worker_id)}"
+
+
+def embedder_connection(
+    settings: Settings, context: "zmq.Context[zmq.Socket[bytes]]", gateway_id: str
+) -> EmbeddingWorker | None:
+    """A gateway process' way to it; None where the settings name no model."""
+    if not settings.cache_embedder:
+        return None
+    client = ZmqWorkerClient(
+        context,
+        EMBEDDER_ID,
+        _endpoint(settings, EMBEDDER_ID),
+        gateway_id,
+        settings.worker_heartbeat_timeout_s,
+    )
+    return EmbeddingWorker(client, settings.cache_embedder)

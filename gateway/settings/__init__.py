@@ -1,0 +1,4 @@
+"""The settings of a server, with their bounds and descriptions, and where their values come
+from."""
+
+__all__ = ["base_settings", "config", "http_settings", "oidc_settings", "settings"]

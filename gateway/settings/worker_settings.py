@@ -1,0 +1,129 @@
+"""Settings of workers, and of registering the models that they run."""
+
+from dataclasses import dataclass
+
+from gateway.settings.base_settings import setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegistrationSettings:
+    """Where models come from, and what is kept of them."""
+
+    hub_endpoint: str = setting("", "URL of the model hub. Empty: HF_ENDPOINT, or huggingface.co.")
+    hub_token: str = setting(
+        "",
+        "Access token for the model hub. Empty: HF_TOKEN, or the token saved by `hf auth login`.",
+    )
+    hub_timeout_s: float = setting(
+        30.0, "A download fails if the model hub sends nothing for this long.", gt=0.0
+    )
+    packs_quota_bytes: int = setting(
+        0, "Maximum disk space for packs and downloads together. 0: unlimited.", ge=0
+    )
+    download_keep_s: float = setting(
+        86400.0,
+        "How long the files of an interrupted download are kept, so that a retry can resume it.",
+        ge=0,
+    )
+    model_revisions_kept: int = setting(
+        3,
+        "Number of revisions kept per model, including the current one. You can roll back to any "
+        "of them.",
+        ge=1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """The device, its memory, and the process around it."""
+
+    device: str = setting(
+        "cpu",
+        "Device that runs the models: `cpu`; a GPU by its PyTorch name and number, separated by "
+        "a colon; or `auto`, the first GPU if there is one, else the CPU. No GPU has run this "
+        "build yet.",
+        pattern=r"\A(auto|cpu|[a-z]+:[0-9]+)\Z",
+    )
+    device_budget_bytes: int = setting(
+        0,
+        "Memory for the weights and KV cache of all models (the arena). 0: a quarter of the "
+        "memory free at startup; with `demo` and no other models, just enough for two of the "
+        "three; on a GPU, all free memory except the reserve and the recorded steps.",
+        ge=0,
+    )
+    page_bytes: int = setting(
+        0,
+        "Size of a memory page in the arena, a power of two of at least 4096. 0: chosen from the "
+        "size of the arena.",
+        ge=0,
+    )
+    device_reserve_bytes: int = setting(
+        -1,
+        "Memory outside the arena for activations and logits. A model whose steps may need more "
+        "is not loaded. 0: not checked. -1: half of the memory that the arena and the host tier "
+        "leave free. On a GPU, both mean a sixteenth of its free memory.",
+        ge=-1,
+    )
+    host_tier_bytes: int = setting(
+        -1,
+        "Shared memory that keeps copies of packs for fast loading (the host tier). 0: none. -1: "
+        "an eighth of the free memory, but at most half of /dev/shm; with `device` cpu, it is "
+        "used only if there are several packs and they take more than half of the arena.",
+        ge=-1,
+    )
+    num_threads: int = setting(0, "CPU threads for one operator. 0: chosen automatically.", ge=0)
+    native_kernels: bool = setting(True, "Use C++ kernels on the CPU for the models they support.")
+    load_threads: int = setting(2, "Threads that read one pack.", ge=1)
+    max_num_seqs: int = setting(64, "Maximum number of sequences in one engine step.", ge=1)
+    max_batch_tokens: int = setting(
+        1024,
+        "Maximum number of tokens in one engine step, prefill and decode together. Must not be "
+        "below `max_num_seqs`.",
+        ge=1,
+    )
+    prefix_cache: bool = setting(
+        True,
+        "Keep the KV cache of finished requests and reuse it for the same tenant's requests that "
+        "begin with the same tokens.",
+    )
+    tenant_kv_share: float = setting(
+        0.75,
+        "Maximum share of a worker's KV memory for one tenant's requests while another tenant "
+        "has work there. One request may always run. 1: unlimited.",
+        gt=0.0,
+        le=1.0,
+    )
+    verify_packs: bool = setting(
+        True, "Verify the checksum of every chunk whenever a model is loaded."
+    )
+    status_interval_s: float = setting(
+        0.1,
+        "How often a worker sends its status. Its leases are valid for twenty times as long.",
+        gt=0.0,
+    )
+    worker_heartbeat_timeout_s: float = setting(
+        15.0, "A worker that has sent nothing for this long counts as lost.", gt=0.0
+    )
+    worker_restart_backoff_s: float = setting(
+        0.2,
+        "Pause before a dead worker is restarted. It doubles with every further restart, up to "
+        "30 s.",
+        gt=0.0,
+    )
+
+    @property
+    def lease_ttl_s(self) -> float:
+        """How long a worker's offer of capacity holds without news from it."""
+        return 20 * self.status_interval_s
+
+    def check_worker(self) -> None:
+        """Raises ValueError where fields contradict one another."""
+        page = self.page_bytes
+        if page and (page < 4096 or page & (page - 1)):
+            raise ValueError("page_bytes must be 0 or a power of two of at least 4096")
+        if self.max_batch_tokens < self.max_num_seqs:
+            raise ValueError("max_batch_tokens must not be below max_num_seqs: raise it")
+        if self.worker_heartbeat_timeout_s <= self.lease_ttl_s:
+            raise ValueError(
+                "worker_heartbeat_timeout_s must be above 20 x status_interval_s: raise it"
+            )

@@ -1,0 +1,412 @@
+"""The gateway's end of the worker protocol (stage 5's far side): one connection to one worker.
+
+                  connect      welcome     refuse    close
+    new           connecting                         closed
+    connecting    connecting   connected   refused   closed
+    connected     connecting               refused   closed
+    refused       connecting               refused   closed
+    closed                                           closed
+
+`connect` is a new connection: the first one, or after a silence, a new epoch, a full pipe or
+`lose`. `welcome` is one of our version, `refuse` one of another version, or what is no message.
+`WorkerConnection` has these states and changes them only by this table. It knows messages, not
+bytes: a `Wire` carries them, ZeroMQ's here and modelled ones in the simulator. It knows no requests
+and no queue either: a listener hears what the worker says, by plain calls.
+
+`ZmqWorkerClient` has sockets, frames and timers. Messages are decoded on the event loop. Each
+connection has a socket of its own, so that what was queued for a dead worker is never delivered to
+the next one, and what an old worker still sends is never read. ZeroMQ's descriptor is watched
+directly: it is edge-triggered, so it is drained until EAGAIN, and looked at again after every send
+and at every timer tick. That works alike on asyncio and uvloop and costs no future per message.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, Protocol, TypeAlias
+
+import msgspec
+import zmq
+
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    FromWorker,
+    Hello,
+    Refused,
+    StepOutput,
+    TokenDelta,
+    ToWorker,
+    Welcome,
+    WorkerStatus,
+    decode_from_worker,
+    encode,
+)
+from gateway.errors import IllegalTransition
+
+logger = logging.getLogger(__name__)
+
+HELLO_INTERVAL_S = 1.0
+"""How long a Welcome may take before the connection is made anew."""
+
+
+class WorkerUnavailable(Exception):
+    """The message was not sent: there is no connection, or the worker does not read."""
+
+
+class WorkerListener(Protocol):
+    """Who hears what a worker says. All calls come on the event loop and must not block."""
+
+    def on_connected(self, worker_id: str, epoch: str) -> None:
+        """A worker process answered; nothing is running there for this gateway."""
+
+    def on_status(self, worker_id: str, status: WorkerStatus) -> None:
+        """A heartbeat of the connected epoch."""
+
+    def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
+        """One step's output, or finishes sent again after a Hello."""
+
+    def on_refused(self, worker_id: str, refused: Refused) -> None:
+        """A Submit that was not taken."""
+
+    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+        """The connected epoch is gone, with all it was running."""
+
+
+class WorkerClient(Protocol):
+    """A way to one worker, wherever it runs."""
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in the dispatcher."""
+
+    def start(self, listener: WorkerListener) -> None:
+        """Begin to connect; keeps trying until `close`."""
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message. Raises WorkerUnavailable."""
+
+    def lose(self, reason: str) -> None:
+        """It is known that the worker process ended: tell the listener now and connect anew."""
+
+    def close(self) -> None:
+        """Say nothing more and free the socket."""
+
+
+class Wire(Protocol):
+    """One connection after the other to the same worker."""
+
+    def open(self) -> None:
+        """A new connection; the one before is dropped, with what was queued on it either way."""
+
+    def send(self, message: ToWorker) -> bool:
+        """Queue a message on the connection. False: it takes nothing more."""
+
+    def drop(self) -> None:
+        """End the connection, if there is one."""
+
+
+ClientState: TypeAlias = Literal["new", "connecting", "connected", "refused", "closed"]
+ClientEvent: TypeAlias = Literal["connect", "welcome", "refuse", "close"]
+
+TRANSITIONS: Final[Mapping[ClientState, Mapping[ClientEvent, ClientState]]] = {
+    "new": {"connect": "connecting", "close": "closed"},
+    "connecting": {
+        "connect": "connecting",
+        "welcome": "connected",
+        "refuse": "refused",
+        "close": "closed",
+    },
+    "connected": {"connect": "connecting", "refuse": "refused", "close": "closed"},
+    "refused": {"connect": "connecting", "refuse": "refused", "close": "closed"},
+    "closed": {"close": "closed"},
+}
+
+
+class WorkerConnection:
+    """The states above. Its owner hands in what arrives (`receive`) and calls `check` on time."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        gateway_id: str,
+        heartbeat_timeout_s: float,
+        wire: Wire,
+        clock: Callable[[], float],
+        *,
+        observes: bool = False,
+    ) -> None:
+        """`observes`: see protocol.Hello."""
+        self._worker_id = worker_id
+        self._hello = Hello(PROTOCOL_VERSION, gateway_id, observes)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._wire = wire
+        self._clock = clock
+        self._listener: WorkerListener | None = None
+        self._epoch = ""
+        self._last_heard_s = 0.0
+        self.state: ClientState = "new"
+
+    @property
+    def check_interval_s(self) -> float:
+        """How often `check` should be called."""
+        return min(HELLO_INTERVAL_S, self._heartbeat_timeout_s) / 4
+
+    @property
+    def patient_until_s(self) -> float:
+        """Until then `check` has nothing to do, whatever does not arrive."""
+        connecting = self.state == "connecting"
+        return self._last_heard_s + (HELLO_INTERVAL_S if connecting else self._heartbeat_timeout_s)
+
+    def start(self, listener: WorkerListener) -> None:
+        """Begin to connect."""
+        self._listener = listener
+        self._connect()
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message. Raises WorkerUnavailable."""
+        if self.state != "connected":
+            raise WorkerUnavailable(f"worker {self._worker_id} is {self.state}")
+        if not self._wire.send(message):
+            raise WorkerUnavailable(f"worker {self._worker_id} does not read")
+
+    def lose(self, reason: str) -> None:
+        """Give the connection up, tell the listener and connect anew."""
+        if self.state in ("new", "closed"):
+            return
+        if self._connect():
+            logger.warning("worker lost worker=%s: %s", self._worker_id, reason)
+            assert self._listener is not None
+            self._listener.on_lost(self._worker_id, self._epoch, reason)
+
+    def close(self) -> None:
+        """Say nothing more."""
+        self._on("close")
+        self._wire.drop()
+
+    def check(self) -> None:
+        """See whether the worker has been silent for too long."""
+        silent_s = self._clock() - self._last_heard_s
+        if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
+            self.lose(f"silent for {silent_s:.1f} s")
+        elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
+            self._connect()
+
+    def receive(self, message: FromWorker) -> None:
+        """A message of the connection that is open now."""
+        self._last_heard_s = self._clock()
+        if isinstance(message, Welcome):
+            self._welcome(message)
+        elif self.state == "connected":
+            self._deliver(message)
+
+    def refuse(self, reason: str) -> None:
+        """A worker of another build: nothing is sent to it any more."""
+        logger.error("worker refused worker=%s: %s", self._worker_id, reason)
+        was_connected = self._on("refuse")
+        self._wire.drop()
+        if was_connected:
+            assert self._listener is not None
+            self._listener.on_lost(self._worker_id, self._epoch, reason)
+
+    def _on(self, event: ClientEvent) -> bool:
+        """Change the state by the table. True: a worker was connected. Raises IllegalTransition,
+        and then changes nothing."""
+        before, state = self.state, TRANSITIONS[self.state].get(event)
+        if state is None:
+            raise IllegalTransition(f"worker {self._worker_id}: {event!r} while {before}")
+        self.state = state
+        return before == "connected"
+
+    def _connect(self) -> bool:
+        """True: a worker was connected."""
+        self._wire.open()
+        was_connected = self._on("connect")
+        self._last_heard_s = self._clock()
+        self._wire.send(self._hello)
+        return was_connected
+
+    def _welcome(self, welcome: Welcome) -> None:
+        if welcome.protocol_version != PROTOCOL_VERSION:
+            self.refuse(f"it speaks protocol {welcome.protocol_version}, not {PROTOCOL_VERSION}")
+        elif self.state == "connecting":
+            self._on("welcome")
+            self._epoch = welcome.epoch
+            logger.info("worker connected worker=%s device=%s", self._worker_id, welcome.device)
+            assert self._listener is not None
+            self._listener.on_connected(self._worker_id, welcome.epoch)
+        elif welcome.epoch != self._epoch:
+            self.lose("another process answers in its place")
+
+    def _deliver(self, message: FromWorker) -> None:
+        assert self._listener is not None
+        if isinstance(message, Welcome) or message.epoch != self._epoch:
+            self.lose("another process answers in its place")
+        elif isinstance(message, StepOutput):
+            self._listener.on_deltas(self._worker_id, message.epoch, message.deltas)
+        elif isinstance(message, WorkerStatus):
+            self._listener.on_status(self._worker_id, message)
+        else:
+            self._listener.on_refused(self._worker_id, message)
+
+
+MAX_MESSAGES_PER_DRAIN = 256
+"""Then other callbacks get a turn before the rest is read."""
+SEND_HIGH_WATER = 4096
+RECEIVE_HIGH_WATER = 65536
+
+
+class ZmqWorkerClient:
+    """Implements WorkerClient over one ipc or tcp endpoint."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        worker_id: str,
+        endpoint: str,
+        gateway_id: str,
+        heartbeat_timeout_s: float,
+        *,
+        observes: bool = False,
+    ) -> None:
+        """`observes`: see protocol.Hello."""
+        self._worker_id = worker_id
+        self._wire = _ZmqWire(context, endpoint, self._frame, self._full)
+        self._connection = WorkerConnection(
+            worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time, observes=observes
+        )
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in the dispatcher."""
+        return self._worker_id
+
+    @property
+    def state(self) -> ClientState:
+        """Where the connection is."""
+        return self._connection.state
+
+    def start(self, listener: WorkerListener) -> None:
+        """Begin to connect; keeps trying until `close`. Needs the running event loop."""
+        self._connection.start(listener)
+        self._tick()
+
+    def send(self, message: ToWorker) -> None:
+        """Queue a message. Raises WorkerUnavailable (a pipe that is full ends the connection)."""
+        self._connection.send(message)
+
+    def lose(self, reason: str) -> None:
+        """Give the connection up, tell the listener and connect anew."""
+        self._connection.lose(reason)
+
+    def close(self) -> None:
+        """Say nothing more and free the socket; what is queued gets 0.1 s to leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wire.drop(linger_ms=100)
+        self._connection.close()
+
+    def _tick(self) -> None:
+        """Read what an edge may have hidden, and see who has been silent for too long."""
+        self._wire.drain()
+        self._connection.check()
+        if self.state != "closed":
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._connection.check_interval_s, self._tick)
+
+    def _frame(self, frame: bytes) -> None:
+        try:
+            message = decode_from_worker(frame)
+        except msgspec.DecodeError as error:
+            reason = f"it sends what is no message of protocol {PROTOCOL_VERSION}: {error}"
+            self._connection.refuse(reason)
+            return
+        self._connection.receive(message)
+
+    def _full(self) -> None:
+        self._connection.lose("it does not read its messages")
+
+
+class _ZmqWire:
+    """Implements Wire; hands frames to `on_frame`. `on_full` comes after a send that failed."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        on_frame: Callable[[bytes], None],
+        on_full: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._endpoint = endpoint
+        self._on_frame = on_frame
+        self._on_full = on_full
+        self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor = -1
+        self._drain_handle: asyncio.Handle | None = None
+
+    def open(self) -> None:
+        """A new socket in place of the old one."""
+        self.drop()
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
+        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._endpoint)
+        self._socket = socket
+        self._descriptor = socket.fileno()
+        asyncio.get_running_loop().add_reader(self._descriptor, self.drain)
+
+    def send(self, message: ToWorker) -> bool:
+        """Queue a message; False where the pipe is full."""
+        socket = self._socket
+        if socket is None:
+            return False
+        try:
+            socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            # Not now: the caller is in the midst of something that goes by this worker.
+            asyncio.get_running_loop().call_soon(self._tell_full, socket)
+            return False
+        self._drain_soon()
+        return True
+
+    def drop(self, linger_ms: int = 0) -> None:
+        """Close the socket; what is queued gets `linger_ms` to leave."""
+        if self._drain_handle is not None:
+            self._drain_handle.cancel()
+            self._drain_handle = None
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            self._socket.close(linger=linger_ms)
+            self._socket = None
+
+    def drain(self) -> None:
+        """Read until nothing is left, or others should get a turn."""
+        if self._drain_handle is not None:
+            self._drain_handle.cancel()
+            self._drain_handle = None
+        socket = self._socket
+        for _ in range(MAX_MESSAGES_PER_DRAIN):
+            # A message may have ended this connection or begun another.
+            if socket is None or socket is not self._socket:
+                return
+            try:
+                frame = socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frame(frame)
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        """Sending may have consumed the edge of something that arrived meanwhile."""
+        if self._drain_handle is None:
+            self._drain_handle = asyncio.get_running_loop().call_soon(self.drain)
+
+    def _tell_full(self, socket: zmq.Socket[bytes]) -> None:
+        if socket is self._socket:
+            self._on_full()
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,129 @@
+"""Rows sampled on a device draw what engine/sampling/sampler.py draws: by references, and by the
+kernels.
+"""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.gpu.device_sampling import (
+    ALIGN,
+    SAMPLING_KERNELS,
+    SAMPLING_REFERENCE,
+    Packer,
+    SamplingOperations,
+    plan_sampling,
+    sample_rows,
+)
+from engine.protocol import SamplingParams
+from engine.request import SampleInput, SamplingState
+from engine.sampling.sampler import SampleOutput, sample
+from engine.sampling.sampling_batch import build_sampling
+
+CPU = torch.device("cpu")
+VOCAB = 300
+
+
+def draw_input(rng: random.Random) -> SampleInput:
+    """A request that asks for some of everything."""
+    hot = rng.random() < 0.7
+    params = SamplingParams(
+        temperature=rng.choice((0.3, 1.0, 1.7)) if hot else 0.0,
+        top_k=rng.choice((0, 0, 1, 7, 1000)),
+        top_p=rng.choice((1.0, 1.0, 0.9, 0.1)),
+        min_p=rng.choice((0.0, 0.0, 0.2)),
+        seed=rng.randrange(1 << 40),
+        min_tokens=rng.choice((0, 5)),
+        frequency_penalty=rng.choice((0.0, 0.0, 1.5)),
+        presence_penalty=rng.choice((0.0, 0.0, -1.0)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.3)),
+        logit_bias={rng.randrange(VOCAB): 4.0} if rng.random() < 0.3 else {},
+    )
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))]
+    stops = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))]
+    logprobs = rng.choice((-1, -1, 0, 4))
+    state = SamplingState(params, prompt, stops, logprobs)
+    output = [rng.randrange(VOCAB) for _ in range(rng.randint(0, 9))]
+    mask = None
+    if rng.random() < 0.25:
+        words = np.random.default_rng(rng.randrange(1 << 30)).integers(
+            0, 1 << 32, -(-VOCAB // 32), dtype=np.uint32
+        )
+        words[-1] &= (1 << VOCAB % 32) - 1
+        mask = torch.from_numpy(words.view(np.int32))
+    return SampleInput(state, output, mask)
+
+
+def on_device(
+    logits: torch.Tensor, inputs: list[SampleInput], operations: SamplingOperations
+) -> SampleOutput:
+    plan, packer = plan_sampling(inputs), Packer()
+    fields = plan.pack(packer)
+    run = torch.full((packer.num_bytes,), 0xFF, dtype=torch.uint8)
+    packer.write(run.numpy())
+    batch = build_sampling(inputs if plan.edits else (), CPU)
+    return sample_rows(logits, fields, run, batch, operations, lambda tensor: tensor)
+
+
+@pytest.mark.parametrize(
+    "operations", [SAMPLING_REFERENCE, SAMPLING_KERNELS], ids=["ref", "kernel"]
+)
+def test_tokens_and_logprobs_are_the_samplers(operations: SamplingOperations) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rounds = 30 if operations is SAMPLING_REFERENCE else 4
+    for seed in range(rounds):
+        rng = random.Random(seed)
+        inputs = [draw_input(rng) for _ in range(6)]
+        logits = 3 * torch.randn(len(inputs), VOCAB, generator=generator)
+        broken = rng.randrange(len(inputs)) if rng.random() < 0.3 else -1
+        if broken >= 0:
+            logits[broken, 17] = rng.choice((float("nan"), float("inf")))
+        wanted = sample(logits.clone(), build_sampling(inputs, CPU))
+        got = on_device(logits.clone(), inputs, operations)
+        assert got.token_ids.tolist() == wanted.token_ids.tolist(), seed
+        assert got.broken.tolist() == wanted.broken.tolist()
+        assert (got.logprobs is None) == (wanted.logprobs is None)
+        if got.logprobs is not None and wanted.logprobs is not None and broken < 0:
+            torch.testing.assert_close(got.logprobs.chosen, wanted.logprobs.chosen)
+            counts = [row.state.logprobs for row in inputs if row.state.logprobs >= 0]
+            for a, b in zip(
+                got.logprobs.messages(counts), wanted.logprobs.messages(counts), strict=True
+            ):
+                assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+def test_an_edit_does_not_hide_what_is_broken() -> None:
+    """A mask that forbids the token whose logit is NaN would leave a row that looks sound."""
+    state = SamplingState(SamplingParams(0.0), [1])
+    mask = torch.full((-(-VOCAB // 32),), 0b10, dtype=torch.int32)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 5] = float("nan")
+    got = on_device(logits, [SampleInput(state, [], mask)], SAMPLING_REFERENCE)
+    assert got.broken.tolist() == [True]
+    assert got.token_ids.tolist() == [0]
+
+
+def test_plain_rows_edit_nothing() -> None:
+    plain = SampleInput(SamplingState(SamplingParams(0.0), [1], [7]), [])
+    assert not plan_sampling([plain]).edits
+    early = SampleInput(SamplingState(SamplingParams(0.0, min_tokens=3), [1], [7]), [])
+    assert plan_sampling([plain, early]).edits
+
+
+def test_packed_arrays_come_back_aligned() -> None:
+    arrays: list[Any] = [
+        np.arange(5, dtype=np.int32),
+        np.arange(6, dtype=np.float64).reshape(2, 3),
+        np.zeros(0, dtype=np.int64),
+        np.array([1.5], dtype=np.float32),
+    ]
+    packer = Packer()
+    fields = [packer.add(array) for array in arrays]
+    run = torch.full((packer.num_bytes,), 0xFF, dtype=torch.uint8)
+    packer.write(run.numpy())
+    for field, array in zip(fields, arrays, strict=True):
+        assert field.offset % ALIGN == 0
+        assert field.of(run).tolist() == array.tolist()

@@ -1,0 +1,106 @@
+"""The estimate of what a step needs outside the arena, held against what steps really take."""
+
+import json
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch.profiler import ProfilerActivity, profile
+
+from engine.config import EngineConfig
+from engine.models.reserve import step_bytes
+from engine.pack import read_index
+from tests.engine.encoder_rig import POSITIONS
+from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
+from tests.engine.test_engine import Driver, Models
+from tests.engine.tiny_models import MAX_CONTEXT
+
+
+class PeakMeter:
+    """Runs steps under the profiler; `peak_bytes` is the most that was alive at once."""
+
+    def __init__(self, execute: Callable[[Any], Any], folder: Path) -> None:
+        self._execute = execute
+        self._trace = folder / "trace.json"
+        self.peak_bytes = 0
+
+    def __call__(self, batch: Any) -> Any:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            output = self._execute(batch)
+        profiler.export_chrome_trace(str(self._trace))
+        events = json.loads(self._trace.read_text())["traceEvents"]
+        changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]")
+        self.peak_bytes = max(self.peak_bytes, *accumulate(change for _, change in changes))
+        return output
+
+    def check(self, estimate: int) -> None:
+        assert self.peak_bytes <= estimate
+        assert estimate < 20 * self.peak_bytes  # it refuses models: it must not be absurd
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+def test_no_step_takes_more_than_was_estimated(
+    tiny_models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {"max_batch_tokens": 64, "max_num_seqs": 8}
+    driver = Driver(tiny_models, num_pages=400, prefix_cache=False, **settings)
+    config = EngineConfig(arena_bytes=400 * 8192, shm_prefix="t", **settings)
+    driver.make_resident(name)
+    runner = driver.runner(name)
+    meter = PeakMeter(runner.execute, tmp_path)
+    monkeypatch.setattr(runner, "execute", meter)
+    for i in range(8):
+        driver.submit(str(i), name, [2 + i] * (MAX_CONTEXT - 8), 8)
+    driver.run(lambda: len(driver.finishes) == 8)
+    meter.check(step_bytes(read_index(tiny_models[name].pack_dir), config))
+    driver.empty()
+
+
+def test_what_the_estimate_grows_with(tiny_models: Models) -> None:
+    index = read_index(tiny_models["llama"].pack_dir)
+
+    def bytes_of(tokens: int, rows: int, **change: object) -> int:
+        config = EngineConfig(
+            arena_bytes=1 << 24, shm_prefix="t", max_batch_tokens=tokens, max_num_seqs=rows
+        )
+        return step_bytes(msgspec.structs.replace(index, **change), config)
+
+    base = bytes_of(256, 8)
+    assert bytes_of(512, 8) > base
+    assert bytes_of(256, 16) > base
+    assert bytes_of(256, 8, vocab_size=100_000) > base + 8 * 99_000 * 4
+    assert bytes_of(256, 8, max_context=4096) > base
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert", "xlm-roberta"])
+def test_no_step_of_an_encoder_takes_more_than_was_estimated(
+    encoders: Encoders, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = EncoderDriver(encoders, max_batch_tokens=4 * POSITIONS)
+    driver.make_resident(name)
+    runner = driver.encoder(name)
+    meter = PeakMeter(runner.encode, tmp_path)
+    monkeypatch.setattr(runner, "encode", meter)
+    driver.encode("long", name, [[5] * POSITIONS] * 8)
+    driver.encode("short", name, [[5]] * 60)
+    driver.run(lambda: len(driver.finishes) == 2)
+    config = EngineConfig(arena_bytes=600 * 8192, shm_prefix="t", max_batch_tokens=4 * POSITIONS)
+    meter.check(step_bytes(read_index(encoders[name].pack_dir), config))
+
+
+def test_the_longest_input_makes_the_largest_step(encoders: Encoders) -> None:
+    index = read_index(encoders["bert"].pack_dir)
+    config = EngineConfig(arena_bytes=1 << 20, shm_prefix="t", max_batch_tokens=64)
+    longer = msgspec.structs.replace(index, max_context=8192)
+    assert step_bytes(longer, config) > 50 * step_bytes(index, config)
+
+
+def test_a_model_whose_steps_need_more_is_not_loaded(encoders: Encoders) -> None:
+    driver = EncoderDriver(encoders, reserve_bytes=1000)
+    driver.engine.load("bert", driver.now_s)
+    (row,) = driver.engine.status(driver.now_s).models
+    assert row.state == "failed"
+    assert "reserve_bytes of 1000" in row.reason

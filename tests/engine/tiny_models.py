@@ -1,0 +1,175 @@
+"""Tiny models with random weights, as folders and as packs: what engine tests run on.
+
+Families of unlike geometry, fp32, a vocabulary of 96 ids: three with full attention, and three
+whose layers have windows far below the context (one of them with sinks and experts).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from engine.protocol import ModelSpec
+from engine.registration.convert import inspect, write_pack
+
+VOCAB = 96
+MAX_CONTEXT = 128
+
+# The longest answer that was asked for, by pack and prompt: a shorter one is its beginning.
+_SAID: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A folder, its pack, and transformers' own model for reference."""
+
+    name: str
+    folder: Path
+    pack_dir: Path
+    reference: Any
+
+    @property
+    def spec(self) -> ModelSpec:
+        """As a worker's catalog names it."""
+        return ModelSpec(self.name, str(self.pack_dir))
+
+    def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        """Greedy continuation by transformers' `generate`, alone. Asked once for all tests."""
+        key = (self.pack_dir, tuple(prompt))
+        if len(_SAID.get(key, ())) < max_tokens:
+            _SAID[key] = self._generate(prompt, max_tokens)
+        return _SAID[key][:max_tokens]
+
+    def _generate(self, prompt: list[int], max_tokens: int) -> list[int]:
+        out = self.reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        return [int(token) for token in out[0, len(prompt) :]]
+
+
+def _common() -> dict[str, Any]:
+    return {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": MAX_CONTEXT,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+
+
+def tiny_configs() -> dict[str, PretrainedConfig]:
+    """One small configuration a family."""
+    common = _common()
+    return {
+        "llama": LlamaConfig(
+            num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **common
+        ),
+        "qwen3": Qwen3Config(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=16,
+            **common,
+        ),
+        "gemma": GemmaConfig(
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=24,
+            **common,
+        ),
+    }
+
+
+def windowed_configs() -> dict[str, PretrainedConfig]:
+    """Windows that are no multiple of a block, alone and beside full layers, and sinks.
+
+    gpt_oss routes every token to all experts: a choice between two of them is a step that no
+    tolerance covers.
+    """
+    common = _common()
+    return {
+        "mistral": MistralConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=13,
+            **common,
+        ),
+        "gemma3": Gemma3TextConfig(
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            sliding_window=10,
+            query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            tie_word_embeddings=False,
+            **common,
+        ),
+        "gpt_oss": GptOssConfig(
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=12,
+            sliding_window=9,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            **common,
+        ),
+    }
+
+
+def save_folder(config: PretrainedConfig, folder: Path, seed: int) -> Any:
+    """Random weights that do not repeat themselves at once, and a tokenizer of numbers."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "embed" in name and config.tie_word_embeddings:
+                continue  # a large tied embedding always answers with the token it was given
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+            elif name.endswith("sinks"):
+                parameter.normal_()
+    model.save_pretrained(folder)
+    vocab = {f"t{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": MAX_CONTEXT}))
+    return model
+
+
+def make_tiny_models(
+    root: Path, configs: dict[str, PretrainedConfig] | None = None
+) -> dict[str, TinyModel]:
+    """These configurations (else `tiny_configs`) as folders and packs below `root`."""
+    models = {}
+    for seed, (name, config) in enumerate((configs or tiny_configs()).items()):
+        folder = root / "source" / name
+        reference = save_folder(config, folder, seed)
+        pack_dir, _ = write_pack(inspect(folder), root / "packs", "float32", lambda *_: None)
+        models[name] = TinyModel(name, folder, pack_dir, reference)
+    return models

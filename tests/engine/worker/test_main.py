@@ -1,0 +1,88 @@
+"""What surrounds the loop: log lines, thread counts, and the end with the parent."""
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.worker.main import LineFormatter, auto_num_threads, available_cores
+
+CHILD = textwrap.dedent(
+    """
+    import sys, threading
+    from engine.worker.main import end_with_parent
+
+    stopped = threading.Event()
+    end_with_parent(int(sys.argv[1]), stopped.set)
+    print("up", flush=True)
+    if sys.argv[2] == "stuck":
+        threading.Event().wait()
+    while not stopped.wait(0.05):
+        pass
+    print("stopped", flush=True)
+    """
+)
+PARENT = textwrap.dedent(
+    """
+    import os, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(os.getpid()), sys.argv[2]])
+    time.sleep(60)
+    """
+)
+
+
+def test_a_record_is_one_line_with_its_traceback() -> None:
+    formatter = LineFormatter("w0")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logging.getLogger("x").makeRecord(
+            "x", logging.ERROR, "f", 1, "it %s", ("broke",), sys.exc_info()
+        )
+    text = formatter.format(record)
+    assert "\n" not in text
+    line = json.loads(text)
+    assert line["message"] == "it broke"
+    assert line["worker"] == "w0"
+    assert line["level"] == "error"
+    assert "ValueError: two\nlines" in line["traceback"]
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 3), (8, 7), (16, 14), (64, 56)])
+def test_threads_leave_the_gateway_room(cores: int, threads: int) -> None:
+    assert auto_num_threads(cores) == threads
+
+
+def test_available_cores_is_positive() -> None:
+    assert available_cores() >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits on the parent's death by Linux's signal")
+@pytest.mark.parametrize("manner", ["listening", "stuck"])
+def test_the_parents_death_ends_the_child(manner: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("wb") as stream:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, CHILD, manner], stdout=stream, stderr=stream
+        )
+    try:
+        wait_for(out, "up")
+        time.sleep(0.1)
+        assert "stopped" not in out.read_text()
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    wait_for(out, "stopped" if manner == "listening" else "exiting at once")
+
+
+def wait_for(path: Path, text: str) -> None:
+    deadline = time.monotonic() + 20
+    while text not in path.read_text():
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.02)

@@ -1,0 +1,232 @@
+"""The outbox against a plain list: first finish kept, oldest out first, owners kept apart."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    AckUsage,
+    Finish,
+    Hello,
+    StepOutput,
+    Usage,
+    Welcome,
+    WorkerStatus,
+)
+from engine.worker.worker_link import UsageOutbox
+from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit
+
+GATEWAYS = st.sampled_from(("g1", "g2"))
+KEYS = st.tuples(st.sampled_from("abcdef"), st.integers(1, 2))
+
+
+def finish(tokens: int) -> Finish:
+    return Finish("stop", Usage(1, 0, tokens, 0.0))
+
+
+@given(
+    st.integers(1, 5),
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("add"), GATEWAYS, KEYS),
+            st.tuples(st.just("ack"), GATEWAYS, KEYS),
+        )
+    ),
+)
+def test_against_a_list(capacity: int, steps: list[tuple[str, str, tuple[str, int]]]) -> None:
+    outbox = UsageOutbox(capacity)
+    model: list[tuple[str, tuple[str, int], Finish]] = []
+    num_dropped = 0
+    for number, (what, gateway_id, key) in enumerate(steps):
+        if what == "add":
+            outbox.add(gateway_id, key, finish(number))
+            if all(key != kept for _, kept, _ in model):
+                model.append((gateway_id, key, finish(number)))
+            if len(model) > capacity:
+                model.pop(0)
+                num_dropped += 1
+        else:
+            left = [entry for entry in model if entry[:2] != (gateway_id, key)]
+            assert outbox.ack(gateway_id, [key]) == len(model) - len(left)
+            model = left
+        assert len(outbox) == len(model)
+        assert outbox.num_dropped == num_dropped
+        for name in ("g1", "g2"):
+            told = [(d.request_id, d.attempt, d.token_ids, d.finish) for d in outbox.unacked(name)]
+            assert told == [(*key, [], end) for owner, key, end in model if owner == name]
+
+
+def test_it_must_hold_something() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        UsageOutbox(0)
+
+
+def finish_reasons(gateway: Gateway, request_id: str) -> list[str]:
+    return [finish.reason for finish in gateway.finishes(request_id)]
+
+
+def outbox_size(r: Rig) -> float:
+    gateway = next(g for g in r.gateways if not g.socket.closed)
+    return gateway.status.counters["usage_outbox_size"]
+
+
+def has_read_all(r: Rig, gateway: Gateway, request_id: str) -> bool:
+    """Whether the gateway has the newest token of its one request."""
+    gateway.pump()
+    running = r.engine.running.get((request_id, 1))
+    outputs = (m for m in reversed(gateway.received) if isinstance(m, StepOutput))
+    newest = next(outputs, None)
+    if running is None or running.num_generated == 0:
+        return True
+    return newest is not None and newest.deltas[-1].token_ids == [running.num_generated]
+
+
+def test_a_vanished_gateways_requests_are_aborted_and_told_when_it_is_back() -> None:
+    with rig() as r:
+        bystander, gone = r.connect("other"), r.connect("g")
+        bystander.send(submit("b", max_tokens=10**6))
+        gone.send(submit("done", max_tokens=2))
+        gone.send(submit("a", max_tokens=10**6))
+        r.until(lambda: len(gone.tokens("a")) > 5)
+        gone.close()
+        r.until(lambda: ("a", 1) not in r.engine.running)
+        assert r.worker.counters.peers_lost == 1
+        assert ("b", 1) in r.engine.running
+        back = r.connect("g")
+        r.until(lambda: len(back.finishes("a")) == 1 and len(back.finishes("done")) == 1)
+        assert finish_reasons(back, "a") == ["abort"]
+        assert finish_reasons(back, "done") == ["length"]
+        assert back.tokens("a") == back.tokens("done") == []  # usage only
+        assert bystander.finishes("a") == []
+        back.send(AckUsage([("a", 1), ("done", 1)]))
+        r.until(lambda: outbox_size(r) == 0)
+        again = r.connect("g")
+        assert again.all(StepOutput) == []
+
+
+def test_a_gateway_on_a_new_connection_gets_the_old_ones_finishes_not_its_tokens() -> None:
+    with rig() as r:
+        old = r.connect("g")
+        old.send(submit("a", max_tokens=10**6))
+        r.until(lambda: len(old.tokens("a")) > 2)
+        new = r.connect("g")
+        r.until(lambda: bool(new.finishes("a")))
+        assert finish_reasons(new, "a") == ["abort"]
+        assert new.tokens("a") == []
+        new.send(submit("b", max_tokens=2))
+        r.until(lambda: bool(new.finishes("b")))
+        assert new.tokens("b") == [1, 2]
+        assert new.status.num_received <= 1
+
+
+def test_hello_again_on_one_connection_changes_nothing_but_the_count() -> None:
+    with rig() as r:
+        gateway = r.connect("g")
+        gateway.send(submit("a", max_tokens=10**6))
+        gateway.send(submit("b", max_tokens=1))
+        r.until(lambda: bool(gateway.finishes("b")) and len(gateway.tokens("a")) > 2)
+        gateway.hello()
+        r.until(lambda: len(gateway.finishes("b")) == 2)  # told again, not acknowledged yet
+        r.until(lambda: gateway.status.num_received == 0)
+        assert ("a", 1) in r.engine.running
+        tokens = gateway.tokens("a")
+        assert tokens == list(range(1, len(tokens) + 1))
+
+
+def test_finishes_are_acknowledged_only_by_their_gateway() -> None:
+    with rig() as r:
+        one, two = r.connect("g1"), r.connect("g2")
+        one.send(submit("a", max_tokens=1))
+        r.until(lambda: bool(one.finishes("a")))
+        two.send(AckUsage([("a", 1), ("never", 9)]))
+        r.until(lambda: outbox_size(r) == 1)
+        one.send(AckUsage([("a", 1)]))
+        r.until(lambda: outbox_size(r) == 0)
+
+
+def test_many_finishes_are_told_again_in_batches() -> None:
+    with rig() as r:
+        r.engine.max_requests = 2000
+        gateway = r.connect("g")
+        for number in range(1100):
+            gateway.send(submit(str(number), max_tokens=1))
+        r.until(lambda: len(gateway.finishes("1099")) == 1)
+        gateway.close()
+        back = r.connect("g")
+        r.until(lambda: bool(back.finishes("1099")))
+        assert [len(output.deltas) for output in back.all(StepOutput)] == [512, 512, 76]
+
+
+def test_the_outbox_is_bounded_and_counts_what_fell_out() -> None:
+    with rig(max_unacked_finishes=2) as r:
+        gateway = r.connect("g")
+        for name in "abc":
+            gateway.send(submit(name, max_tokens=1))
+            r.until(lambda name=name: bool(gateway.finishes(name)))  # type: ignore[misc]
+        r.until(lambda: gateway.status.counters["usage_outbox_dropped"] == 1)
+        gateway.hello()
+        r.until(lambda: len(gateway.finishes("c")) == 2)
+        assert len(gateway.finishes("a")) == 1
+
+
+def test_a_gateway_that_does_not_read_is_given_up_and_stalls_nobody() -> None:
+    with rig(send_high_water=200) as r:
+        r.engine.paused = True
+        slow = r.connect("slow", RCVHWM=1, RCVBUF=4096)
+        quick = r.connect("quick")
+        r.gateways.remove(slow)  # nobody pumps it any more
+        slow.send(submit("s", max_tokens=10**9))
+        quick.send(submit("q", max_tokens=10**9))
+        r.until(lambda: len(r.engine.running) == 2)
+        r.engine.paused = False
+        longest = 0.0
+        deadline = time.monotonic() + PATIENCE_S
+        while r.worker.counters.peers_lost == 0:
+            started = time.perf_counter()
+            r.worker.tick()
+            longest = max(longest, time.perf_counter() - started)
+            while not has_read_all(r, quick, "q"):
+                assert time.monotonic() < deadline
+        r.until(lambda: ("s", 1) not in r.engine.running)
+        assert longest < 1.0
+        assert ("q", 1) in r.engine.running
+        tokens = quick.tokens("q")
+        assert tokens == list(range(1, len(tokens) + 1))
+        slow.close()
+        back = r.connect("slow")
+        r.until(lambda: finish_reasons(back, "s") == ["abort"])
+
+
+def test_statuses_discover_a_gateway_that_is_gone_and_asked_nothing() -> None:
+    with rig() as r:
+        watcher, gone = r.connect("watcher"), r.connect("g")
+        gone.close()
+        r.until(lambda: r.worker.counters.peers_lost == 1)
+        told = len(watcher.all(WorkerStatus))
+        r.until(lambda: len(watcher.all(WorkerStatus)) > told)
+
+
+def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> None:
+    with rig() as r:
+        one, two, watcher = r.connect("g1"), r.connect("g2"), r.connect("d", hello=False)
+        watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        r.until(lambda: len(watcher.all(Welcome)) == 1)  # or the others' messages may come first
+        one.send(submit("a", max_tokens=10**6))
+        two.send(submit("b", max_tokens=10**6))
+        two.send(submit("b", max_tokens=10**6))  # a duplicate arrives too
+
+        def taken(gateway: Gateway) -> list[tuple[str, int]]:
+            gateway.pump()
+            return [key for status in gateway.all(WorkerStatus) for key in status.taken]
+
+        r.until(lambda: sorted(taken(watcher)) == [("a", 1), ("b", 1), ("b", 1)])
+        assert taken(one) == taken(two) == []
+        assert watcher.status.num_received == 0
+        assert watcher.all(StepOutput) == []
+        watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
+        r.until(lambda: len(watcher.all(Welcome)) == 2)
+        two.send(submit("c", max_tokens=1))
+        r.until(lambda: taken(watcher)[3:] == [("c", 1)])

@@ -1,0 +1,110 @@
+"""A gateway process' way to the dispatcher: Hello at each connect, epochs that only rise."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from gateway.cluster.dispatcher_client import DispatcherLink
+from gateway.cluster.dispatcher_protocol import (
+    PROTOCOL_VERSION,
+    Hello,
+    Leave,
+    State,
+    ToDispatcher,
+    ToGateway,
+    Welcome,
+    to_dispatcher,
+)
+from gateway.ipc import ipc
+from gateway.ipc.ipc import Channel
+from tests.gateway.ipc.test_ipc import until
+
+
+class Played:
+    """A dispatcher that answers every Hello with an epoch."""
+
+    def __init__(self, epoch: int, version: int = PROTOCOL_VERSION) -> None:
+        self.epoch = epoch
+        self.version = version
+        self.heard: list[ToDispatcher] = []
+        self.channels: list[Channel[ToDispatcher, ToGateway]] = []
+
+    def new_channel(self) -> Channel[ToDispatcher, ToGateway]:
+        channel: Channel[ToDispatcher, ToGateway] = Channel(to_dispatcher)
+
+        def hear(message: ToDispatcher) -> None:
+            self.heard.append(message)
+            if isinstance(message, Hello):
+                channel.send(Welcome(self.version, self.epoch))
+                channel.send(State(True, {}, {}))
+
+        channel.on_message = hear
+        self.channels.append(channel)
+        return channel
+
+    def die(self) -> None:
+        for channel in self.channels:
+            channel.lose("killed")
+
+
+@asynccontextmanager
+async def linked(
+    path: Path, silence_s: float = 60.0
+) -> AsyncIterator[tuple[DispatcherLink, list[str]]]:
+    link, log = DispatcherLink(path, silence_s), list[str]()
+    link.hello = lambda: Hello(PROTOCOL_VERSION, "gateway-0", [], [], [])
+    link.on_up.append(lambda is_other: log.append(f"up {link.epoch} {is_other}"))
+    link.on_down.append(lambda: log.append("down"))
+    link.on_message.append(lambda message: log.append(type(message).__name__))
+    running = asyncio.create_task(link.run())
+    try:
+        yield link, log
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_it_connects_says_hello_and_does_so_again(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with linked(path) as (link, log):
+        link.send(Leave("nobody is there"))
+        first = Played(4)
+        async with ipc.listening(path, first.new_channel):
+            await until(lambda: log == ["up 4 True", "State"])
+            link.send(Leave("r"))
+            await until(lambda: Leave("r") in first.heard)
+            first.die()
+            await until(lambda: log[2:] == ["down", "up 4 False", "State"])
+        first.die()
+        await until(lambda: not link.is_up)
+        second = Played(5)
+        async with ipc.listening(path, second.new_channel):
+            await until(lambda: "up 5 True" in log)
+        assert [type(message) for message in first.heard[:2]] == [Hello, Leave]
+        assert Leave("nobody is there") not in first.heard
+
+
+async def test_an_earlier_dispatcher_or_another_version_is_not_spoken_to(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with linked(path) as (link, log):
+        first = Played(7)
+        async with ipc.listening(path, first.new_channel):
+            await until(lambda: link.is_up)
+        first.die()
+        for played in (Played(6), Played(8, version=PROTOCOL_VERSION + 1)):
+            log.clear()
+            async with ipc.listening(path, played.new_channel):
+                await until(lambda played=played: len(played.channels) > 1)
+            played.die()
+            assert not [line for line in log if line.startswith(("up", "State"))]
+            assert link.epoch == 7
+
+
+async def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    async with linked(path, silence_s=0.01) as (_, log):
+        played = Played(1)
+        async with ipc.listening(path, played.new_channel):
+            await until(lambda: "down" in log)
+            await until(lambda: len(played.channels) > 1)

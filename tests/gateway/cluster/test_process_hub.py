@@ -1,0 +1,153 @@
+"""One answer to /metrics of several processes, and what else they tell one another."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from gateway.cluster import process_hub as hub
+from gateway.cluster.process_hub import Family, HubLink, ProcessHub, Retired, families_of, merge
+from gateway.ipc import ipc
+from tests.gateway.ipc.test_ipc import until
+
+
+def registry(count: float, gauge: float, ready: int = 1) -> CollectorRegistry:
+    """What one process counts."""
+    own = CollectorRegistry()
+    Counter("polyhost_requests", "Asked.", ["model"], registry=own).labels("m").inc(count)
+    Gauge("polyhost_open", "Open.", registry=own).set(gauge)
+    Gauge("polyhost_ready", "Ready.", registry=own).set(ready)
+    Histogram("polyhost_seconds", "Took.", buckets=(1.0, 2.0), registry=own).observe(count)
+    return own
+
+
+def values(families: list[Family]) -> dict[str, float]:
+    return {name: value for family in families for name, _, value in family.samples}
+
+
+def test_sums_are_sums_and_what_is_one_thing_stays_one() -> None:
+    merged = values(merge([families_of(registry(1, 2)), families_of(registry(1.5, 3, ready=0))]))
+    assert merged["polyhost_requests_total"] == 2.5
+    assert merged["polyhost_open"] == 5
+    assert merged["polyhost_ready"] == 1
+    assert merged["polyhost_seconds_count"] == 2
+    assert not [name for name in merged if name.endswith("_created")]
+
+
+def test_labels_keep_series_apart() -> None:
+    one, two = CollectorRegistry(), CollectorRegistry()
+    for own, tenants in ((one, "ab"), (two, "bc")):
+        counter = Counter("polyhost_x", "X.", ["tenant"], registry=own)
+        for tenant in tenants:
+            counter.labels(tenant).inc()
+    (family,) = merge([families_of(one), families_of(two)])
+    assert {dict(labels)["tenant"]: value for _, labels, value in family.samples} == {
+        "a": 1,
+        "b": 2,
+        "c": 1,
+    }
+
+
+def test_counts_of_who_is_gone_are_kept_and_gauges_are_not() -> None:
+    retired = Retired()
+    retired.add(families_of(registry(1, 5)))
+    retired.add(families_of(registry(2, 5)))
+    kept = values(retired.families)
+    assert kept["polyhost_requests_total"] == 3
+    assert kept["polyhost_seconds_sum"] == 3
+    assert "polyhost_open" not in kept
+
+
+class Told:
+    """What links and hub were told."""
+
+    def __init__(self) -> None:
+        self.ended: list[tuple[str, str]] = []
+        self.weights: list[dict[str, int]] = []
+        self.silent: list[str] = []
+        self.orphaned = 0
+
+    def orphan(self) -> None:
+        self.orphaned += 1
+
+    def hub(self, silence_s: float = 60.0) -> ProcessHub:
+        own = registry(100, 0)
+        return ProcessHub(own, silence_s, self.weights.append, self.silent.append)
+
+    def link(self, name: str, own: CollectorRegistry, *, ready: bool = True) -> HubLink:
+        return HubLink(
+            name,
+            own,
+            lambda: ready,
+            lambda worker, reason: self.ended.append((worker, reason)),
+            self.orphan,
+        )
+
+
+def sample(body: bytes, name: str) -> float:
+    (line,) = [line for line in body.decode().splitlines() if line.startswith(name + " ")]
+    return float(line.rpartition(" ")[2])
+
+
+async def test_a_scrape_at_any_process_is_of_all(tmp_path: Path) -> None:
+    told = Told()
+    meeting = told.hub()
+    async with ipc.listening(tmp_path / "hub", meeting.new_channel):
+        one = told.link("gateway-0", registry(1, 2))
+        two = told.link("gateway-1", registry(2, 3), ready=False)
+        for link in (one, two):
+            await link.connect(tmp_path / "hub")
+        await until(lambda: len([c for c in meeting._children if c.name]) == 2)
+        body = await two.scrape()
+        assert sample(body, 'polyhost_requests_total{model="m"}') == 103
+        assert sample(body, "polyhost_open") == 5
+        assert meeting.is_ready("gateway-0")
+        assert not meeting.is_ready("gateway-1")
+        assert not meeting.is_ready("gateway-2")
+
+        one.close()
+        await until(lambda: len(meeting._children) == 1)
+        body = await two.scrape()
+        assert sample(body, 'polyhost_requests_total{model="m"}') == 103  # it never falls
+        assert sample(body, "polyhost_open") == 3
+
+        two.send_weights({"m": 5})
+        meeting.worker_ended("worker-0", "killed")
+        await until(lambda: told.weights and told.ended)
+        assert told.weights == [{"m": 5}]
+        assert told.ended == [("worker-0", "killed")]
+        assert told.orphaned == 0
+
+
+async def test_who_does_not_answer_counts_with_what_it_told_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "ANSWER_S", 0.01)
+    monkeypatch.setattr(hub, "COLLECT_S", 0.005)
+    told = Told()
+    meeting = told.hub(silence_s=0.01)
+    async with ipc.listening(tmp_path / "hub", meeting.new_channel):
+        link = told.link("gateway-0", registry(1, 2))
+        await link.connect(tmp_path / "hub")
+        await until(lambda: any(child.name for child in meeting._children))
+        assert sample(await meeting.text(), "polyhost_open") == 2
+        link._channel.on_message = lambda message: None  # it hangs
+        assert sample(await meeting.text(), "polyhost_open") == 2
+        running = asyncio.create_task(meeting.run())
+        await until(lambda: "gateway-0" in told.silent)
+        running.cancel()
+
+
+async def test_a_child_learns_that_its_parent_is_gone(tmp_path: Path) -> None:
+    told = Told()
+    meeting = told.hub()
+    link = told.link("gateway-0", registry(1, 2))
+    async with ipc.listening(tmp_path / "hub", meeting.new_channel):
+        await link.connect(tmp_path / "hub")
+        await until(lambda: meeting._children)
+        (child,) = meeting._children
+        child.channel.lose("killed")
+        await until(lambda: told.orphaned == 1)
+    with pytest.raises(OSError, match=r"refused|No such file"):
+        await told.link("late", registry(0, 0)).connect(tmp_path / "hub")
