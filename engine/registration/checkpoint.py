@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
 
 from engine.errors import RegistrationRefused
 from engine.registration.blueprint import Blueprint
-from engine.registration.source import FLOAT_BYTES, SourceTensors, piece_rows
+from engine.registration.tensors import FLOAT_BYTES, Tensors, piece_rows
 
 # Buffers that older releases saved and that are computed today.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
@@ -50,7 +50,7 @@ class Checkpoint:
     """
 
     blueprint: Blueprint
-    source: SourceTensors
+    source: Tensors
     direct: dict[str, str]
     conversions: dict[str, _Conversion]
     tied: dict[str, str]
@@ -114,7 +114,7 @@ def _rows(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Ten
         yield name, start, tensor[start : start + step]
 
 
-def open_checkpoint(blueprint: Blueprint, source: SourceTensors) -> Checkpoint:
+def open_checkpoint(blueprint: Blueprint, source: Tensors) -> Checkpoint:
     """Map every tensor of the files. Raises RegistrationRefused("bad_weights")."""
     transforms = get_model_conversion_mapping(blueprint.skeleton)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
@@ -137,7 +137,7 @@ def open_checkpoint(blueprint: Blueprint, source: SourceTensors) -> Checkpoint:
             conversion.sources.append((key, pattern))
         else:
             checkpoint.direct[name] = key
-    _check_unknown(blueprint, unknown)
+    _check_unknown(blueprint, [key for key in unknown if not source.adds_nothing(key)])
     _settle_ties(checkpoint)
     _check_direct(checkpoint)
     return checkpoint

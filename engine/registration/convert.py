@@ -10,6 +10,7 @@ Goes in: a folder in Hugging Face's layout. Comes out: what `pack.py` describes.
 """
 
 import hashlib
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -43,14 +44,18 @@ from engine.registration.layout import PackLayout, lay_out
 from engine.registration.numbers import check_numbers
 from engine.registration.quantize import QUANTIZATIONS, quantize_rows, schemes_of
 from engine.registration.source import (
+    CONFIG_NAME,
     COPIED_FILES,
     Progress,
-    SourceTensors,
     check_tokenizer,
     content_digest,
+    declared_of,
     load_config,
+    read_json,
     weight_files,
+    without_quantization,
 )
+from engine.registration.tensors import MODELOPT_NAME, Declared, Tensors, open_tensors
 from kernels import int4_blocks
 from kernels.int4_blocks import ROWS
 
@@ -61,6 +66,8 @@ SOURCE_SUFFIX = "-source"
 # In the revisions of quantized packs: which weights are rounded, and how. A pack of another recipe
 # stays what it is; registering its source again makes a new one.
 _RECIPE = 2
+# The same for checkpoints that are quantized themselves: how their values are made.
+_READING = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class CheckedSource:
     folder: Path
     files: list[Path]
     blueprint: Blueprint
+    declared: Declared | None = None
 
 
 def inspect(folder: Path) -> CheckedSource:
@@ -79,7 +87,7 @@ def inspect(folder: Path) -> CheckedSource:
     check_tokenizer(folder)
     plan = plan_model(config, folder)
     check_numbers(folder, plan)
-    return CheckedSource(folder, files, plan)
+    return CheckedSource(folder, files, plan, declared_of(folder))
 
 
 def write_pack(
@@ -88,7 +96,7 @@ def write_pack(
     """Write the pack below `dest`, or find it there whole. Raises RegistrationRefused, OSError."""
     dest.mkdir(parents=True, exist_ok=True)
     clean_leftovers(dest)
-    with SourceTensors(candidate.files) as source:
+    with open_tensors(candidate.files, candidate.declared) as source:
         checkpoint = open_checkpoint(candidate.blueprint, source)
         chosen = choose_dtype(dtype, source)
         schemes: Schemes = {}
@@ -96,6 +104,8 @@ def write_pack(
         if dtype in QUANTIZATIONS:
             schemes = schemes_of(candidate.blueprint, checkpoint.names(), dtype)
             kept = f"{dtype} {_RECIPE}"
+        if candidate.declared is not None:
+            kept += f" from {candidate.declared.method} {_READING}"
         revision = _revision(candidate, kept, progress)
         final = dest / revision
         existing = whole_pack(final)
@@ -114,7 +124,7 @@ def write_pack(
     return final, index
 
 
-def choose_dtype(choice: DtypeChoice, source: SourceTensors) -> torch.dtype:
+def choose_dtype(choice: DtypeChoice, source: Tensors) -> torch.dtype:
     """What is computed in. auto: bfloat16 for half-precision checkpoints, else float32.
 
     float16 only where it is asked for (processors have no arithmetic for it, and its range ends at
@@ -170,6 +180,10 @@ def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
     for name in COPIED_FILES:
         if (work.candidate.folder / name).is_file():
             shutil.copyfile(work.candidate.folder / name, folder / name)
+            if name == CONFIG_NAME and work.candidate.declared is not None:
+                config = read_json(folder / name, "bad_config", dict)
+                text = json.dumps(without_quantization(config), indent=2)
+                (folder / name).write_text(text, encoding="utf-8")
             files[name] = xxhash.xxh3_64_intdigest((folder / name).read_bytes())
     index = PackIndex(
         version=PACK_VERSION,
@@ -278,7 +292,7 @@ def _write(descriptor: int, tensor: torch.Tensor, place: int) -> int:
 
 
 def _checksums(path: Path, segments: tuple[Segment, ...]) -> tuple[Chunk, ...]:
-    """Read back and not mapped: see SourceTensors.pieces."""
+    """Read back and not mapped: see tensors/files.py."""
     buffer = memoryview(bytearray(CHUNK_BYTES))
     chunks: list[Chunk] = []
     with path.open("rb", buffering=0) as file:
@@ -296,7 +310,7 @@ def _checksums(path: Path, segments: tuple[Segment, ...]) -> tuple[Chunk, ...]:
 
 
 def _revision(candidate: CheckedSource, kept: str, progress: Progress) -> str:
-    copied = [candidate.folder / name for name in COPIED_FILES]
+    copied = [candidate.folder / name for name in (*COPIED_FILES, MODELOPT_NAME)]
     paths = candidate.files + [path for path in copied if path.is_file()]
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{PACK_VERSION} {kept}\n".encode())

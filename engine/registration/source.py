@@ -2,8 +2,8 @@
 
 Refuses what this system does not run: pickled weights, code that comes with the checkpoint,
 families transformers does not know as causal language models (encoders: `encoder_families.py`),
-quantized checkpoints, folders without a tokenizer. What is left is a configuration object, a set of
-named tensors that can be read one at a time, and the small files that go into the pack as they are.
+unknown quantizations (`tensors/`), folders without a tokenizer. What is left is a configuration
+object, the files of the weights, and the small files that go into the pack as they are.
 
 Every refusal is a RegistrationRefused with a stable code and a message that tells the operator what
 to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.py`).
@@ -11,15 +11,10 @@ to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -28,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
+from engine.registration.tensors import MODELOPT_NAME, Declared, declared_in
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -46,26 +42,10 @@ OPTION_FILES = ("generation_config.json", "tokenizer_config.json", "special_toke
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".ckpt", ".pth", ".pkl", ".pickle"})
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 HASH_BLOCK_BYTES = 4 << 20
-PIECE_BYTES = 64 << 20
 MAX_LAYERS = 1024
 """Each is built as modules before any weights are there: a number too many would never end."""
-
-# As safetensors headers spell them. Anything else floating is a quantized checkpoint.
-FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-PLAIN_DTYPES = frozenset({*FLOAT_BYTES, "I64", "I32", "I16", "I8", "U8", "BOOL"})
-_TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
@@ -169,11 +149,7 @@ def load_config(folder: Path) -> Any:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise RegistrationRefused("bad_config", f"{path} has no model_type")
-    if raw.get("quantization_config"):
-        raise RegistrationRefused(
-            "quantized_weights",
-            f"{folder} has quantized weights; register the unquantized checkpoint",
-        )
+    declared_of(folder)
     named = raw.get("architectures") or []
     if not isinstance(named, list):
         raise RegistrationRefused("bad_config", f"architectures in {path} is not a list")
@@ -189,6 +165,10 @@ def load_config(folder: Path) -> Any:
         raise RegistrationRefused(
             "bad_config", f"{path} is not a valid {model_type} configuration: {error}"
         ) from error
+    for part in (config, getattr(config, "text_config", None)):
+        for name in QUANTIZATION_FIELDS:  # nothing behind this builds a model by it
+            if part is not None and hasattr(part, name):
+                delattr(part, name)
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise RegistrationRefused(
@@ -200,6 +180,22 @@ def load_config(folder: Path) -> Any:
             f"model type {model_type!r} is not supported: it is not a text-only decoder",
         )
     return config
+
+
+def declared_of(folder: Path) -> Declared | None:
+    """How the weights are quantized, None where they are not. Raises RegistrationRefused."""
+    config = read_json(folder / CONFIG_NAME, "bad_config", dict)
+    other = folder / MODELOPT_NAME
+    modelopt = read_json(other, "bad_config", dict) if other.is_file() else {}
+    return declared_in(config, modelopt)
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json for weights that are not as its checkpoint had them."""
+    plain = {key: value for key, value in config.items() if key not in QUANTIZATION_FIELDS}
+    if isinstance(inner := plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(inner)
+    return plain
 
 
 def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
@@ -250,119 +246,6 @@ def check_tokenizer(folder: Path) -> None:
         raise RegistrationRefused(
             "no_tokenizer", f"{path} cannot be read ({error}); download it again"
         ) from error
-
-
-def piece_rows(row_bytes: int, max_bytes: int = PIECE_BYTES) -> int:
-    """Rows of a piece: where there are more than 16 a multiple of them, int4's blocks of rows."""
-    rows = max(1, max_bytes // max(1, row_bytes))
-    return rows - rows % 16 if rows > 16 else rows
-
-
-class SourceTensors:
-    """A checkpoint's tensors by their names in the files, read one at a time. A context manager."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self._stack = ExitStack()
-        self._handles: dict[str, Any] = {}
-        self._places: dict[str, tuple[int, int]] = {}
-        self.dtypes: dict[str, str] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        try:
-            for path in files:
-                self._open(path)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _open(self, path: Path) -> None:
-        try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                if name in self._handles:
-                    raise RegistrationRefused(
-                        "bad_weights",
-                        f"tensor {name} is in more than one shard; download the model again",
-                    )
-                entry = handle.get_slice(name)
-                self._handles[name] = handle
-                self.dtypes[name] = str(entry.get_dtype())
-                self.shapes[name] = tuple(entry.get_shape())
-            self._find(path)
-        except (SafetensorError, OSError) as error:
-            raise RegistrationRefused(
-                "bad_weights", f"{path} is damaged ({error}); download it again"
-            ) from error
-        for name, dtype in self.dtypes.items():
-            if dtype not in PLAIN_DTYPES:
-                raise RegistrationRefused(
-                    "quantized_weights",
-                    f"tensor {name} has the unsupported type {dtype}; register the unquantized "
-                    "checkpoint",
-                )
-
-    def _find(self, path: Path) -> None:
-        """Where each tensor's bytes lie; the library has checked the header before."""
-        file = self._stack.enter_context(path.open("rb", buffering=0))
-        length = int.from_bytes(file.read(8), "little")
-        for name, entry in json.loads(os.pread(file.fileno(), length, 8)).items():
-            if name != "__metadata__":
-                self._places[name] = file.fileno(), 8 + length + entry["data_offsets"][0]
-
-    def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
-        """The tensor in the file's dtype, some of its rows (its first axis) at a time.
-
-        Read and not mapped: what is touched of a mapping stays with the process until the file is
-        closed, and looks like memory that registering a large model needs. Raises
-        RegistrationRefused where the file is damaged.
-        """
-        shape, dtype = self.shapes[name], _TORCH_DTYPES[self.dtypes[name]]
-        rows, inner = (shape[0], shape[1:]) if shape else (1, ())
-        row_bytes = torch.Size(inner).numel() * dtype.itemsize
-        step = piece_rows(row_bytes, max_bytes)
-        descriptor, place = self._places[name]
-        for start in range(0, rows, step):
-            count = min(step, rows - start)
-            piece = torch.empty(count * row_bytes, dtype=torch.uint8)
-            target, done = piece.numpy().data, 0
-            while done < len(target):
-                got = os.preadv(descriptor, [target[done:]], place + start * row_bytes + done)
-                if not got:
-                    raise RegistrationRefused(
-                        "bad_weights", f"tensor {name} is truncated; download the model again"
-                    )
-                done += got
-            yield piece.view(dtype).view(count, *inner) if shape else piece.view(dtype).view(())
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, in the file's dtype. Raises RegistrationRefused where the file is damaged."""
-        try:
-            tensor = self._handles[name].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise RegistrationRefused(
-                "bad_weights", f"tensor {name} cannot be read ({error}); download the model again"
-            ) from error
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
-
-    def float_dtype(self) -> str:
-        """The floating type most bytes are in, as safetensors spells it; "F32" if there is none."""
-        size: dict[str, int] = {}
-        for name, dtype in self.dtypes.items():
-            if dtype in FLOAT_BYTES:
-                count = torch.Size(self.shapes[name]).numel()
-                size[dtype] = size.get(dtype, 0) + count * FLOAT_BYTES[dtype]
-        return max(size, key=lambda dtype: size[dtype]) if size else "F32"
-
-    def __enter__(self) -> "SourceTensors":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
 
 
 def content_digest(paths: list[Path], progress: Progress) -> bytes:

@@ -27,7 +27,7 @@ from engine.registration import parity, quantize
 from engine.registration.convert import inspect, write_pack
 from engine.registration.parity import probe
 from engine.registration.quantize import LIMIT, dequantize, kept_bytes, quantize_rows
-from engine.registration.source import SourceTensors
+from engine.registration.tensors import SourceTensors
 from kernels import int4_blocks
 from tests.engine.pack_rig import hf_folder
 from tests.engine.registration.test_pack_layout import build_fused

@@ -1,0 +1,20 @@
+"""A checkpoint's tensors: as its files have them, and as values where they are quantized.
+
+`open_tensors` gives what the rest of registration reads, whatever the format. Names are those of
+the files; what they are called in the model, and where they go, is not known here.
+"""
+
+from engine.registration.tensors.declared import MODELOPT_NAME, Declared, declared_in
+from engine.registration.tensors.files import FLOAT_BYTES, SourceTensors, piece_rows
+from engine.registration.tensors.plain import Tensors, open_tensors
+
+__all__ = [
+    "FLOAT_BYTES",
+    "MODELOPT_NAME",
+    "Declared",
+    "SourceTensors",
+    "Tensors",
+    "declared_in",
+    "open_tensors",
+    "piece_rows",
+]

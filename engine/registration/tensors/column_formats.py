@@ -1,0 +1,127 @@
+"""Formats whose codes lie column by column, the weight transposed: GPTQ and AWQ.
+
+    GPTQ  x.qweight I32 [k bits / 32, n], field i of word r is the code of column 32 / bits r + i;
+          x.qzeros I32 [groups, n bits / 32] (in version 1 one less than they are, which is undone
+          word by word, as borrows went over the fields); x.scales [groups, n]; x.g_idx I32 [k], the
+          group of each column, in any order
+    AWQ   x.qweight I32 [k, n / 8], nibble i of word c is row 8 c + ORDER[i]; x.qzeros likewise
+
+Some rows of the weight are some columns of every packed row, so the packed tensor (a quarter of
+what it stands for in bfloat16) is read whole, and its rows are made in pieces.
+"""
+
+import torch
+
+from engine.registration.tensors.declared import Declared
+from engine.registration.tensors.files import SourceTensors
+from engine.registration.tensors.row_formats import Found, group_index
+from engine.registration.tensors.scaled import Grid, Quantized, Rows, bad, fields, need, read_scale
+
+WEIGHT = ".qweight"
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_BITS = 4
+_SCALES = frozenset({"F16", "BF16", "F32"})
+
+
+def find_gptq(files: SourceTensors, declared: Declared) -> Found:
+    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    for key in files.shapes:
+        if key.endswith(WEIGHT):
+            base = key.removesuffix(WEIGHT)
+            yield f"{base}.weight", *_gptq(files, base, declared)
+
+
+def find_awq(files: SourceTensors, declared: Declared) -> Found:
+    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    for key in files.shapes:
+        if key.endswith(WEIGHT):
+            base = key.removesuffix(WEIGHT)
+            yield f"{base}.weight", *_awq(files, base, declared)
+
+
+def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized, set[str]]:
+    (bits,) = declared.bits
+    per_word = 32 // bits
+    key, scales = _matrices(files, base)
+    k, (groups, n) = files.shapes[key][0] * per_word, files.shapes[scales]
+    need(files, key, ("I32",), (k // per_word, n))
+    zeros = need(files, f"{base}.qzeros", ("I32",), (groups, -(-n // per_word)))
+    used, index = {key, zeros, scales}, f"{base}.g_idx"
+    by_index = index in files.shapes
+    if by_index:
+        used.add(need(files, index, ("I32", "I64"), (k,)))
+    group = _group(scales, k, groups, declared)
+
+    def open_rows() -> Rows:
+        words = files.read(key)
+        stored = files.read(zeros)
+        if declared.zero_offset:
+            ones = sum(1 << shift for shift in range(0, 32, bits))
+            stored = stored + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
+        full = Grid(
+            read_scale(files, scales).T.contiguous(),
+            (1, group),
+            fields(stored, bits)[:, :n].T.to(torch.float32),
+            group_index(files, index, groups) if by_index else None,
+        )
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            codes = fields(words[:, start:stop].T.contiguous(), bits)
+            return full.apply(codes.to(torch.float32), start)
+
+        return rows
+
+    return Quantized((n, k), open_rows), used
+
+
+def _awq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized, set[str]]:
+    per_word = 32 // AWQ_BITS
+    key, scales = _matrices(files, base)
+    k, (groups, n) = files.shapes[key][0], files.shapes[scales]
+    if n % per_word:
+        raise bad(scales, f"has {n} channels, no multiple of {per_word}")
+    need(files, key, ("I32",), (k, n // per_word))
+    zeros = need(files, f"{base}.qzeros", ("I32",), (groups, n // per_word))
+    group = _group(scales, k, groups, declared)
+
+    def open_rows() -> Rows:
+        words = files.read(key)
+        full = Grid(
+            read_scale(files, scales).T.contiguous(),
+            (1, group),
+            _in_order(files.read(zeros)).T.to(torch.float32),
+        )
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            first, last = start // per_word, -(-stop // per_word)
+            codes = _in_order(words[:, first:last])
+            skipped = start - first * per_word
+            codes = codes[:, skipped : skipped + stop - start].T
+            return full.apply(codes.to(torch.float32, memory_format=torch.contiguous_format), start)
+
+        return rows
+
+    return Quantized((n, k), open_rows), {key, scales, zeros}
+
+
+def _matrices(files: SourceTensors, base: str) -> tuple[str, str]:
+    """The codes and their scales, if both are matrices."""
+    key, scales = need(files, base + WEIGHT, ("I32",)), need(files, f"{base}.scales", _SCALES)
+    for name in (key, scales):
+        if len(files.shapes[name]) != 2 or 0 in files.shapes[name]:
+            raise bad(name, f"has the shape {files.shapes[name]}, which is no matrix")
+    return key, scales
+
+
+def _group(scales: str, k: int, groups: int, declared: Declared) -> int:
+    """Columns of a group: by the configuration, and by the scales there are."""
+    for _, size in (*declared.blocks, (1, k)):
+        if -(-k // size) == groups:
+            return size
+    raise bad(scales, f"has {groups} groups for {k} columns, which config.json does not say")
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """AWQ's words [a, b] as codes [a, 8 b]."""
+    place = torch.tensor([AWQ_ORDER.index(channel) for channel in range(len(AWQ_ORDER))])
+    return fields(words, AWQ_BITS).view(*words.shape, -1)[..., place].view(len(words), -1)

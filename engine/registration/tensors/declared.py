@@ -1,0 +1,187 @@
+"""What a checkpoint's small files say of how its weights are quantized.
+
+`quantization_config` in config.json (older releases: `compression_config`), or ModelOpt's
+hf_quant_config.json. Says which format the tensors are read by, and what their shapes leave open:
+bits, blocks that share a scale, the versions of a format. Which modules are quantized is not asked
+here: a weight with scales is, one without them is plain, and the lists of exceptions follow from
+that. What is not known is refused.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import RegistrationRefused
+
+MODELOPT_NAME = "hf_quant_config.json"
+MAX_GROUP = 1 << 20
+SUPPORTED = (
+    "FP8 (fp8, fbgemm_fp8), compressed-tensors (integers, FP8, NVFP4, MXFP4), ModelOpt (FP8, "
+    "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes"
+)
+CODE = "quantized_weights"
+
+_COMPRESSED_FORMATS = frozenset(
+    {
+        "pack-quantized",
+        "int-quantized",
+        "float-quantized",
+        "naive-quantized",
+        "nvfp4-pack-quantized",
+        "mxfp4-pack-quantized",
+        "mixed-precision",
+    }
+)
+_MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION"})
+_FIELD_BITS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What is said beside the tensors.
+
+    blocks       rows and columns that may share a scale, beside whole matrices and single rows
+    bits         of a packed code; one of them
+    zero_offset  what stored zeros are short of
+    """
+
+    method: str
+    blocks: tuple[tuple[int, int], ...] = ()
+    bits: tuple[int, ...] = ()
+    zero_offset: int = 0
+
+
+def declared_in(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Declared | None:
+    """None: the weights are plain. `config`: config.json; `modelopt`: ModelOpt's file, or nothing.
+
+    Raises RegistrationRefused("quantized_weights").
+    """
+    said = config.get("quantization_config") or config.get("compression_config")
+    if not said and isinstance(config.get("text_config"), Mapping):
+        said = config["text_config"].get("quantization_config")
+    if not said and modelopt:
+        inner = modelopt.get("quantization")
+        said = {**inner, "quant_method": "modelopt"} if isinstance(inner, Mapping) else modelopt
+    if not said:
+        return None
+    if not isinstance(said, Mapping):
+        raise _refused("quantization_config in config.json is not an object")
+    method = said.get("quant_method")
+    if method is None and "config_groups" in said:
+        method = "compressed-tensors"
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise _refused(f"the quantization method {method!r:.60} is not supported")
+    return reader(said)
+
+
+def _fp8(said: Mapping[str, Any]) -> Declared:
+    size = said.get("weight_block_size")
+    if size is None:
+        return Declared("fp8")
+    if not isinstance(size, list) or len(size) != 2:
+        raise _refused(f"weight_block_size is {size!r:.60}, not two numbers")
+    return Declared("fp8", ((_count(size[0], "block"), _count(size[1], "block")),))
+
+
+def _compressed(said: Mapping[str, Any]) -> Declared:
+    groups = said.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise _refused("quantization_config has no config_groups")
+    parts = list(groups.values())
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise _refused("config_groups is not as compressed-tensors writes it")
+    formats = [said.get("format"), *(part.get("format") for part in parts)]
+    for name in formats:
+        if name is not None and name not in _COMPRESSED_FORMATS:
+            raise _refused(f"the format {name!r:.60} of compressed-tensors is not supported")
+    sparsity = said.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise _refused("sparse weights of compressed-tensors are not supported")
+    if said.get("transform_config"):
+        raise _refused("weights that are rotated (transform_config) are not supported")
+    weights = [part.get("weights") for part in parts]
+    described = [one for one in weights if isinstance(one, Mapping)]
+    bits = _known_bits(one.get("num_bits") for one in described if one.get("type") != "float")
+    blocks = {(1, size) for one in described if (size := _group(one.get("group_size")))}
+    for one in described:
+        structure = one.get("block_structure")
+        if isinstance(structure, list) and len(structure) == 2:
+            blocks.add((_count(structure[0], "block"), _count(structure[1], "block")))
+    return Declared("compressed-tensors", tuple(sorted(blocks)), bits)
+
+
+def _gptq(said: Mapping[str, Any]) -> Declared:
+    kind = said.get("checkpoint_format") or "gptq"
+    if kind not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
+        raise _refused(f"the layout {kind!r:.60} of GPTQ is not supported (gptq and gptq_v2 are)")
+    special = said.get("dynamic") or {}
+    if not isinstance(special, Mapping) or any(not str(key).startswith("-") for key in special):
+        raise _refused("GPTQ with other bits for single modules (dynamic) is not supported")
+    size = _group(said.get("group_size"))
+    blocks = ((1, size),) if size else ()
+    bits = _known_bits([said.get("bits")])
+    return Declared("gptq", blocks, bits, zero_offset=1 if kind == "gptq" else 0)
+
+
+def _awq(said: Mapping[str, Any]) -> Declared:
+    version = said.get("version") or "gemm"
+    if str(version).lower() != "gemm" or said.get("bits", 4) != 4:
+        raise _refused(
+            f"AWQ of version {version!r:.60} with {said.get('bits', 4)!r:.20} bits is not "
+            "supported (version gemm with 4 bits is)"
+        )
+    if said.get("zero_point", True) is not True:
+        raise _refused("AWQ without zero points is not supported")
+    size = _group(said.get("group_size") or said.get("q_group_size"))
+    return Declared("awq", ((1, size),) if size else ())
+
+
+def _modelopt(said: Mapping[str, Any]) -> Declared:
+    algorithm = said.get("quant_algo")
+    if algorithm not in _MODELOPT_ALGORITHMS:
+        known = ", ".join(sorted(_MODELOPT_ALGORITHMS))
+        raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({known} are)")
+    return Declared("modelopt")
+
+
+def _plainly(method: str) -> Callable[[Mapping[str, Any]], Declared]:
+    return lambda said: Declared(method)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _plainly("fp8"),
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "modelopt": _modelopt,
+    "mxfp4": _plainly("mxfp4"),
+    "bitsandbytes": _plainly("bitsandbytes"),
+}
+
+
+def _known_bits(found: Iterable[Any]) -> tuple[int, ...]:
+    bits = {one for one in found if one is not None}
+    if not bits.issubset(_FIELD_BITS):
+        raise _refused(f"weights of {sorted(map(repr, bits))} bits are not supported (2, 4, 8 are)")
+    return tuple(sorted(bits))
+
+
+def _group(value: Any) -> int:
+    """Columns that share a scale; 0 for all of a row."""
+    return 0 if value is None or value == -1 else _count(value, "group")
+
+
+def _count(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_GROUP:
+        raise _refused(f"a {what} of {value!r:.60} weights is not supported")
+    return value
+
+
+def _refused(why: str) -> RegistrationRefused:
+    return RegistrationRefused(
+        CODE,
+        f"the checkpoint cannot be read: {why}. Supported quantized checkpoints are: {SUPPORTED}; "
+        "register one of these, or the unquantized checkpoint",
+    )

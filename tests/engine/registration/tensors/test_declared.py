@@ -1,0 +1,75 @@
+"""What is said of a quantization beside the tensors: read where it is known, refused where not."""
+
+from typing import Any
+
+import pytest
+
+from engine.errors import RegistrationRefused
+from engine.registration.tensors import Declared, declared_in
+from tests.engine.registration.quantized_kit import KINDS, compressed
+
+
+def read(said: Any) -> Declared | None:
+    return declared_in({"quantization_config": said}, {})
+
+
+def test_plain_checkpoints_say_nothing() -> None:
+    assert declared_in({}, {}) is None
+    assert read({}) is read(None) is None
+
+
+def test_every_place_is_looked_at() -> None:
+    fp8 = {"quant_method": "fp8"}
+    assert declared_in({"text_config": {"quantization_config": fp8}}, {}) == Declared("fp8")
+    old = {"config_groups": {"0": {"weights": {"num_bits": 4, "group_size": 128}}}}
+    found = declared_in({"compression_config": old}, {})
+    assert found == Declared("compressed-tensors", ((1, 128),), (4,))
+    file = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    assert declared_in({}, file) == Declared("modelopt")
+
+
+def test_versions_differ_in_their_zeros() -> None:
+    said = KINDS["gptq"].config
+    assert read(said) == Declared("gptq", ((1, 32),), (4,), zero_offset=1)
+    second = Declared("gptq", ((1, 32),), (4,))
+    assert read(said | {"checkpoint_format": "gptq_v2"}) == second
+    assert read(said | {"group_size": -1, "dynamic": {"-:lm_head": {}}}) == Declared(
+        "gptq", (), (4,), zero_offset=1
+    )
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+REFUSED: dict[str, Any] = {
+    "a list": [1],
+    "no method": {"bits": 4},
+    "unknown": {"quant_method": "hqq"},
+    "method no name": {"quant_method": {"x": 1}},
+    "fp8, one number": {"quant_method": "fp8", "weight_block_size": 128},
+    "fp8, block of 0": {"quant_method": "fp8", "weight_block_size": [0, 128]},
+    "fp8, block endless": {"quant_method": "fp8", "weight_block_size": [1 << 40, 128]},
+    "gptq, 3 bits": GPTQ | {"bits": 3},
+    "gptq, group of 0": GPTQ | {"group_size": 0},
+    "gptq, group of -2": GPTQ | {"group_size": -2},
+    "gptq, group true": GPTQ | {"group_size": True},
+    "gptq, for marlin": GPTQ | {"checkpoint_format": "marlin"},
+    "gptq, single modules": GPTQ | {"dynamic": {"+:.*mlp": {"bits": 8}}},
+    "awq, gemv": AWQ | {"version": "gemv"},
+    "awq, 8 bits": AWQ | {"bits": 8},
+    "awq, no zeros": AWQ | {"zero_point": False},
+    "modelopt, another": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    "no groups": {"quant_method": "compressed-tensors"},
+    "groups a list": {"quant_method": "compressed-tensors", "config_groups": {"0": []}},
+    "sparse": compressed("pack-quantized") | {"sparsity_config": {"format": "sparse-bitmask"}},
+    "rotated": compressed("pack-quantized") | {"transform_config": {"x": 1}},
+    "another layout": compressed("marlin-24"),
+    "five bits": compressed("pack-quantized", num_bits=5, type="int"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused(name: str) -> None:
+    with pytest.raises(RegistrationRefused) as caught:
+        read(REFUSED[name])
+    assert caught.value.code == "quantized_weights"
+    assert "Supported quantized checkpoints are" in str(caught.value)

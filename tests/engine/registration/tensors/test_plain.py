@@ -1,0 +1,144 @@
+"""A model in each published format becomes the pack of the weights that it stands for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.pack import BLOB_NAME
+from engine.registration.convert import inspect, write_pack
+from engine.registration.source import declared_of, weight_files
+from engine.registration.tensors import files as files_module
+from engine.registration.tensors import open_tensors
+from engine.registration.tensors.plain import PlainTensors
+from tests.engine.pack_rig import edit_json
+from tests.engine.registration.quantized_kit import KINDS, write_checkpoint
+from tests.engine.registration.test_convert import convert, refusal
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_weight_is_read_as_what_it_stands_for(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "model"
+    twin = write_checkpoint(folder, KINDS[name])
+    expected = load_file(twin / "model.safetensors")
+    with open_tensors(weight_files(folder), declared_of(folder)) as source:
+        biases = {key for key in source.shapes if source.adds_nothing(key)}
+        assert source.shapes.keys() - biases == expected.keys()
+        assert len(biases) == (7 if "gptq" in name else 0)
+        in_pieces = 0
+        for key, values in expected.items():
+            pieces = list(source.pieces(key, 3000))
+            in_pieces += len(pieces) > 1
+            assert source.shapes[key] == tuple(values.shape), key
+            assert torch.equal(torch.cat(pieces).to(torch.float32), values), key
+            half = source.read(key).to(torch.bfloat16)
+            assert torch.equal(half, values.to(torch.bfloat16)), key
+        assert in_pieces > 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_its_pack_is_that_of_its_plain_twin(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (6500,))
+    twin = write_checkpoint(tmp_path / "model", KINDS[name])
+    for dtype in ("bfloat16", "int4"):
+        made, index = convert(tmp_path / "model", tmp_path / "packs", dtype)
+        plain, wanted = convert(twin, tmp_path / "packs", dtype)
+        assert made != plain
+        assert index.tensors == wanted.tensors
+        assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+        assert "quantization_config" not in (made / "config.json").read_text()
+
+
+def test_auto_is_bfloat16_and_nothing_is_rounded_twice(tmp_path: Path) -> None:
+    twin = write_checkpoint(tmp_path / "model", KINDS["gptq"])
+    _, index = convert(tmp_path / "model", tmp_path / "packs", "auto")
+    assert index.dtype == "bfloat16"
+    made, index = convert(tmp_path / "model", tmp_path / "packs", "float32")
+    plain, _ = write_pack(inspect(twin), tmp_path / "packs", "float32", lambda *_: None)
+    assert index.dtype == "float32"
+    assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def _weights(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def _says(said: Any) -> Callable[[Path], None]:
+    return lambda folder: edit_json(
+        folder / "config.json", lambda c: c.update(quantization_config=said)
+    )
+
+
+def _last_scale(weights: dict[str, torch.Tensor]) -> None:
+    weights[f"{UP}.weight_scale_inv"][-1] = torch.nan
+
+
+def _last_code(weights: dict[str, torch.Tensor]) -> None:
+    weights[f"{UP}.weight"].view(torch.uint8)[-1] = 0x7F
+
+
+HOSTILE: list[tuple[str, str, str, Callable[[Path], None]]] = [
+    ("a code is NaN", "fp8 blocks", "bad_weights", _weights(_last_code)),
+    ("a scale is NaN", "fp8 blocks", "bad_weights", _weights(_last_scale)),
+    (
+        "no scale for one",
+        "fp8 blocks",
+        "bad_weights",
+        _weights(lambda w: w.pop(f"{UP}.weight_scale_inv")),
+    ),
+    ("nothing is said", "fp8 blocks", "quantized_weights", _says(None)),
+    ("nothing is said of bytes", "nf4", "bad_weights", _says(None)),
+    ("said to be another", "fp8 blocks", "quantized_weights", _says(KINDS["gptq"].config)),
+    (
+        "there twice",
+        "gptq",
+        "bad_weights",
+        _weights(lambda w: w.update({f"{UP}.weight": torch.ones(96, 64)})),
+    ),
+    (
+        "bits without a scale",
+        "int8",
+        "bad_weights",
+        _weights(lambda w: w.pop(f"{UP}.weight_scale")),
+    ),
+    ("a bias that counts", "gptq", "bad_weights", _weights(lambda w: w[f"{UP}.bias"].fill_(1))),
+    (
+        "another width",
+        "int8",
+        "bad_weights",
+        _weights(lambda w: w.update({f"{UP}.weight": torch.ones(96, 32, dtype=torch.int8)})),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "damage"), [one[1:] for one in HOSTILE], ids=[one[0] for one in HOSTILE]
+)
+def test_a_hostile_checkpoint_leaves_nothing_behind(
+    tmp_path: Path, kind: str, code: str, damage: Callable[[Path], None]
+) -> None:
+    write_checkpoint(tmp_path / "model", KINDS[kind])
+    damage(tmp_path / "model")
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert problem.code == code
+    assert len(str(problem)) > 30
+
+
+def test_tensors_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "model", KINDS["int8"])
+    monkeypatch.setattr(files_module, "MAX_TENSORS", 20)
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert (problem.code, "more than 20 tensors" in str(problem)) == ("bad_weights", True)
