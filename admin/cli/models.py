@@ -313,11 +313,18 @@ def progress_text(phase: str, done_bytes: int, total_bytes: int) -> str:
 def preflight_text(found: RegisterEvent) -> str:
     """Shown before anything large is fetched or written."""
     fetch = f"{size(found.download_bytes)} to download, " if found.download_bytes else ""
-    return (
+    text = (
         f"{found.family}, {size(found.weight_bytes)} of weights in memory, context "
         f"{found.max_context}; {fetch}{size(found.pack_bytes)} of disk space for the pack, "
         f"{size(found.free_bytes)} free"
     )
+    if found.source_format:
+        options = ", ".join(
+            f"{each.dtype} {size(each.weight_bytes)} (adds {each.added_error:.1%})"
+            for each in found.choices
+        )
+        text += f"; quantized by {found.source_format}, can be hosted as {options}"
+    return text
 
 
 class ProgressPrinter:

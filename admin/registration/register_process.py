@@ -31,6 +31,14 @@ MAX_LOG_BYTES = 1 << 20
 STOP_TIMEOUT_S = 0.7
 
 
+class HostingOption(msgspec.Struct, frozen=True):
+    """What a dtype would take for a quantized checkpoint, and how much it adds to its rounding."""
+
+    dtype: str
+    weight_bytes: int
+    added_error: float
+
+
 class RegisterEvent(msgspec.Struct, frozen=True):
     """One line of the subprocess. Unknown fields are passed over.
 
@@ -47,6 +55,8 @@ class RegisterEvent(msgspec.Struct, frozen=True):
     pack_bytes: int = 0
     free_bytes: int = 0
     used_bytes: int = 0
+    source_format: str = ""
+    choices: list[HostingOption] = []
     pack_dir: str = ""
     revision: str = ""
     family: str = ""

@@ -52,6 +52,7 @@ from engine.registration.hub import Hub, HubLimits, check_repo
 from engine.registration.parity import probe, probe_encoder
 from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
 from engine.registration.quantize import QUANTIZATIONS
+from engine.registration.source import declared_of
 from engine.registration.staging import staged
 
 PROGRESS_INTERVAL_S = 0.1
@@ -179,7 +180,8 @@ def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Regis
 def _from_folder(folder: Path, source: Path, job: Registration, report: Reporter) -> Registered:
     candidate = inspect(folder)
     size = sum(path.stat().st_size for path in candidate.files)
-    found = preflight(candidate.blueprint, job.dtype, size, 0, job.dest, job.room)
+    plan, declared = candidate.blueprint, candidate.declared
+    found = preflight(plan, job.dtype, size, 0, job.dest, job.room, declared)
     _report_preflight(found, report)
     check_arena(found, str(source), job.room)
     if job.only_check:
@@ -250,7 +252,8 @@ def _downloaded(
     chosen = weights(label, files, folder)
     size = sum(file.size for file in chosen)
     missing = size - present_bytes(chosen, folder)
-    found = preflight(plan, job.dtype, size, missing, job.dest, job.room)
+    declared = declared_of(folder)
+    found = preflight(plan, job.dtype, size, missing, job.dest, job.room, declared)
     _report_preflight(found, report)
     check_arena(found, label, job.room)
     check_disk(found, label, job.room)

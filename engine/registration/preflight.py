@@ -1,7 +1,8 @@
 """What a registration will take, reported and checked before anything large is fetched or written.
 
 From the configuration, the files' sizes and the disk: family, bytes of the weights as hosted, bytes
-still to fetch, bytes the pack will take; against the disk's free space, the operator's quota for
+still to fetch, bytes the pack will take; for a quantized checkpoint what each dtype would take and
+what rounding its weights once more adds; against the disk's free space, the operator's quota for
 packs and downloads together, and the worker's arena where its size is known. Reads sizes, changes
 nothing. Estimates of the pack are within its alignment; where "auto" has to guess the checkpoint's
 type (a configuration that does not say), the size of the files decides.
@@ -21,9 +22,24 @@ from engine.registration.encoder_blueprint import plan_model
 from engine.registration.numbers import check_numbers
 from engine.registration.quantize import QUANTIZATIONS, kept_bytes, schemes_of
 from engine.registration.source import check_tokenizer, load_config
+from engine.registration.tensors import Declared
 
 DISK_MARGIN_BYTES = 64 << 20
 """Free space that a registration leaves to the database, the logs and everybody else."""
+
+_TARGETS = ("bfloat16", "int8", "int4")
+# What rounding once more adds, by how a checkpoint is quantized: measured on synthetic weights
+# (docs/packs.md). `int4` are integers of four bits, with groups of 128; smaller ones lose less.
+_ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
+    "fp8": (0.0017, 0.014, 0.088),
+    "int4": (0.0017, 0.012, 0.044),
+    "gptq": (0.0017, 0.012, 0.044),
+    "awq": (0.0017, 0.013, 0.044),
+    "mxfp4": (0.0, 0.011, 0.049),
+    "compressed-tensors": (0.002, 0.014, 0.087),
+    "modelopt": (0.002, 0.014, 0.088),
+    "bitsandbytes": (0.002, 0.013, 0.085),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +56,24 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
+class HostingChoice:
+    """What hosting a quantized checkpoint in `dtype` takes.
+
+    added_error   root mean square of what this rounding adds, over that of the weights
+    """
+
+    dtype: str
+    weight_bytes: int
+    added_error: float
+
+
+@dataclass(frozen=True, slots=True)
 class Preflight:
-    """The figures, in bytes: what is still to come, and what there is."""
+    """The figures, in bytes: what is still to come, and what there is.
+
+    source_format   how the checkpoint is quantized, "" where it is not
+    choices         for such a checkpoint: in which dtypes it can be hosted
+    """
 
     family: str
     max_context: int
@@ -50,6 +82,8 @@ class Preflight:
     pack_bytes: int
     free_bytes: int
     used_bytes: int
+    source_format: str = ""
+    choices: tuple[HostingChoice, ...] = ()
 
 
 def judge(folder: Path) -> Blueprint:
@@ -62,9 +96,17 @@ def judge(folder: Path) -> Blueprint:
 
 
 def preflight(
-    plan: Blueprint, dtype: str, files_bytes: int, download_bytes: int, dest: Path, room: Room
+    plan: Blueprint,
+    dtype: str,
+    files_bytes: int,
+    download_bytes: int,
+    dest: Path,
+    room: Room,
+    declared: Declared | None = None,
 ) -> Preflight:
     """Look. `files_bytes`: of the checkpoint's weights as they are in its files."""
+    if declared is not None and dtype == "auto":
+        dtype = "bfloat16"
     weight_bytes = _weight_bytes(plan, dtype, files_bytes)
     return Preflight(
         family=str(plan.config.model_type),
@@ -74,6 +116,8 @@ def preflight(
         pack_bytes=weight_bytes,
         free_bytes=shutil.disk_usage(_existing(dest)).free,
         used_bytes=sum(folder_bytes(folder) for folder in room.folders),
+        source_format=declared.method if declared else "",
+        choices=_choices(plan, declared) if declared else (),
     )
 
 
@@ -138,6 +182,17 @@ def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
         )
     kind: Any = getattr(torch, dtype)
     return sum(plan.tensors[name].numel() * plan.dtype_of(name, kind).itemsize for name in names)
+
+
+def _choices(plan: Blueprint, declared: Declared) -> tuple[HostingChoice, ...]:
+    found = []
+    kind = "int4" if declared.bits == (4,) else declared.method
+    for dtype, added in zip(_TARGETS, _ADDED_ERRORS[kind], strict=True):
+        try:
+            found.append(HostingChoice(dtype, _weight_bytes(plan, dtype, 0), added))
+        except RegistrationRefused:  # a family without plain linears
+            continue
+    return tuple(found)
 
 
 def _existing(path: Path) -> Path:

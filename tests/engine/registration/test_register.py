@@ -9,14 +9,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from transformers import LlamaConfig
 
+from admin.cli.models import preflight_text
+from admin.registration.register_process import RegisterEvent
 from engine.errors import RegistrationRefused
 from engine.pack import read_index
 from engine.packs.weights import check_pack, verify_blob
 from engine.registration import main as register
-from tests.engine.pack_rig import hf_folder
+from tests.engine.pack_rig import edit_json, hf_folder
+from tests.engine.registration.quantized_kit import KINDS, write_checkpoint
 from tests.engine.registration.test_convert import SHAPE
 
 
@@ -117,3 +121,27 @@ def test_a_bug_in_one_folder_does_not_hide_the_others(
     assert status == 1
     assert last(events)[folder]["code"] == "internal_error"
     assert last(events)[missing]["code"] == "no_source"
+
+
+def test_a_quantized_checkpoint_is_told_its_choices(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(folder, KINDS["nvfp4 modelopt"])
+    # As ModelOpt's exports have it: in a file of its own.
+    edit_json(folder / "config.json", lambda c: c.pop("quantization_config"))
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(said))
+    status, events = run("--source", str(folder), "--dest", str(tmp_path / "packs"))
+    assert status == 0, events[-1]
+    found = next(event for event in events if event["event"] == "preflight")
+    assert found["source_format"] == "modelopt"
+    sizes = {choice["dtype"]: choice["weight_bytes"] for choice in found["choices"]}
+    assert list(sizes) == ["bfloat16", "int8", "int4"]
+    assert sizes["bfloat16"] == found["weight_bytes"] > sizes["int8"] > sizes["int4"]
+    assert all(0 <= choice["added_error"] < 0.1 for choice in found["choices"])
+    ready = events[-1]
+    assert (ready["event"], ready["dtype"]) == ("ready", "bfloat16")
+    index = read_index(Path(ready["pack_dir"]))
+    assert abs(index.total_bytes - sizes["bfloat16"]) < 4096 * len(index.segments)
+    assert "hf_quant_config.json" not in index.files
+    event = msgspec.json.decode(json.dumps(found), type=RegisterEvent)
+    assert "quantized by modelopt, can be hosted as bfloat16" in preflight_text(event)
