@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bench.sim.baselines.choose import NAMES, OURS, parse_policies
+from bench.sim.baselines.choose import NAMES, OURS, parse_pair, parse_policies, parse_setting
 from bench.sim.columns import Slo
 from bench.sim.devices import DEVICES, find_device
 from bench.sim.report import HTML_NAME, JSON_NAME, write_report
@@ -132,7 +132,7 @@ def _world(options: argparse.Namespace) -> World:
         models=_models(options),
         tenants=make_tenants(options.tenants, options.seed, options.weights),
         seed=options.seed,
-        settings={**device.settings, **dict(_setting(text) for text in options.set)},
+        settings={**device.settings, **dict(parse_setting(text) for text in options.set)},
     )
 
 
@@ -176,7 +176,7 @@ def _runs(options: argparse.Namespace, spec: WorkloadSpec, world: World) -> Mapp
         raise ValueError("--only leaves nothing to run: name a --policy")
     chosen: dict[str, dict[str, str]] = {} if options.only else {OURS: {}}
     for text in options.policy:
-        policies = dict(_pair(item) for item in text.split(","))
+        policies = dict(parse_pair(item) for item in text.split(","))
         parse_policies(policies)
         chosen[text] = policies
     runs: dict[str, Run] = {}
@@ -203,26 +203,6 @@ def _line(name: str, run: Run) -> str:
         f"{name}: {len(run.records)} requests ({ends}), {len(run.swaps)} swaps, "
         f"{run.simulated_s:.0f} s simulated in {run.wall_s:.1f} s"
     )
-
-
-def _setting(text: str) -> tuple[str, object]:
-    """A number or a truth where it reads as one."""
-    name, value = _pair(text)
-    if value in ("true", "false"):
-        return name, value == "true"
-    for kind in (int, float):
-        try:
-            return name, kind(value)
-        except ValueError:
-            continue
-    return name, value
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or not value:
-        raise ValueError(f"{text!r}: write NAME=VALUE")
-    return name, value
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The comparing program: its scenarios run, what was run is kept, the table says what came out."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,14 @@ def test_a_policy_is_baselines_and_settings() -> None:
     assert (dict(OURS.names), dict(OURS.settings)) == ({}, {})
     changed = parse_policy("ours/eviction_margin=2,starvation_s=0.5")
     assert (changed.names, changed.settings) == ({}, {"eviction_margin": 2, "starvation_s": 0.5})
+    endless = {
+        parse_policy(f"ours/eviction_margin={text}").settings["eviction_margin"]
+        for text in ("inf", "Infinity")
+    }
+    assert endless == {math.inf}
     both = parse_policy("evict=lru+place=static")
     assert (both.names, both.settings) == ({"evict": "lru", "place": "static"}, {})
-    for text in ("lru", "evict=nobody", "ours/margin"):
+    for text in ("lru", "evict=nobody", "ours/margin", "ours/margin="):
         with pytest.raises(ValueError, match=r"write|no evict policy"):
             parse_policy(text)
 

@@ -7,7 +7,6 @@
 `ours` (or no entry) is the product's own, made by the product itself: `None` here.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -69,13 +68,30 @@ def parse_policy(text: str) -> Policy:
                 raise ValueError(f"{text!r}: write {OURS} or KIND=NAME, such as evict=lru")
             names[kind] = chosen
     parse_policies(names)
-    settings: dict[str, object] = {}
-    for item in filter(None, more.split(",")):
-        key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"{text!r}: write NAME=VALUE after the slash")
-        settings[key] = json.loads(value)
+    settings = dict(parse_setting(item) for item in more.split(",") if item)
     return Policy(text, names, settings)
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """From `NAME=VALUE`: a number (`inf` too) or a truth where it reads as one. Raises ValueError
+    that says what to write."""
+    name, value = parse_pair(text)
+    if value in ("true", "false"):
+        return name, value == "true"
+    for kind in (int, float):
+        try:
+            return name, kind(value)
+        except ValueError:
+            continue
+    return name, value
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    """From `NAME=VALUE`. Raises ValueError that says what to write."""
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise ValueError(f"{text!r}: write NAME=VALUE")
+    return name, value
 
 
 def parse_policies(policies: Mapping[str, str]) -> dict[str, Choice]:
