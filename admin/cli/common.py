@@ -16,7 +16,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from admin.context.data_folder import bind_database, check_database
+from admin.context.data_folder import bind_database, check_database, check_owner
 from admin.context.operator_context import OperatorContext, open_context
 from gateway.redis.redis_script import check_url
 from gateway.settings.config import load_settings
@@ -120,17 +120,21 @@ def settings_of(
 
 @contextmanager
 def open_registry(
-    options: argparse.Namespace, *, create: bool = False
+    options: argparse.Namespace, *, create: bool = False, makes_files: bool = False
 ) -> Iterator[OperatorContext]:
     """The registry of the data folder, in the OS user's name.
 
     `create` makes an absent database; without it an absent one is an error, so that a mistyped
     folder does not come out as an empty list. A schema of another version is always an error: a
-    server of that version may be running on it.
+    server of that version may be running on it. `makes_files`: the command makes files in the data
+    folder that the server must be able to read.
     """
     settings = settings_of(options)
+    is_new = not database_exists(settings.registry_url)
+    if makes_files or (is_new and create):
+        check_owner(settings)
     check_database(settings)
-    if not database_exists(settings.registry_url):
+    if is_new:
         if not create:
             raise SchemaError(
                 f"no Polyhost database in {settings.data_path}: check --data-dir, or run "

@@ -108,7 +108,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _add(options: argparse.Namespace) -> int:
-    with open_registry(options, create=True) as context:
+    with open_registry(options, create=True, makes_files=True) as context:
         model = models.begin_registration(
             context,
             options.name,
@@ -121,7 +121,7 @@ def _add(options: argparse.Namespace) -> int:
 
 
 def _update(options: argparse.Namespace) -> int:
-    with open_registry(options) as context:
+    with open_registry(options, makes_files=True) as context:
         model = models.begin_update(
             context, options.name, options.source, options.dtype, options.revision
         )
@@ -129,7 +129,7 @@ def _update(options: argparse.Namespace) -> int:
 
 
 def _retry(options: argparse.Namespace) -> int:
-    with open_registry(options) as context:
+    with open_registry(options, makes_files=True) as context:
         return _register(context, models.retry_registration(context, options.name), options.no_wait)
 
 

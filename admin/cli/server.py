@@ -23,9 +23,16 @@ from typing import Protocol, cast
 
 import uvloop
 
-from admin.cli.common import add_command, add_commands, add_common_options, parse_size, settings_of
+from admin.cli.common import (
+    add_command,
+    add_commands,
+    add_common_options,
+    os_user,
+    parse_size,
+    settings_of,
+)
 from admin.context.data_folder import (
-    bind_database,
+    adopt_database,
     check_database,
     has_journal,
     private_files,
@@ -247,7 +254,7 @@ def _adopt(options: argparse.Namespace) -> int:
     folder = settings.data_path
     with locks.hold(folder / locks.SERVER_LOCK):
         upgrade(settings.registry_url)
-        bind_database(settings)
+        adopt_database(settings, f"cli:{os_user()}")
     print(f"{folder} belongs to {shown(settings.registry_url)} from now on")
     if num := unknown_packs(settings):
         print(f"packs that the database does not know: {num}; the next start deletes them")

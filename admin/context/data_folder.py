@@ -15,17 +15,24 @@ anything is made, upgraded, deleted or written, and refuses where the two do not
 What a folder names has the kind of database in it: after a move from SQLite to PostgreSQL with all
 rows, the file that stayed behind is not taken for it. Several servers may share a database, each
 with a folder of its own. `bind_database` writes the names down, in the database first: after a
-crash in between the folder still names none. `polyhost db adopt` is that without the check.
+crash in between the folder still names none. `polyhost db adopt` is that without the check, and
+leaves an entry in the audit log.
 
 What a server and the commands make in a data folder is readable by this user alone: digests of
-passwords and keys, bills, weights. The folder itself is the operator's, and may have been there
+passwords and keys, bills, weights. So commands that make files there (`check_owner`: those that
+register a model or begin a database) refuse where another user's server could not read them. The
+folder itself is the operator's, and may have been there
 before with rights for others.
 """
 
 import contextlib
 import logging
 import os
+import pwd
+import shlex
 import stat
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +43,8 @@ from gateway.settings.settings import JOURNAL_FOLDER, PACKS_FOLDER, Settings
 from registry import audit
 from registry.accounts.tenants import Tenant
 from registry.audit import RegistryVersion
-from registry.errors import WrongDatabase
+from registry.base import MAX_NAME_LEN
+from registry.errors import Forbidden, WrongDatabase
 from registry.models.catalog import Model
 from registry.models.revisions import ModelRevision
 from registry.session import (
@@ -70,12 +78,50 @@ def check_database(settings: Settings) -> None:
         with engine.connect() as connection:
             if named == _name(connection) if named else _knows(connection, packs):
                 return
+    why = f"the data folder {folder} belongs to another database than {shown(url)}"
+    if not named and packs:
+        why = f"none of the {len(packs)} packs in {folder} is known to {shown(url)}"
+        why += ": the folder belongs to another database"
+    elif not named:
+        why = f"the data folder {folder} has a journal, but {shown(url)} has no tenants"
+        why += ": the folder belongs to another database"
+    then = ["deletes packs that it does not know"] if packs else []
+    then += ["writes the journal's postings into it"] if has_journal(folder) else []
     raise WrongDatabase(
-        f"the data folder {folder} belongs to another database than {shown(url)}, or that database "
-        "was emptied: check --data-dir, set database_url (POLYHOST_DATABASE_URL) to the database "
-        "used before, or restore it. To use this database on purpose, run `polyhost db adopt`: the "
-        "next start then deletes packs that it does not know and writes the journal's postings "
-        "into it"
+        f"{why}, or that database was emptied: check --data-dir, set database_url "
+        "(POLYHOST_DATABASE_URL) to the database used before, or restore it. To use this database "
+        "on purpose, run `polyhost db adopt`"
+        + (f": the next start then {' and '.join(then)}" if then else "")
+    )
+
+
+def check_owner(settings: Settings) -> None:
+    """Raises Forbidden where the server could not read what this process makes in the data folder,
+    because they are not the same user. Leaves nothing behind.
+
+    The server's user is the owner of the marker, or else of the folder. What counts is the owner
+    that a new file gets: a mounted file system may have its own rules.
+    """
+    folder = settings.data_path
+    try:
+        with tempfile.TemporaryFile(dir=folder) as made:
+            mine = os.fstat(made.fileno()).st_uid
+    except FileNotFoundError:
+        return  # the folder will be this user's
+    except PermissionError:
+        mine = os.geteuid()
+    marker = folder / DATABASE_ID
+    owner = (marker if os.path.exists(marker) else folder).stat().st_uid
+    if owner == mine:
+        return
+    try:
+        name = pwd.getpwuid(owner).pw_name
+    except KeyError:  # an account of another machine or container
+        name = f"#{owner}"
+    line = f"sudo -u {shlex.quote(name)} polyhost ... --data-dir {shlex.quote(str(folder))}"
+    raise Forbidden(
+        f"the data folder {folder} is used by the user {name}, whose server could not read what "
+        f"this command makes there: run the command as that user (`{line}`)"
     )
 
 
@@ -105,6 +151,18 @@ def bind_database(settings: Settings) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     partial.replace(folder / DATABASE_ID)
+
+
+def adopt_database(settings: Settings, actor: str) -> None:
+    """`bind_database` where the check would refuse, with an entry in the audit log. The schema must
+    be there."""
+    before = _named(settings.data_path)
+    bind_database(settings)
+    names = ({"database": name} for name in (before, _named(settings.data_path)))
+    target = str(settings.data_path)[-MAX_NAME_LEN:]
+    engine = make_engine(settings.registry_url, poolclass=NullPool)
+    with writing(engine, actor) as session:
+        audit.record(session, time.time(), "database.adopt", target, *names)
 
 
 def secure_files(settings: Settings) -> None:

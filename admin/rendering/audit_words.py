@@ -67,6 +67,7 @@ SENTENCES: Final[Mapping[str, str]] = {
     "ledger.keep": "Deleted old postings",
     "cache.purge": "Flushed cached answers of {target}",
     "cache.read": "Read cached answers of {target}",
+    "database.adopt": "Adopted the data folder {target}",
     "export.ask": "Requested an export",
     "export.cancel": "Cancelled an export",
     "export.retry": "Restarted an export",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pwd
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +18,13 @@ from admin.context.data_folder import (
 from admin.operations.models import tidy
 from gateway.server.supervisor import serve
 from gateway.settings.settings import Settings
+from registry import audit
 from registry.accounts import tenants
+from registry.audit import AuditEntry
 from registry.errors import WrongDatabase
 from registry.models import catalog
 from registry.schema import downgrade, upgrade
-from registry.session import make_engine, writing
+from registry.session import make_engine, reading, writing
 from tests.postgres import Databases
 
 URL = "POLYHOST_DATABASE_URL"
@@ -70,6 +73,14 @@ def refused(settings: Settings) -> str:
         asyncio.run(asyncio.wait_for(serve(settings, ("false",)), 20.0))
     assert left(settings.data_path) == before
     return str(found.value)
+
+
+def last_entry(settings: Settings) -> AuditEntry:
+    engine = make_engine(settings.registry_url)
+    with reading(engine) as session:
+        (entry,) = audit.latest(session, 1)
+    engine.dispose()
+    return entry
 
 
 @pytest.fixture
@@ -136,6 +147,13 @@ def test_adopting_is_done_on_purpose_and_says_what_follows(
     check_database(moved)
     assert unknown_packs(moved) == 1
     refused(settings_of(folder))  # the file that stayed behind, whatever it knows
+    entry = last_entry(moved)
+    assert (entry.action, entry.target) == ("database.adopt", str(folder))
+    assert entry.actor.startswith("cli:")
+    assert entry.before is not None
+    assert entry.after is not None
+    assert entry.before["database"].startswith("sqlite-")
+    assert entry.after["database"] == (folder / "database-id").read_text()
 
 
 def test_a_move_with_all_rows_leaves_the_old_file_behind_for_good(folder: Path) -> None:
@@ -154,7 +172,7 @@ def test_a_folder_of_0_1_0_is_taken_by_the_database_that_knows_its_packs(
     lived(settings, bound=False)
     downgrade(settings.registry_url, "0015")
     other = settings_of(folder, f"sqlite:///{tmp_path / 'other.db'}")
-    refused(other)
+    assert "none of the 1 packs" in refused(other)
     upgrade(other.registry_url)
     engine = make_engine(other.registry_url)
     with writing(engine, "test") as session:  # it is in use, but not for this folder
@@ -176,7 +194,10 @@ def test_a_journal_alone_goes_into_a_database_that_is_in_use(folder: Path) -> No
     (folder / "journal/gateway-0/00000001.journal").write_bytes(b"postings")
     refused(settings)
     upgrade(settings.registry_url)
-    refused(settings)
+    message = refused(settings)
+    assert "has a journal" in message
+    assert "packs" not in message
+    assert message.endswith("the next start then writes the journal's postings into it")
     engine = make_engine(settings.registry_url)
     with writing(engine, "test") as session:
         tenants.create_tenant(session, "t", now_at=1.0)
@@ -256,3 +277,35 @@ def test_a_start_takes_back_what_an_earlier_release_let_others_read(
     assert "registry.db" in line
     secure_files(settings)
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to another user")
+def test_what_the_servers_user_could_not_read_is_not_made(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A registration as root would end in packs that only root can read."""
+    source = str(folder.parent / "model")
+    lines = [("models", "add", "n", "--source", source), ("models", "update", "m")]
+    lines += [("models", "retry", "m"), ("tenants", "add", "u")]
+    nobody = pwd.getpwnam("nobody")
+    folder.mkdir()
+    os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+    for line in (lines[0], lines[-1]):  # would begin a database
+        assert main([*line, "--data-dir", str(folder)]) == 1
+        assert f"sudo -u nobody polyhost ... --data-dir {folder}" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+    lived(settings_of(folder))
+    marker = folder / "database-id"
+    os.chown(marker, nobody.pw_uid, nobody.pw_gid)
+    before = left(folder)
+    for line in lines[:-1]:
+        assert main([*line, "--data-dir", str(folder)]) == 1
+        assert "sudo -u nobody" in capsys.readouterr().err
+    assert left(folder) == before
+    assert main([*lines[-1], "--data-dir", str(folder)]) == 0
+    os.chown(marker, 0, 0)  # a server in a container, over a folder of the host's user
+    assert main(["models", "update", "m", "--data-dir", str(folder)]) == 2
+    assert "/source" in capsys.readouterr().err
+    os.chown(marker, 61_234, 61_234)
+    assert main([*lines[0], "--data-dir", str(folder)]) == 1
+    assert "sudo -u '#61234'" in capsys.readouterr().err
