@@ -26,24 +26,26 @@ import urllib.request
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from admin.context.operator_context import open_context
+from admin.context.operator_context import OperatorContext, open_context
 from admin.operations import invoices as service_invoices
 from admin.operations import keys as service_keys
 from admin.operations import limits as service_limits
 from admin.operations import prices as service_prices
 from admin.operations import tenants as service_tenants
 from admin.operations import usage as service_ledger
-from bench.gateway import MODEL, gateway_pids
+from bench.gateway import gateway_pids
 from bench.processes import rss_mib
 from bench.servers import Polyhost, Server, total
 from gateway.settings.config import load_settings
 from registry.accounts.key_terms import INFERENCE, USAGE
+from registry.models import catalog
+from registry.models.catalog import PackFacts
 from registry.money.ledger import Posting, open_left
 from registry.money.prices import PriceRecord
 from registry.session import reading
@@ -82,40 +84,59 @@ IDLE = (
 
 @dataclass(slots=True)
 class World:
-    """What was set up."""
+    """What was set up. `free`: somebody without limits, who asks nothing under load. `priced_at`:
+    when prices begin, in epoch seconds."""
 
     callers: list[Caller]
+    free: Caller
+    priced_at: float = 0.0
     promises: dict[str, Promise] = field(default_factory=dict)
 
 
 def prepare(data_dir: Path, num_tenants: int, seconds: float, seed: int) -> World:
-    """Prices, tenants, keys, and limits that some use up within the time."""
+    """Names of the worker's for a model of the folder, prices, tenants, keys, and limits that some
+    use up within the time."""
     rng = random.Random(seed)
-    world = World([])
     settings = load_settings(overrides={"data_dir": str(data_dir)}, environ={})
     with open_context(settings, "reconcile") as context:
-        for model in MODELS:
-            price = PriceRecord(model, 0.0, PROMPT_NANOS, CACHED_NANOS, COMPLETION_NANOS)
-            service_prices.set_price(context, price)
+        world = World([], _caller(context, "free"))
+        for name in MODELS:
+            _add_model(context, name)
+            price = PriceRecord(name, 0.0, PROMPT_NANOS, CACHED_NANOS, COMPLETION_NANOS)
+            world.priced_at = service_prices.set_price(context, price).valid_from
         for number in range(num_tenants):
-            tenant = service_tenants.create_tenant(context, f"tenant-{number}")
-            scopes = (INFERENCE, USAGE)
-            _, secret = service_keys.create_key(context, tenant.id, "key", scopes=scopes)
+            caller = _caller(context, f"tenant-{number}")
             limits, promise = _limits(number, seconds, rng)
-            service_limits.set_limits(context, "tenant", tenant.id, limits)
-            world.callers.append(Caller(tenant.id, secret))
-            world.promises[tenant.id] = promise
+            service_limits.set_limits(context, "tenant", caller.tenant_id, limits)
+            world.callers.append(caller)
+            world.promises[caller.tenant_id] = promise
     return world
+
+
+def _caller(context: OperatorContext, name: str) -> Caller:
+    tenant = service_tenants.create_tenant(context, name)
+    scopes = (INFERENCE, USAGE)
+    return Caller(tenant.id, service_keys.create_key(context, tenant.id, "key", scopes=scopes)[1])
+
+
+def _add_model(context: OperatorContext, name: str) -> None:
+    """One more name for a pack that is there."""
+    with context.writing() as session:
+        known = catalog.get_model(session, "sherlock")
+        facts = PackFacts(*(getattr(known, one.name) for one in fields(PackFacts)))
+        model = catalog.add_model(session, name, known.source, now_at=context.clock())
+        catalog.finish(session, model.registration, facts, now_at=context.clock())
 
 
 def _limits(number: int, seconds: float, rng: random.Random) -> tuple[Mapping[str, int], Promise]:
     budget = 500_000 + rng.randrange(round(60_000 * seconds))
     tokens = 500 + rng.randrange(round(100 * seconds))
+    rate = min(60, round(seconds))
     return (
         ({"month_budget_nanos": budget}, Promise(budget_nanos=budget)),
         ({"day_budget_nanos": budget, "max_concurrency": 2}, Promise(budget_nanos=budget)),
         ({"tokens_per_day": tokens}, Promise(day_tokens=tokens)),
-        ({"requests_per_minute": 60}, Promise(minute_requests=60)),
+        ({"requests_per_minute": rate}, Promise(minute_requests=rate)),
     )[number % 4]
 
 
@@ -172,9 +193,9 @@ class Probe:
     async def run(self, world: World, postings: Sequence[Posting]) -> None:
         """Every tenant with a promise."""
         spent = spent_nanos(postings)
-        free = [c for c in world.callers if world.promises[c.tenant_id].minute_requests]
         async with aiohttp.ClientSession() as session:
-            prompt_tokens = await self._prompt_tokens(session, free)
+            _, _, body = await self._ask(session, world.free, 1)
+            prompt_tokens = int(body["usage"]["prompt_tokens"])
             for caller in world.callers:
                 promise = world.promises[caller.tenant_id]
                 if promise.budget_nanos:
@@ -183,18 +204,6 @@ class Probe:
                 elif promise.day_tokens:
                     left = promise.day_tokens - used_tokens(postings, caller.tenant_id)
                     await self._tokens(session, caller, left - prompt_tokens - 1)
-
-    async def _prompt_tokens(
-        self, session: aiohttp.ClientSession, callers: Sequence[Caller]
-    ) -> int:
-        until_s = time.monotonic() + QUIET_S + 5.0  # a minute's requests may be used up
-        while time.monotonic() < until_s:
-            for caller in callers:
-                status, _, body = await self._ask(session, caller, 1)
-                if status == 200:
-                    return int(body["usage"]["prompt_tokens"])
-            await asyncio.sleep(1.0)
-        raise RuntimeError("nobody may ask")
 
     async def _budget(self, session: aiohttp.ClientSession, caller: Caller, most: int) -> None:
         """`most` tokens are paid for, and not one more."""
@@ -229,6 +238,7 @@ class Probe:
 
 def sums_told(data_dir: Path, url: str, world: World) -> dict[str, dict[str, int]]:
     """What each tenant owes, by all who say so."""
+    everybody = (*world.callers, world.free)
     month = service_invoices.month_of(time.strftime("%Y-%m", time.gmtime()))
     exported: Counter[str] = Counter()
     for row in usage_rows(data_dir):
@@ -237,11 +247,11 @@ def sums_told(data_dir: Path, url: str, world: World) -> dict[str, dict[str, int
     with open_context(settings, "reconcile") as context:
         invoices = {
             one.tenant_id: service_invoices.preview_invoice(context, one.tenant_id, month).net_nanos
-            for one in world.callers
+            for one in everybody
         }
     costs: dict[str, int] = {}
     since = int(time.time()) - 86_400
-    for one in world.callers:
+    for one in everybody:
         asked = urllib.request.Request(
             f"{url}/v1/organization/costs?start_time={since}",
             headers={"authorization": f"Bearer {one.secret}"},
@@ -254,7 +264,7 @@ def sums_told(data_dir: Path, url: str, world: World) -> dict[str, dict[str, int
 
 
 def run(
-    folder: Path,
+    data_dir: Path,
     seconds: float,
     *,
     tenants: int = 200,
@@ -264,19 +274,15 @@ def run(
     settings: Mapping[str, object] | None = None,
     rate_slack: float = 1.0,
 ) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong, and figures. `settings`: of the server, beside those for many clients;
-    `rate_slack`: see `judge`."""
-    data_dir = folder / "data"
-    data_dir.mkdir(parents=True, exist_ok=True)
+    """What is wrong, and figures. `data_dir`: with a model, no server on it; `settings`: of the
+    server, beside those for many clients; `rate_slack`: see `judge`."""
     many = {"max_connections_per_address": 0, "connection_rate_per_address": 0}
     ours = Polyhost(data_dir, {**many, **(settings or {})})
-    for name in MODELS:
-        ours.add_model(name, MODEL)
     world = prepare(data_dir, tenants, seconds, seed)
     with ExitStack() as stack:
         server = ours.serve("", module=("bench.gateway_server",))
         stack.enter_context(server.process)
-        time.sleep(3.0)  # prices begin when every gateway knows of them
+        time.sleep(max(0.0, world.priced_at - time.time()))  # what is asked before is free
         pids = gateway_pids(server.process.pid)
         plan = Plan(server.url, world.callers, connections, seconds, think_s, seed)
         seen, samples = asyncio.run(watched(plan, pids))
