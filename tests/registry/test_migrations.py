@@ -15,6 +15,7 @@ from sqlalchemy import (
     JSON,
     Boolean,
     Column,
+    Connection,
     Engine,
     Inspector,
     LargeBinary,
@@ -78,31 +79,26 @@ def revisions() -> list[str]:
     return [found.revision for found in reversed(list(script.walk_revisions()))]
 
 
-def reflect(engine: Engine) -> MetaData:
-    found = MetaData()
-    found.reflect(engine)
-    found.remove(found.tables[ALEMBIC])
-    return found
-
-
 def fill(engine: Engine, number: int, before: State) -> None:
     """A row in each table that is new or changed since `before`."""
-    found = reflect(engine)
     with engine.begin() as connection:
-        for table in found.sorted_tables:
-            columns = frozenset(table.columns.keys())
-            one_row = table.name in ("registry_version", "ledger_state")
-            if one_row or before.tables.get(table.name, frozenset()) >= columns:
+        found = MetaData()
+        found.reflect(connection)
+        found.remove(found.tables[ALEMBIC])
+        for one in found.sorted_tables:
+            columns = frozenset(one.columns.keys())
+            one_row = one.name in ("registry_version", "ledger_state")
+            if one_row or before.tables.get(one.name, frozenset()) >= columns:
                 continue
-            row = {c.name: example(c, table, number) for c in table.columns}
-            for column in table.columns:
+            row = {c.name: example(c, one, number) for c in one.columns}
+            for column in one.columns:
                 for key in column.foreign_keys:
                     row[column.name] = connection.scalar(select(key.column).limit(1))
-            connection.execute(table.insert(), row)
+            connection.execute(one.insert(), row)
 
 
-def example(column: Column[Any], table: Table, number: int) -> object:
-    for name in (f"{table.name}.{column.name}", column.name):
+def example(column: Column[Any], owner: Table, number: int) -> object:
+    for name in (f"{owner.name}.{column.name}", column.name):
         if name in EXAMPLES:
             value = EXAMPLES[name]
             return value(number) if callable(value) else value
@@ -114,45 +110,50 @@ def example(column: Column[Any], table: Table, number: int) -> object:
         return bytes([number])
     if isinstance(column.type, JSON):
         return ["of", number]
-    assert isinstance(column.type, Integer | Float | Numeric), (table.name, column)
+    assert isinstance(column.type, Integer | Float | Numeric), (owner.name, column)
     return number
 
 
 def state(engine: Engine) -> State:
-    found = reflect(engine)
-    rows: Rows = {}
     with engine.connect() as connection:
-        for table in found.sorted_tables:
-            every = connection.execute(select(table)).mappings().all()
-            rows[table.name] = [dict(row) for row in every]
-    inspector = inspect(engine)
-    return State({name: shape(engine, inspector, name) for name in rows}, rows)
+        tables = shapes(connection, inspect(connection))
+        rows: Rows = {}
+        for name in tables:
+            every = connection.execute(text(f'SELECT * FROM "{name}"')).mappings()
+            rows[name] = [dict(row) for row in every]
+    return State(tables, rows)
 
 
-def shape(engine: Engine, inspector: Inspector, table: str) -> frozenset[str]:
-    """All that the database knows of a table, in words; columns come by their bare names too."""
-    columns = inspector.get_columns(table)
-    words = {c["name"] for c in columns}
-    words |= {f"{c['name']} {c['type']} null={c['nullable']} {c['default']}" for c in columns}
-    key = inspector.get_pk_constraint(table)
-    words.add(f"key {key['name']} {key['constrained_columns']}")
-    words |= {
-        f"unique {u['name']} {u['column_names']}" for u in inspector.get_unique_constraints(table)
-    }
-    words |= {f"check {c['name']} {c['sqltext']}" for c in inspector.get_check_constraints(table)}
-    words |= {
-        f"foreign {f['name']} {f['constrained_columns']} {f['referred_table']} {f['options']}"
-        for f in inspector.get_foreign_keys(table)
-    }
-    words |= {f"index {i['name']} {i['column_names']}" for i in inspector.get_indexes(table)}
+def shapes(connection: Connection, inspector: Inspector) -> dict[str, frozenset[str]]:
+    """All that the database knows of each table, in words; columns come by their bare names too.
+    Asked for all tables at once: one at a time, PostgreSQL took a minute for the whole chain."""
+    words: dict[str, set[str]] = {}
+    for (_, name), columns in inspector.get_multi_columns().items():
+        words[name] = {c["name"] for c in columns} | {
+            f"{c['name']} {c['type']} null={c['nullable']} {c['default']}" for c in columns
+        }
+    for (_, name), key in inspector.get_multi_pk_constraint().items():
+        assert key is not None
+        words[name].add(f"key {key['name']} {key['constrained_columns']}")
+    for (_, name), found in inspector.get_multi_unique_constraints().items():
+        words[name] |= {f"unique {u['name']} {u['column_names']}" for u in found}
+    for (_, name), checks in inspector.get_multi_check_constraints().items():
+        words[name] |= {f"check {c['name']} {c['sqltext']}" for c in checks}
+    for (_, name), keys in inspector.get_multi_foreign_keys().items():
+        words[name] |= {
+            f"foreign {f['name']} {f['constrained_columns']} {f['referred_table']} {f['options']}"
+            for f in keys
+        }
+    for (_, name), indexes in inspector.get_multi_indexes().items():
+        words[name] |= {f"index {i['name']} {i['column_names']}" for i in indexes}
     query = {
-        "sqlite": "SELECT name FROM sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
-        "postgresql": "SELECT tgname FROM pg_trigger WHERE tgrelid = to_regclass(:table)"
-        " AND NOT tgisinternal",
-    }[engine.dialect.name]
-    with engine.connect() as connection:
-        names = connection.scalars(text(query), {"table": table}).all()
-    return frozenset(words | {f"trigger {name}" for name in names})
+        "sqlite": "SELECT tbl_name, name FROM sqlite_master WHERE type = 'trigger'",
+        "postgresql": "SELECT relname, tgname FROM pg_trigger JOIN pg_class"
+        " ON pg_class.oid = tgrelid WHERE NOT tgisinternal",
+    }[connection.dialect.name]
+    for name, trigger in connection.execute(text(query)):
+        words[name].add(f"trigger {trigger}")
+    return {name: frozenset(each) for name, each in words.items() if name != ALEMBIC}
 
 
 def kept(before: State, after: State) -> None:
