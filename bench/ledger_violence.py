@@ -2,7 +2,7 @@
 
     python -m bench.ledger_violence --database postgresql --requests 2000 --kills 100
 
-The drill is that of tests/e2e/violence.py, which tests run with five kills and with a hundred.
+The drill is that of tests/e2e/violence.py; tests run it with each kind of kill, and with a hundred.
 """
 
 import argparse
