@@ -1,10 +1,14 @@
 """Chromium, driven by Playwright: what a page may not do, and pictures of what it looks like.
 
 `Browser.open` gives a page on which every violation of the content policy, every error on the
-console and every request that leaves the machine is collected; `check_clean` fails on any. Pictures
-go to screenshots/ (ignored by git, kept by continuous integration), in both widths and themes.
+console and every request that leaves the machine is collected; `check_clean` fails on any.
+
+    POLYHOST_TEST_SCREENSHOTS   not empty: pictures go to screenshots/ (ignored by git)
+
+`python -m bench.lived_in DIR --shoot` takes them of every page, with data that lives.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +23,7 @@ from playwright.sync_api import BrowserContext, Page, sync_playwright
 
 CHROMIUM = "chromium"
 NO_BROWSER = "no browser: install Debian's chromium (apt-get install chromium) to run this"
+WANTED = "POLYHOST_TEST_SCREENSHOTS"
 SHOTS = Path(__file__).resolve().parents[2] / "screenshots"
 # As root there is no sandbox; a container's /dev/shm may be too small for a picture.
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
@@ -110,13 +115,14 @@ class Visit:
         assert broken == [], f"{at}: broken words {broken}"
 
     def shoot(self, name: str) -> None:
-        """The layout at all widths, and pictures in two and both themes; the page is as before
-        afterwards."""
+        """The layout at all widths, and pictures in two and both themes if they are wanted; the
+        page is as before afterwards."""
         before = self.page.viewport_size
+        themes = THEMES if os.environ.get(WANTED) else ()
         for width, height in WIDTHS.items():
             self.page.set_viewport_size({"width": width, "height": height})
             self.check_layout()
-            for theme in THEMES if width in SHOT_WIDTHS else ():
+            for theme in themes if width in SHOT_WIDTHS else ():
                 self.page.emulate_media(color_scheme=theme)
                 SHOTS.mkdir(exist_ok=True)
                 path = SHOTS / f"{name}-{width}-{theme}.png"
