@@ -26,8 +26,8 @@ from gateway.settings.settings import Settings
 from registry.accounts import users
 from registry.models import catalog
 from registry.models.catalog import PackFacts
-from registry.schema import upgrade
 from tests.gateway.edge_kit import Kit, make_kit, serving
+from tests.migrated import migrated
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,7 +206,7 @@ def running_site(folder: Path, **settings: Any) -> Iterator[Site]:
     data_dir = folder / "data"
     data_dir.mkdir()
     made = Settings(data_dir=str(data_dir), default_max_tokens=32, **settings)
-    upgrade(made.registry_url)
+    migrated(made.registry_url)
     with open_context(made, "tests") as context:
         up, over = threading.Event(), threading.Event()
         found: list[tuple[str, Kit]] = []

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from registry.schema import upgrade
 from registry.session import make_engine
+from tests.migrated import migrated
 from tests.postgres import Databases
 
 BOTH = ("sqlite", "postgresql")
@@ -26,8 +26,8 @@ def url(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iterat
         yield f"sqlite:///{tmp_path / 'polyhost.db'}"
         return
     databases: Databases = request.getfixturevalue("postgres")
-    migrated = "engine" in request.fixturenames
-    url = databases.fresh_registry() if migrated else databases.fresh()
+    has_tables = "engine" in request.fixturenames
+    url = databases.fresh_registry() if has_tables else databases.fresh()
     yield url
     databases.drop(url)
 
@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, database: str, tmp_path: Path) -> Iterat
 @pytest.fixture
 def engine(url: str) -> Iterator[Engine]:
     """Its engine; the schema is this build's."""
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

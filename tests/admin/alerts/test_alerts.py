@@ -18,8 +18,8 @@ from registry.accounts.quotas import LimitScope
 from registry.money import alerts, ledger, rollups
 from registry.money.alerts import AlertKind
 from registry.money.ledger import Posting
-from registry.schema import upgrade
 from registry.session import appending, make_engine, reading, writing
+from tests.migrated import migrated
 
 NOON = 1_772_020_800.0  # 25 February 2026
 URL = "https://example.com/hook"
@@ -83,7 +83,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield World(engine)
     engine.dispose()

@@ -18,8 +18,8 @@ from registry.money import ledger, plans, prices
 from registry.money.ledger import Posting
 from registry.money.plans import PlanDiscount, PlanPrice, TenantTerms
 from registry.money.prices import PriceRecord
-from registry.schema import upgrade
 from registry.session import make_engine, writing
+from tests.migrated import migrated
 from tests.postgres import Databases
 
 START = datetime(2025, 9, 30, 20, tzinfo=UTC).timestamp()
@@ -38,7 +38,7 @@ def registry(request: pytest.FixtureRequest, folder: Path) -> Iterator[Engine]:
     if request.param == "postgresql":
         databases = request.getfixturevalue("postgres")
         url = databases.fresh_registry()
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

@@ -19,10 +19,10 @@ from admin.context.operator_context import OperatorContext
 from admin.operations import usage as service_usage
 from gateway.settings.settings import Settings
 from registry.money.exports import Scope
-from registry.schema import upgrade
 from registry.session import make_engine
 from tests.admin.billing import billing_kit
 from tests.admin.billing.billing_kit import CHANGE, OCTOBER, Books
+from tests.migrated import migrated
 
 TABLE = json.loads(focus.COLUMNS_PATH.read_text())
 Rows = list[dict[str, str]]
@@ -46,7 +46,7 @@ FORMATS = {
 def context(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorContext]:
     folder = tmp_path_factory.mktemp("focus")
     url = f"sqlite:///{folder / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     settings = Settings(currency="EUR", invoice_issuer="=Häuser, Hosting & Co")
     yield OperatorContext(engine, folder, "test", settings=settings)
@@ -191,7 +191,7 @@ def test_no_cell_is_a_formula(rows: Rows) -> None:
 
 def test_an_empty_ledger_has_a_header(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     context = OperatorContext(engine, tmp_path, "test")
     stream = io.BytesIO()

@@ -22,9 +22,9 @@ from admin.cli.main import GROUPS, main
 from admin.registration import registrar
 from registry import audit, locks, schema
 from registry.accounts import api_keys
-from registry.schema import upgrade
 from registry.session import make_engine, reading
 from tests.admin.cli.conftest import AddModels, Run
+from tests.migrated import migrated
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "registration" / "fake_register.py"))
 
@@ -266,7 +266,7 @@ def test_the_data_folder_comes_from_the_environment_or_a_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name in ("one", "two"):
-        upgrade(f"sqlite:///{tmp_path / name / 'polyhost.db'}")
+        migrated(f"sqlite:///{tmp_path / name / 'polyhost.db'}")
     monkeypatch.setenv("POLYHOST_DATA_DIR", str(tmp_path / "one"))
     assert main(["tenants", "add", "in-one"]) == 0
     (tmp_path / "my.toml").write_text('data_dir = "two"')

@@ -19,8 +19,8 @@ from admin.cli.main import main
 from registry.accounts import api_keys, tenants
 from registry.money import exports, ledger
 from registry.money.ledger import Posting
-from registry.schema import upgrade
 from registry.session import make_engine, writing
+from tests.migrated import migrated
 
 DAY = 86400.0
 START = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
@@ -40,7 +40,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def postings(data_dir: Path) -> list[Posting]:
     """A posting every two minutes from 2026-01-01 on, costing 1, 2, 3 ... nanos and a unit."""
     url = f"sqlite:///{data_dir / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     with writing(engine, "test") as session:
         tenant = tenants.create_tenant(session, '=HYPERLINK("http://x")', now_at=START)

@@ -11,8 +11,8 @@ from admin.operations.policy import sign_in_guard
 from admin.operations.users import ensure_admin
 from gateway.settings.settings import Settings
 from registry.accounts import user_sessions, users
-from registry.schema import upgrade
 from tests.admin.cli.conftest import Run
+from tests.migrated import migrated
 
 SECRET = "correct horse"
 
@@ -119,7 +119,7 @@ def test_a_database_that_does_not_answer_is_told_in_one_line_without_its_passwor
 
 def test_the_admin_is_made_once(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path), admin_password=SECRET)
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     assert ensure_admin(settings) == "", "a password that was given is not shown"
     assert ensure_admin(Settings(data_dir=str(tmp_path), admin_password="another one")) == ""
     assert ensure_admin(Settings(data_dir=str(tmp_path))) == ""
@@ -132,7 +132,7 @@ def test_the_admin_is_made_once(tmp_path: Path) -> None:
 
 def test_a_password_is_made_up_where_there_is_nobody(tmp_path: Path) -> None:
     settings = Settings(data_dir=str(tmp_path))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     made = ensure_admin(settings)
     assert len(made) >= 20
     assert ensure_admin(settings) == "", "it is shown once"

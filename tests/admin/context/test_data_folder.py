@@ -23,8 +23,9 @@ from registry.accounts import tenants
 from registry.audit import AuditEntry
 from registry.errors import WrongDatabase
 from registry.models import catalog
-from registry.schema import downgrade, upgrade
+from registry.schema import downgrade
 from registry.session import make_engine, reading, writing
+from tests.migrated import migrated
 from tests.postgres import Databases
 
 URL = "POLYHOST_DATABASE_URL"
@@ -43,7 +44,7 @@ def settings_of(folder: Path, url: str = "") -> Settings:
 
 def lived(settings: Settings, *, bound: bool = True) -> None:
     """What a server leaves that was killed: a model with its pack, a tenant, a journal."""
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     if bound:
         check_database(settings)
         bind_database(settings)
@@ -173,14 +174,14 @@ def test_a_folder_of_0_1_0_is_taken_by_the_database_that_knows_its_packs(
     downgrade(settings.registry_url, "0015")
     other = settings_of(folder, f"sqlite:///{tmp_path / 'other.db'}")
     assert "none of the 1 packs" in refused(other)
-    upgrade(other.registry_url)
+    migrated(other.registry_url)
     engine = make_engine(other.registry_url)
     with writing(engine, "test") as session:  # it is in use, but not for this folder
         tenants.create_tenant(session, "t", now_at=1.0)
     engine.dispose()
     refused(other)
     check_database(settings)
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     check_database(settings)  # a start that died before it had written the name
     bind_database(settings)
     check_database(settings)
@@ -193,7 +194,7 @@ def test_a_journal_alone_goes_into_a_database_that_is_in_use(folder: Path) -> No
     (folder / "journal/gateway-0").mkdir(parents=True)
     (folder / "journal/gateway-0/00000001.journal").write_bytes(b"postings")
     refused(settings)
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     message = refused(settings)
     assert "has a journal" in message
     assert "packs" not in message

@@ -15,8 +15,8 @@ from gateway.settings.settings import Settings
 from registry import locks
 from registry.errors import NotFound, RegistryError
 from registry.models import residency_requests
-from registry.schema import upgrade
 from registry.session import make_engine
+from tests.migrated import migrated
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "registration" / "fake_register.py"))
 
@@ -25,7 +25,7 @@ FAKE = (sys.executable, str(Path(__file__).parents[1] / "registration" / "fake_r
 def context(tmp_path: Path) -> Iterator[OperatorContext]:
     """Models `one` and `two` of one revision, and `other` of another."""
     settings = Settings(data_dir=str(tmp_path / "data"))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     for name in ("shared", "lone"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(name)

@@ -26,15 +26,15 @@ from gateway.ipc.control_socket import listening
 from gateway.settings.settings import Settings
 from registry import audit, locks
 from registry.errors import Forbidden, InvalidValue, NotFound, RegistryError
-from registry.schema import upgrade
 from tests.gateway.cache.answers_kit import BEGAN_AT, Now, entry_of, scope_of
+from tests.migrated import migrated
 
 
 @pytest.fixture
 def context(tmp_path: Path) -> Iterator[OperatorContext]:
     settings = Settings(data_dir=str(tmp_path / "data"))
     settings.data_path.mkdir()
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "cli:ann") as context:
         service_tenants.create_tenant(context, "acme")
         service_tenants.create_tenant(context, "crowd")

@@ -18,8 +18,8 @@ from registry.models.catalog import PackFacts
 from registry.money import plans
 from registry.money.plans import PlanDiscount
 from registry.money.prices import PriceRecord
-from registry.schema import upgrade
 from registry.session import make_engine, writing
+from tests.migrated import migrated
 
 NOW = 1_000_000.0
 FACTS = PackFacts("rev1", "rev1", "llama", "float32", 4096, 512, 1000)
@@ -34,7 +34,7 @@ def now() -> list[float]:
 @pytest.fixture
 def context(tmp_path: Path, now: list[float]) -> Iterator[OperatorContext]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     with writing(engine, "test") as session:
         model = catalog.add_model(session, "tiny", "/m", now_at=0.0)

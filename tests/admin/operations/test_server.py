@@ -12,7 +12,7 @@ from admin.operations.server import SettingView, is_secret, settings_view
 from gateway.settings.config import SECRETS, load_settings, sources_of
 from gateway.settings.settings import Settings, settings_reference
 from registry.errors import Forbidden
-from registry.schema import upgrade
+from tests.migrated import migrated
 
 SECRET = "s3cret-that-nobody-may-see"
 
@@ -21,7 +21,7 @@ SECRET = "s3cret-that-nobody-may-see"
 def context(tmp_path: Path) -> Iterator[OperatorContext]:
     given: dict[str, Any] = dict.fromkeys(SECRETS, SECRET) | {"database_url": "", "port": 8123}
     settings = Settings(data_dir=str(tmp_path), **given)
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "tests") as found:
         yield found
 

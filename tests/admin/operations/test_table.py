@@ -31,7 +31,7 @@ from registry.errors import Forbidden, NotFound
 from registry.models import catalog, revisions
 from registry.models.catalog import PackFacts
 from registry.money.prices import PriceRecord
-from registry.schema import upgrade
+from tests.migrated import migrated
 
 ADMIN = Path(__file__).resolve().parents[3] / "admin"
 # These take a context and are no operations: they make a user of a request, tell how far the ledger
@@ -48,6 +48,7 @@ PLUMBING = frozenset(
 FUNCTIONS = frozenset(
     {"locks", "schema", "upgrade", "database_exists", "shown", "random_token", "base32"}
 )
+
 SECRET = "a secret of nobody"
 
 
@@ -204,7 +205,7 @@ def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Operato
     monkeypatch.setattr(users, "PasswordHasher", lambda: quick)
     settings = Settings(data_dir=str(tmp_path / "data"))
     settings.data_path.mkdir()
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "cli:ann") as context:
         service_tenants.create_tenant(context, "acme")
         service_users.create_user(context, "ann", SECRET, "owner")

@@ -7,12 +7,12 @@ import pytest
 
 from admin.context.operator_context import OperatorContext, open_context
 from gateway.settings.settings import Settings
-from registry.schema import upgrade
+from tests.migrated import migrated
 
 
 @pytest.fixture
 def context(tmp_path: Path) -> Iterator[OperatorContext]:
     settings = Settings(data_dir=str(tmp_path / "data"))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "test") as context:
         yield context

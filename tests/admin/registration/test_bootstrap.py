@@ -21,7 +21,7 @@ from gateway.auth.directory import hosted_models
 from gateway.settings.settings import Settings
 from registry.accounts import api_keys
 from registry.errors import RegistryError
-from registry.schema import upgrade
+from tests.migrated import migrated
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_register.py"))
 NAMES = ("alpha", "beta")
@@ -38,7 +38,7 @@ class Demo:
             (self.folders / name / "config.json").write_text(name)
         (self.folders / "notes").mkdir()
         self.said: list[str] = []
-        upgrade(self.settings.registry_url)
+        migrated(self.settings.registry_url)
 
     def start(self, given_key: str = "") -> DemoAccess:
         self.said.clear()

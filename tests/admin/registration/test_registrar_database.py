@@ -13,7 +13,7 @@ from admin.registration import registrar
 from gateway.settings.settings import Settings
 from registry import audit
 from registry.accounts import tenants
-from registry.schema import upgrade
+from tests.migrated import migrated
 from tests.postgres import own_server
 
 
@@ -25,7 +25,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_waits_until_the_database_is_back(tmp_path: Path) -> None:
     with own_server() as server:
         settings = Settings(data_dir=str(tmp_path), database_url=server.url("postgres"))
-        upgrade(settings.registry_url)
+        migrated(settings.registry_url)
         with open_context(settings, "test") as context:
             opened: list[int] = []
 
@@ -50,7 +50,7 @@ def test_it_waits_until_the_database_is_back(tmp_path: Path) -> None:
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registrar, "PATIENCE_S", 0.1)
     settings = Settings(data_dir=str(tmp_path))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     tries: list[int] = []
 
     def work(session: Session) -> None:

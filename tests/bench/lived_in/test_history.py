@@ -15,7 +15,7 @@ from registry.audit import AuditRow
 from registry.models import catalog
 from registry.money import alerts, invoices, ledger, prices, rollups
 from registry.money.ledger import PostingRow
-from registry.schema import upgrade
+from tests.migrated import migrated
 
 ENDS_AT = 1_793_620_800.0  # 2026-11-02, noon: a month is over within the two days
 Told = list[tuple[str, str, int, int]]
@@ -25,7 +25,7 @@ def told(data_dir: Path, seed: int) -> Told:
     """Makes a history, checks it, and says who used what."""
     data_dir.mkdir()
     settings = Settings(data_dir=str(data_dir))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "tests") as context:
         write_history(context, {}, ends_at=ENDS_AT, num_days=2, per_day=100, seed=seed)
         with context.reading() as session:

@@ -30,8 +30,8 @@ from registry.money import ledger, plans, prices, rollups
 from registry.money.ledger import Posting
 from registry.money.plans import PlanDiscount, TenantTerms
 from registry.money.prices import PriceRecord
-from registry.schema import upgrade
 from registry.session import make_engine, writing
+from tests.migrated import migrated
 
 FACTS = PackFacts("r1", "r1", "llama", "float32", 1234, 512, 100)
 
@@ -79,7 +79,7 @@ def watch(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Watch]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
     if request.param == "postgresql":
         url = request.getfixturevalue("postgres_url")
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield Watch(engine, tmp_path)
     engine.dispose()

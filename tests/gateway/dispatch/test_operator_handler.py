@@ -27,8 +27,8 @@ from gateway.ipc.control_socket import (
 from gateway.settings.settings import Settings
 from registry import locks
 from registry.errors import RegistryError
-from registry.schema import upgrade
 from tests.gateway.scripted_worker import Rig
+from tests.migrated import migrated
 
 WALL_S = 1_000_000.0
 
@@ -150,7 +150,7 @@ async def test_the_commands_show_tenants_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = Settings(data_dir=str(tmp_path))
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     with open_context(settings, "test") as context:
         tenant = service_tenants.create_tenant(context, "acme")
     rig = waiting_rig(tenant.id)

@@ -19,9 +19,9 @@ from registry.errors import InvalidValue
 from registry.money import ledger, rollups
 from registry.money.ledger import Posting
 from registry.money.usage_buckets import bucket_sums
-from registry.schema import upgrade
 from registry.session import appending, make_engine, writing
 from tests.gateway.edge_kit import KEY, PLENTY, Kit, key_record, make_kit, serving
+from tests.migrated import migrated
 
 DAY_S, HOUR_S = 86_400, 3600
 TODAY = 20_000 * DAY_S
@@ -31,6 +31,7 @@ POSTING = Posting(
     *(0.25, 0.125, 0.5, 1.0, float(TODAY)),
     **{"cached_nanos": 100, "output_nanos": 600},  # type: ignore[arg-type]
 )
+
 POSTINGS = [
     POSTING,
     replace(POSTING, request_id="r1", posted_at=TODAY + HOUR_S * 1.5, key_id="key_2"),
@@ -47,7 +48,7 @@ POSTINGS = [
 def engine(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'data' / 'polyhost.db'}"
     (tmp_path / "data").mkdir()
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     with appending(engine, "test") as session:
         ledger.post_many(session, POSTINGS)

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine
 
-from registry.schema import upgrade
 from registry.session import make_engine
+from tests.migrated import migrated
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

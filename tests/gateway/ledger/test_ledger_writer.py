@@ -15,7 +15,6 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.journal_segments import JournalLimits, JournalStopped
 from gateway.ledger.ledger_writer import LedgerWriter
 from registry.money.ledger import Posting, open_many
-from registry.schema import upgrade
 from registry.session import make_engine, writing
 from tests.gateway.ledger.test_ledger import (
     ledger_on,
@@ -25,12 +24,13 @@ from tests.gateway.ledger.test_ledger import (
     postings_in,
     started,
 )
+from tests.migrated import migrated
 
 
 @pytest.fixture(name="engine")
 def _engine(tmp_path: Path) -> Iterator[Engine]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield engine
     engine.dispose()

@@ -23,8 +23,8 @@ from gateway.types import HostedModel, PreparedRequest, Principal
 from registry.accounts import api_keys, quotas, tenants
 from registry.money import ledger, rollups
 from registry.money.ledger import Posting
-from registry.schema import upgrade
 from registry.session import make_engine, writing
+from tests.migrated import migrated
 
 NOW_AT = 1_772_000_000.0
 PRICES = Prices(prompt_nanos=10, completion_nanos=10)
@@ -108,7 +108,7 @@ class World:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
     url = f"sqlite:///{tmp_path / 'polyhost.db'}"
-    upgrade(url)
+    migrated(url)
     engine = make_engine(url)
     yield World(engine, tmp_path)
     engine.dispose()

@@ -15,8 +15,8 @@ from gateway.limits.shared_store import SharedStore
 from gateway.limits.store import MemoryStore
 from gateway.redis.registry_pubsub import RegistryPubsub
 from gateway.settings.settings import Settings
-from registry.schema import upgrade
 from registry.session import make_engine
+from tests.migrated import migrated
 from tests.redis_kit import RedisServer
 
 PLACES = Draw("places", "concurrency", 0, 10, 1)
@@ -72,7 +72,7 @@ async def test_a_change_is_felt_by_four_gateways_by_its_news_alone(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
     settings = Settings(data_dir=str(tmp_path), redis_url=redis_server.url, key_cache_poll_s=3600.0)
-    upgrade(settings.registry_url)
+    migrated(settings.registry_url)
     engine = make_engine(settings.registry_url)
     context = OperatorContext(engine, tmp_path, "test", settings=settings)
     tenant = create_tenant(context, "acme")
