@@ -227,8 +227,8 @@ def _form(request: PageRequest, given: bool = True) -> Form:
         Field(
             "source",
             "Source",
-            help="A folder on this server with config.json, safetensors and a tokenizer, "
-            "or a hub id such as org/name.",
+            help="A folder on this server with config.json, safetensors and a tokenizer, or with "
+            "one GGUF file; or a hub id such as org/name.",
             value=source,
             required=True,
             placeholder="org/name or /path/to/folder",

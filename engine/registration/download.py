@@ -38,7 +38,7 @@ from engine.registration.convert import whole_pack
 from engine.registration.encoder_families import MODULES_NAME
 from engine.registration.hub import Hub, HubFile
 from engine.registration.source import COPIED_FILES, INDEX_NAME, check_no_code, choose_weights
-from engine.registration.tensors import MODELOPT_NAME
+from engine.registration.tensors import GGUF_SUFFIX, MODELOPT_NAME
 
 PART_SUFFIX = ".part"
 MAX_SMALL_BYTES = 128 << 20
@@ -62,6 +62,12 @@ def check_listing(label: str, files: Sequence[HubFile]) -> None:
     names = _top_names(files)
     check_no_code(label, names, {})
     if not any(name.endswith(".safetensors") for name in names):
+        if any(name.endswith(GGUF_SUFFIX) for name in names):
+            raise RegistrationRefused(
+                "no_weights",
+                f"{label} has only GGUF files; download the one to host into a folder, and "
+                "register the folder",
+            )
         choose_weights(label, names - {INDEX_NAME}, Path())
 
 

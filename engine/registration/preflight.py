@@ -39,6 +39,7 @@ _ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
     "compressed-tensors": (0.002, 0.014, 0.087),
     "modelopt": (0.002, 0.014, 0.088),
     "bitsandbytes": (0.002, 0.013, 0.085),
+    "gguf": (0.0017, 0.013, 0.085),
 }
 
 

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
-from engine.registration.tensors import MODELOPT_NAME, Declared, declared_in
+from engine.registration.tensors import GGUF_SUFFIX, MODELOPT_NAME, Declared, declared_in
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -70,7 +70,9 @@ def read_json(path: Path, code: str, kind: type[Json], max_bytes: int = 0) -> Js
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted. Raises RegistrationRefused.
+    """The safetensors files of a checkpoint, sorted, or its one GGUF file.
+
+    Raises RegistrationRefused.
 
     Pickled weights beside safetensors are ignored, never opened.
     """
@@ -105,6 +107,15 @@ def choose_weights(label: str, names: Collection[str], index: Path) -> list[str]
     found = sorted(name for name in names if name.endswith(".safetensors"))
     if len(found) == 1 and not found[0].startswith("adapter"):
         return found
+    packed = sorted(name for name in names if name.endswith(GGUF_SUFFIX))
+    if packed and not found:
+        if len(packed) == 1:
+            return packed
+        raise RegistrationRefused(
+            "no_weights",
+            f"{label} has {len(packed)} GGUF files ({', '.join(packed[:3])}); put the one to "
+            "register, merged if it is split, into a folder of its own",
+        )
     pickles = sorted(name for name in names if Path(name).suffix in PICKLE_SUFFIXES)
     if pickles and not found:
         raise RegistrationRefused(
@@ -185,6 +196,9 @@ def load_config(folder: Path) -> Any:
 def declared_of(folder: Path) -> Declared | None:
     """How the weights are quantized, None where they are not. Raises RegistrationRefused."""
     config = read_json(folder / CONFIG_NAME, "bad_config", dict)
+    suffixes = {path.suffix for path in folder.iterdir()}
+    if GGUF_SUFFIX in suffixes and ".safetensors" not in suffixes:
+        return Declared(GGUF_SUFFIX[1:])
     other = folder / MODELOPT_NAME
     modelopt = read_json(other, "bad_config", dict) if other.is_file() else {}
     return declared_in(config, modelopt)

@@ -9,6 +9,8 @@ can change a link in between. Small files are copied, weights are reached throug
                              model.safetensors    -> /proc/<pid>/fd/<n>
                              modeling_x.py        empty: its name is all that matters
 
+For one GGUF file the small files that the folder lacks are made here (`gguf_folder.py`).
+
 A hub's cache has links inside a repository's folder (`models--org--name/snapshots/<commit>/` to
 `blobs/`): there that is the folder nothing may leave.
 """
@@ -23,9 +25,11 @@ from pathlib import Path
 from engine.errors import RegistrationRefused
 from engine.registration.convert import SOURCE_SUFFIX, TEMPORARY
 from engine.registration.download import MAX_MODULES, MAX_SMALL_BYTES, MODULE_CONFIG, SMALL_NAMES
+from engine.registration.gguf_folder import complete_folder
 from engine.registration.source import PICKLE_SUFFIXES
+from engine.registration.tensors import GGUF_SUFFIX
 
-_WEIGHTS = ".safetensors"
+_WEIGHTS = frozenset({".safetensors", GGUF_SUFFIX})
 _BLOCK_BYTES = 1 << 20
 
 
@@ -47,6 +51,9 @@ def staged(folder: Path, dest: Path) -> Iterator[Path]:
         with contextlib.ExitStack() as stack:
             for name in _names(folder):
                 _stage(folder, name, stage, stack)
+            weights = [path for path in stage.iterdir() if path.suffix in _WEIGHTS]
+            if len(weights) == 1 and weights[0].suffix == GGUF_SUFFIX:
+                complete_folder(stage, weights[0])
             yield stage
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -57,7 +64,7 @@ def staged(folder: Path, dest: Path) -> Iterator[Path]:
 
 def _names(folder: Path) -> list[str]:
     """What a registration may look at, and what it is refused for."""
-    wanted = {*PICKLE_SUFFIXES, _WEIGHTS, ".py"}
+    wanted = {*PICKLE_SUFFIXES, *_WEIGHTS, ".py"}
     names = [
         entry.name
         for entry in folder.iterdir()
@@ -69,7 +76,7 @@ def _names(folder: Path) -> list[str]:
 
 def _stage(folder: Path, name: str, stage: Path, stack: contextlib.ExitStack) -> None:
     target = stage / name
-    if name not in SMALL_NAMES and target.suffix != _WEIGHTS and "/" not in name:
+    if name not in SMALL_NAMES and target.suffix not in _WEIGHTS and "/" not in name:
         target.touch()
         return
     try:
@@ -84,7 +91,7 @@ def _stage(folder: Path, name: str, stage: Path, stack: contextlib.ExitStack) ->
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         return
-    if target.suffix == _WEIGHTS:
+    if target.suffix in _WEIGHTS:
         target.symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
         return
     if found.st_size > MAX_SMALL_BYTES:

@@ -6,15 +6,21 @@ the files; what they are called in the model, and where they go, is not known he
 
 from engine.registration.tensors.declared import MODELOPT_NAME, Declared, declared_in
 from engine.registration.tensors.files import FLOAT_BYTES, SourceTensors, piece_rows
+from engine.registration.tensors.gguf_file import GGUF_SUFFIX, GgufFile
+from engine.registration.tensors.gguf_names import architecture_of, number_in
 from engine.registration.tensors.plain import Tensors, open_tensors
 
 __all__ = [
     "FLOAT_BYTES",
+    "GGUF_SUFFIX",
     "MODELOPT_NAME",
     "Declared",
+    "GgufFile",
     "SourceTensors",
     "Tensors",
+    "architecture_of",
     "declared_in",
+    "number_in",
     "open_tensors",
     "piece_rows",
 ]

@@ -17,9 +17,10 @@ MODELOPT_NAME = "hf_quant_config.json"
 MAX_GROUP = 1 << 20
 SUPPORTED = (
     "FP8 (fp8, fbgemm_fp8), compressed-tensors (integers, FP8, NVFP4, MXFP4), ModelOpt (FP8, "
-    "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes"
+    "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes, and GGUF"
 )
 CODE = "quantized_weights"
+GGUF = "gguf"
 
 _COMPRESSED_FORMATS = frozenset(
     {

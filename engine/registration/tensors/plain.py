@@ -8,6 +8,7 @@ both stay as they are here, which loses less.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -17,13 +18,15 @@ import torch
 from engine.errors import RegistrationRefused
 from engine.registration.tensors.block_formats import find_bitsandbytes, find_mxfp4
 from engine.registration.tensors.column_formats import find_awq, find_gptq
-from engine.registration.tensors.declared import CODE, Declared
+from engine.registration.tensors.declared import CODE, GGUF, Declared
 from engine.registration.tensors.files import (
     PIECE_BYTES,
     PLAIN_DTYPES,
     SourceTensors,
     piece_rows,
 )
+from engine.registration.tensors.gguf_file import GgufFile
+from engine.registration.tensors.gguf_names import find_gguf
 from engine.registration.tensors.row_formats import Found, find_rows
 from engine.registration.tensors.scaled import Quantized, bad
 
@@ -85,10 +88,12 @@ class Tensors(Protocol):
 
 def open_tensors(files: list[Path], declared: Declared | None) -> Tensors:
     """The files' tensors as values. Raises RegistrationRefused."""
+    if declared is not None and declared.method == GGUF:
+        return _open_gguf(files[0])
     opened = SourceTensors(files)
     try:
         if declared is not None:
-            return PlainTensors(opened, declared)
+            return PlainTensors(opened, *_made(opened, declared), opened)
         for name, dtype in opened.dtypes.items():
             if dtype not in PLAIN_DTYPES:
                 raise RegistrationRefused(
@@ -103,31 +108,55 @@ def open_tensors(files: list[Path], declared: Declared | None) -> Tensors:
     return opened
 
 
+def _open_gguf(path: Path) -> Tensors:
+    with ExitStack() as stack:
+        file = stack.enter_context(GgufFile(path))
+        made: dict[str, Quantized] = {}
+        for name, quantized in find_gguf(file):
+            if name in made:
+                raise bad(name, "is there twice")
+            made[name] = quantized
+        return PlainTensors(SourceTensors([]), made, set(), stack.pop_all())
+
+
+def _made(files: SourceTensors, declared: Declared) -> tuple[dict[str, Quantized], set[str]]:
+    """The quantized weights, and the tensors that stand for them."""
+    made: dict[str, Quantized] = {}
+    used: set[str] = set()
+    for name, quantized, keys in FORMATS[declared.method](files, declared):
+        if name in made or (name in files.shapes and name not in keys):
+            raise bad(name, "is there twice")
+        if not used.isdisjoint(keys):
+            raise bad(min(used & keys), "belongs to two weights")
+        made[name] = quantized
+        used |= keys
+    if not made:
+        raise RegistrationRefused(
+            CODE,
+            f"config.json says that weights are quantized by {declared.method}, but no tensor is; "
+            "download the model again",
+        )
+    return made, used
+
+
 class PlainTensors:
     """Files of quantized weights, read as float32."""
 
-    def __init__(self, files: SourceTensors, declared: Declared) -> None:
+    def __init__(
+        self,
+        files: SourceTensors,
+        made: dict[str, Quantized],
+        used: set[str],
+        opened: AbstractContextManager[object],
+    ) -> None:
         self._files = files
-        self._made: dict[str, Quantized] = {}
-        used: set[str] = set()
-        for name, quantized, keys in FORMATS[declared.method](files, declared):
-            if name in self._made or (name in files.shapes and name not in keys):
-                raise bad(name, "is there twice")
-            if not used.isdisjoint(keys):
-                raise bad(min(used & keys), "belongs to two weights")
-            self._made[name] = quantized
-            used |= keys
-        if not self._made:
-            raise RegistrationRefused(
-                CODE,
-                f"config.json says that weights are quantized by {declared.method}, but no tensor "
-                "is; download the model again",
-            )
+        self._made = made
+        self._opened = opened
         kept = [name for name in files.shapes if name not in used and not name.endswith(LEFT_OUT)]
         self.shapes = {name: files.shapes[name] for name in kept}
-        self.shapes |= {name: quantized.shape for name, quantized in self._made.items()}
+        self.shapes |= {name: quantized.shape for name, quantized in made.items()}
         self.dtypes = {name: files.dtypes[name] for name in kept}
-        self.dtypes |= dict.fromkeys(self._made, "F32")
+        self.dtypes |= dict.fromkeys(made, "F32")
 
     def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
         """Some rows (of the first axis) at a time. Raises RegistrationRefused."""
@@ -173,4 +202,4 @@ class PlainTensors:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._files.__exit__(kind, error, trace)
+        self._opened.__exit__(kind, error, trace)
