@@ -52,8 +52,9 @@ from engine.registration.hub import Hub, HubLimits, check_repo
 from engine.registration.parity import probe, probe_encoder
 from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
 from engine.registration.quantize import QUANTIZATIONS
-from engine.registration.source import declared_of
+from engine.registration.source import TOKENIZER_NAME, declared_of
 from engine.registration.staging import staged
+from engine.registration.tokenizer_check import check_readable
 
 PROGRESS_INTERVAL_S = 0.1
 PARENT_POLL_S = 0.2
@@ -179,6 +180,7 @@ def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Regis
 
 def _from_folder(folder: Path, source: Path, job: Registration, report: Reporter) -> Registered:
     candidate = inspect(folder)
+    check_readable(folder / TOKENIZER_NAME)
     size = sum(path.stat().st_size for path in candidate.files)
     plan, declared = candidate.blueprint, candidate.declared
     found = preflight(plan, job.dtype, size, 0, job.dest, job.room, declared)
@@ -249,6 +251,7 @@ def _downloaded(
     small = small_files(label, files)
     fetch(hub, repo, commit, small, folder, lambda done, total: None)
     plan = judge(folder)
+    check_readable(folder / TOKENIZER_NAME)
     chosen = weights(label, files, folder)
     size = sum(file.size for file in chosen)
     missing = size - present_bytes(chosen, folder)

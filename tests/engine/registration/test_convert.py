@@ -384,7 +384,6 @@ REFUSALS: list[tuple[str, str, Callable[[Path], object]]] = [
     ),
     ("no tokenizer", "no_tokenizer", _drop("tokenizer.json")),
     ("broken tokenizer options", "bad_config", _write("tokenizer_config.json", "[[[")),
-    ("broken tokenizer", "no_tokenizer", _write("tokenizer.json", "{}")),
 ]
 
 
