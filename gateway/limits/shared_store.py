@@ -38,6 +38,7 @@ from gateway.limits.policy.rate_limit import (
     UsedAmounts,
 )
 from gateway.limits.redis_store import Answer, Lost, RedisLimits
+from gateway.limits.shares import Shares, refusal_of
 from gateway.limits.store import LimitDecision, Loss, MemoryStore, Past
 from gateway.limits.unsynced_usage import EndedReservation, UnsyncedUsage
 from gateway.redis.redis_script import Breaker, Unreachable
@@ -48,7 +49,6 @@ PATIENCE = (1.0, 4.0)
 """Times the deadline, for a request's first call and its second."""
 CATCH_UP_S = 0.5
 """How long a request waits until Redis knows what was counted here."""
-UNSEEN_NANOS = 2**62
 MAX_CLOCK_OFF_S = 60.0
 PIECE = 100
 """Reservations or counts reported in one call: Redis serves nobody else meanwhile."""
@@ -91,7 +91,7 @@ class SharedStore:
         self._redis = redis
         self._clock, self._wall_clock = clock, wall_clock
         self._fail_open = fail_open
-        self.num_gateways = num_gateways
+        self._shares = Shares(num_gateways)
         self._pace = pace
         self._breaker = Breaker()
         self._failure: Exception | None = None
@@ -160,6 +160,8 @@ class SharedStore:
                 decision = self._decision(reservation_id, draws, answer)
                 if decision.reservation is not None:
                     await self._local.carry([_without_money(decision.reservation)], now_s)
+                here = await self._local.figures(draws, now_s)
+                self._shares.note(draws, decision.figures, here, now_s)
                 return decision
         except asyncio.CancelledError:
             if was_asked:
@@ -187,7 +189,8 @@ class SharedStore:
                 return list((await self._ask("figures", draws=draws)).figures)
             except Unreachable as error:
                 self._on_failure(error)
-        figures = await self._local.figures([self._share(draw) for draw in draws], now_s)
+        shares = [self._shares.of(draw, now_s) for draw in draws]
+        figures = await self._local.figures(shares, now_s)
         return [replace(f, limit=d.limit) for f, d in zip(figures, draws, strict=True)]
 
     async def carry(self, reservations: Sequence[Reservation], now_s: float) -> None:
@@ -262,6 +265,11 @@ class SharedStore:
         return len(self._unsynced.open)
 
     @property
+    def num_gateways(self) -> int:
+        """How many share the limits, as far as is known."""
+        return self._shares.num_gateways
+
+    @property
     def is_out_of_reach(self) -> bool:
         """Redis does not answer."""
         return self._breaker.is_open
@@ -324,7 +332,7 @@ class SharedStore:
                 return
             pace = self._pace
             answer = await self._redis.join(lease_s=pace.lease_s, orphan_s=pace.orphan_s)
-            self.num_gateways = max(1, answer.num_gateways)
+            self._shares.num_gateways = max(1, answer.num_gateways)
             self._compare_clocks(answer.at_s)
             self._is_ready = answer.ready
             if answer.epoch != self._epoch:
@@ -410,25 +418,18 @@ class SharedStore:
             budget = next((draw for draw in draws if draw.meter == "cost"), None)
             if budget is not None:
                 return _unknown(budget)
-        shares = [self._share(draw) for draw in draws]
+        shares = [self._shares.of(draw, now_s) for draw in draws]
         decision = await self._local.reserve(reservation_id, shares, now_s)
         figures = tuple(
             replace(f, limit=d.limit) for f, d in zip(decision.figures, draws, strict=True)
         )
         if decision.refusal is not None:
             whole = draws[shares.index(decision.refusal.draw)]
-            return LimitDecision(figures, refusal=replace(decision.refusal, draw=whole))
+            return LimitDecision(figures, refusal=refusal_of(whole, decision.refusal))
         if decision.reservation is not None:
             self._unsynced.open[reservation_id] = decision.reservation
             self._unsynced.local_ids.add(reservation_id)
         return LimitDecision(figures, decision.reservation)
-
-    def _share(self, draw: Draw) -> Draw:
-        """What one of the gateways may grant; never less than one request that fits the whole."""
-        if draw.meter == "cost":  # granted unseen
-            return replace(draw, limit=UNSEEN_NANOS)
-        share = max(draw.limit // self.num_gateways, min(draw.cost, draw.limit), 1)
-        return replace(draw, limit=share)
 
     async def _close(self, reservation: Reservation, used: UsedAmounts | None) -> None:
         held = self._unsynced.open.pop(reservation.id, None)

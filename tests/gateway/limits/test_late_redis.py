@@ -30,8 +30,10 @@ RUNS = (lambda number: number % 40 >= 30, TIMEOUT_S, 5 * DELAY_S)
 
 
 @asynccontextmanager
-async def gateway(url: str, timeout_s: float = TIMEOUT_S) -> AsyncIterator[SharedStore]:
-    store = SharedStore(RedisLimits(url, "g", timeout_s), time.monotonic, pace=PACE)
+async def gateway(
+    url: str, timeout_s: float = TIMEOUT_S, name: str = "g"
+) -> AsyncIterator[SharedStore]:
+    store = SharedStore(RedisLimits(url, name, timeout_s), time.monotonic, pace=PACE)
     await store.start()
     async with asyncio.timeout(20.0):
         while store.is_degraded:
@@ -184,3 +186,23 @@ async def test_counts_that_are_lost_while_redis_is_told_hold_nobody_up(
         await store.beat()
     assert sum(one is not None for one in granted) == LIMIT - 1
     await store.close()
+
+
+async def test_what_others_have_used_counts_while_redis_is_away(redis_server: RedisServer) -> None:
+    minute = replace(MINUTE, limit=2 * LIMIT)
+    async with (
+        gateway(redis_server.url, 1.0, "a") as first,
+        gateway(redis_server.url, 1.0, "b") as second,
+        asyncio.timeout(20.0),
+    ):
+        while min(first.num_gateways, second.num_gateways) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for number in range(LIMIT + 3):
+            assert await ask(first, f"a{number}", [minute]) is not None
+        for number in range(LIMIT - 3):
+            assert await ask(second, f"b{number}", [minute]) is not None
+        redis_server.stop()
+        for number in range(LIMIT):  # its share would be three more
+            away = await second.reserve(f"away {number}", [minute], time.monotonic())
+            assert away.refusal is not None
+            assert away.refusal.wait_s is not None, "it is not refused for ever"
