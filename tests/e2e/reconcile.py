@@ -273,9 +273,11 @@ def run(
     seed: int = 1,
     settings: Mapping[str, object] | None = None,
     rate_slack: float = 1.0,
+    quiet_s: float = 0.0,
 ) -> tuple[list[str], dict[str, Any]]:
     """What is wrong, and figures. `data_dir`: with a model, no server on it; `settings`: of the
-    server, beside those for many clients; `rate_slack`: see `judge`."""
+    server, beside those for many clients; `rate_slack`: see `judge`; `quiet_s`: before it is asked
+    what is left."""
     many = {"max_connections_per_address": 0, "connection_rate_per_address": 0}
     ours = Polyhost(data_dir, {**many, **(settings or {})})
     world = prepare(data_dir, tenants, seconds, seed)
@@ -289,6 +291,7 @@ def run(
         wrong = settled(server)
         postings, unsound = posted(data_dir)
         wrong += unsound + judge(seen, postings, world.promises, rate_slack)
+        time.sleep(quiet_s)
         probe = Probe(server.url)
         asyncio.run(probe.run(world, postings))
         wrong += probe.wrong + settled(server)
