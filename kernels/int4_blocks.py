@@ -20,7 +20,8 @@ Here are the definition and torch's way, for machines without the C++ kernels. T
 eight bits in groups of 32 (`rounded_rows`). GPUs have a layout of their own (int4_layouts.py).
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,19 +57,29 @@ def block_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, int, int]:
     return n // ROWS, -(-k // COLUMNS), BLOCK_BYTES
 
 
-def quantize(weight: torch.Tensor, largest: Sequence[float] = LARGEST) -> torch.Tensor:
+def quantize(
+    weight: torch.Tensor,
+    largest: Sequence[float] = LARGEST,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[n, k] of any float to blocks, each group by the scale that loses least.
 
     `largest`: the scales that are tried make a group's largest weight so many steps; the one with
-    the least sum of squared errors is kept. Raises ValueError on NaN.
+    the least sum of squared errors is kept. `scales` [n, ceil(k / 32)]: tried before these, where
+    somebody has rounded the weights already: their steps are then kept as they are. Raises
+    ValueError on NaN.
     """
     step = max(1, QUANTIZED_AT_ONCE // (ROWS * weight.shape[1])) * ROWS
-    return torch.cat(
-        [_quantize(weight[i : i + step], largest) for i in range(0, len(weight), step)]
-    )
+    made = []
+    for start in range(0, len(weight), step):
+        given = None if scales is None else scales[start : start + step]
+        made.append(_quantize(weight[start : start + step], largest, given))
+    return torch.cat(made)
 
 
-def _quantize(weight: torch.Tensor, steps_of_largest: Sequence[float]) -> torch.Tensor:
+def _quantize(
+    weight: torch.Tensor, steps_of_largest: Sequence[float], scales: torch.Tensor | None
+) -> torch.Tensor:
     n, k = weight.shape
     exact = F.pad(weight.to(torch.float32), (0, -k % COLUMNS)).view(n, -1, GROUP)
     largest = exact.gather(-1, exact.abs().argmax(-1, keepdim=True))
@@ -77,8 +88,12 @@ def _quantize(weight: torch.Tensor, steps_of_largest: Sequence[float]) -> torch.
     least = torch.full_like(largest, torch.inf)
     scale = torch.ones_like(largest)
     values = torch.zeros_like(exact)
-    for steps in steps_of_largest:
-        tried = (largest / steps).to(torch.bfloat16).to(torch.float32)
+    choices: Iterator[torch.Tensor] = (largest / steps for steps in steps_of_largest)
+    if scales is not None:
+        padded = F.pad(scales, (0, exact.shape[1] - scales.shape[1]))
+        choices = itertools.chain([padded.unsqueeze(-1)], choices)
+    for choice in choices:
+        tried = choice.to(torch.bfloat16).to(torch.float32)
         tried = torch.where(tried == 0, torch.ones_like(tried), tried)
         rounded = (exact / tried).round_().clamp_(-8, 7)
         error = (rounded * tried).sub_(exact).square_().sum(-1, keepdim=True)

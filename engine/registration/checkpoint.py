@@ -84,6 +84,11 @@ class Checkpoint:
         if left:
             raise _missing(sorted(left))
 
+    def steps(self, name: str) -> torch.Tensor | None:
+        """The steps that a weight was rounded to before, if it can be kept in them: `Tensors`."""
+        key = self.direct.get(name)
+        return None if key is None else self.source.steps(key)
+
     def _convert(self, target: str, conversion: _Conversion) -> dict[str, torch.Tensor]:
         converter = conversion.converter
         for key, pattern in conversion.sources:

@@ -223,13 +223,17 @@ def _write_blob(path: Path, checkpoint: Checkpoint, layout: PackLayout, progress
     with path.open("wb", buffering=0) as file:
         # The gaps between tensors read as zeros.
         file.truncate(sum(segment.num_bytes for segment in layout.segments))
+        steps: torch.Tensor | None = None
         for name, row, part in checkpoint.parts():
             entry = places[name]
+            if row == 0:
+                steps = checkpoint.steps(name) if entry.scheme == INT4_SCHEME else None
             scales = places.get(name + SCALE_SUFFIX)
             if name in weights:
                 _check_finite(name, part)
             if entry.scheme:
-                kept = _quantized(entry, part, scales)
+                given = None if steps is None else steps[row : row + len(part)]
+                kept = _quantized(entry, part, scales, given)
             else:
                 kept = [(entry, _cast(name, part, getattr(torch, entry.dtype)))]
             for place, tensor in kept:
@@ -263,12 +267,15 @@ def _cast(name: str, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _quantized(
-    entry: TensorEntry, part: torch.Tensor, scales: TensorEntry | None
+    entry: TensorEntry,
+    part: torch.Tensor,
+    scales: TensorEntry | None,
+    steps: torch.Tensor | None,
 ) -> list[tuple[TensorEntry, torch.Tensor]]:
     """What is kept of some rows, and where."""
     try:
         if scales is None:
-            return [(entry, int4_blocks.quantize(part))]
+            return [(entry, int4_blocks.quantize(part, scales=steps))]
         values, scale = quantize_rows(part, getattr(torch, scales.dtype))
     except ValueError as error:
         raise RegistrationRefused("bad_weights", f"{entry.name}: {error}") from error

@@ -29,9 +29,10 @@ DISK_MARGIN_BYTES = 64 << 20
 
 _TARGETS = ("bfloat16", "int8", "int4")
 # What rounding once more adds, by how a checkpoint is quantized: measured on synthetic weights
-# (docs/packs.md). `int4` are integers of four bits, with groups of 128; smaller ones lose less.
+# (docs/packs.md). `int4` are integers of four bits with zeros; without these codes are kept.
 _ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
     "fp8": (0.0017, 0.014, 0.088),
+    "symmetric int4": (0.0017, 0.012, 0.0017),
     "int4": (0.0017, 0.012, 0.044),
     "gptq": (0.0017, 0.012, 0.044),
     "awq": (0.0017, 0.013, 0.044),
@@ -187,7 +188,9 @@ def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
 
 def _choices(plan: Blueprint, declared: Declared) -> tuple[HostingChoice, ...]:
     found = []
-    kind = "int4" if declared.bits == (4,) else declared.method
+    kind = declared.method
+    if declared.bits == (4,):
+        kind = "symmetric int4" if declared.symmetric else "int4"
     for dtype, added in zip(_TARGETS, _ADDED_ERRORS[kind], strict=True):
         try:
             found.append(HostingChoice(dtype, _weight_bytes(plan, dtype, 0), added))

@@ -105,3 +105,15 @@ def test_rows_are_rounded_in_groups() -> None:
     broken = rounded_rows(x)
     assert bool(broken[2, :32].isnan().all())
     assert not broken[2, 32:].isnan().any()
+
+
+def test_steps_that_weights_were_rounded_to_are_kept() -> None:
+    codes = torch.randint(-8, 8, (32, 96))
+    codes[:, 32:64] //= 4  # few of the sixteen: a search would take a larger step
+    steps = (torch.rand(32, 3) + 0.5).to(torch.bfloat16).to(torch.float32)
+    weight = codes * steps.repeat_interleave(32, 1)
+    kept = int4_blocks.quantize(weight, scales=steps)
+    assert torch.equal(int4_blocks.dequantize(kept, 96), weight)
+    # Steps that fit badly are not taken: the search is still there.
+    wrong = int4_blocks.quantize(weight, scales=steps * 100)
+    assert torch.equal(wrong, int4_blocks.quantize(weight))

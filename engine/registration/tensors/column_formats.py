@@ -14,8 +14,17 @@ import torch
 
 from engine.registration.tensors.declared import Declared
 from engine.registration.tensors.files import SourceTensors
-from engine.registration.tensors.row_formats import Found, group_index
-from engine.registration.tensors.scaled import Grid, Quantized, Rows, bad, fields, need, read_scale
+from engine.registration.tensors.row_formats import STEP_BITS, Found, group_index
+from engine.registration.tensors.scaled import (
+    Grid,
+    Quantized,
+    Rows,
+    bad,
+    fields,
+    need,
+    read_scale,
+    steps_of,
+)
 
 WEIGHT = ".qweight"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -71,7 +80,20 @@ def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantize
 
         return rows
 
-    return Quantized((n, k), open_rows), used
+    def steps() -> torch.Tensor | None:
+        if bits != STEP_BITS:
+            return None
+        middle = 1 << (STEP_BITS - 1)
+        stored = fields(files.read(zeros), bits)[:, :n]
+        if bool((stored != middle - declared.zero_offset).any()):
+            return None
+        if by_index:
+            groups_of = group_index(files, index, groups)
+            if groups_of is not None and bool((groups_of != torch.arange(k) // group).any()):
+                return None
+        return steps_of(read_scale(files, scales).T.contiguous(), group, k)
+
+    return Quantized((n, k), open_rows, steps), used
 
 
 def _awq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized, set[str]]:

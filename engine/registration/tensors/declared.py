@@ -44,12 +44,14 @@ class Declared:
     blocks       rows and columns that may share a scale, beside whole matrices and single rows
     bits         of a packed code; one of them
     zero_offset  what stored zeros are short of
+    symmetric    whether codes are said to be around zero, in groups of neighbours
     """
 
     method: str
     blocks: tuple[tuple[int, int], ...] = ()
     bits: tuple[int, ...] = ()
     zero_offset: int = 0
+    symmetric: bool = False
 
 
 def declared_in(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Declared | None:
@@ -109,7 +111,8 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
         structure = one.get("block_structure")
         if isinstance(structure, list) and len(structure) == 2:
             blocks.add((_count(structure[0], "block"), _count(structure[1], "block")))
-    return Declared("compressed-tensors", tuple(sorted(blocks)), bits)
+    even = all(one.get("symmetric", True) and one.get("actorder") != "group" for one in described)
+    return Declared("compressed-tensors", tuple(sorted(blocks)), bits, symmetric=even)
 
 
 def _gptq(said: Mapping[str, Any]) -> Declared:
@@ -122,7 +125,9 @@ def _gptq(said: Mapping[str, Any]) -> Declared:
     size = _group(said.get("group_size"))
     blocks = ((1, size),) if size else ()
     bits = _known_bits([said.get("bits")])
-    return Declared("gptq", blocks, bits, zero_offset=1 if kind == "gptq" else 0)
+    even = said.get("sym") is True and not said.get("desc_act")
+    offset = 1 if kind == "gptq" else 0
+    return Declared("gptq", blocks, bits, zero_offset=offset, symmetric=even)
 
 
 def _awq(said: Mapping[str, Any]) -> Declared:

@@ -140,6 +140,10 @@ class SourceTensors:
                 size[dtype] = size.get(dtype, 0) + count * FLOAT_BYTES[dtype]
         return max(size, key=lambda dtype: size[dtype]) if size else "F32"
 
+    def steps(self, name: str) -> torch.Tensor | None:
+        """None: no weight is rounded to four bits."""
+        return None
+
     def adds_nothing(self, name: str) -> bool:
         """Whether the model is the same without this tensor."""
         return False

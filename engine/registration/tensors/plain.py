@@ -70,6 +70,9 @@ class Tensors(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """All of it."""
 
+    def steps(self, name: str) -> torch.Tensor | None:
+        """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""
+
     def float_dtype(self) -> str:
         """The floating type of most weights."""
 
@@ -179,6 +182,10 @@ class PlainTensors:
             whole[done : done + len(piece)] = piece
             done += len(piece)
         return whole
+
+    def steps(self, name: str) -> torch.Tensor | None:
+        """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""
+        return self._made[name].steps() if name in self._made else None
 
     def float_dtype(self) -> str:
         """Half precision: no quantized weight has more."""

@@ -30,9 +30,11 @@ from engine.registration.tensors.scaled import (
     need,
     nibbles,
     read_scale,
+    steps_of,
 )
 
 PACKED = ".weight_packed"
+STEP_BITS = 4
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 
@@ -138,7 +140,12 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
 
         return rows
 
-    return Quantized((n, k), open_rows), used
+    def steps() -> torch.Tensor | None:
+        if bits != STEP_BITS or zero in used or by_index or block[0] != 1:
+            return None
+        return steps_of(read_scale(files, scale).reshape(grid), block[1], k)
+
+    return Quantized((n, k), open_rows, steps), used
 
 
 def group_index(files: SourceTensors, key: str, groups: int) -> torch.Tensor | None:

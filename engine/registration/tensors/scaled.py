@@ -19,18 +19,28 @@ from engine.registration.tensors.files import SourceTensors
 Rows = Callable[[int, int], torch.Tensor]
 """The rows from one number to another, float32 [stop - start, ...]."""
 
+NEIGHBOURS = 32
 SCALE_DTYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "U8"})
 # The values of four bits with two of exponent and one of mantissa; the upper half is negative.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*_FP4, *(-value for value in _FP4)))
 
 
+def _no_steps() -> torch.Tensor | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A weight that is not in the files as values. `open` reads what all its rows need."""
+    """A weight that is not in the files as values. `open` reads what all its rows need.
+
+    `steps`: where its codes are integers of four bits around zero, the step of each 32 neighbours
+    of a row, float32 [n, ceil(k / 32)]; None where it has no such steps after all.
+    """
 
     shape: tuple[int, ...]
     open: Callable[[], Rows]
+    steps: Callable[[], torch.Tensor | None] = _no_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,14 @@ class Grid:
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.block[1], 1)[:, :columns]
+
+
+def steps_of(scale: torch.Tensor, group: int, k: int) -> torch.Tensor | None:
+    """Scales [n, groups] for each 32 columns; None where these can be of two groups."""
+    if group % NEIGHBOURS and scale.shape[1] > 1:
+        return None
+    first = torch.arange(0, k, NEIGHBOURS) // group
+    return scale[:, first.clamp_(max=scale.shape[1] - 1)]
 
 
 def bad(key: str, why: str) -> RegistrationRefused:

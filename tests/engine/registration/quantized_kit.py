@@ -177,7 +177,9 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"_blocks": blocks.view(experts, n, k // 32, 16), "_scales": scales}, values
 
 
-def gptq(bits: int, group: int, *, first_version: bool, order: bool = False) -> Any:
+def gptq(
+    bits: int, group: int, *, first_version: bool, order: bool = False, symmetric: bool = False
+) -> Any:
     """Words along k, zeros along n; in the first version less by one in every field."""
 
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -189,6 +191,8 @@ def gptq(bits: int, group: int, *, first_version: bool, order: bool = False) -> 
         top = largest(weight[:, np.argsort(index, kind="stable")], (1, group))
         scale = torch.from_numpy(top / (1 << (bits - 1))).to(torch.float16)
         zero = np.random.default_rng(n).integers(0 if first_version else 5, 11, (n, groups))
+        if symmetric:
+            zero = np.full_like(zero, 8)
         each, shift = scale.to(torch.float32)[:, index], zero[:, index]
         codes = np.clip(np.round((weight / each).numpy()) + shift, 0, (1 << bits) - 1)
         stored = words(zero.T, bits).numpy().view(np.uint32)

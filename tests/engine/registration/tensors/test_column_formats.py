@@ -130,3 +130,26 @@ def test_what_does_not_fit_is_refused(
         value(tmp_path, tensors, declared)
     assert caught.value.code == "bad_weights"
     assert why in str(caught.value)
+
+
+def test_steps_are_known_where_codes_are_even_and_in_order(tmp_path: Path) -> None:
+    weight = torch.randn(16, 128)
+    declared = Declared("gptq", ((1, 64),), (4,), zero_offset=1)
+    tensors, _ = gptq(4, 64, first_version=True, symmetric=True)(weight)
+    wanted = tensors["scales"].T.to(torch.float32).repeat_interleave(2, 1)
+    found = steps(tmp_path, tensors, declared)
+    assert found is not None
+    assert torch.equal(found, wanted)
+    for more in ({"symmetric": False}, {"symmetric": True, "order": True}):
+        tensors, _ = gptq(4, 64, first_version=True, **more)(weight)
+        assert steps(tmp_path, tensors, declared) is None
+    narrow = Declared("gptq", ((1, 16),), (4,), zero_offset=1)
+    tensors, _ = gptq(4, 16, first_version=True, symmetric=True)(weight)
+    assert steps(tmp_path, tensors, narrow) is None
+
+
+def steps(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor | None:
+    save_file({f"x.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
+    with SourceTensors([folder / "model.safetensors"]) as files:
+        ((_, quantized, _),) = find_gptq(files, declared)
+        return quantized.steps()

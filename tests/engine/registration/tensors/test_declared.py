@@ -23,7 +23,7 @@ def test_every_place_is_looked_at() -> None:
     assert declared_in({"text_config": {"quantization_config": fp8}}, {}) == Declared("fp8")
     old = {"config_groups": {"0": {"weights": {"num_bits": 4, "group_size": 128}}}}
     found = declared_in({"compression_config": old}, {})
-    assert found == Declared("compressed-tensors", ((1, 128),), (4,))
+    assert found == Declared("compressed-tensors", ((1, 128),), (4,), symmetric=True)
     file = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     assert declared_in({}, file) == Declared("modelopt")
 

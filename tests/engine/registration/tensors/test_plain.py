@@ -1,22 +1,33 @@
 """A model in each published format becomes the pack of the weights that it stands for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
-from engine.pack import BLOB_NAME
+from engine.pack import BLOB_NAME, INT4_SCHEME
 from engine.registration.convert import inspect, write_pack
 from engine.registration.source import declared_of, weight_files
 from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
 from engine.registration.tensors.plain import PlainTensors
+from kernels import int4_blocks
 from tests.engine.pack_rig import edit_json
-from tests.engine.registration.quantized_kit import KINDS, write_checkpoint
-from tests.engine.registration.test_convert import convert, refusal
+from tests.engine.registration.quantized_kit import (
+    KINDS,
+    SHAPE,
+    Kind,
+    compressed,
+    gptq,
+    integers,
+    write_checkpoint,
+)
+from tests.engine.registration.test_convert import convert, refusal, tensors_of
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -45,7 +56,8 @@ def test_its_pack_is_that_of_its_plain_twin(
 ) -> None:
     monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (6500,))
     twin = write_checkpoint(tmp_path / "model", KINDS[name])
-    for dtype in ("bfloat16", "int4"):
+    # Symmetric codes of four bits are kept in int4, and not searched for (below).
+    for dtype in ("bfloat16", "int8" if name == "int4" else "int4"):
         made, index = convert(tmp_path / "model", tmp_path / "packs", dtype)
         plain, wanted = convert(twin, tmp_path / "packs", dtype)
         assert made != plain
@@ -62,6 +74,54 @@ def test_auto_is_bfloat16_and_nothing_is_rounded_twice(tmp_path: Path) -> None:
     plain, _ = write_pack(inspect(twin), tmp_path / "packs", "float32", lambda *_: None)
     assert index.dtype == "float32"
     assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+
+
+WIDE = SHAPE | {"hidden_size": 128, "intermediate_size": 256}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+KEPT: dict[str, tuple[Kind, float]] = {
+    "groups of 64": (
+        Kind(compressed("pack-quantized", **INT4, group_size=64), integers(64, 4)),
+        0.0,
+    ),
+    "groups of 128": (
+        Kind(compressed("pack-quantized", **INT4, group_size=128), integers(128, 4)),
+        0.0,
+    ),
+    "channels": (Kind(compressed("pack-quantized", num_bits=4, type="int"), integers(0, 4)), 0.0),
+    # Its scales are float16, ours bfloat16.
+    "gptq": (
+        Kind(
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+            gptq(4, 128, first_version=True, symmetric=True),
+        ),
+        0.0025,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_codes_of_four_bits_are_kept_in_int4(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (20_000,))
+    kind, allowed = KEPT[name]
+    kind = replace(kind, model=lambda: LlamaConfig(**WIDE))
+    twin = write_checkpoint(tmp_path / "model", kind)
+    wanted = load_file(twin / "model.safetensors")
+    errors: list[list[float]] = []
+    for folder in (tmp_path / "model", twin):
+        made, index = convert(folder, tmp_path / "packs", "int4")
+        tensors = tensors_of(made, index)
+        chosen = [e.name for e in index.tensors if e.scheme == INT4_SCHEME]
+        assert len(chosen) == 7
+        errors.append([])
+        for key in chosen:
+            values = int4_blocks.dequantize(tensors[key], wanted[key].shape[1])
+            off = (values - wanted[key]).norm() / wanted[key].norm()
+            errors[-1].append(float(off))
+    kept, searched = errors
+    assert max(kept) <= allowed
+    assert min(searched) > 0.01  # what a second rounding would be
 
 
 UP = "model.layers.0.mlp.up_proj"
