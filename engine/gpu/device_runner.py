@@ -32,10 +32,10 @@ from engine.modules import (
     bind_weights,
     buffers_to,
     build_skeleton,
-    replace_modules,
     step_context,
     unbind_weights,
 )
+from engine.modules.quantized import replace_modules
 from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs

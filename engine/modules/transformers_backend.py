@@ -12,10 +12,6 @@ logits at every position, and those of a step's thousand positions at once are h
 megabytes. What is behind the body differs (soft caps, scales), so it is the model's own code that
 turns hidden states into logits here too: the body's `forward` is exchanged for one that gives it
 what was kept.
-
-Linears and embeddings whose weights a pack keeps rounded get other modules in their places
-(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Which
-weights are rounded, and how, is `engine/registration/quantize.py`.
 """
 
 import contextlib
@@ -34,10 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from engine.memory import KvPlan
-from engine.pack import INT4_SCHEME, Schemes
-from kernels import int4_blocks
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
-from kernels.int8_linear import int8_linear
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
 ATTENTION_NAME = "polyhost_paged"
@@ -244,79 +237,3 @@ class ModelBody:
             yield kept
         finally:
             handle.remove()
-
-
-def replace_modules(model: nn.Module, schemes: Schemes) -> None:
-    """Put a module that takes what is kept wherever one of the named weights belongs."""
-    for name, scheme in schemes.items():
-        parent_name, _, leaf = name.removesuffix(".weight").rpartition(".")
-        parent = model.get_submodule(parent_name)
-        module = getattr(parent, leaf)
-        if is_lookup(module):
-            setattr(parent, leaf, Int8Embedding(module))
-            continue
-        assert type(module) is nn.Linear
-        setattr(parent, leaf, (Int4Linear if scheme == INT4_SCHEME else Int8Linear)(module))
-
-
-class Int8Linear(nn.Module):
-    """Stands where an `nn.Linear` stood: `weight` int8 [n, k], `weight_scale` [n], `bias` [n]."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        # Who wants to know a layer's widths asks its projections.
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.weight_scale = _int8_parameters(linear.weight)
-        self.bias = linear.bias
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., k] to [..., n]."""
-        return int8_linear(hidden, self.weight, self.weight_scale, self.bias)
-
-
-class Int8Embedding(nn.Module):
-    """Stands where an `nn.Embedding` stood that the head shares: rows by their scales."""
-
-    embed_scale: torch.Tensor | None
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.weight, self.weight_scale = _int8_parameters(embedding.get_parameter("weight"))
-        factor = getattr(embedding, "embed_scale", None)
-        self.register_buffer("embed_scale", factor, persistent=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids of any shape to [..., k] of the scales' dtype."""
-        scale = self.weight_scale[ids][..., None]
-        rows = self.weight[ids].to(scale.dtype) * scale
-        return rows if self.embed_scale is None else rows * self.embed_scale.to(rows.dtype)
-
-
-class Int4Linear(nn.Module):
-    """Stands where an `nn.Linear` stood: `weight` in blocks, `bias` [n]."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        shape = int4_blocks.block_shape(linear.weight.shape)
-        blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
-        self.weight = nn.Parameter(blocks, requires_grad=False)
-        self.bias = linear.bias
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., k] to [..., n]."""
-        return int4_blocks.int4_blocks_linear(hidden, self.weight, self.bias)
-
-
-def is_lookup(module: object) -> bool:
-    """Whether an embedding is rows of its weight, perhaps times one number."""
-    scaled = type(module).__name__.endswith("ScaledWordEmbedding")
-    factor = getattr(module, "embed_scale", None)
-    return type(module) is nn.Embedding or (scaled and isinstance(factor, torch.Tensor))
-
-
-def _int8_parameters(weight: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-    """Of that shape and dtype, without memory."""
-    values = torch.empty(weight.shape, dtype=torch.int8, device="meta")
-    scale = torch.empty(weight.shape[0], dtype=weight.dtype, device="meta")
-    return nn.Parameter(values, requires_grad=False), nn.Parameter(scale, requires_grad=False)

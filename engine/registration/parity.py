@@ -35,9 +35,9 @@ from engine.modules import (
     bind_weights,
     build_skeleton,
     paged_attention_forward,
-    replace_modules,
     step_context,
 )
+from engine.modules.quantized import replace_modules
 from engine.pack import EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import Blueprint, grouped, module_geometries

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from engine.errors import RegistrationRefused
-from engine.modules import is_lookup
+from engine.modules.quantized import is_lookup
 from engine.pack import INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
 from kernels import int4_blocks

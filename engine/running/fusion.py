@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.modules import Int8Linear
+from engine.modules.quantized import Int8Linear
 from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex
 from kernels.decoder_layer import (
     LayerForm,

@@ -31,10 +31,10 @@ from engine.modules import (
     StepContext,
     bind_weights,
     build_skeleton,
-    replace_modules,
     step_context,
     unbind_weights,
 )
+from engine.modules.quantized import replace_modules
 from engine.pack import PackIndex, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.fusion import Fused, Hidden, NotFused, recognise

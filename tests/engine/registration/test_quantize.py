@@ -12,15 +12,8 @@ from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, Qw
 
 from bench.family_configs import tiny_config
 from engine.errors import PackError, RegistrationRefused
-from engine.modules.transformers_backend import (
-    Int4Linear,
-    Int8Embedding,
-    Int8Linear,
-    bind_weights,
-    build_skeleton,
-    replace_modules,
-    unbind_weights,
-)
+from engine.modules.quantized import Int4Linear, Int8Embedding, Int8Linear, replace_modules
+from engine.modules.transformers_backend import bind_weights, build_skeleton, unbind_weights
 from engine.pack import BLOB_NAME, INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, PackIndex, schemes_in
 from engine.packs.weights import build_views, check_pack
 from engine.registration import parity, quantize
