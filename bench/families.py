@@ -1,11 +1,11 @@
-"""Which of transformers' causal LM families can be hosted: the table of docs/families.md.
+"""Which of transformers' causal LM and multimodal types can be hosted: docs/families.md.
 
     python -m bench.families                              the page, on standard output
     python -m bench.families --write docs/families.md     into the file
     python -m bench.families --check docs/families.md     whether the file still says what is so
     python -m bench.families llama gpt_oss                only these
 
-Every causal LM type transformers registers goes through registration's own judgement (folder,
+Every type of them that transformers registers goes through registration's own judgement (folder,
 blueprint, parity probe) with a tiny configuration from `family_configs.py`. The least KV is counted
 in transformers' own cache after an eager pass, so it does not depend on what we derive.
 """
@@ -27,12 +27,13 @@ import transformers
 from bench.family_configs import MODEL_TYPES, tiny_config
 from engine.errors import RegistrationRefused
 from engine.modules.transformers_backend import bind_weights, build_skeleton
-from engine.registration.blueprint import Blueprint, blueprint
-from engine.registration.parity import TOLERANCE, draw_weights, probe
+from engine.registration.blueprint import Blueprint
+from engine.registration.encoder_blueprint import plan_model
+from engine.registration.parity import TOLERANCE, draw_weights, probe_model
 from engine.registration.source import load_config
 
 LEAST_TOKENS = 3  # fewer than any window
-PLAIN = "plain modules"
+PLAIN, TEXT_CLASS, FLAT = "plain modules", "text class", "flat wrapper"
 
 _HOSTED_HEAD = (
     "| family | layers run as | tried with | largest error | KV bytes a token | at least | ratio |",
@@ -41,7 +42,8 @@ _HOSTED_HEAD = (
 _REFUSED_HEAD = ("| family | refused by | code | why |", "|---|---|---|---|")
 _INTRO = """# Families
 
-This page lists which causal LM types of transformers can be hosted, and why the others are refused.
+This page lists which types of transformers can be hosted, and why the others are refused: all
+causal language models, and all multimodal types, of which the text part is hosted.
 `python -m bench.families --write docs/families.md` writes it; a part is compared with the code by
 `tests/engine/running/test_families.py`, all of it by `make soak` and `--check`. transformers
 {version} registers {total} types: **{hosted} can be hosted**, {refused} are refused.
@@ -68,7 +70,11 @@ The columns of the first table:
 - **KV bytes a token**: of the tiny configuration in float32, all layers, while no window is full;
   **at least**: what transformers' own cache holds for it. Pages and extents add what
   [memory.md](memory.md#kv-groups-blocks-chunks-extents) says.
-- **layers run as**: `plain modules` are transformers' own with our attention.
+- **layers run as**: `plain modules` are transformers' own with our attention. Of a multimodal type
+  (a wrapper of a text model and towers for images or sound) the towers are never loaded, and the
+  logits are compared with the wrapper's own. `text class`: its text part says the same as the
+  causal class of that part's type, so the pack is that class's, and fused and native layers apply
+  where the class has them. `flat wrapper`: the wrapper itself runs, with our attention.
 """
 
 
@@ -81,13 +87,14 @@ class Hosted:
     error: float
     kv_bytes: int
     least_bytes: int
+    runs_as: str = PLAIN
 
     def line(self) -> str:
         """Its row of the table."""
         ratio = self.kv_bytes / self.least_bytes
         return (
-            f"| `{self.family}` | {PLAIN} | {self.tried} | {self.error:.0e} | {self.kv_bytes} "
-            f"| {self.least_bytes} | {ratio:.2f} |"
+            f"| `{self.family}` | {self.runs_as} | {self.tried} | {self.error:.0e} "
+            f"| {self.kv_bytes} | {self.least_bytes} | {ratio:.2f} |"
         )
 
     def stable(self) -> str:
@@ -123,15 +130,18 @@ def judge(family: str) -> Verdict:
         with tempfile.TemporaryDirectory() as folder:
             tiny_config(family).save_pretrained(folder)
             config = load_config(Path(folder))
-        step = "blueprint"
-        found = blueprint(config)
+            step = "blueprint"
+            found = plan_model(config, Path(folder))
         step = "probe"
-        error = probe(config, found.skeleton)
+        error = probe_model(found)
     except RegistrationRefused as refusal:
         return Refused(family, step, refusal.code, _short(str(refusal)))
     rows = (len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in found.kv_groups)
     kv_bytes = sum(rows) * torch.float32.itemsize
-    return Hosted(family, _tried(found), error, kv_bytes, least_kv_bytes(config))
+    how = PLAIN
+    if found.wrapper is not None:
+        how = TEXT_CLASS if found.is_text_class else FLAT
+    return Hosted(family, _tried(found), error, kv_bytes, least_kv_bytes(config), how)
 
 
 def least_kv_bytes(config: Any) -> int:
@@ -141,13 +151,17 @@ def least_kv_bytes(config: Any) -> int:
     with torch.inference_mode():
         tokens = torch.arange(3, 3 + LEAST_TOKENS)[None]
         cache = model(input_ids=tokens, use_cache=True).past_key_values
+        if cache is None:  # some wrappers do not hand it on
+            cache = transformers.DynamicCache()
+            model(input_ids=tokens, use_cache=True, past_key_values=cache)
     cache = getattr(cache, "self_attention_cache", cache)
     held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     return int(held * torch.float32.itemsize // LEAST_TOKENS)
 
 
 def _short(message: str) -> str:
-    """Without the words that every refusal begins with."""
+    """In one line, without the words that every refusal begins with."""
+    message = " ".join(message.split())
     return re.sub(r"^.*?( is not supported| failed the parity check): ", "", message)
 
 
@@ -160,12 +174,13 @@ def _tried(found: Blueprint) -> str:
     ]
     said = {
         "sinks": "sinks" in names,
-        "soft cap": getattr(found.config, "attn_logit_softcapping", None),
+        "soft cap": getattr(found.config.get_text_config(), "attn_logit_softcapping", None),
         "experts": "experts." in names,
         "q/k norms": "q_norm" in names or "q_layernorm" in names or "query_layernorm" in names,
         "learned positions": any(word in names for word in ("wpe", "position_emb", "embed_pos")),
         "several KV shapes": len({(g.num_kv_heads, g.k_dim) for g in groups}) > 1,
         "V unlike K": any(g.k_dim != g.v_dim for g in groups),
+        f"`{type(found.skeleton).__name__}`": found.wrapper is not None,
         "one KV head": all(g.num_kv_heads == 1 for g in groups),
     }
     return ", ".join([*parts, *(name for name, is_so in said.items() if is_so)])
@@ -200,6 +215,8 @@ def _kind(why: str) -> str:
         ("it has layers of type", "it has layers that are not full or sliding attention"),
         ("its logits differ", "its logits differ from transformers"),
         ("it uses an attention mask", "it uses an attention mask of its own"),
+        ("transformers cannot build", "transformers cannot build it here"),
+        ("it cannot run", "it cannot run with a paged KV cache"),
     ):
         if why.startswith(beginning):
             return kind

@@ -25,5 +25,6 @@ __all__ = [
     "parameters_on_meta",
     "quantized",
     "step_context",
+    "text_part",
     "unbind_weights",
 ]

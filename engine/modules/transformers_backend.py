@@ -25,11 +25,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from engine.memory import KvPlan
+from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
@@ -149,8 +150,7 @@ def build_skeleton(
     register_attention()
     config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    assert isinstance(model, nn.Module)
+        model = from_config(config, attn_implementation=attention, dtype=dtype)
     return model.eval()
 
 

@@ -15,16 +15,18 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
+from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, Task
+from engine.registration.wrapper import Wrapped, class_config, text_names
 from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
@@ -149,6 +151,7 @@ class Blueprint:
     tensors     every parameter and persistent buffer by name, on meta, in the module tree's order
     tied        name -> name of the tensor it shares, both in `tensors`
     skeleton    the module tree on meta, for the library's own weight conversions
+    wrapper     what the files hold where that is more than the model: a multimodal wrapper
     """
 
     config: Any
@@ -160,6 +163,7 @@ class Blueprint:
     max_context: int
     task: Task = "generate"
     encoder: EncoderRecord | None = None
+    wrapper: Wrapped | None = None
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""
@@ -171,6 +175,17 @@ class Blueprint:
             return torch.float32
         return dtype
 
+    @property
+    def is_text_class(self) -> bool:
+        """Whether it is the text part of a wrapper, hosted as a class of its own."""
+        return self.wrapper is not None and self.config is not self.wrapper.config
+
+    def in_files(self) -> tuple[Any, Mapping[str, str]]:
+        """The modules that the files' names are of, and those names -> names in `tensors`."""
+        if self.wrapper is None:
+            return self.skeleton, {name: name for name in self.tensors}
+        return self.wrapper.skeleton, self.wrapper.names
+
 
 def layer_of(name: str) -> str:
     """The segment a tensor belongs to: "layer.N", or REST."""
@@ -178,19 +193,24 @@ def layer_of(name: str) -> str:
     return f"layer.{int(match.group(1))}" if match else REST
 
 
-def blueprint(config: Any) -> Blueprint:
-    """Raises RegistrationRefused for what cannot be hosted."""
-    _check_family(config)
-    try:
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # modelling code of 189 families: no contract on its error types
-        raise RegistrationRefused(
-            "bad_config",
-            f"transformers cannot build a {config.model_type!r} from this configuration: "
-            f"{type(error).__name__}: {error}",
-        ) from error
-    assert isinstance(skeleton, nn.Module)
+def blueprint(config: Any, as_class: bool = False) -> Blueprint:
+    """`as_class`: a wrapper is hosted as its text part's own class (wrapper.py).
+
+    Raises RegistrationRefused for what cannot be hosted.
+    """
+    text = config.get_text_config()
+    check_family(text)
+    wrapper, hosted = None, config
+    if is_wrapper(config):
+        whole = _built(config, whole=True)
+        if as_class:
+            hosted = class_config(whole)
+    skeleton = _built(hosted)
+    if is_wrapper(config):
+        names = text_names(whole, skeleton)
+        if names is None:
+            raise _strange("its text part cannot be told from its other parts")
+        wrapper = Wrapped(config, whole, names)
     tensors = dict(skeleton.state_dict())
     tied = {
         target: source
@@ -198,14 +218,28 @@ def blueprint(config: Any) -> Blueprint:
         if target in tensors and source in tensors
     }
     return Blueprint(
-        config=config,
+        config=hosted,
         skeleton=skeleton,
         tensors=tensors,
         tied=tied,
-        kv_groups=grouped(module_geometries(skeleton, config)),
-        vocab_size=int(config.vocab_size),
-        max_context=_max_context(config),
+        kv_groups=grouped(module_geometries(skeleton, text)),
+        vocab_size=int(text.vocab_size),
+        max_context=_max_context(text),
+        wrapper=wrapper,
     )
+
+
+def _built(config: Any, whole: bool = False) -> nn.Module:
+    """On meta. Raises RegistrationRefused."""
+    try:
+        with torch.device("meta"):
+            return from_config(config, whole)
+    except Exception as error:  # modelling code of 189 families: no contract on its error types
+        raise RegistrationRefused(
+            "bad_config",
+            f"transformers cannot build a {config.model_type!r} from this configuration: "
+            f"{type(error).__name__}: {error}",
+        ) from error
 
 
 def kv_groups(config: Any) -> tuple[KvGroup, ...]:
@@ -237,7 +271,8 @@ def _max_context(config: Any) -> int:
     return longest
 
 
-def _check_family(config: Any) -> None:
+def check_family(config: Any) -> None:
+    """Raises RegistrationRefused for text that cannot be hosted, before anything is built."""
     family = config.model_type
 
     def refuse(why: str) -> RegistrationRefused:

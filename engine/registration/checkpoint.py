@@ -5,6 +5,9 @@ fused projections split), so that a pack holds what `from_pretrained` would have
 What is copied as it is comes in pieces of some rows; a conversion is run for one target at a time:
 memory holds the largest converted parameter (and maps its sources), never the model.
 
+Of a multimodal wrapper only the text part is read: the files' names are the whole wrapper's, the
+pack's those of the model that is hosted (`wrapper.py`).
+
 Checks as much as headers tell before the first byte is read: every tensor of the model must be
 there with its shape, and nothing may be left over that transformers would drop in silence.
 """
@@ -34,9 +37,11 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.maske
 
 @dataclass(slots=True)
 class _Conversion:
-    """One run of a converter: its first target, and (key, pattern) of all it collects."""
+    """One run of a converter: its first target as the files' model calls it, and (key, pattern) of
+    all it collects."""
 
     converter: Any
+    target: str
     sources: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -92,11 +97,10 @@ class Checkpoint:
     def _convert(self, target: str, conversion: _Conversion) -> dict[str, torch.Tensor]:
         converter = conversion.converter
         for key, pattern in conversion.sources:
-            converter.add_tensor(target, key, pattern, self.source.read(key))
+            converter.add_tensor(conversion.target, key, pattern, self.source.read(key))
+        model, names = self.blueprint.in_files()
         try:
-            made = converter.convert(
-                target, model=self.blueprint.skeleton, config=self.blueprint.config
-            )
+            made = converter.convert(conversion.target, model=model, config=model.config)
         except Exception as error:  # the library's operations: no contract on their error types
             raise RegistrationRefused(
                 "bad_weights",
@@ -104,7 +108,8 @@ class Checkpoint:
                 f"{type(error).__name__}: {error}",
             ) from error
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+            names.get(name, name): value[0] if isinstance(value, list) else value
+            for name, value in made.items()
         }
 
 
@@ -121,44 +126,57 @@ def _rows(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, int, torch.Ten
 
 def open_checkpoint(blueprint: Blueprint, source: Tensors) -> Checkpoint:
     """Map every tensor of the files. Raises RegistrationRefused("bad_weights")."""
-    transforms = get_model_conversion_mapping(blueprint.skeleton)
+    model, names = blueprint.in_files()
+    tensors = model.state_dict()
+    transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix = getattr(blueprint.skeleton, "base_model_prefix", None)
+    prefix = getattr(model, "base_model_prefix", None)
     checkpoint = Checkpoint(blueprint, source, {}, {}, {})
-    unknown: list[str] = []
+    unknown: dict[str, str] = {}
     for key in sorted(source.shapes, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, blueprint.tensors)
-        if name not in blueprint.tensors and key in blueprint.tensors:
-            name, pattern = rename_source_key(key, [], [], prefix, blueprint.tensors)
-        if name not in blueprint.tensors:
-            unknown.append(key)
+        found, pattern = rename_source_key(key, renamings, converters, prefix, tensors)
+        if found not in tensors and key in tensors:
+            found, pattern = rename_source_key(key, [], [], prefix, tensors)
+        name = names.get(found)
+        if found not in tensors:
+            unknown[key] = found
+        elif name is None:
+            continue  # a tower's
         elif pattern is not None:
             conversion = checkpoint.conversions.get(name)
             if conversion is None:
-                conversion = _Conversion(copy.deepcopy(by_pattern[pattern]))
+                conversion = _Conversion(copy.deepcopy(by_pattern[pattern]), found)
                 checkpoint.conversions[name] = conversion
             conversion.sources.append((key, pattern))
         else:
             checkpoint.direct[name] = key
-    _check_unknown(blueprint, [key for key in unknown if not source.adds_nothing(key)])
+    for key in [key for key in unknown if source.adds_nothing(key)]:
+        del unknown[key]
+    _check_unknown(blueprint, unknown)
     _settle_ties(checkpoint)
     _check_direct(checkpoint)
     return checkpoint
 
 
-def _check_unknown(blueprint: Blueprint, keys: list[str]) -> None:
-    """Raises RegistrationRefused where the files hold tensors the model has no place for."""
+def _check_unknown(blueprint: Blueprint, keys: dict[str, str]) -> None:
+    """Raises RegistrationRefused where the files hold tensors the model has no place for.
+
+    `keys`: names in the files -> what the library would call them.
+    """
+    model, _ = blueprint.in_files()
     ignored = [
         re.compile(pattern)
-        for pattern in getattr(blueprint.skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+        for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ]
-    buffers = {name for name, _ in blueprint.skeleton.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers()}
+    towers = blueprint.wrapper.tower_of(keys.values()) if blueprint.wrapper else set()
     strange = [
         key
-        for key in keys
+        for key, name in keys.items()
         if key not in buffers
+        and name not in towers
         and not _COMPUTED.search(key)
         and not any(pattern.search(key) for pattern in ignored)
     ]

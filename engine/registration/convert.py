@@ -180,7 +180,9 @@ def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
     for name in COPIED_FILES:
         if (work.candidate.folder / name).is_file():
             shutil.copyfile(work.candidate.folder / name, folder / name)
-            if name == CONFIG_NAME and work.candidate.declared is not None:
+            if name == CONFIG_NAME and plan.is_text_class:
+                (folder / name).write_text(plan.config.to_json_string(use_diff=False), "utf-8")
+            elif name == CONFIG_NAME and work.candidate.declared is not None:
                 config = read_json(folder / name, "bad_config", dict)
                 text = json.dumps(without_quantization(config), indent=2)
                 (folder / name).write_text(text, encoding="utf-8")
@@ -325,6 +327,8 @@ def _revision(candidate: CheckedSource, kept: str, progress: Progress) -> str:
         # What its files say of pooling and the longest input, in folders of their own.
         plan = candidate.blueprint
         digest.update(msgspec.json.encode([plan.task, plan.encoder, plan.max_context]))
+    if candidate.blueprint.wrapper is not None:
+        digest.update(type(candidate.blueprint.skeleton).__name__.encode())
     digest.update(content_digest(paths, progress))
     return digest.hexdigest()
 

@@ -1,6 +1,7 @@
 """What an encoder's folder asks for: its tensors on meta, its rows, its longest input.
 
-The encoders' sibling of `blueprint.py`; `plan_model` chooses between them. A head that a base model
+The encoders' sibling of `blueprint.py`; `plan_model` chooses between them, and between the two ways
+to host a multimodal wrapper. A head that a base model
 does not have (masked words, an unused pooler) is named as what a checkpoint may hold beside the
 model's tensors, as transformers drops it; everything else that is missing or left over is refused
 like any model's (`checkpoint.py`). What sentence-transformers' files say of the rows:
@@ -23,8 +24,9 @@ from torch import nn
 
 from engine.encoders import POOLINGS, build_encoder
 from engine.errors import RegistrationRefused
+from engine.modules.text_part import is_wrapper
 from engine.pack import EncoderRecord, Task
-from engine.registration.blueprint import Blueprint, blueprint
+from engine.registration.blueprint import Blueprint, blueprint, check_family
 from engine.registration.encoder_families import (
     MODULES_NAME,
     check_encoder,
@@ -33,6 +35,7 @@ from engine.registration.encoder_families import (
     longest_input,
     num_segments,
 )
+from engine.registration.parity import agrees
 from engine.registration.source import Json, read_json
 
 LENGTH_NAME = "sentence_bert_config.json"
@@ -178,8 +181,13 @@ def _refused(why: str) -> RegistrationRefused:
 
 
 def plan_model(config: Any, folder: Path) -> Blueprint:
-    """A generating model's or an encoder's. Raises RegistrationRefused."""
-    return encoder_blueprint(config, folder) if is_encoder(config) else blueprint(config)
+    """A generating model's, a multimodal wrapper's or an encoder's. Raises RegistrationRefused."""
+    if is_encoder(config):
+        return encoder_blueprint(config, folder)
+    if not is_wrapper(config):
+        return blueprint(config)
+    check_family(config.get_text_config())  # before anything is built
+    return blueprint(config, as_class=agrees(config))
 
 
 def encoder_blueprint(config: Any, folder: Path) -> Blueprint:

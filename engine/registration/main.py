@@ -49,7 +49,7 @@ from engine.registration.download import (
     weights,
 )
 from engine.registration.hub import Hub, HubLimits, check_repo
-from engine.registration.parity import probe, probe_encoder
+from engine.registration.parity import probe_model
 from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
 from engine.registration.quantize import QUANTIZATIONS
 from engine.registration.source import TOKENIZER_NAME, declared_of
@@ -161,11 +161,7 @@ def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
 
 
 def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
-    if plan.encoder is not None:
-        return probe_encoder(plan)
-    if dtype in QUANTIZATIONS:
-        return probe(plan.config, quantization=dtype)
-    return probe(plan.config)
+    return probe_model(plan, dtype if dtype in QUANTIZATIONS else "")
 
 
 def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Registered:

@@ -18,6 +18,7 @@ from typing import Any
 from engine.errors import RegistrationRefused
 from engine.registration.blueprint import Blueprint
 from engine.registration.source import CONFIG_NAME, read_json
+from engine.registration.wrapper import text_section
 
 GENERATION_NAME = "generation_config.json"
 _TOKEN_IDS = frozenset(
@@ -61,12 +62,13 @@ def check_numbers(folder: Path, plan: Blueprint) -> None:
             # Integers of any length are numbers to JSON, and to nothing behind it.
             if not (math.isfinite(number) if isinstance(number, float) else abs(number) < 1 << 63):
                 raise _refused(name, path, number, "no number that can be computed with")
-        if plan.encoder is None:  # encoders neither begin nor end, and are saved with any ids
-            _check_ids(name, content)
-        for rope in _ROPE_NAMES:
-            for path, number in _numbers(content.get(rope), rope):
-                if not 0 <= number <= _MAX_SCALE:
-                    raise _refused(name, path, number, "no scale of positions")
+        for part in (content, text_section(content)):
+            if plan.encoder is None:  # encoders neither begin nor end, and are saved with any ids
+                _check_ids(name, part)
+            for rope in _ROPE_NAMES:
+                for path, number in _numbers(part.get(rope), rope):
+                    if not 0 <= number <= _MAX_SCALE:
+                        raise _refused(name, path, number, "no scale of positions")
         if name == GENERATION_NAME:
             for path, (low, high) in _RANGES.items():
                 value = content.get(path)

@@ -9,6 +9,9 @@ Weights are drawn here and not by the family's own initialization: narrow models
 ones attend to everything alike, biases of zero and norms of one hide whole terms, and a probe of
 such a model passes what is wrong.
 
+A multimodal wrapper is held to its own logits, whether it is hosted flat or as its text part's
+class; whether that class says what the wrapper says at all, `agrees` finds out first.
+
 Encoders (`probe_encoder`): do an architecture's rows come out of a ragged batch as they should? A
 truncated model, inputs of unlike lengths with padding tokens and both segments among them: once all
 in one flat batch, as the engine runs them, and once each alone through transformers' own model with
@@ -16,6 +19,7 @@ eager attention. Windows are cut so that the inputs pass them.
 """
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -38,12 +42,13 @@ from engine.modules import (
     step_context,
 )
 from engine.modules.quantized import replace_modules
-from engine.pack import EncoderRecord, Schemes, Task
+from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import Blueprint, grouped, module_geometries
 from engine.registration.encoder_families import longest_input
 from engine.registration.probe_size import probe_configs
 from engine.registration.quantize import rounded_twins
+from engine.registration.wrapper import class_config, text_names
 from engine.request import Request
 from engine.running import ScheduledRow, build_batch
 from kernels.paged_attention import LayerGeometry
@@ -66,6 +71,8 @@ UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_au
 ENCODER_WINDOW = 8
 ENCODER_VOCAB = 128
 ENCODER_LENGTHS = (23, 1, 9, 14, 9, 2)
+
+logger = logging.getLogger(__name__)
 
 
 class Differs(Exception):
@@ -118,18 +125,32 @@ def _widths(layer: LayerGeometry) -> str:
     return f"{layer.num_kv_heads} heads of K {layer.k_dim} and V {layer.v_dim}"
 
 
-def probe(config: Any, skeleton: nn.Module | None = None, quantization: str = "") -> float:
+def probe_model(plan: Blueprint, quantization: str = "") -> float:
+    """As `probe` and `probe_encoder`, whichever the model needs."""
+    if plan.encoder is not None:
+        return probe_encoder(plan)
+    config = plan.wrapper.config if plan.wrapper else plan.config
+    return probe(config, quantization=quantization, as_class=plan.is_text_class)
+
+
+def probe(
+    config: Any,
+    skeleton: nn.Module | None = None,
+    quantization: str = "",
+    as_class: bool = False,
+) -> float:
     """Largest difference between our path and eager attention, in deviations of the logits.
 
     `skeleton`: the whole model on meta, if there is one already. `quantization`: our side keeps
-    its weights so, and the other has what these stand for: the loss does not count. Raises
-    RegistrationRefused("parity") where it passes TOLERANCE or the family cannot run.
+    its weights so, and the other has what these stand for: the loss does not count. `as_class`: our
+    side is the class of the wrapper's text part. Raises RegistrationRefused("parity") where it
+    passes TOLERANCE or the family cannot run.
     """
     why = "no small model of this type could be built for the parity check"
     for small in probe_configs(config, skeleton):
         for seed in SEEDS:
             try:
-                error = _largest_error(small, seed, quantization)
+                error = _largest_error(small, seed, quantization, as_class)
             except RegistrationRefused as refusal:
                 why = str(refusal)
                 break
@@ -156,7 +177,11 @@ def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     drawn: dict[str, torch.Tensor] = {}
     shared: dict[int, torch.Tensor] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    embeddings = {
+        id(module.get_parameter("weight"))
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module._parameters  # a tower's has none
+    }
     for name, old in model.state_dict(keep_vars=True).items():
         if id(old) in shared:
             drawn[name] = shared[id(old)]
@@ -174,7 +199,37 @@ def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return drawn
 
 
-def _largest_error(config: Any, seed: int, quantization: str = "") -> float:
+def agrees(config: Any) -> bool:
+    """Whether a wrapper's text part has a class of its own that says what the wrapper says."""
+    try:
+        small = next(probe_configs(config))
+        return all(_class_error(small, seed) <= TOLERANCE for seed in SEEDS)
+    except Exception as problem:  # noqa: BLE001 - modelling code keeps no contract
+        logger.debug("the text class of %s does not run: %s", config.model_type, problem)
+        return False
+
+
+@torch.inference_mode()
+def _class_error(config: Any, seed: int) -> float:
+    """Between a wrapper and its text part's class, in deviations of the logits."""
+    wrapper = build_skeleton(copy.deepcopy(config), torch.float32, "eager")
+    weights = draw_weights(wrapper, seed)
+    bind_weights(wrapper, weights)
+    text = class_config(wrapper)
+    if text is None:
+        return float("inf")
+    model = build_skeleton(text, torch.float32, "eager")
+    names = text_names(wrapper, model)
+    if names is None:
+        return float("inf")
+    bind_weights(model, {new: weights[old] for old, new in names.items()})
+    generator = torch.Generator().manual_seed(seed + 1)
+    tokens = torch.randint(1, text.vocab_size, (1, max(PROBE_LENGTHS)), generator=generator)
+    wanted, got = (m(input_ids=tokens, use_cache=False).logits.float() for m in (wrapper, model))
+    return float((got - wanted).abs().max() / wanted.std())
+
+
+def _largest_error(config: Any, seed: int, quantization: str = "", as_class: bool = False) -> float:
     eager = build_skeleton(copy.deepcopy(config), torch.float32, "eager")
     weights = exact = draw_weights(eager, seed)
     schemes: Schemes = {}
@@ -182,9 +237,11 @@ def _largest_error(config: Any, seed: int, quantization: str = "") -> float:
         tied = getattr(eager, "all_tied_weights_keys", None) or {}
         weights, exact, schemes = rounded_twins(eager, tied, weights, quantization)
     bind_weights(eager, exact)
+    hosted = class_config(eager) if as_class else config
     generator = torch.Generator().manual_seed(seed + 1)
+    vocab_size = config.get_text_config().vocab_size
     prompts = [
-        torch.randint(1, config.vocab_size, (length,), generator=generator).tolist()
+        torch.randint(1, vocab_size, (length,), generator=generator).tolist()
         for length in PROBE_LENGTHS
     ]
     with torch.inference_mode():
@@ -198,7 +255,8 @@ def _largest_error(config: Any, seed: int, quantization: str = "") -> float:
         if _looks_ahead(eager, prompts[0], expected[0]):
             raise Differs("attends to later tokens, as encoders do")
         try:
-            return _Paged(config, weights, schemes).largest_error(prompts, expected) / spread
+            paged = _Paged(hosted, weights, schemes, eager)
+            return paged.largest_error(prompts, expected) / spread
         finally:  # transformers' table is for ever, the model is not
             ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, paged_attention_forward)
 
@@ -213,12 +271,20 @@ def _looks_ahead(eager: nn.Module, prompt: list[int], expected: torch.Tensor) ->
 class _Paged:
     """The truncated model over paged KV: a pool full of holes, an arena full of NaN."""
 
-    def __init__(self, config: Any, weights: dict[str, torch.Tensor], schemes: Schemes) -> None:
+    def __init__(
+        self, config: Any, weights: dict[str, torch.Tensor], schemes: Schemes, eager: nn.Module
+    ) -> None:
+        """`weights`, `schemes`: by the names in `eager`, which has them or what they stand for."""
         ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTENTION, self._attend)
         self.model = build_skeleton(copy.deepcopy(config), torch.float32, PROBE_ATTENTION)
-        replace_modules(self.model, schemes)
-        bind_weights(self.model, weights)
-        layers = module_geometries(self.model, config)
+        names: dict[str, str] | None = {name: name for name in weights}
+        if type(self.model) is not type(eager):
+            names = text_names(eager, self.model)
+        assert names is not None
+        names |= {n + SCALE_SUFFIX: new + SCALE_SUFFIX for n, new in names.items()}
+        replace_modules(self.model, {names[name]: how for name, how in schemes.items()})
+        bind_weights(self.model, {names[name]: tensor for name, tensor in weights.items()})
+        layers = module_geometries(self.model, config.get_text_config())
         self.watched = _Watched(layers)
         block_bytes = max(map(_block_bytes, layers))
         page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * block_bytes - 1).bit_length())

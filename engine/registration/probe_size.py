@@ -1,7 +1,8 @@
 """The same model at probe size: a configuration with every kind of layer, everything narrow.
 
 What is kept: class and options, the kinds of layers, head widths, query heads a KV head, more than
-one expert chosen out of more. What is cut: layers, heads, widths of the residual stream and of
+one expert chosen out of more. Of a multimodal wrapper the text part is cut, its towers are not
+there. What is cut: layers, heads, widths of the residual stream and of
 MLPs, experts, vocabulary; windows and whatever else acts only beyond a length, so that the probe's
 short prompts pass it. A cut that a family cannot be built with is given up for a smaller one.
 """
@@ -14,9 +15,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from engine.modules.text_part import from_config, is_wrapper
 from engine.registration.blueprint import field_of
+from engine.registration.wrapper import set_text_config
 
 WINDOW = 8
 VOCAB = 128
@@ -56,11 +59,14 @@ def probe_configs(config: Any, skeleton: nn.Module | None = None) -> Iterator[An
     if skeleton is None:
         skeleton = _on_meta(config)
     wanted = tensor_kinds(skeleton)
+    text = config.get_text_config()
     tried: list[dict[str, Any]] = []
     for narrow in (True, False):
-        for layers in _layer_choices(config):
-            small = _truncated(config, layers, narrow)
+        for layers in _layer_choices(text):
+            small = _truncated(text, layers, narrow)
             try:
+                if is_wrapper(config):
+                    small = set_text_config(config, small)
                 built = _on_meta(small)
             except Exception:  # noqa: BLE001 - these cuts do not suit the family's other options
                 continue
@@ -74,9 +80,7 @@ def probe_configs(config: Any, skeleton: nn.Module | None = None) -> Iterator[An
 
 def _on_meta(config: Any) -> nn.Module:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    assert isinstance(model, nn.Module)
-    return model
+        return from_config(copy.deepcopy(config))
 
 
 def _per_layer(config: Any) -> dict[str, list[Any]]:

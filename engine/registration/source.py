@@ -1,9 +1,10 @@
 """A local Hugging Face folder, judged without building a model: registration's first step.
 
 Refuses what this system does not run: pickled weights, code that comes with the checkpoint,
-families transformers does not know as causal language models (encoders: `encoder_families.py`),
-unknown quantizations (`tensors/`), folders without a tokenizer. What is left is a configuration
-object, the files of the weights, and the small files that go into the pack as they are.
+families transformers does not know as causal language models or as multimodal wrappers of one
+(`wrapper.py`; encoders: `encoder_families.py`), unknown quantizations (`tensors/`), folders without
+a tokenizer. What is left is a configuration object, the files of the weights, and the small files
+that go into the pack.
 
 Every refusal is a RegistrationRefused with a stable code and a message that tells the operator what
 to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.py`).
@@ -17,12 +18,17 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
+from engine.modules.text_part import is_wrapper
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
 from engine.registration.tensors import GGUF_SUFFIX, MODELOPT_NAME, Declared, declared_in
+from engine.registration.wrapper import check_layers, check_section, check_wrapper, text_section
 
 CONFIG_NAME = "config.json"
 TOKENIZER_NAME = "tokenizer.json"
@@ -43,8 +49,6 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 HASH_BLOCK_BYTES = 4 << 20
-MAX_LAYERS = 1024
-"""Each is built as modules before any weights are there: a number too many would never end."""
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
@@ -155,7 +159,10 @@ def load_config(folder: Path) -> Any:
     if not path.is_file():
         raise RegistrationRefused("bad_config", f"{folder} has no {CONFIG_NAME}")
     raw = read_json(path, "bad_config", dict)
+    check_section(path, raw)
+    text = text_section(raw)
     check_no_code(str(folder), (entry.name for entry in folder.iterdir()), raw)
+    check_no_code(str(folder), (), text)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise RegistrationRefused("bad_config", f"{path} has no model_type")
@@ -179,16 +186,9 @@ def load_config(folder: Path) -> Any:
         for name in QUANTIZATION_FIELDS:  # nothing behind this builds a model by it
             if part is not None and hasattr(part, name):
                 delattr(part, name)
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MAX_LAYERS:
-        raise RegistrationRefused(
-            "bad_config", f"{path} has {layers} layers; the maximum is {MAX_LAYERS}"
-        )
-    if not encodes and not _is_text_decoder(config):
-        raise RegistrationRefused(
-            "unknown_family",
-            f"model type {model_type!r} is not supported: it is not a text-only decoder",
-        )
+    check_layers(path, config)
+    if not encodes:
+        _check_text(path, raw, config)
     return config
 
 
@@ -212,28 +212,38 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if model_type not in CONFIG_MAPPING or causal is None:
+    tables = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = list(dict.fromkeys(str(t[model_type]) for t in tables if model_type in t))
+    if model_type not in CONFIG_MAPPING or not known:
         raise RegistrationRefused(
             "unknown_family",
             f"model type {model_type!r} is not supported: supported are causal language models of "
             f"the installed transformers and encoders ({', '.join(FAMILIES)})",
         )
-    architectures = named or [causal]
-    if causal.lower() not in (name.lower() for name in architectures):
+    architectures = named or known
+    if {name.lower() for name in known}.isdisjoint(name.lower() for name in architectures):
         raise RegistrationRefused(
             "unknown_family",
             f"{folder} contains a {', '.join(architectures)}; of this model type only the causal "
-            f"language model ({causal}) is supported",
+            f"language model ({' or '.join(known)}) is supported",
         )
 
 
-def _is_text_decoder(config: Any) -> bool:
+def _check_text(path: Path, raw: Mapping[str, Any], config: Any) -> None:
+    """Raises RegistrationRefused unless text is all the model generates."""
     try:
-        whole = config.get_text_config() is config
+        wraps = is_wrapper(config)
     except ValueError:  # several text models in one
-        return False
-    return whole and not getattr(config, "is_encoder_decoder", False)
+        wraps = None
+    table = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if wraps else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    known = wraps is not None and config.model_type in table
+    if not known or getattr(config, "is_encoder_decoder", False):
+        raise RegistrationRefused(
+            "unknown_family",
+            f"model type {config.model_type!r} is not supported: it is not a text-only decoder",
+        )
+    if wraps:
+        check_wrapper(path, raw, config)
 
 
 def check_tokenizer(folder: Path) -> None:

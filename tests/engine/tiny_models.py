@@ -5,6 +5,7 @@ whose layers have windows far below the context (one of them with sinks and expe
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,20 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
-    AutoModelForCausalLM,
+    Cohere2VisionConfig,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen3Config,
 )
 
+from engine.modules.text_part import body_of, from_config, head_of, is_wrapper
 from engine.protocol import ModelSpec
 from engine.registration.convert import inspect, write_pack
 
@@ -143,18 +148,54 @@ def windowed_configs() -> dict[str, PretrainedConfig]:
     }
 
 
+def wrapper_configs() -> dict[str, PretrainedConfig]:
+    """Multimodal wrappers with small towers: one hosted as its text class, two flat."""
+    common = _common()
+    tower = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    siglip = {**tower, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = windowed_configs()["gemma3"].to_dict()
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, **common}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
+    return {
+        "gemma3": Gemma3Config(
+            text_config=text, vision_config=siglip, mm_tokens_per_image=4, tie_word_embeddings=True
+        ),
+        "qwen2_5_vl": Qwen2_5_VLConfig(
+            text_config={**shape, "rope_parameters": rope},
+            vision_config={**tower, "depth": 1, "num_heads": 2, "out_hidden_size": 48},
+        ),
+        "cohere2_vision": Cohere2VisionConfig(
+            text_config={
+                "model_type": "cohere2",
+                **shape,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 10,
+            },
+            vision_config={"model_type": "siglip_vision_model", **siglip},
+        ),
+    }
+
+
 def save_folder(config: PretrainedConfig, folder: Path, seed: int) -> Any:
-    """Random weights that do not repeat themselves at once, and a tokenizer of numbers."""
+    """Random weights that do not repeat themselves at once, and a tokenizer of numbers.
+
+    A wrapper's towers are NaN.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = from_config(config, whole=True, dtype=torch.float32).eval()
+    parts = (body_of(model), head_of(model)) if is_wrapper(config) else (model,)
+    text = {id(p) for part in parts if part is not None for p in part.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if id(parameter) not in text:
+                parameter.fill_(math.nan)
             if "embed" in name and config.tie_word_embeddings:
                 continue  # a large tied embedding always answers with the token it was given
             if parameter.dim() > 1:
                 parameter.mul_(6)
             elif name.endswith("sinks"):
                 parameter.normal_()
+    assert isinstance(model, PreTrainedModel)
     model.save_pretrained(folder)
     vocab = {f"t{i}": i for i in range(VOCAB)}
     Tokenizer(WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))

@@ -9,19 +9,24 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from bench.families import Hosted, Refused, contradictions, judge, main, page
 from bench.family_configs import MODEL_TYPES, tiny_config
 from engine.errors import RegistrationRefused
+from engine.pack import read_index
 from engine.registration.blueprint import blueprint, config_geometries
 from engine.registration.parity import TOLERANCE, probe
 from kernels.paged_attention import LayerGeometry
 from tests.engine.test_engine import Driver
-from tests.engine.tiny_models import TinyModel, make_tiny_models
+from tests.engine.tiny_models import TinyModel, make_tiny_models, wrapper_configs
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "families.md"
-ROW = re.compile(r"^\| `([^`]+)` \| (source|blueprint|probe|plain modules) \|", re.MULTILINE)
+HOSTED = ("plain modules", "text class", "flat wrapper")
+ROW = re.compile(rf"^\| `([^`]+)` \| (source|blueprint|probe|{'|'.join(HOSTED)}) \|", re.MULTILINE)
 NEW_TOKENS = 12
 NUM_PAGES = 400
 
@@ -31,7 +36,8 @@ JUDGED = (
     *("mimo_v2_flash", "ministral3", "modernbert-decoder", "phimoe", "qwen3_moe"),
     *("diffllama", "doge", "roberta", "hrm_text", "deepseek_v3", "dots3_note_text", "falcon"),
     *("bloom", "jamba", "lfm2", "llama4_text", "minimax_m3_vl_text", "gemma3n_text", "mamba"),
-    *("whisper", "gemma3", "musicgen", "git"),
+    *("whisper", "musicgen", "git", "gemma3", "qwen2_5_vl", "cohere2_vision", "idefics3"),
+    *("qwen3_vl_moe", "qwen3_5", "mllama", "blip", "qwen2_5_omni"),
 )
 SERVED = ("gpt2", "opt", "gpt_bigcode", "mixtral", "cohere2", "gemma4_text", "mimo_v2_flash")
 
@@ -43,13 +49,14 @@ def told() -> dict[str, str]:
 
 def told_hosted() -> list[str]:
     """The families that the page says can be hosted."""
-    return sorted(family for family, how in told().items() if how == "plain modules")
+    return sorted(family for family, how in told().items() if how in HOSTED)
 
 
 def test_the_page_has_a_row_for_every_type_transformers_registers() -> None:
     rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
-    assert sorted(family for family, _ in rows) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert set(MODEL_TYPES) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    registered = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    assert sorted(family for family, _ in rows) == sorted(registered)
+    assert set(MODEL_TYPES) == registered
     counts = re.search(
         r"\*\*(\d+) can be hosted\*\*, (\d+) are refused",
         " ".join(PAGE.read_text(encoding="utf-8").split()),
@@ -59,7 +66,7 @@ def test_the_page_has_a_row_for_every_type_transformers_registers() -> None:
         len(told_hosted()),
         len(rows) - len(told_hosted()),
     ]
-    assert len(told_hosted()) >= 56
+    assert len(told_hosted()) >= 130
 
 
 @pytest.mark.parametrize("family", JUDGED)
@@ -117,7 +124,24 @@ def test_a_hosted_family_is_served(family: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_every_hosted_family_is_served(tmp_path: Path) -> None:
     for family in told_hosted():
-        serve(make_tiny_models(tmp_path / family, {family: tiny_config(family)}))
+        if told()[family] == "plain modules":
+            serve(make_tiny_models(tmp_path / family, {family: tiny_config(family)}))
+
+
+WRAPPERS = {
+    "gemma3": "Gemma3ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "cohere2_vision": "Cohere2VisionForConditionalGeneration",
+}
+
+
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_a_wrapper_is_served_without_its_towers(family: str, tmp_path: Path) -> None:
+    models = make_tiny_models(tmp_path, {family: wrapper_configs()[family]})
+    index = read_index(models[family].pack_dir)
+    assert index.architecture == WRAPPERS[family]
+    assert not any("vis" in entry.name for entry in index.tensors)
+    serve(models)
 
 
 def test_geometry_comes_from_the_modules_where_names_do_not_tell() -> None:

@@ -1,0 +1,77 @@
+"""The text part of a model: the model itself, or what a multimodal wrapper generates text with.
+
+A wrapper's configuration has one text configuration beside those of its towers (images, sound). Its
+text part is two modules: the body, which is its innermost decoder, and the head that makes logits.
+A wrapper whose text part runs without the others is hosted as it is, flat: its towers keep their
+modules, but no tensors (`drop_towers`), so none are bound or kept in memory, and a pass that
+touched them would fail. Nothing here knows the name of a class or of a module.
+
+Does not know which wrappers come out right: that is registration's (`registration/wrapper.py`).
+"""
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+
+
+def is_wrapper(config: Any) -> bool:
+    """Whether text is one part of several. Raises ValueError where it has several texts."""
+    return config.get_text_config() is not config
+
+
+def from_config(config: Any, whole: bool = False, **options: Any) -> nn.Module:
+    """The module tree of a configuration: a causal LM, or a wrapper.
+
+    `whole`: a wrapper keeps its towers' tensors.
+    """
+    wrapped = is_wrapper(config)
+    kind = AutoModelForMultimodalLM if wrapped else AutoModelForCausalLM
+    model = kind.from_config(config, **options)
+    assert isinstance(model, nn.Module)
+    if wrapped and not whole:
+        drop_towers(model)
+    return model
+
+
+def body_of(model: Any) -> nn.Module:
+    """The innermost decoder: its states are what the head is given."""
+    body = model.get_decoder()
+    while isinstance(body, PreTrainedModel):
+        inner = body.get_decoder()
+        if inner is body or not isinstance(inner, nn.Module):
+            break
+        body = inner
+    assert isinstance(body, nn.Module)
+    return body
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """What makes logits, where it is a module of its own."""
+    head, within = model.get_output_embeddings(), model
+    while head is None and within.get_decoder() is not within:
+        within = within.get_decoder()
+        if not isinstance(within, PreTrainedModel):
+            break
+        head = within.get_output_embeddings()
+    assert head is None or isinstance(head, nn.Module)
+    return head
+
+
+def drop_towers(model: nn.Module) -> None:
+    """Take the tensors off everything but the body and the head."""
+    parts = (body_of(model), head_of(model))
+    kept = {id(module) for part in parts if part is not None for module in part.modules()}
+    above = [
+        module
+        for module in model.modules()
+        if id(module) not in kept and any(id(inner) in kept for inner in module.modules())
+    ]
+    for module in above:
+        module._parameters.clear()
+        module._buffers.clear()
+        for child in module.children():
+            if id(child) not in kept and child not in above:
+                child._modules.clear()
+                child._parameters.clear()
+                child._buffers.clear()
