@@ -1,11 +1,12 @@
 """Limits: all that are set, and the forms for those of a model and of the whole server. Limits of
 tenants and keys are on their own pages."""
 
+from functools import partial
+
 from starlette.responses import Response
 
-from admin.context.operator_context import require
 from admin.operations import limits as verbs
-from admin.pages.limits_form import BUDGETS, LABELS, Owner, limits_form, store, uses
+from admin.pages.limits_form import BUDGETS, LABELS, Owner, change_limits, limits_form, uses
 from admin.rendering.templating import money, number, path
 from admin.web.forms import Form
 from admin.web.request import PageRequest, PageRoute
@@ -46,11 +47,8 @@ def set_model(request: PageRequest) -> Response:
 
 def _set(request: PageRequest, scope: LimitScope, name: str) -> Response:
     owner = _owner(request, scope, name)
-    require(request.operator, "limits.write")
-    form = limits_form(request, [owner], given=True)
-    if store(request, owner, form):
-        return request.redirect(_at(owner), "The limits were changed.")
-    return _page(request, scope, name, form, 422)
+    again = partial(_page, request, scope, name, status=422)
+    return change_limits(request, [owner], _at(owner), again)
 
 
 def _page(

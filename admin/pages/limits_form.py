@@ -7,10 +7,13 @@ arrived.
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from starlette.responses import Response
+
+from admin.context.operator_context import require
 from admin.operations import limits as verbs
 from admin.operations.limits import LimitsChanged
 from admin.rendering.templating import money, number, span
@@ -88,7 +91,18 @@ def limits_form(request: PageRequest, owners: Sequence[Owner], given: bool = Fal
     return Form(tuple(fields), request.fields if given else None)
 
 
-def store(request: PageRequest, owner: Owner, form: Form) -> bool:
+def change_limits(
+    request: PageRequest, owners: Sequence[Owner], back: str, again: Callable[[Form], Response]
+) -> Response:
+    """Set the first owner's limits and go `back`, or show the form `again` with what is wrong."""
+    require(request.operator, "limits.write")
+    form = limits_form(request, owners, given=True)
+    if _store(request, owners[0], form):
+        return request.redirect(back, "The limits were changed.")
+    return again(form)
+
+
+def _store(request: PageRequest, owner: Owner, form: Form) -> bool:
     """Set what the form changes of what it was shown with: an empty field is no limit. Whether it
     was done; else the form says why, and what others have set meanwhile stands in it."""
     wanted = {

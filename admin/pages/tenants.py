@@ -14,7 +14,7 @@ from admin.operations import keys, prices
 from admin.operations import tenants as verbs
 from admin.operations.tenants import TenantView
 from admin.pages import plans
-from admin.pages.limits_form import Owner, is_in_force, limits_form, store, uses
+from admin.pages.limits_form import Owner, change_limits, is_in_force, limits_form, uses
 from admin.pages.three_way_merge import merge, retried, setters_of, with_versions
 from admin.rendering.templating import path
 from admin.web.forms import Field, Form, decimal_text
@@ -162,11 +162,10 @@ def set_floor(request: PageRequest) -> Response:
 def set_limits(request: PageRequest) -> Response:
     """Those that were changed in the form."""
     view = _view(request)
-    require(request.operator, "limits.write")
-    form = limits_form(request, _owners(view), given=True)
-    if store(request, _owners(view)[0], form):
-        return request.redirect(_at(view) + "#limits", "The limits were changed.")
-    return _page(request, view, of_limits=form, status=422)
+    return change_limits(
+        *(request, _owners(view), _at(view) + "#limits"),
+        lambda form: _page(request, view, of_limits=form, status=422),
+    )
 
 
 def set_plan(request: PageRequest) -> Response:
