@@ -212,6 +212,15 @@ def configure_plans(parser: argparse.ArgumentParser) -> None:
         help="extra discount of this tenant, off the plan's prices",
     )
     add_start_option(assign)
+    gone = add_command(
+        commands, "withdraw", "take back a plan's scheduled discount or price", _withdraw_entry
+    )
+    gone.add_argument("plan", help="name of the plan")
+    gone.add_argument("model", nargs="?", default="", help="its own price of this model")
+    add_date_option(gone, "--from", "valid_from", "the date it would start on (UTC)", required=True)
+    stay = add_command(commands, "unassign", "take back a tenant's scheduled plan", _withdraw_terms)
+    stay.add_argument("tenant", help="name or id of the tenant")
+    add_date_option(stay, "--from", "valid_from", "the date it would start on (UTC)", required=True)
     terms = add_command(
         commands, "terms", "list the plans and discounts of tenants", _terms, with_json=True
     )
@@ -276,6 +285,19 @@ def _assign(options: argparse.Namespace) -> int:
         options, prices.set_terms, options.tenant, plan, options.discount, options.valid_from
     )
     note(f"{options.tenant}: plan {options.plan} from {instant(terms.valid_from)} UTC on")
+    return 0
+
+
+def _withdraw_entry(options: argparse.Namespace) -> int:
+    call(options, prices.withdraw_plan_entry, options.plan, options.model, options.valid_from)
+    what = f"price of {options.model}" if options.model else "discount"
+    note(f"{options.plan}: withdrew the {what} from {instant(options.valid_from)} UTC on")
+    return 0
+
+
+def _withdraw_terms(options: argparse.Namespace) -> int:
+    call(options, prices.withdraw_terms, options.tenant, options.valid_from)
+    note(f"{options.tenant}: withdrew the plan from {instant(options.valid_from)} UTC on")
     return 0
 
 

@@ -70,8 +70,7 @@ def withdraw_price(
         now = prices_mark(prices.list_prices(session, model))
         check_unchanged("the model's prices", now, seen)
         found = prices.withdraw_price(session, model, valid_from, now_at=now_at)
-        if valid_from < now_at + _notice_s(context):
-            raise InvalidValue("the price begins in a few seconds: set another one instead")
+        _check_far(context, valid_from, now_at)
         return found
 
 
@@ -166,6 +165,38 @@ def set_terms(
         return plans.set_terms(session, terms, now_at=now_at)
 
 
+@operation("prices.write", audit=("plan.withdraw",))
+def withdraw_plan_entry(
+    context: OperatorContext, plan: str, model: str, valid_from: float, seen: str = ""
+) -> None:
+    """Take back a plan's scheduled price of a model, or where `model` is "" its scheduled discount,
+    before it begins; `seen` as in `set_plan_discount`. Raises NotFound, InvalidValue where a
+    gateway might go by it already, ChangedMeanwhile."""
+    with context.writing() as session:
+        now_at = context.clock()
+        _check_plan(session, plan, seen)
+        if model:
+            plans.withdraw_plan_price(session, plan, model, valid_from, now_at=now_at)
+        else:
+            plans.withdraw_discount(session, plan, valid_from, now_at=now_at)
+        _check_far(context, valid_from, now_at)
+
+
+@operation("prices.write", audit=("tenant.withdraw",))
+def withdraw_terms(
+    context: OperatorContext, tenant: str, valid_from: float, seen: str = ""
+) -> None:
+    """Take back a tenant's scheduled plan before it begins; `seen` as in `set_terms`."""
+    with context.writing() as session:
+        now_at = context.clock()
+        found = tenants.get_tenant(session, tenant)
+        if seen:
+            now = dated_mark(plans.list_terms(session, found.id))
+            check_unchanged("the tenant's terms", now, seen)
+        plans.withdraw_terms(session, found.id, valid_from, now_at=now_at)
+        _check_far(context, valid_from, now_at)
+
+
 @operation("prices.read", on="tenant")
 def list_terms(
     context: OperatorContext, tenant: str | None = None
@@ -215,6 +246,12 @@ def list_plans(context: OperatorContext) -> list[PlanView]:
 def _notice_s(context: OperatorContext) -> float:
     """By then every gateway has read a change."""
     return NOTICE_POLLS * context.settings.key_cache_poll_s
+
+
+def _check_far(context: OperatorContext, valid_from: float, now_at: float) -> None:
+    """Raises InvalidValue where some gateway might learn too late that it was withdrawn."""
+    if valid_from < now_at + _notice_s(context):
+        raise InvalidValue("it begins in a few seconds: set another one instead")
 
 
 def _start(context: OperatorContext, valid_from: float | None, now_at: float) -> float:

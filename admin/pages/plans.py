@@ -1,7 +1,9 @@
 """Price plans: all, a new one, and one: its discounts and own prices by date, and who has it. Which
 plan a tenant has is set on the tenant's page."""
 
+from collections.abc import Iterable
 from decimal import Decimal
+from typing import TypeAlias
 
 from starlette.responses import Response
 
@@ -14,11 +16,12 @@ from admin.rendering.templating import path
 from admin.web.forms import Field, Form, day_of, text_of
 from admin.web.request import PageRequest, PageRoute
 from registry.errors import AlreadyExists, NotFound
-from registry.money.plans import TenantTerms
+from registry.money.plans import PlanDiscount, PlanPrice, TenantTerms
 from registry.money.prices import PriceRecord
 
 SEEN = "seen"
 MAX_PERCENT = 100
+Dated: TypeAlias = PriceRecord | PlanDiscount | PlanPrice | TenantTerms
 FROM_HELP = "Start of that day (UTC). Leave empty to apply it as soon as all gateways have it."
 
 
@@ -86,6 +89,28 @@ def set_price(request: PageRequest) -> Response:
             view = _view(request)
             return _page(request, view, of_price=_again(form, view, error), status=409)
     return _page(request, view, of_price=form, status=422)
+
+
+def withdraw(request: PageRequest) -> Response:
+    """Take back a discount or an own price that has not begun."""
+    require(request.operator, "prices.write")
+    view = _view(request)
+    model = request.fields.get("model", "")
+    entries = view.discounts if not model else [x for x in view.prices if x.model == model]
+    verbs.withdraw_plan_entry(
+        *(request.operator, view.name, model, scheduled(request, entries)),
+        seen=request.fields.get(SEEN, ""),
+    )
+    return request.redirect(f"/plans/{path(view.name)}", "The scheduled change was withdrawn.")
+
+
+def scheduled(request: PageRequest, entries: Iterable[Dated]) -> float:
+    """When the entry begins that the form names. Raises NotFound where there is none."""
+    wanted = request.fields.get("valid_from", "")
+    for each in entries:
+        if repr(each.valid_from) == wanted:
+            return each.valid_from
+    raise NotFound("this entry does not exist any more")
 
 
 def discount_of(form: Form) -> int:
@@ -214,4 +239,5 @@ ROUTES = (
     PageRoute("GET", "/plans/{name}", show),
     PageRoute("POST", "/plan/discount/{name}", set_discount),
     PageRoute("POST", "/plan/price/{name}", set_price),
+    PageRoute("POST", "/plan/withdraw/{name}", withdraw),
 )

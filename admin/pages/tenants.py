@@ -192,6 +192,16 @@ def set_plan(request: PageRequest) -> Response:
     return _page(request, view, of_plan=form, status=422)
 
 
+def withdraw_plan(request: PageRequest) -> Response:
+    """Take back a plan that has not begun."""
+    view = _view(request)
+    require(request.operator, "prices.write")
+    valid_from = plans.scheduled(request, _terms(request, view))
+    seen = request.fields.get(plans.SEEN, "")
+    prices.withdraw_terms(request.operator, view.tenant.id, valid_from, seen)
+    return request.redirect(_at(view) + "#plan", "The scheduled plan was withdrawn.")
+
+
 def _terms_form(request: PageRequest, view: TenantView, given: bool = False) -> Form:
     terms = _terms(request, view)
     held = [each for each in terms if each.valid_from <= request.now_at]
@@ -358,6 +368,7 @@ ROUTES = (
     PageRoute("POST", "/tenant/floor/{id}", set_floor),
     PageRoute("POST", "/tenant/limits/{id}", set_limits),
     PageRoute("POST", "/tenant/plan/{id}", set_plan),
+    PageRoute("POST", "/tenant/unplan/{id}", withdraw_plan),
     PageRoute("GET", "/tenant/shut-out/{id}", confirm_shut_out),
     PageRoute("POST", "/tenant/state/{id}", set_state),
 )

@@ -1,5 +1,7 @@
 """Price plans and what tenants agreed: everything dated, nothing changed afterwards.
 
+What has not begun can be withdrawn.
+
     plan_discounts   a plan's basis points off list prices, from a date on; a plan exists from its
                      first one on
     plan_prices      a plan's own price of a model, from a date on, in place of the list price
@@ -142,6 +144,40 @@ def set_terms(session: Session, terms: TenantTerms, *, now_at: float) -> TenantT
     return terms
 
 
+def withdraw_discount(session: Session, plan: str, valid_from: float, *, now_at: float) -> None:
+    """Take back a discount that has not begun; the one before it goes on. Raises NotFound, or
+    InvalidValue for one that has begun or is the plan's only one."""
+    row = session.get(PlanDiscountRow, (plan, valid_from))
+    if row is not None and len(list_discounts(session, plan)) == 1:
+        raise InvalidValue(f"plan {plan!r} has only this discount: set another one instead")
+    gone = None if row is None else record_of(PlanDiscount, row)
+    _withdraw(session, row, valid_from, now_at)
+    after = _held(list_discounts(session, plan), valid_from)
+    audit.record(session, now_at, "plan.withdraw", plan, _shown(gone), after)
+
+
+def withdraw_plan_price(
+    session: Session, plan: str, model: str, valid_from: float, *, now_at: float
+) -> None:
+    """Take back a plan's own price, or its end, that has not begun. Raises NotFound or
+    InvalidValue."""
+    own = [one for one in list_plan_prices(session, plan) if one.model == model]
+    gone = next((one for one in own if one.valid_from == valid_from), None)
+    row = session.get(PlanPriceRow, (plan, model, valid_from))
+    _withdraw(session, row, valid_from, now_at)
+    after = _held([one for one in own if one != gone], valid_from)
+    audit.record(session, now_at, "plan.withdraw", plan, _shown(gone), after)
+
+
+def withdraw_terms(session: Session, tenant_id: str, valid_from: float, *, now_at: float) -> None:
+    """Take back terms of a tenant that have not begun. Raises NotFound or InvalidValue."""
+    row = session.get(TenantTermsRow, (tenant_id, valid_from))
+    gone = None if row is None else record_of(TenantTerms, row)
+    _withdraw(session, row, valid_from, now_at)
+    after = _held(list_terms(session, tenant_id), valid_from)
+    audit.record(session, now_at, "tenant.withdraw", tenant_id, _shown(gone), after)
+
+
 def list_discounts(session: Session, plan: str | None = None) -> list[PlanDiscount]:
     """Of all plans or one, by plan and date."""
     query = select(PlanDiscountRow).order_by(PlanDiscountRow.plan, PlanDiscountRow.valid_from)
@@ -169,6 +205,19 @@ def list_terms(session: Session, tenant_id: str | None = None) -> list[TenantTer
     if tenant_id is not None:
         query = query.where(TenantTermsRow.tenant_id == tenant_id)
     return [record_of(TenantTerms, row) for row in session.scalars(query)]
+
+
+def _withdraw(session: Session, row: Base | None, valid_from: float, now_at: float) -> None:
+    if row is None:
+        raise NotFound("nothing begins at that time: see `polyhost plans list` and `plans terms`")
+    if valid_from <= now_at:
+        raise InvalidValue("it is in effect already: set another one instead")
+    session.delete(row)
+    session.flush()
+
+
+def _shown(gone: PlanDiscount | PlanPrice | TenantTerms | None) -> JsonObject | None:
+    return None if gone is None else asdict(gone)
 
 
 def _held(dated: Sequence[PlanDiscount | PlanPrice | TenantTerms], at: float) -> JsonObject | None:

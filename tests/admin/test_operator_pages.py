@@ -226,6 +226,33 @@ def test_a_scheduled_price_is_withdrawn(site: Site, ann: Visitor) -> None:
     assert ann.post("/price/withdraw/tiny", fields).status == 404, "it is gone"
 
 
+def test_what_is_scheduled_of_a_plan_is_withdrawn(
+    site: Site, ann: Visitor, owners: list[Owner]
+) -> None:
+    context, tenant = site.operator, owners[0].tenant.id
+    later_at = context.clock() + 30 * DAY_S
+    prices.create_plan(context, "dated", 100)
+    prices.set_plan_discount(context, "dated", 200, later_at)
+    prices.set_plan_price(context, "dated", "tiny", None, later_at)
+    prices.set_terms(context, tenant, "dated", 0, later_at)
+    for path, action in (
+        ("/plans/dated", "plan.withdraw"),
+        ("/plans/dated", "plan.withdraw"),
+        (f"/tenants/{tenant}", "tenant.withdraw"),
+    ):
+        parts = [each + "</form>" for each in ann.get(path).text.split("</form>")]
+        mark = f'name="valid_from" value="{later_at!r}"'
+        part = next(each for each in parts if mark in each)
+        (url,) = re.findall(r'action="/admin(/(?:plan/withdraw|tenant/unplan)/[^"]*)"', part)
+        fields = form_of(part, url)
+        assert "was withdrawn" in ann.post(url, fields).text
+        assert last(site) == [action]
+        assert ann.post(url, fields).status == 404, "it is gone"
+    plan = prices.plan_view(context, "dated")
+    assert ([each.discount_bp for each in plan.discounts], plan.prices) == ([100], [])
+    assert prices.list_terms(context, tenant) == []
+
+
 PAGES = ("/alerts", "/plans", "/decisions", "/limits/gateway", "/limits/model/tiny")
 CHANGES: tuple[tuple[str, dict[str, str]], ...] = (
     ("/alert/add", {"scope": "gateway", "kind": "day", "percents": "50", "url": URL}),
@@ -236,6 +263,7 @@ CHANGES: tuple[tuple[str, dict[str, str]], ...] = (
     ("/correction/add", {"request": "chatcmpl-0", "cost": "1"}),
     ("/invoice/issue-all", {"month": "2026-09"}),
     ("/price/withdraw/tiny", {"valid_from": "1.0"}),
+    ("/plan/withdraw/dated", {"valid_from": "1.0"}),
 )
 
 

@@ -49,6 +49,23 @@ def test_a_scheduled_price_is_withdrawn(run: Run) -> None:
     assert "no price from that time on" in run(*gone, status=1)
 
 
+def test_what_is_scheduled_of_a_plan_is_withdrawn(run: Run) -> None:
+    at = ("--from", "2150-01-01")
+    run("tenants", "add", "agreed")
+    run("plans", "create", "gold", "--discount", "5")
+    run("plans", "discount", "gold", "10", *at)
+    run("plans", "price", "gold", "chat-model", "--end", *at)
+    run("plans", "assign", "agreed", "gold", *at)
+    run("plans", "withdraw", "gold", *at)
+    run("plans", "withdraw", "gold", "chat-model", *at)
+    run("plans", "unassign", "agreed", *at)
+    (gold,) = [plan for plan in as_json(run("plans", "list", "--json")) if plan["name"] == "gold"]
+    assert [one["discount_bp"] for one in gold["discounts"]] == [500]
+    assert gold["prices"] == []
+    assert as_json(run("plans", "terms", "agreed", "--json")) == []
+    assert "nothing begins at that time" in run("plans", "unassign", "agreed", *at, status=1)
+
+
 def test_a_price_has_six_parts_and_begins_when_gateways_know(run: Run) -> None:
     earliest_at = time.time() + 2
     seconds = ("--service-second", "0.0005", "--load-second", "1")

@@ -180,6 +180,7 @@ ELSEWHERE = frozenset(
         *("cache.purge_cache", "cache.list_entries", "cache.show_entry"),
         *("invoices.create_invoice", "invoices.create_all"),
         *("usage.correct_usage", "prices.withdraw_price"),
+        *("prices.withdraw_plan_entry", "prices.withdraw_terms"),
         "usage.keep_usage_from",
     }
 )

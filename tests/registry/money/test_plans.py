@@ -100,6 +100,39 @@ def test_what_makes_no_sense_is_refused(engine: Engine, tenant_id: str) -> None:
                 unknown()
 
 
+def test_what_has_not_begun_is_withdrawn_and_traced(engine: Engine, tenant_id: str) -> None:
+    terms = [TenantTerms(tenant_id, NOW + at, "partner", 0) for at in (0, 9)]
+    with writing(engine, "test") as session:
+        plans.set_discount(session, replace(PLAN, valid_from=NOW + 9), now_at=NOW)
+        plans.set_plan_price(session, OWN, now_at=NOW)
+        for each in terms:
+            plans.set_terms(session, each, now_at=NOW)
+    withdrawals: list[tuple[str, float, Callable[[Session, float], object]]] = [
+        ("plan.withdraw", NOW + 9,
+         lambda s, at: plans.withdraw_discount(s, "partner", NOW + 9, now_at=at)),
+        ("plan.withdraw", NOW + 5,
+         lambda s, at: plans.withdraw_plan_price(s, "partner", "m", NOW + 5, now_at=at)),
+        ("tenant.withdraw", NOW + 9,
+         lambda s, at: plans.withdraw_terms(s, tenant_id, NOW + 9, now_at=at)),
+    ]  # fmt: skip
+    for action, begins_at, withdraw in withdrawals:
+        with writing(engine, "test") as session, pytest.raises(InvalidValue, match="in effect"):
+            withdraw(session, begins_at)
+        with writing(engine, "test") as session:
+            withdraw(session, NOW)
+        with reading(engine) as session:
+            entry = audit.latest(session, 1)[0]
+        assert (entry.action, (entry.before or {})["valid_from"]) == (action, begins_at)
+        with writing(engine, "test") as session, pytest.raises(NotFound, match="plans list"):
+            withdraw(session, NOW)
+    with writing(engine, "test") as session:
+        assert plans.list_discounts(session) == [PLAN]
+        assert plans.list_plan_prices(session) == []
+        assert plans.list_terms(session) == terms[:1]
+        with pytest.raises(InvalidValue, match="only this discount"):
+            plans.withdraw_discount(session, "partner", NOW, now_at=NOW - 1)
+
+
 def test_an_older_releases_prices_are_kept(url: str) -> None:
     """An encoder's tokens cost what a prompt's did, and the way back loses only what is new."""
     upgrade(url, "0008")
