@@ -39,6 +39,7 @@ def configure_tenants(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="share of service compared with other tenants (default: 1)",
     )
+    _add_internal(add, False)
     add_command(commands, "list", "list all tenants", _list_tenants, with_json=True)
     change = add_command(commands, "set", "change a tenant", _set_tenant, with_json=True)
     change.add_argument("name", help="name or id")
@@ -50,6 +51,7 @@ def configure_tenants(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="share of each worker reserved for this tenant, 0 to 0.5",
     )
+    _add_internal(change, None)
     access = change.add_mutually_exclusive_group()
     access.add_argument(
         "--disable",
@@ -80,9 +82,18 @@ def configure_tenants(parser: argparse.ArgumentParser) -> None:
     add_command(commands, "floors", "list the floors of all tenants", _floors, with_json=True)
 
 
+def _add_internal(parser: argparse.ArgumentParser, default: bool | None) -> None:
+    parser.add_argument(
+        "--internal",
+        action=argparse.BooleanOptionalAction,
+        default=default,
+        help="a tenant of the operator's own: the playground uses its keys by default",
+    )
+
+
 def _add_tenant(options: argparse.Namespace) -> int:
     with open_registry(options, create=True) as context:
-        tenant = tenants.create_tenant(context, options.name, options.weight)
+        tenant = tenants.create_tenant(context, options.name, options.weight, options.internal)
     if options.json:
         print_json(asdict(tenant))
     else:
@@ -104,7 +115,7 @@ def _list_tenants(options: argparse.Namespace) -> int:
             f"{tenant.weight:g}",
             tenant.priority,
             f"{tenant.reserved_share:g}",
-            "disabled" if tenant.disabled else "active",
+            ("disabled" if tenant.disabled else "active") + (", internal" * tenant.internal),
             instant(tenant.created_at),
         ),
     )
@@ -119,6 +130,7 @@ def _set_tenant(options: argparse.Namespace) -> int:
         options.disabled,
         options.priority,
         options.reserved_share,
+        options.internal,
     )
     if options.json:
         print_json(asdict(tenant))
@@ -126,7 +138,7 @@ def _set_tenant(options: argparse.Namespace) -> int:
         state = "disabled" if tenant.disabled else "active"
         print(
             f"{tenant.name}: weight {tenant.weight:g}, {tenant.priority}, "
-            f"{tenant.reserved_share:g} reserved, {state}"
+            f"{tenant.reserved_share:g} reserved, {state}{', internal' if tenant.internal else ''}"
         )
     return 0
 

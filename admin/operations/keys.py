@@ -207,22 +207,25 @@ def key_view(context: OperatorContext, key: str) -> KeyView:
 
 @dataclass(frozen=True, slots=True)
 class AskingKey:
-    """A key that may be asked as. `title` is for people."""
+    """A key that may be asked as. `title` is for people. `internal`: of a tenant of the operator's,
+    and good for requests."""
 
     key_id: str
     public_id: str
     title: str
+    internal: bool = False
 
 
 @operation("keys.write", on="tenant")
 def asking_keys(context: OperatorContext) -> list[AskingKey]:
-    """Some keys that work, the newest first; the caller may name others."""
+    """Some keys that work, the operator's own first, then the newest; the caller may name
+    others."""
     seen = visible(context, "keys.write")
     with context.reading() as session:
         rows = finding.working_keys(session, MAX_SUGGESTED, seen, now_at=context.clock())
     return [
-        AskingKey(key_id, public_id, f"{name} of {tenant}")
-        for key_id, public_id, name, tenant in rows
+        AskingKey(key_id, public_id, f"{name} of {tenant}", internal)
+        for key_id, public_id, name, tenant, internal in rows
     ]
 
 

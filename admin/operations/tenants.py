@@ -27,10 +27,12 @@ RECENT_S = 86_400.0
 
 
 @operation("tenants.write", audit=("tenant.create",))
-def create_tenant(context: OperatorContext, name: str, weight: float = 1.0) -> TenantRecord:
+def create_tenant(
+    context: OperatorContext, name: str, weight: float = 1.0, internal: bool = False
+) -> TenantRecord:
     """A new tenant."""
     with context.writing() as session:
-        return tenants.create_tenant(session, name, weight, now_at=context.clock())
+        return tenants.create_tenant(session, name, weight, internal, now_at=context.clock())
 
 
 @operation("tenants.read", on="tenant")
@@ -50,6 +52,7 @@ def update_tenant(
     disabled: bool | None = None,
     priority: str | None = None,
     reserved_share: float | None = None,
+    internal: bool | None = None,
     seen: str = "",
 ) -> TenantRecord:
     """Change what is given. `seen`: the mark of the share that was looked at. Raises
@@ -65,6 +68,7 @@ def update_tenant(
             disabled=disabled,
             priority=priority,
             reserved_share=reserved_share,
+            internal=internal,
             now_at=context.clock(),
         )
 
@@ -98,8 +102,8 @@ def floor_mark(floor: ModelFloor | None) -> str:
 
 
 def share_mark(tenant: TenantRecord) -> str:
-    """Of all that decides what the tenant gets."""
-    return version_of((tenant.weight, tenant.priority, tenant.reserved_share))
+    """Of all that decides what the tenant gets, and whose it is."""
+    return version_of((tenant.weight, tenant.priority, tenant.reserved_share, tenant.internal))
 
 
 @dataclass(frozen=True, slots=True)

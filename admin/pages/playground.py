@@ -151,17 +151,18 @@ def _form(request: PageRequest, given: bool) -> Form:
 
 
 def key_field(request: PageRequest, usable: list[AskingKey]) -> Field:
-    """The key to ask as: the one in the address, else none. Nobody is billed without having been
-    chosen; only users of a single tenant, whose keys are all their own, find one filled in."""
+    """The key to ask as: the one in the address, else one of an internal tenant, else none. No
+    customer is billed without having been chosen; users of a single tenant, whose keys are all
+    their own, find one of these filled in."""
     everybody = allowed(request.operator.grants, "keys.write")
-    own = "" if everybody or not usable else usable[0].public_id
+    own = next((key.public_id for key in usable if key.internal or not everybody), "")
     return Field(
         "key",
         "Key",
         required=True,
         value=request.query.get("key", own)[:128],
         suggestions={key.public_id: key.title for key in usable},
-        placeholder="Choose a key: its tenant is billed",
+        placeholder="Choose a key",
         help="Its limits apply and its tenant is billed.",
     )
 

@@ -45,7 +45,12 @@ TABLE = TableSpec(
     search="Name or id",
 )
 NUM_KEYS_SHOWN = 10
-FIELDS = {"weight": "weight", "priority": "priority", "reserved": "reserved_share"}
+FIELDS = {
+    "weight": "weight",
+    "priority": "priority",
+    "reserved": "reserved_share",
+    "internal": "internal",
+}
 FLOOR_FIELDS: Final = {"size": "size_bytes", "models": "models"}
 """Of the forms, and what the audit log calls them."""
 GIB: Final = 1 << 30
@@ -113,7 +118,7 @@ def live(request: PageRequest) -> Mapping[str, str]:
 
 @retried
 def change(request: PageRequest) -> Response:
-    """Weight, priority and what is kept free for it."""
+    """Weight, priority, what is kept free for it, and whether it is the operator's own."""
     view = _view(request)
     require(request.operator, "tenants.write")
     form = _form(request, view, given=True)
@@ -130,6 +135,7 @@ def change(request: PageRequest) -> Response:
                 weight=weight,
                 priority=priority,
                 reserved_share=(reserved or 0.0) / 100,
+                internal=form.is_on("internal"),
                 seen=verbs.share_mark(view.tenant),
             )
             return request.redirect(_at(view), "Saved. The change applies to the next requests.")
@@ -314,6 +320,13 @@ def _form(request: PageRequest, view: TenantView, given: bool = False) -> Form:
             value=decimal_text(100 * tenant.reserved_share) if tenant.reserved_share else "",
             unit="%",
             help="Part of each worker's request slots and KV memory; at most 50 % for all tenants.",
+        ),
+        Field(
+            "internal",
+            "Internal tenant",
+            "checkbox",
+            value="1" if tenant.internal else "",
+            help="A tenant of your own. The playground uses its keys by default.",
         ),
     )
     return with_versions(Form(fields, request.fields if given else None))

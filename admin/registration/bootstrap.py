@@ -139,7 +139,7 @@ def _tenant(session: Session, now_at: float) -> TenantRecord:
     try:
         return tenants.get_tenant(session, DEMO_TENANT)
     except NotFound:
-        return tenants.create_tenant(session, DEMO_TENANT, now_at=now_at)
+        return tenants.create_tenant(session, DEMO_TENANT, internal=True, now_at=now_at)
 
 
 def _create(session: Session, tenant: TenantRecord, plaintext: str, now_at: float) -> None:

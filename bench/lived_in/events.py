@@ -16,6 +16,7 @@ from admin.operations.invoices import month_of
 from bench.lived_in.world import (
     DAY_S,
     HOSTED,
+    INTERNAL,
     LONG,
     PASSWORD,
     REFUSED,
@@ -93,7 +94,7 @@ def _let_in(world: World) -> None:
     """Tenants and keys; some keys expire some days from the end, and one has bounds."""
     context = world.by("vera")
     for tenant in TENANTS:
-        tenants.create_tenant(context, tenant.name, tenant.weight)
+        tenants.create_tenant(context, tenant.name, tenant.weight, tenant.name == INTERNAL)
         if tenant.priority != "standard":
             tenants.update_tenant(context, tenant.name, priority=tenant.priority)
         for plan in tenant.keys:

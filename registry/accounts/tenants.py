@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from sqlalchemy import Double, String, func, select
+from sqlalchemy import Double, String, false, func, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import audit
@@ -40,7 +40,8 @@ class TenantRecord:
     """A tenant. `weight` is its share against other tenants' (2.0 gets twice 1.0's service).
 
     `priority` multiplies it (PRIORITY_FACTORS). `reserved_share` of each worker's request places
-    and KV memory is kept free for this tenant's requests.
+    and KV memory is kept free for this tenant's requests. `internal`: the operator's own; the
+    playground asks as its keys where nobody chooses another.
     """
 
     id: str
@@ -50,6 +51,7 @@ class TenantRecord:
     created_at: float
     priority: Priority = "standard"
     reserved_share: float = 0.0
+    internal: bool = False
 
 
 class Tenant(Base):
@@ -64,10 +66,11 @@ class Tenant(Base):
     created_at: Mapped[Instant]
     priority: Mapped[Priority] = mapped_column(String(16), server_default="standard")
     reserved_share: Mapped[float] = mapped_column(Double, server_default="0")
+    internal: Mapped[bool] = mapped_column(server_default=false())
 
 
 def create_tenant(
-    session: Session, name: str, weight: float = 1.0, *, now_at: float
+    session: Session, name: str, weight: float = 1.0, internal: bool = False, *, now_at: float
 ) -> TenantRecord:
     """Raises AlreadyExists or InvalidValue."""
     check_display_name("tenant", name)
@@ -81,6 +84,7 @@ def create_tenant(
         created_at=now_at,
         priority="standard",
         reserved_share=0.0,
+        internal=internal,
     )
     session.add(tenant)
     session.flush()
@@ -106,6 +110,7 @@ def update_tenant(
     disabled: bool | None = None,
     priority: str | None = None,
     reserved_share: float | None = None,
+    internal: bool | None = None,
     now_at: float,
 ) -> TenantRecord:
     """Change what is given. Raises NotFound or InvalidValue."""
@@ -122,6 +127,8 @@ def update_tenant(
             most = f"0 to {MAX_RESERVED_SHARE:g}"
             raise InvalidValue(f"reserved share must be {most}, got {reserved_share}")
         tenant.reserved_share = reserved_share
+    if internal is not None:
+        tenant.internal = internal
     session.flush()
     if reserved_share is not None or disabled is False:
         _check_reserved(session, tenant)
@@ -189,4 +196,4 @@ def _record(row: Tenant) -> TenantRecord:
 
 
 def _public(row: Tenant) -> JsonObject:
-    return values_of(row, "name", "weight", "disabled", "priority", "reserved_share")
+    return values_of(row, "name", "weight", "disabled", "priority", "reserved_share", "internal")

@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, case, func, or_, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from registry.accounts.api_keys import ApiKey
+from registry.accounts.key_terms import INFERENCE
 from registry.accounts.tenants import Tenant
 from registry.accounts.users import User, UserRole
 from registry.models.catalog import Model
@@ -87,10 +88,11 @@ def key_titles(session: Session, ids: Collection[str]) -> list[tuple[str, str, s
 
 def working_keys(
     session: Session, limit: int, seen: Collection[str] | None, *, now_at: float
-) -> list[tuple[str, str, str, str]]:
-    """(id, public id, name, tenant's name) of keys that are let in now, the newest first."""
+) -> list[tuple[str, str, str, str, bool]]:
+    """(id, public id, name, tenant's name, whether it is a key of the operator's own for requests)
+    of keys that are let in now: the operator's own first, then the newest."""
     query = (
-        select(ApiKey.id, ApiKey.public_id, ApiKey.name, Tenant.name)
+        select(ApiKey, Tenant.name, Tenant.internal)
         .join(Tenant, Tenant.id == ApiKey.tenant_id)
         .where(
             ApiKey.revoked_at.is_(None),
@@ -100,8 +102,12 @@ def working_keys(
     )
     if seen is not None:
         query = query.where(ApiKey.tenant_id.in_(seen))
-    rows = session.execute(query.order_by(ApiKey.created_at.desc(), ApiKey.id).limit(limit))
-    return [(key_id, public_id, name, tenant) for key_id, public_id, name, tenant in rows]
+    order = Tenant.internal.desc(), ApiKey.created_at.desc(), ApiKey.id
+    rows = session.execute(query.order_by(*order).limit(limit))
+    return [
+        (key.id, key.public_id, key.name, tenant, internal and INFERENCE in key.scopes)
+        for key, tenant, internal in rows
+    ]
 
 
 def _has(column: InstrumentedAttribute[str], text: str) -> ColumnElement[bool]:

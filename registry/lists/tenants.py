@@ -39,6 +39,7 @@ class TenantLine:
     weight: float
     priority: Priority
     reserved_share: float
+    internal: bool
     disabled: bool
     created_at: float
     num_keys: int

@@ -1,6 +1,7 @@
 """The playground without a browser: who may, what is sent, what comes back, what it was billed."""
 
 import json
+import re
 import time
 import urllib.parse
 import urllib.request
@@ -11,7 +12,7 @@ from gateway.dispatch.tickets import RequestStream
 from registry.accounts import api_keys, tenants
 from registry.money import ledger
 from registry.money.ledger import Posting
-from tests.admin.site import Site, Visitor
+from tests.admin.site import Site, Visitor, form_of
 from tests.gateway.edge_kit import Running, key_record, parse_events
 
 TEXT = "The game is afoot!"
@@ -54,6 +55,34 @@ def fields(key_id: str, **changes: str) -> dict[str, str]:
     found = {"model": "tiny", "beside": "", "key": key_id, "system": "", "temperature": "0.5",
              "max_tokens": "8", "prompt": "What is afoot?"}  # fmt: skip
     return {**found, **changes}
+
+
+def key_asked_as(page: str) -> str:
+    (value,) = re.findall(r'name="key" type="text" value="([^"]*)"', page)
+    return str(value)
+
+
+def test_a_key_of_an_internal_tenant_is_filled_in_and_no_customers(
+    site: Site, ann: Visitor, key_id: str
+) -> None:
+    assert key_asked_as(ann.get("/playground").text) == "", "acme is a customer"
+    with site.operator.writing() as session:
+        now_at = site.operator.clock()
+        own = tenants.create_tenant(session, "own", internal=True, now_at=now_at)
+        asks, secret = api_keys.create_key(session, own.id, "asks", now_at=now_at)
+        api_keys.create_key(session, own.id, "reads", scopes=("usage",), now_at=now_at + 1)
+        api_keys.create_key(session, tenants.get_tenant(session, "acme").id, "newest",
+                            now_at=now_at + 2)  # fmt: skip
+    page = ann.get("/playground").text
+    assert key_asked_as(page) == asks.public_id
+    assert secret not in page
+    assert key_asked_as(ann.get(f"/playground?key={key_id}").text) == key_id
+    page = ann.get(f"/tenants/{own.id}").text
+    fields = form_of(page, f"/tenant/change/{own.id}")
+    assert fields.pop("internal") == "1"
+    assert "Saved" in ann.post(f"/tenant/change/{own.id}", fields).text
+    assert key_asked_as(ann.get("/playground").text) == ""
+    assert site.visitor("vera").get("/playground").status == 403
 
 
 def test_one_prompt_is_asked_as_the_key_and_answered(site: Site, ann: Visitor, key_id: str) -> None:

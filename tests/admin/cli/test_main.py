@@ -136,6 +136,11 @@ def test_a_disabled_tenant(run: Run) -> None:
     assert (tenant["disabled"], tenant["weight"]) == (True, 3.0)
     assert "tenant disabled" in run("keys", "list")
     assert "active" in run("tenants", "set", "acme", "--enable")
+    assert "internal" in run("tenants", "set", "acme", "--internal")
+    assert "internal" in run("tenants", "set", "acme", "--weight", "1"), "what is not said stays"
+    assert "internal" not in run("tenants", "set", "acme", "--no-internal")
+    run("tenants", "add", "own", "--internal")
+    assert "active, internal" in run("tenants", "list")
 
 
 def test_the_audit_log_names_the_os_user(run: Run, data_dir: Path) -> None:
