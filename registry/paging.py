@@ -5,7 +5,7 @@ value and the tie-breaker's. Both columns must not be null; the database needs a
 to be quick.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -70,6 +70,44 @@ def listed(
     has_previous = more if backwards else key is not None
     has_next = True if backwards else more
     return Listed(found, first if has_previous else None, last if has_next else None)
+
+
+def listed_rows(
+    rows: Iterable[T],
+    sort: Callable[[T], str | int | float],
+    tie: Callable[[T], str | int],
+    cut: Cut,
+) -> Listed[T]:
+    """As `listed`, of rows in memory. `sort` and `tie` each give values of one kind."""
+    backwards = cut.before is not None
+    down = cut.descending != backwards
+    every = [((sort(row), tie(row)), row) for row in rows]
+    key = cut.before if backwards else cut.after
+    if key is not None and every and not _alike(key, every[0][0]):
+        key, backwards, down = None, False, cut.descending
+    if key is not None:
+        every = [each for each in every if (each[0] < key if down else each[0] > key)]
+    every.sort(key=lambda each: each[0], reverse=down)
+    limit = max(1, min(cut.limit, MAX_LIMIT))
+    more, found = len(every) > limit, every[:limit]
+    if backwards:
+        found.reverse()
+    if not found:
+        return Listed()
+    has_previous = more if backwards else key is not None
+    has_next = True if backwards else more
+    return Listed(
+        [row for _, row in found],
+        found[0][0] if has_previous else None,
+        found[-1][0] if has_next else None,
+    )
+
+
+def _alike(key: Key, other: Key) -> bool:
+    """Whether they can be compared."""
+    return all(
+        isinstance(mine, str) == isinstance(its, str) for mine, its in zip(key, other, strict=True)
+    )
 
 
 def _fits(value: str | int | float, column: Any) -> bool:

@@ -62,6 +62,13 @@ def place(live: LiveState, name: str, sharing: Collection[str] = ()) -> Place:
     return replace(places(live, [name])[name], kv_bytes=in_use, cached_kv_bytes=cached)
 
 
+def load_times(live: LiveState) -> dict[str, float]:
+    """What a load of each model takes, in seconds, where some worker knows it."""
+    names = {row.model_id for worker in live.workers for row in worker.models}
+    found = {name: each.load_s for name, each in places(live, names).items()}
+    return {name: load_s for name, load_s in found.items() if load_s is not None}
+
+
 def models_in(live: LiveState, states: Iterable[str]) -> frozenset[str]:
     """Names of the models that some worker has in one of these states."""
     wanted = frozenset(states)

@@ -10,7 +10,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,14 +199,19 @@ class ModelView:
 
 @operation("models.read")
 def models_page(
-    context: OperatorContext, wanted: ModelFilter, sort: str, cut: Cut
+    context: OperatorContext,
+    wanted: ModelFilter,
+    sort: str,
+    cut: Cut,
+    load_s: Mapping[str, float] | None = None,
 ) -> tuple[Listed[ModelLine], ModelCounts]:
-    """A page of the catalog, and how many there are in all."""
+    """A page of the catalog, and how many there are in all. `load_s`: what loads take, by name."""
     _fail_lost(context)
     now_at = context.clock()
     with context.reading() as session:
+        since_at = now_at - RECENT_S
         page = model_list.page(
-            session, wanted, sort, cut, since_at=now_at - RECENT_S, now_at=now_at
+            session, wanted, sort, cut, since_at=since_at, now_at=now_at, load_s=load_s
         )
         return page, model_list.counts(session)
 

@@ -5,8 +5,9 @@ that of its arrival, and no gateway may learn of a price after it began.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
+from typing import Final
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -24,7 +25,7 @@ from registry.models.catalog import Model
 from registry.money import plans, prices
 from registry.money.plans import PlanDiscount, PlanPrice, TenantTerms
 from registry.money.prices import Consumed, PriceRecord
-from registry.paging import Cut, Listed, listed
+from registry.paging import Cut, Listed, listed_rows
 
 NOTICE_POLLS = 4
 """How many times a gateway looks before a price begins."""
@@ -32,12 +33,13 @@ NOTICE_POLLS = 4
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """A plan as its operator sees it: all its discounts and prices, and how many tenants have it
-    now."""
+    """A plan as its operator sees it: all its discounts and prices, its discount now and how many
+    tenants have it now."""
 
     name: str
     discounts: list[PlanDiscount]
     prices: list[PlanPrice]
+    discount_bp: int
     num_tenants: int
 
 
@@ -237,10 +239,17 @@ def list_plans(context: OperatorContext) -> list[PlanView]:
             name,
             [one for one in discounts if one.plan == name],
             [one for one in own if one.plan == name],
+            _discount_now(discounts, name, now_at),
             has.count(name),
         )
         for name in sorted(book.plans)
     ]
+
+
+def _discount_now(discounts: Iterable[PlanDiscount], plan: str, now_at: float) -> int:
+    """Of the plan; the entries come by date."""
+    held = [each for each in discounts if each.plan == plan and each.valid_from <= now_at]
+    return held[-1].discount_bp if held else 0
 
 
 def _notice_s(context: OperatorContext) -> float:
@@ -283,6 +292,19 @@ class PriceLine:
     next_at: float | None
 
 
+def _nanos(name: str) -> Callable[[PriceLine], int]:
+    return lambda row: getattr(row.price, name) if row.price else 0
+
+
+PRICE_SORTS: Final[Mapping[str, Callable[[PriceLine], str | float]]] = {
+    "name": lambda row: row.model,
+    "input": lambda row: _nanos("prompt_nanos")(row) or _nanos("embedding_nanos")(row),
+    "cached": _nanos("cached_nanos"),
+    "output": _nanos("completion_nanos"),
+    "next": lambda row: row.next_at or LATEST_AT,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class PriceView:
     """One model's prices, the newest first; `now` is the one that holds."""
@@ -305,23 +327,21 @@ class Effect:
 
 
 @operation("prices.read", on="tenant")
-def prices_page(context: OperatorContext, text: str, cut: Cut) -> Listed[PriceLine]:
-    """A page of the ready models, by name."""
+def prices_page(context: OperatorContext, text: str, sort: str, cut: Cut) -> Listed[PriceLine]:
+    """A page of the ready models, by one of PRICE_SORTS."""
     now_at = context.clock()
     query = select(Model.name, Model.task).where(Model.state == "ready")
     if text:
         query = query.where(Model.name.contains(text, autoescape=True))
     with context.reading() as session:
-        found = listed(session, query, Model.name, Model.name, cut)
-        names = [row.name for row in found.rows]
-        held = prices.prices_of(session, names, now_at)
-        far = prices.prices_of(session, names, float(2**53))
+        held = prices.prices_at(session, now_at)
+        far = prices.prices_at(session, float(2**53))
         rows = []
-        for row in found.rows:
-            last = far.get(row.name)
+        for name, task in session.execute(query):
+            last = far.get(name)
             later = last.valid_from if last and last.valid_from > now_at else None
-            rows.append(PriceLine(row.name, row.task, held.get(row.name), later))
-        return Listed(rows, found.previous, found.next)
+            rows.append(PriceLine(name, task, held.get(name), later))
+        return listed_rows(rows, PRICE_SORTS[sort], lambda row: row.model, cut)
 
 
 @operation("prices.read", on="tenant")

@@ -41,7 +41,6 @@ _PLAIN: Final = frozenset({"password_users", "tls_key_file"})
 """Whose names sound like a secret's: names of users, of a file."""
 _SOUNDS_SECRET: Final = re.compile(r"(password|secret|token|credential|key)(_|$)|_url$")
 WINDOW_S = 900.0
-MAX_TENANTS = 100
 TOLERANCE = 0.1
 """Of the share due: less is not called over or under."""
 UNDER_S = 5.0
@@ -264,11 +263,10 @@ class ShareLine:
 @dataclass(frozen=True, slots=True)
 class Shares:
     """`since_at`: where the window begins; later than WINDOW_S ago where there are more postings
-    than are looked at. `num_tenants`: of all, where only the first ones are listed."""
+    than are looked at."""
 
     since_at: float
     num_ended: int
-    num_tenants: int
     lines: list[ShareLine]
 
 
@@ -325,7 +323,7 @@ def fair_shares(
             )
         )
     lines.sort(key=lambda line: (-line.service_s, -line.num_waiting, line.name))
-    return Shares(since_at, len(rows), len(lines), lines[:MAX_TENANTS])
+    return Shares(since_at, len(rows), lines)
 
 
 def quantile(rising: list[float], part: float) -> float | None:

@@ -1,5 +1,7 @@
 """Alerts on spending: the rules, a new one, a test message, and what was delivered."""
 
+from collections.abc import Callable, Mapping
+
 import msgspec
 from starlette.responses import Response
 
@@ -8,11 +10,14 @@ from admin.operations import limits as verbs
 from admin.operations.limits import NamedRule
 from admin.rendering.templating import path
 from admin.web.forms import Field, Form, nanos_of
+from admin.web.headers import PREFIX
 from admin.web.request import PageRequest, PageRoute
+from admin.web.tables import Column, TableSpec, table_state
 from registry.errors import InvalidValue, NotFound
 from registry.money.alerts import MAX_PERCENT, MAX_PERCENTS, MAX_URL, Alert
 
 NUM_LOGGED = 100
+LOG_ROWS = 10
 DEFAULT_PERCENTS = "50, 80, 100"
 SCOPES = {"tenant": "A tenant", "key": "A key", "model": "A model", "gateway": "All requests"}
 WINDOWS = {"month": "Calendar month", "day": "Calendar day"}
@@ -26,6 +31,27 @@ class AlertBody(msgspec.Struct, frozen=True):
     window: str = ""
     spent_nanos: int = 0
     budget_nanos: int = 0
+
+
+LOG = TableSpec(
+    columns=(
+        Column("Raised", "raised", first="down"),
+        Column("Spending of", "name"),
+        Column("Threshold", "percent", "number", "down"),
+        Column("Spent", "spent", "number", "down"),
+        Column("Attempts", "tries", "number", "down"),
+        Column("State", "state"),
+    ),
+    default_sort="-raised",
+)
+LOG_VALUES: Mapping[str, Callable[[tuple[Alert, AlertBody]], str | float]] = {
+    "raised": lambda row: row[0].raised_at,
+    "name": lambda row: row[1].name,
+    "percent": lambda row: row[0].percent,
+    "spent": lambda row: row[1].spent_nanos,
+    "tries": lambda row: row[0].num_tries,
+    "state": lambda row: 2 if row[0].delivered_at is not None else int(not row[0].next_try_at),
+}
 
 
 def list_alerts(request: PageRequest) -> Response:
@@ -94,12 +120,15 @@ def _rule(request: PageRequest) -> NamedRule:
 
 def _page(request: PageRequest, form: Form, status: int = 200) -> Response:
     rules = verbs.list_alerts(request.operator)
-    log = verbs.alert_log(request.operator, NUM_LOGGED)
+    log = [(alert, _body(alert)) for alert in verbs.alert_log(request.operator, NUM_LOGGED)]
+    table = table_state(LOG, f"{PREFIX}/alerts", request.query, LOG_ROWS)
     return request.page(
         "alerts.html",
         status,
         rules=rules,
-        log=[(alert, _body(alert)) for alert in log],
+        table=table,
+        log=table.cut_rows(log, LOG_VALUES, lambda row: row[0].id),
+        is_cut=len(log) == NUM_LOGGED,
         num_logged=NUM_LOGGED,
         form=form,
         at=AT,

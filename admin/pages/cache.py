@@ -4,8 +4,7 @@ Hits by tenant and model come from the ledger's sums, of all gateways; rates, ch
 from this gateway process's counters, since it began; what is kept from the stores themselves.
 """
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -16,15 +15,52 @@ from admin.live.rates import counts
 from admin.operations import cache as verbs
 from admin.operations.cache import cache_uses, upper_bound
 from admin.web.forms import Field, Form
+from admin.web.headers import PREFIX
 from admin.web.request import PageRequest, PageRoute, StreamRoute
+from admin.web.tables import Column, TableSpec, table_state
 from registry.errors import Forbidden, InvalidValue, RegistryError
+from registry.money.recent import CacheUse
 
 REQUESTS = "polyhost_semantic_cache_requests_total"
 HITS = "polyhost_semantic_cache_hits_total"
 CHECKS = "polyhost_semantic_cache_checks_total"
 SAVED = "polyhost_semantic_cache_saved_nanos_total"
 EMBED_FAILURES = "polyhost_semantic_cache_embed_failures_total"
-ANSWERS_STEP, MAX_ANSWERS = 20, 100
+ANSWER_ROWS, MAX_ANSWERS = 10, 200
+USES = TableSpec(
+    columns=(
+        Column("Tenant", "tenant"),
+        Column("Model", "model"),
+        Column("Answers", "answers", "number", "down"),
+        Column("Cache hits", "hits", "number", "down"),
+        Column("Hit rate", "rate", "number", "down"),
+        Column("Billed for hits", "billed", "number", "down"),
+    ),
+    default_sort="-answers",
+)
+USE_VALUES: Mapping[str, Callable[[CacheUse], str | float]] = {
+    "tenant": lambda use: use.tenant_name,
+    "model": lambda use: use.model,
+    "answers": lambda use: use.num_answers,
+    "hits": lambda use: use.num_hits,
+    "rate": lambda use: use.num_hits / use.num_answers,
+    "billed": lambda use: use.hits_nanos,
+}
+USE_ROWS = 20
+KEPT = TableSpec(
+    columns=(
+        Column("Request"),
+        Column("Model", "model"),
+        Column("Created", "created", first="down"),
+        Column("Question"),
+        Column("Answer"),
+    ),
+    default_sort="-created",
+)
+KEPT_VALUES: Mapping[str, Callable[[dict[str, Any]], str | float]] = {
+    "model": lambda row: str(row["model"]),
+    "created": lambda row: float(row["made_at"]),
+}
 COUNTERS = {REQUESTS: "result", HITS: "kind", CHECKS: "outcome", SAVED: "", EMBED_FAILURES: ""}
 
 
@@ -49,18 +85,18 @@ def show_answers(request: PageRequest) -> Response:
     )
     form = Form(fields, dict(request.query))
     tenant, model = form.text("tenant"), form.text("model")
-    num = request.query.get("num", "")
-    wanted = min(MAX_ANSWERS, int(num)) if re.fullmatch("[1-9][0-9]{0,3}", num) else ANSWERS_STEP
     rows: list[dict[str, Any]] = []
     if tenant and form.is_sound:
         with form.refusals():
-            rows = verbs.list_entries(request.operator, tenant, model, wanted + 1)
-    more = len(rows) > wanted and wanted < MAX_ANSWERS
+            rows = verbs.list_entries(request.operator, tenant, model, MAX_ANSWERS)
+    table = table_state(KEPT, request.path, request.query, ANSWER_ROWS)
     return request.page(
         "cache_answers.html",
         422 if not form.is_sound else 200,
-        rows=rows[:wanted],
-        more_url=request.url_with(num=str(wanted + ANSWERS_STEP)) if more else "",
+        rows=rows,
+        table=table,
+        page=table.cut_rows(rows, KEPT_VALUES, lambda row: str(row["request_id"])),
+        is_cut=len(rows) == MAX_ANSWERS,
         form=form,
         now_at=request.operator.clock(),
     )
@@ -124,11 +160,14 @@ def _form(request: PageRequest, given: bool) -> Form:
 
 def _page(request: PageRequest, form: Form, status: int = 200) -> Response:
     may_flush = allowed(request.operator.grants, "cache.write")
+    table = table_state(USES, f"{PREFIX}/cache", request.query, USE_ROWS)
+    uses = cache_uses(request.operator)
     return request.page(
         "cache.html",
         status,
         found=_figures(request),
-        uses=cache_uses(request.operator),
+        table=table,
+        uses=table.cut_rows(uses, USE_VALUES, lambda use: f"{use.tenant_id} {use.model}"),
         form=form,
         may_flush=may_flush,
     )

@@ -1,15 +1,20 @@
 """Decisions of the running server: loads, delayed loads, evictions, refusals and quarantines, each
 with its reason and what it was based on."""
 
+from collections.abc import Callable, Mapping
+
 from starlette.responses import Response
 
 from admin.operations import server as verbs
 from admin.operations.server import DecisionView
 from admin.rendering.templating import exact, number, size, span
 from admin.web.request import PageRequest, PageRoute
+from admin.web.tables import Column, Filter, TableSpec, table_state
 from registry.errors import Forbidden, RegistryError
+from registry.paging import Listed
 
-NUM_SHOWN = 200
+MAX_DECISIONS = 1000
+PAGE_ROWS = 20
 KINDS = {
     "load": ("load", "ok"),
     "warm": ("load into host memory", "ok"),
@@ -41,25 +46,54 @@ FIGURES = {
 }
 
 
+TABLE = TableSpec(
+    columns=(
+        Column("Time", "time", first="down"),
+        Column("Decision", "kind"),
+        Column("Model", "model"),
+        Column("Reason", "reason"),
+        Column("Times", "times", "number", "down"),
+    ),
+    default_sort="-time",
+    filters=(
+        Filter("kind", "Kind", {name: label.capitalize() for name, (label, _) in KINDS.items()}),
+    ),
+    search="Model",
+)
+# The server's answers tell one instant with differences of microseconds.
+VALUES: Mapping[str, Callable[[DecisionView], str | float]] = {
+    "time": lambda row: round(row.last_at, 2),
+    "kind": lambda row: row.kind,
+    "model": lambda row: row.model,
+    "reason": lambda row: row.reason,
+    "times": lambda row: row.count,
+}
+
+
 def show(request: PageRequest) -> Response:
-    """The newest first; `model` and `kind` in the address narrow them down."""
-    model = request.query.get("model", "").strip()[:128]
-    kind = request.query.get("kind", "")
-    rows: list[DecisionView] = []
+    """The newest first. The search is a model's name, or a part of names where no model has it."""
+    table = table_state(TABLE, request.path, request.query, PAGE_ROWS)
+    page: Listed[DecisionView] = Listed()
     trouble = ""
     try:
-        found = verbs.decisions(request.operator, model, NUM_SHOWN)
-        rows = [row for row in found.decisions if kind not in KINDS or row.kind == kind]
+        found = verbs.decisions(request.operator, table.search, MAX_DECISIONS).decisions
+        if not found and table.search:
+            every = verbs.decisions(request.operator, "", MAX_DECISIONS).decisions
+            found = [row for row in every if table.search.lower() in row.model.lower()]
+        kind = table.chosen["kind"]
+        rows = [row for row in found if not kind or row.kind == kind]
+        page = table.cut_rows(rows, VALUES, lambda row: f"{row.at:.2f} {row.kind} {row.model}")
     except Forbidden:
         raise
     except RegistryError as error:
         trouble = str(error)
+    rows = page.rows
     names = verbs.tenant_names(request.operator, sorted({row.tenant_id for row in rows} - {""}))
     return request.page(
         "decisions.html",
         rows=[(row, words_of(row)) for row in rows],
-        model=model,
-        kind=kind,
+        table=table,
+        page=page,
         kinds=KINDS,
         reasons=REASONS,
         names=names,

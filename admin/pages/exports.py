@@ -25,9 +25,11 @@ from admin.web.errors import Refused
 from admin.web.forms import midnight
 from admin.web.request import PageRequest, PageRoute, StreamRoute
 from admin.web.streams import Download
+from admin.web.tables import Column, TableSpec, TableState, table_state
 from registry.base import base32
 from registry.errors import AlreadyExists, Forbidden, IllegalTransition, NotFound, RegistryError
 from registry.money.export_jobs import ExportJob
+from registry.paging import Listed
 
 DAY_S = 86_400
 ID_BYTES = 10
@@ -45,6 +47,25 @@ LABELS: Final = {
     "focus": "FOCUS",
     "invoices": "Invoices",
 }
+TABLE: Final = TableSpec(
+    columns=(
+        Column("File", "file"),
+        Column("Tenant", "tenant"),
+        Column("State", "state"),
+        Column("Requested", "requested", first="down"),
+        Column("Kept until", "expires"),
+        Column("Actions", kind="action"),
+    ),
+    default_sort="-requested",
+)
+VALUES: Final[Mapping[str, Callable[[ExportJob], str | float]]] = {
+    "file": lambda job: job.file_name,
+    "tenant": lambda job: job.tenant_name or "",
+    "state": lambda job: job.state,
+    "requested": lambda job: job.created_at,
+    "expires": lambda job: job.expires_at or 0.0,
+}
+PAGE_ROWS: Final = 20
 DONE: Final[Mapping[str, tuple[Callable[[OperatorContext, str], ExportJob], str]]] = {
     "cancel": (verbs.cancel_export, "The export was cancelled."),
     "retry": (verbs.retry_export, "The export was restarted."),
@@ -59,6 +80,9 @@ def show(request: PageRequest) -> Response:
     return request.page(
         "exports.html",
         found=found,
+        table=(table := _table(request)),
+        page=_cut(table, found),
+        stream=request.query_string,
         labels=LABELS,
         shape=_shape(found),
         asked_by=lambda job: verbs.asked_by(request.operator, job),
@@ -73,7 +97,7 @@ def live(request: PageRequest) -> Mapping[str, str]:
         f"job:{job.id}": request.fragment(
             "exports_parts.html", "state", job, request.context.settings.currency
         )
-        for job in found.jobs
+        for job in _cut(_table(request), found).rows
     }
     shape = _shape(found)
     if request.query.get("shape", shape) != shape:
@@ -125,6 +149,14 @@ def download(request: PageRequest) -> Response:
         raise Refused(409, "The file is not available", str(error)) from error
     headers = {"content-length": str(path.stat().st_size)}
     return Download(_chunks(path), job.file_name, MEDIA[job.format], headers)
+
+
+def _table(request: PageRequest) -> TableState:
+    return table_state(TABLE, request.path, request.query, PAGE_ROWS)
+
+
+def _cut(table: TableState, found: ExportList) -> Listed[ExportJob]:
+    return table.cut_rows(found.jobs, VALUES, lambda job: job.id)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ Shares and waiting times come from the newest postings, of all gateway processes
 the dispatcher; refusals from this gateway process's counters, since it began.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from starlette.responses import Response
 from admin.live.rates import counts
 from admin.operations.server import ShareLine, Shares, fair_shares
 from admin.rendering import svg
+from admin.web.headers import PREFIX
 from admin.web.request import PageRequest, PageRoute, StreamRoute
+from admin.web.tables import Column, TableSpec, table_state
 from gateway.ipc.control_socket import ask as ask_server
 from registry.errors import RegistryError
 
@@ -22,6 +24,35 @@ MAX_WAITING_ROWS = 50
 LIMITS = "polyhost_limit_rejections_total"
 ERRORS = "polyhost_request_errors_total"
 COUNTERS = {LIMITS: "dimension", ERRORS: "code"}
+PAGE_ROWS = 20
+TABLE = TableSpec(
+    columns=(
+        Column("Tenant", "name"),
+        Column("Received and fair share"),
+        Column("Received", "got", "number", "down"),
+        Column("Fair share", "due", "number", "down"),
+        Column("Service time", "service", "number", "down"),
+        Column("Weight", "weight", "number", "down"),
+        Column("Waiting", "waiting", "number", "down"),
+        Column("Wait p50", "p50", "number", "down"),
+        Column("Wait p99", "p99", "number", "down"),
+        Column("Status", "status"),
+    ),
+    default_sort="-service",
+)
+NEED = ("under", "even", "over", "asks for less")
+"""In the order in which an operator wants to see them."""
+VALUES: Mapping[str, Callable[[ShareLine], str | float]] = {
+    "name": lambda line: line.name,
+    "got": lambda line: line.got,
+    "due": lambda line: line.due,
+    "service": lambda line: line.service_s,
+    "weight": lambda line: line.weight,
+    "waiting": lambda line: line.num_waiting,
+    "p50": lambda line: -1.0 if line.wait_p50_s is None else line.wait_p50_s,
+    "p99": lambda line: -1.0 if line.wait_p99_s is None else line.wait_p99_s,
+    "status": lambda line: NEED.index(line.standing),
+}
 BAR_WIDTH, BAR_HEIGHT = 240, 20
 
 
@@ -37,7 +68,7 @@ class QueueLine:
 
 def show_fairness(request: PageRequest) -> Response:
     """The page."""
-    return request.page("fairness.html", **_figures(request))
+    return request.page("fairness.html", found=_figures(request), stream=request.query_string)
 
 
 def live_fairness(request: PageRequest) -> Mapping[str, str]:
@@ -67,7 +98,9 @@ def _figures(request: PageRequest) -> dict[str, Any]:
     waited_s: dict[str, float] = {}
     for row in waiting:
         waited_s[row["tenant_id"]] = max(row["waited_s"], waited_s.get(row["tenant_id"], 0.0))
+    table = table_state(TABLE, f"{PREFIX}/fairness", request.query, PAGE_ROWS)
     found = fair_shares(request.operator, dispatcher.waiting_by_tenant, waited_s)
+    page = table.cut_rows(found.lines, VALUES, lambda line: line.tenant_id)
     scale = max((max(line.got, line.due) for line in found.lines), default=0.0) or 1.0
     names = {line.tenant_id: line.name for line in found.lines}
     models = {*dispatcher.waiting_by_model, *dispatcher.running_by_model}
@@ -83,7 +116,9 @@ def _figures(request: PageRequest) -> dict[str, Any]:
     preempted = sum(w.counters.get("num_preemptions", 0.0) for w in request.live.workers)
     return {
         "shares": found,
-        "rows": [(line, bullet(line, scale)) for line in found.lines],
+        "table": table,
+        "page": page,
+        "rows": [(line, bullet(line, scale)) for line in page.rows],
         "names": names,
         "queues": sorted(queues, key=lambda q: (-q.num_waiting, -q.num_running, q.model)),
         "waiting": waiting,

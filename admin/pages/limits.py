@@ -1,17 +1,29 @@
 """Limits: all that are set, and the forms for those of a model and of the whole server. Limits of
 tenants and keys are on their own pages."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from starlette.responses import Response
 
 from admin.operations import limits as verbs
+from admin.operations.limits import OwnedLimits
 from admin.pages.limits_form import BUDGETS, LABELS, Owner, change_limits, limits_form, uses
 from admin.rendering.templating import money, number, path
 from admin.web.forms import Form
 from admin.web.request import PageRequest, PageRoute
+from admin.web.tables import Column, TableSpec, table_state
 from registry.accounts.quotas import Limits, LimitScope
 
+TABLE = TableSpec(
+    columns=(Column("Limits of", "name"), Column("Kind", "kind"), Column("Limits")),
+    default_sort="kind",
+)
+SCOPES = ("gateway", "model", "tenant", "key")
+VALUES: Mapping[str, Callable[[OwnedLimits], str | float]] = {
+    "name": lambda found: found.name,
+    "kind": lambda found: SCOPES.index(found.scope),
+}
 AT = {"key": "/keys/", "tenant": "/tenants/", "model": "/limits/model/"}
 
 
@@ -21,8 +33,10 @@ def list_limits(request: PageRequest) -> Response:
         found = verbs.show_limits(request.operator, "model", model)
         return request.redirect(f"/limits/model/{path(found.owner)}")
     every = verbs.list_limits(request.operator)
-    rows = [(found, limit_words(request, found.limits)) for found in every]
-    return request.page("limits.html", rows=rows, at=AT)
+    table = table_state(TABLE, request.path, request.query)
+    page = table.cut_rows(every, VALUES, lambda found: found.name + found.owner)
+    rows = [(found, limit_words(request, found.limits)) for found in page.rows]
+    return request.page("limits.html", table=table, page=page, rows=rows, at=AT)
 
 
 def show_gateway(request: PageRequest) -> Response:

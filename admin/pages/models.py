@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from admin.live.load_plan import plan_load
 from admin.live.rates import counts
-from admin.live.residency import ON_DEVICE, models_in, place, places
+from admin.live.residency import ON_DEVICE, load_times, models_in, place, places
 from admin.operations import models as verbs
 from admin.operations.models import ModelView
 from admin.pages import playground
@@ -19,7 +19,8 @@ from admin.web.forms import Form
 from admin.web.request import PageRequest, PageRoute, StreamRoute
 from admin.web.tables import Column, Filter, TableSpec, TableState, table_state
 from registry.errors import NotFound
-from registry.lists.models import ModelFilter
+from registry.lists.models import ModelCounts, ModelFilter, ModelLine
+from registry.paging import Listed
 
 ENDED = "polyhost_prepare_offences_total"
 TABLE = TableSpec(
@@ -29,8 +30,8 @@ TABLE = TableSpec(
         Column("Requests, 24 h", "requests", "number", "down"),
         Column("Failed", "failed", "number", "down"),
         Column("Weights", "size", "number", "down"),
-        Column("Load time", kind="number"),
-        Column("Price per 1M input / output tokens", kind="number"),
+        Column("Load time", "load", "number", "down"),
+        Column("Price per 1M input / output tokens", "price", "number", "down"),
     ),
     default_sort="-requests",
     filters=(
@@ -54,9 +55,7 @@ TABLE = TableSpec(
 def list_models(request: PageRequest) -> Response:
     """The page."""
     table = table_state(TABLE, request.path, request.query)
-    page, counts = verbs.models_page(
-        request.operator, _wanted(request, table), table.sort, table.cut
-    )
+    page, counts = _models(request, table)
     names = [line.name for line in page.rows]
     on_device = models_in(request.live, ON_DEVICE)
     return request.page(
@@ -73,12 +72,17 @@ def list_models(request: PageRequest) -> Response:
 def live_models(request: PageRequest) -> Mapping[str, str]:
     """The state of each row that the page shows."""
     table = table_state(TABLE, "", request.query)
-    page, _ = verbs.models_page(request.operator, _wanted(request, table), table.sort, table.cut)
+    page, _ = _models(request, table)
     now = places(request.live, [line.name for line in page.rows])
     return {
         f"state:{line.name}": request.fragment("models_parts.html", "state", line, now[line.name])
         for line in page.rows
     }
+
+
+def _models(request: PageRequest, table: TableState) -> tuple[Listed[ModelLine], ModelCounts]:
+    wanted, load_s = _wanted(request, table), load_times(request.live)
+    return verbs.models_page(request.operator, wanted, table.sort, table.cut, load_s)
 
 
 def _wanted(request: PageRequest, table: TableState) -> ModelFilter:

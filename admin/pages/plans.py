@@ -1,7 +1,7 @@
 """Price plans: all, a new one, and one: its discounts and own prices by date, and who has it. Which
 plan a tenant has is set on the tenant's page."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import TypeAlias
 
@@ -14,13 +14,30 @@ from admin.operations.prices import PlanView
 from admin.pages.prices import MILLION, MORE_PRICES, TEXT_PRICES, amounts_of
 from admin.rendering.templating import path
 from admin.web.forms import Field, Form, day_of, text_of
+from admin.web.headers import PREFIX
 from admin.web.request import PageRequest, PageRoute
+from admin.web.tables import Column, TableSpec, table_state
 from registry.errors import AlreadyExists, NotFound
 from registry.money.plans import PlanDiscount, PlanPrice, TenantTerms
 from registry.money.prices import PriceRecord
 
 SEEN = "seen"
 MAX_PERCENT = 100
+TABLE = TableSpec(
+    columns=(
+        Column("Plan", "name"),
+        Column("Discount off list prices", "discount", "number", "down"),
+        Column("Own prices", "prices", "number", "down"),
+        Column("Tenants", "tenants", "number", "down"),
+    ),
+    default_sort="name",
+)
+VALUES: Mapping[str, Callable[[PlanView], str | float]] = {
+    "name": lambda plan: plan.name,
+    "discount": lambda plan: plan.discount_bp,
+    "prices": lambda plan: len({each.model for each in plan.prices}),
+    "tenants": lambda plan: plan.num_tenants,
+}
 Dated: TypeAlias = PriceRecord | PlanDiscount | PlanPrice | TenantTerms
 FROM_HELP = "Start of that day (UTC). Leave empty to apply it as soon as all gateways have it."
 
@@ -169,9 +186,11 @@ def _view(request: PageRequest) -> PlanView:
 
 
 def _list(request: PageRequest, form: Form, status: int = 200) -> Response:
+    table = table_state(TABLE, f"{PREFIX}/plans", request.query)
     plans = verbs.list_plans(request.operator)
+    page = table.cut_rows(plans, VALUES, lambda plan: plan.name)
     return request.page(
-        "plans.html", status, plans=plans, form=form, discount=discount_text, now_at=request.now_at
+        "plans.html", status, table=table, page=page, form=form, discount=discount_text
     )
 
 

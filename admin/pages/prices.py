@@ -32,10 +32,10 @@ _ENCODER_MORE = {**TEXT_PRICES, **SECONDS}
 TABLE = TableSpec(
     columns=(
         Column("Model", "name"),
-        Column("Input", kind="number"),
-        Column("Cached input", kind="number"),
-        Column("Output", kind="number"),
-        Column("Next change"),
+        Column("Input", "input", "number", "down"),
+        Column("Cached input", "cached", "number", "down"),
+        Column("Output", "output", "number", "down"),
+        Column("Next change", "next"),
     ),
     default_sort="name",
     search="Model",
@@ -45,7 +45,7 @@ TABLE = TableSpec(
 def list_prices(request: PageRequest) -> Response:
     """The page."""
     table = table_state(TABLE, request.path, request.query)
-    page = verbs.prices_page(request.operator, table.search, table.cut)
+    page = verbs.prices_page(request.operator, table.search, table.sort, table.cut)
     return request.page("prices.html", table=table, page=page)
 
 

@@ -7,16 +7,17 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlencode
 
-from registry.paging import Cut, Key, Listed
+from registry.paging import Cut, Key, Listed, listed_rows
 
 MAX_SEARCH_LEN = 128
 PAGE_ROWS = 50
 _CURSORS = ("after", "before")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,39 @@ class TableState:
         if not column.sort or column.sort != self.sort:
             return "none"
         return "descending" if self.descending else "ascending"
+
+    @property
+    def sorts(self) -> Mapping[str, str]:
+        """What a choice of the order offers: `sort` of the address -> the column's label."""
+        columns = [column for column in self.spec.columns if column.sort]
+        found = {("-" if c.first == "down" else "") + c.sort: c.label for c in columns}
+        labels = {column.sort: column.label for column in columns}
+        return {self.order: f"{labels[self.sort]}, reversed"} | found
+
+    @property
+    def order(self) -> str:
+        """`sort` of the address."""
+        return ("-" if self.descending else "") + self.sort
+
+    def cut_rows(
+        self,
+        rows: Iterable[T],
+        values: Mapping[str, Callable[[T], str | float]],
+        tie: Callable[[T], str | int],
+    ) -> Listed[T]:
+        """The page of rows in memory. `values`: a column's `sort` -> what a row has of it."""
+        return listed_rows(rows, values[self.sort], tie, self.cut)
+
+    @property
+    def others(self) -> Mapping[str, str]:
+        """Of the address, what is not of the table itself and stays: whose list it is."""
+        own = {"q", "sort", *_CURSORS, *(each.name for each in self.spec.filters)}
+        return {name: value for name, value in self.query.items() if name not in own}
+
+    @property
+    def clear_url(self) -> str:
+        """Without search and filters."""
+        return self.url(q="", **{each.name: "" for each in self.spec.filters})
 
     @property
     def is_filtered(self) -> bool:

@@ -4,7 +4,7 @@ Read only. What was asked comes from the roll-ups by hour, so it is some seconds
 model is (resident, warm) is the workers' to say; a caller that filters by it gives names.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,11 +15,11 @@ from registry.base import record_of
 from registry.lists.tenants import recent
 from registry.models.catalog import NEXT, Model, ModelRecord
 from registry.money.ledger import CORRECTION
-from registry.money.prices import PriceRecord, prices_of
+from registry.money.prices import PriceRecord, prices_at, prices_of
 from registry.money.rollups import HOUR_S, RollupRow
-from registry.paging import Cut, Listed, listed
+from registry.paging import Cut, Listed, listed, listed_rows
 
-SORTS: Final = ("name", "state", "requests", "failed", "size", "created")
+SORTS: Final = ("name", "state", "requests", "failed", "size", "load", "price", "created")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,26 @@ _COLUMNS = (
 
 
 def page(
-    session: Session, wanted: ModelFilter, sort: str, cut: Cut, *, since_at: float, now_at: float
+    session: Session,
+    wanted: ModelFilter,
+    sort: str,
+    cut: Cut,
+    *,
+    since_at: float,
+    now_at: float,
+    load_s: Mapping[str, float] | None = None,
 ) -> Listed[ModelLine]:
-    """A page of models that are not removed; requests since `since_at`, prices as of `now_at`."""
+    """A page of models that are not removed; requests since `since_at`, prices as of `now_at`.
+    `load_s`: what loads take, as workers know it; other models come before these."""
+    if sort in ("load", "price"):
+        values = load_s or {} if sort == "load" else _prices(session, now_at)
+        every = session.scalars(select(Model.name).where(*_where(wanted)))
+        some = listed_rows(every, lambda name: values.get(name, -1.0), str, cut)
+        of_page = ModelFilter(names=some.rows)
+        whole = Cut(max(1, len(some.rows)))
+        lines = page(session, of_page, "name", whole, since_at=since_at, now_at=now_at).rows
+        lines.sort(key=lambda line: some.rows.index(line.name))
+        return Listed(lines, some.previous, some.next)
     usage = recent(RollupRow.model, since_at).subquery()
     num_requests = func.coalesce(usage.c.num_requests, 0)
     num_failed = func.coalesce(usage.c.num_failed, 0)
@@ -127,6 +144,12 @@ def page(
     prices = prices_of(session, names, now_at)
     lines = [_line(row, used.get(row.name), prices.get(row.name)) for row in found.rows]
     return Listed(lines, found.previous, found.next)
+
+
+def _prices(session: Session, now_at: float) -> dict[str, float]:
+    """Of a prompt's token, or of an encoder's."""
+    held = prices_at(session, now_at).items()
+    return {name: float(price.prompt_nanos or price.embedding_nanos) for name, price in held}
 
 
 def counts(session: Session) -> ModelCounts:

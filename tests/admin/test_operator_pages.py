@@ -3,6 +3,7 @@ decisions, invoices of all tenants, corrections, withdrawing a price."""
 
 import re
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from admin.alerts import webhook
 from admin.operations import invoices, limits, prices
+from engine.protocol import ModelStatus
 from registry import audit
 from registry.accounts import quotas
 from registry.money import alerts, corrections, plans
@@ -18,7 +20,7 @@ from registry.money.corrections import Right
 from registry.money.prices import PriceRecord
 from tests.admin.fleet_handler import FleetHandler, fleet, telling
 from tests.admin.ledger_kit import Owner, add_owners, post
-from tests.admin.site import Site, Visitor, form_of
+from tests.admin.site import Site, Visitor, form_of, worker_status
 
 NANOS = 10**9
 DAY_S = 86_400.0
@@ -31,13 +33,19 @@ DECISION = {
 
 
 class Deciding(FleetHandler):
-    """A dispatcher with one decision to tell."""
+    """A dispatcher with decisions to tell: one on tiny, many on others."""
+
+    num_others = 0
 
     def answer(self, line: bytes) -> dict[str, Any]:
         asked = msgspec.json.decode(line)
         if asked["ask"] != "decisions":
             return super().answer(line)
-        rows = [DECISION] if asked.get("model") in ("", "tiny") else []
+        others = [
+            DECISION | {"kind": "load", "model": f"big-{n:02}", "at": n, "last_at": 100.0 + n}
+            for n in range(self.num_others)
+        ]
+        rows = [row for row in [DECISION, *others] if asked["model"] in ("", row["model"])]
         return {"at": 3.0, "decisions": rows, "counts": []}
 
 
@@ -168,7 +176,47 @@ def test_decisions_are_shown_with_their_reasons(site: Site, ann: Visitor) -> Non
         assert "longest wait 500 ms, pages missing 24" in page
         assert "other-model</a>: kept: pinned" in page
         assert "No matching decisions" in ann.get("/decisions?kind=refusal").text
-        assert "No matching decisions" in ann.get("/decisions?model=large").text
+        assert "No matching decisions" in ann.get("/decisions?q=large").text
+
+
+def test_decisions_are_paged_and_keep_their_filter(site: Site, ann: Visitor) -> None:
+    with telling(site, handler := Deciding(fleet(site.operator.clock()))):
+        handler.num_others = 45
+        page, pages = ann.get("/decisions?kind=load&q=IG-").text, list[list[str]]()
+        while True:
+            pages.append(re.findall(r">(big-\d\d)</a>", page))
+            further = re.findall(r'rel="next" href="/admin([^"]*)"', page)
+            if not further:
+                break
+            page = ann.get(further[0].replace("&amp;", "&")).text
+        assert [len(each) for each in pages] == [20, 20, 5]
+        assert [*chain(*pages)] == [f"big-{n:02}" for n in reversed(range(45))]
+        (back,) = re.findall(r'rel="prev" href="/admin([^"]*)"', page)
+        page = ann.get(back.replace("&amp;", "&")).text
+        assert re.findall(r">(big-\d\d)</a>", page) == pages[1]
+        up = ann.get("/decisions?q=ig&sort=model").text
+        assert re.findall(r">(big-\d\d)</a>", up) == [f"big-{n:02}" for n in range(20)]
+        assert re.findall(r">(big-\d\d)</a>", ann.get("/decisions?q=big-07").text) == ["big-07"]
+
+
+@pytest.mark.usefixtures("owners")
+def test_tables_sort_by_each_of_their_columns(site: Site, ann: Visitor) -> None:
+    site.kit.dispatcher.statuses = [worker_status(ModelStatus("tiny", "cold", 0, 0, 0, 0, 0.2))]
+    asked = {"format": "csv", "from": "2026-01-01", "to": "2026-01-02"}
+    assert ann.post("/export/ask", {**asked, "once": "1"}).status == 200
+    if not prices.list_plans(site.operator):
+        prices.create_plan(site.operator, "any", 100)
+    for path in ("/exports", "/plans", "/models", "/prices", "/users", "/keys?tenant=acme"):
+        page = ann.get(path).text
+        heads = re.findall(r'<th scope="col" class="\w+" aria-sort="\w+"><a href="([^"]*)"', page)
+        assert len(heads) >= 4, path
+        for head in heads:
+            url = head.removeprefix("/admin").replace("&amp;", "&")
+            once = ann.get(url).text
+            assert len(re.findall('aria-sort="(?:as|des)cending"', once)) == 1, url
+            assert once.count("<tr>") == page.count("<tr>"), url
+    listed = ann.get("/keys?tenant=acme").text
+    assert '<input type="hidden" name="tenant" value="acme">' in listed, "sorting keeps it"
 
 
 def test_a_month_is_billed_for_all_tenants_at_once(site: Site, ann: Visitor) -> None:
@@ -229,7 +277,7 @@ def test_a_scheduled_price_is_withdrawn(site: Site, ann: Visitor) -> None:
 def test_what_is_scheduled_of_a_plan_is_withdrawn(
     site: Site, ann: Visitor, owners: list[Owner]
 ) -> None:
-    context, tenant = site.operator, owners[0].tenant.id
+    context, tenant = site.operator, owners[1].tenant.id
     later_at = context.clock() + 30 * DAY_S
     prices.create_plan(context, "dated", 100)
     prices.set_plan_discount(context, "dated", 200, later_at)

@@ -9,7 +9,9 @@ from registry.lists import models as model_list
 from registry.lists.models import ModelFilter
 from registry.models import catalog
 from registry.models.catalog import Model, PackFacts
-from registry.paging import Cut, listed
+from registry.money import prices
+from registry.money.prices import PriceRecord
+from registry.paging import Cut, listed, listed_rows
 from registry.session import reading, writing
 
 NOW = 1_700_000_000.0
@@ -26,6 +28,12 @@ def filled(engine: Engine) -> Engine:
     return engine
 
 
+def in_memory(cut: Cut) -> tuple[list[str], Any, Any]:
+    """The page of the same rows without a database."""
+    page = listed_rows(reversed(SIZES), lambda name: SIZES[name], str, cut)
+    return page.rows, page.previous, page.next
+
+
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 50])
 def test_forth_and_back_every_row_comes_once(filled: Engine, descending: bool, limit: int) -> None:
@@ -35,6 +43,7 @@ def test_forth_and_back_every_row_comes_once(filled: Engine, descending: bool, l
         cut, seen, pages = Cut(limit, descending), list[str](), list[list[str]]()
         while True:
             page = listed(session, query, sort, Model.name.expression, cut)
+            assert in_memory(cut) == ([row.name for row in page.rows], page.previous, page.next)
             pages.append([row.name for row in page.rows])
             seen += pages[-1]
             if page.next is None:
@@ -46,6 +55,7 @@ def test_forth_and_back_every_row_comes_once(filled: Engine, descending: bool, l
             cut = Cut(limit, descending, before=page.previous)
             page = listed(session, query, sort, Model.name.expression, cut)
             assert [row.name for row in page.rows] == earlier
+            assert in_memory(cut) == (earlier, page.previous, page.next)
         assert page.previous is None
 
 
@@ -63,6 +73,18 @@ def test_models_are_filtered_and_sorted(filled: Engine) -> None:
     assert names(ModelFilter(text="%")) == []
     assert names(ModelFilter(state="failed")) == []
     assert names(ModelFilter(names=[])) == []
+    with writing(filled, "test") as session:
+        for name, nanos in (("b", 3), ("d", 2), ("e", 9)):
+            prices.set_price(session, PriceRecord(name, NOW, nanos), now_at=NOW)
+    assert names(ModelFilter(), "price", True)[:3] == ["e", "b", "d"]
+    with reading(filled) as session:
+        loads = {"c": 2.0, "g": 0.5, "gone": 9.0}
+        page = model_list.page(
+            *(session, ModelFilter(), "load", Cut(3, descending=True)),
+            since_at=NOW, now_at=NOW, load_s=loads,
+        )  # fmt: skip
+        assert [line.name for line in page.rows] == ["c", "g", "f"]
+        assert page.next is not None
     for sort in model_list.SORTS:
         assert sorted(names(ModelFilter(), sort, True)) == list(SIZES)
 
@@ -72,6 +94,8 @@ def test_a_key_of_another_kind_is_as_if_not_said(filled: Engine, key: Any) -> No
     query, sort = select(Model.name), Model.weight_bytes.expression
     with reading(filled) as session:
         for cut in (Cut(after=key), Cut(before=key)):
+            if key != (1, 3.5):  # of which memory can tell what lies beyond
+                assert in_memory(cut) == (sorted(SIZES, key=lambda n: (SIZES[n], n)), None, None)
             page = listed(session, query, sort, Model.name.expression, cut)
             assert len(page.rows) == len(SIZES)
             assert page.previous is page.next is None
