@@ -20,11 +20,13 @@ LATE_S: Final = 10.0
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """`kind`: "bad" where requests are not served, "warn" where they are. `code`: two words for it;
-    `text` says what it means and what happens next."""
+    `text` says what it means and what happens next. `page` has more of it, at `path`."""
 
     kind: Literal["bad", "warn"]
     code: str
     text: str
+    page: str = "Health"
+    path: str = "/health"
 
 
 class TroubleWatch:
@@ -46,7 +48,7 @@ class TroubleWatch:
         if num := self._num_failing.get():
             what = "1 spending alert" if num == 1 else f"{number(num)} spending alerts"
             text = f"{what} could not be delivered; delivery is tried again."
-            found.append(Trouble("warn", "alerts failing", text))
+            found.append(Trouble("warn", "alerts failing", text, "Alerts", "/alerts"))
         return sorted(found, key=lambda each: each.kind)
 
     def _workers(self, live: LiveState) -> list[Trouble]:
