@@ -38,7 +38,7 @@ _HELD: Final[Mapping[WaitCode, str]] = {
     "too few requests waiting": "too few requests wait for {model} to justify a load{when}",
     "load budget used up": "loads have used their share of the time of {where}{when}",
     "not enough memory": "pinned models and memory floors on {where} leave too little for {model}",
-    "other loads in progress": "{where} is moving other models{when}",
+    "other loads in progress": "other models are being moved on {where}{when}",
     "no model can be evicted": "every model on {where} is worth more than {model}",
     "no worker connected": "no worker is connected to the dispatcher",
 }
