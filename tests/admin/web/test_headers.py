@@ -6,7 +6,7 @@ import pytest
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.testclient import TestClient
 
-from admin.web.headers import FOR_EVER, VersionedFiles
+from admin.web.headers import COMMON, FOR_EVER, OF_PARTS, SecurityHeaders, VersionedFiles
 
 
 @pytest.fixture
@@ -29,6 +29,17 @@ def test_a_file_is_sent_whole(folder: Path) -> None:
     assert rest.text == first.text
     known = client.get(at, headers={"if-none-match": first.headers["etag"]})
     assert (known.status_code, known.headers["cache-control"]) == (304, FOR_EVER)
+
+
+def test_documents_have_all_policies_and_parts_those_that_concern_them(folder: Path) -> None:
+    (folder / "icon.svg").write_text("<svg/>")
+    files = VersionedFiles(folder)
+    client = TestClient(SecurityHeaders(files))
+    script = client.get(f"/{files.version}/app.js").headers
+    assert OF_PARTS.items() <= dict(script).items()
+    assert not (COMMON.keys() - OF_PARTS.keys()) & script.keys()
+    picture = client.get(f"/{files.version}/icon.svg").headers
+    assert COMMON.items() <= dict(picture).items(), "it may be opened by itself"
 
 
 def test_what_changed_since_the_start_is_not_kept(folder: Path) -> None:
