@@ -80,7 +80,7 @@ def test_things_lead_to_each_other(visitors: dict[str, Visitor], owner: Owner) -
     ann, tenant, key = visitors["ann"], owner.tenant.id, owner.key
     ways = {
         "/models/tiny": ["/usage?model=tiny", "/prices/tiny", "/limits/model/tiny",
-                         "/audit?target=tiny", "/decisions?model=tiny"],
+                         "/audit?target=tiny", "/decisions?q=tiny"],
         "/prices/tiny": ["/models/tiny", "/usage?model=tiny"],
         f"/tenants/{tenant}": [f"/usage?tenant={tenant}", f"/invoices?tenant={tenant}",
                                f"/audit?target={tenant}", f"/tenants/{tenant}/models"],
