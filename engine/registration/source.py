@@ -49,6 +49,8 @@ SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
 HASH_BLOCK_BYTES = 4 << 20
+MAX_JSON_BYTES = 64 << 20
+"""Of a checkpoint's small files; the largest vocabularies take half of it."""
 
 Json = TypeVar("Json", dict[str, Any], list[Any])
 
@@ -56,11 +58,15 @@ Progress = Callable[[str, int, int], None]
 """phase ("check", "convert", "probe"), bytes done, bytes in all."""
 
 
-def read_json(path: Path, code: str, kind: type[Json], max_bytes: int = 0) -> Json:
-    """What is in a file, of `max_bytes` at most unless 0. Raises RegistrationRefused(code)."""
+def read_json(path: Path, code: str, kind: type[Json], max_bytes: int = MAX_JSON_BYTES) -> Json:
+    """What is in a file of `max_bytes` at most. Raises RegistrationRefused(code)."""
     try:
-        if max_bytes and path.stat().st_size > max_bytes:
-            raise RegistrationRefused(code, f"{path} is larger than {max_bytes} bytes")
+        if path.stat().st_size > max_bytes:
+            raise RegistrationRefused(
+                code,
+                f"{path} is larger than {max_bytes} bytes: the file is damaged or hostile; "
+                "use another revision of the model",
+            )
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RegistrationRefused(

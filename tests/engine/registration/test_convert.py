@@ -32,6 +32,7 @@ from engine.pack import BLOB_NAME, SEGMENT_ALIGN, TENSOR_ALIGN, KvGroup, PackInd
 from engine.packs.weights import build_views, check_pack
 from engine.registration import convert as convert_module
 from engine.registration.convert import clean_leftovers, inspect, whole_pack, write_pack
+from engine.registration.source import MAX_JSON_BYTES
 from tests.engine.pack_rig import edit_json, flip_byte, hf_folder
 
 NO_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
@@ -384,6 +385,12 @@ REFUSALS: list[tuple[str, str, Callable[[Path], object]]] = [
     ),
     ("no tokenizer", "no_tokenizer", _drop("tokenizer.json")),
     ("broken tokenizer options", "bad_config", _write("tokenizer_config.json", "[[[")),
+    ("config without end", "bad_config", lambda f: os.truncate(f / "config.json", 1 << 36)),
+    (
+        "options without end",
+        "bad_config",
+        _write("special_tokens_map.json", "{}" + " " * MAX_JSON_BYTES),
+    ),
 ]
 
 
