@@ -21,10 +21,13 @@ from gateway.api.wire_body import (
     MAX_SMALL_BYTES,
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
+    NOTHING,
+    OTHER_CONTENT,
     TIER_PRIORITIES,
     ChatBody,
     CommonBody,
     CompletionBody,
+    ContentPart,
     MessageBody,
 )
 from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
@@ -307,7 +310,9 @@ def _message(message: MessageBody, prefix: str) -> Message:
     if role == "tool" and message.tool_call_id is None:
         raise invalid(f"{prefix}tool_call_id", f"{prefix}tool_call_id is required with role tool")
     if isinstance(content, list):
-        content = "\n".join(part.text for part in content)
+        content = "\n".join(
+            _part_text(part, f"{prefix}content[{index}].") for index, part in enumerate(content)
+        )
     fields: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         value = getattr(message, name)
@@ -316,6 +321,23 @@ def _message(message: MessageBody, prefix: str) -> Message:
     if message.tool_calls:
         fields["tool_calls"] = message.tool_calls
     return fields
+
+
+def _part_text(part: ContentPart, prefix: str) -> str:
+    """Models are hosted without what they may have for images and sound."""
+    if part.type != "text":
+        raise ApiError(
+            UNSUPPORTED_PARAMETER,
+            f"{prefix}type: content of type {part.type[:40]!r} is not supported, models read text "
+            "only: send text parts",
+            f"{prefix}type",
+        )
+    if part.text is None:
+        raise invalid(f"{prefix}text", f"{prefix}text is required")
+    for name in OTHER_CONTENT:
+        if getattr(part, name) != NOTHING:
+            raise unsupported(prefix + name)
+    return part.text
 
 
 def _prompt(raw: msgspec.Raw) -> Prompt:

@@ -53,11 +53,20 @@ Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """The one kind of content part: models here read text."""
+class ContentPart(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """A part of a message. Models here read text; what other kinds carry is not looked at."""
 
-    type: Literal["text"]
-    text: str
+    type: str
+    text: str | None = None
+    image_url: msgspec.Raw = NOTHING
+    input_audio: msgspec.Raw = NOTHING
+    video_url: msgspec.Raw = NOTHING
+    file: msgspec.Raw = NOTHING
+    image: msgspec.Raw = NOTHING
+    source: msgspec.Raw = NOTHING
+
+
+OTHER_CONTENT = ("image_url", "input_audio", "video_url", "file", "image", "source")
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -65,7 +74,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        str | Annotated[list[TextPart], msgspec.Meta(min_length=1, max_length=MAX_PARTS)] | None
+        str | Annotated[list[ContentPart], msgspec.Meta(min_length=1, max_length=MAX_PARTS)] | None
     ) = None
     name: str | None = None
     tool_calls: ToolCalls | None = None

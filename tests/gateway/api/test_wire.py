@@ -152,8 +152,8 @@ def test_unserved_fields_are_refused_by_name(fields: dict[str, Any], param: str)
          "messages[0].reasoning_content"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]},
          "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-         "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
          "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
@@ -201,6 +201,36 @@ def test_unserved_fields_are_refused_by_name(fields: dict[str, Any], param: str)
 def test_wrong_types_and_ranges_name_the_field(fields: dict[str, Any], param: str) -> None:
     error = refused("chat", chat(**fields))
     assert (error.kind.code, error.param) == ("invalid_request", param)
+
+
+URL = {"url": "data:image/png;base64,iVBORw0KGgo="}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url", "image_url": URL}, "type"),
+        ({"image_url": URL, "type": "image_url"}, "type"),
+        ({"type": "image_url"}, "type"),
+        ({"type": "image", "source": SOURCE}, "type"),
+        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "type"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "type"),
+        ({"type": "text", "text": "hi", "image_url": URL}, "image_url"),
+    ],
+)
+def test_images_and_other_content_are_refused_by_name(part: dict[str, Any], param: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, part]
+    error = refused("chat", chat(messages=[{"role": "user", "content": content}]))
+    assert error.kind.status == 400
+    assert (error.kind.code, error.param) == (
+        "unsupported_parameter",
+        f"messages[0].content[1].{param}",
+    )
+    if param == "type":
+        assert f"content of type {part['type']!r} is not supported, models read text only" in str(
+            error
+        )
 
 
 ASSISTANT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
