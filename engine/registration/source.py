@@ -38,6 +38,7 @@ COPIED_FILES = (
     TOKENIZER_NAME,
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     MODULES_NAME,
     "sentence_bert_config.json",

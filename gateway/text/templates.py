@@ -8,6 +8,9 @@ alternate") and becomes a 400. The sandbox keeps them from the server's objects,
 and memory: they run in processes that have little of both (prepare_process.py). Tokens and special
 tokens are tokenization.py's business.
 
+Templates of multimodal models may go through a message's content as a list of parts, and would
+leave out a text: they get `[{"type": "text", "text": ...}]`. A sample tells which they are.
+
 `continue_final_message`, as transformers does it: a mark is put behind the last message's content
 before rendering, and the prompt ends where the mark comes out.
 """
@@ -29,6 +32,7 @@ from jinja2.utils import Namespace
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
+PROCESSOR_FILE = "chat_template.json"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 
 # Names under which callers send an assistant's reasoning; templates read the first.
@@ -45,6 +49,7 @@ _EXPRESSION_ERRORS = (
 )
 
 
+_SAMPLE = "Zwolle"
 MAX_SOURCE_CHARS = 1 << 20
 _MAX_REASON_CHARS = 1000
 
@@ -68,6 +73,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             raise TemplateRefused(f"invalid chat template: {error}") from error
         self.source = source
+        self._wants_parts: bool | None = None
         self._constants: dict[str, Any] = {
             **special_tokens,
             "tools": None,
@@ -104,12 +110,33 @@ class ChatTemplate:
         return rendered[:at] if rendered.startswith(mark, at) else rendered[:at].rstrip()
 
     def _render(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+        if self._wants_parts is None:
+            self._wants_parts = not self._shows(_SAMPLE) and self._shows(_parts(_SAMPLE))
+        if self._wants_parts:
+            messages = [
+                {**message, "content": _parts(text)}
+                if isinstance(text := message.get("content"), str)
+                else message
+                for message in messages
+            ]
         try:
             return self._template.render({**self._constants, "messages": messages, **values})
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error)) from error
         except _EXPRESSION_ERRORS as error:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a message's content comes out."""
+        messages = [{"role": "user", "content": content}]
+        try:
+            return _SAMPLE in self._template.render({**self._constants, "messages": messages})
+        except (jinja2.TemplateError, *_EXPRESSION_ERRORS):
+            return False
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def _marked(message: dict[str, Any], mark: str) -> str | None:
@@ -141,7 +168,10 @@ def load_template(model_dir: Path) -> ChatTemplate | None:
     """The model's chat template, None where it has none. Raises OSError, TemplateRefused."""
     config = read_json(model_dir / CONFIG_FILE)
     path = model_dir / TEMPLATE_FILE
-    source = path.read_text(encoding="utf-8") if path.is_file() else _named(config)
+    if path.is_file():
+        source: str | None = path.read_text(encoding="utf-8")
+    else:  # older multimodal models have it beside the processor
+        source = _named(config) or _named(read_json(model_dir / PROCESSOR_FILE))
     return None if source is None else ChatTemplate(source, special_tokens(model_dir))
 
 

@@ -92,6 +92,43 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert template.render([]) == "file"
 
 
+def test_the_template_beside_a_processor_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.render([]) == "processor"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "tokenizer"}))
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.render([]) == "tokenizer"
+
+
+# As the templates of LLaVA 1.5, SmolVLM and Qwen2-VL go through what a message holds.
+OF_PARTS = {
+    "parts only": "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] | "
+    "selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %};{% endfor %}",
+    "first part": "{% for m in messages %}{{ m.role }}{% if m['content'][0]['type'] == 'image' %}:"
+    "{% else %}: {% endif %}{% for line in m['content'] %}{% if line['type'] == 'text' %}"
+    "{{ line['text'] }}{% endif %}{% endfor %};{% endfor %}",
+    "either": "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}"
+    "{% else %}{{ 1 / 0 }}{% endif %};{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", OF_PARTS)
+def test_templates_of_multimodal_models_show_texts(kind: str) -> None:
+    template = ChatTemplate(OF_PARTS[kind], {})
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hi {{ 1 }}"},
+        {"role": "assistant", "content": "Ye"},
+    ]
+    text = "system: Be short.;user: Hi {{ 1 }};assistant: Ye"
+    assert template.render(messages, add_generation_prompt=False) == f"{text};"
+    assert template.render(messages, continue_final_message=True) == text
+    assert messages[1] == {"role": "user", "content": "Hi {{ 1 }}"}
+
+
 def test_special_tokens_of_all_spellings(tmp_path: Path) -> None:
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"pad_token": "<pad>"}))
     config = {
