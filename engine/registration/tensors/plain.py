@@ -44,8 +44,11 @@ FORMATS: Mapping[str, _Finder] = {
     "mxfp4": find_mxfp4,
     "bitsandbytes": find_bitsandbytes,
 }
+MADE_BYTES = PIECE_BYTES >> 2
+"""Of values at once: to make them takes three to four times that."""
 LEFT_OUT = (
     ".input_scale",
+    ".input_scale_ub",
     ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
@@ -161,7 +164,7 @@ class PlainTensors:
         self.dtypes = {name: files.dtypes[name] for name in kept}
         self.dtypes |= dict.fromkeys(made, "F32")
 
-    def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, max_bytes: int = MADE_BYTES) -> Iterator[torch.Tensor]:
         """Some rows (of the first axis) at a time. Raises RegistrationRefused."""
         if name not in self._made:
             yield from self._files.pieces(name, max_bytes)

@@ -58,17 +58,23 @@ class Grid:
     def apply(self, codes: torch.Tensor, start: int) -> torch.Tensor:
         """What float32 codes [r, k], from row `start` on, stand for; in their place."""
         rows = torch.arange(start, start + len(codes)) // self.block[0]
+        groups, k = self.scale.shape[1], codes.shape[1]
+        parts = codes
+        if self.columns is None and k % groups == 0 and k // groups == self.block[1]:
+            parts = codes.view(len(codes), groups, -1)  # a group's scale is broadcast
         if self.zero is not None:
-            codes -= self._spread(self.zero[rows], codes.shape[1])
-        codes *= self._spread(self.scale[rows], codes.shape[1])
+            parts -= self._spread(self.zero[rows], parts)
+        parts *= self._spread(self.scale[rows], parts)
         return codes
 
-    def _spread(self, values: torch.Tensor, columns: int) -> torch.Tensor:
+    def _spread(self, values: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
+        if parts.dim() == 3:
+            return values[:, :, None]
         if self.columns is not None:
             return values[:, self.columns]
         if values.shape[1] == 1:
             return values
-        return values.repeat_interleave(self.block[1], 1)[:, :columns]
+        return values.repeat_interleave(self.block[1], 1)[:, : parts.shape[1]]
 
 
 def steps_of(scale: torch.Tensor, group: int, k: int) -> torch.Tensor | None:

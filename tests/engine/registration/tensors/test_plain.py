@@ -124,6 +124,22 @@ def test_codes_of_four_bits_are_kept_in_int4(
     assert min(searched) > 0.01  # what a second rounding would be
 
 
+def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> None:
+    kind = replace(
+        KINDS["fp8 tensor"], model=lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True)
+    )
+    write_checkpoint(tmp_path / "model", kind)
+    embedding = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    tensors, values = kind.write(embedding)
+    head = {f"lm_head.{ending}": tensor for ending, tensor in tensors.items()}
+    _weights(lambda weights: weights.update(head))(tmp_path / "model")
+    made, index = convert(tmp_path / "model", tmp_path / "packs", "float32")
+    assert not index.tied
+    found = tensors_of(made, index)
+    assert torch.equal(found["lm_head.weight"], values)
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+
+
 UP = "model.layers.0.mlp.up_proj"
 
 
