@@ -13,6 +13,7 @@ called in the pack. Everything else is the towers': it is never read.
 """
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -144,8 +145,8 @@ def _places(config: Any) -> list[str]:
 def class_config(wrapper: Any) -> Any | None:
     """The configuration of a wrapper's text part alone, None where it has no class of its own.
 
-    `wrapper`: its modules. Whether head and embedding share their weight is the wrapper's decision,
-    and so are the ids that begin and end a text where its configuration names them.
+    As a pack's file gives it. `wrapper`: its modules. Whether head and embedding share their weight
+    is the wrapper's decision, and so are the ids that begin and end a text where it names them.
     """
     outer = wrapper.config
     if type(outer.get_text_config()) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -159,7 +160,7 @@ def class_config(wrapper: Any) -> Any | None:
     for name in _SPECIAL_IDS:
         if getattr(outer, name, None) is not None:
             setattr(text, name, getattr(outer, name))
-    return text
+    return type(text).from_dict(json.loads(text.to_json_string(use_diff=False)))
 
 
 def text_names(wrapper: nn.Module, hosted: nn.Module) -> dict[str, str] | None:

@@ -24,6 +24,7 @@ from engine.packs.weights import build_views
 from engine.registration.convert import inspect, write_pack
 from engine.registration.encoder_blueprint import plan_model
 from engine.registration.parity import TOLERANCE, agrees, probe_model
+from engine.registration.source import load_config
 from engine.registration.wrapper import MAX_LAYERS, class_config
 from tests.engine.pack_rig import edit_json
 from tests.engine.tiny_models import save_folder, wrapper_configs
@@ -185,6 +186,61 @@ def test_text_tensors_are_judged_as_ever(
     with pytest.raises(RegistrationRefused, match=words) as caught:
         _register(gemma, tmp_path / "packs")
     assert caught.value.code in ("bad_weights", "quantized_weights")
+
+
+SHAPE_7B = {
+    **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28},
+    **{"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064},
+    **{"max_position_embeddings": 128000, "max_window_layers": 28, "sliding_window": 32768},
+    **{"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+    **{"rms_norm_eps": 1e-6, "use_sliding_window": False, "eos_token_id": 151645},
+}
+LARGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mistral Small 3.1": (
+        "MistralForCausalLM",
+        {
+            **{"model_type": "mistral3", "image_token_index": 10},
+            "text_config": {
+                **{"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768},
+                **{"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8},
+                **{"head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 131072},
+                **{"rope_theta": 1e9, "rms_norm_eps": 1e-5, "sliding_window": None},
+            },
+            "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "head_dim": 64},
+        },
+    ),
+    "Qwen2.5-VL 7B": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            "model_type": "qwen2_5_vl",
+            **SHAPE_7B,
+            "vision_config": {"depth": 32, "hidden_size": 1280, "out_hidden_size": 3584},
+        },
+    ),
+    "Qwen3-VL 30B-A3B": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "model_type": "qwen3_vl_moe",
+            "text_config": {
+                **{"model_type": "qwen3_vl_moe_text", "hidden_size": 2048, "num_experts": 128},
+                **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128},
+                **{"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
+                **{"vocab_size": 151936, "max_position_embeddings": 262144, "rope_theta": 5e6},
+                "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]},
+            },
+            "vision_config": {"depth": 27, "hidden_size": 1152, "out_hidden_size": 2048},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_published_shapes_are_judged_by_a_truncated_wrapper(name: str, tmp_path: Path) -> None:
+    hosted, config = LARGE[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_model(load_config(tmp_path), tmp_path)
+    assert type(plan.skeleton).__name__ == hosted
+    assert probe_model(plan) <= 1e-5
 
 
 def _text(**changed: Any) -> Callable[[dict[str, Any]], object]:
