@@ -10,12 +10,12 @@ import numpy as np
 import torch
 import xxhash
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM
 
 from engine.backend.cpu import CpuBackend, Execution
 from engine.config import EngineConfig
 from engine.dependencies import real_weight_store
 from engine.memory.page_pool import Owner, PagePool
+from engine.modules.text_part import from_config
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
@@ -38,7 +38,7 @@ PAGE = 1 << 14
 def hf_folder(folder: Path, config: Any, seed: int = 0, **save: Any) -> Path:
     """A random model saved as a Hugging Face folder, with a tokenizer that can be read."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config)
+    model: Any = from_config(config, whole=True)
     model.save_pretrained(folder, **save)
     Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(folder / "tokenizer.json"))
     return folder

@@ -6,6 +6,7 @@ What is served of them is compared with `generate` in tests/engine/running/test_
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from engine.registration.parity import TOLERANCE, agrees, probe_model
 from engine.registration.source import load_config
 from engine.registration.wrapper import MAX_LAYERS, class_config
 from tests.engine.pack_rig import edit_json
+from tests.engine.registration.quantized_kit import KINDS, write_checkpoint
 from tests.engine.tiny_models import save_folder, wrapper_configs
 
 Rename = Callable[[str], str]
@@ -128,6 +130,26 @@ def test_the_text_class_is_chosen_where_it_says_the_same(monkeypatch: pytest.Mon
     assert agrees(vision)
 
 
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_a_quantized_text_part_is_read_as_its_values(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    kind = replace(
+        KINDS[name],
+        model=lambda: wrapper_configs()[family],
+        quantizes=lambda tensor: "layers" in tensor and "down_proj.weight" in tensor,
+        extra={},
+    )
+    twin = write_checkpoint(tmp_path / "model", kind)
+    made, index = _register(tmp_path / "model", tmp_path / "packs")
+    plain, wanted = _register(twin, tmp_path / "packs")
+    assert index.tensors == wanted.tensors
+    assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+    assert made != plain
+    assert "quantization_config" not in (made / "config.json").read_text()
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_rounded_weights_are_probed_under_the_pack_s_names(family: str, quantization: str) -> None:
@@ -140,14 +162,9 @@ def test_a_text_class_that_differs_is_refused_by_the_probe() -> None:
     assert plan.wrapper is not None
     vision = tiny_config("cohere2_vision")
     text = class_config(from_config(vision))
-    wrong = _with(plan, config=text, wrapper=_with(plan.wrapper, config=vision))
+    wrong = replace(plan, config=text, wrapper=replace(plan.wrapper, config=vision))
     with pytest.raises(RegistrationRefused, match="differ from transformers by"):
         probe_model(wrong)
-
-
-def _with(record: Any, **changed: Any) -> Any:
-    fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
-    return type(record)(**{**fields, **changed})
 
 
 def test_towers_may_be_absent_or_of_another_release(gemma: Path, tmp_path: Path) -> None:
