@@ -16,7 +16,7 @@ from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
 
 from engine.errors import RegistrationRefused
-from engine.registration.source import CONFIG_NAME, TOKENIZER_NAME
+from engine.registration.source import CONFIG_NAME, TOKENIZER_NAME, read_json
 from engine.registration.tensors import GgufFile, architecture_of, number_in
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -30,8 +30,7 @@ def complete_folder(folder: Path, path: Path) -> None:
     with GgufFile(path) as file:
         architecture = architecture_of(file)
         if (folder / CONFIG_NAME).is_file():
-            said = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-            kind = said.get("model_type") if isinstance(said, dict) else None
+            kind = read_json(folder / CONFIG_NAME, "bad_config", dict).get("model_type")
             if kind not in architecture.model_types:
                 raise RegistrationRefused(
                     "bad_config",

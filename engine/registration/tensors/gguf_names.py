@@ -16,6 +16,7 @@ from engine.registration.tensors.gguf_file import GgufFile
 from engine.registration.tensors.scaled import Quantized, Rows, bad
 
 LAYER = "blk."
+MAX_EXPERTS = 1 << 12
 KV_HEADS = "attention.head_count_kv"
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -110,6 +111,8 @@ def find_gguf(file: GgufFile) -> Iterator[tuple[str, Quantized]]:
             number, _, leaf = stem.removeprefix(LAYER).partition(".")
             prefix = f"model.layers.{number}."
         if prefix and leaf in _EXPERTS and len(shape) == 3:
+            if shape[0] > MAX_EXPERTS:
+                raise bad(key, f"has {shape[0]} experts, more than {MAX_EXPERTS}")
             for expert in range(shape[0]):
                 name = f"{prefix}mlp.experts.{expert}.{_EXPERTS[leaf]}.{kind}"
                 yield name, _expert(file, key, expert)

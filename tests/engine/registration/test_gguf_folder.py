@@ -103,6 +103,18 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     assert "'qwen3'" in events[-1]["message"]
 
 
+@pytest.mark.parametrize("said", ["{", "[]", '{"model_type": []}', '{"model_type": "llama"}'])
+def test_a_damaged_configuration_beside_it_is_refused(tmp_path: Path, said: str) -> None:
+    write_model(tmp_path / "model", "llama", MODELS["llama"])
+    (tmp_path / "model" / "config.json").write_text(said)
+    _, events = registered(tmp_path / "model", tmp_path / "packs")
+    assert (events[-1]["event"], events[-1]["code"]) in (
+        ("refused", "bad_config"),
+        ("refused", "bad_weights"),  # a usual llama, which this is not
+    )
+    assert not (tmp_path / "packs").exists()
+
+
 def test_one_file_is_taken_and_not_several(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_model(folder, "llama", MODELS["llama"])

@@ -88,6 +88,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         found(tmp_path, "llama", weight, heads=(3, 1))
     with pytest.raises(RegistrationRefused, match="in blocks of Q8_0"):
         found(tmp_path, "llama", {"output_norm.weight": q8_0(torch.ones(64))[0]})
+    with pytest.raises(RegistrationRefused, match="has 4097 experts"):
+        found(tmp_path, "qwen3moe", {"blk.0.ffn_up_exps.weight": plain(torch.ones(4097, 1, 1))})
     with pytest.raises(RegistrationRefused, match="are not supported"):
         found(tmp_path, "bert", weight)
     path = write_gguf(
