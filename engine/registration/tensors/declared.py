@@ -96,7 +96,7 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
         raise _refused("config_groups is not as compressed-tensors writes it")
     formats = [said.get("format"), *(part.get("format") for part in parts)]
     for name in formats:
-        if name is not None and name not in _COMPRESSED_FORMATS:
+        if name is not None and str(name) not in _COMPRESSED_FORMATS:
             raise _refused(f"the format {name!r:.60} of compressed-tensors is not supported")
     sparsity = said.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
@@ -105,7 +105,8 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
         raise _refused("weights that are rotated (transform_config) are not supported")
     weights = [part.get("weights") for part in parts]
     described = [one for one in weights if isinstance(one, Mapping)]
-    bits = _known_bits(one.get("num_bits") for one in described if one.get("type") != "float")
+    integers = [one for one in described if one.get("type") != "float"]
+    bits = _known_bits(one["num_bits"] for one in integers if one.get("num_bits") is not None)
     blocks = {(1, size) for one in described if (size := _group(one.get("group_size")))}
     for one in described:
         structure = one.get("block_structure")
@@ -145,7 +146,7 @@ def _awq(said: Mapping[str, Any]) -> Declared:
 
 def _modelopt(said: Mapping[str, Any]) -> Declared:
     algorithm = said.get("quant_algo")
-    if algorithm not in _MODELOPT_ALGORITHMS:
+    if str(algorithm) not in _MODELOPT_ALGORITHMS:
         known = ", ".join(sorted(_MODELOPT_ALGORITHMS))
         raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({known} are)")
     return Declared("modelopt")
@@ -168,9 +169,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
 
 
 def _known_bits(found: Iterable[Any]) -> tuple[int, ...]:
-    bits = {one for one in found if one is not None}
-    if not bits.issubset(_FIELD_BITS):
-        raise _refused(f"weights of {sorted(map(repr, bits))} bits are not supported (2, 4, 8 are)")
+    bits = set()
+    for one in found:
+        if one not in _FIELD_BITS:
+            raise _refused(f"weights of {one!r:.60} bits are not supported (2, 4, 8 are)")
+        bits.add(int(one))
     return tuple(sorted(bits))
 
 
