@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from engine.errors import DownloadInterrupted, RegistrationRefused
-from engine.registration import download
+from engine.registration import download, parity
 from engine.registration import main as register
 from engine.registration.download import folder_name, locked
 from engine.registration.hub import Hub, HubLimits
@@ -96,7 +96,7 @@ def test_small_files_come_first_and_the_preflight_before_the_weights(
         seen.append(hub.sent[WEIGHTS])
         raise RegistrationRefused("parity", f"{config.model_type} differs")
 
-    monkeypatch.setattr(register, "probe", wrong)
+    monkeypatch.setattr(parity, "probe", wrong)
     events = run(tmp_path)
     assert events[-1]["code"] == "parity"
     assert "preflight" in {event["event"] for event in events}

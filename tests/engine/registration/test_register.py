@@ -19,6 +19,7 @@ from engine.errors import RegistrationRefused
 from engine.pack import read_index
 from engine.packs.weights import check_pack, verify_blob
 from engine.registration import main as register
+from engine.registration import parity
 from tests.engine.pack_rig import edit_json, hf_folder
 from tests.engine.registration.quantized_kit import KINDS, write_checkpoint
 from tests.engine.registration.test_convert import SHAPE
@@ -84,10 +85,10 @@ def test_ready_again_without_writing(tmp_path: Path) -> None:
 def test_a_family_that_comes_out_wrong_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(config: Any) -> float:
+    def wrong(config: Any, **options: Any) -> float:
         raise RegistrationRefused("parity", f"{config.model_type} differs")
 
-    monkeypatch.setattr(register, "probe", wrong)
+    monkeypatch.setattr(parity, "probe", wrong)
     folder = str(hf_folder(tmp_path / "model", LlamaConfig(**SHAPE)))
     status, events = run("--source", folder, "--dest", str(tmp_path / "packs"))
     assert status == 1
@@ -111,10 +112,10 @@ def test_a_destination_that_cannot_be_written_is_an_io_error(tmp_path: Path) -> 
 def test_a_bug_in_one_folder_does_not_hide_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(config: Any) -> float:
+    def broken(config: Any, **options: Any) -> float:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(register, "probe", broken)
+    monkeypatch.setattr(parity, "probe", broken)
     folder = str(hf_folder(tmp_path / "model", LlamaConfig(**SHAPE)))
     missing = str(tmp_path / "missing")
     status, events = run("--source", folder, "--source", missing, "--dest", str(tmp_path / "packs"))
