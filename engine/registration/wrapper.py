@@ -31,7 +31,7 @@ TEXT_SECTIONS = ("text_config", "decoder", "generator")
 """Where `get_text_config` looks."""
 MAX_LAYERS = 1024
 """Each is built as modules before any weights are there: a number too many would never end."""
-_LAYER_COUNTS = re.compile(r"(?:^|_)(?:layers|depths?|blocks)(?:_|$)")
+_LAYER_COUNTS = re.compile(r"(?:^|_)(?:layer|depth|block)s?$")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 
 
@@ -124,9 +124,10 @@ def _layer_counts(config: Any) -> Iterator[tuple[str, int]]:
 
 
 def _largest(value: Any) -> int:
-    """Of the numbers in a list, or the number; 0: none."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return max((int(n) for n in values if isinstance(n, int)), default=0)
+    """The number, or of a list the largest and how many there are; 0: none."""
+    if isinstance(value, list | tuple):
+        return max((len(value), *(n for n in value if isinstance(n, int))))
+    return value if isinstance(value, int) else 0
 
 
 def set_text_config(config: Any, text: Any) -> Any:

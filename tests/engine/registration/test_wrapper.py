@@ -290,6 +290,21 @@ HOSTILE: dict[str, tuple[str, str, Callable[[dict[str, Any]], object]]] = {
         rf"layers \(vision_config.num_hidden_layers\); the maximum is {MAX_LAYERS}",
         lambda c: c["vision_config"].update(num_hidden_layers=10**7),
     ),
+    "tower's stages": (
+        "bad_config",
+        r"layers \(vision_config.depths\)",
+        lambda c: c["vision_config"].update(depths=[1] * (MAX_LAYERS + 1)),
+    ),
+    "shared KV": (
+        "unknown_family",
+        "its layers share KV",
+        lambda c: c.update(
+            model_type="gemma4",
+            architectures=["Gemma4ForConditionalGeneration"],
+            text_config={"num_kv_shared_layers": 2},
+            vision_config={},
+        ),
+    ),
     "end token": ("bad_config", "eos_token_id .* no token id", _text(eos_token_id=10**12)),
     "huge": ("bad_config", "no number that can be", _text(query_pre_attn_scalar=10**30)),
     "not a number": ("bad_config", "no number that can be", _text(rms_norm_eps=math.nan)),
