@@ -29,8 +29,8 @@ from tests.e2e.conftest import Prepared
 pytestmark = pytest.mark.e2e
 
 PASSWORD = "the operator's password"
-NUM_ROWS = 20_000
-TRIES = 5
+NUM_ROWS = 40_000
+TRIES = 20
 PATIENCE_S = 60.0
 
 
@@ -107,7 +107,7 @@ def test_one_goes_on_without_the_gateway_and_one_that_died_with_it_when_told_to(
     prepared: Prepared, tmp_path: Path, stopped: list[int]
 ) -> None:
     data_dir = prepared.copy_to(tmp_path)
-    house = Polyhost(data_dir, {"admin_password": PASSWORD})
+    house = Polyhost(data_dir, {"admin_password": PASSWORD, "max_exports_per_user": 2 * TRIES + 1})
     server_module = ("bench.gateway_server",)  # no model is asked here
     with open_context(Settings(data_dir=str(data_dir)), "tests") as context:
         nanos = fill(context)

@@ -1,4 +1,4 @@
-"""Registering from a hub by the pages: a look, a slow download, a kill, a cut, each refusal."""
+"""Registering from a hub by the pages: a look, a slow download, a kill, a cut, a refusal of each kind."""
 
 import json
 import os
@@ -32,7 +32,6 @@ def hub(prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     whole = prepared.sources["sherlock"]
     changes: dict[str, dict[str, object]] = {
         "org/unknown": {"model_type": "nonsense", "architectures": ["NonsenseForCausalLM"]},
-        "org/large": {"intermediate_size": 1 << 16},
         "org/vast": {},
     }
     with hub_server() as server:
@@ -157,9 +156,7 @@ def test_each_refusal_has_its_reason_and_what_to_do(
             "lfs": {"oid": "a" * 64, "size": TOO_MUCH, "pointerSize": 134}}  # fmt: skip
     refusals = {
         "org/gated": ("hub_denied", "accept its licence on the hub"),
-        "org/nothing": ("no_repository", "check the name"),
         "org/unknown": ("unknown_family", "nonsense"),
-        "org/large": ("too_large", "raise the budget"),
         "org/vast": ("disk_full", "free disk space"),
     }
     for repo, (code, advice) in refusals.items():
