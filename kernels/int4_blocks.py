@@ -67,7 +67,7 @@ def quantize(
     `largest`: the scales that are tried make a group's largest weight so many steps; the one with
     the least sum of squared errors is kept. `scales` [n, ceil(k / 32)]: tried before these, where
     somebody has rounded the weights already: their steps are then kept as they are. Raises
-    ValueError on NaN.
+    ValueError on NaN, and on weights so large that their squares are not finite.
     """
     step = max(1, QUANTIZED_AT_ONCE // (ROWS * weight.shape[1])) * ROWS
     made = []
@@ -101,6 +101,8 @@ def _quantize(
         least = torch.where(better, error, least)
         scale = torch.where(better, tried, scale)
         values = torch.where(better, rounded, values)
+    if not bool(torch.isfinite(least).all()):
+        raise ValueError(f"weights of up to {float(exact.abs().max()):.3g} are too large for int4")
     return pack(values.view(n, -1), scale.view(n, -1))
 
 

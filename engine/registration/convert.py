@@ -67,7 +67,7 @@ SOURCE_SUFFIX = "-source"
 # stays what it is; registering its source again makes a new one.
 _RECIPE = 2
 # The same for checkpoints that are quantized themselves: how their values are made.
-_READING = 1
+_READING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +259,19 @@ def _check_finite(name: str, part: torch.Tensor) -> None:
 
 
 def _cast(name: str, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Raises RegistrationRefused where finite values would become infinite."""
     cast = part.to(dtype)
-    if dtype == torch.float16 and not bool((cast.isfinite() | ~part.isfinite()).all()):
+    if not (dtype.is_floating_point and part.is_floating_point() and part.numel()):
+        return cast
+    most = torch.finfo(dtype).max
+    if most >= torch.finfo(part.dtype).max or torch.stack(torch.aminmax(cast)).isfinite().all():
+        return cast
+    if bool((part.isfinite() & ~cast.isfinite()).any()):
+        wider = {torch.float16: "register it as bfloat16", torch.bfloat16: "register it as float32"}
         raise RegistrationRefused(
             "out_of_range",
-            f"{name} has values beyond float16's range (65,504); register it as bfloat16",
+            f"{name} has values beyond the range of {_dtype_name(dtype)} ({most:.6g}); "
+            + wider.get(dtype, "use another checkpoint"),
         )
     return cast
 

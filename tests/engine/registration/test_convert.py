@@ -172,6 +172,30 @@ def test_what_float16_cannot_hold_is_refused(llama: Path, tmp_path: Path) -> Non
     assert list((tmp_path / "packs").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "stored", "asked", "code"),
+    [
+        (3.4e38, torch.float32, "bfloat16", "out_of_range"),
+        (1e39, torch.float64, "float32", "out_of_range"),
+        (-7e4, torch.bfloat16, "float16", "out_of_range"),
+        (1e25, torch.float32, "int4", "bad_weights"),
+    ],
+)
+def test_finite_weights_stay_finite(
+    llama: Path, tmp_path: Path, value: float, stored: torch.dtype, asked: str, code: str
+) -> None:
+    weights = load_file(llama / "model.safetensors")
+    weights = {name: tensor.to(stored) for name, tensor in weights.items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    weights[name][0, :2] = torch.tensor([value, value / 3], dtype=stored)
+    save_file(weights, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RegistrationRefused) as caught:
+        convert(llama, tmp_path / "packs", asked)
+    assert caught.value.code == code
+    assert name in str(caught.value)
+    assert list((tmp_path / "packs").iterdir()) == []
+
+
 def test_sharded_checkpoints_and_their_dangers(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "model", LlamaConfig(**SHAPE), max_shard_size="20KB")
     index_path = folder / "model.safetensors.index.json"
