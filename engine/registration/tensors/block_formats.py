@@ -10,7 +10,6 @@ bitsandbytes  x.weight U8, two codes a byte, the upper first, of all rows one af
 """
 
 import json
-import math
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 MAX_STATE_BYTES = 1 << 16
 LIMIT = 127
+MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 def find_mxfp4(files: SourceTensors, declared: Declared) -> Found:
@@ -128,13 +128,13 @@ def _state(files: SourceTensors, key: str) -> dict[str, Any]:
     if not all(type(count) is int and 0 < count <= MAX_GROUP for count in counts):
         raise bad(key, f"names blocks of {counts!r:.60}")
     offset = said.get("nested_offset", 0.0)
-    if type(offset) not in (int, float) or not math.isfinite(offset):
+    if type(offset) not in (int, float) or not abs(offset) <= MAX_FLOAT:
         raise bad(key, f"names the offset {offset!r:.60}")
     return {
         "shape": shape,
         "blocksize": counts[0],
         "nested_blocksize": counts[1],
-        "nested_offset": offset,
+        "nested_offset": float(offset),
     }
 
 

@@ -7,6 +7,7 @@ and bytes, but neither what the names mean (`checkpoint.py`) nor what quantized 
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -86,6 +87,12 @@ class SourceTensors:
                     "quantized_weights",
                     f"tensor {name} has the unsupported type {entry['dtype']}; register the "
                     "unquantized checkpoint",
+                )
+            if math.prod(size or 1 for size in entry["shape"]) >> 63:
+                raise RegistrationRefused(
+                    "bad_weights",
+                    f"tensor {name} has the shape {entry['shape']}, which no tensor can have; "
+                    "download the model again",
                 )
             self._places[name] = file.fileno(), 8 + length + entry["data_offsets"][0]
             self.dtypes[name] = entry["dtype"]

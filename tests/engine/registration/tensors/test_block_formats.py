@@ -78,6 +78,8 @@ DAMAGE: list[tuple[str, Any, Declared, Callable[[Tensors], object], str]] = [
     ("blocks of 0", nf4(True), BNB, _state(blocksize=0), "names blocks of"),
     ("blocks of a word", nf4(True), BNB, _state(nested_blocksize="x"), "names blocks of"),
     ("offset endless", nf4(True), BNB, _state(nested_offset=float("inf")), "names the offset"),
+    ("offset beyond", nf4(True), BNB, _state(nested_offset=10**400), "names the offset"),
+    ("offset too large", nf4(True), BNB, _state(nested_offset=1e39), "names the offset"),
     ("factors missing", nf4(True), BNB, _drop("weight.absmax"), "is missing"),
     ("table missing", nf4(True), BNB, _drop("weight.quant_map"), "is missing"),
     ("no tables", nf4(True), BNB, _drop("weight.nested_quant_map"), "is missing"),

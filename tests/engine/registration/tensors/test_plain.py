@@ -1,5 +1,6 @@
 """A model in each published format becomes the pack of the weights that it stands for."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,17 @@ def test_a_hostile_checkpoint_leaves_nothing_behind(
     problem = refusal(tmp_path / "model", tmp_path / "packs")
     assert problem.code == code
     assert len(str(problem)) > 30
+
+
+@pytest.mark.parametrize("shape", [[0, 1 << 63], [0, 1 << 40, 1 << 40]])
+def test_sizes_without_end_are_refused(tmp_path: Path, shape: list[int]) -> None:
+    write_checkpoint(tmp_path / "model", KINDS["int8"])
+    said = {"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+    header = json.dumps(said).encode()
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert problem.code == "bad_weights"
 
 
 def test_tensors_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
