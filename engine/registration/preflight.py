@@ -190,7 +190,9 @@ def _choices(plan: Blueprint, declared: Declared) -> tuple[HostingChoice, ...]:
     found = []
     kind = declared.method
     if declared.bits == (4,):
-        kind = "symmetric int4" if declared.symmetric else "int4"
+        kind = "symmetric int4" if declared.keeps_codes else "int4"
+    elif declared.bits == (8,) and kind == "gptq":
+        kind = "fp8"
     for dtype, added in zip(_TARGETS, _ADDED_ERRORS[kind], strict=True):
         try:
             found.append(HostingChoice(dtype, _weight_bytes(plan, dtype, 0), added))

@@ -14,7 +14,7 @@ import torch
 
 from engine.registration.tensors.declared import Declared
 from engine.registration.tensors.files import SourceTensors
-from engine.registration.tensors.row_formats import STEP_BITS, Found, group_index
+from engine.registration.tensors.row_formats import STEP_BITS, Found, group_index, has_index
 from engine.registration.tensors.scaled import (
     Grid,
     Quantized,
@@ -56,22 +56,18 @@ def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantize
     need(files, key, ("I32",), (k // per_word, n))
     zeros = need(files, f"{base}.qzeros", ("I32",), (groups, -(-n // per_word)))
     used, index = {key, zeros, scales}, f"{base}.g_idx"
-    by_index = index in files.shapes
+    by_index = has_index(files, index, k, groups, declared)
     if by_index:
-        used.add(need(files, index, ("I32", "I64"), (k,)))
+        used.add(index)
     group = _group(scales, k, groups, declared)
 
     def open_rows() -> Rows:
         words = files.read(key)
-        stored = files.read(zeros)
-        if declared.zero_offset:
-            ones = sum(1 << shift for shift in range(0, 32, bits))
-            stored = stored + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
         full = Grid(
             read_scale(files, scales).T.contiguous(),
             (1, group),
-            fields(stored, bits)[:, :n].T.to(torch.float32),
-            group_index(files, index, groups) if by_index else None,
+            _gptq_zeros(files, zeros, n, declared).T.to(torch.float32),
+            group_index(files, index, groups, declared) if by_index else None,
         )
 
         def rows(start: int, stop: int) -> torch.Tensor:
@@ -83,17 +79,34 @@ def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantize
     def steps() -> torch.Tensor | None:
         if bits != STEP_BITS:
             return None
-        middle = 1 << (STEP_BITS - 1)
-        stored = fields(files.read(zeros), bits)[:, :n]
-        if bool((stored != middle - declared.zero_offset).any()):
+        if bool((_gptq_zeros(files, zeros, n, declared) != 1 << (STEP_BITS - 1)).any()):
             return None
         if by_index:
-            groups_of = group_index(files, index, groups)
+            groups_of = group_index(files, index, groups, declared)
             if groups_of is not None and bool((groups_of != torch.arange(k) // group).any()):
                 return None
         return steps_of(read_scale(files, scales).T.contiguous(), group, k)
 
     return Quantized((n, k), open_rows, steps), used
+
+
+def _gptq_zeros(files: SourceTensors, key: str, n: int, declared: Declared) -> torch.Tensor:
+    """Zeros int32 [groups, n].
+
+    Where all are said to be in the middle their values tell the version: writers of version 2 have
+    called it 1, and one step off is a model that still speaks.
+    """
+    (bits,) = declared.bits
+    words = files.read(key)
+    if declared.symmetric:
+        stored, middle = fields(words, bits)[:, :n], 1 << (bits - 1)
+        if not any(bool((stored == middle - offset).all()) for offset in (0, 1)):
+            raise bad(key, "has zeros that are not in the middle, but config.json says sym")
+        return torch.full_like(stored, middle)
+    if declared.zero_offset:
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        words = words + torch.tensor(ones, dtype=torch.int64).to(torch.int32)
+    return fields(words, bits)[:, :n]
 
 
 def _awq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized, set[str]]:

@@ -35,6 +35,8 @@ _COMPRESSED_FORMATS = frozenset(
 )
 _MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION"})
 _FIELD_BITS = (2, 4, 8)
+_BY_INDEX = frozenset({"group", "dynamic", "true"})
+"""What compressed-tensors calls act-order; by "weight" or "static" columns stay in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Declared:
     blocks       rows and columns that may share a scale, beside whole matrices and single rows
     bits         of a packed code; one of them
     zero_offset  what stored zeros are short of
-    symmetric    whether codes are said to be around zero, in groups of neighbours
+    symmetric    whether codes are said to be around zero
+    act_order    whether columns are said to be in groups by an index, and not by their place
     """
 
     method: str
@@ -52,6 +55,13 @@ class Declared:
     bits: tuple[int, ...] = ()
     zero_offset: int = 0
     symmetric: bool = False
+    act_order: bool = False
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether an int4 pack can have the codes as they are: its groups are of 32."""
+        whole = all(rows == 1 and columns % 32 == 0 for rows, columns in self.blocks)
+        return self.bits == (4,) and self.symmetric and not self.act_order and whole
 
 
 def declared_in(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Declared | None:
@@ -112,12 +122,19 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
         structure = one.get("block_structure")
         if isinstance(structure, list) and len(structure) == 2:
             blocks.add((_count(structure[0], "block"), _count(structure[1], "block")))
-    even = all(one.get("symmetric", True) and one.get("actorder") != "group" for one in described)
-    return Declared("compressed-tensors", tuple(sorted(blocks)), bits, symmetric=even)
+    even = all(one.get("symmetric", True) for one in described)
+    orders = {str(one.get("actorder")).lower() in _BY_INDEX for one in described}
+    return Declared(
+        "compressed-tensors",
+        tuple(sorted(blocks)),
+        bits,
+        symmetric=even and True not in orders,
+        act_order=orders == {True},
+    )
 
 
 def _gptq(said: Mapping[str, Any]) -> Declared:
-    kind = said.get("checkpoint_format") or "gptq"
+    kind = said.get("checkpoint_format") or said.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or said.get("is_marlin_format"):
         raise _refused(f"the layout {kind!r:.60} of GPTQ is not supported (gptq and gptq_v2 are)")
     special = said.get("dynamic") or {}
@@ -126,21 +143,29 @@ def _gptq(said: Mapping[str, Any]) -> Declared:
     size = _group(said.get("group_size"))
     blocks = ((1, size),) if size else ()
     bits = _known_bits([said.get("bits")])
-    even = said.get("sym") is True and not said.get("desc_act")
-    offset = 1 if kind == "gptq" else 0
-    return Declared("gptq", blocks, bits, zero_offset=offset, symmetric=even)
+    return Declared(
+        "gptq",
+        blocks,
+        bits,
+        zero_offset=1 if kind == "gptq" else 0,
+        symmetric=said.get("sym") is True,
+        act_order=bool(said.get("desc_act")),
+    )
 
 
 def _awq(said: Mapping[str, Any]) -> Declared:
-    version = said.get("version") or "gemm"
-    if str(version).lower() != "gemm" or said.get("bits", 4) != 4:
+    version = said.get("version") or said.get("format") or "gemm"
+    bits = _first(said, "bits", "w_bit")
+    if str(version).lower() != "gemm" or bits not in (None, 4):
         raise _refused(
-            f"AWQ of version {version!r:.60} with {said.get('bits', 4)!r:.20} bits is not "
-            "supported (version gemm with 4 bits is)"
+            f"AWQ of version {version!r:.60} with {bits!r:.20} bits is not supported (version "
+            "gemm with 4 bits is)"
         )
+    if str(said.get("backend")).lower() == "llm-awq":
+        raise _refused("the layout of llm-awq is not supported (that of AutoAWQ is)")
     if said.get("zero_point", True) is not True:
         raise _refused("AWQ without zero points is not supported")
-    size = _group(said.get("group_size") or said.get("q_group_size"))
+    size = _group(_first(said, "group_size", "q_group_size"))
     return Declared("awq", ((1, size),) if size else ())
 
 
@@ -166,6 +191,11 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
     "mxfp4": _plainly("mxfp4"),
     "bitsandbytes": _plainly("bitsandbytes"),
 }
+
+
+def _first(said: Mapping[str, Any], *names: str) -> Any:
+    """The value under the first of these names that has one."""
+    return next((said[name] for name in names if said.get(name) is not None), None)
 
 
 def _known_bits(found: Iterable[Any]) -> tuple[int, ...]:

@@ -119,10 +119,10 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
         raise bad(key, f"has {words} words a row, not what {k} codes of {declared.bits} bits take")
     grid = _grid_shape(scale, files.shapes[scale], ())
     index, zero = f"{base}_g_idx", f"{base}_zero_point"
-    by_index = index in files.shapes
     block = block_of(scale, (n, k), grid, declared.blocks)
+    by_index = has_index(files, index, k, grid[1], declared)
     if by_index:
-        used.add(need(files, index, ("I32", "I64"), (k,)))
+        used.add(index)
     if zero in files.shapes:
         used.add(need(files, zero, ("I32",), (-(-n * bits // 32), grid[1])))
     offset = 1 << (bits - 1)
@@ -131,7 +131,7 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
         zeros = None
         if zero in used:
             zeros = fields(files.read(zero).T.contiguous(), bits).T[:n].to(torch.float32) - offset
-        columns = group_index(files, index, grid[1]) if by_index else None
+        columns = group_index(files, index, grid[1], declared) if by_index else None
         full = Grid(read_scale(files, scale).reshape(grid), block, zeros, columns)
 
         def rows(start: int, stop: int) -> torch.Tensor:
@@ -148,10 +148,22 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
     return Quantized((n, k), open_rows, steps), used
 
 
-def group_index(files: SourceTensors, key: str, groups: int) -> torch.Tensor | None:
+def has_index(files: SourceTensors, key: str, k: int, groups: int, declared: Declared) -> bool:
+    """Whether there is an index of groups. Raises RegistrationRefused where there must be one."""
+    if key in files.shapes or (declared.act_order and groups > 1):
+        need(files, key, ("I32", "I64"), (k,))
+        return True
+    return False
+
+
+def group_index(
+    files: SourceTensors, key: str, groups: int, declared: Declared
+) -> torch.Tensor | None:
     """The group of each column, int64 [k]; None where it was never set (all -1)."""
     index = files.read(key).to(torch.int64)
     if bool((index == -1).all()):
+        if declared.act_order and groups > 1:
+            raise bad(key, "was never set (all -1), but config.json says act-order")
         return None
     if not bool(((index >= 0) & (index < groups)).all()):
         raise bad(key, f"names groups beyond the {groups} that have scales")

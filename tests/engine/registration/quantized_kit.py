@@ -191,8 +191,9 @@ def gptq(
         top = largest(weight[:, np.argsort(index, kind="stable")], (1, group))
         scale = torch.from_numpy(top / (1 << (bits - 1))).to(torch.float16)
         zero = np.random.default_rng(n).integers(0 if first_version else 5, 11, (n, groups))
+        zero %= 1 << bits
         if symmetric:
-            zero = np.full_like(zero, 8)
+            zero = np.full_like(zero, 1 << (bits - 1))
         each, shift = scale.to(torch.float32)[:, index], zero[:, index]
         codes = np.clip(np.round((weight / each).numpy()) + shift, 0, (1 << bits) - 1)
         stored = words(zero.T, bits).numpy().view(np.uint32)

@@ -49,6 +49,38 @@ def test_gptq_by_hand(tmp_path: Path) -> None:
         assert torch.equal(value(tmp_path, tensors, declared), wanted)
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("says_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_zeros_in_the_middle_tell_the_version(
+    tmp_path: Path, bits: int, says_first: bool, is_first: bool
+) -> None:
+    weight = torch.randn(16, 64)
+    tensors, values = gptq(bits, 32, first_version=is_first, symmetric=True)(weight)
+    declared = Declared("gptq", ((1, 32),), (bits,), zero_offset=int(says_first), symmetric=True)
+    assert torch.equal(value(tmp_path, tensors, declared), values)
+    assert (steps(tmp_path, tensors, declared) is not None) == (bits == 4)
+    tensors["qzeros"][0, 0] += 1
+    with pytest.raises(RegistrationRefused, match="not in the middle"):
+        value(tmp_path, tensors, declared)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_act_order_needs_its_index(tmp_path: Path, k: int) -> None:
+    tensors, values = gptq(4, 32, first_version=True)(torch.randn(16, 32 * k))
+    declared = Declared("gptq", ((1, 32),), (4,), zero_offset=1, act_order=True)
+    lacking = {name: tensor for name, tensor in tensors.items() if name != "g_idx"}
+    unset = tensors | {"g_idx": torch.full((32 * k,), -1, dtype=torch.int32)}
+    for damaged, why in ((lacking, "is missing"), (unset, "never set")):
+        plain = Declared("gptq", ((1, 32),), (4,), zero_offset=1)
+        assert torch.equal(value(tmp_path, damaged, plain), values)
+        if k == 1:  # one group: any order is the same
+            assert torch.equal(value(tmp_path, damaged, declared), values)
+            continue
+        with pytest.raises(RegistrationRefused, match=why):
+            value(tmp_path, damaged, declared)
+
+
 def test_a_zero_of_zero_borrows_from_its_neighbour(tmp_path: Path) -> None:
     # In the first version 0 is kept as -1, and the word as a whole is less by 0x11111111.
     kept = (word(0, 5, 0, 9, 0, 0, 1, 2) - 0x11111111 + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -38,6 +38,36 @@ def test_versions_differ_in_their_zeros() -> None:
     )
 
 
+def test_both_names_of_a_field_are_known() -> None:
+    second = Declared("gptq", ((1, 128),), (4,), symmetric=True, act_order=True)
+    assert read(GPTQ | {"format": "gptq_v2", "sym": True, "desc_act": True}) == second
+    assert read(GPTQ | {"format": "gptq"}) == read(GPTQ)
+    awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "format": "gemm"}
+    assert read(awq) == Declared("awq", ((1, 64),))
+    assert read(AWQ | {"group_size": -1, "backend": "autoawq"}) == Declared("awq")
+
+
+@pytest.mark.parametrize(
+    ("orders", "wanted"),
+    [
+        ([None], (True, False)),
+        (["weight"], (True, False)),
+        (["static"], (True, False)),
+        (["group"], (False, True)),
+        (["dynamic"], (False, True)),
+        ([True], (False, True)),
+        (["group", None], (False, False)),
+    ],
+)
+def test_compressed_tensors_says_act_order(orders: list[Any], wanted: tuple[bool, bool]) -> None:
+    said = compressed("pack-quantized")
+    weights = [{"num_bits": 4, "type": "int", "group_size": 32, "actorder": o} for o in orders]
+    said["config_groups"] = {str(i): {"weights": one} for i, one in enumerate(weights)}
+    found = read(said)
+    assert found is not None
+    assert (found.symmetric, found.act_order) == wanted
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 REFUSED: dict[str, Any] = {
@@ -57,6 +87,11 @@ REFUSED: dict[str, Any] = {
     "gptq, group of -2": GPTQ | {"group_size": -2},
     "gptq, group true": GPTQ | {"group_size": True},
     "gptq, for marlin": GPTQ | {"checkpoint_format": "marlin"},
+    "gptq, format marlin": GPTQ | {"format": "marlin"},
+    "awq, format gemv": {"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"},
+    "awq, 8 bits by another name": {"quant_method": "awq", "w_bit": 8, "q_group_size": 128},
+    "awq, group of 0": AWQ | {"group_size": 0},
+    "awq, another library": AWQ | {"backend": "llm-awq"},
     "gptq, single modules": GPTQ | {"dynamic": {"+:.*mlp": {"bits": 8}}},
     "awq, gemv": AWQ | {"version": "gemv"},
     "awq, 8 bits": AWQ | {"bits": 8},

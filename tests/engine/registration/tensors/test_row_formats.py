@@ -92,6 +92,7 @@ def _spoil(name: str, number: float) -> Callable[[Tensors], object]:
 
 BLOCKS = Declared("fp8", ((16, 16),))
 GROUPS = Declared("compressed-tensors", ((1, 32),), (4,))
+BY_INDEX = Declared("compressed-tensors", ((1, 32),), (4,), act_order=True)
 FOUR = Declared("compressed-tensors")
 fp8_blocks = fp8((16, 16), "weight_scale_inv")
 ordered = integers(32, 4, symmetric=False, order=True)
@@ -115,6 +116,8 @@ DAMAGE: list[tuple[str, Any, Declared, Callable[[Tensors], object], str]] = [
     ("index short", ordered, GROUPS, _put("weight_g_idx", zeros(63).int()), "shape"),
     ("other bits", ordered, Declared("compressed-tensors", ((1, 32),), (8,)), lambda t: None, "8"),
     ("other group", ordered, Declared("c", ((1, 16),), (4,)), lambda t: None, "64 x 2 scales"),
+    ("no index", ordered, BY_INDEX, _drop("weight_g_idx"), "is missing"),
+    ("index unset", ordered, BY_INDEX, lambda t: t["weight_g_idx"].fill_(-1), "never set"),
     ("no global scale", nvfp4(False), FOUR, _drop("weight_global_scale"), "is missing"),
     ("two of them", nvfp4(False), FOUR, _put("weight_global_scale", torch.ones(2)), "one value"),
     ("zero of them", nvfp4(False), FOUR, _put("weight_global_scale", zeros(1)), "but zero"),
