@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.registration.tensors.declared import MAX_GROUP, Declared
+from engine.registration.tensors.declared import MAX_GROUP, MIN_GROUP, Declared
 from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.row_formats import MXFP4_GROUP, Found
 from engine.registration.tensors.scaled import Grid, Quantized, Rows, bad, need, nibbles, read_scale
@@ -87,11 +87,11 @@ def _four_bits(files: SourceTensors, base: str, state: str) -> tuple[Quantized, 
         values = read_scale(files, table)
         if nested:
             steps = read_scale(files, f"{base}.nested_quant_map")[files.read(absmax).long()]
-            factors = read_scale(files, f"{base}.nested_absmax")
+            factors = read_scale(files, f"{base}.nested_absmax", may_be_zero=True)
             largest = steps * factors.repeat_interleave(said["nested_blocksize"])[:blocks]
             largest += said["nested_offset"]
         else:
-            largest = read_scale(files, absmax)
+            largest = read_scale(files, absmax, may_be_zero=True)
         packed = files.read(key).view(-1)
 
         def rows(start: int, stop: int) -> torch.Tensor:
@@ -120,12 +120,12 @@ def _state(files: SourceTensors, key: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise bad(key, "is not a JSON object")
     shape = said.get("shape")
-    counts = [said.get("blocksize"), said.get("nested_blocksize", 1)]
+    counts = [said.get("blocksize"), said.get("nested_blocksize", MIN_GROUP)]
     if not isinstance(shape, list) or len(shape) != 2:
         raise bad(key, f"names the shape {shape!r:.60}, which is no matrix")
     if not all(type(size) is int and 0 < size < 1 << 31 for size in shape):
         raise bad(key, f"names the shape {shape!r:.60}")
-    if not all(type(count) is int and 0 < count <= MAX_GROUP for count in counts):
+    if not all(type(count) is int and MIN_GROUP <= count <= MAX_GROUP for count in counts):
         raise bad(key, f"names blocks of {counts!r:.60}")
     offset = said.get("nested_offset", 0.0)
     if type(offset) not in (int, float) or not abs(offset) <= MAX_FLOAT:
@@ -151,7 +151,7 @@ def _eight_bits(files: SourceTensors, base: str, factors: str) -> tuple[Quantize
             raise bad(kind, "says that the weight is not laid out by rows")
 
     def open_rows() -> Rows:
-        full = Grid(read_scale(files, factors)[:, None] / LIMIT, (1, k))
+        full = Grid(read_scale(files, factors, may_be_zero=True)[:, None] / LIMIT, (1, k))
         return lambda start, stop: full.apply(files.rows(key, start, stop).float(), start)
 
     return Quantized((n, k), open_rows), used

@@ -15,6 +15,8 @@ from engine.errors import RegistrationRefused
 
 MODELOPT_NAME = "hf_quant_config.json"
 MAX_GROUP = 1 << 20
+MIN_GROUP = 16
+"""Scales are held whole in float32: with fewer weights to each they would outgrow these."""
 SUPPORTED = (
     "FP8 (fp8, fbgemm_fp8), compressed-tensors (integers, FP8, NVFP4, MXFP4), ModelOpt (FP8, "
     "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes, and GGUF"
@@ -94,7 +96,7 @@ def _fp8(said: Mapping[str, Any]) -> Declared:
         return Declared("fp8")
     if not isinstance(size, list) or len(size) != 2:
         raise _refused(f"weight_block_size is {size!r:.60}, not two numbers")
-    return Declared("fp8", ((_count(size[0], "block"), _count(size[1], "block")),))
+    return Declared("fp8", (_block(size),))
 
 
 def _compressed(said: Mapping[str, Any]) -> Declared:
@@ -121,7 +123,7 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
     for one in described:
         structure = one.get("block_structure")
         if isinstance(structure, list) and len(structure) == 2:
-            blocks.add((_count(structure[0], "block"), _count(structure[1], "block")))
+            blocks.add(_block(structure))
     even = all(one.get("symmetric", True) for one in described)
     orders = {str(one.get("actorder")).lower() in _BY_INDEX for one in described}
     return Declared(
@@ -209,13 +211,19 @@ def _known_bits(found: Iterable[Any]) -> tuple[int, ...]:
 
 def _group(value: Any) -> int:
     """Columns that share a scale; 0 for all of a row."""
-    return 0 if value is None or value == -1 else _count(value, "group")
+    return 0 if value is None or value == -1 else _block([1, value])[1]
 
 
-def _count(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_GROUP:
-        raise _refused(f"a {what} of {value!r:.60} weights is not supported")
-    return value
+def _block(sizes: list[Any]) -> tuple[int, int]:
+    """Rows and columns that share a scale."""
+    rows, columns = sizes
+    known = all(type(size) is int and 0 < size <= MAX_GROUP for size in sizes)
+    if not known or rows * columns < MIN_GROUP:
+        raise _refused(
+            f"a scale for {rows!r:.30} x {columns!r:.30} weights is not supported ({MIN_GROUP} "
+            "weights or more are)"
+        )
+    return rows, columns
 
 
 def _refused(why: str) -> RegistrationRefused:

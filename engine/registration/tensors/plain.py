@@ -53,9 +53,13 @@ LEFT_OUT = (
     ".input_zero_point",
     ".activation_scale",
     ".output_scale",
+    ".output_zero_point",
     ".k_scale",
+    ".k_zero_point",
     ".v_scale",
+    ".v_zero_point",
     ".q_scale",
+    ".q_zero_point",
     ".kv_scale",
     ".prob_scale",
 )

@@ -5,7 +5,7 @@
     compressed-tensors  the same with x.weight I8 or F8_E4M3 and x.weight_scale; or
                         x.weight_packed I32, codes of 2, 4 or 8 bits from -2^(bits - 1) on, lowest
                         first, x.weight_shape, x.weight_scale [n, groups], x.weight_zero_point
-                        packed along n, x.weight_g_idx [k]; or FP4 (below)
+                        packed along n (or I8 [n, groups]), x.weight_g_idx [k]; or FP4 (below)
     FP4                 bytes of two codes, scales F8_E4M3 for 16 (NVFP4) or powers of two for 32
                         (MXFP4). NVFP4's second scale divides the first in compressed-tensors
                         (x.weight_global_scale) and multiplies it in ModelOpt (x.weight_scale_2)
@@ -123,14 +123,20 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
     by_index = has_index(files, index, k, grid[1], declared)
     if by_index:
         used.add(index)
+    plain = files.dtypes.get(zero) == "I8"
     if zero in files.shapes:
-        used.add(need(files, zero, ("I32",), (-(-n * bits // 32), grid[1])))
+        shape = files.shapes[scale] if plain else (-(-n * bits // 32), grid[1])
+        used.add(need(files, zero, ("I32", "I8"), shape))
     offset = 1 << (bits - 1)
+
+    def packed_zeros() -> torch.Tensor:
+        stored = fields(files.read(zero).T.contiguous(), bits).T[:n]
+        return stored.to(torch.float32) - offset
 
     def open_rows() -> Rows:
         zeros = None
         if zero in used:
-            zeros = fields(files.read(zero).T.contiguous(), bits).T[:n].to(torch.float32) - offset
+            zeros = files.read(zero).to(torch.float32).reshape(grid) if plain else packed_zeros()
         columns = group_index(files, index, grid[1], declared) if by_index else None
         full = Grid(read_scale(files, scale).reshape(grid), block, zeros, columns)
 

@@ -107,15 +107,18 @@ def need(
     return key
 
 
-def read_scale(files: SourceTensors, key: str) -> torch.Tensor:
-    """Float32, finite, and not all zero: a few zeros are published, for channels of zeros."""
+def read_scale(files: SourceTensors, key: str, *, may_be_zero: bool = False) -> torch.Tensor:
+    """Float32, finite, and not all zero: a few zeros are published, for channels of zeros.
+
+    `may_be_zero`: where a scale is what the largest weight is, and zero for a weight of zeros.
+    """
     kept = files.read(key)
     if kept.dtype == torch.uint8:  # exponents of two, the last of them NaN
         kept = kept.view(torch.float8_e8m0fnu)
     scale = kept.to(torch.float32)
     if not bool(scale.isfinite().all()):
         raise bad(key, "has scales that are not finite (NaN or infinity)")
-    if scale.numel() and not bool(scale.any()):
+    if scale.numel() and not may_be_zero and not bool(scale.any()):
         raise bad(key, "has no scale but zero")
     return scale
 

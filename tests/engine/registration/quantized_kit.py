@@ -95,7 +95,13 @@ def fp8(block: tuple[int, int], name: str, shape: tuple[int, ...] | None = None)
 
 
 def integers(
-    group: int, bits: int, *, symmetric: bool = True, order: bool = False, packed: bool = True
+    group: int,
+    bits: int,
+    *,
+    symmetric: bool = True,
+    order: bool = False,
+    packed: bool = True,
+    packed_zeros: bool = True,
 ) -> Any:
     """compressed-tensors: bfloat16 scales [n, groups]; 0: one group."""
 
@@ -110,7 +116,7 @@ def integers(
         scale = (top / (half - 1)).to(torch.bfloat16)
         zero = torch.zeros(scale.shape, dtype=torch.int8)
         if not symmetric:
-            zero = torch.randint(-2, 3, scale.shape, dtype=torch.int8)
+            zero = torch.randint(-2, min(3, half), scale.shape, dtype=torch.int8)
         each, shift = scale.to(torch.float32)[:, index], zero.to(torch.float32)[:, index]
         codes = (weight / each + shift).round().clamp(-half, half - 1) + 0.0  # no zero below zero
         tensors: Tensors = {"weight_scale": scale}
@@ -121,7 +127,7 @@ def integers(
             tensors["weight"] = codes.to(torch.int8)
         if not symmetric:
             stored = words((zero.numpy().astype(np.int64) + half).T, bits).T.contiguous()
-            tensors["weight_zero_point"] = stored if packed else zero
+            tensors["weight_zero_point"] = stored if packed and packed_zeros else zero
         if order:
             tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
         return tensors, (codes - shift) * each
@@ -233,34 +239,37 @@ def awq(group: int) -> Any:
     return write
 
 
-def nf4(nested: bool) -> Any:
-    """bitsandbytes: blocks of 64 over all rows, their factors perhaps in eight bits."""
+def nf4(nested: bool, block: int = 64, outer: int = 256, kind: str = "nf4") -> Any:
+    """bitsandbytes: blocks over all rows, their factors perhaps in eight bits."""
 
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        flat = weight.numpy().reshape(-1, 64)
+        flat = weight.numpy().reshape(-1, block)
         top = np.abs(flat).max(1).astype(np.float32)
-        said: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+        said: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
         said["shape"] = list(weight.shape)
-        tensors: Tensors = {"weight.quant_map": torch.from_numpy(NF4.copy())}
+        values_of = {"nf4": NF4, "fp4": FP4 / 6}[kind]
+        tensors: Tensors = {"weight.quant_map": torch.from_numpy(values_of.copy())}
         if nested:
             table = np.linspace(-1, 1, 256).astype(np.float32)
             offset = float(top.mean())
-            factor = np.array([np.abs(top - offset).max()], np.float32)
-            codes = np.abs(((top - offset) / factor)[:, None] - table).argmin(1)
-            exact = torch.from_numpy(table[codes]) * torch.from_numpy(factor) + offset
+            starts = np.arange(0, len(top), outer)
+            factor = np.maximum.reduceat(np.abs(top - offset), starts).astype(np.float32)
+            each = factor[np.arange(len(top)) // outer]
+            codes = np.abs(((top - offset) / each)[:, None] - table).argmin(1)
+            exact = torch.from_numpy(table[codes]) * torch.from_numpy(each) + offset
             top = exact.numpy()
             tensors["weight.absmax"] = torch.from_numpy(codes.astype(np.uint8))
             tensors["weight.nested_absmax"] = torch.from_numpy(factor)
             tensors["weight.nested_quant_map"] = torch.from_numpy(table)
-            said |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            said |= {"nested_blocksize": outer, "nested_dtype": "float32", "nested_offset": offset}
         else:
             tensors["weight.absmax"] = torch.from_numpy(top)
-        chosen = np.abs(flat[..., None] / top[:, None, None] - NF4).argmin(-1)
-        values = torch.from_numpy(NF4[chosen]) * torch.from_numpy(top)[:, None]
+        chosen = np.abs(flat[..., None] / top[:, None, None] - values_of).argmin(-1)
+        values = torch.from_numpy(values_of[chosen]) * torch.from_numpy(top)[:, None]
         by_two = chosen.reshape(-1, 2)
         tensors["weight"] = torch.from_numpy((by_two[:, :1] << 4 | by_two[:, 1:]).astype(np.uint8))
         blob = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
-        tensors["weight.quant_state.bitsandbytes__nf4"] = blob
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = blob
         return tensors, values.reshape(weight.shape)
 
     return write

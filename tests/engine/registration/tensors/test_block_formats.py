@@ -49,6 +49,29 @@ def test_nf4s_blocks_run_over_the_rows(tmp_path: Path, columns: int) -> None:
         assert torch.equal(found, values)
 
 
+@pytest.mark.parametrize(("block", "outer"), [(64, 256), (128, 16), (32, 48)])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_blocks_of_blocks(tmp_path: Path, block: int, outer: int, kind: str, nested: bool) -> None:
+    tensors, values = nf4(nested, block, outer, kind)(torch.randn(64, 96))
+    if nested:
+        assert tensors["weight.nested_absmax"].numel() == -(-64 * 96 // block // outer)
+    assert torch.equal(
+        value(tmp_path, {f"x.{name}": t for name, t in tensors.items()}, BNB), values
+    )
+
+
+@pytest.mark.parametrize("write", [nf4(False), nf4(True), llm_int8])
+def test_a_weight_of_zeros_is_one(tmp_path: Path, write: Any) -> None:
+    tensors, values = write(torch.randn(64, 64))
+    for name in tensors.keys() & {"weight.nested_absmax", "SCB"} or {"weight.absmax"}:
+        tensors[name].zero_()
+    if STATE in tensors:
+        _state(nested_offset=0.0)(tensors)
+    found = value(tmp_path, {f"x.{name}": t for name, t in tensors.items()}, BNB)
+    assert torch.equal(found, torch.zeros_like(values))
+
+
 def _state(**change: Any) -> Callable[[Tensors], object]:
     def edit(tensors: Tensors) -> None:
         said = json.loads(bytes(tensors[STATE].tolist())) | change
@@ -76,6 +99,8 @@ DAMAGE: list[tuple[str, Any, Declared, Callable[[Tensors], object], str]] = [
     ("shape another", nf4(True), BNB, _state(shape=[64, 65]), "for a weight of 64 x 65"),
     ("shape of three", nf4(True), BNB, _state(shape=[4, 16, 64]), "no matrix"),
     ("blocks of 0", nf4(True), BNB, _state(blocksize=0), "names blocks of"),
+    ("blocks of 8", nf4(True), BNB, _state(blocksize=8), "names blocks of"),
+    ("factors of 8", nf4(True), BNB, _state(nested_blocksize=8), "names blocks of"),
     ("blocks of a word", nf4(True), BNB, _state(nested_blocksize="x"), "names blocks of"),
     ("offset endless", nf4(True), BNB, _state(nested_offset=float("inf")), "names the offset"),
     ("offset beyond", nf4(True), BNB, _state(nested_offset=10**400), "names the offset"),
@@ -90,7 +115,7 @@ DAMAGE: list[tuple[str, Any, Declared, Callable[[Tensors], object], str]] = [
     ("no exponents", mxfp4_experts, MXFP4, _drop("_scales"), "is missing"),
     ("exponents short", mxfp4_experts, MXFP4, _put("_scales", byte.view(1, 1, 1)), "not (2, 64"),
     ("exponents NaN", mxfp4_experts, MXFP4, lambda t: t["_scales"].fill_(255), "not finite"),
-    ("blocks of 8", mxfp4_experts, MXFP4, _put("_blocks", byte.view(1, 1, 1, 1)), "[experts, n"),
+    ("groups of 2", mxfp4_experts, MXFP4, _put("_blocks", byte.view(1, 1, 1, 1)), "[experts, n"),
 ]
 
 

@@ -64,6 +64,20 @@ def test_stacked_experts_have_scales_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(found[one], codes[one].to(torch.float32) * each)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("k", [96, 61])
+def test_zeros_may_be_packed_or_not(tmp_path: Path, packed: bool, bits: int, k: int) -> None:
+    write = integers(32, bits, symmetric=False, packed_zeros=packed)
+    tensors, values = write(torch.randn(21, k))
+    declared = Declared("compressed-tensors", ((1, 32),), (bits,))
+    assert torch.equal(value(tmp_path, named(tensors), declared), values)
+    if not packed:
+        tensors["weight_zero_point"] = tensors["weight_zero_point"][:, :1].contiguous()
+        with pytest.raises(RegistrationRefused, match="not \\(21, "):
+            value(tmp_path, named(tensors), declared)
+
+
 def test_nvfp4s_second_scale_divides_or_multiplies(tmp_path: Path) -> None:
     weight = torch.randn(32, 64)
     found = []
