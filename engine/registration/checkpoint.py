@@ -142,9 +142,11 @@ def open_checkpoint(blueprint: Blueprint, source: Tensors) -> Checkpoint:
         name = names.get(found)
         if found not in tensors:
             unknown[key] = found
-        elif name is None:
+            continue
+        if name is None:
             continue  # a tower's
-        elif pattern is not None:
+        source.check(key)
+        if pattern is not None:
             conversion = checkpoint.conversions.get(name)
             if conversion is None:
                 conversion = _Conversion(copy.deepcopy(by_pattern[pattern]), found)
@@ -154,13 +156,13 @@ def open_checkpoint(blueprint: Blueprint, source: Tensors) -> Checkpoint:
             checkpoint.direct[name] = key
     for key in [key for key in unknown if source.adds_nothing(key)]:
         del unknown[key]
-    _check_unknown(blueprint, unknown)
+    _check_unknown(blueprint, source, unknown)
     _settle_ties(checkpoint)
     _check_direct(checkpoint)
     return checkpoint
 
 
-def _check_unknown(blueprint: Blueprint, keys: dict[str, str]) -> None:
+def _check_unknown(blueprint: Blueprint, source: Tensors, keys: dict[str, str]) -> None:
     """Raises RegistrationRefused where the files hold tensors the model has no place for.
 
     `keys`: names in the files -> what the library would call them.
@@ -180,6 +182,8 @@ def _check_unknown(blueprint: Blueprint, keys: dict[str, str]) -> None:
         and not _COMPUTED.search(key)
         and not any(pattern.search(key) for pattern in ignored)
     ]
+    for key in strange:
+        source.check(key)
     if strange:
         raise RegistrationRefused(
             "bad_weights",

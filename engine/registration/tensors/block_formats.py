@@ -10,6 +10,7 @@ bitsandbytes  x.weight U8, two codes a byte, the upper first, of all rows one af
 """
 
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,11 @@ MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 def find_mxfp4(files: SourceTensors, declared: Declared) -> Found:
-    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    """Every quantized weight of such a checkpoint."""
     for key in files.shapes:
         if key.endswith(BLOCKS):
             base = key.removesuffix(BLOCKS)
-            yield base, *_experts(files, base)
+            yield base, partial(_experts, files, base)
 
 
 def _experts(files: SourceTensors, base: str) -> tuple[Quantized, set[str]]:
@@ -56,15 +57,15 @@ def _experts(files: SourceTensors, base: str) -> tuple[Quantized, set[str]]:
 
 
 def find_bitsandbytes(files: SourceTensors, declared: Declared) -> Found:
-    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    """Every quantized weight of such a checkpoint."""
     for key in files.shapes:
         for suffix in STATES:
             if key.endswith(suffix):
                 base = key.removesuffix(suffix)
-                yield base, *_four_bits(files, base, key)
+                yield base, partial(_four_bits, files, base, key)
         if key.endswith(".SCB"):
             base = key.removesuffix(".SCB")
-            yield f"{base}.weight", *_eight_bits(files, base, key)
+            yield f"{base}.weight", partial(_eight_bits, files, base, key)
 
 
 def _four_bits(files: SourceTensors, base: str, state: str) -> tuple[Quantized, set[str]]:

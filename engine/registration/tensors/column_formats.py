@@ -10,6 +10,8 @@ Some rows of the weight are some columns of every packed row, so the packed tens
 what it stands for in bfloat16) is read whole, and its rows are made in pieces.
 """
 
+from functools import partial
+
 import torch
 
 from engine.registration.tensors.declared import Declared
@@ -33,19 +35,19 @@ _SCALES = frozenset({"F16", "BF16", "F32"})
 
 
 def find_gptq(files: SourceTensors, declared: Declared) -> Found:
-    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    """Every quantized weight of such a checkpoint."""
     for key in files.shapes:
         if key.endswith(WEIGHT):
             base = key.removesuffix(WEIGHT)
-            yield f"{base}.weight", *_gptq(files, base, declared)
+            yield f"{base}.weight", partial(_gptq, files, base, declared)
 
 
 def find_awq(files: SourceTensors, declared: Declared) -> Found:
-    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    """Every quantized weight of such a checkpoint."""
     for key in files.shapes:
         if key.endswith(WEIGHT):
             base = key.removesuffix(WEIGHT)
-            yield f"{base}.weight", *_awq(files, base, declared)
+            yield f"{base}.weight", partial(_awq, files, base, declared)
 
 
 def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized, set[str]]:

@@ -56,6 +56,7 @@ class SourceTensors:
         self._places: dict[str, tuple[int, int]] = {}
         self.dtypes: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.refused: dict[str, RegistrationRefused] = {}
         try:
             for path in files:
                 self._open(path)
@@ -83,7 +84,7 @@ class SourceTensors:
                     f"tensor {name} is in more than one shard; download the model again",
                 )
             if entry["dtype"] not in _TORCH_DTYPES:
-                raise RegistrationRefused(
+                self.refused[name] = RegistrationRefused(
                     "quantized_weights",
                     f"tensor {name} has the unsupported type {entry['dtype']}; register the "
                     "unquantized checkpoint",
@@ -146,6 +147,11 @@ class SourceTensors:
                 count = torch.Size(self.shapes[name]).numel()
                 size[dtype] = size.get(dtype, 0) + count * FLOAT_BYTES[dtype]
         return max(size, key=lambda dtype: size[dtype]) if size else "F32"
+
+    def check(self, name: str) -> None:
+        """Raises RegistrationRefused for a tensor that cannot be read."""
+        if name in self.refused:
+            raise self.refused[name]
 
     def steps(self, name: str) -> torch.Tensor | None:
         """None: no weight is rounded to four bits."""

@@ -77,6 +77,9 @@ class Tensors(Protocol):
     def read(self, name: str) -> torch.Tensor:
         """All of it."""
 
+    def check(self, name: str) -> None:
+        """Raises RegistrationRefused for a tensor that cannot be read."""
+
     def steps(self, name: str) -> torch.Tensor | None:
         """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""
 
@@ -105,8 +108,8 @@ def open_tensors(files: list[Path], declared: Declared | None) -> Tensors:
         if declared is not None:
             return PlainTensors(opened, *_made(opened, declared), opened)
         for name, dtype in opened.dtypes.items():
-            if dtype not in PLAIN_DTYPES:
-                raise RegistrationRefused(
+            if dtype not in PLAIN_DTYPES and name not in opened.refused:
+                opened.refused[name] = RegistrationRefused(
                     CODE,
                     f"tensor {name} has the type {dtype}, but config.json names no "
                     "quantization_config; download the model again, or register the unquantized "
@@ -130,21 +133,30 @@ def _open_gguf(path: Path) -> Tensors:
 
 
 def _made(files: SourceTensors, declared: Declared) -> tuple[dict[str, Quantized], set[str]]:
-    """The quantized weights, and the tensors that stand for them."""
+    """The quantized weights, and the tensors that stand for them.
+
+    What is wrong with one goes into `files.refused`: in a tower it does not count.
+    """
     made: dict[str, Quantized] = {}
     used: set[str] = set()
-    for name, quantized, keys in FORMATS[declared.method](files, declared):
-        if name in made or (name in files.shapes and name not in keys):
-            raise bad(name, "is there twice")
-        if not used.isdisjoint(keys):
-            raise bad(min(used & keys), "belongs to two weights")
+    for name, read in FORMATS[declared.method](files, declared):
+        try:
+            quantized, keys = read()
+            if name in made or (name in files.shapes and name not in keys):
+                raise bad(name, "is there twice")
+            if not used.isdisjoint(keys):
+                raise bad(min(used & keys), "belongs to two weights")
+        except RegistrationRefused as refusal:
+            files.refused[name] = refusal
+            continue
         made[name] = quantized
         used |= keys
-    if not made:
+    if not made and not files.refused:
         raise RegistrationRefused(
             CODE,
-            f"config.json says that weights are quantized by {declared.method}, but no tensor is; "
-            "download the model again",
+            f"config.json says that weights are quantized by {declared.method}, but no tensor is: "
+            "if they are plain (an adapter was merged), remove quantization_config from "
+            "config.json, else download the model again",
         )
     return made, used
 
@@ -167,6 +179,9 @@ class PlainTensors:
         self.shapes |= {name: quantized.shape for name, quantized in made.items()}
         self.dtypes = {name: files.dtypes[name] for name in kept}
         self.dtypes |= dict.fromkeys(made, "F32")
+        for name in files.refused:
+            self.shapes.setdefault(name, ())
+            self.dtypes.setdefault(name, "F32")
 
     def pieces(self, name: str, max_bytes: int = MADE_BYTES) -> Iterator[torch.Tensor]:
         """Some rows (of the first axis) at a time. Raises RegistrationRefused."""
@@ -189,6 +204,10 @@ class PlainTensors:
             whole[done : done + len(piece)] = piece
             done += len(piece)
         return whole
+
+    def check(self, name: str) -> None:
+        """Raises RegistrationRefused for a tensor that cannot be read."""
+        self._files.check(name)
 
     def steps(self, name: str) -> torch.Tensor | None:
         """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""

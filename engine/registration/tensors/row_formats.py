@@ -13,7 +13,8 @@
 Experts that are stacked ([experts, n, k]) are read one by one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -38,22 +39,27 @@ STEP_BITS = 4
 NVFP4_GROUP = 16
 MXFP4_GROUP = 32
 
-Found = Iterator[tuple[str, Quantized, set[str]]]
-"""Name of a weight, how it is read, and the tensors in the files that stand for it."""
+Found = Iterator[tuple[str, Callable[[], tuple[Quantized, set[str]]]]]
+"""Name of a weight, and what says how it is read and which tensors in the files stand for it.
+
+The latter raises RegistrationRefused: whether the weight counts is not known here.
+"""
 
 
 def find_rows(files: SourceTensors, declared: Declared) -> Found:
-    """Every quantized weight of such a checkpoint. Raises RegistrationRefused."""
+    """Every quantized weight of such a checkpoint."""
     for key, dtype in files.dtypes.items():
         if key.endswith(PACKED):
             base = key.removesuffix("_packed")
-            yield base, *(_packed if dtype == "I32" else _fp4_packed)(files, base, declared)
+            read = _packed if dtype == "I32" else _fp4_packed
+            yield base, partial(read, files, base, declared)
         elif dtype == "U8" and f"{key}_scale_2" in files.shapes:
-            yield key, *_fp4(files, key, key, NVFP4_GROUP, f"{key}_scale_2", multiplies=True)
+            whole = f"{key}_scale_2"
+            yield key, partial(_fp4, files, key, key, NVFP4_GROUP, whole, multiplies=True)
         elif key.endswith(("_scale", "_scale_inv", "_zero_point")):
             continue
         elif dtype == "F8_E4M3" or (dtype == "I8" and f"{key}_scale" in files.shapes):
-            yield key, *_scaled(files, key, declared)
+            yield key, partial(_scaled, files, key, declared)
 
 
 def _scaled(files: SourceTensors, key: str, declared: Declared) -> tuple[Quantized, set[str]]:

@@ -150,6 +150,31 @@ def test_a_quantized_text_part_is_read_as_its_values(
     assert "quantization_config" not in (made / "config.json").read_text()
 
 
+TOWER: dict[str, tuple[str, dict[str, torch.Tensor]]] = {
+    "no scale": ("fp8 blocks", {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}),
+    "half of a weight": ("awq", {"qweight": torch.zeros(8, 1, dtype=torch.int32)}),
+    "an odd type": ("awq", {"weight": torch.ones(4, 4).to(torch.float8_e5m2)}),
+    "nothing said": ("", {"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}),
+}
+
+
+@pytest.mark.parametrize("name", TOWER)
+def test_quantized_towers_may_be_damaged(name: str, tmp_path: Path) -> None:
+    method, odd = TOWER[name]
+    kind = replace(
+        KINDS[method or "awq"],
+        model=lambda: wrapper_configs()["gemma3"],
+        quantizes=lambda tensor: bool(method) and "language" in tensor and "down_proj" in tensor,
+        extra={f"vision_tower.vision_model.odd.{ending}": t for ending, t in odd.items()},
+    )
+    twin = write_checkpoint(tmp_path / "model", kind)
+    if not method:
+        edit_json(tmp_path / "model/config.json", lambda c: c.pop("quantization_config"))
+    made, _ = _register(tmp_path / "model", tmp_path / "packs")
+    plain, _ = _register(twin, tmp_path / "packs")
+    assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
 def test_rounded_weights_are_probed_under_the_pack_s_names(family: str, quantization: str) -> None:

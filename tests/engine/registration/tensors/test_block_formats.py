@@ -24,7 +24,8 @@ def value(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor:
     save_file(tensors, folder / "model.safetensors")
     find = find_mxfp4 if declared.method == "mxfp4" else find_bitsandbytes
     with SourceTensors([folder / "model.safetensors"]) as files:
-        ((_, quantized, used),) = find(files, declared)
+        ((_, read),) = find(files, declared)
+        quantized, used = read()
         assert used == tensors.keys()
         rows = quantized.open()
         return torch.cat([rows(start, start + 1) for start in range(quantized.shape[0])])

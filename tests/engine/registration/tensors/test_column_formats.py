@@ -22,8 +22,9 @@ def value(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor:
     save_file({f"x.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
     find = find_gptq if declared.method == "gptq" else find_awq
     with SourceTensors([folder / "model.safetensors"]) as files:
-        ((name, quantized, _),) = find(files, declared)
+        ((name, read),) = find(files, declared)
         assert name == "x.weight"
+        quantized, _ = read()
         rows = quantized.open()
         return torch.cat([rows(start, start + 1) for start in range(quantized.shape[0])])
 
@@ -183,5 +184,6 @@ def test_steps_are_known_where_codes_are_even_and_in_order(tmp_path: Path) -> No
 def steps(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor | None:
     save_file({f"x.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
     with SourceTensors([folder / "model.safetensors"]) as files:
-        ((_, quantized, _),) = find_gptq(files, declared)
+        ((_, read),) = find_gptq(files, declared)
+        quantized, _ = read()
         return quantized.steps()

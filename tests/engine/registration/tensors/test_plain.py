@@ -16,7 +16,7 @@ from engine.registration.convert import inspect, write_pack
 from engine.registration.source import declared_of, weight_files
 from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
-from engine.registration.tensors.plain import PlainTensors
+from engine.registration.tensors.plain import LEFT_OUT, PlainTensors
 from kernels import int4_blocks
 from tests.engine.pack_rig import edit_json
 from tests.engine.registration.quantized_kit import (
@@ -139,6 +139,21 @@ def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> 
     found = tensors_of(made, index)
     assert torch.equal(found["lm_head.weight"], values)
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
+
+
+@pytest.mark.parametrize("ending", LEFT_OUT)
+def test_factors_of_activations_are_left_out(tmp_path: Path, ending: str) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(folder, replace(KINDS["int8"], extra={UP + ending: torch.ones(1)}))
+    with open_tensors(weight_files(folder), declared_of(folder)) as source:
+        assert UP + ending not in source.shapes
+
+
+def test_what_is_said_of_plain_weights_is_to_be_removed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", replace(KINDS["nf4"], quantizes=lambda name: False))
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert problem.code == "quantized_weights"
+    assert "remove quantization_config from config.json" in str(problem)
 
 
 UP = "model.layers.0.mlp.up_proj"

@@ -20,7 +20,8 @@ def value(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor:
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     with SourceTensors([folder / "model.safetensors"]) as files:
-        ((name, quantized, used),) = find_rows(files, declared)
+        ((name, read),) = find_rows(files, declared)
+        quantized, used = read()
         assert (name, used) == ("x.weight", set(tensors))
         rows = quantized.open()
         whole = torch.cat([rows(start, start + 1) for start in range(quantized.shape[0])])
