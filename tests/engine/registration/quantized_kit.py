@@ -247,7 +247,7 @@ def nf4(nested: bool, block: int = 64, outer: int = 256, kind: str = "nf4") -> A
         top = np.abs(flat).max(1).astype(np.float32)
         said: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
         said["shape"] = list(weight.shape)
-        values_of = {"nf4": NF4, "fp4": FP4 / 6}[kind]
+        values_of = NF4 if kind == "nf4" else FP4 / np.float32(6)
         tensors: Tensors = {"weight.quant_map": torch.from_numpy(values_of.copy())}
         if nested:
             table = np.linspace(-1, 1, 256).astype(np.float32)
