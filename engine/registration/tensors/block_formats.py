@@ -93,11 +93,10 @@ def _four_bits(files: SourceTensors, base: str, state: str) -> tuple[Quantized, 
             largest += said["nested_offset"]
         else:
             largest = read_scale(files, absmax, may_be_zero=True)
-        packed = files.read(key).view(-1)
 
         def rows(start: int, stop: int) -> torch.Tensor:
             first, last = start * k, stop * k
-            codes = packed[first // 2 : -(-last // 2)]
+            codes = files.flat_bytes(key, first // 2, -(-last // 2))
             swapped = (codes << 4) | (codes >> 4)
             found = nibbles(swapped, values)[first % 2 :][: last - first]
             head = first - first % block

@@ -127,17 +127,22 @@ class SourceTensors:
         """[stop - start, ...] of a tensor in the file's dtype; of a number: a list of it."""
         inner, dtype = self.shapes[name][1:], _TORCH_DTYPES[self.dtypes[name]]
         row_bytes = torch.Size(inner).numel() * dtype.itemsize
+        piece = self.flat_bytes(name, start * row_bytes, stop * row_bytes)
+        return piece.view(dtype).view(stop - start, *inner)
+
+    def flat_bytes(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Some of a tensor's bytes, uint8 [stop - start], whatever its axes."""
         descriptor, place = self._places[name]
-        piece = torch.empty((stop - start) * row_bytes, dtype=torch.uint8)
+        piece = torch.empty(stop - start, dtype=torch.uint8)
         target, done = piece.numpy().data, 0
         while done < len(target):
-            got = os.preadv(descriptor, [target[done:]], place + start * row_bytes + done)
+            got = os.preadv(descriptor, [target[done:]], place + start + done)
             if not got:
                 raise RegistrationRefused(
                     "bad_weights", f"tensor {name} is truncated; download the model again"
                 )
             done += got
-        return piece.view(dtype).view(stop - start, *inner)
+        return piece
 
     def float_dtype(self) -> str:
         """The floating type most bytes are in, as safetensors spells it; "F32" if there is none."""
