@@ -55,7 +55,7 @@ from engine.registration.source import (
     weight_files,
     without_quantization,
 )
-from engine.registration.tensors import MODELOPT_NAME, Declared, Tensors, open_tensors
+from engine.registration.tensors import BESIDE, Declared, Tensors, open_tensors
 from kernels import int4_blocks
 from kernels.int4_blocks import ROWS
 
@@ -327,7 +327,7 @@ def _checksums(path: Path, segments: tuple[Segment, ...]) -> tuple[Chunk, ...]:
 
 
 def _revision(candidate: CheckedSource, kept: str, progress: Progress) -> str:
-    copied = [candidate.folder / name for name in (*COPIED_FILES, MODELOPT_NAME)]
+    copied = [candidate.folder / name for name in (*COPIED_FILES, *BESIDE)]
     paths = candidate.files + [path for path in copied if path.is_file()]
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{PACK_VERSION} {kept}\n".encode())

@@ -38,7 +38,7 @@ from engine.registration.convert import whole_pack
 from engine.registration.encoder_families import MODULES_NAME
 from engine.registration.hub import Hub, HubFile
 from engine.registration.source import COPIED_FILES, INDEX_NAME, check_no_code, choose_weights
-from engine.registration.tensors import GGUF_SUFFIX, MODELOPT_NAME
+from engine.registration.tensors import BESIDE, GGUF_SUFFIX
 
 PART_SUFFIX = ".part"
 MAX_SMALL_BYTES = 128 << 20
@@ -49,7 +49,7 @@ HASH_BLOCK_BYTES = 4 << 20
 MAX_MODULES = 8
 
 # Beside what goes into packs: how the weights are split, and how some are quantized.
-SMALL_NAMES = frozenset({*COPIED_FILES, INDEX_NAME, MODELOPT_NAME})
+SMALL_NAMES = frozenset({*COPIED_FILES, INDEX_NAME, *BESIDE})
 MODULE_CONFIG = re.compile(r"\d_[A-Za-z]{1,32}/config\.json")
 
 Progress = Callable[[int, int], None]

@@ -27,7 +27,7 @@ from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
 from engine.modules.text_part import is_wrapper
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
-from engine.registration.tensors import GGUF_SUFFIX, MODELOPT_NAME, Declared, declared_in
+from engine.registration.tensors import BESIDE, GGUF_SUFFIX, Declared, declared_in
 from engine.registration.wrapper import check_layers, check_section, check_wrapper, text_section
 
 CONFIG_NAME = "config.json"
@@ -205,9 +205,12 @@ def declared_of(folder: Path) -> Declared | None:
     suffixes = {path.suffix for path in folder.iterdir()}
     if GGUF_SUFFIX in suffixes and ".safetensors" not in suffixes:
         return Declared(GGUF_SUFFIX[1:])
-    other = folder / MODELOPT_NAME
-    modelopt = read_json(other, "bad_config", dict) if other.is_file() else {}
-    return declared_in(config, modelopt)
+    for name, method in BESIDE.items():
+        said = read_json(folder / name, "bad_config", dict) if (folder / name).is_file() else {}
+        # Tools of ONNX use one of these names for something else.
+        if said.keys() & {"bits", "w_bit", "quantization", "quant_algo"}:
+            return declared_in(config, {"quant_method": method} | said)
+    return declared_in(config, {})
 
 
 def without_quantization(config: dict[str, Any]) -> dict[str, Any]:

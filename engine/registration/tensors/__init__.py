@@ -4,16 +4,16 @@
 the files; what they are called in the model, and where they go, is not known here.
 """
 
-from engine.registration.tensors.declared import MODELOPT_NAME, Declared, declared_in
+from engine.registration.tensors.declared import BESIDE, Declared, declared_in
 from engine.registration.tensors.files import FLOAT_BYTES, SourceTensors, piece_rows
 from engine.registration.tensors.gguf_file import GGUF_SUFFIX, GgufFile
 from engine.registration.tensors.gguf_names import architecture_of, number_in
 from engine.registration.tensors.plain import Tensors, open_tensors
 
 __all__ = [
+    "BESIDE",
     "FLOAT_BYTES",
     "GGUF_SUFFIX",
-    "MODELOPT_NAME",
     "Declared",
     "GgufFile",
     "SourceTensors",

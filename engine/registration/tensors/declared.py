@@ -1,10 +1,10 @@
 """What a checkpoint's small files say of how its weights are quantized.
 
-`quantization_config` in config.json (older releases: `compression_config`), or ModelOpt's
-hf_quant_config.json. Says which format the tensors are read by, and what their shapes leave open:
-bits, blocks that share a scale, the versions of a format. Which modules are quantized is not asked
-here: a weight with scales is, one without them is plain, and the lists of exceptions follow from
-that. What is not known is refused.
+`quantization_config` in config.json (older releases: `compression_config`), ModelOpt's
+hf_quant_config.json, or the files of older GPTQ and AWQ tools. Says which format the tensors are
+read by, and what their shapes leave open: bits, blocks that share a scale, the versions of a
+format. Which modules are quantized is not asked here: a weight with scales is, one without them is
+plain, and the lists of exceptions follow from that. What is not known is refused.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,12 @@ from typing import Any
 
 from engine.errors import RegistrationRefused
 
-MODELOPT_NAME = "hf_quant_config.json"
+BESIDE = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files that say it beside config.json, and what they mean where they do not say."""
 MAX_GROUP = 1 << 20
 MIN_GROUP = 16
 """Scales are held whole in float32: with fewer weights to each they would outgrow these."""
@@ -66,17 +71,17 @@ class Declared:
         return self.bits == (4,) and self.symmetric and not self.act_order and whole
 
 
-def declared_in(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> Declared | None:
-    """None: the weights are plain. `config`: config.json; `modelopt`: ModelOpt's file, or nothing.
+def declared_in(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Declared | None:
+    """None: the weights are plain. `config`: config.json; `beside`: a file of BESIDE, or nothing.
 
     Raises RegistrationRefused("quantized_weights").
     """
     said = config.get("quantization_config") or config.get("compression_config")
     if not said and isinstance(config.get("text_config"), Mapping):
         said = config["text_config"].get("quantization_config")
-    if not said and modelopt:
-        inner = modelopt.get("quantization")
-        said = {**inner, "quant_method": "modelopt"} if isinstance(inner, Mapping) else modelopt
+    if not said and beside:
+        inner = beside.get("quantization")
+        said = {**inner, "quant_method": "modelopt"} if isinstance(inner, Mapping) else beside
     if not said:
         return None
     if not isinstance(said, Mapping):

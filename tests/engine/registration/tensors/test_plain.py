@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from engine.pack import BLOB_NAME, INT4_SCHEME
 from engine.registration.convert import inspect, write_pack
+from engine.registration.download import SMALL_NAMES
 from engine.registration.source import declared_of, weight_files
 from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
@@ -147,6 +148,29 @@ def test_factors_of_activations_are_left_out(tmp_path: Path, ending: str) -> Non
     write_checkpoint(folder, replace(KINDS["int8"], extra={UP + ending: torch.ones(1)}))
     with open_tensors(weight_files(folder), declared_of(folder)) as source:
         assert UP + ending not in source.shapes
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "said"),
+    [
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 32, "version": "GEMM"}),
+    ],
+)
+def test_older_tools_say_it_in_files_of_their_own(
+    tmp_path: Path, kind: str, file: str, said: dict[str, Any]
+) -> None:
+    folder = tmp_path / "model"
+    write_checkpoint(folder, KINDS[kind])
+    made, _ = convert(folder, tmp_path / "packs")
+    edit_json(folder / "config.json", lambda c: c.pop("quantization_config"))
+    (folder / file).write_text(json.dumps(said))
+    other, index = convert(folder, tmp_path / "packs")
+    assert (made / BLOB_NAME).read_bytes() == (other / BLOB_NAME).read_bytes()
+    assert file not in index.files
+    assert file in SMALL_NAMES
+    (folder / file).write_text(json.dumps(said | {"x": 1}))
+    assert convert(folder, tmp_path / "packs")[0] != other
 
 
 def test_what_is_said_of_plain_weights_is_to_be_removed(tmp_path: Path) -> None:
