@@ -56,6 +56,8 @@ OVERRIDES = (
     "num_threads",
 )
 MODULE = "bench.sim"
+INTERRUPT_S = 5.0
+"""A simulation has so long to end by itself."""
 # Name, metavar, meaning; the simulator has the same names and knows what they may be.
 VALUES = (
     ("--models", "N|FILE", "number of hosted models (default: 20), or a JSON file that lists them"),
@@ -219,8 +221,12 @@ def _simulate(options: argparse.Namespace) -> int:
         try:
             status = child.wait()
         except KeyboardInterrupt:
-            # The terminal has told the child as well; it ends by itself.
-            child.wait()
+            # The terminal has told the child as well. An interrupt amid its imports may be lost.
+            try:
+                child.wait(INTERRUPT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
             raise
         finally:
             signal.signal(signal.SIGTERM, before)

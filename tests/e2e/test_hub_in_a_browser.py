@@ -1,4 +1,4 @@
-"""Registering from a hub by the pages: a look, a slow download, a kill, a cut, a refusal of each kind."""
+"""Registering from a hub by the pages: a look, a slow download, a kill, a cut, refusals."""
 
 import json
 import os

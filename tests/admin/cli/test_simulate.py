@@ -58,6 +58,25 @@ def test_the_simulators_status_and_words_come_through(
     assert capfd.readouterr().err == "simulate: ['azure2024']\n"
 
 
+def test_an_interrupt_that_the_simulation_loses_ends_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """if True:
+        import os, signal, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print(os.getpid(), flush=True)
+        time.sleep(0.2)  # the parent waits by now
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(3600)
+    """
+    monkeypatch.setattr(cli_simulate, "command", lambda options: [sys.executable, "-c", program])
+    monkeypatch.setattr(cli_simulate, "INTERRUPT_S", 0.1)
+    assert main(["simulate", "azure2024"]) == 1
+    said = capfd.readouterr()
+    assert "polyhost: interrupted" in said.err
+    assert not Path(f"/proc/{int(said.out)}").exists()
+
+
 def test_an_interrupt_ends_both_processes() -> None:
     trace = "synthetic:rate=50,minutes=6000"
     process = subprocess.Popen(

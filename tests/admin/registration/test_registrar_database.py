@@ -48,7 +48,7 @@ def test_it_waits_until_the_database_is_back(tmp_path: Path) -> None:
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registrar, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(registrar, "PATIENCE_S", 2.0)
     settings = Settings(data_dir=str(tmp_path))
     migrated(settings.registry_url)
     tries: list[int] = []
