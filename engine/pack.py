@@ -31,7 +31,6 @@ TENSOR_ALIGN = 256
 MEMBER_ALIGN = 16
 CHUNK_BYTES = 8 << 20
 INT8_SCHEME = "int8_rows"
-INT4_SCHEME = "int4_blocks"
 SCALE_SUFFIX = "_scale"
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
@@ -44,8 +43,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     shard_axis   where tensor parallelism cuts it; None: every device has all of it
     parts        sizes along that axis where it holds several projections, to be cut each by itself
-    scheme       "int8_rows": int8, its scales are the entry `<name>_scale`; "int4_blocks": the
-                 blocks of kernels/int4_blocks.py, scales among them; "": as it is
+    scheme       "int8_rows": int8, its scales are the entry `<name>_scale`; a form of
+                 kernels/int4_blocks.py: its blocks, scales among them; "": as it is
     """
 
     name: str
@@ -151,7 +150,7 @@ def is_one_run(group: FusedGroup, entries: Mapping[str, TensorEntry]) -> bool:
     return all(
         after.segment == before.segment
         and after.offset == before.offset + before.num_bytes
-        and after.dtype == before.dtype
+        and (after.dtype, after.scheme) == (before.dtype, before.scheme)
         and after.shape[1:] == before.shape[1:]
         for before, after in pairwise(members)
     )

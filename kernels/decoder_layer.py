@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from kernels.gate_mul import Activation, gate_mul, gate_mul_ref
 from kernels.head_norm import head_norm_, head_norm_ref_
-from kernels.int4_blocks import int4_blocks_linear, int4_blocks_linear_ref
+from kernels.int4_blocks import INT4_BLOCKS, int4_blocks_linear, int4_blocks_linear_ref
 from kernels.int4_layouts import Int4Weight
 from kernels.int4_linear import int4_linear, int4_linear_ref
 from kernels.kv_write import rotary_write, rotary_write_ref
@@ -47,11 +47,12 @@ from kernels.scaled_linear import scaled_linear, scaled_linear_ref
 @dataclass(frozen=True, slots=True)
 class Product:
     """y = x W^T + bias. weight [n, k]: a float tensor; int8 or fp8 with `scale` [n]; int4, as
-    blocks (uint8, int4_blocks.py) or in the layout of GPUs."""
+    blocks (uint8) of the form that `scheme` names in int4_blocks.py, or in the layout of GPUs."""
 
     weight: torch.Tensor | Int4Weight
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    scheme: str = INT4_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def _product_ref(x: torch.Tensor, product: Product) -> torch.Tensor:
     if product.scale is not None:
         return scaled_linear_ref(x, product.weight, product.scale, product.bias)
     if product.weight.dtype == torch.uint8:
-        return int4_blocks_linear_ref(x, product.weight, product.bias)
+        return int4_blocks_linear_ref(x, product.weight, product.bias, product.scheme)
     return functional.linear(x, product.weight, product.bias)
 
 
@@ -179,7 +180,7 @@ def _product(x: torch.Tensor, product: Product) -> torch.Tensor:
     if product.scale is not None:
         return scaled_linear(x, product.weight, product.scale, product.bias)
     if product.weight.dtype == torch.uint8:
-        return int4_blocks_linear(x, product.weight, product.bias)
+        return int4_blocks_linear(x, product.weight, product.bias, product.scheme)
     return functional.linear(x, product.weight, product.bias)
 
 

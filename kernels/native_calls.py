@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.int4_blocks import ROWS
+from kernels.int4_blocks import FORMS, INT4_BLOCKS, ROWS
 from kernels.sampling import Draw
 
 logger = logging.getLogger(__name__)
@@ -41,23 +41,61 @@ _BUILDS = {
     "_native_avx2_vnni": _AVX2 | {"avx_vnni"},
     "_native_avx2": _AVX2,
 }
-FORMATS = {torch.bfloat16: 0, torch.int8: 1, torch.uint8: 2}
-"""Of weights, by their dtype; uint8: int4 in blocks."""
+FORMATS = {torch.bfloat16: 0, torch.int8: 1}
+"""Of weights that are no blocks, by their dtype."""
+# Of blocks, by how their codes are read: int4.h has the steps that sums in 16 bits hold.
+_INT4, _INT4_ZEROS, _INT4_TABLE, _INT4_HALVES, _INT4_WIDE = range(2, 7)
+_MOST_OF_TABLE, _MOST_OF_WIDE = 32, 128
 
 
 class Linear(Structure):
     """y = x W^T + bias: weight [n, k], or [2 n, k] of gate and up; bias [n] or null; scale, one a
-    row of an int8 weight, else null; `format`: see FORMATS."""
+    row of an int8 weight, else null; table, surplus, format: see `format_of`."""
 
     _fields_ = (
         ("weight", c_void_p),
         ("bias", c_void_p),
         ("scale", c_void_p),
+        ("table", c_void_p),
         ("n", c_int32),
         ("k", c_int32),
         ("format", c_int32),
-        ("reserved", c_int32),
+        ("surplus", c_int32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How a weight is read: the numbers of `Linear`. `table` keeps what it points to alive."""
+
+    number: int
+    surplus: int = 0
+    table: "ctypes.Array[ctypes.c_uint8] | None" = None
+
+    @property
+    def table_address(self) -> int | None:
+        """For `Linear.table`."""
+        return None if self.table is None else ctypes.addressof(self.table)
+
+
+@functools.cache
+def format_of(dtype: torch.dtype, scheme: str = INT4_BLOCKS) -> Format | None:
+    """Of weights of that type; uint8: of blocks by the name of their form (int4_blocks.FORMS).
+    None: there is no kernel."""
+    if dtype != torch.uint8:
+        number = FORMATS.get(dtype)
+        return None if number is None else Format(number)
+    form = FORMS[scheme]
+    surplus = -min(form.values)
+    stored = [value + surplus for value in form.values]
+    if stored == list(range(16)):
+        return None if form.halves else Format(_INT4_ZEROS if form.zeros else _INT4, surplus)
+    if form.zeros or max(stored) > (_MOST_OF_TABLE if form.halves else _MOST_OF_WIDE):
+        return None
+    table = (ctypes.c_uint8 * len(stored))(*stored)
+    if form.halves:
+        return Format(_INT4_HALVES, surplus, table)
+    return Format(_INT4_TABLE if max(stored) <= _MOST_OF_TABLE else _INT4_WIDE, surplus, table)
 
 
 class Norm(Structure):
@@ -219,15 +257,27 @@ class NativeLibrary:
         wide: bool = False,
         scale: torch.Tensor | None = None,
         rounding: bool = True,
+        scheme: str = INT4_BLOCKS,
     ) -> torch.Tensor:
         """x [T, K], weight [N, K] to [T, N]; with an activation weight [2 N, K] and
         act(gate) * up. `wide`: float32 comes out. `scale`: of the rows of an int8 weight; a uint8
-        weight is int4 in blocks. `rounding` off: int8 weights meet x as it is, on every build."""
-        form = FORMATS[weight.dtype]
+        weight is int4 in blocks, of the form that `scheme` names. `rounding` off: int8 weights meet
+        x as it is, on every build."""
+        form = format_of(weight.dtype, scheme)
+        assert form is not None
         rows = weight.shape[0] if weight.dim() == 2 else weight.shape[0] * ROWS
         rows = rows if activation == "none" else rows // 2
         out = x.new_empty(len(x), rows, dtype=torch.float32 if wide else x.dtype)
-        op = Linear(weight.data_ptr(), _address(bias), _address(scale), rows, x.shape[1], form)
+        op = Linear(
+            weight.data_ptr(),
+            _address(bias),
+            _address(scale),
+            form.table_address,
+            rows,
+            x.shape[1],
+            form.number,
+            form.surplus,
+        )
         self._library.polyhost_linear(
             ctypes.byref(op),
             ACTIVATIONS[activation],

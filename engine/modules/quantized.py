@@ -8,8 +8,8 @@ weights are rounded, and how, is `engine/registration/quantize.py`.
 import torch
 from torch import nn
 
-from engine.pack import INT4_SCHEME, Schemes
-from kernels import int4_blocks
+from engine.pack import Schemes
+from kernels.int4_blocks import FORMS, block_shape, int4_blocks_linear
 from kernels.int8_linear import int8_linear
 
 
@@ -23,7 +23,8 @@ def replace_modules(model: nn.Module, schemes: Schemes) -> None:
             setattr(parent, leaf, Int8Embedding(module))
             continue
         assert type(module) is nn.Linear
-        setattr(parent, leaf, (Int4Linear if scheme == INT4_SCHEME else Int8Linear)(module))
+        made = Int4Linear(module, scheme) if scheme in FORMS else Int8Linear(module)
+        setattr(parent, leaf, made)
 
 
 class Int8Linear(nn.Module):
@@ -60,19 +61,20 @@ class Int8Embedding(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """Stands where an `nn.Linear` stood: `weight` in blocks, `bias` [n]."""
+    """Stands where an `nn.Linear` stood: `weight` in blocks of the form `scheme`, `bias` [n]."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, scheme: str) -> None:
         super().__init__()
+        self._scheme = scheme
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        shape = int4_blocks.block_shape(linear.weight.shape)
+        shape = block_shape(linear.weight.shape, scheme)
         blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(blocks, requires_grad=False)
         self.bias = linear.bias
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., k] to [..., n]."""
-        return int4_blocks.int4_blocks_linear(hidden, self.weight, self.bias)
+        return int4_blocks_linear(hidden, self.weight, self.bias, self._scheme)
 
 
 def is_lookup(module: object) -> bool:

@@ -17,7 +17,6 @@ from engine.errors import ChecksumMismatch, PackError
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
-    INT4_SCHEME,
     INT8_SCHEME,
     MEMBER_ALIGN,
     SCALE_SUFFIX,
@@ -27,7 +26,7 @@ from engine.pack import (
     is_one_run,
     read_index,
 )
-from kernels.int4_blocks import BLOCK_BYTES
+from kernels.int4_blocks import FORMS
 
 # One read and one checksum update at a time, so that the second finds the bytes in the core's
 # cache: 76 % of a bare preadv instead of 64 % with whole chunks (docs/log.md).
@@ -141,10 +140,11 @@ def _form_problem(index: PackIndex) -> str:
     entries = {entry.name: entry for entry in index.tensors}
     for entry in index.tensors:
         scales = entries.get(entry.name + SCALE_SUFFIX)
-        if entry.scheme not in ("", INT8_SCHEME, INT4_SCHEME):
+        if entry.scheme not in ("", INT8_SCHEME, *FORMS):
             return f"tensor {entry.name} is quantized in a way this build does not know"
         blocks = entry.dtype == "uint8" and len(entry.shape) == 3
-        if entry.scheme == INT4_SCHEME and not (blocks and entry.shape[2] == BLOCK_BYTES):
+        form = FORMS.get(entry.scheme)
+        if form is not None and not (blocks and entry.shape[2] == form.block_bytes):
             return f"tensor {entry.name} is not in blocks"
         if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:1]):
             return f"tensor {entry.name} has no scales"

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 from engine.errors import RegistrationRefused
 from engine.registration.blueprint import Blueprint
 from engine.registration.tensors import FLOAT_BYTES, Tensors, piece_rows
+from kernels.int4_blocks import INT4_BLOCKS, ZEROS, Steps
 
 # Buffers that older releases saved and that are computed today.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
@@ -89,10 +90,19 @@ class Checkpoint:
         if left:
             raise _missing(sorted(left))
 
-    def steps(self, name: str) -> torch.Tensor | None:
-        """The steps that a weight was rounded to before, if it can be kept in them: `Tensors`."""
-        key = self.direct.get(name)
-        return None if key is None else self.source.steps(key)
+    def scheme(self, name: str) -> str:
+        """The form in which an int4 pack keeps the codes that a weight has already, "" for none."""
+        kept = self.source.kept(self.direct[name]) if name in self.direct else None
+        return "" if kept is None else kept.scheme
+
+    def steps(self, name: str, scheme: str) -> Steps | None:
+        """The steps that a weight was rounded to before, if blocks of that form have them."""
+        kept = self.source.kept(self.direct[name]) if name in self.direct else None
+        if kept is None:
+            return None
+        if (kept.scheme, scheme) == (INT4_BLOCKS, ZEROS):
+            return kept.steps().with_zeros()
+        return kept.steps() if kept.scheme == scheme else None
 
     def _convert(self, target: str, conversion: _Conversion) -> dict[str, torch.Tensor]:
         converter = conversion.converter

@@ -25,7 +25,6 @@ from engine.errors import PackError, RegistrationRefused
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
-    INT4_SCHEME,
     SCALE_SUFFIX,
     Chunk,
     PackIndex,
@@ -57,7 +56,7 @@ from engine.registration.source import (
 )
 from engine.registration.tensors import BESIDE, Declared, Tensors, open_tensors
 from kernels import int4_blocks
-from kernels.int4_blocks import ROWS
+from kernels.int4_blocks import FORMS, ROWS, Steps
 
 DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 TEMPORARY = ".tmp-"
@@ -65,7 +64,7 @@ TEMPORARY = ".tmp-"
 SOURCE_SUFFIX = "-source"
 # In the revisions of quantized packs: which weights are rounded, and how. A pack of another recipe
 # stays what it is; registering its source again makes a new one.
-_RECIPE = 2
+_RECIPE = 3
 # The same for checkpoints that are quantized themselves: how their values are made.
 _READING = 2
 
@@ -102,7 +101,7 @@ def write_pack(
         schemes: Schemes = {}
         kept = _dtype_name(chosen)
         if dtype in QUANTIZATIONS:
-            schemes = schemes_of(candidate.blueprint, checkpoint.names(), dtype)
+            schemes = schemes_of(candidate.blueprint, checkpoint.names(), dtype, checkpoint.scheme)
             kept = f"{dtype} {_RECIPE}"
         if candidate.declared is not None:
             kept += f" from {candidate.declared.method} {_READING}"
@@ -225,22 +224,22 @@ def _write_blob(path: Path, checkpoint: Checkpoint, layout: PackLayout, progress
     with path.open("wb", buffering=0) as file:
         # The gaps between tensors read as zeros.
         file.truncate(sum(segment.num_bytes for segment in layout.segments))
-        steps: torch.Tensor | None = None
+        steps: Steps | None = None
         for name, row, part in checkpoint.parts():
             entry = places[name]
             if row == 0:
-                steps = checkpoint.steps(name) if entry.scheme == INT4_SCHEME else None
+                steps = checkpoint.steps(name, entry.scheme) if entry.scheme in FORMS else None
             scales = places.get(name + SCALE_SUFFIX)
             if name in weights:
                 _check_finite(name, part)
             if entry.scheme:
-                given = None if steps is None else steps[row : row + len(part)]
+                given = None if steps is None else steps.of_rows(row, row + len(part))
                 kept = _quantized(entry, part, scales, given)
             else:
                 kept = [(entry, _cast(name, part, getattr(torch, entry.dtype)))]
             for place, tensor in kept:
                 rows = place.shape[0] if place.shape else 1
-                first = row // ROWS if place.scheme == INT4_SCHEME else row
+                first = row // ROWS if place.scheme in FORMS else row
                 start = layout.segments[place.segment].offset + place.offset
                 done += _write(file.fileno(), tensor, start + first * (place.num_bytes // rows))
             progress("convert", done, total)
@@ -280,12 +279,12 @@ def _quantized(
     entry: TensorEntry,
     part: torch.Tensor,
     scales: TensorEntry | None,
-    steps: torch.Tensor | None,
+    steps: Steps | None,
 ) -> list[tuple[TensorEntry, torch.Tensor]]:
     """What is kept of some rows, and where."""
     try:
         if scales is None:
-            return [(entry, int4_blocks.quantize(part, scales=steps))]
+            return [(entry, int4_blocks.quantize(part, steps=steps, scheme=entry.scheme))]
         values, scale = quantize_rows(part, getattr(torch, scales.dtype))
     except ValueError as error:
         raise RegistrationRefused("bad_weights", f"{entry.name}: {error}") from error

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from engine.pack import (
-    INT4_SCHEME,
     INT8_SCHEME,
     MEMBER_ALIGN,
     SCALE_SUFFIX,
@@ -31,7 +30,7 @@ from engine.pack import (
     is_one_run,
 )
 from engine.registration.blueprint import REST, Blueprint, layer_of
-from kernels import int4_blocks
+from kernels.int4_blocks import FORMS, block_shape
 
 # Siblings that take the same input, as families call them, and the name of their joint product.
 FUSABLE = (
@@ -82,7 +81,7 @@ def lay_out(
     for name in names:
         members.setdefault(layer_of(name), []).append(name)
     order = sorted(members, key=lambda segment: -1 if segment == REST else int(segment[6:]))
-    groups = list(_neighbours(plan, frozenset(names)))
+    groups = list(neighbours(plan, frozenset(names)))
     group_of = {name: group for group in groups for name in group.members}
     scales = [_scales(group) for group in groups]
     later = {name for group in (*groups, *scales) for name in group.members[1:]}
@@ -130,7 +129,8 @@ def shard_axis(styles: dict[str, str], name: str, num_axes: int) -> int | None:
     return None
 
 
-def _neighbours(plan: Blueprint, names: frozenset[str]) -> Iterator[FusedGroup]:
+def neighbours(plan: Blueprint, names: frozenset[str]) -> Iterator[FusedGroup]:
+    """Those of `names` that are to lie behind one another, as groups."""
     for prefix, module in plan.skeleton.named_modules():
         children = dict(module.named_children())
         for leaves, label in FUSABLE:
@@ -162,8 +162,8 @@ def _in_order(
         for member in run:
             shape = tuple(plan.tensors[member].shape)
             scheme = schemes.get(member, "")
-            if scheme == INT4_SCHEME:
-                yield Stored(member, int4_blocks.block_shape(shape), torch.uint8, scheme)
+            if scheme in FORMS:
+                yield Stored(member, block_shape(shape, scheme), torch.uint8, scheme)
             elif scheme:
                 yield Stored(member, shape, torch.int8, scheme)
             else:

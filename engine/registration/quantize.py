@@ -2,7 +2,8 @@
 
     int8   linears of the decoder layers and the vocabulary, a byte a weight and one scale for each
            row, symmetric: w[n, k] ~ q[n, k] * scale[n], |q| <= 127
-    int4   linears of the layers in blocks of four bits with a scale for 32 weights
+    int4   linears of the layers in blocks of four bits with a scale for 32 weights, or, where a
+           checkpoint has codes of four bits already, in the form that keeps them
            (kernels/int4_blocks.py); the vocabulary, and what cannot be cut into blocks, as in int8
 
 The vocabulary is the head, where it has a weight of its own, or the embedding that it shares: one
@@ -15,16 +16,18 @@ A scale is rounded to the dtype it is kept in before the weights are divided by 
 kept is exactly what is computed with.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 
 from engine.errors import RegistrationRefused
 from engine.modules.quantized import is_lookup
-from engine.pack import INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
+from engine.pack import INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
+from engine.registration.layout import neighbours
 from kernels import int4_blocks
+from kernels.int4_blocks import FORMS, INT4_BLOCKS, ZEROS
 
 INT8 = "int8"
 INT4 = "int4"
@@ -34,9 +37,23 @@ LIMIT = 127
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "classifier"})
 
 
-def schemes_of(plan: Blueprint, names: Collection[str], quantization: str) -> Schemes:
-    """Those of `names` to quantize. Raises RegistrationRefused where no layer has any."""
+def _nothing_known(name: str) -> str:
+    return ""
+
+
+def schemes_of(
+    plan: Blueprint,
+    names: Collection[str],
+    quantization: str,
+    known: Callable[[str], str] = _nothing_known,
+) -> Schemes:
+    """Those of `names` to quantize. Raises RegistrationRefused where no layer has any.
+
+    `known`: the form of int4 that keeps the codes that a weight has already, "" for none.
+    """
     chosen = _schemes(plan.skeleton, plan.tied, names, quantization)
+    if quantization == INT4:
+        chosen |= _forms(plan, chosen, known)
     chosen = {
         name: scheme
         for name, scheme in chosen.items()
@@ -51,10 +68,25 @@ def schemes_of(plan: Blueprint, names: Collection[str], quantization: str) -> Sc
     return chosen
 
 
+def _forms(
+    plan: Blueprint, chosen: Mapping[str, str], known: Callable[[str], str]
+) -> dict[str, str]:
+    """The forms of int4 that keep the most. Projections that one product takes have one form: that
+    of those that have codes, where these agree; else one that holds the codes of all, or none's.
+    """
+    found = {name: known(name) or INT4_BLOCKS for name, scheme in chosen.items() if scheme in FORMS}
+    for group in neighbours(plan, frozenset(found)):
+        wanted = {known(name) for name in group.members} - {""}
+        if len(wanted) > 1:
+            wanted = {ZEROS if wanted <= {INT4_BLOCKS, ZEROS} else INT4_BLOCKS}
+        found |= dict.fromkeys(group.members, min(wanted, default=INT4_BLOCKS))
+    return found
+
+
 def kept_bytes(shape: torch.Size, scheme: str) -> int:
     """Of a weight in a pack, with its bfloat16 scales."""
-    if scheme == INT4_SCHEME:
-        return torch.Size(int4_blocks.block_shape(shape)).numel()
+    if scheme in FORMS:
+        return torch.Size(int4_blocks.block_shape(shape, scheme)).numel()
     return shape.numel() + 2 * shape[0]
 
 
@@ -93,7 +125,7 @@ def _schemes(
     if quantization == INT4:
         for name in found:
             if int4_blocks.fits(model.get_parameter(name).shape):
-                found[name] = INT4_SCHEME
+                found[name] = INT4_BLOCKS
     head = vocabulary(model, tied, names)
     return found | ({head: INT8_SCHEME} if head else {})
 
@@ -132,9 +164,10 @@ def rounded_twins(
     chosen = _schemes(model, shared, names, quantization)
     for name, scheme in chosen.items():
         weight = weights[name]
-        if scheme == INT4_SCHEME:
-            kept[name] = int4_blocks.quantize(weight)
-            exact[name] = int4_blocks.dequantize(kept[name], weight.shape[1]).to(weight.dtype)
+        if scheme in FORMS:
+            kept[name] = int4_blocks.quantize(weight, scheme=scheme)
+            wide = int4_blocks.dequantize(kept[name], weight.shape[1], scheme)
+            exact[name] = wide.to(weight.dtype)
         else:
             kept[name], scale = quantize_rows(weight, weight.dtype)
             kept[name + SCALE_SUFFIX] = scale

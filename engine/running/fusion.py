@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from engine.modules.quantized import Int8Linear
-from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex
+from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex, schemes_in
 from kernels.decoder_layer import (
     LayerForm,
     LayerStep,
@@ -136,6 +136,7 @@ class Fused:
         self._rotates = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in layers]
         self._groups: Mapping[str, FusedGroup] = {group.name: group for group in index.fused}
         self._names = frozenset(entry.name for entry in index.tensors) | set(index.tied)
+        self._schemes = schemes_in(index)
         self._embedding_multiplier = float(getattr(config, "embedding_multiplier", 1.0))
         self._logits_scaling = float(getattr(config, "logits_scaling", 1.0))
         self._norm = self._forms[0]
@@ -252,10 +253,10 @@ class Fused:
         return LayerWeights(
             input_norm=tensors.get(f"{prefix}.input_layernorm.weight"),
             qkv=qkv,
-            out=_single(tensors, f"{prefix}.self_attn.o_proj"),
+            out=self._single(tensors, f"{prefix}.self_attn.o_proj"),
             post_norm=tensors.get(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=gate_up,
-            down=_single(tensors, f"{prefix}.mlp.down_proj"),
+            down=self._single(tensors, f"{prefix}.mlp.down_proj"),
             q_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
             k_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
         )
@@ -264,7 +265,7 @@ class Fused:
         self, tensors: Mapping[str, torch.Tensor], prefix: str, label: str, leaves: tuple[str, ...]
     ) -> Product:
         if f"{prefix}.{label}.weight" in tensors:
-            return _single(tensors, f"{prefix}.{label}")
+            return self._single(tensors, f"{prefix}.{label}")
 
         def joined(kind: str) -> torch.Tensor | None:
             group = self._groups.get(f"{prefix}.{label}.{kind}")
@@ -272,7 +273,16 @@ class Fused:
 
         weight = joined("weight")
         assert weight is not None
-        return Product(weight, joined("bias"), joined(f"weight{SCALE_SUFFIX}"))
+        scheme = self._schemes.get(f"{prefix}.{leaves[0]}.weight", "")
+        return Product(weight, joined("bias"), joined(f"weight{SCALE_SUFFIX}"), scheme)
+
+    def _single(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> Product:
+        return Product(
+            tensors[f"{prefix}.weight"],
+            tensors.get(f"{prefix}.bias"),
+            tensors.get(f"{prefix}.weight{SCALE_SUFFIX}"),
+            self._schemes.get(f"{prefix}.weight", ""),
+        )
 
 
 PROJECTIONS = (
@@ -296,11 +306,3 @@ def join_view(tensors: Mapping[str, torch.Tensor], group: FusedGroup) -> torch.T
     rows = sum(member.shape[0] for member in members)
     shape = (rows, *first.shape[1:])
     return first.as_strided(shape, first.stride(), first.storage_offset())
-
-
-def _single(tensors: Mapping[str, torch.Tensor], prefix: str) -> Product:
-    return Product(
-        tensors[f"{prefix}.weight"],
-        tensors.get(f"{prefix}.bias"),
-        tensors.get(f"{prefix}.weight{SCALE_SUFFIX}"),
-    )

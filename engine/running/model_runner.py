@@ -39,11 +39,10 @@ from engine.pack import PackIndex, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.fusion import Fused, Hidden, NotFused, recognise
 from engine.sampling import Logprobs, SampleOutput, bring_masks, not_finite, prompt_logprobs, sample
-from kernels import int4_blocks
 from kernels.decoder_layer import LayerForm, LayerWeights, Product
+from kernels.int4_blocks import ROWS, block_shape
 from kernels.native_calls import (
     ACTIVATIONS,
-    FORMATS,
     MAX_DIM,
     AttentionForm,
     Cache,
@@ -54,6 +53,7 @@ from kernels.native_calls import (
     NativeRows,
     Norm,
     Step,
+    format_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,8 @@ class NativeLayers:
 def _linear(product: Product, size: int, halves: int = 1) -> Linear:
     """Of rows of `size` values. Raises NotFused."""
     weight, scale = product.weight, product.scale
-    if not isinstance(weight, torch.Tensor) or weight.dtype not in FORMATS:
+    form = format_of(weight.dtype, product.scheme) if isinstance(weight, torch.Tensor) else None
+    if not isinstance(weight, torch.Tensor) or form is None:
         raise NotFused("weights are of a kind that C++ does not know")
     if (scale is not None) != (weight.dtype == torch.int8):
         raise NotFused(f"weights are {weight.dtype}")
@@ -201,16 +202,22 @@ def _linear(product: Product, size: int, halves: int = 1) -> Linear:
     if not weight.is_contiguous():
         raise NotFused("weights are strided")
     in_blocks = weight.dtype == torch.uint8
-    rows = weight.shape[0] * (int4_blocks.ROWS if in_blocks else 1)
-    shape = int4_blocks.block_shape((rows, size)) if in_blocks else (rows, size)
+    rows = weight.shape[0] * (ROWS if in_blocks else 1)
+    shape = block_shape((rows, size), product.scheme) if in_blocks else (rows, size)
     # Gate's and up's rows begin at a block.
     if weight.shape != shape or weight.shape[0] % halves:
         raise NotFused(f"weights are {tuple(weight.shape)} for rows of {size}")
     _check_values(product.bias, rows // halves)
     _check_values(scale, rows)
-    form = FORMATS[weight.dtype]
     return Linear(
-        weight.data_ptr(), _address(product.bias), _address(scale), rows // halves, size, form
+        weight.data_ptr(),
+        _address(product.bias),
+        _address(scale),
+        form.table_address,
+        rows // halves,
+        size,
+        form.number,
+        form.surplus,
     )
 
 

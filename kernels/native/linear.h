@@ -18,15 +18,20 @@ namespace polyhost {
 
 enum Activation { NONE = 0, SILU = 1, GELU_TANH = 2, GELU = 3 };
 
-// How a weight is stored. INT4: kernels/int4_blocks.py.
-enum Format { BF16 = 0, INT8 = 1, INT4 = 2 };
+// How a weight is stored. From INT4 on: in blocks of kernels/int4_blocks.py, with codes that are their
+// bytes; the same with zeros; with a table of bytes up to 32; with two scales a group, too; with a
+// table of bytes up to 128.
+enum Format { BF16 = 0, INT8 = 1, INT4 = 2, INT4_ZEROS = 3, INT4_TABLE = 4, INT4_HALVES = 5,
+              INT4_WIDE = 6 };
 
 struct Linear {
   const void* weight;  // [n, k], or [2 n, k] of gate and up
   const bf16* bias;    // [n] or null
   const bf16* scale;   // of int8: one a row, of which the sums are multiples
+  const uint8_t* table;  // of INT4_TABLE and later: the byte of each of the sixteen codes
   int32_t n, k;
-  int32_t format, reserved;
+  int32_t format;
+  int32_t surplus;     // of int4: what bytes have too much
 };
 
 struct Output {

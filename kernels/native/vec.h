@@ -105,12 +105,23 @@ inline Ints nearest_ints(Vec a) { return _mm512_cvtps_epi32(a); }  // ties to ev
 inline void store_int8(int8_t* p, Ints a) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a));
 }
+// Sixteen bytes, again and again; and which of them each byte names.
+inline Ints load_table(const void* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p));
+}
+inline Ints look_up(Ints table, Ints index) { return _mm512_shuffle_epi8(table, index); }
 #ifdef __AVX512VNNI__
 inline Ints dot_bytes(Ints c, Ints u, Ints s) { return _mm512_dpbusd_epi32(c, u, s); }
+inline Ints add_run(Ints run, Ints u, Ints s) { return dot_bytes(run, u, s); }
+inline Ints sum_of_run(Ints run) { return run; }
 #else
 inline Ints dot_bytes(Ints c, Ints u, Ints s) {
   return add_ints(c, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
 }
+inline Ints add_run(Ints run, Ints u, Ints s) {
+  return _mm512_add_epi16(run, _mm512_maddubs_epi16(u, s));
+}
+inline Ints sum_of_run(Ints run) { return _mm512_madd_epi16(run, _mm512_set1_epi16(1)); }
 #endif
 // Lane i is kept where first <= i < end, else `other`.
 inline Vec keep_lanes(Vec v, int first, int end, float other) {
@@ -268,12 +279,22 @@ inline void store_int8(int8_t* p, Ints a) {
   __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(pairs, pairs));
 }
+inline Ints load_table(const void* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+inline Ints look_up(Ints table, Ints index) { return _mm256_shuffle_epi8(table, index); }
 #ifdef __AVXVNNI__
 inline Ints dot_bytes(Ints c, Ints u, Ints s) { return _mm256_dpbusd_avx_epi32(c, u, s); }
+inline Ints add_run(Ints run, Ints u, Ints s) { return dot_bytes(run, u, s); }
+inline Ints sum_of_run(Ints run) { return run; }
 #else
 inline Ints dot_bytes(Ints c, Ints u, Ints s) {
   return add_ints(c, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
 }
+inline Ints add_run(Ints run, Ints u, Ints s) {
+  return _mm256_add_epi16(run, _mm256_maddubs_epi16(u, s));
+}
+inline Ints sum_of_run(Ints run) { return _mm256_madd_epi16(run, _mm256_set1_epi16(1)); }
 #endif
 inline Vec keep_lanes(Vec v, int first, int end, float other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -320,8 +341,12 @@ inline void store_split(bf16* p, Vec low, Vec high) {
 constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
 constexpr int FOURS = LANES / 4;  // in a register
 
-// Whether `dot_bytes` (c + the products of four bytes, without a sign and with one) is right for all
-// bytes. Where it is not, sums of two products are kept in 16 bits: right for u up to 15.
+// `dot_bytes`: c + the products of four bytes, without a sign and with one. `add_run`: the same to a
+// sum that `sum_of_run` makes whole; without VNNI it is kept in 16 bits meanwhile, and how many steps
+// that holds depends on the largest u (int4.h).
+//
+// Whether `dot_bytes` is right for all bytes. Where it is not, sums of two products are kept in 16
+// bits: right for u up to 128.
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr bool WHOLE_BYTES = true;
 #else

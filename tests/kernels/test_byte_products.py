@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from engine.registration.quantize import dequantize, quantize_rows
 from kernels import int4_blocks
-from kernels.native_calls import NativeLibrary, find
+from kernels.int4_blocks import FORMS, INT4_BLOCKS
+from kernels.native_calls import NativeLibrary, find, format_of
 from tests.kernels.guarded import Guards
 from tests.kernels.test_native_calls import BUILDS, NOTHING, close, random
 
@@ -44,10 +45,12 @@ class Case:
     def __init__(self, native: NativeLibrary, kind: str, n: int, k: int) -> None:
         weight = random(n, k, seed=2, scale=k**-0.5)
         self.scale: torch.Tensor | None = None
-        self.rounds = kind == "int4" or native.rounds_int8
-        if kind == "int4":
-            self.weight = int4_blocks.quantize(weight)
-            self.exact = int4_blocks.dequantize(self.weight, k).double()
+        self.rounds = kind in FORMS or native.rounds_int8
+        self.how: dict[str, Any] = {}
+        if kind in FORMS:
+            self.weight = int4_blocks.quantize(weight, scheme=kind)
+            self.exact = int4_blocks.dequantize(self.weight, k, kind).double()
+            self.how = {"scheme": kind}
         else:
             self.weight, self.scale = quantize_rows(weight, torch.bfloat16)
             self.exact = dequantize(self.weight, self.scale).double()
@@ -57,7 +60,7 @@ class Case:
         return (int4_blocks.rounded_rows(x) if self.rounds else x).double()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *FORMS])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products_are_those_of_rounded_rows(
     native: NativeLibrary, kind: str, sizes: tuple[int, int, int]
@@ -67,11 +70,11 @@ def test_products_are_those_of_rounded_rows(
     x, bias = guards.input(random(num_rows, k, seed=1)), guards.input(random(n, seed=3))
     scale = None if case.scale is None else guards.input(case.scale)
     wanted = functional.linear(case.meets(x), case.exact, bias.double())
-    found = native.linear(x, case.weight, bias, wide=True, scale=scale)
+    found = native.linear(x, case.weight, bias, wide=True, scale=scale, **case.how)
     assert close(found, wanted, 1e-6)
-    rounded = native.linear(x, case.weight, bias, scale=scale)
+    rounded = native.linear(x, case.weight, bias, scale=scale, **case.how)
     assert torch.equal(rounded, found.bfloat16())
-    bare = native.linear(x, case.weight, wide=True, scale=scale)
+    bare = native.linear(x, case.weight, wide=True, scale=scale, **case.how)
     assert close(bare, wanted - bias.double(), 1e-6)
     guards.check()
 
@@ -88,7 +91,7 @@ def test_int8_of_any_number_of_outputs(native: NativeLibrary, sizes: tuple[int, 
     assert close(both, functional.silu(gate) * up, 3e-6)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *FORMS])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_gate_and_up(
@@ -101,16 +104,17 @@ def test_gate_and_up(
         acted = functional.silu(gate)
     else:
         acted = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    found = native.linear(x, case.weight, activation=activation, wide=True, scale=case.scale)
+    how: Any = {"wide": True, "scale": case.scale} | case.how
+    found = native.linear(x, case.weight, activation=activation, **how)
     assert close(found, acted * up, 3e-6)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *FORMS])
 def test_a_row_is_the_same_alone_and_among_others(native: NativeLibrary, kind: str) -> None:
     """To the bit, for any number of threads, and of rows where x is rounded: floats are added up in
     another order for few rows."""
     case, x = Case(native, kind, 272, 900), random(40, 900, seed=1)
-    how: Any = {"wide": True, "scale": case.scale}
+    how: Any = {"wide": True, "scale": case.scale} | case.how
     together = native.linear(x, case.weight, **how)
     for count in (1, 2, 5, 6, 7, 13, 39) if case.rounds else ():
         assert torch.equal(native.linear(x[:count], case.weight, **how), together[:count])
@@ -120,12 +124,12 @@ def test_a_row_is_the_same_alone_and_among_others(native: NativeLibrary, kind: s
     native.set_threads(3)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *FORMS])
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_seen(native: NativeLibrary, kind: str, broken: float) -> None:
     """In its own row, and in no other."""
     case, x = Case(native, kind, 80, 300), random(8, 300, seed=1)
-    how: Any = {"wide": True, "scale": case.scale}
+    how: Any = {"wide": True, "scale": case.scale} | case.how
     fine = native.linear(x, case.weight, **how)
     x[3, 297] = broken
     found = native.linear(x, case.weight, **how)
@@ -135,10 +139,10 @@ def test_what_is_not_finite_is_seen(native: NativeLibrary, kind: str, broken: fl
     assert torch.equal(found[keep], fine[keep])
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *FORMS])
 def test_nothing_large_and_tiny_rows(native: NativeLibrary, kind: str) -> None:
     case, bias = Case(native, kind, 48, 130), random(48, seed=3)
-    how: Any = {"wide": True, "scale": case.scale}
+    how: Any = {"wide": True, "scale": case.scale} | case.how
     x = random(5, 130, seed=1)
     x[0] = 0
     x[1] *= 1e-36  # 127 over its largest is beyond all floats
@@ -162,16 +166,39 @@ def test_full_bytes_on_both_sides(native: NativeLibrary) -> None:
         scale = torch.full((16,), 1 / 128).bfloat16()
         found = native.linear(x, weight, wide=True, scale=scale)
         assert close(found, x.double() @ dequantize(weight, scale).double().T, 1e-6)
-        values = torch.full((16, 4096), 7.0)
-        values[::2] = -8
-        blocks = int4_blocks.pack(values, torch.ones(16, 128))
-        assert close(native.linear(x, blocks, wide=True), x.double() @ values.double().T, 1e-6)
+
+
+@pytest.mark.parametrize("scheme", FORMS)
+@pytest.mark.parametrize("num_rows", [1, 4, 6])
+def test_the_largest_of_four_bits_on_both_sides(
+    native: NativeLibrary, scheme: str, num_rows: int
+) -> None:
+    """Sums in 16 bits hold the steps that they are given: for few rows and for many."""
+    form = FORMS[scheme]
+    for sign in (1, -1):
+        x = torch.full((num_rows, 4096), 1.0).bfloat16() * sign
+        codes = torch.full((16, 4096), form.values.index(max(form.values)), dtype=torch.uint8)
+        codes[::2] = form.values.index(min(form.values))
+        ones = torch.ones(16, 4096 // form.neighbours)
+        blocks = int4_blocks.pack(codes, ones, ones if form.zeros else None)
+        exact = int4_blocks.dequantize(blocks, 4096, scheme).double()
+        found = native.linear(x, blocks, wide=True, scheme=scheme)
+        assert close(found, x.double() @ exact.T, 1e-6)
+
+
+def test_which_forms_there_are_kernels_for() -> None:
+    for scheme, form in FORMS.items():
+        known = format_of(torch.uint8, scheme)
+        assert known is not None
+        assert known.surplus == -min(form.values)
+        assert (known.table is None) == (form.values == FORMS[INT4_BLOCKS].values)
+    assert format_of(torch.float32) is None
 
 
 def test_the_comparison_notices_what_is_wrong(native: NativeLibrary) -> None:
     """Another scale, another nibble, a row of x taken for its neighbour."""
     x = random(4, 256, seed=1)
-    case = Case(native, "int4", 32, 256)
+    case = Case(native, "int4_blocks", 32, 256)
     wanted = functional.linear(case.meets(x), case.exact)
     for place in (0, 33, 64, 575):
         wrong = case.weight.clone()

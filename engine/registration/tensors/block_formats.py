@@ -18,7 +18,19 @@ import torch
 from engine.registration.tensors.declared import MAX_GROUP, MIN_GROUP, Declared
 from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.row_formats import MXFP4_GROUP, Found
-from engine.registration.tensors.scaled import Grid, Quantized, Rows, bad, need, nibbles, read_scale
+from engine.registration.tensors.scaled import (
+    Grid,
+    Kept,
+    Quantized,
+    Rows,
+    bad,
+    is_kept,
+    need,
+    nibbles,
+    read_scale,
+    steps_of,
+)
+from kernels.int4_blocks import FORMS, FP4, NF4
 
 BLOCKS, SCALES = "_blocks", "_scales"
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -84,15 +96,17 @@ def _four_bits(files: SourceTensors, base: str, state: str) -> tuple[Quantized, 
         used.add(need(files, f"{base}.nested_absmax", ("F32",), (outer,)))
         used.add(need(files, f"{base}.nested_quant_map", ("F32",), (256,)))
 
+    def factors_of_blocks() -> torch.Tensor:
+        if not nested:
+            return read_scale(files, absmax, may_be_zero=True)
+        steps = read_scale(files, f"{base}.nested_quant_map")[files.read(absmax).long()]
+        factors = read_scale(files, f"{base}.nested_absmax", may_be_zero=True)
+        largest = steps * factors.repeat_interleave(said["nested_blocksize"])[:blocks]
+        largest += said["nested_offset"]
+        return largest
+
     def open_rows() -> Rows:
-        values = read_scale(files, table)
-        if nested:
-            steps = read_scale(files, f"{base}.nested_quant_map")[files.read(absmax).long()]
-            factors = read_scale(files, f"{base}.nested_absmax", may_be_zero=True)
-            largest = steps * factors.repeat_interleave(said["nested_blocksize"])[:blocks]
-            largest += said["nested_offset"]
-        else:
-            largest = read_scale(files, absmax, may_be_zero=True)
+        values, largest = read_scale(files, table), factors_of_blocks()
 
         def rows(start: int, stop: int) -> torch.Tensor:
             first, last = start * k, stop * k
@@ -105,7 +119,22 @@ def _four_bits(files: SourceTensors, base: str, state: str) -> tuple[Quantized, 
 
         return rows
 
-    return Quantized((n, k), open_rows), used
+    def kept() -> Kept | None:
+        scheme = _scheme_of(read_scale(files, table))
+        if not scheme or k % block or not is_kept(scheme, block, k):
+            return None
+        return Kept(scheme, lambda: steps_of(scheme, block, k, factors_of_blocks().view(n, -1)))
+
+    return Quantized((n, k), open_rows, kept), used
+
+
+def _scheme_of(values: torch.Tensor) -> str:
+    """The form that has such a table, "" for none: its numbers are whole, so within a half."""
+    for scheme in (NF4, FP4):
+        table = torch.tensor(FORMS[scheme].values) * FORMS[scheme].unit
+        if bool(((values - table).abs() <= FORMS[scheme].unit / 2).all()):
+            return scheme
+    return ""
 
 
 def _state(files: SourceTensors, key: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ Some rows of the weight are some columns of every packed row, so the packed tens
 what it stands for in bfloat16) is read whole, and its rows are made in pieces.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -19,14 +20,17 @@ from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.row_formats import STEP_BITS, Found, group_index, has_index
 from engine.registration.tensors.scaled import (
     Grid,
+    Kept,
     Quantized,
     Rows,
     bad,
     fields,
+    is_kept,
     need,
     read_scale,
     steps_of,
 )
+from kernels.int4_blocks import INT4_BLOCKS, ZEROS, Steps
 
 WEIGHT = ".qweight"
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -78,18 +82,36 @@ def _gptq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantize
 
         return rows
 
-    def steps() -> torch.Tensor | None:
+    def kept() -> Kept | None:
         if bits != STEP_BITS:
-            return None
-        if bool((_gptq_zeros(files, zeros, n, declared) != 1 << (STEP_BITS - 1)).any()):
             return None
         if by_index:
             groups_of = group_index(files, index, groups, declared)
             if groups_of is not None and bool((groups_of != torch.arange(k) // group).any()):
                 return None
-        return steps_of(read_scale(files, scales).T.contiguous(), group, k)
+        of_codes = _gptq_zeros(files, zeros, n, declared).T.to(torch.float32)
+        even = bool((of_codes == 1 << (STEP_BITS - 1)).all())
+        return _kept(files, scales, INT4_BLOCKS if even else ZEROS, group, k, lambda: of_codes)
 
-    return Quantized((n, k), open_rows, steps), used
+    return Quantized((n, k), open_rows, kept), used
+
+
+def _kept(
+    files: SourceTensors,
+    scales: str,
+    scheme: str,
+    group: int,
+    k: int,
+    zeros: Callable[[], torch.Tensor],
+) -> Kept | None:
+    """In blocks of that form, from scales [groups, n] and zeros [n, groups]."""
+    if not is_kept(scheme, group, k):
+        return None
+
+    def steps() -> Steps:
+        return steps_of(scheme, group, k, read_scale(files, scales).T.contiguous(), zeros())
+
+    return Kept(scheme, steps)
 
 
 def _gptq_zeros(files: SourceTensors, key: str, n: int, declared: Declared) -> torch.Tensor:
@@ -121,13 +143,12 @@ def _awq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized
     zeros = need(files, f"{base}.qzeros", ("I32",), (groups, n // per_word))
     group = _group(scales, k, groups, declared)
 
+    def read_zeros() -> torch.Tensor:
+        return _in_order(files.read(zeros)).T.to(torch.float32)
+
     def open_rows() -> Rows:
         words = files.read(key)
-        full = Grid(
-            read_scale(files, scales).T.contiguous(),
-            (1, group),
-            _in_order(files.read(zeros)).T.to(torch.float32),
-        )
+        full = Grid(read_scale(files, scales).T.contiguous(), (1, group), read_zeros())
 
         def rows(start: int, stop: int) -> torch.Tensor:
             first, last = start // per_word, -(-stop // per_word)
@@ -138,7 +159,8 @@ def _awq(files: SourceTensors, base: str, declared: Declared) -> tuple[Quantized
 
         return rows
 
-    return Quantized((n, k), open_rows), {key, scales, zeros}
+    kept = _kept(files, scales, ZEROS, group, k, read_zeros)
+    return Quantized((n, k), open_rows, lambda: kept), {key, scales, zeros}
 
 
 def _matrices(files: SourceTensors, base: str) -> tuple[str, str]:

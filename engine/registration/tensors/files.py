@@ -158,9 +158,8 @@ class SourceTensors:
         if name in self.refused:
             raise self.refused[name]
 
-    def steps(self, name: str) -> torch.Tensor | None:
-        """None: no weight is rounded to four bits."""
-        return None
+    def kept(self, name: str) -> None:
+        """No weight has codes."""
 
     def adds_nothing(self, name: str) -> bool:
         """Whether the model is the same without this tensor."""

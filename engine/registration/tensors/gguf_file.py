@@ -67,7 +67,7 @@ class GgufFile:
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The bytes of some rows (of all axes but the last), uint8 [stop - start, row bytes]."""
-        size = self._row_bytes(name)
+        size = self.row_bytes(name)
         piece = torch.empty((stop - start) * size, dtype=torch.uint8)
         target, done = piece.numpy().data, 0
         while done < len(target):
@@ -89,7 +89,8 @@ class GgufFile:
             made = dequantize(rows.reshape(-1), kind, torch.float32)
         return made.view(len(rows), self.shapes[name][-1])
 
-    def _row_bytes(self, name: str) -> int:
+    def row_bytes(self, name: str) -> int:
+        """Of a row in the file."""
         kind, columns = self._types[name], self.shapes[name][-1]
         if kind in _VALUES:
             return columns * _VALUES[kind].itemsize
@@ -119,7 +120,7 @@ class GgufFile:
             place = begin + offset
             if place < end:
                 raise self._bad(f"has the tensor {name} over another one")
-            end = place + torch.Size(self.shapes[name][:-1]).numel() * self._row_bytes(name)
+            end = place + torch.Size(self.shapes[name][:-1]).numel() * self.row_bytes(name)
             if end > self._size:
                 raise self._bad(f"is too short for the tensor {name}")
             self._places[name] = place

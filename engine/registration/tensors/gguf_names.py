@@ -13,7 +13,8 @@ import torch
 
 from engine.errors import RegistrationRefused
 from engine.registration.tensors.gguf_file import GgufFile
-from engine.registration.tensors.scaled import Quantized, Rows, bad
+from engine.registration.tensors.gguf_steps import kept_of
+from engine.registration.tensors.scaled import Kept, Quantized, Rows, bad
 
 LAYER = "blk."
 MAX_EXPERTS = 1 << 12
@@ -147,7 +148,10 @@ def _whole(file: GgufFile, key: str, order: torch.Tensor | None, shift: float) -
             return pick
         return lambda start, stop: file.values(key, file.rows(key, start, stop)) - shift
 
-    return Quantized(shape, open_rows)
+    def kept() -> Kept | None:
+        return None if len(shape) == 1 or shift else kept_of(file, key, order, 0, shape[0])
+
+    return Quantized(shape, open_rows, kept)
 
 
 def _expert(file: GgufFile, key: str, number: int) -> Quantized:
@@ -157,7 +161,7 @@ def _expert(file: GgufFile, key: str, number: int) -> Quantized:
     def open_rows() -> Callable[[int, int], Any]:
         return lambda start, stop: file.values(key, file.rows(key, first + start, first + stop))
 
-    return Quantized((rows, columns), open_rows)
+    return Quantized((rows, columns), open_rows, lambda: kept_of(file, key, None, first, rows))
 
 
 def _unpaired(file: GgufFile, key: str, is_query: bool) -> torch.Tensor:

@@ -28,7 +28,7 @@ from engine.registration.tensors.files import (
 from engine.registration.tensors.gguf_file import GgufFile
 from engine.registration.tensors.gguf_names import find_gguf
 from engine.registration.tensors.row_formats import Found, find_rows
-from engine.registration.tensors.scaled import Quantized, bad
+from engine.registration.tensors.scaled import Kept, Quantized, bad
 
 
 class _Finder(Protocol):
@@ -80,8 +80,8 @@ class Tensors(Protocol):
     def check(self, name: str) -> None:
         """Raises RegistrationRefused for a tensor that cannot be read."""
 
-    def steps(self, name: str) -> torch.Tensor | None:
-        """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""
+    def kept(self, name: str) -> Kept | None:
+        """How an int4 pack keeps the codes of this weight as they are."""
 
     def float_dtype(self) -> str:
         """The floating type of most weights."""
@@ -209,9 +209,10 @@ class PlainTensors:
         """Raises RegistrationRefused for a tensor that cannot be read."""
         self._files.check(name)
 
-    def steps(self, name: str) -> torch.Tensor | None:
-        """Of a weight of four bits around zero, for 32 neighbours: float32 [n, ceil(k / 32)]."""
-        return self._made[name].steps() if name in self._made else None
+    def kept(self, name: str) -> Kept | None:
+        """How an int4 pack keeps the codes of this weight as they are. Raises
+        RegistrationRefused."""
+        return self._made[name].kept() if name in self._made else None
 
     def float_dtype(self) -> str:
         """Half precision: no quantized weight has more."""

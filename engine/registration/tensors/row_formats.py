@@ -23,16 +23,19 @@ from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.scaled import (
     SCALE_DTYPES,
     Grid,
+    Kept,
     Quantized,
     Rows,
     bad,
     block_of,
     fields,
+    is_kept,
     need,
     nibbles,
     read_scale,
     steps_of,
 )
+from kernels.int4_blocks import E2M1, E2M1_HALVES, INT4_BLOCKS, ZEROS, Steps
 
 PACKED = ".weight_packed"
 STEP_BITS = 4
@@ -139,10 +142,13 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
         stored = fields(files.read(zero).T.contiguous(), bits).T[:n]
         return stored.to(torch.float32) - offset
 
+    def read_zeros() -> torch.Tensor | None:
+        if zero not in used:
+            return None
+        return files.read(zero).to(torch.float32).reshape(grid) if plain else packed_zeros()
+
     def open_rows() -> Rows:
-        zeros = None
-        if zero in used:
-            zeros = files.read(zero).to(torch.float32).reshape(grid) if plain else packed_zeros()
+        zeros = read_zeros()
         columns = group_index(files, index, grid[1], declared) if by_index else None
         full = Grid(read_scale(files, scale).reshape(grid), block, zeros, columns)
 
@@ -152,12 +158,19 @@ def _packed(files: SourceTensors, base: str, declared: Declared) -> tuple[Quanti
 
         return rows
 
-    def steps() -> torch.Tensor | None:
-        if bits != STEP_BITS or zero in used or by_index or block[0] != 1:
+    def kept() -> Kept | None:
+        scheme = ZEROS if zero in used else INT4_BLOCKS
+        if bits != STEP_BITS or by_index or block[0] != 1 or not is_kept(scheme, block[1], k):
             return None
-        return steps_of(read_scale(files, scale).reshape(grid), block[1], k)
 
-    return Quantized((n, k), open_rows, steps), used
+        def steps() -> Steps:
+            zeros = read_zeros()
+            above = None if zeros is None else zeros + offset
+            return steps_of(scheme, block[1], k, read_scale(files, scale).reshape(grid), above)
+
+        return Kept(scheme, steps)
+
+    return Quantized((n, k), open_rows, kept), used
 
 
 def has_index(files: SourceTensors, key: str, k: int, groups: int, declared: Declared) -> bool:
@@ -208,12 +221,17 @@ def _fp4(
         if torch.Size(files.shapes[whole]).numel() != 1:
             raise bad(whole, f"has the shape {files.shapes[whole]}, not one value")
 
-    def open_rows() -> Rows:
-        scales = read_scale(files, scale)
+    def scales() -> torch.Tensor:
+        found = read_scale(files, scale)
         if whole:
             factor = read_scale(files, whole).reshape(())
-            scales = scales * factor if multiplies else scales / factor
-        full = Grid(scales, (1, group))
+            found = found * factor if multiplies else found / factor
+        return found
+
+    def open_rows() -> Rows:
+        full = Grid(scales(), (1, group))
         return lambda start, stop: full.apply(nibbles(files.rows(key, start, stop)), start)
 
-    return Quantized((n, k), open_rows), used
+    scheme = E2M1_HALVES if group == NVFP4_GROUP else E2M1
+    kept = Kept(scheme, lambda: steps_of(scheme, group, k, scales()))
+    return Quantized((n, k), open_rows, lambda: kept), used

@@ -15,18 +15,30 @@ from torch.nn import functional
 
 from engine.errors import RegistrationRefused
 from engine.registration.tensors.files import SourceTensors
+from kernels.int4_blocks import FORMS, Steps
 
 Rows = Callable[[int, int], torch.Tensor]
 """The rows from one number to another, float32 [stop - start, ...]."""
 
-NEIGHBOURS = 32
 SCALE_DTYPES = frozenset({"F32", "F16", "BF16", "F8_E4M3", "F8_E8M0", "U8"})
 # The values of four bits with two of exponent and one of mantissa; the upper half is negative.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = torch.tensor((*_FP4, *(-value for value in _FP4)))
 
 
-def _no_steps() -> torch.Tensor | None:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How an int4 pack keeps the codes of a weight [n, k] as they are.
+
+    scheme   the form in blocks (kernels/int4_blocks.py)
+    steps    what reads its scales and zeros
+    """
+
+    scheme: str
+    steps: Callable[[], Steps]
+
+
+def _not_kept() -> Kept | None:
     return None
 
 
@@ -34,13 +46,13 @@ def _no_steps() -> torch.Tensor | None:
 class Quantized:
     """A weight that is not in the files as values. `open` reads what all its rows need.
 
-    `steps`: where its codes are integers of four bits around zero, the step of each 32 neighbours
-    of a row, float32 [n, ceil(k / 32)]; None where it has no such steps after all.
+    `kept`: how an int4 pack keeps its codes; None where blocks have no place for them. May read
+    some small tensors.
     """
 
     shape: tuple[int, ...]
     open: Callable[[], Rows]
-    steps: Callable[[], torch.Tensor | None] = _no_steps
+    kept: Callable[[], Kept | None] = _not_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +89,22 @@ class Grid:
         return values.repeat_interleave(self.block[1], 1)[:, : parts.shape[1]]
 
 
-def steps_of(scale: torch.Tensor, group: int, k: int) -> torch.Tensor | None:
-    """Scales [n, groups] for each 32 columns; None where these can be of two groups."""
-    if group % NEIGHBOURS and scale.shape[1] > 1:
-        return None
-    first = torch.arange(0, k, NEIGHBOURS) // group
-    return scale[:, first.clamp_(max=scale.shape[1] - 1)]
+def is_kept(scheme: str, group: int, k: int) -> bool:
+    """Whether blocks have a scale for each group of columns: theirs are whole parts of it."""
+    return group >= k or group % FORMS[scheme].neighbours == 0
+
+
+def steps_of(
+    scheme: str, group: int, k: int, scale: torch.Tensor, zero: torch.Tensor | None = None
+) -> Steps:
+    """Scales and zeros [n, groups] for as many columns as blocks have them for.
+
+    `zero`: as the format has it, for codes from 0 on; blocks count from -8 on.
+    """
+    form = FORMS[scheme]
+    places = (torch.arange(0, k, form.neighbours) // group).clamp_(max=scale.shape[1] - 1)
+    zeros = (zero[:, places] - 8 if zero is not None else None) if form.zeros else None
+    return Steps(scale[:, places] * form.unit, zeros)
 
 
 def bad(key: str, why: str) -> RegistrationRefused:

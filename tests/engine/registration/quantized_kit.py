@@ -30,6 +30,8 @@ SHAPE: dict[str, Any] = {
 }
 FP8 = torch.float8_e4m3fn
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FP4_PARTS = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
+BITSANDBYTES_FP4 = np.concatenate([_FP4_PARTS, -_FP4_PARTS])
 NF4 = np.array(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -247,7 +249,7 @@ def nf4(nested: bool, block: int = 64, outer: int = 256, kind: str = "nf4") -> A
         top = np.abs(flat).max(1).astype(np.float32)
         said: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
         said["shape"] = list(weight.shape)
-        values_of = NF4 if kind == "nf4" else FP4 / np.float32(6)
+        values_of = NF4 if kind == "nf4" else BITSANDBYTES_FP4
         tensors: Tensors = {"weight.quant_map": torch.from_numpy(values_of.copy())}
         if nested:
             table = np.linspace(-1, 1, 256).astype(np.float32)

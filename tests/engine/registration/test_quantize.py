@@ -14,7 +14,7 @@ from bench.family_configs import tiny_config
 from engine.errors import PackError, RegistrationRefused
 from engine.modules.quantized import Int4Linear, Int8Embedding, Int8Linear, replace_modules
 from engine.modules.transformers_backend import bind_weights, build_skeleton, unbind_weights
-from engine.pack import BLOB_NAME, INT4_SCHEME, INT8_SCHEME, SCALE_SUFFIX, PackIndex, schemes_in
+from engine.pack import BLOB_NAME, INT8_SCHEME, SCALE_SUFFIX, PackIndex, schemes_in
 from engine.packs.weights import build_views, check_pack
 from engine.registration import parity, quantize
 from engine.registration.convert import inspect, write_pack
@@ -22,6 +22,7 @@ from engine.registration.parity import probe
 from engine.registration.quantize import LIMIT, dequantize, kept_bytes, quantize_rows
 from engine.registration.tensors import SourceTensors
 from kernels import int4_blocks
+from kernels.int4_blocks import INT4_BLOCKS
 from tests.engine.pack_rig import hf_folder
 from tests.engine.registration.test_pack_layout import build_fused
 from tests.engine.test_engine import Driver
@@ -222,7 +223,7 @@ def test_the_engine_serves_what_the_pack_stands_for(tmp_path: Path, dtype: Any) 
 def stands_for(
     tensors: dict[str, torch.Tensor], name: str, shape: torch.Size, scheme: str
 ) -> torch.Tensor:
-    if scheme == INT4_SCHEME:
+    if scheme == INT4_BLOCKS:
         return int4_blocks.dequantize(tensors[name], shape[1])
     if scheme:
         return dequantize(tensors[name], tensors[name + SCALE_SUFFIX])
@@ -262,10 +263,10 @@ def test_an_int4_pack_has_blocks_and_what_does_not_fit_in_int8(tmp_path: Path) -
     for entry in index.tensors:
         of_kind.setdefault(entry.scheme, set()).add(entry.name.split(".")[-2])
     # 200 rows are no whole number of blocks; 200 columns are.
-    assert of_kind[INT4_SCHEME] == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
+    assert of_kind[INT4_BLOCKS] == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
     assert of_kind[INT8_SCHEME] == {"gate_proj", "up_proj", "lm_head"}
     for name, scheme in schemes_in(index).items():
-        if scheme == INT4_SCHEME:
+        if scheme == INT4_BLOCKS:
             assert torch.equal(tensors[name], int4_blocks.quantize(source[name])), name
     fused = build_fused(*memory(pack_dir, index)[:1], index, memory(pack_dir, index)[1])
     parts = [tensors[QKV.replace("qkv", kind)] for kind in "qkv"]

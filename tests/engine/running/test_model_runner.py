@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from engine.dependencies import device_in_words
-from engine.pack import INT4_SCHEME, schemes_in
+from engine.pack import schemes_in
 from engine.protocol import SamplingParams, Submit
 from engine.registration.convert import inspect, write_pack
 from engine.registration.quantize import dequantize, quantize_rows
@@ -36,6 +36,7 @@ from engine.running.fusion import LAYERS, NotFused
 from engine.running.model_runner import ModelRunner
 from kernels import int4_blocks
 from kernels.decoder_layer import Product
+from kernels.int4_blocks import INT4_BLOCKS
 from kernels.native_calls import library
 from tests.engine.sampling.test_prompt_logprobs import Rig, rigs_of
 from tests.engine.test_engine import MODES, random_prompt, weight_pages
@@ -176,7 +177,7 @@ def test_quantized_packs_are_as_near_to_what_they_stand_for(
     assert len(schemes) >= 15
     with torch.no_grad():
         for place, parameter in reference.named_parameters():
-            if schemes.get(place) == INT4_SCHEME:
+            if schemes.get(place) == INT4_BLOCKS:
                 blocks = int4_blocks.quantize(parameter)
                 parameter.copy_(int4_blocks.dequantize(blocks, parameter.shape[1]))
             elif place in schemes:

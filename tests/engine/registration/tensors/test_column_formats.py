@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from engine.errors import RegistrationRefused
 from engine.registration.tensors import Declared, SourceTensors
 from engine.registration.tensors.column_formats import find_awq, find_gptq
+from kernels.int4_blocks import INT4_BLOCKS, ZEROS, Steps
 from tests.engine.registration.quantized_kit import Tensors, awq, gptq
 
 GPTQ = Declared("gptq", ((1, 8),), (4,), zero_offset=1)
@@ -60,7 +61,7 @@ def test_zeros_in_the_middle_tell_the_version(
     tensors, values = gptq(bits, 32, first_version=is_first, symmetric=True)(weight)
     declared = Declared("gptq", ((1, 32),), (bits,), zero_offset=int(says_first), symmetric=True)
     assert torch.equal(value(tmp_path, tensors, declared), values)
-    assert (steps(tmp_path, tensors, declared) is not None) == (bits == 4)
+    assert (kept(tmp_path, tensors, declared) is not None) == (bits == 4)
     tensors["qzeros"][0, 0] += 1
     with pytest.raises(RegistrationRefused, match="not in the middle"):
         value(tmp_path, tensors, declared)
@@ -165,25 +166,35 @@ def test_what_does_not_fit_is_refused(
     assert why in str(caught.value)
 
 
-def test_steps_are_known_where_codes_are_even_and_in_order(tmp_path: Path) -> None:
+def test_codes_are_kept_where_columns_are_in_order(tmp_path: Path) -> None:
     weight = torch.randn(16, 128)
     declared = Declared("gptq", ((1, 64),), (4,), zero_offset=1)
     tensors, _ = gptq(4, 64, first_version=True, symmetric=True)(weight)
     wanted = tensors["scales"].T.to(torch.float32).repeat_interleave(2, 1)
-    found = steps(tmp_path, tensors, declared)
+    found = kept(tmp_path, tensors, declared)
     assert found is not None
-    assert torch.equal(found, wanted)
-    for more in ({"symmetric": False}, {"symmetric": True, "order": True}):
-        tensors, _ = gptq(4, 64, first_version=True, **more)(weight)
-        assert steps(tmp_path, tensors, declared) is None
+    scheme, steps = found
+    assert scheme == INT4_BLOCKS
+    assert torch.equal(steps.scale, wanted)
+    assert steps.zero is None
+    tensors, _ = gptq(4, 64, first_version=True, symmetric=False)(weight)
+    found = kept(tmp_path, tensors, declared)
+    assert found is not None
+    scheme, steps = found
+    assert scheme == ZEROS
+    assert steps.zero is not None
+    assert steps.zero.shape == wanted.shape
+    tensors, _ = gptq(4, 64, first_version=True, symmetric=True, order=True)(weight)
+    assert kept(tmp_path, tensors, declared) is None
     narrow = Declared("gptq", ((1, 16),), (4,), zero_offset=1)
     tensors, _ = gptq(4, 16, first_version=True, symmetric=True)(weight)
-    assert steps(tmp_path, tensors, narrow) is None
+    assert kept(tmp_path, tensors, narrow) is None
 
 
-def steps(folder: Path, tensors: Tensors, declared: Declared) -> torch.Tensor | None:
+def kept(folder: Path, tensors: Tensors, declared: Declared) -> tuple[str, Steps] | None:
     save_file({f"x.{name}": t for name, t in tensors.items()}, folder / "model.safetensors")
     with SourceTensors([folder / "model.safetensors"]) as files:
         ((_, read),) = find_gptq(files, declared)
         quantized, _ = read()
-        return quantized.steps()
+        found = quantized.kept()
+        return None if found is None else (found.scheme, found.steps())

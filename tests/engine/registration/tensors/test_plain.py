@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from engine.pack import BLOB_NAME, INT4_SCHEME
+from engine.pack import BLOB_NAME
 from engine.registration.convert import inspect, write_pack
 from engine.registration.download import SMALL_NAMES
 from engine.registration.source import declared_of, weight_files
@@ -19,14 +19,17 @@ from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
 from engine.registration.tensors.plain import LEFT_OUT, PlainTensors
 from kernels import int4_blocks
+from kernels.int4_blocks import E2M1, E2M1_HALVES, FP4, INT4_BLOCKS, NF4, ZEROS
 from tests.engine.pack_rig import edit_json
 from tests.engine.registration.quantized_kit import (
     KINDS,
     SHAPE,
     Kind,
+    awq,
     compressed,
     gptq,
     integers,
+    nf4,
     write_checkpoint,
 )
 from tests.engine.registration.test_convert import convert, refusal, tensors_of
@@ -58,8 +61,9 @@ def test_its_pack_is_that_of_its_plain_twin(
 ) -> None:
     monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (6500,))
     twin = write_checkpoint(tmp_path / "model", KINDS[name])
-    # Symmetric codes of four bits are kept in int4, and not searched for (below).
-    for dtype in ("bfloat16", "int8" if name == "int4" else "int4"):
+    # Codes of four bits are kept in int4, and not searched for (below).
+    in_bytes = name.startswith(("fp8", "int8", "bitsandbytes", "gptq of 8"))
+    for dtype in ("bfloat16", "int4" if in_bytes else "int8"):
         made, index = convert(tmp_path / "model", tmp_path / "packs", dtype)
         plain, wanted = convert(twin, tmp_path / "packs", dtype)
         assert made != plain
@@ -80,24 +84,48 @@ def test_auto_is_bfloat16_and_nothing_is_rounded_twice(tmp_path: Path) -> None:
 
 WIDE = SHAPE | {"hidden_size": 128, "intermediate_size": 256}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group"}
-KEPT: dict[str, tuple[Kind, float]] = {
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+NF4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+SCALES = 0.0025
+"""Float16 or float32 in the files, bfloat16 in ours."""
+KEPT: dict[str, tuple[Kind, str, float]] = {
     "groups of 64": (
         Kind(compressed("pack-quantized", **INT4, group_size=64), integers(64, 4)),
+        INT4_BLOCKS,
         0.0,
     ),
     "groups of 128": (
         Kind(compressed("pack-quantized", **INT4, group_size=128), integers(128, 4)),
+        INT4_BLOCKS,
         0.0,
     ),
-    "channels": (Kind(compressed("pack-quantized", num_bits=4, type="int"), integers(0, 4)), 0.0),
-    # Its scales are float16, ours bfloat16.
-    "gptq": (
-        Kind(
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
-            gptq(4, 128, first_version=True, symmetric=True),
-        ),
-        0.0025,
+    "channels": (
+        Kind(compressed("pack-quantized", num_bits=4, type="int"), integers(0, 4)),
+        INT4_BLOCKS,
+        0.0,
     ),
+    "with zeros": (
+        Kind(
+            compressed("pack-quantized", **INT4, group_size=32, symmetric=False),
+            integers(32, 4, symmetric=False),
+        ),
+        ZEROS,
+        0.0,
+    ),
+    "gptq": (
+        Kind(GPTQ | {"sym": True}, gptq(4, 128, first_version=True, symmetric=True)),
+        INT4_BLOCKS,
+        SCALES,
+    ),
+    "gptq with zeros": (Kind(GPTQ, gptq(4, 128, first_version=True)), ZEROS, SCALES),
+    "awq": (Kind({"quant_method": "awq", "bits": 4, "group_size": 128}, awq(128)), ZEROS, SCALES),
+    "mxfp4": (KINDS["mxfp4"], E2M1, 0.0),
+    "nvfp4": (KINDS["nvfp4"], E2M1_HALVES, SCALES),
+    "nvfp4 modelopt": (KINDS["nvfp4 modelopt"], E2M1_HALVES, SCALES),
+    # Whose tables have no whole numbers: 0.7 % and 0.4 % of their values.
+    "nf4": (Kind(NF4_BITS, nf4(False)), NF4, 0.012),
+    "nf4 nested": (Kind(NF4_BITS, nf4(True)), NF4, 0.012),
+    "fp4": (Kind(NF4_BITS, nf4(False, kind="fp4")), FP4, 0.008),
 }
 
 
@@ -106,7 +134,7 @@ def test_codes_of_four_bits_are_kept_in_int4(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (20_000,))
-    kind, allowed = KEPT[name]
+    kind, scheme, allowed = KEPT[name]
     kind = replace(kind, model=lambda: LlamaConfig(**WIDE))
     twin = write_checkpoint(tmp_path / "model", kind)
     wanted = load_file(twin / "model.safetensors")
@@ -114,11 +142,15 @@ def test_codes_of_four_bits_are_kept_in_int4(
     for folder in (tmp_path / "model", twin):
         made, index = convert(folder, tmp_path / "packs", "int4")
         tensors = tensors_of(made, index)
-        chosen = [e.name for e in index.tensors if e.scheme == INT4_SCHEME]
+        chosen = [e for e in index.tensors if e.scheme in int4_blocks.FORMS]
         assert len(chosen) == 7
+        assert {e.scheme for e in chosen} == {INT4_BLOCKS if folder == twin else scheme}
+        # Whatever the form, projections of one input are one product.
+        assert len([group for group in index.fused if group.name.endswith(".weight")]) == 2
         errors.append([])
-        for key in chosen:
-            values = int4_blocks.dequantize(tensors[key], wanted[key].shape[1])
+        for entry in chosen:
+            key = entry.name
+            values = int4_blocks.dequantize(tensors[key], wanted[key].shape[1], entry.scheme)
             off = (values - wanted[key]).norm() / wanted[key].norm()
             errors[-1].append(float(off))
     kept, searched = errors
