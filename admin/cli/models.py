@@ -1,6 +1,7 @@
 """`polyhost models add|update|retry|cancel|list|show|revisions|rollback|rm|pin|unpin|load|unload`.
 
-All work while a server runs. A registration shows what it needs and its progress.
+All work while a server runs. A registration shows what it needs and its progress. The commands
+before it, `search` and `inspect`, are in find_models.py.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
+from admin.cli import find_models
 from admin.cli.common import (
     add_command,
     add_commands,
@@ -38,6 +40,7 @@ _INTERNAL_FIELDS = ("registration",)
 def configure(parser: argparse.ArgumentParser) -> None:
     """The group's commands."""
     commands = add_commands(parser)
+    find_models.configure(commands)
     add = add_command(commands, "add", "register a model", _add)
     add.add_argument("name", help="public name, used in the `model` field of requests")
     source = "folder with a safetensors model, or a model ID on the hub such as org/name"
