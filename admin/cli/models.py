@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from admin.cli import find_models
 from admin.cli.common import (
+    Commands,
     add_command,
     add_commands,
     call,
@@ -71,6 +72,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--no-wait", action="store_true", help="register in the background and return at once"
         )
+    _configure_others(commands)
+
+
+def _configure_others(commands: Commands) -> None:
+    """What is there: revisions, residency, lists."""
     rollback = add_command(commands, "rollback", "serve an earlier revision again", _rollback)
     rollback.add_argument("name", help="name of the model")
     rollback.add_argument(
