@@ -142,5 +142,12 @@ def test_a_refused_model_is_described(ann: Visitor, monkeypatch: pytest.MonkeyPa
     seen = Preflight("m", code="unknown_family", reason="is not supported", described=said)
     see(monkeypatch, replace(seen, hub=HubModel("m", num_parameters=7_000_000)))
     text = ann.post("/register/check", ASKED).text
-    for fact in ("nonsense", "NonsenseModel", "7.0 million", "stated by the hub", "not stated", "open"):
+    for fact in (
+        "nonsense",
+        "NonsenseModel",
+        "7.0 million",
+        "stated by the hub",
+        "not stated",
+        "open",
+    ):
         assert fact in text, fact
