@@ -1,6 +1,7 @@
 """`polyhost models add|update|retry|cancel|list|show|revisions|rollback|rm|pin|unpin|load|unload`.
 
-All work while a server runs. A registration shows what it needs and its progress.
+All work while a server runs. A registration shows what it needs and its progress. The commands
+before it, `search` and `inspect`, are in find_models.py.
 """
 
 import argparse
@@ -8,7 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 
+from admin.cli import find_models
 from admin.cli.common import (
+    Commands,
     add_command,
     add_commands,
     call,
@@ -38,6 +41,7 @@ _INTERNAL_FIELDS = ("registration",)
 def configure(parser: argparse.ArgumentParser) -> None:
     """The group's commands."""
     commands = add_commands(parser)
+    find_models.configure(commands)
     add = add_command(commands, "add", "register a model", _add)
     add.add_argument("name", help="public name, used in the `model` field of requests")
     source = "folder with a safetensors model, or a model ID on the hub such as org/name"
@@ -68,6 +72,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             "--no-wait", action="store_true", help="register in the background and return at once"
         )
+    _configure_others(commands)
+
+
+def _configure_others(commands: Commands) -> None:
+    """What is there: revisions, residency, lists."""
     rollback = add_command(commands, "rollback", "serve an earlier revision again", _rollback)
     rollback.add_argument("name", help="name of the model")
     rollback.add_argument(

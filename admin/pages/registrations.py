@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 from starlette.responses import Response
@@ -25,6 +26,7 @@ from admin.operations import models
 from admin.operations import models as verbs
 from admin.registration import preflight, registrar
 from admin.registration.preflight import Preflight
+from admin.registration.register_process import HostingOption
 from admin.rendering.templating import path
 from admin.web.errors import refused
 from admin.web.forms import Field, Form
@@ -60,6 +62,21 @@ DTYPES = {
     "int8": "int8: half the memory of bfloat16",
     "int4": "int4: a third of the memory of bfloat16, with some loss",
 }
+ACCESS = {
+    "": "open",
+    "auto": "gated: accept its licence on the hub",
+    "manual": "gated: its authors decide on access",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeRow:
+    """A dtype that the checked model can be hosted in. `value`: of the form's field."""
+
+    value: str
+    option: HostingOption
+    fits: bool | None
+    chosen: bool
 
 
 def show_all(request: PageRequest) -> Response:
@@ -255,9 +272,37 @@ def _page(
     status: int = 200,
 ) -> Response:
     update = request.fields.get("update") or request.query.get("update", "")
-    return request.page(
-        "register.html", status, form=form, found=found, room=room, update=update, dtypes=DTYPES
-    )
+    rows = _dtype_rows(form.value("dtype"), found, room) if found else []
+    shown = {"found": found, "room": room, "rows": rows, "update": update, "access": ACCESS}
+    return request.page("register.html", status, form=form, **shown)
+
+
+def _dtype_rows(asked: str, seen: Preflight, room: MemoryOutlook | None) -> list[DtypeRow]:
+    """What could be chosen, with what was asked for chosen; where that is too large, the first
+    that fits. Empty where the choice is not among them: then the form's own list stays."""
+    if seen.found is None or seen.ready:
+        return []
+    taken = seen.found.dtype
+    options = seen.found.choices
+    if taken not in {each.dtype for each in options}:
+        return []
+    fits = {each.dtype: _fits(each, room) for each in options}
+    first = next((each.dtype for each in options if fits[each.dtype] is not False), taken)
+    chosen = first if seen.code == "too_large" else taken
+    return [
+        DtypeRow(
+            "auto" if asked == "auto" and each.dtype == taken else each.dtype,
+            *(each, fits[each.dtype], each.dtype == chosen),
+        )
+        for each in options
+    ]
+
+
+def _fits(option: HostingOption, room: MemoryOutlook | None) -> bool | None:
+    """Beside nothing else on the device."""
+    if room is None:
+        return option.fits
+    return option.weight_bytes + option.kv_bytes <= room.arena_bytes
 
 
 ROUTES = (

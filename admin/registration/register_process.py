@@ -25,6 +25,7 @@ from registry.models.catalog import ModelRecord, ModelTask
 REGISTER_COMMAND = (sys.executable, "-m", "engine.registration.main")
 DEFAULT_REVISION = "main"
 INTERNAL_ERROR = "internal_error"
+_FETCHING = frozenset({"--hub", "--search"})
 LOG_FILE = "register.log"
 MAX_LOG_BYTES = 1 << 20
 # Beyond it the process is killed, and somebody else clears up (registration_files.py).
@@ -32,17 +33,40 @@ STOP_TIMEOUT_S = 0.7
 
 
 class HostingOption(msgspec.Struct, frozen=True):
-    """What a dtype would take for a quantized checkpoint, and how much it adds to its rounding."""
+    """What a dtype takes, and how much rounding to it adds (HostingChoice of the engine).
+
+    `kv_bytes`: of a sequence of 1,000 tokens. `fits`: None where the arena's size is not known.
+    """
 
     dtype: str
     weight_bytes: int
     added_error: float
+    kv_bytes: int = 0
+    fits: bool | None = None
+
+
+class HubModel(msgspec.Struct, frozen=True):
+    """What a hub says of a model (engine/registration/hub_models.py); empty where it does not."""
+
+    id: str = ""
+    license: str = ""
+    gated: str = ""
+    downloads: int = 0
+    likes: int = 0
+    task: str = ""
+    base_model: str = ""
+    model_type: str = ""
+    architectures: list[str] = []
+    num_parameters: int = 0
+    format: str = ""
+    method: str = ""
 
 
 class RegisterEvent(msgspec.Struct, frozen=True):
     """One line of the subprocess. Unknown fields are passed over.
 
-    progress, resolved (a hub id's commit), preflight (what it will take), ready, refused.
+    progress, resolved (a hub id's commit, and what the hub says), described (what its config.json
+    calls it), preflight (what it is and will take), checked, ready, refused; of a search: found.
     """
 
     event: str
@@ -51,6 +75,13 @@ class RegisterEvent(msgspec.Struct, frozen=True):
     done_bytes: int = 0
     total_bytes: int = 0
     commit: str = ""
+    hub: HubModel | None = None
+    model_type: str = ""
+    text_type: str = ""
+    architecture: str = ""
+    wrapper: str = ""
+    hosted_as: str = ""
+    num_parameters: int = 0
     download_bytes: int = 0
     pack_bytes: int = 0
     free_bytes: int = 0
@@ -68,6 +99,9 @@ class RegisterEvent(msgspec.Struct, frozen=True):
     dim: int = 0
     labels: list[str] = []
     multi_label: bool = False
+    parity_error: float | None = None
+    verdict: str = ""
+    reason: str = ""
     code: str = ""
     message: str = ""
 
@@ -102,7 +136,7 @@ def environment(settings: Settings, command: Sequence[str]) -> dict[str, str]:
     """A worker's; where the command fetches, with the hub's address and token, which are on no
     command line."""
     variables = worker_environment(settings.num_threads)
-    if "--hub" not in command:
+    if _FETCHING.isdisjoint(word.partition("=")[0] for word in command):
         return variables
     variables |= hub_environment()
     for name, value in (("HF_ENDPOINT", settings.hub_endpoint), ("HF_TOKEN", settings.hub_token)):
@@ -113,15 +147,15 @@ def environment(settings: Settings, command: Sequence[str]) -> dict[str, str]:
 
 @contextmanager
 def started(
-    command: Sequence[str], settings: Settings, errors: IO[bytes], lock: int
+    command: Sequence[str], settings: Settings, errors: IO[bytes], lock: int | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The subprocess, surely ended when the block is left."""
+    """The subprocess, surely ended when the block is left. `lock`: of what it writes to."""
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        pass_fds=(lock,),
+        pass_fds=() if lock is None else (lock,),
         env=environment(settings, command),
     ) as process:
         try:

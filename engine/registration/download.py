@@ -47,6 +47,7 @@ MAX_WEIGHT_BYTES = 4 << 40
 HASH_BLOCK_BYTES = 4 << 20
 
 MAX_MODULES = 8
+MAX_SHOWN = 6
 
 # Beside what goes into packs: how the weights are split, and how some are quantized.
 SMALL_NAMES = frozenset({*COPIED_FILES, INDEX_NAME, *BESIDE})
@@ -62,11 +63,13 @@ def check_listing(label: str, files: Sequence[HubFile]) -> None:
     names = _top_names(files)
     check_no_code(label, names, {})
     if not any(name.endswith(".safetensors") for name in names):
-        if any(name.endswith(GGUF_SUFFIX) for name in names):
+        packed = sorted(name for name in names if name.endswith(GGUF_SUFFIX))
+        if packed:
+            shown = ", ".join(packed[:MAX_SHOWN]) + (", ..." if len(packed) > MAX_SHOWN else "")
             raise RegistrationRefused(
                 "no_weights",
-                f"{label} has only GGUF files; download the one to host into a folder, and "
-                "register the folder",
+                f"{label} has only GGUF files ({shown}); download the one to host into a folder, "
+                "and register the folder",
             )
         choose_weights(label, names - {INDEX_NAME}, Path())
 

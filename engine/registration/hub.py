@@ -1,4 +1,4 @@
-"""A model hub over HTTP: a revision's commit, its files, and a file's bytes from any offset on.
+"""A model hub over HTTP: searches, a revision's commit and files, a file's bytes from any offset.
 
 Registration's first step where the source is a hub id. What can be had from `huggingface_hub` is:
 its session (proxies, certificates, offline mode), its token (HF_TOKEN, or that of `hf auth login`),
@@ -11,7 +11,8 @@ time-out; and files may come by another protocol (xet) past the mirror that was 
 - redirects stay on http(s), never from https down to http, and the token goes to the endpoint only;
 - what may go better next time is DownloadInterrupted, what will not is RegistrationRefused.
 
-Knows nothing of models, of which files are wanted, or of the disk (`download.py`).
+Knows nothing of what a model is (`hub_models.py` reads what is said of it), of which files are
+wanted, or of the disk (`download.py`).
 """
 
 import json
@@ -22,18 +23,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from huggingface_hub import constants, get_session, get_token
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from engine.errors import DownloadInterrupted, RegistrationRefused
+from engine.registration.hub_models import HubModel, read_model
 
 MAX_REDIRECTS = 5
 MAX_JSON_BYTES = 32 << 20
 MAX_LISTED_FILES = 20_000
 MAX_PAGES = 1_000
 MAX_FILE_BYTES = 1 << 42
+MAX_FOUND = 100
+"""Models of one search: what a hub puts on one page."""
+_SEARCH_FIELDS = (
+    *("cardData", "config", "downloads", "gated", "gguf", "library_name", "likes"),
+    *("pipeline_tag", "safetensors", "tags"),
+)
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9._-]{1,96}|[A-Za-z0-9._-]{1,96}")
 _TOKEN = re.compile(r"[!-~]+")
@@ -108,15 +116,28 @@ class Hub:
         if token:
             self._headers["authorization"] = f"Bearer {token}"
 
-    def commit(self, repo: str, revision: str) -> str:
-        """The commit a branch, tag or commit stands for now."""
+    def commit(self, repo: str, revision: str) -> tuple[str, HubModel]:
+        """The commit a branch, tag or commit stands for now, and what the hub says of the model."""
         check_repo(repo)
         url = f"{self._endpoint}/api/models/{repo}/revision/{quote(revision, safe='')}"
         answer, _ = self.retried(lambda: self._json(url, f"{repo}@{revision}"))
         commit = answer.get("sha") if isinstance(answer, dict) else None
         if not isinstance(commit, str) or not _SHA1.fullmatch(commit):
             raise self._refusal("bad_hub", f"returned no commit for {repo}@{revision}")
-        return commit
+        return commit, read_model(answer, repo)
+
+    def search(self, words: str, limit: int, author: str = "", task: str = "") -> list[HubModel]:
+        """Models whose ids contain the words, those with most downloads first: one page."""
+        wanted = {"search": words, "author": author, "pipeline_tag": task}
+        query = [(name, value) for name, value in wanted.items() if value]
+        query += [("sort", "downloads"), ("direction", "-1"), ("limit", str(limit))]
+        query += [("expand", name) for name in _SEARCH_FIELDS]
+        url = f"{self._endpoint}/api/models?{urlencode(query)}"
+        answer, _ = self.retried(lambda: self._json(url, "a search"))
+        if not isinstance(answer, list):
+            raise self._refusal("bad_hub", "returned the models found in an unknown format")
+        found = [read_model(entry) for entry in answer if isinstance(entry, dict)]
+        return [model for model in found if _REPO.fullmatch(model.id)][:limit]
 
     def files(self, repo: str, commit: str) -> list[HubFile]:
         """All files of a commit."""

@@ -1,14 +1,18 @@
 """Registration as a process of its own: folders and hub ids in, checkpoint packs out.
 
     python -m engine.registration.main [--source FOLDER ...] [--hub REPO@REVISION ...] --dest
-    PACKS_DIR [--downloads DIR] [--dtype auto] [--check] [bounds]
+    PACKS_DIR [--downloads DIR] [--dtype auto] [--check | --inspect] [bounds]
+    python -m engine.registration.main --search WORDS [--limit N] [--author A] [--task T] --dest DIR
 
 On standard output, one JSON object a line: `progress` (phase "resolve", "wait", "preflight",
 "download", "check", "probe" or "convert", bytes done and in all), for a hub id `resolved` with the
-commit, `preflight` with what it will take, and then for each source either `ready` or `refused`
-with a stable code and a message for the operator. Exit status 0 only if every source is ready.
-With --check nothing is registered: `checked` is said where a registration would begin its work.
-Whoever starts it needs no torch.
+commit and what the hub says of the model, `described` with what its config.json calls it,
+`preflight` with what it is and what it will take, and then for each source either `ready` or
+`refused` with a stable code and a message for the operator. Exit status 0 only if every source is
+ready. With --check nothing is registered: `checked` is said where a registration would begin its
+work. --inspect asks whether a model could be hosted at all: the parity probe runs, and disk, quota
+and arena do not matter. A search says `found` for each model (`search.py`). Whoever starts it needs
+no torch.
 
 Nothing large is fetched or written before the configuration and the list of files are known to be
 safe, the sizes to fit, and the family to come out right. Every refusal removes what was fetched;
@@ -25,7 +29,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, get_args
@@ -49,10 +53,12 @@ from engine.registration.download import (
     weights,
 )
 from engine.registration.hub import Hub, HubLimits, check_repo
+from engine.registration.hub_models import shown
 from engine.registration.parity import probe_model
 from engine.registration.preflight import Preflight, Room, check_arena, check_disk, judge, preflight
 from engine.registration.quantize import QUANTIZATIONS
-from engine.registration.source import TOKENIZER_NAME, declared_of
+from engine.registration.search import DEFAULT_LIMIT, Search, search
+from engine.registration.source import TOKENIZER_NAME, declared_of, describe
 from engine.registration.staging import staged
 from engine.registration.tokenizer_check import check_readable
 
@@ -73,10 +79,15 @@ class Registration:
     room: Room = field(default_factory=Room)
     limits: HubLimits = field(default_factory=HubLimits)
     only_check: bool = False
+    only_inspect: bool = False
 
 
 class Checked(Exception):
-    """What was asked for is known; nothing is registered."""
+    """What was asked for is known; nothing is registered. `parity_error`: where it was probed."""
+
+    def __init__(self, parity_error: float | None = None) -> None:
+        super().__init__("checked")
+        self.parity_error = parity_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +131,29 @@ class Reporter:
 def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
     """Register one folder or hub id; True if it is ready. Every outcome is reported."""
     report = Reporter(source, out)
-    try:
+
+    def work() -> None:
         if is_hub:
             done = _from_hub(source, job, report)
         else:
             done = _from_own_folder(Path(source).expanduser(), job, report)
-    except Checked:
-        report.event("checked")
-        return True
+        _report_ready(done, report)
+
+    return _ended_well(source, work, report)
+
+
+def find(wanted: Search, limits: HubLimits, out: TextIO) -> bool:
+    """Search a hub; True if it answered. Every outcome is reported."""
+    report = Reporter(wanted.words, out)
+    return _ended_well(wanted.words, lambda: search(wanted, limits, report.event), report)
+
+
+def _ended_well(source: str, work: Callable[[], None], report: Reporter) -> bool:
+    """Whether it did; what it was refused for is reported."""
+    try:
+        work()
+    except Checked as checked:
+        report.event("checked", parity_error=checked.parity_error)
     except RegistrationRefused as refusal:
         report.event("refused", code=refusal.code, message=str(refusal))
         return False
@@ -141,6 +167,10 @@ def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
         message = f"unexpected {type(error).__name__}: {error} (a bug; see logs/register.log)"
         report.event("refused", code="internal_error", message=message)
         return False
+    return True
+
+
+def _report_ready(done: Registered, report: Reporter) -> None:
     index = done.index
     report.event(
         "ready",
@@ -157,7 +187,6 @@ def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
         labels=index.encoder.labels if index.encoder else (),
         multi_label=index.encoder.multi_label if index.encoder else False,
     )
-    return True
 
 
 def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
@@ -175,12 +204,13 @@ def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Regis
 
 
 def _from_folder(folder: Path, source: Path, job: Registration, report: Reporter) -> Registered:
+    _describe(folder, report)
     candidate = inspect(folder)
     check_readable(folder / TOKENIZER_NAME)
     size = sum(path.stat().st_size for path in candidate.files)
     plan, declared = candidate.blueprint, candidate.declared
     found = preflight(plan, job.dtype, size, 0, job.dest, job.room, declared)
-    _report_preflight(found, report)
+    _report_preflight(found, plan, job, report)
     check_arena(found, str(source), job.room)
     if job.only_check:
         check_disk(found, str(source), job.room)
@@ -208,10 +238,10 @@ def _from_hub(source: str, job: Registration, report: Reporter) -> Registered:
     report.progress("resolve")
     hub = Hub(job.limits)
     try:
-        commit = hub.commit(repo, revision)
+        commit, model = hub.commit(repo, revision)
     except DownloadInterrupted as error:
         raise RegistrationRefused("network", f"{error}: try again later") from error
-    report.event("resolved", commit=commit)
+    report.event("resolved", commit=commit, hub=shown(model))
     folder = job.downloads / folder_name(repo, commit)
     with locked(folder, lambda: report.progress("wait")):
         keep = False
@@ -246,6 +276,7 @@ def _downloaded(
     check_listing(label, files)
     small = small_files(label, files)
     fetch(hub, repo, commit, small, folder, lambda done, total: None)
+    _describe(folder, report)
     plan = judge(folder)
     check_readable(folder / TOKENIZER_NAME)
     chosen = weights(label, files, folder)
@@ -253,7 +284,7 @@ def _downloaded(
     missing = size - present_bytes(chosen, folder)
     declared = declared_of(folder)
     found = preflight(plan, job.dtype, size, missing, job.dest, job.room, declared)
-    _report_preflight(found, report)
+    _report_preflight(found, plan, job, report)
     check_arena(found, label, job.room)
     check_disk(found, label, job.room)
     if job.only_check:
@@ -266,8 +297,20 @@ def _downloaded(
     return Registered(pack_dir, index, parity_error)
 
 
-def _report_preflight(found: Preflight, report: Reporter) -> None:
+def _describe(folder: Path, report: Reporter) -> None:
+    """Also of a model that will be refused: what its files call it."""
+    if described := describe(folder):
+        report.event("described", **described)
+
+
+def _report_preflight(
+    found: Preflight, plan: Blueprint, job: Registration, report: Reporter
+) -> None:
+    """Raises Checked where only an inspection is asked for."""
     report.event("preflight", **asdict(found))
+    if job.only_inspect:
+        report.progress("probe")
+        raise Checked(probe_model(plan))
 
 
 def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> int:
@@ -280,6 +323,11 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
     parser.add_argument("--downloads", type=Path, help="folder for what is fetched")
     parser.add_argument("--dtype", choices=get_args(DtypeChoice), default="auto")
     parser.add_argument("--check", action="store_true", help="tell what it takes, do nothing")
+    parser.add_argument("--inspect", action="store_true", help="tell what it is, do nothing")
+    parser.add_argument("--search", metavar="WORDS", help="find models on the hub, do nothing else")
+    parser.add_argument("--limit", type=int, default=DEFAULT_LIMIT, help="models of a search")
+    parser.add_argument("--author", default="", help="whose models are searched")
+    parser.add_argument("--task", default="", help="the hub's pipeline tag")
     parser.add_argument("--quota-bytes", type=int, default=0, help="packs and downloads together")
     parser.add_argument("--arena-bytes", type=int, default=0, help="the worker's; 0: not known")
     parser.add_argument("--timeout-s", type=float, default=patience.timeout_s)
@@ -295,7 +343,11 @@ def main(arguments: Sequence[str] | None = None, out: TextIO = sys.stdout) -> in
         timeout_s=options.timeout_s, attempts=options.attempts, pause_s=options.pause_s
     )
     room = Room((dest, downloads), options.quota_bytes, options.arena_bytes)
-    job = Registration(dest, downloads, options.dtype, room, limits, options.check)
+    if options.search is not None:
+        wanted = Search(options.search, options.limit, options.author, options.task)
+        return 0 if find(wanted, limits, out) else 1
+    only = options.check, options.inspect
+    job = Registration(dest, downloads, options.dtype, room, limits, *only)
     ready = [register(source, False, job, out) for source in options.source]
     ready += [register(source, True, job, out) for source in options.hub]
     return 0 if all(ready) else 1

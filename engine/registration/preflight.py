@@ -1,15 +1,16 @@
-"""What a registration will take, reported and checked before anything large is fetched or written.
+"""What a model is and what a registration will take, before anything large is fetched or written.
 
-From the configuration, the files' sizes and the disk: family, bytes of the weights as hosted, bytes
-still to fetch, bytes the pack will take; for a quantized checkpoint what each dtype would take and
-what rounding its weights once more adds; against the disk's free space, the operator's quota for
-packs and downloads together, and the worker's arena where its size is known. Reads sizes, changes
-nothing. Estimates of the pack are within its alignment; where "auto" has to guess the checkpoint's
-type (a configuration that does not say), the size of the files decides.
+From the configuration, the files' sizes and the disk: family, class and task, bytes of the weights
+as hosted, bytes still to fetch, bytes the pack will take; for each dtype what weights and KV would
+take and what rounding the weights to it adds; against the disk's free space, the operator's quota
+for packs and downloads together, and the worker's arena where its size is known. Reads sizes,
+changes nothing. Estimates of the pack are within its alignment; where "auto" has to guess the
+checkpoint's type (a configuration that does not say), the size of the files decides.
 """
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,15 @@ from engine.registration.tensors import Declared
 DISK_MARGIN_BYTES = 64 << 20
 """Free space that a registration leaves to the database, the logs and everybody else."""
 
+KV_TOKENS = 1000
+"""Of the sequence whose KV is reported."""
+
 _TARGETS = ("bfloat16", "int8", "int4")
+# The same of checkpoints that are not quantized, by what they are in.
+_PLAIN_ERRORS = {
+    "float32": {"float32": 0.0, "bfloat16": 0.0017, "int8": 0.009, "int4": 0.082},
+    "bfloat16": {"bfloat16": 0.0, "int8": 0.009, "int4": 0.082},
+}
 # What rounding once more adds, by how a checkpoint is quantized: measured on synthetic weights
 # (docs/packs.md). `int4` are integers of four bits with zeros; without these codes are kept.
 _ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
@@ -59,22 +68,31 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class HostingChoice:
-    """What hosting a quantized checkpoint in `dtype` takes.
+    """What hosting a checkpoint in `dtype` takes.
 
     added_error   root mean square of what this rounding adds, over that of the weights
+    kv_bytes      of a sequence of KV_TOKENS tokens; layers with a window keep no more than that
+    fits          whether both fit into the worker's arena; None: its size is not known
     """
 
     dtype: str
     weight_bytes: int
     added_error: float
+    kv_bytes: int = 0
+    fits: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """The figures, in bytes: what is still to come, and what there is.
 
+    architecture    the class that runs
+    wrapper         the multimodal type whose text part is hosted; "" where there is none
+    hosted_as       of a wrapper: "text class" or "flat wrapper" (docs/packs.md); else ""
+    num_parameters  of what is hosted: a wrapper's towers do not count
+    dtype           what the figures are of: what was asked for, or what "auto" takes
     source_format   how the checkpoint is quantized, "" where it is not
-    choices         for such a checkpoint: in which dtypes it can be hosted
+    choices         in which dtypes it can be hosted
     """
 
     family: str
@@ -84,6 +102,12 @@ class Preflight:
     pack_bytes: int
     free_bytes: int
     used_bytes: int
+    architecture: str = ""
+    wrapper: str = ""
+    hosted_as: str = ""
+    task: str = "generate"
+    num_parameters: int = 0
+    dtype: str = ""
     source_format: str = ""
     choices: tuple[HostingChoice, ...] = ()
 
@@ -107,9 +131,10 @@ def preflight(
     declared: Declared | None = None,
 ) -> Preflight:
     """Look. `files_bytes`: of the checkpoint's weights as they are in its files."""
-    if declared is not None and dtype == "auto":
-        dtype = "bfloat16"
-    weight_bytes = _weight_bytes(plan, dtype, files_bytes)
+    own = "bfloat16" if declared is not None else _own_dtype(plan, files_bytes)
+    dtype = own if dtype == "auto" else dtype
+    weight_bytes = _weight_bytes(plan, dtype)
+    hosted_as = "text class" if plan.is_text_class else "flat wrapper"
     return Preflight(
         family=str(plan.config.model_type),
         max_context=plan.max_context,
@@ -118,8 +143,14 @@ def preflight(
         pack_bytes=weight_bytes,
         free_bytes=shutil.disk_usage(_existing(dest)).free,
         used_bytes=sum(folder_bytes(folder) for folder in room.folders),
+        architecture=type(plan.skeleton).__name__,
+        wrapper=str(plan.wrapper.config.model_type) if plan.wrapper else "",
+        hosted_as=hosted_as if plan.wrapper else "",
+        task=plan.task,
+        num_parameters=sum(plan.tensors[name].numel() for name in _held(plan)),
+        dtype=dtype,
         source_format=declared.method if declared else "",
-        choices=_choices(plan, declared) if declared else (),
+        choices=tuple(_choices(plan, _errors_of(declared, own), room.arena_bytes)),
     )
 
 
@@ -167,13 +198,22 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
-    names = [name for name in plan.tensors if name not in plan.tied]
-    if dtype == "auto":
-        named = getattr(plan.config, "dtype", None)
-        count = sum(plan.tensors[name].numel() for name in names)
-        half = named in (torch.bfloat16, torch.float16) if named else files_bytes < 3 * count
-        dtype = "bfloat16" if half else "float32"
+def _held(plan: Blueprint) -> list[str]:
+    """Names of the tensors that a pack has."""
+    return [name for name in plan.tensors if name not in plan.tied]
+
+
+def _own_dtype(plan: Blueprint, files_bytes: int) -> str:
+    """What "auto" takes of a plain checkpoint."""
+    named = getattr(plan.config, "dtype", None)
+    if named:
+        return "bfloat16" if named in (torch.bfloat16, torch.float16) else "float32"
+    count = sum(plan.tensors[name].numel() for name in _held(plan))
+    return "bfloat16" if files_bytes < 3 * count else "float32"
+
+
+def _weight_bytes(plan: Blueprint, dtype: str) -> int:
+    names = _held(plan)
     if dtype in QUANTIZATIONS:
         schemes = schemes_of(plan, names, dtype)
         rest = [name for name in names if name not in schemes]
@@ -186,19 +226,42 @@ def _weight_bytes(plan: Blueprint, dtype: str, files_bytes: int) -> int:
     return sum(plan.tensors[name].numel() * plan.dtype_of(name, kind).itemsize for name in names)
 
 
-def _choices(plan: Blueprint, declared: Declared) -> tuple[HostingChoice, ...]:
-    found = []
+def _kv_bytes(plan: Blueprint, dtype: str) -> int:
+    """Of a sequence of KV_TOKENS tokens, without what pages and extents add."""
+    rows = sum(
+        len(group.layers)
+        * group.num_kv_heads
+        * (group.k_dim + group.v_dim)
+        * min(KV_TOKENS, group.window or KV_TOKENS)
+        for group in plan.kv_groups
+    )
+    kind: Any = torch.bfloat16 if dtype in QUANTIZATIONS else getattr(torch, dtype)
+    return int(rows * kind.itemsize)
+
+
+def _errors_of(declared: Declared | None, own: str) -> dict[str, float]:
+    """What rounding adds by dtype. `own`: what "auto" takes."""
+    if declared is None:
+        return _PLAIN_ERRORS[own]
     kind = declared.method
     if declared.bits == (4,):
         kind = "symmetric int4" if declared.keeps_codes else "int4"
     elif declared.bits == (8,) and kind == "gptq":
         kind = "fp8"
-    for dtype, added in zip(_TARGETS, _ADDED_ERRORS[kind], strict=True):
+    return dict(zip(_TARGETS, _ADDED_ERRORS[kind], strict=True))
+
+
+def _choices(
+    plan: Blueprint, errors: dict[str, float], arena_bytes: int
+) -> Iterator[HostingChoice]:
+    for dtype, added in errors.items():
         try:
-            found.append(HostingChoice(dtype, _weight_bytes(plan, dtype, 0), added))
+            weight_bytes = _weight_bytes(plan, dtype)
         except RegistrationRefused:  # a family without plain linears
             continue
-    return tuple(found)
+        kv_bytes = _kv_bytes(plan, dtype)
+        fits = weight_bytes + kv_bytes <= arena_bytes if arena_bytes else None
+        yield HostingChoice(dtype, weight_bytes, added, kv_bytes, fits)
 
 
 def _existing(path: Path) -> Path:

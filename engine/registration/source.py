@@ -12,7 +12,7 @@ to do. Does not know the model's modules (`blueprint.py`) or the pack (`convert.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from engine.encoders import FAMILIES
 from engine.errors import RegistrationRefused
 from engine.modules.text_part import is_wrapper
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
+from engine.registration.hub_models import short_text
 from engine.registration.tensors import BESIDE, GGUF_SUFFIX, Declared, declared_in
 from engine.registration.wrapper import check_layers, check_section, check_wrapper, text_section
 
@@ -180,7 +181,7 @@ def load_config(folder: Path) -> Any:
     named = [str(name) for name in named]
     encodes = encoder_task(model_type, named, (folder / MODULES_NAME).is_file()) is not None
     if not encodes:
-        _check_causal(folder, model_type, named)
+        check_causal(str(folder), model_type, named)
     try:
         config = AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -194,9 +195,26 @@ def load_config(folder: Path) -> Any:
             if part is not None and hasattr(part, name):
                 delattr(part, name)
     check_layers(path, config)
-    if not encodes:
-        _check_text(path, raw, config)
+    if not encodes and check_decoder(config):
+        check_wrapper(path, raw, config)
     return config
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """What config.json calls the model, believed in nothing; {} where that cannot be read."""
+    try:
+        raw = read_json(folder / CONFIG_NAME, "bad_config", dict)
+    except RegistrationRefused:
+        return {}
+    named = raw.get("architectures")
+    said = [raw.get(name) for name in QUANTIZATION_FIELDS]
+    quantized = next((one for one in said if isinstance(one, dict)), {})
+    return {
+        "model_type": short_text(raw.get("model_type")),
+        "architecture": short_text(named[0]) if isinstance(named, list) and named else "",
+        "text_type": short_text(text_section(raw).get("model_type")),
+        "source_format": short_text(quantized.get("quant_method")),
+    }
 
 
 def declared_of(folder: Path) -> Declared | None:
@@ -221,7 +239,11 @@ def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
+def check_causal(label: str, model_type: str, named: Sequence[str]) -> None:
+    """Raises RegistrationRefused unless the type has a model that generates text, and this is it.
+
+    `named`: the architectures of the checkpoint, where it names some.
+    """
     tables = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     known = list(dict.fromkeys(str(t[model_type]) for t in tables if model_type in t))
     if model_type not in CONFIG_MAPPING or not known:
@@ -234,13 +256,13 @@ def _check_causal(folder: Path, model_type: str, named: list[str]) -> None:
     if {name.lower() for name in known}.isdisjoint(name.lower() for name in architectures):
         raise RegistrationRefused(
             "unknown_family",
-            f"{folder} contains a {', '.join(architectures)}; of this model type only the causal "
+            f"{label} contains a {', '.join(architectures)}; of this model type only the causal "
             f"language model ({' or '.join(known)}) is supported",
         )
 
 
-def _check_text(path: Path, raw: Mapping[str, Any], config: Any) -> None:
-    """Raises RegistrationRefused unless text is all the model generates."""
+def check_decoder(config: Any) -> bool:
+    """Whether it is a wrapper. Raises RegistrationRefused unless text is all that it generates."""
     try:
         wraps = is_wrapper(config)
     except ValueError:  # several text models in one
@@ -252,8 +274,7 @@ def _check_text(path: Path, raw: Mapping[str, Any], config: Any) -> None:
             "unknown_family",
             f"model type {config.model_type!r} is not supported: it is not a text-only decoder",
         )
-    if wraps:
-        check_wrapper(path, raw, config)
+    return bool(wraps)
 
 
 def check_tokenizer(folder: Path) -> None:

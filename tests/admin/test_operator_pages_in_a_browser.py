@@ -1,7 +1,9 @@
 """Checks, plans, alerts and what a load evicts, as people see and use them, with a browser."""
 
 import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from admin.operations import prices
@@ -13,6 +15,7 @@ from tests.admin.browser import Browser
 from tests.admin.fleet_handler import PAGE, model, status
 from tests.admin.ledger_kit import Owner, add_owners, post
 from tests.admin.site import PASSWORD, Site
+from tests.admin.test_register_page import FOUND, SEEN
 
 DAY_S = 86_400.0
 PAGES = (
@@ -89,6 +92,32 @@ def test_a_check_tells_and_takes_no_page_hostage(
         assert slow_look == ["/slow", "/quick"]
         assert page.is_visible("button:has-text('Register')")
         visit.check_accessible()
+        visit.check_clean()
+
+
+def test_the_facts_of_a_check_fit_and_its_dtypes_can_be_chosen(
+    site: Site, browser: Browser, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(context: object, source: str, dtype: str, *_: object, **__: object) -> Preflight:
+        found = msgspec.structs.replace(FOUND, dtype="bfloat16" if dtype == "auto" else dtype)
+        return replace(SEEN, found=found)
+
+    monkeypatch.setattr(preflight, "look", look)
+    with browser.open(site.url) as visit:
+        page = visit.page
+        visit.sign_in("ann", PASSWORD)
+        visit.go("/register")
+        page.fill("#f-name", "fresh")
+        page.fill("#f-source", "acme/m")
+        page.click("button:has-text('Check')")
+        page.wait_for_selector("#preflight >> text=Gemma3ForCausalLM")
+        assert page.is_checked("input[name=dtype][value=auto]")
+        visit.check_accessible()
+        visit.shoot("register-facts")
+        page.check("input[name=dtype][value=int4]")
+        page.click("button:has-text('Check again')")
+        page.wait_for_selector("input[name=dtype][value=bfloat16]")
+        assert page.is_checked("input[name=dtype][value=int4]")
         visit.check_clean()
 
 

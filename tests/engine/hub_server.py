@@ -1,6 +1,6 @@
 """A model hub on this machine: the protocol of the real one, and every way it can go wrong.
 
-/api/models/{repo}/revision/{rev}, /api/models/{repo}/tree/{rev} in pages,
+/api/models?search=..., /api/models/{repo}/revision/{rev}, /api/models/{repo}/tree/{rev} in pages,
 /{repo}/resolve/{rev}/{file}
 with ETag, X-Repo-Commit, X-Linked-Size and X-Linked-Etag, a redirect of large files to another
 address (/lfs/..., as the real one's CDN), and ranges. `sent` counts the bytes of each file's body
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 COMMIT = "c0ffee" + "0" * 34
 LARGE = (".safetensors", ".bin")
@@ -56,6 +56,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commits: dict[str, str] = {}
+        self.cards: dict[str, dict[str, Any]] = {}
         self.faults = Faults()
         self.sent: Counter[str] = Counter()
         self.asked: list[tuple[str, str]] = []
@@ -67,8 +68,9 @@ class HubServer(ThreadingHTTPServer):
         """What HF_ENDPOINT is set to."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def add(self, repo: str, folder: Path, commit: str = COMMIT) -> None:
-        """Host a folder."""
+    def add(self, repo: str, folder: Path, commit: str = COMMIT, **card: Any) -> None:
+        """Host a folder. `card`: what the API says of it beside its id."""
+        self.cards[repo] = card
         self.repos[repo] = {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
@@ -99,6 +101,9 @@ class _Handler(BaseHTTPRequestHandler):
                 hub.faults.status[prefix] = (status, times - 1, code)
                 self._plain(status, b"{}", {"X-Error-Code": code} if code else {})
                 return
+        if path == "/api/models":
+            self._search(dict(parse_qsl(parts.query)))
+            return
         for repo, files in hub.repos.items():
             commit = hub.commits[repo]
             if path.startswith(f"/api/models/{repo}/revision/"):
@@ -106,7 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if wanted not in ("main", commit, "v1"):
                     self._plain(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
                     return
-                self._json({"id": repo, "sha": commit, "siblings": []})
+                card = hub.cards.get(repo, {})
+                self._json({"id": repo, "sha": commit, "siblings": [], **card})
                 return
             if path == f"/api/models/{repo}/tree/{commit}":
                 self._tree(files, parts.query)
@@ -118,6 +124,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self._body(files, path.removeprefix(f"/lfs/{repo}/"), {})
                 return
         self._plain(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+
+    def _search(self, asked: dict[str, str]) -> None:
+        """By id, author and task; the most downloads first, whatever `expand` wants to see."""
+        found = [
+            {"id": repo, "modelId": repo, **card}
+            for repo, card in self.server.cards.items()
+            if asked.get("search", "").lower() in repo.lower()
+            and repo.startswith(asked.get("author", ""))
+            and card.get("pipeline_tag", "")
+            == asked.get("pipeline_tag", card.get("pipeline_tag", ""))
+        ]
+        found.sort(key=lambda each: -int(each.get("downloads", 0)))
+        self._json(found[: int(asked["limit"])])
 
     def _tree(self, files: dict[str, bytes], query: str) -> None:
         entries = [_entry(name, content) for name, content in files.items()]

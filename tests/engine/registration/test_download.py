@@ -68,8 +68,10 @@ def test_a_hub_model_becomes_the_pack_of_its_folder(
     ready = events[-1]
     assert ready["event"] == "ready", ready
     kinds = [event.get("phase", event["event"]) for event in events]
-    order = ["resolve", "resolved", "preflight", "probe", "download", "check", "convert", "ready"]
-    assert list(dict.fromkeys(kinds)) == order
+    assert list(dict.fromkeys(kinds)) == [
+        *("resolve", "resolved", "preflight", "described"),
+        *("probe", "download", "check", "convert", "ready"),
+    ]
     assert events[1]["commit"] == COMMIT
     told = next(event for event in events if event["event"] == "preflight")
     assert told["family"] == "llama"
@@ -464,7 +466,7 @@ def test_busy_is_tried_again_and_pauses_grow(hub: HubServer) -> None:
     pauses: list[float] = []
     hub.faults.status = {"/api/models": (429, 2, "")}
     asked = Hub(HubLimits(attempts=3, pause_s=0.5), sleep=pauses.append)
-    assert asked.commit(REPO, "v1") == COMMIT
+    assert asked.commit(REPO, "v1")[0] == COMMIT
     assert pauses == [0.5, 1.0]
 
 
