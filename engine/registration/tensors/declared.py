@@ -40,7 +40,8 @@ _COMPRESSED_FORMATS = frozenset(
         "mixed-precision",
     }
 )
-_MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION"})
+_MIXED = "MIXED_PRECISION"
+_MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", _MIXED})
 _FIELD_BITS = (2, 4, 8)
 _BY_INDEX = frozenset({"group", "dynamic", "true"})
 """What compressed-tensors calls act-order; by "weight" or "static" columns stay in place."""
@@ -177,10 +178,17 @@ def _awq(said: Mapping[str, Any]) -> Declared:
 
 
 def _modelopt(said: Mapping[str, Any]) -> Declared:
-    algorithm = said.get("quant_algo")
-    if str(algorithm) not in _MODELOPT_ALGORITHMS:
-        known = ", ".join(sorted(_MODELOPT_ALGORITHMS))
-        raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({known} are)")
+    found, known = [said.get("quant_algo")], _MODELOPT_ALGORITHMS
+    if found == [_MIXED]:
+        layers = said.get("quantized_layers") or {}
+        parts = list(layers.values()) if isinstance(layers, Mapping) else [layers]
+        if not all(isinstance(part, Mapping) for part in parts):
+            raise _refused("quantized_layers is not as ModelOpt writes it")
+        found, known = [part.get("quant_algo") for part in parts], known - {_MIXED}
+    for algorithm in found:
+        if str(algorithm) not in known:
+            names = ", ".join(sorted(known))
+            raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({names} are)")
     return Declared("modelopt")
 
 

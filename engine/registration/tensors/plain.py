@@ -52,6 +52,8 @@ LEFT_OUT = (
     ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
+    "_proj_activation_scale",
+    ".output_global_scale",
     ".output_scale",
     ".output_zero_point",
     ".k_scale",
@@ -60,6 +62,9 @@ LEFT_OUT = (
     ".v_zero_point",
     ".q_scale",
     ".q_zero_point",
+    ".k_global_scale",
+    ".v_global_scale",
+    ".q_global_scale",
     ".kv_scale",
     ".prob_scale",
 )

@@ -163,6 +163,11 @@ def nvfp4(modelopt: bool) -> Any:
     return write
 
 
+def mixed(wide: Any, tall: Any) -> Any:
+    """One format for weights that are wider than they are high, and another for the others."""
+    return lambda weight: (wide if weight.shape[1] > weight.shape[0] else tall)(weight)
+
+
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """compressed-tensors: exponents of two for 32."""
     n, k = weight.shape
@@ -312,6 +317,10 @@ def _gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, **more}
 
 
+MIXED = {
+    "model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+}
 MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 _INT4 = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
 KINDS: dict[str, Kind] = {
@@ -335,6 +344,16 @@ KINDS: dict[str, Kind] = {
             "model.layers.0.self_attn.k_proj.k_scale": torch.ones(()),
             "model.layers.0.mlp.up_proj.input_scale": torch.ones(()),
         },
+    ),
+    "fp8 fbgemm": Kind(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        fp8((1, 0), "weight_scale"),
+        extra={"model.layers.0.mlp.up_proj.input_scale_ub": torch.ones(1)},
+    ),
+    "mixed modelopt": Kind(
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED},
+        mixed(nvfp4(True), fp8((0, 0), "weight_scale", ())),
+        extra={"model.layers.0.self_attn.v_proj.v_scale": torch.ones(())},
     ),
     "int4": Kind(compressed("pack-quantized", **_INT4), integers(32, 4)),
     "int4 asymmetric, ordered": Kind(

@@ -142,12 +142,52 @@ def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> 
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
 
 
-@pytest.mark.parametrize("ending", LEFT_OUT)
-def test_factors_of_activations_are_left_out(tmp_path: Path, ending: str) -> None:
+# As tools write them: transformers (fp8, its experts), compressed-tensors (activations, caches,
+# attention in NVFP4), ModelOpt and vLLM.
+PUBLISHED = (
+    "self_attn.q_proj.input_scale",
+    "self_attn.k_proj.input_scale_ub",
+    "self_attn.k_proj.k_scale",
+    "self_attn.v_proj.v_scale",
+    "self_attn.qkv_proj.k_scale",
+    "self_attn.k_proj.output_scale",
+    "self_attn.k_proj.output_zero_point",
+    "self_attn.k_scale",
+    "self_attn.k_zero_point",
+    "self_attn.v_zero_point",
+    "self_attn.q_zero_point",
+    "self_attn.attn.q_scale",
+    "self_attn.attn.prob_scale",
+    "self_attn.kv_scale",
+    "self_attn.q_global_scale",
+    "self_attn.k_global_scale",
+    "self_attn.v_global_scale",
+    "mlp.up_proj.activation_scale",
+    "mlp.up_proj.input_zero_point",
+    "mlp.up_proj.input_global_scale",
+    "mlp.up_proj.output_global_scale",
+    "mlp.experts.gate_up_proj_activation_scale",
+    "mlp.experts.down_proj_activation_scale",
+)
+
+
+def test_factors_of_activations_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_checkpoint(folder, replace(KINDS["int8"], extra={UP + ending: torch.ones(1)}))
+    extra = {f"model.layers.0.{name}": torch.ones(1) for name in PUBLISHED}
+    twin = write_checkpoint(folder, replace(KINDS["int8"], extra=extra))
     with open_tensors(weight_files(folder), declared_of(folder)) as source:
-        assert UP + ending not in source.shapes
+        assert source.shapes.keys() == load_file(twin / "model.safetensors").keys()
+    unused = [end for end in LEFT_OUT if not any(name.endswith(end) for name in PUBLISHED)]
+    assert not unused
+
+
+@pytest.mark.parametrize("name", ["weight_scale_2", "pre_quant_scale", "k_scale.weight", "smooth"])
+def test_what_weights_depend_on_is_not(tmp_path: Path, name: str) -> None:
+    extra = {f"{UP}.{name}": torch.ones(1)}
+    write_checkpoint(tmp_path / "model", replace(KINDS["fp8 modelopt"], extra=extra))
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert problem.code == "bad_weights"
+    assert f"{UP}.{name}" in str(problem)
 
 
 @pytest.mark.parametrize(
