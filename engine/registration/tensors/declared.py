@@ -22,6 +22,8 @@ BESIDE = {
 MAX_GROUP = 1 << 20
 MIN_GROUP = 16
 """Scales are held whole in float32: with fewer weights to each they would outgrow these."""
+MAX_PARTS = 1 << 8
+"""Groups of modules that are quantized in different ways."""
 SUPPORTED = (
     "FP8 (fp8, fbgemm_fp8), compressed-tensors (integers, FP8, NVFP4, MXFP4), ModelOpt (FP8, "
     "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes, and GGUF"
@@ -110,7 +112,7 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("quantization_config has no config_groups")
     parts = list(groups.values())
-    if not all(isinstance(part, Mapping) for part in parts):
+    if len(parts) > MAX_PARTS or not all(isinstance(part, Mapping) for part in parts):
         raise _refused("config_groups is not as compressed-tensors writes it")
     formats = [said.get("format"), *(part.get("format") for part in parts)]
     for name in formats:
@@ -234,7 +236,7 @@ def _block(sizes: list[Any]) -> tuple[int, int]:
     if not known or rows * columns < MIN_GROUP:
         raise _refused(
             f"a scale for {rows!r:.30} x {columns!r:.30} weights is not supported ({MIN_GROUP} "
-            "weights or more are)"
+            f"weights or more are, and of rows and columns {MAX_GROUP} at most)"
         )
     return rows, columns
 
