@@ -17,10 +17,12 @@ from engine.registration.download import SMALL_NAMES
 from engine.registration.source import declared_of, weight_files
 from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
+from engine.registration.tensors import plain as plain_module
 from engine.registration.tensors.plain import LEFT_OUT, PlainTensors
 from kernels import int4_blocks
 from tests.engine.pack_rig import edit_json
 from tests.engine.registration.quantized_kit import (
+    FP8,
     KINDS,
     SHAPE,
     Kind,
@@ -309,3 +311,13 @@ def test_tensors_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(files_module, "MAX_TENSORS", 20)
     problem = refusal(tmp_path / "model", tmp_path / "packs")
     assert (problem.code, "more than 20 tensors" in str(problem)) == ("bad_weights", True)
+
+
+def test_tensors_that_cannot_be_read_are_not_all_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_module, "MAX_REFUSED", 3)
+    bad = {f"tower.{number}.weight": torch.ones(2, dtype=FP8) for number in range(5)}
+    write_checkpoint(tmp_path / "model", replace(KINDS["fp8 blocks"], extra=bad))
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert (problem.code, "tower.3.weight" in str(problem)) == ("bad_weights", True)

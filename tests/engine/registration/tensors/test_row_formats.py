@@ -85,7 +85,7 @@ def test_stacked_integers_have_scales_and_zeros_of_their_own(
         wanted = (float(codes[one, row, column]) - float(zero[of])) * float(scale[of])
         assert float(found[one, row, column]) == wanted
     tensors["x.weight_zero_point"] = zero[:2].contiguous()
-    with pytest.raises(RegistrationRefused, match="x.weight_zero_point .* has the shape"):
+    with pytest.raises(RegistrationRefused, match=r"x\.weight_zero_point .* has the shape"):
         value(tmp_path, tensors, declared)
 
 
