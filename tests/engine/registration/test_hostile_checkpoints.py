@@ -90,9 +90,11 @@ def _sparse_experts(folder: Path) -> None:
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
 
 
+IN_PROCESS = ("empty", "cut in the header", "cut in the last tensor", "one over another")
+IN_PROCESS += ("a shape without end", "tensors without end", "twice", "a list")
 # Where: which kind of checkpoint, and what is done to it.
 HOSTILE: dict[str, tuple[str, Damage]] = {
-    **{f"file: {name}": ("fp8 blocks", damage) for name, damage in FILES.items()},
+    **{f"file: {name}": ("fp8 blocks", FILES[name]) for name in IN_PROCESS},
     "scales for each weight": (
         "fp8 blocks",
         _put("weight_scale_inv", lambda s: torch.ones(96, 64)),
@@ -230,6 +232,15 @@ def outcome(folder: Path, dest: Path, dtype: Any = "bfloat16") -> tuple[str, byt
     assert len(str(refusal)) > 30
     assert not dest.exists()
     return refusal.code, b""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_refused(
+    tmp_path: Path, whole: Callable[[str, Path], Path], name: str
+) -> None:
+    folder = whole("nvfp4", tmp_path / "model")
+    FILES[name](folder)
+    assert outcome(folder, tmp_path / "packs") == ("bad_weights", b"")
 
 
 SHAPED = ("fp8 blocks", "int4 asymmetric, ordered", "int8", "nvfp4", "mxfp4 gpt-oss", "awq")
