@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 
 from engine.pack import BLOB_NAME, INT4_SCHEME
 from engine.registration.convert import inspect, write_pack
@@ -126,6 +126,22 @@ def test_codes_of_four_bits_are_kept_in_int4(
     kept, searched = errors
     assert max(kept) <= allowed
     assert min(searched) > 0.01  # what a second rounding would be
+
+
+FUSED = ("fp8 blocks", "fp8 modelopt", "fp8 channels", "int4", "gptq v2, ordered", "awq", "nvfp4")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_projections_that_the_model_joins_have_scales_of_the_joint_weight(
+    tmp_path: Path, name: str
+) -> None:
+    kind = replace(KINDS[name], model=lambda: Phi3Config(**SHAPE), extra={})
+    twin = write_checkpoint(tmp_path / "model", kind)
+    assert "qkv_proj" in str(load_file(twin / "model.safetensors").keys())
+    made, _ = convert(tmp_path / "model", tmp_path / "packs", "bfloat16")
+    plain, _ = convert(twin, tmp_path / "packs", "bfloat16")
+    assert made != plain
+    assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
 
 
 def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> None:
