@@ -12,7 +12,7 @@ and what each dtype adds to that.
     memory      with --memory instead: the most that a process that registers has in memory, by
                 format and dtype, of a model of true layer shapes (`bench/format_memory.py`)
 
-Not here: how formats are read (engine/registration/tensors), errors of single weights (docs/packs.md).
+Not here: how formats are read (engine/registration/tensors), single errors (docs/packs.md).
 """
 
 import argparse
