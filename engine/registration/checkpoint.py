@@ -198,7 +198,8 @@ def _check_unknown(blueprint: Blueprint, source: Tensors, keys: dict[str, str]) 
         raise RegistrationRefused(
             "bad_weights",
             f"the checkpoint has {len(strange)} tensors that are not in the model "
-            f"({', '.join(strange[:3])}); its config.json does not match this checkpoint",
+            f"({', '.join(strange[:3])}); its config.json does not match this checkpoint: use "
+            "another revision of the model",
         )
 
 
@@ -246,16 +247,29 @@ def _check_direct(checkpoint: Checkpoint) -> None:
             raise RegistrationRefused(
                 "bad_weights",
                 f"tensor {key} has the shape {shape}, but the configuration says {wanted}; "
-                "config.json does not match this checkpoint",
+                "config.json does not match this checkpoint: use another revision of the model",
             )
         if checkpoint.blueprint.tensors[name].is_floating_point():
             _check_float(checkpoint, key)
-    for conversion in checkpoint.conversions.values():
-        for key, _ in conversion.sources:
-            _check_float(checkpoint, key)
+    _check_conversions(checkpoint)
     missing = [name for name in checkpoint.names() if name not in checkpoint.direct]
     if missing and not checkpoint.conversions:
         raise _missing(missing)
+
+
+def _check_conversions(checkpoint: Checkpoint) -> None:
+    """Types, and that no more is read at once than the whole model has."""
+    shapes = checkpoint.source.shapes
+    most = sum(tensor.numel() for tensor in checkpoint.blueprint.tensors.values())
+    for name, conversion in checkpoint.conversions.items():
+        for key, _ in conversion.sources:
+            _check_float(checkpoint, key)
+        if sum(torch.Size(shapes[key]).numel() for key, _ in conversion.sources) > most:
+            raise RegistrationRefused(
+                "bad_weights",
+                f"the checkpoint's tensors for {name} have more values than the whole model; "
+                "config.json does not match this checkpoint: use another revision of the model",
+            )
 
 
 def _check_float(checkpoint: Checkpoint, key: str) -> None:

@@ -119,13 +119,22 @@ class Reporter:
 
     def event(self, event: str, **fields: Any) -> None:
         """One line."""
-        line = msgspec.json.encode({"event": event, "source": self._source, **fields})
+        said = {"event": event, "source": self._source, **fields}
+        try:
+            line = msgspec.json.encode(said)
+        except UnicodeEncodeError:  # half a letter in a file's name, or quoted from a file
+            whole = {key: _whole_letters(value) for key, value in said.items()}
+            line = msgspec.json.encode(whole)
         try:
             self._out.write(line.decode() + "\n")
             self._out.flush()
         except BrokenPipeError:
             # Whoever started this is dead, and what was fetched is for its retry: as in `_obey`.
             os._exit(1)
+
+
+def _whole_letters(value: Any) -> Any:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def register(source: str, is_hub: bool, job: Registration, out: TextIO) -> bool:
@@ -195,12 +204,7 @@ def _probe(plan: Blueprint, dtype: DtypeChoice) -> float:
 
 def _from_own_folder(source: Path, job: Registration, report: Reporter) -> Registered:
     with staged(source, job.dest) as folder:
-        try:
-            return _from_folder(folder, source, job, report)
-        except RegistrationRefused as refusal:
-            # The operator knows the folder under its own name.
-            message = str(refusal).replace(str(folder), str(source))
-            raise RegistrationRefused(refusal.code, message) from refusal
+        return _from_folder(folder, source, job, report)
 
 
 def _from_folder(folder: Path, source: Path, job: Registration, report: Reporter) -> Registered:

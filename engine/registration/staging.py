@@ -55,6 +55,10 @@ def staged(folder: Path, dest: Path) -> Iterator[Path]:
             if len(weights) == 1 and weights[0].suffix == GGUF_SUFFIX:
                 complete_folder(stage, weights[0])
             yield stage
+    except RegistrationRefused as refusal:
+        # The operator knows the folder under its own name.
+        message = str(refusal).replace(str(stage), str(folder))
+        raise RegistrationRefused(refusal.code, message) from refusal
     finally:
         shutil.rmtree(stage, ignore_errors=True)
         if is_new:

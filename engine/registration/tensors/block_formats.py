@@ -176,6 +176,8 @@ def _eight_bits(files: SourceTensors, base: str, factors: str) -> tuple[Quantize
     used = {key, factors}
     if kind in files.shapes:
         used.add(need(files, kind, ("U8",)))
+        if torch.Size(files.shapes[kind]).numel() != 1:
+            raise bad(kind, f"has the shape {files.shapes[kind]}, not one value")
         if bool(files.read(kind).any()):
             raise bad(kind, "says that the weight is not laid out by rows")
 

@@ -22,6 +22,8 @@ BESIDE = {
 MAX_GROUP = 1 << 20
 MIN_GROUP = 16
 """Scales are held whole in float32: with fewer weights to each they would outgrow these."""
+MAX_PARTS = 1 << 8
+"""Groups of modules that are quantized in different ways."""
 SUPPORTED = (
     "FP8 (fp8, fbgemm_fp8), compressed-tensors (integers, FP8, NVFP4, MXFP4), ModelOpt (FP8, "
     "NVFP4), MXFP4, GPTQ, AWQ, bitsandbytes, and GGUF"
@@ -40,7 +42,8 @@ _COMPRESSED_FORMATS = frozenset(
         "mixed-precision",
     }
 )
-_MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION"})
+_MIXED = "MIXED_PRECISION"
+_MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", _MIXED})
 _FIELD_BITS = (2, 4, 8)
 _BY_INDEX = frozenset({"group", "dynamic", "true"})
 """What compressed-tensors calls act-order; by "weight" or "static" columns stay in place."""
@@ -109,7 +112,7 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
     if not isinstance(groups, Mapping) or not groups:
         raise _refused("quantization_config has no config_groups")
     parts = list(groups.values())
-    if not all(isinstance(part, Mapping) for part in parts):
+    if len(parts) > MAX_PARTS or not all(isinstance(part, Mapping) for part in parts):
         raise _refused("config_groups is not as compressed-tensors writes it")
     formats = [said.get("format"), *(part.get("format") for part in parts)]
     for name in formats:
@@ -177,10 +180,17 @@ def _awq(said: Mapping[str, Any]) -> Declared:
 
 
 def _modelopt(said: Mapping[str, Any]) -> Declared:
-    algorithm = said.get("quant_algo")
-    if str(algorithm) not in _MODELOPT_ALGORITHMS:
-        known = ", ".join(sorted(_MODELOPT_ALGORITHMS))
-        raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({known} are)")
+    found, known = [said.get("quant_algo")], _MODELOPT_ALGORITHMS
+    if found == [_MIXED]:
+        layers = said.get("quantized_layers") or {}
+        parts = list(layers.values()) if isinstance(layers, Mapping) else [layers]
+        if not all(isinstance(part, Mapping) for part in parts):
+            raise _refused("quantized_layers is not as ModelOpt writes it")
+        found, known = [part.get("quant_algo") for part in parts], known - {_MIXED}
+    for algorithm in found:
+        if str(algorithm) not in known:
+            names = ", ".join(sorted(known))
+            raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({names} are)")
     return Declared("modelopt")
 
 
@@ -226,7 +236,7 @@ def _block(sizes: list[Any]) -> tuple[int, int]:
     if not known or rows * columns < MIN_GROUP:
         raise _refused(
             f"a scale for {rows!r:.30} x {columns!r:.30} weights is not supported ({MIN_GROUP} "
-            "weights or more are)"
+            f"weights or more are, and of rows and columns {MAX_GROUP} at most)"
         )
     return rows, columns
 

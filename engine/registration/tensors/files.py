@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from engine.errors import RegistrationRefused
 
 PIECE_BYTES = 64 << 20
-MAX_TENSORS = 1 << 20
-"""Five times what the largest published checkpoints have, their scales included."""
+MAX_TENSORS = 1 << 19
+"""Twice what the largest published checkpoints have, their scales included."""
+MAX_HEADER_BYTES = 100_000_000
+"""Of a file; the library has the same bound."""
 
 # As safetensors headers spell them. Anything else is a quantized checkpoint.
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -66,11 +68,15 @@ class SourceTensors:
 
     def _open(self, path: Path) -> None:
         try:
-            with safe_open(str(path), framework="pt"):
-                pass  # the library checks the header: sizes, overlaps, the end of the file
             file = self._stack.enter_context(path.open("rb", buffering=0))
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(os.pread(file.fileno(), length, 8))
+            text = os.pread(file.fileno(), min(length, MAX_HEADER_BYTES), 8)
+            # A shape and a place each: counted before they take a hundred times their bytes.
+            if len(self._places) + text.count(b"[") // 2 > MAX_TENSORS:
+                raise _too_many()
+            with safe_open(str(path), framework="pt"):
+                pass  # the library checks the header: sizes, overlaps, the end of the file
+            header = json.loads(text, object_pairs_hook=_named_once)
         except (SafetensorError, OSError, ValueError) as error:
             raise RegistrationRefused(
                 "bad_weights", f"{path} is damaged ({error}); download it again"
@@ -82,6 +88,11 @@ class SourceTensors:
                 raise RegistrationRefused(
                     "bad_weights",
                     f"tensor {name} is in more than one shard; download the model again",
+                )
+            if not isinstance(entry, dict):
+                # The library takes lists of the three values, too, which nobody writes.
+                raise RegistrationRefused(
+                    "bad_weights", f"{path} is damaged ({name} is no object); download it again"
                 )
             if entry["dtype"] not in _TORCH_DTYPES:
                 self.refused[name] = RegistrationRefused(
@@ -98,11 +109,6 @@ class SourceTensors:
             self._places[name] = file.fileno(), 8 + length + entry["data_offsets"][0]
             self.dtypes[name] = entry["dtype"]
             self.shapes[name] = tuple(entry["shape"])
-        if len(self._places) > MAX_TENSORS:
-            raise RegistrationRefused(
-                "bad_weights",
-                f"the checkpoint has more than {MAX_TENSORS} tensors; use another one",
-            )
 
     def pieces(self, name: str, max_bytes: int = PIECE_BYTES) -> Iterator[torch.Tensor]:
         """The tensor in the file's dtype, some of its rows (its first axis) at a time.
@@ -175,3 +181,17 @@ class SourceTensors:
         trace: TracebackType | None,
     ) -> None:
         self._stack.close()
+
+
+def _named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of a header. Raises ValueError where readers would have to choose."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("it has a name twice")
+    return found
+
+
+def _too_many() -> RegistrationRefused:
+    return RegistrationRefused(
+        "bad_weights", f"the checkpoint has more than {MAX_TENSORS} tensors; use another one"
+    )

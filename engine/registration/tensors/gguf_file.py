@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 128 << 20
 MAX_KEYS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_ITEMS = 1 << 22
+"""Of all arrays together: transformers' reader keeps each item as an object."""
 MAX_KEPT_ITEMS = 1 << 12
 MAX_VALUES = 1 << 40
 _VALUES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -108,6 +109,8 @@ class GgufFile:
             raise self._bad(f"has {tensors} tensors and {keys} keys, more than is supported")
         for _ in range(keys):
             key = head.text()
+            if key in self.metadata:
+                raise self._bad(f"has the key {key:.80} twice")
             (kind,) = head.unpack("<I")
             self.metadata[key] = head.value(kind)
         table = [self._entry(head) for _ in range(tensors)]
@@ -179,6 +182,7 @@ class _Header:
     def __init__(self, content: bytes) -> None:
         self._content = content
         self.place = 0
+        self._items_left = MAX_ITEMS
 
     def take(self, count: int) -> bytes:
         if count > len(self._content) - self.place:
@@ -201,8 +205,9 @@ class _Header:
         if kind != _ARRAY:
             raise struct.error(f"a value of type {kind}")
         inner, count = self.unpack("<IQ")
-        if count > MAX_ITEMS:
+        if count > self._items_left:
             raise struct.error(f"an array of {count}")
+        self._items_left -= count
         if inner in _NUMBERS:
             values = self.unpack(f"<{count}{_NUMBERS[inner]}")
             return list(values) if count <= MAX_KEPT_ITEMS else count

@@ -46,12 +46,18 @@ FORMATS: Mapping[str, _Finder] = {
 }
 MADE_BYTES = PIECE_BYTES >> 2
 """Of values at once: to make them takes three to four times that."""
+MAX_REFUSED = 1 << 12
+"""Tensors that are only wrong where the model needs them."""
+MAX_MADE = 1 << 17
+"""Weights of a GGUF file, which has many experts in one tensor."""
 LEFT_OUT = (
     ".input_scale",
     ".input_scale_ub",
     ".input_global_scale",
     ".input_zero_point",
     ".activation_scale",
+    "_proj_activation_scale",
+    ".output_global_scale",
     ".output_scale",
     ".output_zero_point",
     ".k_scale",
@@ -60,6 +66,9 @@ LEFT_OUT = (
     ".v_zero_point",
     ".q_scale",
     ".q_zero_point",
+    ".k_global_scale",
+    ".v_global_scale",
+    ".q_global_scale",
     ".kv_scale",
     ".prob_scale",
 )
@@ -128,6 +137,8 @@ def _open_gguf(path: Path) -> Tensors:
         for name, quantized in find_gguf(file):
             if name in made:
                 raise bad(name, "is there twice")
+            if len(made) >= MAX_MADE:
+                raise bad(name, f"is one of more than {MAX_MADE}")
             made[name] = quantized
         return PlainTensors(SourceTensors([]), made, set(), stack.pop_all())
 
@@ -148,6 +159,8 @@ def _made(files: SourceTensors, declared: Declared) -> tuple[dict[str, Quantized
                 raise bad(min(used & keys), "belongs to two weights")
         except RegistrationRefused as refusal:
             files.refused[name] = refusal
+            if len(files.refused) > MAX_REFUSED:
+                raise
             continue
         made[name] = quantized
         used |= keys
@@ -224,6 +237,7 @@ class PlainTensors:
         return (
             name.endswith(".bias")
             and beside in self._made
+            and self.shapes[name] == self.shapes[beside][:1]
             and not bool(self._files.read(name).any())
         )
 

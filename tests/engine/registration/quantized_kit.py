@@ -80,6 +80,18 @@ def largest(weight: torch.Tensor, block: tuple[int, int]) -> np.ndarray[Any, Any
     return found
 
 
+def between(
+    ordered: torch.Tensor, group: int, bits: int
+) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """The scale (float16) and the zero that put a group's least and largest weight at the ends."""
+    n, k = ordered.shape
+    parts = np.pad(ordered.numpy(), ((0, 0), (0, -k % group))).reshape(n, -1, group)
+    least, most = np.minimum(parts.min(2), 0), np.maximum(parts.max(2), 0)
+    scale = torch.from_numpy((most - least) / ((1 << bits) - 1)).to(torch.float16)
+    zero = np.round(-least / scale.to(torch.float32).numpy()).astype(np.int64)
+    return scale, np.clip(zero, 0, (1 << bits) - 1)
+
+
 def fp8(block: tuple[int, int], name: str, shape: tuple[int, ...] | None = None) -> Any:
     """E4M3 with a float32 scale for each block, kept in `shape`; (0, 0) is one for all."""
 
@@ -104,6 +116,7 @@ def integers(
     order: bool = False,
     packed: bool = True,
     packed_zeros: bool = True,
+    fitted: bool = False,
 ) -> Any:
     """compressed-tensors: bfloat16 scales [n, groups]; 0: one group."""
 
@@ -119,6 +132,10 @@ def integers(
         zero = torch.zeros(scale.shape, dtype=torch.int8)
         if not symmetric:
             zero = torch.randint(-2, min(3, half), scale.shape, dtype=torch.int8)
+        if fitted:
+            exact, middle = between(ordered, size, bits)
+            scale = exact.to(torch.bfloat16)
+            zero = torch.from_numpy(middle - half).to(torch.int8)
         each, shift = scale.to(torch.float32)[:, index], zero.to(torch.float32)[:, index]
         codes = (weight / each + shift).round().clamp(-half, half - 1) + 0.0  # no zero below zero
         tensors: Tensors = {"weight_scale": scale}
@@ -165,6 +182,11 @@ def nvfp4(modelopt: bool) -> Any:
     return write
 
 
+def mixed(wide: Any, tall: Any) -> Any:
+    """One format for weights that are wider than they are high, and another for the others."""
+    return lambda weight: (wide if weight.shape[1] > weight.shape[0] else tall)(weight)
+
+
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """compressed-tensors: exponents of two for 32."""
     n, k = weight.shape
@@ -186,7 +208,13 @@ def mxfp4_experts(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 
 
 def gptq(
-    bits: int, group: int, *, first_version: bool, order: bool = False, symmetric: bool = False
+    bits: int,
+    group: int,
+    *,
+    first_version: bool,
+    order: bool = False,
+    symmetric: bool = False,
+    fitted: bool = False,
 ) -> Any:
     """Words along k, zeros along n; in the first version less by one in every field."""
 
@@ -196,12 +224,15 @@ def gptq(
         if order:
             index = np.random.default_rng(k).permutation(index)
         groups = k // group
-        top = largest(weight[:, np.argsort(index, kind="stable")], (1, group))
+        ordered = weight[:, np.argsort(index, kind="stable")]
+        top = largest(ordered, (1, group))
         scale = torch.from_numpy(top / (1 << (bits - 1))).to(torch.float16)
         zero = np.random.default_rng(n).integers(0 if first_version else 5, 11, (n, groups))
         zero %= 1 << bits
         if symmetric:
             zero = np.full_like(zero, 1 << (bits - 1))
+        elif fitted:
+            scale, zero = between(ordered, group, bits)
         each, shift = scale.to(torch.float32)[:, index], zero[:, index]
         codes = np.clip(np.round((weight / each).numpy()) + shift, 0, (1 << bits) - 1)
         stored = words(zero.T, bits).numpy().view(np.uint32)
@@ -219,13 +250,15 @@ def gptq(
     return write
 
 
-def awq(group: int) -> Any:
+def awq(group: int, *, fitted: bool = False) -> Any:
     """Words along n, eight channels in the order in which AutoAWQ's kernels want them."""
 
     def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         n, k = weight.shape
         scale = torch.from_numpy(largest(weight, (1, group)) / 8).to(torch.float16)
         zero = np.random.default_rng(n).integers(5, 11, (n, k // group))
+        if fitted:
+            scale, zero = between(weight, group, 4)
         each = spread(scale.to(torch.float32).numpy(), (1, group), n, k)
         shift = np.kron(zero, np.ones((1, group), np.int64))
         codes = np.clip(np.round((weight / each).numpy()) + shift, 0, 15)
@@ -314,6 +347,10 @@ def _gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, **more}
 
 
+MIXED = {
+    "model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+}
 MODELOPT_FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 _INT4 = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group"}
 KINDS: dict[str, Kind] = {
@@ -337,6 +374,16 @@ KINDS: dict[str, Kind] = {
             "model.layers.0.self_attn.k_proj.k_scale": torch.ones(()),
             "model.layers.0.mlp.up_proj.input_scale": torch.ones(()),
         },
+    ),
+    "fp8 fbgemm": Kind(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        fp8((1, 0), "weight_scale"),
+        extra={"model.layers.0.mlp.up_proj.input_scale_ub": torch.ones(1)},
+    ),
+    "mixed modelopt": Kind(
+        {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": MIXED},
+        mixed(nvfp4(True), fp8((0, 0), "weight_scale", ())),
+        extra={"model.layers.0.self_attn.v_proj.v_scale": torch.ones(())},
     ),
     "int4": Kind(compressed("pack-quantized", **_INT4), integers(32, 4)),
     "int4 asymmetric, ordered": Kind(
@@ -384,17 +431,22 @@ def write_checkpoint(folder: Path, kind: Kind) -> Path:
     torch.manual_seed(1)
     hf_folder(folder, kind.model(), dtype=torch.float32)
     twin = hf_folder(folder.with_name(f"{folder.name}-twin"), kind.model())
+    quantize_folder(folder, twin, kind)
+    return twin
+
+
+def quantize_folder(folder: Path, twin: Path, kind: Kind) -> None:
+    """A plain model in this format instead, and in `twin` the weights that it stands for."""
     weights = load_file(folder / "model.safetensors")
     kept: Tensors = dict(kind.extra)
     for name, weight in weights.items():
         if not kind.quantizes(name):
             kept[name] = weight
             continue
-        tensors, values = kind.write(weight)
+        tensors, values = kind.write(weight.to(torch.float32))
         base = name.removesuffix("weight")
         kept |= {base + ending: tensor for ending, tensor in tensors.items()}
         weights[name] = values.contiguous()
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(weights, twin / "model.safetensors", metadata={"format": "pt"})
     edit_json(folder / "config.json", lambda c: c.update(quantization_config=kind.config))
-    return twin

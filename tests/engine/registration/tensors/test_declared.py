@@ -68,7 +68,17 @@ def test_compressed_tensors_says_act_order(orders: list[Any], wanted: tuple[bool
     assert (found.symmetric, found.act_order) == wanted
 
 
+def test_modelopts_layers_may_differ() -> None:
+    said = KINDS["mixed modelopt"].config
+    assert read(said) == Declared("modelopt")
+    layers = said["quantized_layers"] | {"mlp.gate_proj": {"quant_algo": "NVFP4_X"}}
+    with pytest.raises(RegistrationRefused, match=r"'NVFP4_X'.* \(FP8, .*, NVFP4 are\)") as caught:
+        read(said | {"quantized_layers": layers})
+    assert caught.value.code == "quantized_weights"
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 REFUSED: dict[str, Any] = {
     "a list": [1],
@@ -101,6 +111,9 @@ REFUSED: dict[str, Any] = {
     "awq, 8 bits": AWQ | {"bits": 8},
     "awq, no zeros": AWQ | {"zero_point": False},
     "modelopt, another": {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+    "modelopt, layers a list": MIXED | {"quantized_layers": [1]},
+    "modelopt, a layer a word": MIXED | {"quantized_layers": {"x": "FP8"}},
+    "modelopt, mixed within": MIXED | {"quantized_layers": {"x": MIXED}},
     "no groups": {"quant_method": "compressed-tensors"},
     "groups a list": {"quant_method": "compressed-tensors", "config_groups": {"0": []}},
     "sparse": compressed("pack-quantized") | {"sparsity_config": {"format": "sparse-bitmask"}},

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 
 from engine.pack import BLOB_NAME
 from engine.registration.convert import inspect, write_pack
@@ -17,11 +17,13 @@ from engine.registration.download import SMALL_NAMES
 from engine.registration.source import declared_of, weight_files
 from engine.registration.tensors import files as files_module
 from engine.registration.tensors import open_tensors
+from engine.registration.tensors import plain as plain_module
 from engine.registration.tensors.plain import LEFT_OUT, PlainTensors
 from kernels import int4_blocks
 from kernels.int4_blocks import E2M1, E2M1_HALVES, FP4, INT4_BLOCKS, NF4, ZEROS
 from tests.engine.pack_rig import edit_json
 from tests.engine.registration.quantized_kit import (
+    FP8,
     KINDS,
     SHAPE,
     Kind,
@@ -158,6 +160,22 @@ def test_codes_of_four_bits_are_kept_in_int4(
     assert min(searched) > 0.01  # what a second rounding would be
 
 
+FUSED = ("fp8 blocks", "fp8 modelopt", "fp8 channels", "int4", "gptq v2, ordered", "awq", "nvfp4")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_projections_that_the_model_joins_have_scales_of_the_joint_weight(
+    tmp_path: Path, name: str
+) -> None:
+    kind = replace(KINDS[name], model=lambda: Phi3Config(**SHAPE), extra={})
+    twin = write_checkpoint(tmp_path / "model", kind)
+    assert "qkv_proj" in str(load_file(twin / "model.safetensors").keys())
+    made, _ = convert(tmp_path / "model", tmp_path / "packs", "bfloat16")
+    plain, _ = convert(twin, tmp_path / "packs", "bfloat16")
+    assert made != plain
+    assert (made / BLOB_NAME).read_bytes() == (plain / BLOB_NAME).read_bytes()
+
+
 def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> None:
     kind = replace(
         KINDS["fp8 tensor"], model=lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True)
@@ -174,12 +192,52 @@ def test_a_head_that_is_quantized_is_no_longer_its_embedding(tmp_path: Path) -> 
     assert torch.equal(found["model.embed_tokens.weight"], embedding)
 
 
-@pytest.mark.parametrize("ending", LEFT_OUT)
-def test_factors_of_activations_are_left_out(tmp_path: Path, ending: str) -> None:
+# As tools write them: transformers (fp8, its experts), compressed-tensors (activations, caches,
+# attention in NVFP4), ModelOpt and vLLM.
+PUBLISHED = (
+    "self_attn.q_proj.input_scale",
+    "self_attn.k_proj.input_scale_ub",
+    "self_attn.k_proj.k_scale",
+    "self_attn.v_proj.v_scale",
+    "self_attn.qkv_proj.k_scale",
+    "self_attn.k_proj.output_scale",
+    "self_attn.k_proj.output_zero_point",
+    "self_attn.k_scale",
+    "self_attn.k_zero_point",
+    "self_attn.v_zero_point",
+    "self_attn.q_zero_point",
+    "self_attn.attn.q_scale",
+    "self_attn.attn.prob_scale",
+    "self_attn.kv_scale",
+    "self_attn.q_global_scale",
+    "self_attn.k_global_scale",
+    "self_attn.v_global_scale",
+    "mlp.up_proj.activation_scale",
+    "mlp.up_proj.input_zero_point",
+    "mlp.up_proj.input_global_scale",
+    "mlp.up_proj.output_global_scale",
+    "mlp.experts.gate_up_proj_activation_scale",
+    "mlp.experts.down_proj_activation_scale",
+)
+
+
+def test_factors_of_activations_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_checkpoint(folder, replace(KINDS["int8"], extra={UP + ending: torch.ones(1)}))
+    extra = {f"model.layers.0.{name}": torch.ones(1) for name in PUBLISHED}
+    twin = write_checkpoint(folder, replace(KINDS["int8"], extra=extra))
     with open_tensors(weight_files(folder), declared_of(folder)) as source:
-        assert UP + ending not in source.shapes
+        assert source.shapes.keys() == load_file(twin / "model.safetensors").keys()
+    unused = [end for end in LEFT_OUT if not any(name.endswith(end) for name in PUBLISHED)]
+    assert not unused
+
+
+@pytest.mark.parametrize("name", ["weight_scale_2", "pre_quant_scale", "k_scale.weight", "smooth"])
+def test_what_weights_depend_on_is_not(tmp_path: Path, name: str) -> None:
+    extra = {f"{UP}.{name}": torch.ones(1)}
+    write_checkpoint(tmp_path / "model", replace(KINDS["fp8 modelopt"], extra=extra))
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert problem.code == "bad_weights"
+    assert f"{UP}.{name}" in str(problem)
 
 
 @pytest.mark.parametrize(
@@ -301,3 +359,13 @@ def test_tensors_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(files_module, "MAX_TENSORS", 20)
     problem = refusal(tmp_path / "model", tmp_path / "packs")
     assert (problem.code, "more than 20 tensors" in str(problem)) == ("bad_weights", True)
+
+
+def test_tensors_that_cannot_be_read_are_not_all_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_module, "MAX_REFUSED", 3)
+    bad = {f"tower.{number}.weight": torch.ones(2, dtype=FP8) for number in range(5)}
+    write_checkpoint(tmp_path / "model", replace(KINDS["fp8 blocks"], extra=bad))
+    problem = refusal(tmp_path / "model", tmp_path / "packs")
+    assert (problem.code, "tower.3.weight" in str(problem)) == ("bad_weights", True)

@@ -1,6 +1,7 @@
 """FP8, compressed-tensors and FP4 against transformers' own arithmetic, and what is refused."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,29 @@ def test_stacked_experts_have_scales_of_their_own(tmp_path: Path) -> None:
     for one in range(3):
         each = scale[one].repeat_interleave(16, 0).repeat_interleave(16, 1)
         assert torch.equal(found[one], codes[one].to(torch.float32) * each)
+
+
+@pytest.mark.parametrize("grid", [(), (1, 1), (32,), (32, 1), (32, 3), (2, 3)])
+@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
+def test_stacked_integers_have_scales_and_zeros_of_their_own(
+    tmp_path: Path, grid: tuple[int, ...], kind: torch.dtype
+) -> None:
+    codes = torch.randint(-128, 128, (3, 32, 48), dtype=torch.int8)
+    scale = (torch.rand(3, *grid) + 0.5).to(torch.bfloat16)
+    zero = torch.randint(-128, 128, scale.shape).to(kind)
+    names = ("x.weight", "x.weight_scale", "x.weight_zero_point")
+    tensors = dict(zip(names, (codes, scale, zero), strict=True))
+    declared = Declared("compressed-tensors", ((1, 16), (16, 16)), (8,))
+    found = value(tmp_path, tensors, declared)
+    rows, columns = (*grid, 1, 1)[:2]
+    for one, row, column in product(range(3), range(32), range(48)):
+        place = (row * rows // 32, column * columns // 48)
+        of = (one, *place[: len(grid)])
+        wanted = (float(codes[one, row, column]) - float(zero[of])) * float(scale[of])
+        assert float(found[one, row, column]) == wanted
+    tensors["x.weight_zero_point"] = zero[:2].contiguous()
+    with pytest.raises(RegistrationRefused, match=r"x\.weight_zero_point .* has the shape"):
+        value(tmp_path, tensors, declared)
 
 
 @pytest.mark.parametrize("packed", [False, True])

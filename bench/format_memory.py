@@ -1,0 +1,63 @@
+"""What registering a quantized checkpoint takes of memory, beside the same model in plain files.
+
+Part of `bench.format_loss --memory`. Four layers of Qwen2.5-1.5B's true shapes with a small
+vocabulary are written in each format, and registered by the process that registers; its largest
+resident set is read while it ends. Not here: the writers (tests' quantized_kit), the perplexity.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2Config
+
+from bench import shapes
+from tests.engine.pack_rig import hf_folder
+from tests.engine.registration.quantized_kit import Kind, quantize_folder
+
+MODEL = "Qwen/Qwen2.5-1.5B"
+NUM_LAYERS = 4
+VOCABULARY = 4096
+DTYPES = ("bfloat16", "int4")
+SKIPPED = ("GPTQ, symmetric", "FP8, channels", "LLM.int8")
+"""Read as others are: as GPTQ by an index, FP8 in blocks, and int8 by channels."""
+
+
+def peaks(kinds: Mapping[str, Kind], work_dir: Path) -> dict[str, Any]:
+    """By format and dtype in bytes; "start": a process that refuses an empty folder."""
+    kwargs = shapes.config_kwargs(shapes.read_shapes()[MODEL])
+    kwargs |= {"num_hidden_layers": NUM_LAYERS, "vocab_size": VOCABULARY}
+    (work_dir / "empty").mkdir()
+    found: dict[str, Any] = {"start": registered(work_dir / "empty", work_dir / "packs", "auto")}
+    for label in ("plain", *(label for label in kinds if label not in SKIPPED)):
+        folder = work_dir / label.replace(" ", "-")
+        hf_folder(folder, Qwen2Config(**kwargs), dtype="bfloat16")
+        if label != "plain":
+            twin = hf_folder(work_dir / "twin", Qwen2Config(**kwargs))
+            quantize_folder(folder, twin, kinds[label])
+        size = (folder / "model.safetensors").stat().st_size
+        found[label] = {"source_bytes": size}
+        for dtype in DTYPES:
+            found[label][dtype] = registered(folder, work_dir / "packs", dtype)
+        print(label, {key: f"{value / 2**20:.0f} MiB" for key, value in found[label].items()})
+    return found
+
+
+def registered(folder: Path, packs: Path, dtype: str) -> int:
+    """The largest resident set of the process, in bytes."""
+    command = [sys.executable, "-m", "engine.registration.main", "--source", str(folder)]
+    command += ["--dest", str(packs), "--dtype", dtype]
+    peak = 0
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+            kept = [text.split()[1] for text in status.splitlines() if text.startswith("VmHWM:")]
+            peak = max([peak, *(int(number) << 10 for number in kept)])
+            last = json.loads(line)
+    if last["event"] != "ready" and last.get("code") != "bad_config":
+        raise RuntimeError(f"{folder.name}: {last}")
+    return peak
