@@ -24,6 +24,7 @@ from engine.registration.numbers import check_numbers
 from engine.registration.quantize import QUANTIZATIONS, kept_bytes, schemes_of
 from engine.registration.source import check_tokenizer, load_config
 from engine.registration.tensors import Declared
+from kernels.int4_blocks import E2M1, E2M1_HALVES, FP4, INT4_BLOCKS, IQ4, NF4, ZEROS
 
 DISK_MARGIN_BYTES = 64 << 20
 """Free space that a registration leaves to the database, the logs and everybody else."""
@@ -38,11 +39,9 @@ _PLAIN_ERRORS = {
     "bfloat16": {"bfloat16": 0.0, "int8": 0.009, "int4": 0.082},
 }
 # What rounding once more adds, by how a checkpoint is quantized: measured on synthetic weights
-# (docs/packs.md). `int4` are integers of four bits with zeros; without these codes are kept.
+# (docs/packs.md).
 _ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
     "fp8": (0.0017, 0.014, 0.088),
-    "symmetric int4": (0.0017, 0.012, 0.0017),
-    "int4": (0.0017, 0.012, 0.044),
     "gptq": (0.0017, 0.012, 0.044),
     "awq": (0.0017, 0.013, 0.044),
     "mxfp4": (0.0, 0.011, 0.049),
@@ -50,6 +49,16 @@ _ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
     "modelopt": (0.002, 0.014, 0.088),
     "bitsandbytes": (0.002, 0.013, 0.085),
     "gguf": (0.0017, 0.013, 0.085),
+}
+# The same of int4 where a pack has a form that keeps the codes.
+_KEPT_ERRORS = {
+    INT4_BLOCKS: 0.0017,
+    ZEROS: 0.003,
+    E2M1: 0.0,
+    E2M1_HALVES: 0.0017,
+    NF4: 0.009,
+    FP4: 0.006,
+    IQ4: 0.008,
 }
 
 
@@ -133,7 +142,7 @@ def preflight(
     """Look. `files_bytes`: of the checkpoint's weights as they are in its files."""
     own = "bfloat16" if declared is not None else _own_dtype(plan, files_bytes)
     dtype = own if dtype == "auto" else dtype
-    weight_bytes = _weight_bytes(plan, dtype)
+    weight_bytes = _weight_bytes(plan, dtype, declared)
     hosted_as = "text class" if plan.is_text_class else "flat wrapper"
     return Preflight(
         family=str(plan.config.model_type),
@@ -150,7 +159,7 @@ def preflight(
         num_parameters=sum(plan.tensors[name].numel() for name in _held(plan)),
         dtype=dtype,
         source_format=declared.method if declared else "",
-        choices=tuple(_choices(plan, _errors_of(declared, own), room.arena_bytes)),
+        choices=tuple(_choices(plan, own, declared, room.arena_bytes)),
     )
 
 
@@ -212,10 +221,11 @@ def _own_dtype(plan: Blueprint, files_bytes: int) -> str:
     return "bfloat16" if files_bytes < 3 * count else "float32"
 
 
-def _weight_bytes(plan: Blueprint, dtype: str) -> int:
+def _weight_bytes(plan: Blueprint, dtype: str, declared: Declared | None) -> int:
     names = _held(plan)
     if dtype in QUANTIZATIONS:
-        schemes = schemes_of(plan, names, dtype)
+        scheme = declared.scheme if declared else ""
+        schemes = schemes_of(plan, names, dtype, lambda name: scheme)
         rest = [name for name in names if name not in schemes]
         size = sum(kept_bytes(plan.tensors[name].shape, how) for name, how in schemes.items())
         return size + sum(
@@ -243,20 +253,19 @@ def _errors_of(declared: Declared | None, own: str) -> dict[str, float]:
     """What rounding adds by dtype. `own`: what "auto" takes."""
     if declared is None:
         return _PLAIN_ERRORS[own]
-    kind = declared.method
-    if declared.bits == (4,):
-        kind = "symmetric int4" if declared.keeps_codes else "int4"
-    elif declared.bits == (8,) and kind == "gptq":
-        kind = "fp8"
-    return dict(zip(_TARGETS, _ADDED_ERRORS[kind], strict=True))
+    kind = "fp8" if declared.bits == (8,) else declared.method
+    errors = dict(zip(_TARGETS, _ADDED_ERRORS[kind], strict=True))
+    if declared.scheme:
+        errors["int4"] = _KEPT_ERRORS[declared.scheme]
+    return errors
 
 
 def _choices(
-    plan: Blueprint, errors: dict[str, float], arena_bytes: int
+    plan: Blueprint, own: str, declared: Declared | None, arena_bytes: int
 ) -> Iterator[HostingChoice]:
-    for dtype, added in errors.items():
+    for dtype, added in _errors_of(declared, own).items():
         try:
-            weight_bytes = _weight_bytes(plan, dtype)
+            weight_bytes = _weight_bytes(plan, dtype, declared)
         except RegistrationRefused:  # a family without plain linears
             continue
         kv_bytes = _kv_bytes(plan, dtype)

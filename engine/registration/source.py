@@ -28,7 +28,14 @@ from engine.errors import RegistrationRefused
 from engine.modules.text_part import is_wrapper
 from engine.registration.encoder_families import MODULES_NAME, encoder_task
 from engine.registration.hub_models import short_text
-from engine.registration.tensors import BESIDE, GGUF_SUFFIX, Declared, declared_in
+from engine.registration.tensors import (
+    BESIDE,
+    GGUF_SUFFIX,
+    Declared,
+    GgufFile,
+    declared_in,
+    gguf_scheme,
+)
 from engine.registration.wrapper import check_layers, check_section, check_wrapper, text_section
 
 CONFIG_NAME = "config.json"
@@ -222,7 +229,8 @@ def declared_of(folder: Path) -> Declared | None:
     config = read_json(folder / CONFIG_NAME, "bad_config", dict)
     suffixes = {path.suffix for path in folder.iterdir()}
     if GGUF_SUFFIX in suffixes and ".safetensors" not in suffixes:
-        return Declared(GGUF_SUFFIX[1:])
+        with GgufFile(weight_files(folder)[0]) as file:
+            return Declared(GGUF_SUFFIX[1:], codes=gguf_scheme(file))
     for name, method in BESIDE.items():
         said = read_json(folder / name, "bad_config", dict) if (folder / name).is_file() else {}
         # Tools of ONNX use one of these names for something else.

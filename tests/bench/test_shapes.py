@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench import shapes
 from bench.prompts import PromptMaker
 from engine.registration.source import weight_files
-from engine.registration.tensors import SourceTensors
+from engine.registration.tensors.files import SourceTensors
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

@@ -5,9 +5,10 @@ the files; what they are called in the model, and where they go, is not known he
 """
 
 from engine.registration.tensors.declared import BESIDE, Declared, declared_in
-from engine.registration.tensors.files import FLOAT_BYTES, SourceTensors, piece_rows
+from engine.registration.tensors.files import FLOAT_BYTES, piece_rows
 from engine.registration.tensors.gguf_file import GGUF_SUFFIX, GgufFile
 from engine.registration.tensors.gguf_names import architecture_of, number_in
+from engine.registration.tensors.gguf_steps import gguf_scheme
 from engine.registration.tensors.plain import Tensors, open_tensors
 
 __all__ = [
@@ -16,10 +17,10 @@ __all__ = [
     "GGUF_SUFFIX",
     "Declared",
     "GgufFile",
-    "SourceTensors",
     "Tensors",
     "architecture_of",
     "declared_in",
+    "gguf_scheme",
     "number_in",
     "open_tensors",
     "piece_rows",

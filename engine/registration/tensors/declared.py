@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import RegistrationRefused
+from kernels.int4_blocks import E2M1, E2M1_HALVES, FP4, INT4_BLOCKS, NF4, ZEROS
 
 BESIDE = {
     "hf_quant_config.json": "modelopt",
@@ -42,6 +43,7 @@ _COMPRESSED_FORMATS = frozenset(
         "mixed-precision",
     }
 )
+_FP4_FORMATS = {"nvfp4-pack-quantized": E2M1_HALVES, "mxfp4-pack-quantized": E2M1}
 _MIXED = "MIXED_PRECISION"
 _MODELOPT_ALGORITHMS = frozenset({"FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", _MIXED})
 _FIELD_BITS = (2, 4, 8)
@@ -58,6 +60,7 @@ class Declared:
     zero_offset  what stored zeros are short of
     symmetric    whether codes are said to be around zero
     act_order    whether columns are said to be in groups by an index, and not by their place
+    codes        the form in an int4 pack, where it is known otherwise (kernels/int4_blocks.py)
     """
 
     method: str
@@ -66,12 +69,17 @@ class Declared:
     zero_offset: int = 0
     symmetric: bool = False
     act_order: bool = False
+    codes: str = ""
 
     @property
-    def keeps_codes(self) -> bool:
-        """Whether an int4 pack can have the codes as they are: its groups are of 32."""
+    def scheme(self) -> str:
+        """The form of int4 that keeps the codes as far as that is said here, "" for none."""
+        if self.codes:
+            return self.codes
         whole = all(rows == 1 and columns % 32 == 0 for rows, columns in self.blocks)
-        return self.bits == (4,) and self.symmetric and not self.act_order and whole
+        if self.bits != (4,) or self.act_order or not whole:
+            return ""
+        return INT4_BLOCKS if self.symmetric else ZEROS
 
 
 def declared_in(config: Mapping[str, Any], beside: Mapping[str, Any]) -> Declared | None:
@@ -140,6 +148,7 @@ def _compressed(said: Mapping[str, Any]) -> Declared:
         bits,
         symmetric=even and True not in orders,
         act_order=orders == {True},
+        codes=_FP4_FORMATS.get(str(said.get("format")), ""),
     )
 
 
@@ -176,7 +185,7 @@ def _awq(said: Mapping[str, Any]) -> Declared:
     if said.get("zero_point", True) is not True:
         raise _refused("AWQ without zero points is not supported")
     size = _group(_first(said, "group_size", "q_group_size"))
-    return Declared("awq", ((1, size),) if size else ())
+    return Declared("awq", ((1, size),) if size else (), (4,))
 
 
 def _modelopt(said: Mapping[str, Any]) -> Declared:
@@ -191,7 +200,13 @@ def _modelopt(said: Mapping[str, Any]) -> Declared:
         if str(algorithm) not in known:
             names = ", ".join(sorted(known))
             raise _refused(f"ModelOpt's {algorithm!r:.60} is not supported ({names} are)")
-    return Declared("modelopt")
+    return Declared("modelopt", codes=E2M1_HALVES if found == ["NVFP4"] else "")
+
+
+def _bitsandbytes(said: Mapping[str, Any]) -> Declared:
+    if not said.get("load_in_4bit"):
+        return Declared("bitsandbytes")
+    return Declared("bitsandbytes", codes=FP4 if said.get("bnb_4bit_quant_type") == "fp4" else NF4)
 
 
 def _plainly(method: str) -> Callable[[Mapping[str, Any]], Declared]:
@@ -206,7 +221,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Declared]] = {
     "awq": _awq,
     "modelopt": _modelopt,
     "mxfp4": _plainly("mxfp4"),
-    "bitsandbytes": _plainly("bitsandbytes"),
+    "bitsandbytes": _bitsandbytes,
 }
 
 

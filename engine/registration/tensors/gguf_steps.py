@@ -33,6 +33,16 @@ class _Blocks:
     read: _Read
 
 
+def gguf_scheme(file: GgufFile) -> str:
+    """The form that keeps the codes of most of the file's weights, "" for none."""
+    sizes: dict[str, int] = {}
+    for key, shape in file.shapes.items():
+        found = _TYPES.get(file.dtypes[key])
+        scheme = found.scheme if found else ""
+        sizes[scheme] = sizes.get(scheme, 0) + torch.Size(shape).numel()
+    return max(sizes, key=lambda scheme: sizes[scheme], default="")
+
+
 def kept_of(
     file: GgufFile, key: str, order: torch.Tensor | None, first: int, rows: int
 ) -> Kept | None:

@@ -25,7 +25,7 @@ from engine.packs.weights import build_views, check_pack
 from engine.registration.convert import inspect, whole_pack, write_pack
 from engine.registration.layout import shard_axis
 from engine.registration.source import weight_files
-from engine.registration.tensors import SourceTensors
+from engine.registration.tensors.files import SourceTensors
 from tests.engine.pack_rig import hf_folder
 
 # Every product of a width is a multiple of 256 bytes in float32 (and in bfloat16).

@@ -20,7 +20,7 @@ from engine.registration import parity, quantize
 from engine.registration.convert import inspect, write_pack
 from engine.registration.parity import probe
 from engine.registration.quantize import LIMIT, dequantize, kept_bytes, quantize_rows
-from engine.registration.tensors import SourceTensors
+from engine.registration.tensors.files import SourceTensors
 from kernels import int4_blocks
 from kernels.int4_blocks import INT4_BLOCKS
 from tests.engine.pack_rig import hf_folder

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.errors import RegistrationRefused
-from engine.registration.tensors import Declared, SourceTensors
+from engine.registration.tensors import Declared
 from engine.registration.tensors.block_formats import find_bitsandbytes, find_mxfp4
+from engine.registration.tensors.files import SourceTensors
 from tests.engine.registration.quantized_kit import Tensors, llm_int8, mxfp4_experts, nf4
 
 STATE = "weight.quant_state.bitsandbytes__nf4"

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import RegistrationRefused
-from engine.registration.tensors import Declared, SourceTensors
+from engine.registration.tensors import Declared
 from engine.registration.tensors.column_formats import find_awq, find_gptq
+from engine.registration.tensors.files import SourceTensors
 from kernels.int4_blocks import INT4_BLOCKS, ZEROS, Steps
 from tests.engine.registration.quantized_kit import Tensors, awq, gptq
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine.errors import RegistrationRefused
 from engine.registration.tensors import Declared, declared_in
+from kernels.int4_blocks import E2M1, E2M1_HALVES, FP4, INT4_BLOCKS, NF4, ZEROS
 from tests.engine.registration.quantized_kit import KINDS, compressed
 
 
@@ -25,7 +26,7 @@ def test_every_place_is_looked_at() -> None:
     found = declared_in({"compression_config": old}, {})
     assert found == Declared("compressed-tensors", ((1, 128),), (4,), symmetric=True)
     file = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-    assert declared_in({}, file) == Declared("modelopt")
+    assert declared_in({}, file) == Declared("modelopt", codes=E2M1_HALVES)
 
 
 def test_versions_differ_in_their_zeros() -> None:
@@ -43,8 +44,8 @@ def test_both_names_of_a_field_are_known() -> None:
     assert read(GPTQ | {"format": "gptq_v2", "sym": True, "desc_act": True}) == second
     assert read(GPTQ | {"format": "gptq"}) == read(GPTQ)
     awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "format": "gemm"}
-    assert read(awq) == Declared("awq", ((1, 64),))
-    assert read(AWQ | {"group_size": -1, "backend": "autoawq"}) == Declared("awq")
+    assert read(awq) == Declared("awq", ((1, 64),), (4,))
+    assert read(AWQ | {"group_size": -1, "backend": "autoawq"}) == Declared("awq", (), (4,))
 
 
 @pytest.mark.parametrize(
@@ -129,3 +130,29 @@ def test_what_is_not_known_is_refused(name: str) -> None:
         read(REFUSED[name])
     assert caught.value.code == "quantized_weights"
     assert "Supported quantized checkpoints are" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "scheme"),
+    [
+        (GPTQ, ZEROS),
+        (GPTQ | {"sym": True}, INT4_BLOCKS),
+        (GPTQ | {"desc_act": True}, ""),
+        (GPTQ | {"bits": 8}, ""),
+        (GPTQ | {"group_size": 16}, ""),
+        (AWQ, ZEROS),
+        ({"quant_method": "fp8"}, ""),
+        (KINDS["nvfp4"].config, E2M1_HALVES),
+        (KINDS["mxfp4"].config, E2M1),
+        (KINDS["nvfp4 modelopt"].config, E2M1_HALVES),
+        (KINDS["nf4"].config, NF4),
+        (KINDS["nf4"].config | {"bnb_4bit_quant_type": "fp4"}, FP4),
+        (KINDS["bitsandbytes int8"].config, ""),
+        (KINDS["int4"].config, INT4_BLOCKS),
+        (KINDS["int4 asymmetric, ordered"].config, ""),
+    ],
+)
+def test_the_form_that_keeps_codes_is_known_beforehand(said: dict[str, Any], scheme: str) -> None:
+    found = read(said)
+    assert found is not None
+    assert found.scheme == scheme

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from engine.errors import RegistrationRefused
-from engine.registration.tensors import Declared, SourceTensors
+from engine.registration.tensors import Declared
+from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.row_formats import find_rows
 from tests.engine.registration.quantized_kit import FP8, Tensors, fp8, integers, mxfp4, nvfp4
 
