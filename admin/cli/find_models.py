@@ -151,6 +151,9 @@ def _what_it_is(seen: Preflight) -> dict[str, object]:
         text = f", text part {said.text_type}" if said.text_type else ""
         fields["type"] = f"{said.model_type} ({said.architecture or 'no architecture'}){text}"
         fields["published as"] = said.source_format and f"quantized by {said.source_format}"
+    elif seen.hub is not None:
+        fields["type"] = seen.hub.model_type and f"{seen.hub.model_type}, as the hub says"
+        fields["published as"] = seen.hub.format
     if found is not None:
         # Of a wrapper its text part: towers are not hosted.
         fields["hosted as"] = found.hosted_as and f"{found.hosted_as}, {found.architecture}"

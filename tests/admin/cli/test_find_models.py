@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from transformers import LlamaConfig
 
@@ -94,8 +95,10 @@ def test_an_inspection_in_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_refusal_is_an_answer_and_a_failure_is_none(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    see(monkeypatch, Preflight("acme/m", code="no_weights", reason="only GGUF files", hub=HUB))
+    hub = msgspec.structs.replace(HUB, model_type="llama", format="gguf")
+    see(monkeypatch, Preflight("acme/m", code="no_weights", reason="only GGUF files", hub=hub))
     text = run("models", "inspect", "acme/m")
+    assert "llama, as the hub says" in text
     assert "no (no_weights): only GGUF files" in text
     assert "polyhost models inspect acme/base" in text
     assert json.loads(run("models", "inspect", "acme/m", "--json"))["can_be_hosted"] is False

@@ -61,7 +61,7 @@ class Forked:
 
 @contextmanager
 def forked(
-    command: Sequence[str], settings: Settings, errors: IO[bytes], lock: int
+    command: Sequence[str], settings: Settings, errors: IO[bytes], lock: int | None = None
 ) -> Iterator[Any]:
     """`register_process.started` by fork."""
     read, write = os.pipe()
