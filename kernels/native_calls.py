@@ -109,14 +109,54 @@ class AttentionForm(Structure):
     _fields_ = (("num_heads", c_int32), ("scale", c_float), ("softcap", c_float))
 
 
+class Gate(Structure):
+    """act(gate) * (up + shift), cut at `limit`; `layout` 0: gate's values, then up's; 1: in turn.
+    `alpha`: silu's."""
+
+    _fields_ = (
+        ("layout", c_int32),
+        ("activation", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("shift", c_float),
+    )
+
+
+class Experts(Structure):
+    """`up` (gate's rows among it), `down`: of the first expert; the others so many bytes on."""
+
+    _fields_ = (
+        ("up", Linear),
+        ("down", Linear),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("gate", Gate),
+        ("num_experts", c_int32),
+    )
+
+
+class Router(Structure):
+    """`gate` [num_experts, k]; weights are a softmax over all, or (`normalize`) over the chosen."""
+
+    _fields_ = (("gate", Linear), ("top_k", c_int32), ("normalize", c_int32))
+
+
+class Mixture(Structure):
+    """A layer's router and experts."""
+
+    _fields_ = (("router", Router), ("experts", Experts))
+
+
 class Layer(Structure):
-    """Weights, form and cache of one layer; `group`: which of the step's groups."""
+    """Weights, form and cache of one layer; `group`: which of the step's groups. With a `mixture`,
+    or with neither that nor `down`, there is no gate_up."""
 
     _fields_ = (
         ("qkv", Linear),
         ("out", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("mixture", POINTER(Mixture)),
         ("input_norm", Norm),
         ("post_norm", Norm),
         ("q_norm", Norm),
@@ -189,6 +229,8 @@ class NativeLibrary:
         calls.polyhost_threads.argtypes = (c_int, c_int)
         calls.polyhost_layers.argtypes = (POINTER(Layer), c_int, POINTER(Step))
         calls.polyhost_linear.argtypes = (POINTER(Linear), c_int, *_of("pnpii"))
+        calls.polyhost_experts.argtypes = (POINTER(Experts), *_of("pnppip"))
+        calls.polyhost_mixture.argtypes = (POINTER(Mixture), *_of("pnp"))
         calls.polyhost_attention.argtypes = (
             POINTER(Cache),
             POINTER(AttentionForm),
@@ -237,6 +279,30 @@ class NativeLibrary:
             wide,
             not rounding,
         )
+        return out
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H] through the experts chosen for each token, int64 [T, K], times float32 weights
+        [T, K]. Numbers of no expert add nothing."""
+        out = torch.empty_like(x)
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        self._library.polyhost_experts(
+            ctypes.byref(experts),
+            x.data_ptr(),
+            len(x),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            chosen.shape[1],
+            out.data_ptr(),
+        )
+        return out
+
+    def mixture(self, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] through the experts that its router chooses."""
+        out = torch.empty_like(x)
+        self._library.polyhost_mixture(ctypes.byref(mixture), x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def attention(
