@@ -1,13 +1,15 @@
 """Modules that compute with rounded weights, in the places of those that a model was built with.
 
 Linears and embeddings whose weights a pack keeps rounded get other modules in their places
-(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Which
-weights are rounded, and how, is `engine/registration/quantize.py`.
+(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Stacked
+experts stay the modules they are, with other parameters (`experts.py`). Which weights are rounded,
+and how, is `engine/registration/quantize.py`.
 """
 
 import torch
 from torch import nn
 
+from engine.modules.experts import keep_rounded
 from engine.pack import INT4_SCHEME, Schemes
 from kernels import int4_blocks
 from kernels.int8_linear import int8_linear
@@ -19,6 +21,9 @@ def replace_modules(model: nn.Module, schemes: Schemes) -> None:
         parent_name, _, leaf = name.removesuffix(".weight").rpartition(".")
         parent = model.get_submodule(parent_name)
         module = getattr(parent, leaf)
+        if isinstance(module, nn.Parameter):
+            keep_rounded(parent, leaf, scheme)
+            continue
         if is_lookup(module):
             setattr(parent, leaf, Int8Embedding(module))
             continue

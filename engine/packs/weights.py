@@ -143,10 +143,10 @@ def _form_problem(index: PackIndex) -> str:
         scales = entries.get(entry.name + SCALE_SUFFIX)
         if entry.scheme not in ("", INT8_SCHEME, INT4_SCHEME):
             return f"tensor {entry.name} is quantized in a way this build does not know"
-        blocks = entry.dtype == "uint8" and len(entry.shape) == 3
-        if entry.scheme == INT4_SCHEME and not (blocks and entry.shape[2] == BLOCK_BYTES):
+        blocks = entry.dtype == "uint8" and len(entry.shape) in (3, 4)
+        if entry.scheme == INT4_SCHEME and not (blocks and entry.shape[-1] == BLOCK_BYTES):
             return f"tensor {entry.name} is not in blocks"
-        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:1]):
+        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:-1]):
             return f"tensor {entry.name} has no scales"
     for group in index.fused:
         if not is_one_run(group, entries):
