@@ -248,9 +248,10 @@ class NativeLibrary:
         in the process that computes."""
         self._library.polyhost_threads(num_threads, spin_rounds)
 
-    def layers(self, layers: "ctypes.Array[Layer]", step: Step) -> None:
-        """All layers over one step's tokens."""
-        self._library.polyhost_layers(layers, len(layers), ctypes.byref(step))
+    def layers(self, layers: "ctypes.Array[Layer]", step: Step, begin: int, end: int) -> None:
+        """Layers [begin, end) over one step's tokens. The last one may be without an MLP."""
+        first = ctypes.cast(ctypes.byref(layers, begin * ctypes.sizeof(Layer)), POINTER(Layer))
+        self._library.polyhost_layers(first, end - begin, ctypes.byref(step))
 
     def linear(
         self,
