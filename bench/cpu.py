@@ -11,6 +11,7 @@ medians; min and max are in the JSON. Prompts are random ids and differ in every
 they are texts of as many tokens.
 
     --quantized      our int8 and int4 too, beside llama.cpp's q8_0 and q4_0
+    --mixture        a mixture of experts instead, by each of transformers' ways with experts
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
     --output FILE    results as JSON, written after every figure; with --resume only what is missing
                      there is run
@@ -36,6 +37,9 @@ import torch
 from bench import command, machine, servers, shapes, stats
 
 QWEN25, QWEN3, SMOL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"
+MIXTURE = "Qwen/Qwen3-30B-A3B, 4 layers of 64 experts"
+# Ways of transformers to compute with experts; the best of them is what counts.
+EXPERTS = ("eager", "grouped_mm", "batched_mm")
 # Ours, and llama.cpp's of as many bits a weight.
 QUANTIZED = (("int8", "q8_0"), ("int4", "q4_0"))
 COLUMNS = ("prefill", "decode", "end_to_end")
@@ -55,8 +59,10 @@ class Case:
         return f"{self.model} x{self.batch} p{self.prompt}"
 
 
-def cases(short: bool) -> list[Case]:
+def cases(short: bool, mixture: bool = False) -> list[Case]:
     """All of them, a model's together."""
+    if mixture:
+        return [Case(MIXTURE, batch, 128) for batch in (1, 16)]
     if short:
         return [Case(model, batch, 128) for model in (QWEN25, SMOL) for batch in (1, 16)]
     found = [Case(QWEN25, batch, prompt) for prompt in (128, 1024) for batch in (1, 4, 8, 16)]
@@ -120,8 +126,12 @@ def commands(
         "ours": [*python, "ours", str(folder), *room],
         "ours, torch": [*python, "ours", str(folder), *room, "--torch"],
         "ours, HTTP": [*http, servers.OURS, str(folder), *room],
-        "generate": [*python, "generate", str(folder), *threads],
     }
+    plain = [*python, "generate", str(folder), *threads]
+    if args.mixture:
+        found |= {f"generate, {way}": [*plain, "--experts", way] for way in EXPERTS}
+    else:
+        found["generate"] = plain
     if args.peer_python:
         at = ["--python", args.peer_python]
         found["serve, HTTP"] = [*http, servers.PEER, str(folder), *room, *at]
@@ -273,6 +283,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--mixture", action="store_true", help="a mixture of experts instead")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
     parser.add_argument("--quantized", action="store_true", help="int8 and int4 too")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
@@ -296,7 +307,11 @@ def main() -> None:
     done: dict[str, Any] = {}
     if args.resume and args.output and args.output.exists():
         done = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
-    wanted = [case for case in cases(args.short) if all(part in case.name for part in args.only)]
+    wanted = [
+        case
+        for case in cases(args.short, args.mixture)
+        if all(part in case.name for part in args.only)
+    ]
     with command.working_in(args.work_dir) as work:
         facts = machine.facts()
         limits = ceilings(args.threads)

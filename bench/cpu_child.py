@@ -120,9 +120,11 @@ def _arena_bytes(index: PackIndex, kv_room: int) -> int:
     return (runs + -(-kv_room // page)) * page
 
 
-def generate(folder: Path) -> Run:
-    """transformers, eager, all prompts of one length."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+def generate(folder: Path, experts: str | None = None) -> Run:
+    """transformers, eager, all prompts of one length; `experts`: what mixtures compute with."""
+    options = {} if experts is None else {"experts_implementation": experts}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+    model.eval()
 
     def run(prompts: Prompts, max_tokens: int) -> list[list[int]]:
         ids = torch.tensor(list(prompts))
@@ -167,12 +169,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--dtype", choices=get_args(convert.DtypeChoice), default="auto")
+    parser.add_argument("--experts", help="transformers' way with mixtures")
     parser.add_argument("--torch", action="store_true", help="torch's operators, no C++ kernels")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with ExitStack() as closing:
         if args.engine == "generate":
-            serve(generate(args.folder))
+            serve(generate(args.folder, args.experts))
         else:
             host = Host(args.folder, args.dtype, args)
             closing.callback(host.close)

@@ -35,6 +35,7 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 WHOLE = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -75,16 +76,43 @@ def name_of(name: str) -> str:
     return f"blk.{number}.{NAMES[module]}.{kind}"
 
 
+def parts_of(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """GGUF's tensors of one of transformers': gate and up of stacked experts are two there."""
+    if array.ndim != 3:
+        return {name_of(name): array}
+    block = f"blk.{name.split('.')[2]}"
+    if name.endswith("gate_up_proj"):
+        gate, up = np.split(array, 2, axis=1)
+        return {f"{block}.ffn_gate_exps.weight": gate, f"{block}.ffn_up_exps.weight": up}
+    return {f"{block}.ffn_down_exps.weight": array}
+
+
 def turned(array: np.ndarray, heads: int) -> np.ndarray:
     """llama's q and k in the order of GGUF's rotary embedding: pairs of neighbours."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(array.shape)
 
 
+def add(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: str) -> None:
+    """One tensor in the file's kind."""
+    if array.ndim == 1 or "ffn_gate_inp" in name:
+        writer.add_tensor(name, widened(array))
+    elif kind == "bf16":
+        bits = np.ascontiguousarray(array).view(np.uint8)
+        writer.add_tensor(name, bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    else:
+        # As llama.cpp's own converter leaves the vocabulary: not in four bits.
+        four = kind == "q4_0" and name.startswith("blk.")
+        scheme = gguf.GGMLQuantizationType["Q4_0" if four else "Q8_0"]
+        packed = gguf.quants.quantize(widened(array), scheme)
+        writer.add_tensor(name, packed, raw_dtype=scheme)
+
+
 def write(folder: Path, dest: Path, kind: str) -> None:
     """The folder's model as one GGUF file."""
     config = json.loads((folder / "config.json").read_text())
-    arch = config["model_type"]
+    # transformers' qwen3_moe is GGUF's qwen3moe.
+    arch = config["model_type"].replace("_", "")
     writer = gguf.GGUFWriter(str(dest), arch)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
@@ -101,6 +129,11 @@ def write(folder: Path, dest: Path, kind: str) -> None:
     writer.add_rope_freq_base(float(rope.get("rope_theta") or config.get("rope_theta") or 1e4))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
     words = sorted(tokenizer["vocab"], key=tokenizer["vocab"].__getitem__)
     words += [f"[unused{i}]" for i in range(len(words), config["vocab_size"])]
@@ -113,17 +146,8 @@ def write(folder: Path, dest: Path, kind: str) -> None:
     for name, array in tensors(folder).items():
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             array = turned(array, heads if "q_proj" in name else kv_heads)
-        if array.ndim == 1:
-            writer.add_tensor(name_of(name), widened(array))
-        elif kind == "bf16":
-            bits = np.ascontiguousarray(array).view(np.uint8)
-            writer.add_tensor(name_of(name), bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
-        else:
-            # As llama.cpp's own converter leaves the vocabulary: not in four bits.
-            four = kind == "q4_0" and name_of(name).startswith("blk.")
-            scheme = gguf.GGMLQuantizationType["Q4_0" if four else "Q8_0"]
-            packed = gguf.quants.quantize(widened(array), scheme)
-            writer.add_tensor(name_of(name), packed, raw_dtype=scheme)
+        for part, values in parts_of(name, array).items():
+            add(writer, part, values, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

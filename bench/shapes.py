@@ -76,6 +76,10 @@ _LLAMA_LIKE = (
     "final_logit_softcapping",
     "rope_local_base_freq",
     "sliding_window_pattern",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
 )
 
 

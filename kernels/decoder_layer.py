@@ -57,7 +57,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """qkv: rows of q, k, v in this order; gate_up: of gate, up. Norms None where they have none."""
+    """qkv: rows of q, k, v in this order; gate_up: of gate, up. Norms None where they have none.
+    `mlp`: what stands in place of gate_up and down, which are empty then."""
 
     input_norm: torch.Tensor | None
     qkv: Product
@@ -67,6 +68,7 @@ class LayerWeights:
     down: Product
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    mlp: torch.nn.Module | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def decoder_layer(
     attended = operations.attend(query, form, step)
     x = operations.product(attended.view(len(qkv), -1), weights.out)
     y, residual = operations.norm(x, weights.post_norm, form.eps, residual, **norm)
+    if weights.mlp is not None:
+        return weights.mlp(y[None])[0], residual
     hidden = operations.gate_mul(operations.product(y, weights.gate_up), form.activation)
     return operations.product(hidden, weights.down), residual
 

@@ -121,6 +121,10 @@ class Steps:
         zero = None if self.zero is None else self.zero[start:stop]
         return Steps(self.scale[start:stop], zero)
 
+    def of_expert(self, number: int) -> "Steps":
+        """Of one of several weights [E, n, k]."""
+        return Steps(self.scale[number], None if self.zero is None else self.zero[number])
+
     def in_order(self, order: torch.Tensor) -> "Steps":
         """Of the rows that `order` names."""
         return Steps(self.scale[order], None if self.zero is None else self.zero[order])

@@ -72,10 +72,10 @@ class Format:
     surplus: int = 0
     table: "ctypes.Array[ctypes.c_uint8] | None" = None
 
-    @property
-    def table_address(self) -> int | None:
-        """For `Linear.table`."""
-        return None if self.table is None else ctypes.addressof(self.table)
+    def linear(self, weight: int, bias: int | None, scale: int | None, n: int, k: int) -> Linear:
+        """A product with a weight of this format, by addresses."""
+        table = None if self.table is None else ctypes.addressof(self.table)
+        return Linear(weight, bias, scale, table, n, k, self.number, self.surplus)
 
 
 @functools.cache
@@ -147,14 +147,54 @@ class AttentionForm(Structure):
     _fields_ = (("num_heads", c_int32), ("scale", c_float), ("softcap", c_float))
 
 
+class Gate(Structure):
+    """act(gate) * (up + shift), cut at `limit`; `layout` 0: gate's values, then up's; 1: in turn.
+    `alpha`: silu's."""
+
+    _fields_ = (
+        ("layout", c_int32),
+        ("activation", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+        ("shift", c_float),
+    )
+
+
+class Experts(Structure):
+    """`up` (gate's rows among it), `down`: of the first expert; the others so many bytes on."""
+
+    _fields_ = (
+        ("up", Linear),
+        ("down", Linear),
+        ("up_bytes", c_int64),
+        ("down_bytes", c_int64),
+        ("gate", Gate),
+        ("num_experts", c_int32),
+    )
+
+
+class Router(Structure):
+    """`gate` [num_experts, k]; weights are a softmax over all, or (`normalize`) over the chosen."""
+
+    _fields_ = (("gate", Linear), ("top_k", c_int32), ("normalize", c_int32))
+
+
+class Mixture(Structure):
+    """A layer's router and experts."""
+
+    _fields_ = (("router", Router), ("experts", Experts))
+
+
 class Layer(Structure):
-    """Weights, form and cache of one layer; `group`: which of the step's groups."""
+    """Weights, form and cache of one layer; `group`: which of the step's groups. With a `mixture`,
+    or with neither that nor `down`, there is no gate_up."""
 
     _fields_ = (
         ("qkv", Linear),
         ("out", Linear),
         ("gate_up", Linear),
         ("down", Linear),
+        ("mixture", POINTER(Mixture)),
         ("input_norm", Norm),
         ("post_norm", Norm),
         ("q_norm", Norm),
@@ -227,6 +267,8 @@ class NativeLibrary:
         calls.polyhost_threads.argtypes = (c_int, c_int)
         calls.polyhost_layers.argtypes = (POINTER(Layer), c_int, POINTER(Step))
         calls.polyhost_linear.argtypes = (POINTER(Linear), c_int, *_of("pnpii"))
+        calls.polyhost_experts.argtypes = (POINTER(Experts), *_of("pnppip"))
+        calls.polyhost_mixture.argtypes = (POINTER(Mixture), *_of("pnp"))
         calls.polyhost_attention.argtypes = (
             POINTER(Cache),
             POINTER(AttentionForm),
@@ -244,9 +286,10 @@ class NativeLibrary:
         in the process that computes."""
         self._library.polyhost_threads(num_threads, spin_rounds)
 
-    def layers(self, layers: "ctypes.Array[Layer]", step: Step) -> None:
-        """All layers over one step's tokens."""
-        self._library.polyhost_layers(layers, len(layers), ctypes.byref(step))
+    def layers(self, layers: "ctypes.Array[Layer]", step: Step, begin: int, end: int) -> None:
+        """Layers [begin, end) over one step's tokens. The last one may be without an MLP."""
+        first = ctypes.cast(ctypes.byref(layers, begin * ctypes.sizeof(Layer)), POINTER(Layer))
+        self._library.polyhost_layers(first, end - begin, ctypes.byref(step))
 
     def linear(
         self,
@@ -268,16 +311,7 @@ class NativeLibrary:
         rows = weight.shape[0] if weight.dim() == 2 else weight.shape[0] * ROWS
         rows = rows if activation == "none" else rows // 2
         out = x.new_empty(len(x), rows, dtype=torch.float32 if wide else x.dtype)
-        op = Linear(
-            weight.data_ptr(),
-            _address(bias),
-            _address(scale),
-            form.table_address,
-            rows,
-            x.shape[1],
-            form.number,
-            form.surplus,
-        )
+        op = form.linear(weight.data_ptr(), _address(bias), _address(scale), rows, x.shape[1])
         self._library.polyhost_linear(
             ctypes.byref(op),
             ACTIVATIONS[activation],
@@ -287,6 +321,30 @@ class NativeLibrary:
             wide,
             not rounding,
         )
+        return out
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """x [T, H] through the experts chosen for each token, int64 [T, K], times float32 weights
+        [T, K]. Numbers of no expert add nothing."""
+        out = torch.empty_like(x)
+        chosen, weights = chosen.contiguous(), weights.contiguous()
+        self._library.polyhost_experts(
+            ctypes.byref(experts),
+            x.data_ptr(),
+            len(x),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            chosen.shape[1],
+            out.data_ptr(),
+        )
+        return out
+
+    def mixture(self, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] through the experts that its router chooses."""
+        out = torch.empty_like(x)
+        self._library.polyhost_mixture(ctypes.byref(mixture), x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def attention(

@@ -21,6 +21,7 @@ __all__ = [
     "bind_weights",
     "buffers_to",
     "build_skeleton",
+    "experts",
     "paged_attention_forward",
     "parameters_on_meta",
     "quantized",

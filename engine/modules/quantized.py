@@ -1,13 +1,15 @@
 """Modules that compute with rounded weights, in the places of those that a model was built with.
 
 Linears and embeddings whose weights a pack keeps rounded get other modules in their places
-(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Which
-weights are rounded, and how, is `engine/registration/quantize.py`.
+(`replace_modules`), with parameters on meta, of the shapes and types that the pack keeps. Stacked
+experts stay the modules they are, with other parameters (`experts.py`). Which weights are rounded,
+and how, is `engine/registration/quantize.py`.
 """
 
 import torch
 from torch import nn
 
+from engine.modules.experts import keep_rounded
 from engine.pack import Schemes
 from kernels.int4_blocks import FORMS, block_shape, int4_blocks_linear
 from kernels.int8_linear import int8_linear
@@ -19,6 +21,9 @@ def replace_modules(model: nn.Module, schemes: Schemes) -> None:
         parent_name, _, leaf = name.removesuffix(".weight").rpartition(".")
         parent = model.get_submodule(parent_name)
         module = getattr(parent, leaf)
+        if isinstance(module, nn.Parameter):
+            keep_rounded(parent, leaf, scheme)
+            continue
         if is_lookup(module):
             setattr(parent, leaf, Int8Embedding(module))
             continue
@@ -75,6 +80,11 @@ class Int4Linear(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., k] to [..., n]."""
         return int4_blocks_linear(hidden, self.weight, self.bias, self._scheme)
+
+
+def kept_shape(shape: tuple[int, ...], scheme: str) -> tuple[int, ...]:
+    """Of the weight in a pack, scales apart. `shape`: [n, k], or of stacked experts [E, n, k]."""
+    return (*shape[:-2], *block_shape(shape[-2:], scheme)) if scheme in FORMS else shape
 
 
 def is_lookup(module: object) -> bool:

@@ -30,6 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from engine.memory import KvPlan
+from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -145,12 +146,17 @@ def build_skeleton(
 ) -> nn.Module:
     """The module tree of a pack folder (or of a ready configuration object), without weights.
 
-    `attention`: the name of what its layers attend with; the parity probe has others.
+    `attention`: the name of what its layers attend with; the parity probe has others. With "eager"
+    all of the model is the library's own, experts too.
     """
     register_attention()
+    register_experts()
     config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
+    options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
+    if attention != "eager":
+        options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
-        model = from_config(config, attn_implementation=attention, dtype=dtype)
+        model = from_config(config, **options)
     return model.eval()
 
 

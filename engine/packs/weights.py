@@ -142,11 +142,11 @@ def _form_problem(index: PackIndex) -> str:
         scales = entries.get(entry.name + SCALE_SUFFIX)
         if entry.scheme not in ("", INT8_SCHEME, *FORMS):
             return f"tensor {entry.name} is quantized in a way this build does not know"
-        blocks = entry.dtype == "uint8" and len(entry.shape) == 3
+        blocks = entry.dtype == "uint8" and len(entry.shape) in (3, 4)
         form = FORMS.get(entry.scheme)
-        if form is not None and not (blocks and entry.shape[2] == form.block_bytes):
+        if form is not None and not (blocks and entry.shape[-1] == form.block_bytes):
             return f"tensor {entry.name} is not in blocks"
-        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:1]):
+        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:-1]):
             return f"tensor {entry.name} has no scales"
     for group in index.fused:
         if not is_one_run(group, entries):

@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from engine.errors import PackError, RegistrationRefused
+from engine.modules.experts import as_linears
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
@@ -41,7 +42,12 @@ from engine.registration.checkpoint import Checkpoint, open_checkpoint
 from engine.registration.encoder_blueprint import plan_model
 from engine.registration.layout import PackLayout, lay_out
 from engine.registration.numbers import check_numbers
-from engine.registration.quantize import QUANTIZATIONS, quantize_rows, schemes_of
+from engine.registration.quantize import (
+    QUANTIZATIONS,
+    quantize_rows,
+    quantize_stack,
+    schemes_of,
+)
 from engine.registration.source import (
     CONFIG_NAME,
     COPIED_FILES,
@@ -229,17 +235,18 @@ def _write_blob(path: Path, checkpoint: Checkpoint, layout: PackLayout, progress
             entry = places[name]
             if row == 0:
                 steps = checkpoint.steps(name, entry.scheme) if entry.scheme in FORMS else None
-            scales = places.get(name + SCALE_SUFFIX)
+            scales = places.get(name + SCALE_SUFFIX) if entry.scheme else None
             if name in weights:
                 _check_finite(name, part)
             if entry.scheme:
                 given = None if steps is None else steps.of_rows(row, row + len(part))
-                kept = _quantized(entry, part, scales, given)
+                kept = _quantized(entry, as_linears(skeleton, name, part), scales, given)
             else:
                 kept = [(entry, _cast(name, part, getattr(torch, entry.dtype)))]
             for place, tensor in kept:
                 rows = place.shape[0] if place.shape else 1
-                first = row // ROWS if place.scheme in FORMS else row
+                in_blocks = place.scheme in FORMS and part.dim() == 2
+                first = row // ROWS if in_blocks else row
                 start = layout.segments[place.segment].offset + place.offset
                 done += _write(file.fileno(), tensor, start + first * (place.num_bytes // rows))
             progress("convert", done, total)
@@ -283,6 +290,12 @@ def _quantized(
 ) -> list[tuple[TensorEntry, torch.Tensor]]:
     """What is kept of some rows, and where."""
     try:
+        if part.dim() == 3:
+            dtype = torch.bfloat16 if scales is None else getattr(torch, scales.dtype)
+            stack, of_rows = quantize_stack(part, entry.scheme, dtype, steps)
+            if scales is None or of_rows is None:
+                return [(entry, stack)]
+            return [(entry, stack), (scales, of_rows)]
         if scales is None:
             return [(entry, int4_blocks.quantize(part, steps=steps, scheme=entry.scheme))]
         values, scale = quantize_rows(part, getattr(torch, scales.dtype))

@@ -18,6 +18,8 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from engine.modules.experts import linear_shape
+from engine.modules.quantized import kept_shape
 from engine.pack import (
     INT8_SCHEME,
     MEMBER_ALIGN,
@@ -30,7 +32,7 @@ from engine.pack import (
     is_one_run,
 )
 from engine.registration.blueprint import REST, Blueprint, layer_of
-from kernels.int4_blocks import FORMS, block_shape
+from kernels.int4_blocks import FORMS
 
 # Siblings that take the same input, as families call them, and the name of their joint product.
 FUSABLE = (
@@ -93,7 +95,9 @@ def lay_out(
         offset = 0
         for stored in _in_order(plan, members[segment], group_of, dtype, schemes):
             offset = _align(offset, MEMBER_ALIGN if stored.name in later else TENSOR_ALIGN)
-            axis = shard_axis(styles, stored.name, len(stored.shape))
+            # Blocks of experts have one axis more than the experts.
+            num_axes = min(len(stored.shape), 3)
+            axis = shard_axis(styles, stored.name, num_axes)
             entries[stored.name] = TensorEntry(
                 stored.name,
                 number,
@@ -160,17 +164,18 @@ def _in_order(
         run = group_of[name].members if name in group_of else (name,)
         done.update(run)
         for member in run:
-            shape = tuple(plan.tensors[member].shape)
             scheme = schemes.get(member, "")
-            if scheme in FORMS:
-                yield Stored(member, block_shape(shape, scheme), torch.uint8, scheme)
-            elif scheme:
-                yield Stored(member, shape, torch.int8, scheme)
+            if scheme:
+                shape = kept_shape(linear_shape(plan.skeleton, member), scheme)
+                kind = torch.uint8 if scheme in FORMS else torch.int8
+                yield Stored(member, shape, kind, scheme)
             else:
+                shape = tuple(plan.tensors[member].shape)
                 yield Stored(member, shape, plan.dtype_of(member, dtype))
         for member in run:
             if schemes.get(member) == INT8_SCHEME:
-                yield Stored(member + SCALE_SUFFIX, tuple(plan.tensors[member].shape[:1]), dtype)
+                rows = linear_shape(plan.skeleton, member)[:-1]
+                yield Stored(member + SCALE_SUFFIX, rows, dtype)
 
 
 def _scales(group: FusedGroup) -> FusedGroup:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from engine.errors import RegistrationRefused
+from engine.modules.experts import linear_shape
 from engine.registration.blueprint import Blueprint
 from engine.registration.encoder_blueprint import plan_model
 from engine.registration.numbers import check_numbers
@@ -227,7 +228,9 @@ def _weight_bytes(plan: Blueprint, dtype: str, declared: Declared | None) -> int
         scheme = declared.scheme if declared else ""
         schemes = schemes_of(plan, names, dtype, lambda name: scheme)
         rest = [name for name in names if name not in schemes]
-        size = sum(kept_bytes(plan.tensors[name].shape, how) for name, how in schemes.items())
+        size = sum(
+            kept_bytes(linear_shape(plan.skeleton, name), how) for name, how in schemes.items()
+        )
         return size + sum(
             plan.tensors[name].numel() * plan.dtype_of(name, torch.bfloat16).itemsize
             for name in rest

@@ -6,33 +6,40 @@
            checkpoint has codes of four bits already, in the form that keeps them
            (kernels/int4_blocks.py); the vocabulary, and what cannot be cut into blocks, as in int8
 
+Experts that are stacked in one parameter are linears here, each by itself (engine/modules/
+experts.py). Their biases, where they have some, stay as they are.
+
 The vocabulary is the head, where it has a weight of its own, or the embedding that it shares: one
 matrix then serves both, a row a token, and a token's scale is its row's. At few sequences the head
 is a third of a small model's bytes. Everything else stays as it is: embeddings of their own (a
-lookup reads one row), norms, biases, routers, and whatever is no plain `nn.Linear` (GPT-2's Conv1D,
-stacked experts), which would need rules of its own.
+lookup reads one row), norms, biases, routers, and whatever is no plain `nn.Linear` (GPT-2's
+Conv1D), which would need rules of its own.
 
 A scale is rounded to the dtype it is kept in before the weights are divided by it, so that what is
 kept is exactly what is computed with.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
 
 from engine.errors import RegistrationRefused
-from engine.modules.quantized import is_lookup
+from engine.modules.experts import as_linears, expert_weights, linear_shape
+from engine.modules.quantized import is_lookup, kept_shape
 from engine.pack import INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
 from engine.registration.layout import neighbours
 from kernels import int4_blocks
-from kernels.int4_blocks import FORMS, INT4_BLOCKS, ZEROS
+from kernels.int4_blocks import FORMS, INT4_BLOCKS, ZEROS, Steps
 
 INT8 = "int8"
 INT4 = "int4"
 QUANTIZATIONS = (INT8, INT4)
 LIMIT = 127
+# Of stacked experts' rows that are rounded to int8 together: their float32 copies stay small.
+ROUNDED_AT_ONCE = 1 << 21
 # Choices between experts and gates over whole branches: a step of rounding there is a wrong turn.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "classifier"})
 
@@ -83,11 +90,10 @@ def _forms(
     return found
 
 
-def kept_bytes(shape: torch.Size, scheme: str) -> int:
-    """Of a weight in a pack, with its bfloat16 scales."""
-    if scheme in FORMS:
-        return torch.Size(int4_blocks.block_shape(shape, scheme)).numel()
-    return shape.numel() + 2 * shape[0]
+def kept_bytes(shape: tuple[int, ...], scheme: str) -> int:
+    """Of a weight [n, k] or [E, n, k] in a pack, with its bfloat16 scales."""
+    scales = 0 if scheme in FORMS else 2 * math.prod(shape[:-1])
+    return math.prod(kept_shape(shape, scheme)) + scales
 
 
 def layer_linears(model: nn.Module) -> frozenset[str]:
@@ -121,10 +127,11 @@ def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]
 def _schemes(
     model: nn.Module, tied: Mapping[str, str], names: Collection[str], quantization: str
 ) -> dict[str, str]:
-    found = dict.fromkeys(layer_linears(model).intersection(names), INT8_SCHEME)
+    linears = layer_linears(model) | expert_weights(model)
+    found = dict.fromkeys(linears.intersection(names), INT8_SCHEME)
     if quantization == INT4:
         for name in found:
-            if int4_blocks.fits(model.get_parameter(name).shape):
+            if int4_blocks.fits(linear_shape(model, name)[-2:]):
                 found[name] = INT4_BLOCKS
     head = vocabulary(model, tied, names)
     return found | ({head: INT8_SCHEME} if head else {})
@@ -143,9 +150,39 @@ def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     return rounded.to(torch.int8), scale
 
 
+def quantize_stack(
+    stack: torch.Tensor, scheme: str, dtype: torch.dtype, steps: Steps | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Experts [E, n, k], perhaps a view, as they are kept; int8: and their scales [E, n].
+
+    `steps`: of these experts [E, n, groups], see `int4_blocks.quantize`. Raises ValueError on NaN.
+    """
+    if scheme in FORMS:
+        made = [
+            int4_blocks.quantize(weight, steps=steps and steps.of_expert(number), scheme=scheme)
+            for number, weight in enumerate(stack)
+        ]
+        return torch.stack(made), None
+    step = max(1, ROUNDED_AT_ONCE // stack.shape[2])
+    rounded = [[quantize_rows(part, dtype) for part in weight.split(step)] for weight in stack]
+    values, scales = (
+        torch.stack([torch.cat([part[i] for part in parts]) for parts in rounded]) for i in (0, 1)
+    )
+    return values, scales
+
+
 def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """What int8 weights stand for, exactly: float32 [n, k]."""
     return weight.to(torch.float32) * scale.to(torch.float32)[:, None]
+
+
+def dequantize_stack(
+    stack: torch.Tensor, scale: torch.Tensor | None, shape: tuple[int, ...], scheme: str
+) -> torch.Tensor:
+    """What kept experts stand for: float32 of that shape [E, n, k]."""
+    if scale is None:
+        return torch.stack([int4_blocks.dequantize(blocks, shape[2], scheme) for blocks in stack])
+    return torch.stack([dequantize(*pair) for pair in zip(stack, scale, strict=True)])
 
 
 def rounded_twins(
@@ -164,7 +201,15 @@ def rounded_twins(
     chosen = _schemes(model, shared, names, quantization)
     for name, scheme in chosen.items():
         weight = weights[name]
-        if scheme in FORMS:
+        if weight.dim() == 3:
+            shape = linear_shape(model, name)
+            stack = as_linears(model, name, weight)
+            kept[name], scales = quantize_stack(stack, scheme, weight.dtype)
+            if scales is not None:
+                kept[name + SCALE_SUFFIX] = scales
+            wide = dequantize_stack(kept[name], scales, shape, scheme).to(weight.dtype)
+            exact[name] = as_linears(model, name, wide).contiguous()
+        elif scheme in FORMS:
             kept[name] = int4_blocks.quantize(weight, scheme=scheme)
             wide = int4_blocks.dequantize(kept[name], weight.shape[1], scheme)
             exact[name] = wide.to(weight.dtype)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.modules.experts import is_experts
 from engine.modules.quantized import Int8Linear
 from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex, schemes_in
 from kernels.decoder_layer import (
@@ -47,6 +48,9 @@ LAYERS = frozenset(
         "SmolLM3DecoderLayer",
     }
 )
+# The same layers with experts in place of gate, up and down, or in place of some layers': their MLP
+# stays a module. Not on a device, where choosing experts would make the step wait.
+EXPERT_LAYERS = frozenset({"Qwen2MoeDecoderLayer", "Qwen3MoeDecoderLayer", "MixtralDecoderLayer"})
 CENTERED = frozenset({"OlmoLayerNorm"})
 UNIT_OFFSET = frozenset({"GemmaRMSNorm"})
 OLMO_EPS = 1e-5
@@ -97,16 +101,21 @@ def form_of(layer: nn.Module, config: Any) -> LayerForm:
     )
 
 
-def check_layer(layer: nn.Module, config: Any) -> None:
+def check_layer(layer: nn.Module, config: Any, experts: bool = False) -> None:
     """Raises NotFused unless the layer is one of those above, with nothing more in it."""
     name = type(layer).__name__
-    if name not in LAYERS:
+    if name not in LAYERS and not (experts and name in EXPERT_LAYERS):
         raise NotFused(f"layers are {name}")
     children = {child for child, _ in layer.named_children()} - DROPOUTS
     if children != CHILDREN:
         raise NotFused(f"a layer has {sorted(children)}")
     if getattr(config, "clip_qkv", None) is not None:
         raise NotFused("queries, keys and values are clipped")
+
+
+def has_experts(mlp: nn.Module) -> bool:
+    """Whether some of what is in an MLP is stacked experts."""
+    return any(is_experts(module) for module in mlp.modules())
 
 
 def is_head(head: object) -> bool:
@@ -117,8 +126,8 @@ def is_head(head: object) -> bool:
 class Fused:
     """One model's forward pass over fused layers. `bind` before every use of other weights."""
 
-    def __init__(self, model: nn.Module, index: PackIndex) -> None:
-        """Raises NotFused."""
+    def __init__(self, model: nn.Module, index: PackIndex, experts: bool = False) -> None:
+        """`experts`: layers that have some are fused, too. Raises NotFused."""
         config: Any = model.config
         body = getattr(model, "model", None)
         children = set() if body is None else {name for name, _ in body.named_children()}
@@ -129,10 +138,14 @@ class Fused:
             raise NotFused("embeddings are scaled in the forward pass")
         layers = body.layers
         for layer in layers:
-            check_layer(layer, config)
+            check_layer(layer, config, experts)
         self._model: Any = model
         self._body: Any = body
         self._forms = [form_of(layer, config) for layer in layers]
+        self._experts = [
+            layer.mlp if type(layer).__name__ in EXPERT_LAYERS and has_experts(layer.mlp) else None
+            for layer in layers
+        ]
         self._rotates = [bool(getattr(layer.self_attn, "use_rope", True)) for layer in layers]
         self._groups: Mapping[str, FusedGroup] = {group.name: group for group in index.fused}
         self._names = frozenset(entry.name for entry in index.tensors) | set(index.tied)
@@ -246,17 +259,22 @@ class Fused:
 
     def _layer(self, tensors: Mapping[str, torch.Tensor], number: int) -> LayerWeights:
         prefix = f"model.layers.{number}"
+        experts = self._experts[number]
         qkv, gate_up = (
             self._product(tensors, f"{prefix}.{child}", label, leaves)
+            if experts is None or child != "mlp"
+            else NO_PRODUCT
             for child, label, leaves in PROJECTIONS
         )
+        down = f"{prefix}.mlp.down_proj"
         return LayerWeights(
             input_norm=tensors.get(f"{prefix}.input_layernorm.weight"),
             qkv=qkv,
             out=self._single(tensors, f"{prefix}.self_attn.o_proj"),
             post_norm=tensors.get(f"{prefix}.post_attention_layernorm.weight"),
             gate_up=gate_up,
-            down=self._single(tensors, f"{prefix}.mlp.down_proj"),
+            down=self._single(tensors, down) if experts is None else NO_PRODUCT,
+            mlp=experts,
             q_norm=tensors.get(f"{prefix}.self_attn.q_norm.weight"),
             k_norm=tensors.get(f"{prefix}.self_attn.k_norm.weight"),
         )
@@ -285,16 +303,19 @@ class Fused:
         )
 
 
+NO_PRODUCT = Product(torch.empty(0))
 PROJECTIONS = (
     ("self_attn", "qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("mlp", "gate_up_proj", ("gate_proj", "up_proj")),
 )
 
 
-def recognise(model: nn.Module, index: PackIndex) -> tuple[Fused | None, str]:
-    """The fused form of a model, or None and why it has none."""
+def recognise(
+    model: nn.Module, index: PackIndex, experts: bool = False
+) -> tuple[Fused | None, str]:
+    """The fused form of a model, or None and why it has none. `experts`: see Fused."""
     try:
-        return Fused(model, index), ""
+        return Fused(model, index, experts), ""
     except NotFused as why:
         return None, str(why)
 

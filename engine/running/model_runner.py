@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from engine.memory import KvCache, KvPlan, Owner, PagePool, plan_pack
 from engine.modules import (
@@ -34,6 +35,7 @@ from engine.modules import (
     step_context,
     unbind_weights,
 )
+from engine.modules.experts import native_mixture, use_library
 from engine.modules.quantized import replace_modules
 from engine.pack import PackIndex, schemes_in
 from engine.running.batch import Scoring, StepBatch
@@ -49,6 +51,7 @@ from kernels.native_calls import (
     Group,
     Layer,
     Linear,
+    Mixture,
     NativeLibrary,
     NativeRows,
     Norm,
@@ -90,10 +93,14 @@ class NativeLayers:
         self._plan = plan
         self._arena = arena
         self._layers: ctypes.Array[Layer] | None = None
+        # What layers point to.
+        self._mixtures: list[Mixture] = []
+        self._stops: list[tuple[int, nn.Module | None]] = []
 
     def bind(self) -> None:
         """Take the addresses of the weights that `fused` is bound to. Raises NotFused."""
         layers = (Layer * len(self._fused.forms))()
+        self._mixtures = []
         for i, (form, weights) in enumerate(
             zip(self._fused.forms, self._fused.weights, strict=True)
         ):
@@ -101,10 +108,18 @@ class NativeLayers:
         _linear(self._fused.output_head[0], self._fused.size)
         _check_sizes(layers, self._fused.size)
         self._layers = layers
+        last = len(layers) - 1
+        # Where a call ends: behind each layer whose MLP is a module, and at the end.
+        self._stops = [
+            (i + 1, weights.mlp if not (layer.mixture or layer.down.weight) else None)
+            for i, (layer, weights) in enumerate(zip(layers, self._fused.weights, strict=True))
+            if i == last or not (layer.mixture or layer.down.weight)
+        ]
 
     def unbind(self) -> None:
         """Forget them."""
         self._layers = None
+        self._mixtures = []
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, batch: StepBatch) -> Hidden:
         """ids, positions [T] of the whole step."""
@@ -120,10 +135,9 @@ class NativeLayers:
         first = layers[0]
         num_tokens, size = x.shape
         heads = first.form.num_heads * first.cache.dim
+        inner = max(layer.gate_up.n for layer in layers)
         residual = torch.empty_like(x)
-        work = [
-            x.new_empty(num_tokens, width) for width in (size, first.qkv.n, heads, first.gate_up.n)
-        ]
+        work = [x.new_empty(num_tokens, width) for width in (size, first.qkv.n, heads, inner)]
         step = Step(
             num_tokens=num_tokens,
             cos=cos.data_ptr(),
@@ -139,7 +153,13 @@ class NativeLayers:
             size=size,
             first=1,
         )
-        self._library.layers(layers, step)
+        begin = 0
+        for end, outside in self._stops:
+            step.first = begin == 0
+            self._library.layers(layers, step, begin, end)
+            if outside is not None:
+                x.copy_(outside(work[0][None])[0])
+            begin = end
         return Hidden(x, residual)
 
     def normed(self, hidden: Hidden, index: torch.Tensor | None) -> torch.Tensor:
@@ -164,8 +184,12 @@ class NativeLayers:
         size, dim = self._fused.size, block.layer.k_dim
         layer.qkv = _linear(weights.qkv, size)
         layer.out = _linear(weights.out, form.num_heads * dim)
-        layer.gate_up = _linear(weights.gate_up, size, halves=2)
-        layer.down = _linear(weights.down, layer.gate_up.n)
+        if weights.mlp is None:
+            layer.gate_up = _linear(weights.gate_up, size, halves=2)
+            layer.down = _linear(weights.down, layer.gate_up.n)
+        elif (mixture := native_mixture(weights.mlp, size)) is not None:
+            self._mixtures.append(mixture)
+            layer.mixture = ctypes.pointer(mixture)
         layer.input_norm = _norm(weights.input_norm, form, size)
         layer.post_norm = _norm(weights.post_norm, form, size)
         layer.q_norm = _norm(weights.q_norm, form, dim)
@@ -209,15 +233,8 @@ def _linear(product: Product, size: int, halves: int = 1) -> Linear:
         raise NotFused(f"weights are {tuple(weight.shape)} for rows of {size}")
     _check_values(product.bias, rows // halves)
     _check_values(scale, rows)
-    return Linear(
-        weight.data_ptr(),
-        _address(product.bias),
-        _address(scale),
-        form.table_address,
-        rows // halves,
-        size,
-        form.number,
-        form.surplus,
+    return form.linear(
+        weight.data_ptr(), _address(product.bias), _address(scale), rows // halves, size
     )
 
 
@@ -236,11 +253,14 @@ def _check_values(values: torch.Tensor | None, count: int) -> None:
 def _check_sizes(layers: "ctypes.Array[Layer]", size: int) -> None:
     """What comes out of a product is what goes into the next; work space is as for the first."""
     first = layers[0]
-    heads, inner = first.form.num_heads * first.cache.dim, first.gate_up.n
+    heads = first.form.num_heads * first.cache.dim
     for layer in layers:
         both = 2 * layer.cache.num_kv_heads * layer.cache.dim
-        products = (layer.qkv, layer.out, layer.gate_up, layer.down)
-        wanted = [(first.qkv.n, size), (size, heads), (inner, size), (size, inner)]
+        products = [layer.qkv, layer.out]
+        wanted = [(first.qkv.n, size), (size, heads)]
+        if layer.down.weight:
+            products += [layer.gate_up, layer.down]
+            wanted += [(layer.gate_up.n, size), (size, layer.gate_up.n)]
         fit = [(product.n, product.k) for product in products] == wanted
         if not fit or layer.qkv.n - both != layer.form.num_heads * layer.cache.dim:
             raise NotFused("sizes of the products do not go together")
@@ -305,8 +325,12 @@ class ModelRunner:
         self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
         replace_modules(self._model, schemes_in(index))
+        if library is not None:
+            use_library(self._model, library)
         self._body = ModelBody(self._model)
-        self._fused, why = (None, "") if library is None else recognise(self._model, index)
+        self._fused, why = None, ""
+        if library is not None:
+            self._fused, why = recognise(self._model, index, experts=True)
         self._native: NativeLayers | None = None
         if library is not None and self._fused is not None:
             try:

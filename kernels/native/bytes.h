@@ -211,28 +211,45 @@ inline ByteRows round_rows(Pool& pool, const bf16* x, int64_t num_rows, int k) {
   return {q, scale, total, groups};
 }
 
+// Rows [n_begin, n_end) of y for rows [t_begin, t_end) of x; n_begin a multiple of `rows_of_step`.
+template <class Kind>
+inline void byte_rows_piece(const Linear& op, int activation, const ByteRows& x, int64_t t_begin,
+                            int64_t t_end, int n_begin, int n_end, const Output& out) {
+  if constexpr (Kind::GROUP_SCALES) {
+    if (t_end - t_begin <= FEW_BYTE_ROWS)
+      return few_blocks_piece<Kind>(op, activation, x, t_begin, int(t_end - t_begin), n_begin,
+                                    n_end, out);
+  }
+  byte_piece<Kind>(op, activation, x, t_begin, t_end, n_begin, n_end, out);
+}
+
+// What pieces are multiples of: whole blocks of int4, and two panels.
+inline int64_t rows_of_step(int activation) {
+  return activation == NONE ? PANELS * LANES : std::max(16, LANES);
+}
+
+// Rows of W in a piece.
+template <class Kind>
+inline int rows_of_piece(const Linear& op, int activation) {
+  int64_t step = rows_of_step(activation);
+  int64_t bytes = Kind::panel_bytes(op.k) * (step / LANES) * (activation == NONE ? 1 : 2);
+  return int(std::min<int64_t>(std::max<int64_t>(PIECE_BYTES / bytes, 1) * step, op.n));
+}
+
+// Rows of x that pass before the next rows of W.
+inline int64_t rounded_at_once(int k) { return std::max<int64_t>(8, ROUNDED_BYTES / k / 8 * 8); }
+
 template <class Kind>
 inline void byte_linear(Pool& pool, const Linear& op, int activation, const bf16* x,
                         int64_t num_rows, const Output& out) {
   ByteRows rounded = round_rows(pool, x, num_rows, op.k);
-  bool few = Kind::GROUP_SCALES && num_rows <= FEW_BYTE_ROWS;
-  int64_t x_rows = std::max<int64_t>(8, ROUNDED_BYTES / op.k / 8 * 8);
-  int64_t x_blocks = (num_rows + x_rows - 1) / x_rows;
-  int64_t step = few ? 16 : activation == NONE ? PANELS * LANES : LANES;
-  int panels = few ? 16 / LANES * (activation == NONE ? 1 : 2) : PANELS;
-  int64_t rows = PIECE_BYTES / (Kind::panel_bytes(op.k) * panels) * step;
-  rows = std::min<int64_t>(std::max(rows, step), op.n);
-  int n_blocks = int((op.n + rows - 1) / rows);
+  int64_t x_rows = rounded_at_once(op.k), x_blocks = (num_rows + x_rows - 1) / x_rows;
+  int rows = rows_of_piece<Kind>(op, activation), n_blocks = (op.n + rows - 1) / rows;
   auto piece = [&](int number) {
     int64_t block = number / x_blocks, x_block = number % x_blocks;
-    int n_begin = int(block * rows), n_end = int(std::min<int64_t>(op.n, n_begin + rows));
+    int n_begin = int(block * rows), n_end = std::min(op.n, n_begin + rows);
     int64_t t_begin = x_block * x_rows, t_end = std::min(num_rows, t_begin + x_rows);
-    if constexpr (Kind::GROUP_SCALES) {
-      if (few)
-        return few_blocks_piece<Kind>(op, activation, rounded, 0, int(num_rows), n_begin, n_end,
-                                      out);
-    }
-    byte_piece<Kind>(op, activation, rounded, t_begin, t_end, n_begin, n_end, out);
+    byte_rows_piece<Kind>(op, activation, rounded, t_begin, t_end, n_begin, n_end, out);
   };
   pool.each_in_order(int(n_blocks * x_blocks), piece);
 }
@@ -242,20 +259,32 @@ inline void byte_linear(Pool& pool, const Linear& op, int activation, const bf16
 // how many there are), or never.
 enum Rounding { BY_BUILD = 0, NEVER = 1 };
 
+// f(a kind) where weights of that format are multiplied as bytes; whether they are.
+template <class F>
+inline bool as_bytes(int format, Rounding rounding, F f) {
+  switch (format) {
+    case INT4: f(Int4Plain{}); return true;
+    case INT4_ZEROS: f(Int4Zeros{}); return true;
+    case INT4_TABLE: f(Int4Table{}); return true;
+    case INT4_HALVES: f(Int4Halves{}); return true;
+    case INT4_WIDE: f(Int4Wide{}); return true;
+  }
+  if constexpr (WHOLE_BYTES) {
+    if (format == INT8 && rounding != NEVER) {
+      f(Int8Rows{});
+      return true;
+    }
+  }
+  return false;
+}
+
 inline void linear(Pool& pool, const Linear& op, int activation, const bf16* x, int64_t num_rows,
                    const Output& out, Rounding rounding = BY_BUILD) {
   if (num_rows <= 0) return;
-  switch (op.format) {
-    case INT4: return byte_linear<Int4Plain>(pool, op, activation, x, num_rows, out);
-    case INT4_ZEROS: return byte_linear<Int4Zeros>(pool, op, activation, x, num_rows, out);
-    case INT4_TABLE: return byte_linear<Int4Table>(pool, op, activation, x, num_rows, out);
-    case INT4_HALVES: return byte_linear<Int4Halves>(pool, op, activation, x, num_rows, out);
-    case INT4_WIDE: return byte_linear<Int4Wide>(pool, op, activation, x, num_rows, out);
-  }
-  if constexpr (WHOLE_BYTES) {
-    if (op.format == INT8 && rounding != NEVER)
-      return byte_linear<Int8Rows>(pool, op, activation, x, num_rows, out);
-  }
+  auto bytes = [&](auto kind) {
+    byte_linear<decltype(kind)>(pool, op, activation, x, num_rows, out);
+  };
+  if (as_bytes(op.format, rounding, bytes)) return;
   if (op.format == INT8) return float_linear<Bytes>(pool, op, activation, x, num_rows, out);
   float_linear<Brief>(pool, op, activation, x, num_rows, out);
 }

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "bytes.h"
+#include "experts.h"
 #include "linear.h"
 #include "pool.h"
 #include "rows.h"
@@ -18,8 +19,11 @@ using namespace polyhost;
 
 namespace {
 
+// Its MLP is gate_up and down; or a mixture; or, where neither is there, the caller's: y is what it
+// is given then, and x where its result belongs.
 struct Layer {
   Linear qkv, out, gate_up, down;
+  const Mixture* mixture;
   Norm input_norm, post_norm, q_norm, k_norm;
   Cache cache;
   AttentionForm form;
@@ -119,6 +123,8 @@ void run_layer(const Layer& layer, const Step& step, bool first) {
     add_norm_row(layer.post_norm, step.x + t * size, step.residual + t * size, step.y + t * size,
                  size, layer.residual_multiplier, false);
   });
+  if (layer.mixture) return mixture(*pool, *layer.mixture, step.y, tokens, step.x);
+  if (!layer.down.weight) return;
   linear(*pool, layer.gate_up, layer.activation, step.y, tokens,
          {step.hidden, layer.gate_up.n, false});
   linear(*pool, layer.down, NONE, step.hidden, tokens, {step.x, size, false});
@@ -153,6 +159,19 @@ EXPORTED void polyhost_linear(const Linear* op, int activation, const bf16* x, i
                      int wide, int rounding) {
   Turn turn;
   linear(*pool, *op, activation, x, num_rows, {y, op->n, wide != 0}, Rounding(rounding));
+}
+
+// y [T, down.n] of x [T, up.k]; chosen, weights [T, top_k].
+EXPORTED void polyhost_experts(const Experts* all, const bf16* x, int64_t num_tokens,
+                      const int64_t* chosen, const float* weights, int top_k, bf16* y) {
+  Turn turn;
+  experts(*pool, *all, x, num_tokens, chosen, weights, top_k, y);
+}
+
+// The same, chosen by the router.
+EXPORTED void polyhost_mixture(const Mixture* all, const bf16* x, int64_t num_tokens, bf16* y) {
+  Turn turn;
+  mixture(*pool, *all, x, num_tokens, y);
 }
 
 EXPORTED void polyhost_attention(const Cache* cache, const AttentionForm* form, const Rows* calls,

@@ -30,7 +30,7 @@ from engine.registration.tensors.scaled import (
     read_scale,
     steps_of,
 )
-from kernels.int4_blocks import FORMS, FP4, NF4
+from kernels.int4_blocks import E2M1, FORMS, FP4, NF4, Steps
 
 BLOCKS, SCALES = "_blocks", "_scales"
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -65,7 +65,11 @@ def _experts(files: SourceTensors, base: str) -> tuple[Quantized, set[str]]:
 
         return rows
 
-    return Quantized((experts, groups * MXFP4_GROUP, n), open_rows), {key, scale}
+    def kept() -> Kept | None:
+        unit = FORMS[E2M1].unit
+        return Kept(E2M1, lambda: Steps(read_scale(files, scale) * unit))
+
+    return Quantized((experts, groups * MXFP4_GROUP, n), open_rows, kept), {key, scale}
 
 
 def find_bitsandbytes(files: SourceTensors, declared: Declared) -> Found:
