@@ -19,6 +19,8 @@ WIDE_TENSORS = 4
 HIDDEN_TENSORS = 8
 # Of float32 logits: as the model gives them, shifted, probabilities, and float64 running sums.
 LOGIT_BYTES = 4 + 4 + 4 + 4 + 8
+# Slots of a mixture's rows in C++ and the same rows rounded or widened (kernels/native/experts.h).
+EXPERTS_BYTES = 64 << 20
 # Projections to query heads, alone or fused with those to keys and values.
 QUERY_NAMES = ("q_proj.", "q_b_proj.")
 FUSED_NAMES = ("qkv_proj.", "c_attn.", "query_key_value.", "att_proj.", "Wqkv.")
@@ -37,6 +39,8 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     hidden, widest = _widths(index)
     activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
     logits = rows * index.vocab_size * (LOGIT_BYTES + item)
+    if any(".experts." in entry.name for entry in index.tensors):
+        activations += EXPERTS_BYTES
     if config.attention_in_place:
         return activations + logits
     attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)
