@@ -104,7 +104,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m bench.format_loss", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("corpora", type=Path, nargs="?", help="folder of <model>.txt.gz")
-    parser.add_argument("--rows", type=int, default=0, help="windows a model; 0: all")
+    parser.add_argument("--rows", type=int, default=24, help="windows a model; 0: all")
     parser.add_argument("--only", default="", help="formats with this in their names")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", action="store_true", help="of registering, instead of losses")

@@ -90,7 +90,12 @@ def _sparse_experts(folder: Path) -> None:
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
 
 
-IN_PROCESS = ("empty", "cut in the header", "cut in the last tensor", "one over another")
+IN_PROCESS: tuple[str, ...] = (
+    "empty",
+    "cut in the header",
+    "cut in the last tensor",
+    "one over another",
+)
 IN_PROCESS += ("a shape without end", "tensors without end", "twice", "a list")
 # Where: which kind of checkpoint, and what is done to it.
 HOSTILE: dict[str, tuple[str, Damage]] = {
@@ -243,7 +248,14 @@ def test_a_damaged_file_is_refused(
     assert outcome(folder, tmp_path / "packs") == ("bad_weights", b"")
 
 
-SHAPED = ("fp8 blocks", "int4 asymmetric, ordered", "int8", "nvfp4", "mxfp4 gpt-oss", "awq")
+SHAPED: tuple[str, ...] = (
+    "fp8 blocks",
+    "int4 asymmetric, ordered",
+    "int8",
+    "nvfp4",
+    "mxfp4 gpt-oss",
+    "awq",
+)
 SHAPED += ("gptq v2, ordered", "nf4 nested", "bitsandbytes int8")
 
 
