@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from bench import shapes
+from engine.registration.source import SINGLE_NAME
 from tests.engine.pack_rig import hf_folder
 from tests.engine.registration.quantized_kit import Kind, quantize_folder
 
@@ -34,11 +37,14 @@ def peaks(kinds: Mapping[str, Kind], work_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"start": registered(work_dir / "empty", work_dir / "packs", "auto")}
     for label in ("plain", *(label for label in kinds if label in MEASURED)):
         folder = work_dir / label.replace(" ", "-")
-        hf_folder(folder, LlamaConfig(**kwargs), dtype="bfloat16")
+        hf_folder(folder, LlamaConfig(**kwargs))
+        weights = load_file(folder / SINGLE_NAME)
+        half = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+        save_file(half, folder / SINGLE_NAME, metadata={"format": "pt"})
         if label != "plain":
             twin = hf_folder(work_dir / "twin", LlamaConfig(**kwargs))
             quantize_folder(folder, twin, kinds[label])
-        size = (folder / "model.safetensors").stat().st_size
+        size = (folder / SINGLE_NAME).stat().st_size
         found[label] = {"source_bytes": size}
         for dtype in DTYPES:
             found[label][dtype] = registered(folder, work_dir / "packs", dtype)

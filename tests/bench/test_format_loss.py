@@ -45,6 +45,7 @@ def test_every_format_can_be_written(label: str) -> None:
     assert 0 < float(off) < 0.13
 
 
+@pytest.mark.soak
 def test_the_peak_is_read_of_the_process(tmp_path: Path) -> None:
     peak = format_memory.registered(DEMO_MODELS / "shakespeare", tmp_path / "packs", "int4")
     assert 100 << 20 < peak < 4 << 30
