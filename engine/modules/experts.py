@@ -208,8 +208,8 @@ def _stack(module: Any, leaf: str, k: int) -> Linear:
             or not values.is_contiguous()
         ):
             raise ValueError(f"values of experts are {values.dtype} {tuple(values.shape)}")
-    addresses = (None if values is None else values.data_ptr() for values in (bias, scale))
-    return known.linear(weight.data_ptr(), *addresses, rows, k)
+    where, factors = (None if values is None else values.data_ptr() for values in (bias, scale))
+    return known.linear(weight.data_ptr(), where, factors, rows, k)
 
 
 def _scheme_of(module: Any, leaf: str) -> str:

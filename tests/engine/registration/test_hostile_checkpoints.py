@@ -95,8 +95,11 @@ IN_PROCESS: tuple[str, ...] = (
     "cut in the header",
     "cut in the last tensor",
     "one over another",
+    "a shape without end",
+    "tensors without end",
+    "twice",
+    "a list",
 )
-IN_PROCESS += ("a shape without end", "tensors without end", "twice", "a list")
 # Where: which kind of checkpoint, and what is done to it.
 HOSTILE: dict[str, tuple[str, Damage]] = {
     **{f"file: {name}": ("fp8 blocks", FILES[name]) for name in IN_PROCESS},
@@ -255,8 +258,10 @@ SHAPED: tuple[str, ...] = (
     "nvfp4",
     "mxfp4 gpt-oss",
     "awq",
+    "gptq v2, ordered",
+    "nf4 nested",
+    "bitsandbytes int8",
 )
-SHAPED += ("gptq v2, ordered", "nf4 nested", "bitsandbytes int8")
 
 
 @pytest.mark.parametrize("kind", SHAPED)

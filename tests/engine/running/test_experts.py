@@ -15,7 +15,7 @@ import torch
 from transformers import GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from engine.modules.experts import as_linears, expert_weights
-from engine.pack import INT4_SCHEME, schemes_in
+from engine.pack import schemes_in
 from engine.protocol import SamplingParams, Submit
 from engine.registration.convert import inspect, write_pack
 from engine.registration.quantize import (
@@ -26,6 +26,7 @@ from engine.registration.quantize import (
 )
 from engine.running.fusion import EXPERT_LAYERS
 from kernels import int4_blocks
+from kernels.int4_blocks import INT4_BLOCKS
 from kernels.native_calls import library
 from tests.engine.running.test_model_runner import WIDE, error_of, runner
 from tests.engine.sampling.test_prompt_logprobs import rigs_of
@@ -91,9 +92,9 @@ def rounded(source: TinyModel, root: Path, dtype: Any) -> TinyModel:
             if name in stacks and scheme is not None:
                 stack = as_linears(reference, name, parameter)
                 kept, scale = quantize_stack(stack, scheme, torch.bfloat16)
-                exact = dequantize_stack(kept, scale, tuple(stack.shape))
+                exact = dequantize_stack(kept, scale, tuple(stack.shape), scheme)
                 parameter.copy_(as_linears(reference, name, exact))
-            elif scheme == INT4_SCHEME:
+            elif scheme == INT4_BLOCKS:
                 blocks = int4_blocks.quantize(parameter)
                 parameter.copy_(int4_blocks.dequantize(blocks, parameter.shape[1]))
             elif scheme is not None:
