@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -42,6 +43,7 @@ MIXTURE = "Qwen/Qwen3-30B-A3B, 4 layers of 64 experts"
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
 # Ours, and llama.cpp's of as many bits a weight.
 QUANTIZED = (("int8", "q8_0"), ("int4", "q4_0"))
+AS_WORKERS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 COLUMNS = ("prefill", "decode", "end_to_end")
 
 
@@ -74,9 +76,17 @@ class Child:
 
     def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
         self.name = name
+        # Ours as the server starts its workers: a thread of OpenMP's that spins takes a core from
+        # the threads of the kernels. Others as they start by themselves.
+        ours = AS_WORKERS if name.startswith("ours") else {}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | ours,
             )
         self._log = log
 

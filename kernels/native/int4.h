@@ -32,7 +32,7 @@ struct Int4 {
   static constexpr int HEADS = HALVES || ZEROS ? 2 : 1;  // of 16 bf16 a group
   static constexpr int HEAD_BYTES = HEADS * COLUMNS / GROUP * ROWS * int(sizeof(bf16));
   static constexpr int BYTES = HEAD_BYTES + COLUMNS / 8 * LINE;
-  static constexpr int AHEAD = 4096;  // bytes that are asked for before they are used
+  static constexpr int AHEAD = 8192;  // bytes that are asked for before they are used
 
   static int64_t panel_bytes(int k) { return int64_t(LANES) * k / 2; }
 
@@ -54,7 +54,7 @@ struct Int4 {
       for (int h = 0; h < HEADS * COLUMNS / GROUP; h++, scales += LANES)
         store(scales, load_bf16(reinterpret_cast<const bf16*>(block) + h * ROWS + part));
       const uint8_t* line = block + HEAD_BYTES + 4 * part;
-      const char* ahead = reinterpret_cast<const char*>(block) + 2 * AHEAD;
+      const char* ahead = reinterpret_cast<const char*>(block) + AHEAD;
       for (int i = 0; i < BYTES; i += LINE) _mm_prefetch(ahead + i, _MM_HINT_T1);
       for (int i = 0; i < COLUMNS / 8; i++, line += LINE, panel += 2 * QUAD_BYTES) {
         Ints both = load_ints(line);
