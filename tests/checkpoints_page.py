@@ -51,7 +51,7 @@ Run `polyhost models inspect ID` for what is true of a revision today.
 
 - **published as**: the type of the weights, or how they are quantized.
 - **bfloat16, int8, int4**: memory of the weights in that type, in GiB where nothing else is said;
-  of a multimodal model its text part. int8 and int4 round plain linear layers, not stacked experts.
+  of a multimodal model its text part. int8 and int4 round linear layers and stacked experts.
 - **KV**: of a sequence of {tokens} tokens, in MiB, in the type that is computed in: bfloat16, or
   float32 where that is what is published.
 """

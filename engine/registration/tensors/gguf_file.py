@@ -8,6 +8,7 @@ lie. transformers' own reader believes all that a file says, so it is used only 
 has been read here (`gguf_folder.py`). What blocks stand for comes from transformers.
 """
 
+import io
 import os
 import struct
 from pathlib import Path
@@ -21,6 +22,7 @@ from engine.errors import RegistrationRefused
 GGUF_SUFFIX = ".gguf"
 MAX_HEADER_BYTES = 128 << 20
 """A vocabulary of a million tokens and their merges have a third of it."""
+_HEADER_PIECE = 1 << 20
 MAX_KEYS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_ITEMS = 1 << 22
@@ -99,7 +101,7 @@ class GgufFile:
         return int(columns // values * size)
 
     def _read_header(self) -> None:
-        head = _Header(os.pread(self._file.fileno(), MAX_HEADER_BYTES, 0))
+        head = _Header(self._file)
         if head.take(4) != b"GGUF":
             raise self._bad("is no GGUF file")
         version, tensors, keys = head.unpack("<IQQ")
@@ -177,18 +179,25 @@ def _five_bits(blocks: torch.Tensor, *, with_least: bool) -> torch.Tensor:
 
 
 class _Header:
-    """The beginning of a file, read from the front. Raises struct.error at its end."""
+    """The beginning of a file, read from the front, a piece at a time. Raises struct.error at its
+    end."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._piece, self._begin = b"", 0
         self.place = 0
         self._items_left = MAX_ITEMS
 
     def take(self, count: int) -> bytes:
-        if count > len(self._content) - self.place:
+        start = self.place - self._begin
+        if count > len(self._piece) - start:
+            wanted = min(max(count, _HEADER_PIECE), MAX_HEADER_BYTES - self.place)
+            self._piece = os.pread(self._file.fileno(), max(0, wanted), self.place)
+            self._begin, start = self.place, 0
+        if count > len(self._piece) - start:
             raise struct.error("the header has no end")
         self.place += count
-        return self._content[self.place - count : self.place]
+        return self._piece[start : start + count]
 
     def unpack(self, form: str) -> tuple[Any, ...]:
         return struct.unpack(form, self.take(struct.calcsize(form)))

@@ -223,7 +223,8 @@ def test_the_process_refuses_all_of_them(
     assert process.returncode == 1
     assert not (tmp_path / "packs").exists()
     # The largest file alone is 256 MiB, and a header of 600,000 tensors would take 700.
-    assert max(peaks.values()) - begin < 160 << 20, peaks
+    # The most is 131,072 experts by name, 170 MiB.
+    assert max(peaks.values()) - begin < 192 << 20, peaks
 
 
 def outcome(folder: Path, dest: Path, dtype: Any = "bfloat16") -> tuple[str, bytes]:
