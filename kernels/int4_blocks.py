@@ -52,7 +52,8 @@ _PARTS = (0.85, 0.92, 1.0, 1.08)
 _SPANS = (13.5, 14.25, 15.0, 15.75)
 # Weights whose float32 copies are in memory together: six of them.
 QUANTIZED_AT_ONCE = 1 << 21
-MAX_COLUMNS = 1 << 20
+MAX_COLUMNS = 1 << 18
+"""Of wider weights not even 16 rows in float32 fit into a piece (tensors/plain.py)."""
 LIMIT = 127
 """Of an activation in eight bits."""
 TINY = 1e-30
@@ -172,7 +173,8 @@ def _quantize(
     weight: torch.Tensor, steps_of_largest: Sequence[float], steps: Steps | None, form: Form
 ) -> torch.Tensor:
     n, k = weight.shape
-    exact = F.pad(weight.to(torch.float32), (0, -k % COLUMNS)).view(n, -1, form.neighbours)
+    wide = weight.to(torch.float32).contiguous()
+    exact = F.pad(wide, (0, -k % COLUMNS)).view(n, -1, form.neighbours)
     if not bool(exact.abs().amax().isfinite()):
         raise ValueError("weights that are not finite cannot be quantized")
     least = exact.new_full((*exact.shape[:2], 1), torch.inf)

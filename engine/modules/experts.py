@@ -224,7 +224,7 @@ def _by_torch(
     out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     first = "gate_up_proj" if module.has_gate else "up_proj"
     for number in sorted(set(top_k_index.flatten().tolist())):
-        if number >= module.num_experts:
+        if not 0 <= number < module.num_experts:
             continue
         token, place = torch.where(top_k_index == number)
         inner = _product(module, first, number, hidden[token])

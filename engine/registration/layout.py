@@ -95,9 +95,7 @@ def lay_out(
         offset = 0
         for stored in _in_order(plan, members[segment], group_of, dtype, schemes):
             offset = _align(offset, MEMBER_ALIGN if stored.name in later else TENSOR_ALIGN)
-            # Blocks of experts have one axis more than the experts.
-            num_axes = min(len(stored.shape), 3)
-            axis = shard_axis(styles, stored.name, num_axes)
+            axis = _axis_of(plan, styles, stored)
             entries[stored.name] = TensorEntry(
                 stored.name,
                 number,
@@ -115,6 +113,15 @@ def lay_out(
         start += size
     fused = tuple(group for group in (*groups, *scales) if is_one_run(group, entries))
     return PackLayout(tuple(segments), tuple(entries.values()), fused)
+
+
+def _axis_of(plan: Blueprint, styles: dict[str, str], stored: Stored) -> int | None:
+    """By the axes of the weight: blocks have one more, scales lack its last."""
+    weight = stored.name if stored.name in plan.tensors else stored.name.removesuffix(SCALE_SUFFIX)
+    num_axes = plan.tensors[weight].dim()
+    axis = shard_axis(styles, stored.name, num_axes)
+    is_scale = weight != stored.name
+    return None if is_scale and axis == num_axes - 1 else axis
 
 
 def shard_axis(styles: dict[str, str], name: str, num_axes: int) -> int | None:

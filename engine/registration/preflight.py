@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from engine.errors import RegistrationRefused
-from engine.modules.experts import linear_shape
+from engine.modules.experts import expert_weights, linear_shape
 from engine.registration.blueprint import Blueprint
 from engine.registration.encoder_blueprint import plan_model
 from engine.registration.numbers import check_numbers
@@ -225,8 +225,8 @@ def _own_dtype(plan: Blueprint, files_bytes: int) -> str:
 def _weight_bytes(plan: Blueprint, dtype: str, declared: Declared | None) -> int:
     names = _held(plan)
     if dtype in QUANTIZATIONS:
-        scheme = declared.scheme if declared else ""
-        schemes = schemes_of(plan, names, dtype, lambda name: scheme)
+        anew, scheme = _rounded_anew(plan, declared), declared.scheme if declared else ""
+        schemes = schemes_of(plan, names, dtype, lambda name: "" if name in anew else scheme)
         rest = [name for name in names if name not in schemes]
         size = sum(
             kept_bytes(linear_shape(plan.skeleton, name), how) for name, how in schemes.items()
@@ -252,13 +252,22 @@ def _kv_bytes(plan: Blueprint, dtype: str) -> int:
     return int(rows * kind.itemsize)
 
 
-def _errors_of(declared: Declared | None, own: str) -> dict[str, float]:
+def _rounded_anew(plan: Blueprint, declared: Declared | None) -> frozenset[str]:
+    """Weights whose codes an int4 pack cannot have: experts that have to be stacked first. MXFP4's
+    are published as a stack."""
+    if declared is None or declared.method == "mxfp4":
+        return frozenset()
+    return expert_weights(plan.skeleton)
+
+
+def _errors_of(plan: Blueprint, declared: Declared | None, own: str) -> dict[str, float]:
     """What rounding adds by dtype. `own`: what "auto" takes."""
     if declared is None:
         return _PLAIN_ERRORS[own]
+    # Codes of eight bits are rounded to four as FP8 is.
     kind = "fp8" if declared.bits == (8,) else declared.method
     errors = dict(zip(_TARGETS, _ADDED_ERRORS[kind], strict=True))
-    if declared.scheme:
+    if declared.scheme and not _rounded_anew(plan, declared):
         errors["int4"] = _KEPT_ERRORS[declared.scheme]
     return errors
 
@@ -266,7 +275,7 @@ def _errors_of(declared: Declared | None, own: str) -> dict[str, float]:
 def _choices(
     plan: Blueprint, own: str, declared: Declared | None, arena_bytes: int
 ) -> Iterator[HostingChoice]:
-    for dtype, added in _errors_of(declared, own).items():
+    for dtype, added in _errors_of(plan, declared, own).items():
         try:
             weight_bytes = _weight_bytes(plan, dtype, declared)
         except RegistrationRefused:  # a family without plain linears

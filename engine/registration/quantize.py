@@ -81,9 +81,10 @@ def _forms(
     """The forms of int4 that keep the most. Projections that one product takes have one form: that
     of those that have codes, where these agree; else one that holds the codes of all, or none's.
     """
-    found = {name: known(name) or INT4_BLOCKS for name, scheme in chosen.items() if scheme in FORMS}
+    own = {name: known(name) for name, scheme in chosen.items() if scheme in FORMS}
+    found = {name: scheme or INT4_BLOCKS for name, scheme in own.items()}
     for group in neighbours(plan, frozenset(found)):
-        wanted = {known(name) for name in group.members} - {""}
+        wanted = {own[name] for name in group.members} - {""}
         if len(wanted) > 1:
             wanted = {ZEROS if wanted <= {INT4_BLOCKS, ZEROS} else INT4_BLOCKS}
         found |= dict.fromkeys(group.members, min(wanted, default=INT4_BLOCKS))

@@ -244,15 +244,14 @@ inline void route_row(const Router& router, const float* scores, int64_t* chosen
         best = e;
     chosen[i] = best;
   }
-  float top = scores[chosen[0]], total = 0.0f;
+  float top = scores[chosen[0]], of_chosen = 0.0f, of_all = 0.0f;
   for (int i = 0; i < router.top_k; i++) {
     weights[i] = std::exp(scores[chosen[i]] - top);
-    total += weights[i];
+    of_chosen += weights[i];
   }
-  if (!router.normalize) {
-    total = 0.0f;
-    for (int e = 0; e < num; e++) total += std::exp(scores[e] - top);
-  }
+  // A score that is NaN is never chosen; it shows all the same, as in a softmax over all.
+  for (int e = 0; e < num; e++) of_all += std::exp(scores[e] - top);
+  float total = router.normalize && of_all == of_all ? of_chosen : of_all;
   for (int i = 0; i < router.top_k; i++) weights[i] /= total;
 }
 

@@ -83,6 +83,13 @@ def test_weights_on_the_grid_stay() -> None:
 
 
 @pytest.mark.parametrize("scheme", FORMS)
+def test_a_transposed_weight_is_rounded_like_any(scheme: str) -> None:
+    weight = torch.randn(128, 32, generator=torch.Generator().manual_seed(8))
+    turned = quantize(weight.T, scheme=scheme)
+    assert torch.equal(turned, quantize(weight.T.contiguous(), scheme=scheme))
+
+
+@pytest.mark.parametrize("scheme", FORMS)
 def test_zeros_stay_zeros(scheme: str) -> None:
     """Also where the table has none."""
     weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(7))

@@ -238,6 +238,10 @@ def test_the_router_is_a_softmax_of_the_likeliest(native: NativeLibrary, normali
     assert torch.equal(found, case.run(x, first, even))
     x[5] = torch.nan
     assert native.mixture(Mixture(router, case.experts), x)[5].isnan().all()
+    # A score that is NaN shows, whichever it is and though it is never chosen.
+    gate[11, 7] = torch.nan
+    router.gate = plain.linear(gate.data_ptr(), None, None, 16, 80)
+    assert native.mixture(Mixture(router, case.experts), x).isnan().all()
 
 
 def test_the_comparison_notices_what_is_wrong(native: NativeLibrary) -> None:

@@ -3,13 +3,15 @@
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig, Qwen3MoeConfig
 
 from engine.registration import main as register
+from engine.registration.convert import inspect, write_pack
 from engine.registration.preflight import KV_TOKENS
 from tests.engine import hub_server
 from tests.engine.hub_server import COMMIT, HubServer
@@ -121,6 +123,20 @@ def test_a_quantized_folder_says_what_rounding_adds(tmp_path: Path) -> None:
     added = [each["added_error"] for each in events["preflight"]["choices"]]
     assert added == [0.002, 0.014, 0.0017]  # int4 keeps the codes
     assert "resolved" not in events
+
+
+def test_experts_that_are_stacked_first_are_rounded_anew(tmp_path: Path) -> None:
+    """What is said of int4 is what is done: no codes are kept, in memory or loss."""
+    config = Qwen3MoeConfig(
+        **SHAPE, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=32
+    )
+    kind = replace(KINDS["awq"], model=lambda: config)
+    write_checkpoint(tmp_path / "model", kind)
+    events = look(tmp_path, "--source", str(tmp_path / "model"))
+    choice = events["preflight"]["choices"][-1]
+    assert (choice["dtype"], choice["added_error"]) == ("int4", 0.044)
+    _, index = write_pack(inspect(tmp_path / "model"), tmp_path / "packs", "int4", lambda *_: None)
+    assert choice["weight_bytes"] == sum(entry.num_bytes for entry in index.tensors)
 
 
 def test_a_refused_model_is_still_described(hub: HubServer, tmp_path: Path) -> None:

@@ -150,6 +150,20 @@ def test_shard_axes_are_the_librarys_plan(tmp_path: Path) -> None:
     assert axes[f"{LAYER}mlp.experts.down_proj"] == 2
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_shard_axes_of_rounded_weights_are_those_of_the_weights(tmp_path: Path, dtype: Any) -> None:
+    _, index = packed(tmp_path, MixtralConfig(**SHAPE, num_local_experts=4), dtype)
+    axes = {entry.name: entry.shard_axis for entry in index.tensors}
+    assert [axes[name] for name in QKV] == [0, 0, 0]
+    assert axes[f"{LAYER}self_attn.o_proj.weight"] == 1
+    experts = f"{LAYER}mlp.experts."
+    assert (axes[f"{experts}gate_up_proj"], axes[f"{experts}down_proj"]) == (1, 2)
+    if dtype == "int8":
+        assert axes[f"{experts}gate_up_proj_scale"] == 1
+        assert axes[f"{experts}down_proj_scale"] is None
+        assert axes[f"{LAYER}self_attn.o_proj.weight_scale"] is None
+
+
 def test_what_holds_several_projections_names_their_sizes(tmp_path: Path) -> None:
     _, index = packed(tmp_path, Phi3Config(**(SHAPE | {"num_key_value_heads": 2})))
     entries = {entry.name: entry for entry in index.tensors}
