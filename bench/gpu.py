@@ -1,6 +1,6 @@
-"""The GPU's figures, part by part: parity, decode, prefill, serving, swaps, arena, chunks, peers.
+"""The GPU's figures, part by part: parity, decode, profiles, serving, swaps, prefill, peers.
 
-    python -m bench.gpu [--out bench/results/gpu] [--only TEXT] [--minutes 9] [--wheels FOLDER]
+    python -m bench.gpu [--out bench/results/gpu] [--only TEXT...] [--minutes 9] [--wheels FOLDER]
                         [--work-dir gpu-work]
     python -m bench.gpu --dry-run
 
@@ -43,13 +43,15 @@ MINUTES: Mapping[str, float] = {
     "device": 0.7,
     "checks": 0.7,
     "parity": 2,
-    "decode 0.5B": 2,
-    "decode 8B": 5,
-    "serve 8B": 3,
-    "swap 8B": 4,
+    "decode 0.5B": 1.5,
+    "profile 0.5B": 1,
+    "decode 8B": 2.5,
+    "profile 8B": 1.5,
+    "serve 8B": 2,
+    "swap 8B": 2,
     "swap under load": 4,
     "arena against static": 4,
-    "prefill 8B": 2,
+    "prefill 8B": 1,
     "many models": 6,
     "decode 1.7B": 2,
     "prefill 0.5B": 1,
@@ -216,13 +218,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="parts whose name contains one")
     parser.add_argument("--minutes", type=float, default=9.0, help="of this run")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels for what is missing")
     parser.add_argument("--work-dir", type=Path, default=Path("gpu-work"), help="packs lie here")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(argv)
-    wanted = [name for name in MINUTES if options.only in name]
+    wanted = [name for name in MINUTES if any(text in name for text in options.only)]
     begin = time.monotonic()
     if options.dry_run:
         with tempfile.TemporaryDirectory() as folder:

@@ -106,6 +106,20 @@ def kv_bytes_per_token(index: PackIndex) -> int:
     )
 
 
+def prompt_flops(name: str, index: PackIndex, length: int, dry: bool) -> float:
+    """Operations of one prompt: the layers' products for each token, the head for one, attention.
+
+    Of attention what a causal mask leaves: half of its two products.
+    """
+    shape = shape_of(name, dry)
+    heads = shape["num_attention_heads"]
+    head_dim = shape.get("head_dim") or shape["hidden_size"] // heads
+    head = shape["vocab_size"] * shape["hidden_size"]
+    layers = step_weight_bytes(index) // 2 - head
+    attention = shape["num_hidden_layers"] * heads * head_dim * 2 * length * (length + 1)
+    return float(2 * layers * length + 2 * head + attention)
+
+
 def _fill(pack_dir: Path, index: PackIndex, seed: int) -> PackIndex:
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(BLOCK_ELEMENTS, generator=generator)

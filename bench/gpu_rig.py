@@ -7,7 +7,7 @@ Does not: what is compared with what, which is gpu_parts.py and gpu_swap.py.
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,11 +112,13 @@ class Rig:
                 raise RuntimeError(f"{name or 'it'} did not come: {why}")
         return deltas
 
-    def submit(self, model: str, prompt: Sequence[int], new: int) -> str:
-        """One greedy request of exactly `new` tokens."""
+    def submit(self, model: str, prompt: Sequence[int], new: int, sampled: bool = False) -> str:
+        """One request of exactly `new` tokens: greedy, or as chat clients sample."""
         self._number += 1
         name = f"r{self._number}"
         sampling = SamplingParams(temperature=0.0)
+        if sampled:
+            sampling = SamplingParams(temperature=0.8, top_p=0.95, top_k=20, seed=self._number)
         ask = Submit(name, 1, "bench", model, list(prompt), new, sampling, [])
         self.engine.submit(ask, time.monotonic())
         return name
@@ -147,11 +149,47 @@ class Rig:
         return said
 
     def decode(
-        self, model: str, batch: int, context: int, steps: int, warm_up: int, vocab_size: int
+        self,
+        model: str,
+        batch: int,
+        context: int,
+        steps: int,
+        warm_up: int,
+        vocab_size: int,
+        sampled: bool = False,
     ) -> Window:
         """`batch` requests from `context` tokens on: so many steps, once graphs are recorded."""
         new = warm_up + steps + 8
-        names = [self.submit(model, p, new) for p in self.prompts(batch, context, vocab_size)]
+        with self.decoding(model, batch, context, new, vocab_size, sampled, warm_up) as step:
+            window = Window()
+            busy_s = self.counter("busy_seconds")
+            begin = last = time.perf_counter()
+            while window.num_steps < steps:
+                window.num_tokens += step()
+                now = time.perf_counter()
+                window.step_s.append(now - last)
+                last = now
+                window.num_steps += 1
+            window.wall_s = last - begin
+            window.device_s = self.counter("busy_seconds") - busy_s
+        return window
+
+    @contextmanager
+    def decoding(
+        self,
+        model: str,
+        batch: int,
+        context: int,
+        new: int,
+        vocab_size: int,
+        sampled: bool = False,
+        warm_up: int = 4,
+    ) -> Iterator[Callable[[], int]]:
+        """So many requests that all decode: a function that takes a step and counts its tokens."""
+        new = min(new, self.settings.scaled(16_384, 200))
+        names = [
+            self.submit(model, p, new, sampled) for p in self.prompts(batch, context, vocab_size)
+        ]
         begun: dict[str, int] = dict.fromkeys(names, 0)
 
         def step() -> int:
@@ -165,28 +203,19 @@ class Rig:
 
         while min(begun[name] for name in names) < warm_up:
             step()
-        window = Window()
-        busy_s = self.counter("busy_seconds")
-        begin = last = time.perf_counter()
-        while window.num_steps < steps:
-            window.num_tokens += step()
-            now = time.perf_counter()
-            window.step_s.append(now - last)
-            last = now
-            window.num_steps += 1
-        window.wall_s = last - begin
-        window.device_s = self.counter("busy_seconds") - busy_s
+        yield step
         for name in names:
             self.engine.abort(name, 1)
         self.until(lambda: self.is_idle)
-        return window
 
     @property
     def is_idle(self) -> bool:
         """No request waits or runs."""
         return not any(True for _ in self.engine.unfinished())
 
-    def steady_decode(self, batch: int, vocab_size: int, context: int = 0) -> Window:
+    def steady_decode(
+        self, batch: int, vocab_size: int, context: int = 0, sampled: bool = False
+    ) -> Window:
         """`decode` of the model "m", of which a first run has seen every form that it meets.
 
         Contexts grow into wider tables on the way: kernels compiled and steps recorded then would
@@ -195,8 +224,8 @@ class Rig:
         scaled = self.settings.scaled
         steps, warm_up = scaled(200, 4), scaled(16, 4)
         context = context or scaled(128, 10)
-        self.decode("m", batch, context, steps, warm_up, vocab_size)
-        return self.decode("m", batch, context, steps, warm_up, vocab_size)
+        self.decode("m", batch, context, steps, warm_up, vocab_size, sampled)
+        return self.decode("m", batch, context, steps, warm_up, vocab_size, sampled)
 
     def counter(self, name: str) -> float:
         """Of the engine."""

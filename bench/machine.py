@@ -81,7 +81,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def git_revision(root: Path) -> str:
-    """The commit of a checkout, read without running git; empty where it is none."""
+    """The commit of a checkout, read without running git; of a copy, what REVISION says of it."""
     head = root / ".git" / "HEAD"
     try:
         content = head.read_text(encoding="utf-8").strip()
@@ -89,7 +89,7 @@ def git_revision(root: Path) -> str:
             return content
         return (root / ".git" / content[5:]).read_text(encoding="utf-8").strip()
     except OSError:
-        return ""
+        return os.environ.get("REVISION", "")
 
 
 def _cpuinfo(field: str) -> str:
