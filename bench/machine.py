@@ -81,7 +81,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def git_revision(root: Path) -> str:
-    """The commit of a checkout, read without running git; of a copy, what REVISION says of it."""
+    """The commit of a checkout, read without running git; what REVISION says, where it is set."""
+    if given := os.environ.get("REVISION"):
+        return given
     head = root / ".git" / "HEAD"
     try:
         content = head.read_text(encoding="utf-8").strip()
@@ -89,7 +91,7 @@ def git_revision(root: Path) -> str:
             return content
         return (root / ".git" / content[5:]).read_text(encoding="utf-8").strip()
     except OSError:
-        return os.environ.get("REVISION", "")
+        return ""
 
 
 def _cpuinfo(field: str) -> str:
