@@ -49,10 +49,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_tokens: int = 16
     """Number of token positions in one KV block."""
     max_num_seqs: int = 64
-    """Maximum number of sequences in one step."""
+    """Maximum number of sequences in one step. 0: by the device, when it is opened
+    (`engine/worker/step_limits.py`)."""
     max_batch_tokens: int = 1024
     """Maximum number of tokens in one step, prefill chunks and decodes together. Must not be below
-    `max_num_seqs`."""
+    `max_num_seqs`. 0: by the device."""
     max_waiting: int = 256
     """Maximum number of accepted requests that are not running yet. Further Submits are refused as
     `overloaded`."""
@@ -119,8 +120,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("shm_prefix must not be empty or contain a slash")
         counts = (
             self.block_tokens,
-            self.max_num_seqs,
-            self.max_batch_tokens,
             self.max_waiting,
             self.min_run_steps,
             self.load_threads,
@@ -128,10 +127,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         if min(counts) < 1:
             raise ValueError(
-                "block_tokens, max_num_seqs, max_batch_tokens, max_waiting, min_run_steps, "
-                "load_threads and load_kv_tokens must be at least 1"
+                "block_tokens, max_waiting, min_run_steps, load_threads and load_kv_tokens must be "
+                "at least 1"
             )
-        if self.max_batch_tokens < self.max_num_seqs:
+        if min(self.max_num_seqs, self.max_batch_tokens) < 0:
+            raise ValueError("max_num_seqs and max_batch_tokens must not be negative")
+        if self.max_batch_tokens and self.max_batch_tokens < self.max_num_seqs:
             # Decodes come first: with more of them than the budget has tokens, no prompt would
             # ever be computed.
             raise ValueError(

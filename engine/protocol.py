@@ -103,11 +103,13 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
     `stretches` are (owner, pages), neighbours first to last; all pages together are the arena's.
     `owner` counts in `owners`, which are named as in `WorkerStatus.pages`, "free" among them; pages
     that a step in flight may still touch count as free. An arena of more than MAX_CELLS pages is
-    looked at in that many places only.
+    looked at in that many places only. `device`: whose memory it is, and what a step may hold, in
+    words.
     """
 
     owners: list[str]
     stretches: list[tuple[int, int]]
+    device: str = ""
 
 
 class SwapRecord(msgspec.Struct, frozen=True, array_like=True):

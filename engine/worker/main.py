@@ -51,6 +51,7 @@ from engine.dependencies import device_in_words
 from engine.engine import Engine
 from engine.errors import DeviceUnusable
 from engine.worker.open_device import open_device
+from engine.worker.step_limits import in_words
 from engine.worker.worker_link import WorkerLink
 from engine.worker.worker_loop import Worker
 
@@ -180,7 +181,7 @@ def serve(config: WorkerConfig) -> int:
     engine = Engine(config.engine, backend, opened.dependencies)
     context = zmq.Context()
     link = WorkerLink(context, config)
-    device = device_in_words(backend, config.engine)
+    device = f"{device_in_words(backend, config.engine)}, {in_words(config.engine)}"
     worker = Worker(config, engine, link, epoch=secrets.token_hex(8), device=device)
     _listen_to_signals(worker, config.parent_pid)
     logger.info(

@@ -30,6 +30,7 @@ from engine.memory import PagePool
 from engine.models import AnyRunner
 from engine.pack import PackIndex
 from engine.packs import DiskWeightStore, HostTier
+from engine.worker.step_limits import for_cpu, for_gpu
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.page_copy import page_copy
 
@@ -81,6 +82,7 @@ def open_device(config: WorkerConfig) -> Opened:
 
 def open_cpu(config: EngineConfig) -> Opened:
     """Host memory, of which all is taken in the background."""
+    config = for_cpu(config)
     backend = CpuBackend(
         config.num_pages * config.resolved_page_bytes,
         execution="thread" if config.steps_ahead else "inline",
@@ -109,9 +111,10 @@ def budget_of(config: WorkerConfig, free_bytes: int, total_bytes: int) -> Budget
 
 
 def on_gpu(config: EngineConfig, budget: Budget) -> EngineConfig:
-    """The engine's configuration for a GPU: its memory, one step ahead, attention in place."""
+    """The engine's configuration for a GPU: its memory, one step ahead, attention in place, and
+    as much a step as it has room for."""
     return msgspec.structs.replace(
-        config,
+        for_gpu(config, budget.reserve),
         arena_bytes=budget.arena,
         reserve_bytes=budget.reserve,
         steps_ahead=1,

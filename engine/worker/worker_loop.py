@@ -90,7 +90,7 @@ class Worker:
         self._clock = clock
         self._link = link
         self._outbox = UsageOutbox(config.max_unacked_finishes)
-        self._board = StatusBoard(config, epoch, engine, self._count)
+        self._board = StatusBoard(config, epoch, engine, self._count, device)
         self._peers: dict[bytes, Peer] = {}
         self._requests: dict[RequestKey, PeerRequest] = {}
         self._next_integrity_s = 0.0

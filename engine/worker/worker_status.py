@@ -57,11 +57,13 @@ class StatusBoard:
         epoch: str,
         engine: Engine,
         worker_counters: Callable[[], Mapping[str, float]],
+        device: str = "",
     ) -> None:
         self._config = config
         self._epoch = epoch
         self._engine = engine
         self._worker_counters = worker_counters
+        self._device = device
         self._reported: WorkerStatus | None = None
         self._next_s = 0.0
         self._due = True
@@ -135,15 +137,18 @@ class StatusBoard:
 
     def greeting(self, now_s: float, *, draining: bool) -> WorkerStatus:
         """A status for a peer that just came; swaps wait for the next one to all."""
-        layout, self._layout = self._engine.layout(), None  # the next is reported to all again
+        layout, self._layout = self._laid_out(), None  # the next is reported to all again
         return self._message(self._engine.status(now_s), [], [], layout, draining=draining)
+
+    def _laid_out(self) -> Layout:
+        return msgspec.structs.replace(self._engine.layout(), device=self._device)
 
     def _new_layout(self, now_s: float) -> Layout | None:
         """Where it is due and has changed."""
         if now_s < self._next_layout_s:
             return None
         self._next_layout_s = now_s + LAYOUT_EVERY_S
-        before, self._layout = self._layout, self._engine.layout()
+        before, self._layout = self._layout, self._laid_out()
         return None if self._layout == before else self._layout
 
     def _take_swaps(self) -> None:

@@ -74,12 +74,17 @@ class WorkerSettings:
     num_threads: int = setting(0, "CPU threads for one operator. 0: chosen automatically.", ge=0)
     native_kernels: bool = setting(True, "Use C++ kernels on the CPU for the models they support.")
     load_threads: int = setting(2, "Threads that read one pack.", ge=1)
-    max_num_seqs: int = setting(64, "Maximum number of sequences in one engine step.", ge=1)
+    max_num_seqs: int = setting(
+        0,
+        "Maximum number of sequences in one engine step. 0: 64 on a CPU, 64 to 256 "
+        "on a GPU, by its memory.",
+        ge=0,
+    )
     max_batch_tokens: int = setting(
-        1024,
+        0,
         "Maximum number of tokens in one engine step, prefill and decode together. Must not be "
-        "below `max_num_seqs`.",
-        ge=1,
+        "below `max_num_seqs`. 0: 1,024 on a CPU, 1,024 to 8,192 on a GPU, by its memory.",
+        ge=0,
     )
     prefix_cache: bool = setting(
         True,
@@ -121,7 +126,7 @@ class WorkerSettings:
         page = self.page_bytes
         if page and (page < 4096 or page & (page - 1)):
             raise ValueError("page_bytes must be 0 or a power of two of at least 4096")
-        if self.max_batch_tokens < self.max_num_seqs:
+        if self.max_batch_tokens and self.max_batch_tokens < self.max_num_seqs:
             raise ValueError("max_batch_tokens must not be below max_num_seqs: raise it")
         if self.worker_heartbeat_timeout_s <= self.lease_ttl_s:
             raise ValueError(

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -17,7 +18,8 @@ from engine.errors import DeviceUnusable
 from engine.worker import main as worker
 from engine.worker import open_device as choose
 from engine.worker.main import EXIT_FAILED
-from engine.worker.open_device import budget_of, on_gpu, open_device
+from engine.worker.open_device import budget_of, on_gpu, open_cpu, open_device
+from engine.worker.step_limits import for_cpu, for_gpu, in_words
 
 GIB = 1 << 30
 
@@ -139,6 +141,24 @@ def test_memory_is_divided() -> None:
     engine = on_gpu(asked.engine, budget)
     assert (engine.steps_ahead, engine.attention_in_place) == (1, True)
     assert (engine.arena_bytes, engine.reserve_bytes) == (budget.arena, budget.reserve)
+
+
+def test_what_no_setting_says_is_chosen_by_the_device() -> None:
+    """A GPU of 141 GB, one of 24, a processor; a setting that is set stays."""
+
+    def limits(found: EngineConfig) -> tuple[int, int]:
+        return found.max_num_seqs, found.max_batch_tokens
+
+    free = msgspec.structs.replace(config().engine, max_num_seqs=0, max_batch_tokens=0)
+    assert limits(for_gpu(free, budget_of(config(), 138 * GIB, 139 * GIB).reserve)) == (256, 8192)
+    assert limits(for_gpu(free, budget_of(config(), 23 * GIB, 24 * GIB).reserve)) == (128, 2048)
+    assert limits(for_cpu(free)) == (64, 1024)
+    assert limits(open_cpu(free).config) == (64, 1024)
+    few = msgspec.structs.replace(free, max_batch_tokens=32)
+    assert limits(for_gpu(few, 8 * GIB)) == (32, 32), "rows are never more than tokens"
+    many = msgspec.structs.replace(free, max_num_seqs=3000)
+    assert limits(for_cpu(many)) == (3000, 3000)
+    assert in_words(for_cpu(free)) == "64 sequences and 1,024 tokens a step"
 
 
 @pytest.mark.parametrize(
