@@ -12,12 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import processors
-from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
 
 from engine.errors import RegistrationRefused
 from engine.registration.source import CONFIG_NAME, TOKENIZER_NAME, read_json
 from engine.registration.tensors import GgufFile, architecture_of, number_in
+
+try:
+    from transformers.integrations.gguf import convert_gguf_tokenizer
+except ImportError:  # transformers 5.17
+    from transformers.integrations.ggml import (  # type: ignore[import-not-found,no-redef,unused-ignore]
+        convert_gguf_tokenizer,
+    )
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 ADVICE = "put the config.json of the original model beside the file"
