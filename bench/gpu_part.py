@@ -16,6 +16,7 @@ import torch
 from bench.gpu_parts import run_part
 from bench.gpu_rig import Settings
 from bench.machine import git_revision, versions
+from engine.worker.garbage import settle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     settings = Settings(options.work_dir, options.dry_run)
     failed = False
+    settle()
     with options.results.open("a", encoding="utf-8") as results:
         for part in options.names:
             try:

@@ -50,6 +50,7 @@ from engine.config import WorkerConfig, decode_worker_config, read_config
 from engine.dependencies import device_in_words
 from engine.engine import Engine
 from engine.errors import DeviceUnusable
+from engine.worker.garbage import settle
 from engine.worker.open_device import open_device
 from engine.worker.step_limits import in_words
 from engine.worker.worker_link import WorkerLink
@@ -191,6 +192,7 @@ def serve(config: WorkerConfig) -> int:
         config.engine.num_pages,
         config.engine.resolved_page_bytes,
     )
+    settle()
     worker.run()
     engine.close()
     backend.close()
