@@ -92,11 +92,8 @@ class SamplingState:
         self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
         self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
-
-    @property
-    def needs_tokens(self) -> bool:
+        self.needs_tokens = self.penalties is not None
         """Whether the next token depends on which ones came before, not only on how many."""
-        return self.penalties is not None
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -246,6 +243,9 @@ class Request:
     device_s, memory_s  what it is charged (`Charges`); prefill_s, of device_s, for its prompt
     held_since_s   second of the device's work up to which its memory is charged; None: holds none
     num_lost       leading positions that a preemption threw away: computing them again is free
+    key            the name under which messages speak of it
+    num_prompt     prompt tokens
+    max_total_tokens  tokens it may reach; the last one's KV is never needed, its slot is reserved
     """
 
     submit: Submit
@@ -272,6 +272,16 @@ class Request:
     constrained: BoundRow | None = None
     encoding: "Encoding | None" = None
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    # Asked many times a step of every row.
+    key: tuple[str, int] = field(init=False)
+    num_prompt: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What follows from the Submit, which never changes."""
+        self.key = self.submit.request_id, self.submit.attempt
+        self.num_prompt = len(self.submit.prompt_token_ids)
+        self.max_total_tokens = self.num_prompt + self.submit.max_tokens
 
     @classmethod
     def of(
@@ -295,16 +305,6 @@ class Request:
         )
 
     @property
-    def key(self) -> tuple[str, int]:
-        """The name under which messages speak of it."""
-        return self.submit.request_id, self.submit.attempt
-
-    @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
-        return len(self.submit.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         """Tokens generated so far, as far as known."""
         return len(self.token_ids) - self.num_prompt
@@ -317,7 +317,7 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV must still be computed; 1 in plain decoding."""
-        return self.num_tokens - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def num_runnable(self) -> int:
@@ -356,12 +356,7 @@ class Request:
     @property
     def is_complete(self) -> bool:
         """Its last token is on its way at the latest: nothing is left to launch for it."""
-        return self.num_tokens >= self.max_total_tokens
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens it may reach; the last one's KV is never needed, its slot is reserved anyhow."""
-        return self.num_prompt + self.submit.max_tokens
+        return len(self.token_ids) + self.num_pending >= self.max_total_tokens
 
     @property
     def service_s(self) -> float:
