@@ -167,7 +167,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device_reserve_bytes: int = -1
     """GPU memory outside the arena for steps. 0 or less: a sixteenth of the free memory."""
     graph_bytes: int = -1
-    """GPU memory for recorded decode steps, in addition to both. -1: a thirty-second of the free
+    """GPU memory for recorded steps, in addition to both. -1: a thirty-second of the free
     memory."""
     parent_pid: int = 0
     """Process ID of the supervisor; the worker exits when that process is gone. 0: the worker was

@@ -5,7 +5,7 @@ and runs alike wherever it runs. The defaults are the real ones; the simulator i
 siblings that take modelled time and hold no bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -79,6 +79,7 @@ class EngineDependencies:
     """One of each; the defaults are the product's.
 
     eviction   who leaves the device; None: policy/eviction.py as configured
+    counters   of the device, for the worker's status; they change as it runs
     """
 
     packs: PackSource = field(default_factory=DiskPacks)
@@ -86,3 +87,4 @@ class EngineDependencies:
     make_runner: MakeRunner = real_runner
     lay_out: LayOut = build_batch
     eviction: EvictionPolicy | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)

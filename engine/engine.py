@@ -123,6 +123,7 @@ class Engine:
             "batch_tokens": 0.0,
             "deadline_timeouts": 0.0,
         }
+        self._device_counters = dependencies.counters
         self._charges = Charges(self.pool.num_pages, self._counters)
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
@@ -215,7 +216,8 @@ class Engine:
 
     def status(self, now_s: float) -> WorkerStatus:
         """Residency, pages and what may be submitted."""
-        return make_status(self._manager, {**self._counters, **self._constrained.counters()})
+        counters = {**self._counters, **self._constrained.counters(), **self._device_counters}
+        return make_status(self._manager, counters)
 
     def layout(self) -> Layout:
         """Who lies where in the arena, in the rough."""

@@ -14,6 +14,7 @@ from kernels.decoder_layer import REFERENCE, LayerForm, LayerStep
 from kernels.kv_write import rotary_write_ref
 from kernels.paged_attention import PagedBatch, Rows, attend_rows_ref, gather_kv_ref
 from kernels.paged_rows import FlatRows
+from kernels.prefill_shape import capability, launch_shape, tile_tokens
 from kernels.rotary import rotary_ref
 
 
@@ -48,12 +49,35 @@ def write_flat_ref(
 
 
 def attend_flat_ref(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
-    """query [T, heads, k_dim] -> [T, heads, v_dim]; zeros for padding rows."""
-    out = query.new_zeros(len(query), form.num_heads, step.geometry.layer.v_dim)
-    for rows in (step.rows, step.decode):
-        if rows is not None:
-            _attend_rows(query, form, step, rows, out)
+    """query [T, heads, k_dim] -> [T, heads, v_dim]; zeros for rows of context 0.
+
+    NaN for tokens of no row, and for those of chunks that no tile covers.
+    """
+    shape = (len(query), form.num_heads, step.geometry.layer.v_dim)
+    out = query.new_full(shape, float("nan"))
+    if step.rows is not None and step.tiles is not None:
+        attended = torch.zeros_like(out)
+        _attend_rows(query, form, step, step.rows, attended)
+        shown = _covered(form, step, step.rows, step.tiles)
+        out[shown] = attended[shown]
+    if step.decode is not None:
+        _attend_rows(query, form, step, step.decode, out)
+        out[step.decode.q_start[step.decode.context_len == 0].long()] = 0
     return out
+
+
+def _covered(form: LayerForm, step: LayerStep, rows: FlatRows, tiles: torch.Tensor) -> torch.Tensor:
+    """The tokens of the tiles' queries."""
+    layer = step.geometry.layer
+    shape = launch_shape(layer, capability(tiles.device))
+    size = tile_tokens(form.num_heads // layer.num_kv_heads, shape.block_m)
+    lengths, starts = rows.q_len.tolist(), rows.q_start.tolist()
+    tokens = [
+        starts[row] + place
+        for row, start in tiles.tolist()
+        for place in range(start, min(start + size, lengths[row]))
+    ]
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def _attend_rows(

@@ -30,6 +30,7 @@ everything is about reading each byte of KV once, and enough of them at a time:
 None of these expectations is measured yet: bench/kernels.py measures them on a GPU.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ SPLIT_TILES = 1.0
 JOIN_TILES = 2.0
 
 
+@functools.lru_cache(maxsize=4096)
 def choose_splits(num_programs: int, max_context: int, num_sms: int) -> int:
     """In how many parts each row is cut, for `num_programs` = rows x KV heads.
 

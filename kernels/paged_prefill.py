@@ -41,7 +41,7 @@ from kernels.paged_rows import (
     page_bases,
 )
 from kernels.paged_rows import wide_attention_ref as paged_prefill_ref
-from kernels.prefill_shape import Shape, capability, launch_shape, tiles_of
+from kernels.prefill_shape import Shape, capability, launch_shape, tile_tokens, tiles_of
 from kernels.triton_api import Declared, cdiv, jit, tl
 
 __all__ = ["DECLARED", "launch_shape", "paged_prefill", "paged_prefill_ref", "tiles_of"]
@@ -199,7 +199,7 @@ def _prefill_kernel(
     q_first = high - q_len + start
     q_last = tl.minimum(q_first + BLOCK_Q, high) - 1
     table_row = row.to(tl.int64) * table_stride
-    end = q_last // BLOCK_N + 1
+    end = tl.cdiv(q_last + 1, BLOCK_N)  # 0 where the row is padding, which has no query
     low = 0
     full_begin = 0
     if WINDOW > 0:
@@ -272,6 +272,8 @@ def paged_prefill(
 ) -> None:
     """Attend all rows into `out`, one launch. `tiles` by `tiles_of`, for `launch_shape`'s block_m.
 
+    A tile of a row without queries (q_len and context 0) reads and writes nothing: so a list may be
+    padded, for captured graphs. Where the host knows the rows' lengths, the tiles must be theirs.
     Raises ValueError for shapes that do not fit.
     """
     check_geometry(geometry, chunk_table)
@@ -283,7 +285,8 @@ def paged_prefill(
     shape = launch_shape(layer, capability(arena.device))
     group = num_heads // layer.num_kv_heads
     pack = min(group, shape.block_m)
-    if len(tiles) != sum(cdiv(length, shape.block_m // pack) for length in rows.q_lens):
+    step = tile_tokens(group, shape.block_m)
+    if rows.q_lens and len(tiles) != sum(cdiv(length, step) for length in rows.q_lens):
         raise ValueError(f"the tiles are not laid out for {shape.block_m} rows and this group")
     constants = _constants(geometry, num_heads, softcap, sinks is not None, shape)
     # Where the constants say that there are none, any address will do.

@@ -35,13 +35,15 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 class FlatRows:
     """Rows of a step, on the device but for the last two.
 
+    Steps that are recorded have other lengths at each replay, so their host side is empty.
+
     chunk, slot   int32 [num_rows, max_blocks]; behind a row's last block anything may stand
     context_len   int32 [num_rows]    positions cached after this step's write; 0: a padding row
     first         int32 [num_rows]    position of the first table entry's first token
     q_start       int32 [num_rows]    the row's first token in the flat batch; the rest follow it
     q_len         int32 [num_rows]    tokens of the row: the last of its context
-    q_lens        the same, on the host
-    contexts      context_len on the host
+    q_lens        the same, on the host; () where only the device knows them
+    contexts      context_len on the host; () likewise
     """
 
     chunk: torch.Tensor
@@ -50,13 +52,13 @@ class FlatRows:
     first: torch.Tensor
     q_start: torch.Tensor
     q_len: torch.Tensor
-    q_lens: tuple[int, ...]
-    contexts: tuple[int, ...]
+    q_lens: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
-        """How many."""
-        return len(self.q_lens)
+        """How many, padding included."""
+        return self.chunk.shape[0]
 
 
 def flat_rows(groups: Sequence[Rows], device: torch.device | str = "cpu") -> FlatRows:

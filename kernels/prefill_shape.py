@@ -3,6 +3,8 @@
 Pure but for the question which device it is. What comes of it is in kernels/paged_prefill.py.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,26 +44,35 @@ def launch_shape(layer: LayerGeometry, capability: int) -> Shape:
     return SHAPES["wide" if width > WIDE else "narrow" if width <= NARROW else "usual"]
 
 
-def tiles_of(
-    rows: FlatRows, group: int, block_m: int = 128, device: torch.device | None = None
-) -> torch.Tensor:
-    """int32 [tiles, 2]: each program's row and its first query in the row.
+def tile_tokens(group: int, block_m: int) -> int:
+    """Positions of a row that one program takes, for so many query heads a KV head."""
+    return block_m // min(group, block_m)
 
-    On the rows' device unless another is named.
 
-    Depends on the group and the shape alone, so one serves all layers of a step.
-    """
-    step = block_m // min(group, block_m)
+def cut_rows(lengths: Sequence[int], contexts: Sequence[int], step: int) -> list[tuple[int, int]]:
+    """Each program's row and its first query in the row, `step` queries each; longest first."""
     tiles = [
         (context - length + min(start + step, length), row, start)
-        for row, (length, context) in enumerate(zip(rows.q_lens, rows.contexts, strict=True))
+        for row, (length, context) in enumerate(zip(lengths, contexts, strict=True))
         for start in range(0, length, step)
     ]
     tiles.sort(key=lambda tile: -tile[0])
-    flat = [[row, start] for _, row, start in tiles]
-    return torch.tensor(flat, dtype=torch.int32).view(-1, 2).to(device or rows.first.device)
+    return [(row, start) for _, row, start in tiles]
 
 
+def tiles_of(
+    rows: FlatRows, group: int, block_m: int = 128, device: torch.device | None = None
+) -> torch.Tensor:
+    """int32 [tiles, 2]: `cut_rows` of rows whose lengths the host knows.
+
+    On the rows' device unless another is named. Depends on the group and the shape alone, so one
+    serves all layers of a step.
+    """
+    tiles = cut_rows(rows.q_lens, rows.contexts, tile_tokens(group, block_m))
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 2).to(device or rows.first.device)
+
+
+@functools.cache
 def capability(device: torch.device) -> int:
     """Compute capability times ten; interpreted, Hopper's shapes are as good as any."""
     if device.type != "cuda":

@@ -213,7 +213,12 @@ class CudaDevice:
             ) from error
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """From torch's pool of pinned memory, which keeps it until copies from it have ended."""
+        """From torch's pool of pinned memory, which keeps it until copies from it have ended.
+
+        Raises RuntimeError while the stream is captured: a graph would copy from it for ever after.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no pinned memory is allocated while a stream is captured")
         with torch.cuda.device(self._device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 

@@ -7,14 +7,14 @@ from engine.gpu.device_batch import DeviceLayOut
 from engine.gpu.device_runner import DeviceRunner, DeviceTools
 from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations
 from engine.gpu.device_step import InputBuffer
-from engine.gpu.graphs import DecodeGraphs
+from engine.gpu.graphs import StepGraphs
 
 __all__ = [
     "SAMPLING_KERNELS",
-    "DecodeGraphs",
     "DeviceLayOut",
     "DeviceRunner",
     "DeviceTools",
     "InputBuffer",
     "SamplingOperations",
+    "StepGraphs",
 ]

@@ -4,10 +4,17 @@ The sibling of `batch.build_batch`. Comes in: scheduled rows of one model, block
 Goes out: `DeviceBatch`: what the step pipeline reads of a step, and `packed`, the bytes of all
 inputs with the fields that say where each lies. `device_step.py` brings them to the device.
 
-A step in which every row has one token is a *decode*. Its rows, tokens and tables are padded
-to sizes of a short list (`row_bucket`, `width_bucket`), so that steps of one `DecodeForm` have all
-fields at the same places and one captured graph serves them all. Padding rows have context 0,
-padding tokens chunk -1: nothing is read or written for them.
+Rows, tokens and tables are padded to sizes of short lists, so that steps of one `StepForm` have all
+fields at the same places and one captured graph serves them all:
+
+    decodes       a step in which every row has one token and samples: rows and tokens alike
+    mixed steps   rows of one token, rows of more (chunks), tokens and logits each by themselves, up
+                  to MOST_RECORDED_TOKENS; tiles, into which attention cuts the chunks, follow
+
+Padding tokens have chunk -1: their K and V go nowhere. Padding rows have context 0: they read
+nothing and give zeros. Padding tokens belong to padding rows of a decode, or to the first padding
+chunk of a mixed step; padding tiles lie behind its last. A form costs tokens that are computed for
+nothing: a quarter at most where a GPU is busy with them.
 
 What a row samples with lies behind these fields, by itself: it is no part of a graph.
 """
@@ -24,43 +31,85 @@ from engine.gpu.device_sampling import Field, Packer, SamplingFields, SamplingPl
 from engine.memory import ChunkTable, GroupPlan, KvCache
 from engine.running import ScheduledRow, StepBatch, score_positions
 from engine.sampling import build_sampling
+from kernels.prefill_shape import cut_rows
 
 Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Beyond the last in steps of it."""
+"""Of decodes. Beyond the last in steps of it."""
+MIXED_ROW_BUCKETS = (16, 32, 64, 128, 256)
+"""Rows of one token beside chunks: fewer sizes, for a row too many costs attention next to nothing.
+Beyond the last in steps of it."""
+TOKEN_BUCKETS = (
+    *(32, 64, 128, 160, 192, 224, 256, 320, 384, 448, 512),
+    *(640, 768, 896, 1024, 1280, 1536, 1792, 2048),
+)
+"""Of mixed steps. Up to 128 tokens a GPU reads the weights for as long as it computes."""
+MOST_RECORDED_TOKENS = TOKEN_BUCKETS[-1]
+"""A step of more takes a device longer than launching it takes the host."""
+LEAST_CHUNKS = 4
 FIRST_WIDTH = 16
+FIRST_CHUNK_WIDTH = 256
 WIDTH_FACTOR = 4
 CPU = torch.device("cpu")
 
 
-def row_bucket(num_rows: int, most: int) -> int:
-    """The padded number of rows; never above `most` unless `num_rows` is."""
-    fitting = next((size for size in ROW_BUCKETS if size >= num_rows), None)
+def bucket(number: int, sizes: Sequence[int], most: int) -> int:
+    """The padded number of rows; never above `most` unless `number` is."""
+    fitting = next((size for size in sizes if size >= number), None)
     if fitting is None:
-        fitting = -(-num_rows // ROW_BUCKETS[-1]) * ROW_BUCKETS[-1]
-    return max(num_rows, min(fitting, most))
+        fitting = -(-number // sizes[-1]) * sizes[-1]
+    return max(number, min(fitting, most))
 
 
-def width_bucket(num_blocks: int) -> int:
+def row_bucket(num_rows: int, most: int) -> int:
+    """The padded number of rows of a decode; never above `most` unless `num_rows` is."""
+    return bucket(num_rows, ROW_BUCKETS, most)
+
+
+def width_bucket(num_blocks: int, first: int = FIRST_WIDTH) -> int:
     """The padded number of blocks in a row's table."""
-    width = FIRST_WIDTH
+    width = first
     while width < num_blocks:
         width *= WIDTH_FACTOR
     return width
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeForm:
-    """What decode steps of one graph have in common: rows, and blocks of a row by layer group."""
+class StepForm:
+    """What steps of one graph have in common, padding included.
 
-    num_rows: int
+    num_decodes   rows of one token                num_chunks   rows of several; 0: a decode
+    num_tokens    of all rows                      num_logits   states for the head; 0: all tokens
+    widths        blocks of a decode row by layer group       chunk_widths   of a chunk's; 0: none
+    """
+
+    num_decodes: int
+    num_chunks: int
+    num_tokens: int
+    num_logits: int
     widths: tuple[int, ...]
+    chunk_widths: tuple[int, ...]
+
+    def num_tiles(self, tile_tokens: int) -> int:
+        """As many as any chunks of this form are cut into, or more."""
+        return self.num_tokens // tile_tokens + self.num_chunks
+
+
+class DeviceKvCache(KvCache):
+    """A model's KV, and what laying out a step asks of its model.
+
+    tile_tokens    by layer group, the positions of a row that one program of attention takes
+    is_recorded    whether its steps are recorded at all; the runner sets both
+    """
+
+    tile_tokens: tuple[int, ...] = ()
+    is_recorded = True
 
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
-    """FlatRows of kernels/paged_rows.py; q_lens and contexts are the host's."""
+    """FlatRows of kernels/paged_rows.py."""
 
     chunk: Field
     slot: Field
@@ -68,15 +117,14 @@ class RowFields:
     first: Field
     q_start: Field
     q_len: Field
-    q_lens: tuple[int, ...]
-    contexts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFields:
     """One layer group: where tokens go, and the rows that decode and those that have more tokens.
 
-    `longest`: the longest context that a decode row may have.
+    longest   the longest context that a decode row may have
+    tiles     int32 [tiles, 2], how attention cuts the latter, `tile_tokens` queries a tile
     """
 
     token_chunk: Field
@@ -85,13 +133,16 @@ class GroupFields:
     decode: RowFields | None
     prefill: RowFields | None
     longest: int
+    tiles: Field | None
+    tile_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class InputFields:
     """Where everything lies. source: int32 [T], the row of the step before that samples it, or -1.
 
-    logit_index: of the sampling rows, then of the others; None in a decode: every token.
+    logit_index: of the sampling rows, then of the others, then padding; None in a recorded decode:
+    of every token.
     """
 
     ids: Field
@@ -106,14 +157,16 @@ class InputFields:
 class DeviceBatch(StepBatch):
     """A StepBatch whose tensors are the host's, with everything packed for the device.
 
-    form     None where the step is no decode
+    form     None where the step is not recorded
+    lengths  of the rows with more than one token, and the positions that they end at
     chunks   by layer group, the table of chunks and the number of its last change before this step
     known    what the step before has sampled, once that is handed over
     """
 
     packed: torch.Tensor
     fields: InputFields
-    form: DecodeForm | None
+    form: StepForm | None
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
     chunks: tuple[tuple[ChunkTable, int], ...]
     plan_of_sampling: SamplingPlan
     known: list[torch.Tensor] = field(default_factory=list)
@@ -135,20 +188,20 @@ class DeviceLayOut:
     ) -> DeviceBatch:
         """Lay the rows out. Every row's tables must already reach its last scheduled token."""
         del device  # everything stays with the host until the step runs
+        assert isinstance(cache, DeviceKvCache)
         flat = _Flat(rows)
         sampling_rows = tuple(row for row in rows if row.samples)
         inputs = [row.request.sample_input for row in sampling_rows]
         scoring = score_positions(rows, flat.starts, CPU)
-        form = None
-        if flat.is_decode and scoring is None:
-            form = self._form(rows, cache)
+        form = self._form(flat, cache) if scoring is None and cache.is_recorded else None
         packer = Packer()
-        num_tokens = len(flat.ids) if form is None else form.num_rows
+        num_tokens = form.num_tokens if form else len(flat.ids)
         ids, positions, source = (packer.add(_padded(a, num_tokens, b)) for a, b in flat.tokens())
-        logit_index = None if form else packer.add(np.asarray(flat.logit_index, dtype=np.int32))
-        groups = tuple(
-            _group(packer, cache, g, flat, num_tokens, form) for g in range(len(cache.groups))
-        )
+        logit_index = None
+        if form is None or form.num_logits:
+            num_logits = form.num_logits if form else len(rows)
+            logit_index = packer.add(_padded(flat.logit_index, num_logits, 0))
+        groups = tuple(_group(packer, cache, g, flat, form) for g in range(len(cache.groups)))
         plan = plan_sampling(inputs)
         fields = InputFields(ids, positions, source, logit_index, groups, plan.pack(packer))
         packed = self._device.host_buffer(packer.num_bytes)
@@ -168,15 +221,30 @@ class DeviceLayOut:
             packed=packed,
             fields=fields,
             form=form,
+            lengths=flat.chunk_lengths,
             chunks=tuple((group.chunks, group.chunks.note_changes()) for group in cache.groups),
             plan_of_sampling=plan,
         )
 
-    def _form(self, rows: Sequence[ScheduledRow], cache: KvCache) -> DecodeForm:
-        return DecodeForm(
-            row_bucket(len(rows), self._max_num_seqs),
-            tuple(width_bucket(_most_blocks(rows, group.plan)) for group in cache.groups),
-        )
+    def _form(self, flat: "_Flat", cache: KvCache) -> StepForm | None:
+        """None where the step is longer than what is recorded."""
+        plans = [group.plan for group in cache.groups]
+        ones, more = ([flat.rows[i] for i in members] for members in (flat.ones, flat.more))
+        widths = tuple(width_bucket(_most_blocks(ones, plan)) if ones else 0 for plan in plans)
+        if flat.is_decode:
+            num_rows = row_bucket(len(ones), self._max_num_seqs)
+            return StepForm(num_rows, 0, num_rows, 0, widths, (0,) * len(plans))
+        decodes = bucket(len(ones), MIXED_ROW_BUCKETS, self._max_num_seqs) if ones else 0
+        # One more than there are, at least.
+        chunks = max(LEAST_CHUNKS, 1 << len(more).bit_length())
+        # Padding rows of one token write zeros where one of padding is.
+        needed = len(flat.ids) + (decodes > len(ones))
+        num_tokens = next((size for size in TOKEN_BUCKETS if size >= needed), None)
+        if num_tokens is None:
+            return None
+        blocks = (_most_blocks(more, plan) if more else 0 for plan in plans)
+        chunk_widths = tuple(width_bucket(most, FIRST_CHUNK_WIDTH) for most in blocks)
+        return StepForm(decodes, chunks, num_tokens, decodes + chunks, widths, chunk_widths)
 
 
 class _Flat:
@@ -200,6 +268,8 @@ class _Flat:
         self.is_decode = len(ids) == len(rows) and not others
         self.ids = np.asarray(ids, dtype=np.int32)
         self.lengths = np.array([row.num_scheduled_tokens for row in rows], dtype=np.int32)
+        self.ones = np.flatnonzero(self.lengths == 1).tolist()
+        self.more = np.flatnonzero(self.lengths > 1).tolist()
         self.starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
         self.first = np.array([row.first for row in rows], dtype=np.int32)
         self.row_of_token = np.repeat(np.arange(len(rows)), self.lengths)
@@ -209,20 +279,22 @@ class _Flat:
         self.source[self.pending] = self.pending_source
         assert len(ids) == len(self.positions), "a row reaches beyond the tokens its request has"
 
+    @property
+    def chunk_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the rows with more than one token, and the positions that they end at."""
+        lengths = self.lengths[self.more]
+        return tuple(lengths.tolist()), tuple((self.first[self.more] + lengths).tolist())
+
     def tokens(self) -> tuple[tuple[Ints, int], ...]:
         """ids, positions, source, each with what it is padded with."""
         return (self.ids, 0), (self.positions, 0), (self.source, -1)
 
 
 def _group(
-    packer: Packer,
-    cache: KvCache,
-    g: int,
-    flat: _Flat,
-    num_tokens: int,
-    form: DecodeForm | None,
+    packer: Packer, cache: DeviceKvCache, g: int, flat: _Flat, form: StepForm | None
 ) -> GroupFields:
     plan = cache.groups[g].plan
+    num_tokens = form.num_tokens if form else len(flat.ids)
     block_tokens, per_chunk = plan.block.block_tokens, plan.blocks_per_chunk
     block = np.asarray(_written_blocks(flat.rows, g, block_tokens), dtype=np.int32)
     written = (
@@ -231,17 +303,31 @@ def _group(
         (flat.positions % block_tokens, 0),
     )
     chunk, slot, offset = (packer.add(_padded(a, num_tokens, filler)) for a, filler in written)
-    decode, prefill, longest = None, None, 0
-    one = np.flatnonzero(flat.lengths == 1).tolist()
-    if one:
-        width = form.widths[g] if form else _width([flat.rows[i] for i in one], plan)
-        decode = _rows(packer, flat, one, plan, g, width, form.num_rows if form else len(one))
+    decode, prefill, tiles, longest = None, None, None, 0
+    if flat.ones:
+        width = form.widths[g] if form else _width([flat.rows[i] for i in flat.ones], plan)
+        num_rows = form.num_decodes if form else len(flat.ones)
+        decode = _rows(packer, flat, flat.ones, plan, g, width, num_rows, num_tokens)
         longest = width * block_tokens
-    more = np.flatnonzero(flat.lengths > 1).tolist()
-    if more:
-        width = _width([flat.rows[i] for i in more], plan)
-        prefill = _rows(packer, flat, more, plan, g, width, len(more))
-    return GroupFields(chunk, slot, offset, decode, prefill, longest)
+    step = cache.tile_tokens[g]
+    num_chunks = form.num_chunks if form else len(flat.more)
+    if num_chunks:
+        width = form.chunk_widths[g] if form else _width([flat.rows[i] for i in flat.more], plan)
+        prefill = _rows(packer, flat, flat.more, plan, g, width, num_chunks, num_tokens)
+        tiles = packer.add(_tiles(flat, step, form))
+    return GroupFields(chunk, slot, offset, decode, prefill, longest, tiles, step)
+
+
+def _tiles(flat: _Flat, step: int, form: StepForm | None) -> Ints:
+    lengths, contexts = flat.chunk_lengths
+    if form is None:
+        return np.array(cut_rows(lengths, contexts, step), dtype=np.int32)
+    padding = form.num_tokens - len(flat.ids)
+    tiles = cut_rows((*lengths, padding), (*contexts, 0), step)
+    found = np.full((form.num_tiles(step), 2), (len(lengths), padding), dtype=np.int32)
+    if tiles:
+        found[: len(tiles)] = tiles
+    return found
 
 
 def _written_blocks(rows: Sequence[ScheduledRow], g: int, block_tokens: int) -> list[int]:
@@ -264,6 +350,7 @@ def _rows(
     g: int,
     width: int,
     num_rows: int,
+    num_tokens: int,
 ) -> RowFields:
     block_tokens = plan.block.block_tokens
     blocks = np.zeros((num_rows, width), dtype=np.int32)
@@ -272,21 +359,19 @@ def _rows(
     firsts = [plan.first_needed(first) for first in flat.first[members].tolist()]
     for place, (i, low, high) in enumerate(zip(members, firsts, last.tolist(), strict=True)):
         blocks[place, : high - low] = flat.rows[i].kv.array(g)[low:high]
-    lengths = np.ones(num_rows, dtype=np.int32)
-    lengths[: len(members)] = flat.lengths[members]
-    q_start = np.zeros(num_rows, dtype=np.int32)
-    q_start[: len(members)] = flat.starts[members]
-    # Padding rows have tokens of their own, behind the others.
-    q_start[len(members) :] = np.arange(len(members), num_rows)
+    # Padding rows that decode have tokens of padding, the first chunk of padding has all of them.
+    lengths = _padded(flat.lengths[members], num_rows, 0)
+    starts = np.minimum(np.arange(num_rows) + len(flat.ids) - len(members), num_tokens - 1)
+    starts[: len(members)] = flat.starts[members]
+    if num_rows > len(members):
+        lengths[len(members)] = num_tokens - len(flat.ids)
     return RowFields(
         packer.add(blocks // plan.blocks_per_chunk),
         packer.add(blocks % plan.blocks_per_chunk),
         packer.add(_padded(contexts, num_rows, 0)),
         packer.add(_padded(np.asarray(firsts) * block_tokens, num_rows, 0)),
-        packer.add(q_start),
+        packer.add(starts.astype(np.int32)),
         packer.add(lengths),
-        tuple(lengths.tolist()),
-        tuple(contexts.tolist()),
     )
 
 

@@ -4,7 +4,7 @@
                 sampled is put in on the device
     layers      fused where engine/running/fusion.py recognises the model, else transformers'
     modules with our attention over the same tables
-    decode      steps of a form that came before are replayed as a graph (graphs.py)
+    graphs      steps of a form that came before are replayed (graphs.py)
     sampling    a few launches (device_sampling.py)
 
 `execute` runs in the order of the steps and waits for nothing but masks of constrained rows.
@@ -21,11 +21,11 @@ import torch
 
 from engine.backend import Device
 from engine.errors import IntegrityError
-from engine.gpu.device_batch import DeviceBatch
+from engine.gpu.device_batch import DeviceBatch, DeviceKvCache
 from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, sample_rows
-from engine.gpu.device_step import DeviceStep, DeviceTable, InputBuffer, bring
-from engine.gpu.graphs import DecodeGraphs, GraphKey
-from engine.memory import KvCache, Owner, PagePool, plan_pack
+from engine.gpu.device_step import DeviceStep, DeviceTable, InputBuffer, bring, cut_of
+from engine.gpu.graphs import GraphKey, StepGraphs
+from engine.memory import Owner, PagePool, plan_pack
 from engine.modules import (
     ModelBody,
     StepContext,
@@ -51,7 +51,7 @@ class DeviceTools:
     device: Device
     arena: torch.Tensor
     inputs: InputBuffer
-    graphs: DecodeGraphs
+    graphs: StepGraphs
     operations: Operations = KERNELS
     sampling: SamplingOperations = SAMPLING_KERNELS
 
@@ -79,7 +79,8 @@ class DeviceRunner:
         )
         # Tables are the host's; the device has copies of its own (device_step.py).
         host = torch.device("cpu")
-        self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, host, caching, max_chunk)
+        owner = Owner(instance_id, "kv")
+        self.cache = DeviceKvCache(owner, plan, pool, host, caching, max_chunk)
         self._tables = [DeviceTable(tools.device, len(group.layers)) for group in plan.groups]
         self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
         replace_modules(self._model, schemes_in(index))
@@ -92,6 +93,11 @@ class DeviceRunner:
                 instance_id,
                 self.why_not_fused,
             )
+        config: Any = self._model.config
+        self._num_heads: int = config.num_attention_heads
+        where = tools.device.torch_device
+        self.cache.tile_tokens = tuple(cut_of(g, self._num_heads, where) for g in plan.groups)
+        self.cache.is_recorded = self.fused is not None
         self._generation: int | None = None
         self._weights: tuple[int, ...] = ()
 
@@ -136,25 +142,18 @@ class DeviceRunner:
     ) -> tuple[torch.Tensor, Logprobs | None]:
         fused, operations = self.fused, self._tools.operations
         assert fused is not None
-        heads = self._model.config.num_attention_heads
 
         def states() -> torch.Tensor:
             hidden = fused.forward(
                 step.ids,
                 step.positions,
-                lambda layer, cos, sin: step.layer(layer, heads, cos, sin),
+                lambda layer, cos, sin: step.layer(layer, self._num_heads, cos, sin),
                 operations,
             )
             index = None if batch.scoring is not None else step.logit_index
             return fused.normed(hidden, index, operations)
 
-        if batch.form is None:
-            found = states()
-        else:
-            tables_at = chain.from_iterable(table.place for table in self._tables)
-            places = (self._tools.inputs.address, *tables_at)
-            key = GraphKey(self.instance_id, batch.form, self._weights, places)
-            found = self._tools.graphs.run(key, states)[: len(batch.rows)]
+        found = self._tools.graphs.run(self._key(batch), states)
         prompt = None
         if batch.scoring is not None:
             prompt = self._score(
@@ -162,7 +161,14 @@ class DeviceRunner:
             )
             assert step.logit_index is not None
             found = found.index_select(0, step.logit_index)
-        return fused.head(found, operations).float(), prompt
+        return fused.head(found[: len(batch.rows)], operations).float(), prompt
+
+    def _key(self, batch: DeviceBatch) -> GraphKey | None:
+        if batch.form is None:
+            return None
+        tables_at = chain.from_iterable(table.place for table in self._tables)
+        places = (self._tools.inputs.address, *tables_at)
+        return GraphKey(self.instance_id, batch.form, self._weights, places)
 
     def _by_modules(
         self, step: DeviceStep, batch: DeviceBatch
@@ -171,8 +177,7 @@ class DeviceRunner:
             self._tools.arena, batch.plan, (), step.attended, self._tools.operations
         )
         index = step.logit_index
-        if index is None:
-            index = torch.arange(len(batch.rows), device=self._tools.device.torch_device)
+        assert index is not None  # every step that is not recorded has it
         with step_context(context), self._body.keeping() as kept:
             output = self._model(
                 input_ids=step.ids[None].long(),

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from engine.backend import Device
-from engine.gpu.device_batch import DeviceBatch, RowFields
+from engine.gpu.device_batch import DeviceBatch, GroupFields, RowFields
 from engine.memory import ChunkTable, GroupPlan, KvPlan
 from kernels.decoder_layer import LayerForm, LayerStep
 from kernels.paged_attention import PagedBatch
 from kernels.paged_decode import choose_splits
-from kernels.paged_prefill import tiles_of
 from kernels.paged_rows import FlatRows
-from kernels.prefill_shape import capability, launch_shape
+from kernels.prefill_shape import capability, cut_rows, launch_shape, tile_tokens
 
 # Every growth costs all graphs that know the place: of all models the buffer's, of one a table's.
 FIRST_INPUT_BYTES = 8 << 20
@@ -112,7 +111,7 @@ class _Group:
     batch: PagedBatch
     decode: FlatRows | None
     prefill: FlatRows | None
-    longest: int
+    num_splits: int
 
 
 class DeviceStep:
@@ -136,23 +135,27 @@ class DeviceStep:
         self.source = fields.source.of(run)
         self.logit_index = None if fields.logit_index is None else fields.logit_index.of(run)
         self._groups = [
-            _Group(
-                group,
-                table,
-                PagedBatch(
-                    table,
-                    where.token_chunk.of(run),
-                    where.token_slot.of(run),
-                    where.token_offset.of(run),
-                    (),
-                ),
-                _flat(where.decode, run),
-                _flat(where.prefill, run),
-                where.longest,
-            )
+            self._group(group, table, where, run)
             for group, table, where in zip(batch.plan.groups, tables, fields.groups, strict=True)
         ]
-        self._tiles: dict[tuple[int, int], torch.Tensor] = {}
+        self._lengths = batch.lengths
+        self._tiles = {
+            (g, where.tile_tokens): where.tiles.of(run)
+            for g, where in enumerate(fields.groups)
+            if where.tiles is not None
+        }
+
+    def _group(
+        self, plan: GroupPlan, table: torch.Tensor, where: GroupFields, run: torch.Tensor
+    ) -> _Group:
+        decode = _flat(where.decode, run)
+        splits = 1
+        if decode is not None:
+            programs = decode.num_rows * plan.block.layer.num_kv_heads
+            splits = choose_splits(programs, where.longest, self._device.num_processors)
+        chunk, slot, offset = where.token_chunk, where.token_slot, where.token_offset
+        batch = PagedBatch(table, chunk.of(run), slot.of(run), offset.of(run), ())
+        return _Group(plan, table, batch, decode, _flat(where.prefill, run), splits)
 
     def layer(
         self,
@@ -164,11 +167,6 @@ class DeviceStep:
         """Where the step's tokens are in that layer's cache."""
         g, place = self.plan.layer_group[layer]
         group = self._groups[g]
-        heads = group.plan.block.layer.num_kv_heads
-        splits = 1
-        if group.decode is not None:
-            programs = group.decode.num_rows * heads
-            splits = choose_splits(programs, group.longest, self._device.num_processors)
         return LayerStep(
             self._arena,
             group.plan.block,
@@ -177,8 +175,8 @@ class DeviceStep:
             cos,
             sin,
             rows=group.prefill,
-            tiles=self._tiles_of(g, num_heads // heads),
-            num_splits=splits,
+            tiles=self._tiles_of(g, num_heads),
+            num_splits=group.num_splits,
             decode=group.decode,
         )
 
@@ -203,19 +201,25 @@ class DeviceStep:
         )
         return form, self.layer(layer, query.shape[1])
 
-    def _tiles_of(self, g: int, group_heads: int) -> torch.Tensor | None:
-        """How prefill rows are cut, for so many query heads a KV head; once a step."""
-        rows = self._groups[g].prefill
-        if rows is None:
+    def _tiles_of(self, g: int, num_heads: int) -> torch.Tensor | None:
+        """How chunks are cut for so many query heads: laid out with the step, but for layers whose
+        heads are not as many as the model says; that cannot be recorded.
+        """
+        if self._groups[g].prefill is None:
             return None
-        found = self._tiles.get((g, group_heads))
+        size = cut_of(self._groups[g].plan, num_heads, self._device.torch_device)
+        found = self._tiles.get((g, size))
         if found is None:
-            shape = launch_shape(
-                self._groups[g].plan.block.layer, capability(self._device.torch_device)
-            )
-            on_host = tiles_of(rows, group_heads, shape.block_m, torch.device("cpu"))
-            found = self._tiles[g, group_heads] = bring(self._device, on_host)
+            on_host = torch.tensor(cut_rows(*self._lengths, size), dtype=torch.int32)
+            found = self._tiles[g, size] = bring(self._device, on_host)
         return found
+
+
+def cut_of(plan: GroupPlan, num_heads: int, device: torch.device) -> int:
+    """Positions of a chunk that one program of attention takes."""
+    layer = plan.block.layer
+    shape = launch_shape(layer, capability(device))
+    return tile_tokens(max(1, num_heads // layer.num_kv_heads), shape.block_m)
 
 
 def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:
@@ -228,6 +232,4 @@ def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:
         fields.first.of(run),
         fields.q_start.of(run),
         fields.q_len.of(run),
-        fields.q_lens,
-        fields.contexts,
     )

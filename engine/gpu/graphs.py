@@ -1,4 +1,4 @@
-"""Recorded decode steps: kept by the addresses they were recorded at, bounded, the oldest go first.
+"""Recorded steps: kept by the addresses they were recorded at, bounded, the oldest go first.
 
 A graph holds addresses: of weights, of the table of chunks, of the buffer that inputs come in. So
 its key has them all, and one that would read anything else is never found. Weights that come back
@@ -10,6 +10,7 @@ to where they were find their graphs again; those of other places go when a mode
 
 What graphs may take beside the arena is bounded (`limit_bytes`): the least recently used goes, once
 its last replay has ended. A step that cannot be recorded is not tried again at the same addresses.
+Steps that were launched one by one, for whatever reason, are counted.
 """
 
 import logging
@@ -22,7 +23,7 @@ import torch
 
 from engine.backend import Device, Event, Graph
 from engine.errors import CaptureFailed
-from engine.gpu.device_batch import DecodeForm
+from engine.gpu.device_batch import StepForm
 
 SEEN_BOUND = 4096
 """Keys remembered without a graph; beyond it all of them are forgotten."""
@@ -34,7 +35,7 @@ class GraphKey(NamedTuple):
     """What a graph is good for."""
 
     instance_id: str
-    form: DecodeForm
+    form: StepForm
     weights: tuple[int, ...]
     places: tuple[int, ...]
 
@@ -46,7 +47,7 @@ class _Kept:
     last_replay: Event | None = None
 
 
-class DecodeGraphs:
+class StepGraphs:
     """All graphs of one device. Used in the order of the steps only."""
 
     def __init__(self, device: Device, limit_bytes: int, mark: Callable[[], Event]) -> None:
@@ -57,7 +58,13 @@ class DecodeGraphs:
         self._kept: OrderedDict[GraphKey, _Kept] = OrderedDict()
         self._seen: dict[GraphKey, Literal["once", "never"]] = {}
         self._leaving: list[_Kept] = []
-        self.counters = {"graphs_captured": 0.0, "graphs_dropped": 0.0, "graph_replays": 0.0}
+        self.counters = {
+            "graphs_captured": 0.0,
+            "graphs_dropped": 0.0,
+            "graphs_refused": 0.0,
+            "graph_replays": 0.0,
+            "steps_not_replayed": 0.0,
+        }
 
     @property
     def num_bytes(self) -> int:
@@ -67,14 +74,16 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def run(self, key: GraphKey, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The result of `work`: launched, or of its graph. It is good until the next call."""
+    def run(self, key: GraphKey | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The result of `work`: launched, or of its graph. It is good until the next call.
+
+        `key` None: a step that is not recorded.
+        """
         self._bury()
-        kept = self._kept.get(key)
-        if kept is None:
-            kept = self._record(key, work)
-            if kept is None:
-                return work()
+        kept = None if key is None else self._kept.get(key) or self._record(key, work)
+        if key is None or kept is None:
+            self.counters["steps_not_replayed"] += 1
+            return work()
         self._kept.move_to_end(key)
         kept.graph.replay()
         kept.last_replay = self._mark()
@@ -104,6 +113,7 @@ class DecodeGraphs:
                 error,
             )
             self._seen[key] = "never"
+            self.counters["graphs_refused"] += 1
             return None
         del self._seen[key]
         self.counters["graphs_captured"] += 1

@@ -19,12 +19,12 @@ from engine.encoders import EncoderRunner
 from engine.errors import DeviceUnusable
 from engine.gpu import (
     SAMPLING_KERNELS,
-    DecodeGraphs,
     DeviceLayOut,
     DeviceRunner,
     DeviceTools,
     InputBuffer,
     SamplingOperations,
+    StepGraphs,
 )
 from engine.memory import PagePool
 from engine.models import AnyRunner
@@ -51,7 +51,7 @@ class Opened:
     backend: Backend
     config: EngineConfig
     dependencies: EngineDependencies
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def open_streams(
 ) -> Opened:
     """A backend with streams over any device. Raises DeviceUnusable."""
     backend = CudaBackend(device, config.num_pages * config.resolved_page_bytes, move)
-    graphs = DecodeGraphs(device, graph_bytes, backend.mark)
+    graphs = StepGraphs(device, graph_bytes, backend.mark)
     tools = DeviceTools(device, backend.arena, InputBuffer(device), graphs, operations, sampling)
 
     def make_runner(
@@ -166,5 +166,6 @@ def open_streams(
         make_weight_store=make_weight_store,
         make_runner=make_runner,
         lay_out=DeviceLayOut(device, config.max_num_seqs),
+        counters=graphs.counters,
     )
     return Opened(backend, config, dependencies, graphs)

@@ -18,7 +18,7 @@ from bench import gpu, gpu_checks, gpu_models, gpu_parity, gpu_part, gpu_swap
 from bench.gpu_parts import PARTS, run_part
 from bench.gpu_rig import Settings, rig
 from engine.errors import CaptureFailed
-from engine.gpu.graphs import DecodeGraphs
+from engine.gpu.graphs import StepGraphs
 from engine.pack import BLOB_NAME, read_index
 from engine.packs.weights import verify_blob
 from tests.engine.fake_device import FakeDevice
@@ -94,7 +94,7 @@ def test_a_swap_without_pins_or_graphs_is_measured_all_the_same(
     monkeypatch.setattr(FakeDevice, "pin", refuse)
     monkeypatch.setattr(gpu_swap, "STILL_S", 0.0)
     monkeypatch.setattr(gpu_swap.await_pinned, "__defaults__", (0.05,))
-    monkeypatch.setattr(DecodeGraphs, "run", lambda self, key, work: work())
+    monkeypatch.setattr(StepGraphs, "run", lambda self, key, work: work())
     figures = run_part("swap 8B", settings)
     assert figures["pinned_share"] == 0
     assert figures["warm"]["seconds"] > 0

@@ -147,8 +147,11 @@ class FakeDevice:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """Poisoned."""
-        return torch.full((num_bytes,), POISON, dtype=torch.uint8)
+        """Poisoned. Raises RuntimeError in a capture."""
+        with _disable_current_modes() as modes:
+            if any(isinstance(mode, _Recorder) for mode in modes):
+                raise RuntimeError("no pinned memory is allocated while a stream is captured")
+            return torch.full((num_bytes,), POISON, dtype=torch.uint8)
 
     def stream(self, urgent: bool = False) -> FakeStream:
         """One more."""

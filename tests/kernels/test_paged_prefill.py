@@ -1,5 +1,6 @@
 """Prefill attention against the reference, over poison, and with errors planted."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import torch
 from kernels import paged_prefill
 from kernels.paged_attention import LayerGeometry
 from kernels.paged_prefill import tiles_of
+from kernels.paged_rows import wide_attention_ref
 from tests.kernels.guarded import planted
 from tests.kernels.paged_case import SCALE, PagedCase
 
@@ -77,6 +79,42 @@ def test_padding_rows_give_zeros() -> None:
     launch(case)
     assert not case.out[2:].any()
     assert case.out[:2].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_padding_tiles_read_and_write_nothing(window: int) -> None:
+    """Those of a recorded step: behind a padding row's last query. Lengths are the device's."""
+    layer = LayerGeometry(2, 16, 16, window=window)
+    case = PagedCase(layer, [(90, 90), (140, 5), (7, 3)], 8, has_sinks=True)
+    chunk, context_len = case.flat.chunk.clone(), case.flat.context_len.clone()
+    chunk[2], context_len[2] = 1 << 30, 0
+    rows = replace(
+        case.flat,
+        chunk=case.guards.input(chunk, row_gap=2),
+        context_len=case.guards.input(context_len),
+        q_lens=(),
+        contexts=(),
+    )
+    tiles = torch.cat([tiles_of(case.flat, 4), torch.tensor([[2, 3]] * 40)]).int()
+    paged_prefill.paged_prefill(
+        case.arena,
+        case.geometry,
+        case.chunk_table,
+        rows,
+        case.guards.input(tiles),
+        case.query,
+        case.out,
+        SCALE,
+        case.softcap,
+        case.sinks,
+    )
+    assert case.guards.are_whole()
+    assert not case.out[95:].any()
+    wanted = replace(case.batch, rows=case.batch.rows[:2])
+    expected = wide_attention_ref(
+        case.arena, case.geometry, case.chunk_table, wanted, case.query, SCALE, 0.0, case.sinks
+    )
+    assert (case.out[:95].double() - expected[:95]).abs().max() < 1e-5
 
 
 ERRORS = {

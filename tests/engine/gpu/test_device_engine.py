@@ -2,12 +2,14 @@
 
 Mixes of tests/engine/running/test_parity_mixes.py on a fake device (tests/engine/fake_device.py):
 steps run when it pleases them, pages are overwritten as soon as their fence has passed, KV and
-weights are moved, models swapped through a pinned host tier, decode steps recorded and replayed.
+weights are moved, models swapped through a pinned host tier, steps recorded and replayed: decodes,
+and those with chunks of prompts.
 `PLANTED` are errors that a GPU would show as a wrong token now and then; each must be caught here.
 """
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,8 +22,8 @@ from engine.engine import Engine
 from engine.gpu import device_batch, device_runner
 from engine.gpu.device_batch import DeviceBatch, DeviceLayOut
 from engine.gpu.device_runner import DeviceRunner
-from engine.gpu.device_step import InputBuffer
-from engine.gpu.graphs import DecodeGraphs
+from engine.gpu.device_step import DeviceStep, InputBuffer
+from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory.kv_plan import ChunkTable
 from engine.scheduling.step_pipeline import StepPipeline
 from tests.engine.device_rig import Poisoner, lazy_device, opened_on
@@ -30,6 +32,7 @@ from tests.engine.running.test_parity_mixes import Book, Mix, run_mixes
 from tests.engine.tiny_models import TinyModel, make_tiny_models, tiny_configs, windowed_configs
 
 FEW, MANY = 9, 1500
+NARROW = 16  # blocks of a chunk's table, so that contexts of tests come in several widths
 PLANTED_MIXES = 30
 PROMPTS = 4
 
@@ -49,13 +52,27 @@ class DeviceMix(Mix):
             shm_prefix=f"mix{self.seed}",
         )
         device = lazy_device(rng)
-        opened = opened_on(device, config, rng.choice((0, 1 << 14, 1 << 20, 1 << 20)))
+        opened = opened_on(device, config, rng.choice((0, 1 << 14, 1 << 20, 1 << 23)))
         self.device, self.graphs = device, opened.graphs
+        self._count_replays()
         self.backend = opened.backend
         opened.backend.arena.fill_(0xFF)
         engine = Engine(config, opened.backend, opened.dependencies)
         poison_what_is_freed(engine, Poisoner(opened))
         return engine
+
+    def _count_replays(self) -> None:
+        assert self.graphs is not None
+        counters, run = self.graphs.counters, self.graphs.run
+
+        def counting(key: GraphKey | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+            before = counters["graph_replays"]
+            result = run(key, work)
+            if key is not None and key.form.num_chunks:
+                self.events["mixed replays"] += int(counters["graph_replays"] - before)
+            return result
+
+        self.graphs.run = counting  # type: ignore[method-assign]
 
     def run(self) -> Counter[str]:
         events = super().run()
@@ -77,14 +94,31 @@ def book(families: dict[str, TinyModel]) -> Book:
     return Book.of(families, PROMPTS)
 
 
+@pytest.fixture(autouse=True)
+def _narrow_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_batch, "FIRST_CHUNK_WIDTH", NARROW)
+
+
 def test_greedy_tokens_are_those_of_transformers(book: Book) -> None:
     total = run_mixes(book, range(FEW), DeviceMix)
     assert total["requests"] > 4 * FEW
-    for event in ("hit tokens", "preemptions", "graph_replays", "graphs_dropped"):
+    for event in ("hit tokens", "preemptions", "graph_replays", "mixed replays", "graphs_dropped"):
         assert total[event], event
     assert total["swaps"] > FEW
     assert total["forced weight moves"]
     assert total["forced kv moves"]
+    assert not total["graphs_refused"]
+
+
+def test_a_layer_with_heads_of_its_own_is_launched_one_by_one(
+    book: Book, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tiles are no input of the step, and a capture takes no memory from the host."""
+    monkeypatch.setattr(device_runner, "cut_of", lambda plan, num_heads, device: 3)
+    total = run_mixes(book, range(FEW), DeviceMix)
+    assert total["graphs_refused"]
+    assert total["graph_replays"]
+    assert not total["mixed replays"]
 
 
 def test_no_step_has_a_table_of_an_odd_width(book: Book, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,37 +186,43 @@ def _inputs_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def _graphs_without_addresses(patch: pytest.MonkeyPatch) -> None:
     """A graph is found wherever the weights lie by now."""
-    run, drop = DecodeGraphs.run, DecodeGraphs.drop
+    run, drop = StepGraphs.run, StepGraphs.drop
 
-    def careless(self: DecodeGraphs, key: Any, work: Any) -> torch.Tensor:
-        return run(self, key._replace(weights=()), work)
+    def careless(self: StepGraphs, key: Any, work: Any) -> torch.Tensor:
+        return run(self, key and key._replace(weights=()), work)
 
-    patch.setattr(DecodeGraphs, "run", careless)
+    patch.setattr(StepGraphs, "run", careless)
     patch.setattr(
-        DecodeGraphs, "drop", lambda self, instance_id, but_at=(): drop(self, instance_id, ())
+        StepGraphs, "drop", lambda self, instance_id, but_at=(): drop(self, instance_id, ())
     )
 
 
-def _graphs_without_forms(patch: pytest.MonkeyPatch) -> None:
+def _graphs_without_widths(patch: pytest.MonkeyPatch) -> None:
     """A graph of other widths is good enough."""
-    run = DecodeGraphs.run
+    _graphs_but_for(patch, widths=())
 
-    def careless(self: DecodeGraphs, key: Any, work: Any) -> torch.Tensor:
-        form = key.form.__class__(key.form.num_rows, ())
-        return run(self, key._replace(form=form), work)
 
-    patch.setattr(DecodeGraphs, "run", careless)
+def _graphs_but_for(patch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Part of a key is left out."""
+    run = StepGraphs.run
+
+    def careless(self: StepGraphs, key: Any, work: Any) -> torch.Tensor:
+        if key is not None:
+            key = key._replace(form=replace(key.form, **changes))
+        return run(self, key, work)
+
+    patch.setattr(StepGraphs, "run", careless)
 
 
 def _recorded_but_not_replayed(patch: pytest.MonkeyPatch) -> None:
     """What a capture leaves is taken for a result."""
-    run = DecodeGraphs.run
+    run = StepGraphs.run
 
-    def careless(self: DecodeGraphs, key: Any, work: Any) -> torch.Tensor:
+    def careless(self: StepGraphs, key: Any, work: Any) -> torch.Tensor:
         kept = self._kept.get(key)
         return run(self, key, work) if kept is None else kept.result
 
-    patch.setattr(DecodeGraphs, "run", careless)
+    patch.setattr(StepGraphs, "run", careless)
 
 
 def _tables_stay(patch: pytest.MonkeyPatch) -> None:
@@ -235,17 +275,105 @@ def _padding_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_batch, "_padded", wrong)
 
 
+def _laid_out(
+    patch: pytest.MonkeyPatch, spoil: Callable[[DeviceBatch, torch.Tensor], None]
+) -> None:
+    """`spoil` is given the steps that are recorded with chunks, and their inputs."""
+    lay_out = DeviceLayOut.__call__
+
+    def wrong(self: DeviceLayOut, *args: Any) -> DeviceBatch:
+        batch = lay_out(self, *args)
+        if batch.form is not None and batch.form.num_chunks:
+            spoil(batch, batch.packed)
+        return batch
+
+    patch.setattr(DeviceLayOut, "__call__", wrong)
+
+
+def _mixed_padding_writes(patch: pytest.MonkeyPatch) -> None:
+    """Padding tokens of mixed steps have a place in the cache."""
+
+    def spoil(batch: DeviceBatch, packed: torch.Tensor) -> None:
+        for group in batch.fields.groups:
+            group.token_chunk.of(packed)[batch.num_tokens :] = 0
+
+    _laid_out(patch, spoil)
+
+
+def _padding_rows_decode_a_token(patch: pytest.MonkeyPatch) -> None:
+    """Padding rows of one token write their zeros where a chunk's last token is."""
+
+    def spoil(batch: DeviceBatch, packed: torch.Tensor) -> None:
+        for group in batch.fields.groups:
+            if group.decode is not None:
+                starts = group.decode.q_start.of(packed)
+                starts[starts >= batch.num_tokens] = batch.num_tokens - 1
+
+    _laid_out(patch, spoil)
+
+
+def _too_few_tiles(patch: pytest.MonkeyPatch) -> None:
+    """Only as many tiles as full ones would be."""
+    tiles = device_batch._tiles
+
+    def wrong(flat: Any, step: int, form: Any) -> Any:
+        found = tiles(flat, step, form)
+        return found if form is None else found[: max(1, len(flat.ids) // step)]
+
+    patch.setattr(device_batch, "_tiles", wrong)
+
+
+def _graphs_without_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A graph of fewer or more tokens is good enough."""
+    _graphs_but_for(patch, num_tokens=0)
+
+
+def _graphs_without_chunk_widths(patch: pytest.MonkeyPatch) -> None:
+    """A graph of other widths of chunks is good enough."""
+    _graphs_but_for(patch, chunk_widths=())
+
+
+def _logits_in_the_order_of_rows(patch: pytest.MonkeyPatch) -> None:
+    """Rows that sample are not first."""
+    lay = device_batch._Flat.__init__
+
+    def wrong(self: Any, rows: Any) -> None:
+        lay(self, rows)
+        self.logit_index.sort()
+
+    patch.setattr(device_batch._Flat, "__init__", wrong)
+
+
+def _logits_of_the_recording(patch: pytest.MonkeyPatch) -> None:
+    """The places of the logits are those of the step that was recorded."""
+    make = DeviceStep.__init__
+
+    def wrong(self: DeviceStep, *args: Any) -> None:
+        make(self, *args)
+        if self.logit_index is not None:
+            self.logit_index = self.logit_index.clone()
+
+    patch.setattr(DeviceStep, "__init__", wrong)
+
+
 PLANTED: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     _fence_early,
     _inputs_at_once,
     _graphs_without_addresses,
-    _graphs_without_forms,
+    _graphs_without_widths,
+    _graphs_without_chunk_widths,
+    _graphs_without_tokens,
     _recorded_but_not_replayed,
     _tables_stay,
     _tables_too_early,
     _tokens_not_filled_in,
     _weights_not_rebound,
     _padding_writes,
+    _mixed_padding_writes,
+    _padding_rows_decode_a_token,
+    _too_few_tiles,
+    _logits_in_the_order_of_rows,
+    _logits_of_the_recording,
 )
 
 

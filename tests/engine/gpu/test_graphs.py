@@ -1,4 +1,4 @@
-"""Which decode steps are recorded, how long they are kept, and what the fake's graphs are worth."""
+"""Which steps are recorded, how long they are kept, and what the fake's graphs are worth."""
 
 from functools import partial
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 
 from engine.backend.device import Event
 from engine.errors import CaptureFailed
-from engine.gpu.device_batch import DecodeForm, row_bucket, width_bucket
-from engine.gpu.graphs import DecodeGraphs, GraphKey
+from engine.gpu.device_batch import StepForm, row_bucket, width_bucket
+from engine.gpu.graphs import GraphKey, StepGraphs
 from tests.engine.fake_device import FakeDevice, FakeStream
 
 
 def key(instance: str = "u", rows: int = 1, weights: tuple[int, ...] = (1,)) -> GraphKey:
-    return GraphKey(instance, DecodeForm(rows, (16,)), weights, (7,))
+    return GraphKey(instance, StepForm(rows, 0, rows, 0, (16,), (0,)), weights, (7,))
 
 
 class Rig:
@@ -23,7 +23,7 @@ class Rig:
     def __init__(self, limit_bytes: int = 1 << 20, seed: int | None = None) -> None:
         self.device = FakeDevice(seed, lazy=1.0)
         self.stream: FakeStream = self.device.stream()
-        self.graphs = DecodeGraphs(self.device, limit_bytes, self.mark)
+        self.graphs = StepGraphs(self.device, limit_bytes, self.mark)
         self.value = torch.zeros(4)
         self.num_launched = 0
 
@@ -52,7 +52,7 @@ def test_launched_then_recorded_then_replayed() -> None:
         assert rig.run(key()) == [number + 1.0] * 4
     # Once by hand, once to be recorded; python runs no more.
     assert (rig.num_launched, rig.device.num_captures, rig.device.num_replays) == (2, 1, 4)
-    assert rig.count("graph_replays") == 4
+    assert (rig.count("graph_replays"), rig.count("steps_not_replayed")) == (4, 1)
 
 
 def test_another_address_is_another_graph() -> None:
@@ -122,7 +122,15 @@ def test_what_no_capture_takes_is_launched_for_ever(look: Any) -> None:
         rig.device.capture(rig.work)
     for _ in range(4):
         rig.run(key())
-    assert rig.count("graphs_captured") == 0
+    assert (rig.count("graphs_captured"), rig.count("graphs_refused")) == (0, 1)
+
+
+def test_what_has_no_key_is_launched_and_counted() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.stream.run(lambda: rig.graphs.run(None, rig.work))
+    rig.stream.record().wait()
+    assert (rig.num_launched, rig.count("steps_not_replayed"), len(rig.graphs)) == (3, 3, 0)
 
 
 def test_seen_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
