@@ -32,6 +32,7 @@ from kernels.decoder_layer import (
     Product,
     decoder_layer,
 )
+from kernels.few_rows import takes
 from kernels.gate_mul import Activation
 from kernels.paged_attention import BlockGeometry, LayerGeometry, PagedBatch, largest_unit_bytes
 from kernels.paged_decode import choose_splits
@@ -201,7 +202,7 @@ def launch_layer(model: Model, step: Step, arch: int) -> None:
         decode=decode,
     )
     x, form = _empty(num_tokens, model.hidden), _form(model)
-    operations = replace(KERNELS, product=_no_product)
+    operations = replace(KERNELS, product=_few_or_none)
     for residual in (None, _empty(num_tokens, model.hidden)):
         decoder_layer(x, residual, _weights(model), form, where, operations)
 
@@ -233,18 +234,21 @@ def _weights(model: Model) -> LayerWeights:
     of_head = _empty(model.head_dim) if model.head_norms else None
     return LayerWeights(
         norm,
-        Product(_empty(out, 1), _empty(out) if model.bias else None),
-        Product(_empty(model.hidden, 1)),
+        Product(_empty(out, model.hidden), _empty(out) if model.bias else None),
+        Product(_empty(model.hidden, model.heads * model.head_dim)),
         norm,
-        Product(_empty(2 * model.intermediate, 1)),
-        Product(_empty(model.hidden, 1)),
+        Product(_empty(2 * model.intermediate, model.hidden)),
+        Product(_empty(model.hidden, model.intermediate)),
         of_head,
         of_head,
     )
 
 
-def _no_product(x: torch.Tensor, product: Product) -> torch.Tensor:
+def _few_or_none(x: torch.Tensor, product: Product) -> torch.Tensor:
+    """Products of many rows are the vendor's library's."""
     assert isinstance(product.weight, torch.Tensor)
+    if takes(x, product.weight):
+        return KERNELS.product(x, product)
     return x.new_empty(len(x), len(product.weight))
 
 

@@ -24,14 +24,18 @@ from typing import Any
 
 import torch
 
-from bench import command, kernel_attention_cases, kernel_cases
+from bench import command, few_rows_cases, kernel_attention_cases, kernel_cases
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
 from kernels.triton_api import HAS_TRITON
 
 DEFAULT_OUT = Path(__file__).with_name("results") / "gpu"
-CASES: tuple[Case, ...] = (*kernel_attention_cases.CASES, *kernel_cases.CASES)
+CASES: tuple[Case, ...] = (
+    *kernel_attention_cases.CASES,
+    *few_rows_cases.CASES,
+    *kernel_cases.CASES,
+)
 LEFT = 3
 Results = dict[str, dict[str, Any]]
 Measure = Callable[[Call, int, bool], Timing]

@@ -11,6 +11,8 @@
     8  h = act(gate) up                              gate_mul
     9  x = h Wdown                                   a product
 
+One to four rows of plain weights take six: 1 and 2 are one launch, 6 to 8 another (few_rows.py).
+
 The layer takes (x, residual) and gives (x, residual), the last product not yet added: the next
 layer's first call does that, and after the last layer the model's own norm. The first layer takes
 the embeddings as x and no residual.
@@ -26,10 +28,12 @@ their modules'. Nothing here waits for the device or looks at it.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from kernels.few_rows import Norm, few_rows, takes
 from kernels.gate_mul import Activation, gate_mul, gate_mul_ref
 from kernels.head_norm import head_norm_, head_norm_ref_
 from kernels.int4_blocks import INT4_BLOCKS, int4_blocks_linear, int4_blocks_linear_ref
@@ -112,7 +116,10 @@ class LayerStep:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """The calls of a layer, by one implementation."""
+    """The calls of a layer, by one implementation.
+
+    few_rows: norm, product and gate as one call, for what `few_rows.takes`; or None.
+    """
 
     norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     product: Callable[[torch.Tensor, Product], torch.Tensor]
@@ -120,6 +127,7 @@ class Operations:
     write: Callable[..., torch.Tensor]
     attend: Callable[[torch.Tensor, LayerForm, LayerStep], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
+    few_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 def decoder_layer(
@@ -131,13 +139,7 @@ def decoder_layer(
     operations: Operations,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x, residual), each [T, hidden], to the same of the next layer; K and V are written."""
-    norm = {
-        "multiplier": form.residual_multiplier,
-        "unit_offset": form.unit_offset,
-        "center": form.center,
-    }
-    y, residual = operations.norm(x, weights.input_norm, form.eps, residual, **norm)
-    qkv = operations.product(y, weights.qkv)
+    qkv, residual = _normed_product(x, residual, weights.input_norm, weights.qkv, form, operations)
     if weights.q_norm is not None:
         operations.head_norm_(
             qkv,
@@ -151,11 +153,51 @@ def decoder_layer(
     query = operations.write(*split_heads(qkv, form), form, step)
     attended = operations.attend(query, form, step)
     x = operations.product(attended.view(len(qkv), -1), weights.out)
-    y, residual = operations.norm(x, weights.post_norm, form.eps, residual, **norm)
     if weights.mlp is not None:
+        y, residual = _normed(x, residual, weights.post_norm, form, operations)
         return weights.mlp(y[None])[0], residual
-    hidden = operations.gate_mul(operations.product(y, weights.gate_up), form.activation)
+    hidden, residual = _normed_product(
+        x, residual, weights.post_norm, weights.gate_up, form, operations, form.activation
+    )
     return operations.product(hidden, weights.down), residual
+
+
+def _normed_product(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    product: Product,
+    form: LayerForm,
+    operations: Operations,
+    activation: Activation | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm and its product, and the gate of it with an activation; and the new residual."""
+    weight = product.weight
+    few = operations.few_rows
+    if few is not None and isinstance(weight, torch.Tensor) and takes(x, weight, normed=True):
+        how = Norm(norm_weight, form.eps, **_norm_options(form))
+        return few(x, weight, product.bias, how, residual, activation)
+    y, residual = _normed(x, residual, norm_weight, form, operations)
+    y = operations.product(y, product)
+    return (y if activation is None else operations.gate_mul(y, activation)), residual
+
+
+def _normed(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    form: LayerForm,
+    operations: Operations,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return operations.norm(x, norm_weight, form.eps, residual, **_norm_options(form))
+
+
+def _norm_options(form: LayerForm) -> dict[str, Any]:
+    return {
+        "multiplier": form.residual_multiplier,
+        "unit_offset": form.unit_offset,
+        "center": form.center,
+    }
 
 
 def split_heads(
@@ -178,13 +220,15 @@ def _product_ref(x: torch.Tensor, product: Product) -> torch.Tensor:
 
 
 def _product(x: torch.Tensor, product: Product) -> torch.Tensor:
-    """A plain product is the vendor's library's: nothing is fused into it that would pay."""
+    """A plain product of many rows is the vendor's library's: nothing fused into it would pay."""
     if isinstance(product.weight, Int4Weight):
         return int4_linear(x, product.weight, product.bias)
     if product.scale is not None:
         return scaled_linear(x, product.weight, product.scale, product.bias)
     if product.weight.dtype == torch.uint8:
         return int4_blocks_linear(x, product.weight, product.bias, product.scheme)
+    if takes(x, product.weight):
+        return few_rows(x, product.weight, product.bias)[0]
     return functional.linear(x, product.weight, product.bias)
 
 
@@ -259,4 +303,4 @@ def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tens
 REFERENCE = Operations(
     rms_norm_ref, _product_ref, head_norm_ref_, _write_ref, _attend_ref, gate_mul_ref
 )
-KERNELS = Operations(rms_norm, _product, head_norm_, _write, _attend, gate_mul)
+KERNELS = Operations(rms_norm, _product, head_norm_, _write, _attend, gate_mul, few_rows)

@@ -21,7 +21,7 @@ from kernels.triton_api import Declared, cdiv, check_out, check_rows, jit, tl
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "gelu"]
 
 BLOCK = 1024
-_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 
 
 def gate_mul_ref(x: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -32,6 +32,21 @@ def gate_mul_ref(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     else:
         gate = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return (gate * up).to(x.dtype)
+
+
+@jit
+def activated(gate: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
+    """The activation of a float32, by its code."""
+    if ACTIVATION == 0:
+        # Beyond 80 the result is 0 to float32, and the exponential would overflow.
+        gate = gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
+    elif ACTIVATION == 1:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        # tanh(u)/2 + 1/2 is the logistic function of 2u.
+        gate = gate / (1.0 + tl.exp(tl.minimum(-2.0 * inner, 80.0)))
+    else:
+        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    return gate
 
 
 @jit
@@ -48,15 +63,7 @@ def _gate_mul_kernel(
     inside = column < columns
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + columns + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == 0:
-        # Beyond 80 the result is 0 to float32, and the exponential would overflow.
-        gate = gate / (1.0 + tl.exp(tl.minimum(-gate, 80.0)))
-    elif ACTIVATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh(u)/2 + 1/2 is the logistic function of 2u.
-        gate = gate / (1.0 + tl.exp(tl.minimum(-2.0 * inner, 80.0)))
-    else:
-        gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    gate = activated(gate, ACTIVATION)
     tl.store(y + row * columns + column, (gate * up).to(y.dtype.element_ty), mask=inside)
 
 
@@ -78,7 +85,7 @@ def gate_mul(
             out,
             columns,
             rows.stride(0),
-            ACTIVATION=_CODES[activation],
+            ACTIVATION=ACTIVATION_CODES[activation],
             BLOCK=BLOCK,
             num_warps=4,
         )
@@ -92,5 +99,5 @@ DECLARED = tuple(
         {"x": "*bf16:16", "y": "*bf16:16", "columns": "i32:16", "x_stride": "i32:16"},
         {"ACTIVATION": code, "BLOCK": BLOCK},
     )
-    for activation, code in _CODES.items()
+    for activation, code in ACTIVATION_CODES.items()
 )

@@ -27,6 +27,8 @@ def test_a_model_is_compiled_and_each_kernel_once() -> None:
     # With and without a residual; as a whole and in parts.
     assert made.pop("_rms_norm_kernel") == 2
     assert made.pop("_decode_kernel") == 2
+    # For one row: q, k and v of the first layer and of others, gate and up, two depths.
+    assert made.pop("_few_rows_kernel") == 5
     assert set(made.values()) == {1}
     assert {"_write_kernel", "_prefill_kernel", "_join_kernel", "_cut_kernel"} <= set(made)
-    assert lines[-1] == [str(sum(made.values()) + 4), "kernels"]
+    assert lines[-1] == [str(sum(made.values()) + 9), "kernels"]
