@@ -12,11 +12,12 @@ ARGS     ?=
 JOBS     ?= 2
 
 VENV := .venv
+IMAGE := .venv-cuda-image
 BIN  := $(VENV)/bin
 BARE := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PIP  := $(BARE) -c constraints.txt
 
-.PHONY: help setup setup-locked serve test check files bench soak soak-server clean
+.PHONY: help setup setup-locked serve test check cuda-image files bench soak soak-server clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -56,6 +57,18 @@ check: $(VENV)/.dev  ## run ruff, the formatting check and mypy --strict
 
 test: $(VENV)/.dev  ## run all tests except the long ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# Registration, kernels and the GPU's path on what GPU machines often have: older torch, Triton and
+# transformers, a newer Python. No GPU is needed.
+cuda-image:  ## test with the packages of a common CUDA image in .venv-cuda-image (3 GB to download)
+	$(PYTHON) -m venv $(IMAGE)
+	$(IMAGE)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) \
+		-r bench/requirements-cuda-image.txt -e '.[dev]'
+	$(IMAGE)/bin/python -m bench.gpu --dry-run
+	$(IMAGE)/bin/python -m bench.gpu_compile
+	$(IMAGE)/bin/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/engine/gpu \
+		tests/engine/backend tests/engine/registration tests/bench/test_gpu.py \
+		tests/bench/test_gpu_compile.py $(ARGS)
 
 files:  ## write docs/files.md, the list of all files
 	$(PYTHON) -m tests.files_page
