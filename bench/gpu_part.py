@@ -5,6 +5,7 @@ this process, what was found stays. Memory of the GPU comes back with the proces
 """
 
 import argparse
+import gc
 import json
 import sys
 import traceback
@@ -16,7 +17,6 @@ import torch
 from bench.gpu_parts import run_part
 from bench.gpu_rig import Settings
 from bench.machine import git_revision, versions
-from engine.worker.garbage import settle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     settings = Settings(options.work_dir, options.dry_run)
     failed = False
-    settle()
+    gc.collect()
+    gc.freeze()  # as a worker does
     with options.results.open("a", encoding="utf-8") as results:
         for part in options.names:
             try:

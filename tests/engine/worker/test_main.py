@@ -86,3 +86,17 @@ def wait_for(path: Path, text: str) -> None:
     while text not in path.read_text():
         assert time.monotonic() < deadline, path.read_text()
         time.sleep(0.02)
+
+
+SETTLED = """
+import gc
+from engine.worker.main import settle
+settle()
+assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+assert len(gc.get_objects()) < 1_000, len(gc.get_objects())
+"""
+
+
+def test_imports_are_never_collected() -> None:
+    """In a process of its own: it stays so."""
+    subprocess.run([sys.executable, "-c", SETTLED], check=True)
