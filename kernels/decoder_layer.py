@@ -19,8 +19,9 @@ the embeddings as x and no residual.
 
 Covers pre-norm layers with fused or fusable q, k, v and gate, up: llama, qwen2 (biases), qwen3
 (head norms), mistral (windows), phi3 (fused as they come), granite (multipliers), olmo (norms that
-centre, without weights), gemma's norm and GELU. Not: norms after the branches (olmo2, gemma2),
-parallel branches, experts.
+centre, without weights), gemma's norm and GELU. Where layers of these families have experts,
+a module with its router stands in place of 7 to 9 (`LayerWeights.mlp`), and calls `experts`. Not:
+norms after the branches (olmo2, gemma2), parallel branches.
 
 `REFERENCE` and `KERNELS` are the same nine operations; a layer runs on either. Tensors' shapes are
 their modules'. Nothing here waits for the device or looks at it.
@@ -33,6 +34,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kernels.expert_mlp import ExpertStack, expert_mlp_ref
+from kernels.expert_products import expert_mlp
 from kernels.few_rows import Norm, few_rows, takes
 from kernels.gate_mul import Activation, gate_mul, gate_mul_ref
 from kernels.head_norm import head_norm_, head_norm_ref_
@@ -118,6 +121,7 @@ class LayerStep:
 class Operations:
     """The calls of a layer, by one implementation.
 
+    experts: a mixture's, as `expert_mlp_ref`; its module's router calls it.
     few_rows: norm, product and gate as one call, for what `few_rows.takes`; or None.
     """
 
@@ -127,6 +131,7 @@ class Operations:
     write: Callable[..., torch.Tensor]
     attend: Callable[[torch.Tensor, LayerForm, LayerStep], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
+    experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertStack], torch.Tensor]
     few_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -301,6 +306,14 @@ def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tens
 
 
 REFERENCE = Operations(
-    rms_norm_ref, _product_ref, head_norm_ref_, _write_ref, _attend_ref, gate_mul_ref
+    rms_norm_ref,
+    _product_ref,
+    head_norm_ref_,
+    _write_ref,
+    _attend_ref,
+    gate_mul_ref,
+    expert_mlp_ref,
 )
-KERNELS = Operations(rms_norm, _product, head_norm_, _write, _attend, gate_mul, few_rows)
+KERNELS = Operations(
+    rms_norm, _product, head_norm_, _write, _attend, gate_mul, expert_mlp, few_rows
+)

@@ -3,7 +3,8 @@
     inputs      one copy of pinned bytes (device_batch.py, device_step.py); what the step before has
                 sampled is put in on the device
     layers      fused where engine/running/fusion.py recognises the model, else transformers'
-    modules with our attention over the same tables
+                modules with our attention over the same tables; experts by the layer's operation in
+                both
     graphs      steps of a form that came before are replayed (graphs.py)
     sampling    a few launches (device_sampling.py)
 
@@ -35,6 +36,7 @@ from engine.modules import (
     step_context,
     unbind_weights,
 )
+from engine.modules.experts import use_operation
 from engine.modules.quantized import replace_modules
 from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, recognise
@@ -86,7 +88,8 @@ class DeviceRunner:
         replace_modules(self._model, schemes_in(index))
         buffers_to(self._model, tools.device.torch_device)
         self._body = ModelBody(self._model)
-        self.fused, self.why_not_fused = recognise(self._model, index)
+        by_kernels = use_operation(self._model, tools.operations.experts)
+        self.fused, self.why_not_fused = recognise(self._model, index, experts=by_kernels)
         if self.fused is None:
             logger.info(
                 "model %s runs with PyTorch modules instead of fused kernels: %s",

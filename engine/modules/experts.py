@@ -2,8 +2,10 @@
 
 transformers chooses what its experts modules compute with by a name in the configuration, as for
 attention. Ours is registered beside its own (`register_experts`), and every skeleton that steps run
-is built with it. Three ways, in this order:
+is built with it. Four ways, in this order:
 
+    kernels     plain or int8 weights on a device (kernels/expert_mlp.py), where the gate is of a
+                kind that is known there: nothing waits for the choice, and a graph can record it
     C++         weights in bfloat16, int8 or int4 on a processor (kernels/native/experts.h), where
                 the gate is of a kind that is known there
     torch       rounded weights: the experts that were hit, one after another
@@ -28,6 +30,8 @@ from transformers.integrations.moe import (
 )
 
 from engine.pack import SCALE_SUFFIX
+from kernels.expert_mlp import ExpertStack
+from kernels.gate_mul import Activation
 from kernels.int4_blocks import FORMS, INT4_BLOCKS, ROWS, block_shape, int4_blocks_linear
 from kernels.int8_linear import int8_linear
 from kernels.native_calls import (
@@ -45,17 +49,20 @@ EXPERTS_NAME = "polyhost"
 # What the library's decorator leaves on a module of experts.
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _LIBRARY = "polyhost_library"
+_OPERATION = "polyhost_operation"
 _SCHEME = "_polyhost_scheme"
 """Behind a weight's name: the form of its blocks."""
-_KNOWN_ACTIVATIONS = {
-    type(ACT2FN[name]): ours
-    for name, ours in (("silu", "silu"), ("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"))
+_KNOWN_ACTIVATIONS: Mapping[type, Activation] = {
+    type(ACT2FN["silu"]): "silu",
+    type(ACT2FN["gelu"]): "gelu",
+    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
 }
 # Blocks whose router takes a softmax of one product: is the sum of the chosen weights made one?
 _ROUTERS: Mapping[str, Callable[[Any], bool]] = {
     "Qwen3MoeSparseMoeBlock": lambda router: bool(router.norm_topk_prob),
     "MixtralSparseMoeBlock": lambda router: True,
 }
+ExpertsCall = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertStack], torch.Tensor]
 # Neighbours as gate and up, cut at a limit: (up + 1) gate sigmoid(alpha gate).
 _CLAMPED_PAIRS = frozenset({"GptOssExperts"})
 
@@ -115,11 +122,28 @@ def use_library(model: nn.Module, library: NativeLibrary) -> None:
             setattr(module, _LIBRARY, library)
 
 
+def use_operation(model: nn.Module, operation: ExpertsCall) -> bool:
+    """Experts run by this from now on, where it knows their form; whether that is so of all."""
+    all_known = True
+    for module in model.modules():
+        if is_experts(module):
+            if device_form(module) is None:
+                all_known = False
+            else:
+                setattr(module, _OPERATION, operation)
+    return all_known
+
+
 def experts_forward(
     module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' experts interface: hidden [T, H], top_k_index and top_k_weights [T, K] to
     [T, H]. An index of num_experts or beyond is no expert's."""
+    operation: ExpertsCall | None = getattr(module, _OPERATION, None)
+    if operation is not None:
+        stack = device_form(module)
+        assert stack is not None
+        return operation(hidden, top_k_index.contiguous(), top_k_weights.contiguous(), stack)
     library: NativeLibrary | None = getattr(module, _LIBRARY, None)
     if library is not None and hidden.dtype == torch.bfloat16:
         native, _ = native_form(module, hidden.shape[-1])
@@ -131,6 +155,39 @@ def experts_forward(
         found: torch.Tensor = grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)
         return found
     return _by_torch(module, hidden, top_k_index, top_k_weights)
+
+
+def device_form(module: Any) -> ExpertStack | None:
+    """By the weights of now; None where no kernel knows the gate, or the weights' type."""
+    up, down = (module.get_parameter(leaf) for leaf in _leaves(module))
+    is_plain = up.is_floating_point()
+    if not (is_plain or up.dtype == torch.int8) or down.dtype != up.dtype:
+        return None
+    try:
+        gate = _gate(module)
+    except ValueError:
+        return None
+    clamped = gate.layout == 1
+    values = {
+        f"{ours}_{kind}": getattr(module, leaf + suffix, None)
+        for ours, leaf in (("gate_up", "gate_up_proj"), ("down", "down_proj"))
+        for kind, suffix, there in (
+            ("bias", "_bias", module.has_bias),
+            ("scale", SCALE_SUFFIX, not is_plain),
+        )
+        if there
+    }
+    return ExpertStack(
+        up,
+        down,
+        "silu" if clamped else _KNOWN_ACTIVATIONS[type(module.act_fn)],
+        transposed=module.is_transposed and is_plain,
+        interleaved=clamped,
+        limit=gate.limit if clamped else None,
+        alpha=gate.alpha,
+        plus=gate.shift,
+        **values,
+    )
 
 
 def native_form(module: Any, size: int) -> tuple[Experts | None, str]:

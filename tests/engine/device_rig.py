@@ -25,6 +25,7 @@ def opaque_operations(operations: Operations) -> Operations:
         norm=opaque(operations.norm),
         head_norm_=opaque(operations.head_norm_),
         gate_mul=opaque(operations.gate_mul),
+        experts=opaque(operations.experts),
     )
 
 

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     OlmoConfig,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -31,7 +36,7 @@ from engine.modules.transformers_backend import build_skeleton
 from engine.pack import PackIndex, read_index
 from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
 from engine.registration.convert import inspect, write_pack
-from engine.running.fusion import LAYERS, recognise
+from engine.running.fusion import EXPERT_LAYERS, LAYERS, recognise
 from engine.worker.open_device import Opened
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.flat_reference import FLAT_REFERENCE
@@ -60,6 +65,11 @@ WIDE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 
 
 def configs() -> dict[str, PretrainedConfig]:
@@ -87,6 +97,22 @@ def configs() -> dict[str, PretrainedConfig]:
         "smollm3": SmolLM3Config(**WIDE, no_rope_layers=[1, 0]),
         "olmo2": Olmo2Config(**WIDE),
         "olmo-clipped": OlmoConfig(**WIDE, clip_qkv=0.5),
+        "mixtral": MixtralConfig(**WIDE, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe-dense": Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=16, mlp_only_layers=[1]),
+        "qwen2_moe": Qwen2MoeConfig(
+            **WIDE | {"hidden_size": 128}, **EXPERTS, shared_expert_intermediate_size=48
+        ),
+        "olmoe": OlmoeConfig(**WIDE, num_experts=6, num_experts_per_tok=2),
+        "glm4_moe": Glm4MoeConfig(
+            **WIDE,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
     }
 
 
@@ -95,7 +121,14 @@ BY_MODULES = {
     "gpt_oss": "layers are GptOssDecoderLayer",
     "olmo2": "layers are Olmo2DecoderLayer",
     "olmo-clipped": "queries, keys and values are clipped",
+    "olmoe": "layers are OlmoeDecoderLayer",
+    "glm4_moe": "layers are Glm4MoeDecoderLayer",
 }
+
+
+MIXTURES = frozenset(
+    {"mixtral", "qwen3_moe", "qwen3_moe-dense", "qwen2_moe", "olmoe", "glm4_moe", "gpt_oss"}
+)
 
 
 @pytest.fixture(scope="module")
@@ -173,32 +206,35 @@ def prompts(count: int, longest: int = 30) -> list[list[int]]:
     return [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def test_families_say_what_transformers_says(models: dict[str, TinyModel]) -> None:
-    run = Run(list(models.values()))
+@pytest.mark.parametrize("kind", ["dense", "mixtures"])
+def test_families_say_what_transformers_says(models: dict[str, TinyModel], kind: str) -> None:
+    names = [name for name in models if (name in MIXTURES) == (kind == "mixtures")]
+    run = Run([models[name] for name in names])
     asks = [
         ask(10 * i + j, name, prompt, 12)
-        for i, name in enumerate(models)
+        for i, name in enumerate(names)
         for j, prompt in enumerate(prompts(3))
     ]
     said = run.say(asks)
     for one in asks:
         wanted = models[one.model_id].generate(one.prompt_token_ids, 12)
         assert said[one.request_id] == wanted, one.model_id
-    for name in models:
+    for name in names:
         runner = run.runner(name)
         assert runner.why_not_fused == BY_MODULES.get(name, ""), name
         assert (runner.fused is None) == (name in BY_MODULES)
     assert run.opened.graphs is not None
     assert run.opened.graphs.counters["graph_replays"] > 20
+    assert not run.opened.graphs.counters["graphs_refused"]
     run.close()
 
 
 def test_every_fused_class_is_held_to_its_modules(models: dict[str, TinyModel]) -> None:
     seen = {type(model.reference.model.layers[0]).__name__ for model in models.values()}
-    assert seen >= LAYERS
+    assert seen >= LAYERS | EXPERT_LAYERS
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_by_interpreted_kernels(models: dict[str, TinyModel], name: str) -> None:
     """One that is fused; one by its modules, with windows and sinks. Mixed steps and decodes, as
     they are launched and, of the one that is fused, as they are replayed.
