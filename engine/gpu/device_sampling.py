@@ -2,7 +2,7 @@
 
 What is computed is engine/sampling/sampler.py's, operation by operation; what differs is how: rows
 with and without a temperature are drawn by the same two launches (kernels/sampling.py), and only
-rows that cut a tail cost a third. Edits of logits, masks and logprobs are laid out by
+rows that cut a tail cost three more. Edits of logits, masks and logprobs are laid out by
 engine/sampling/sampling_batch.py and brought to the device where a row asks for them.
 
 `Packer` puts many small arrays into one run of bytes, so that one copy brings them to a device.
