@@ -225,6 +225,29 @@ def _pages(rig: Rig, tiny: bool) -> Prepared:
     return Prepared(run, result, exact, 0.0, 2 * count * size, can_capture=False)
 
 
+def _slide(rig: Rig, tiny: bool) -> Prepared:
+    """Weights that move down by a page: as a launch for each page this would be 128."""
+    count, size = (3, 64) if tiny else (128, PAGE)
+    arena = torch.randint(
+        0, 255, ((count + 1) * size,), dtype=torch.uint8, device=rig.device, generator=rig.generator
+    )
+    spoiled, moves = arena.clone(), [(size, 0, count * size)]
+
+    def by(copy: Callable[..., None]) -> tuple[torch.Tensor, ...]:
+        other = arena.clone()
+        copy(other, moves)
+        return (other.double(),)
+
+    return Prepared(
+        lambda: page_copy(spoiled, moves),
+        lambda: by(page_copy),
+        lambda: by(page_copy_ref),
+        0.0,
+        2 * count * size,
+        can_capture=False,
+    )
+
+
 def _layer(num_rows: int, context: int) -> Callable[[Rig, bool], Prepared]:
     """A decode step of one llama-8B layer beside transformers' modules over a ready cache."""
 
@@ -332,6 +355,7 @@ CASES = (
     Case("kv_write 4k tokens", "bytes", _write(1, 4096)),
     Case("rotary 4k tokens", "bytes", _rotary),
     Case("page_copy 64 x 2 MiB", "bytes", _pages),
+    Case("page_copy slide of 256 MiB by 2 MiB", "bytes", _slide),
     Case("layer rows=1 context=1k", "bytes", _layer(1, 1024)),
     Case("layer rows=32 context=1k", "bytes", _layer(32, 1024)),
 )

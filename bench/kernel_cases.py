@@ -7,7 +7,7 @@ the same.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
@@ -175,9 +175,11 @@ def _linear(kind: str, rows: int, n: int = 28672, k: int = 4096) -> Callable[[Ri
     return build
 
 
-def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared]:
+def _draw(
+    rows: int, top_k: int, top_p: float, vocab: int = 256_000
+) -> Callable[[Rig, bool], Prepared]:
     def build(rig: Rig, tiny: bool) -> Prepared:
-        m, vocab_size = (2, 300) if tiny else (rows, 256_000)
+        m, vocab_size = (2, 300) if tiny else (rows, vocab)
         logits = 4 * rig.rand(m, vocab_size).sub_(1e-7).clamp_(min=1e-7).logit_()
         cuts = top_k > 0 or top_p < 1
         device = rig.device
@@ -189,6 +191,7 @@ def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared
             torch.full((m,), top_p, dtype=torch.float64, device=device),
             torch.arange(m if cuts else 0, device=device),
         )
+        greedy = replace(how, temperature=torch.zeros(m, device=device), cut=how.cut[:0])
 
         def plain() -> object:
             """Sort, cut, draw: what torch offers."""
@@ -204,7 +207,7 @@ def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared
             lambda: (draw_ref(logits, how)[0].double(),),
             0.0,
             4 * m * vocab_size,
-            peers={"torch sort": plain},
+            peers={"torch sort": plain, "greedy": lambda: draw(logits, greedy)},
             waiting=frozenset({"torch sort"}),  # multinomial checks its weights on the host
         )
 
@@ -292,6 +295,10 @@ CASES = (
         Case(f"draw rows={m} V=256k {name}", "bytes", _draw(m, k, p))
         for m in (1, 32)
         for name, k, p in (("plain", 0, 1.0), ("top_k=50", 50, 1.0), ("top_p=0.95", 0, 0.95))
+    ),
+    *(
+        Case(f"draw rows={m} V=128,256 top_k=20 top_p=0.95", "bytes", _draw(m, 20, 0.95, 128_256))
+        for m in (1, 256)
     ),
     Case("penalties rows=32 2000 tokens each", "bytes", _penalties(32)),
     Case("top_logprobs rows=32 V=256k 20", "bytes", _logprobs(32)),

@@ -37,6 +37,7 @@ from kernels import (
     rotary,
     sampling,
     scaled_linear,
+    tail_cut,
     top_logprobs,
 )
 from kernels.triton_api import ARCHS, HAS_TRITON, Declared
@@ -63,6 +64,7 @@ DECLARED: tuple[Declared, ...] = (
     *rotary.DECLARED,
     *sampling.DECLARED,
     *scaled_linear.DECLARED,
+    *tail_cut.DECLARED,
     *top_logprobs.DECLARED,
 )
 

@@ -22,8 +22,15 @@ import torch
 from engine.backend import Device
 from engine.errors import IntegrityError
 from engine.gpu.device_batch import DeviceBatch, DeviceKvCache
-from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, sample_rows
-from engine.gpu.device_step import DeviceStep, DeviceTable, InputBuffer, bring, cut_of
+from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, on_host, sample_rows
+from engine.gpu.device_step import (
+    DeviceStep,
+    DeviceTable,
+    InputBuffer,
+    bring,
+    bring_back,
+    cut_of,
+)
 from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory import Owner, PagePool, plan_pack
 from engine.modules import (
@@ -217,10 +224,15 @@ class DeviceRunner:
         )
         if num_sampling < len(logits):
             output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
-        return output if prompt is None else replace(output, prompt=prompt)
+        output = output if prompt is None else replace(output, prompt=prompt)
+        # Behind the step's kernels and before its event: whoever waits for that reads memory only.
+        return replace(output, on_host=on_host(output, self._bring_back))
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return bring(self._tools.device, tensor)
+
+    def _bring_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        return bring_back(self._tools.device, tensor)
 
 
 def _fill_in(step: DeviceStep, sampled: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 What is computed is engine/sampling/sampler.py's, operation by operation; what differs is how: rows
 with and without a temperature are drawn by the same two launches (kernels/sampling.py), and only
-rows that cut a tail cost a third. Edits of logits, masks and logprobs are laid out by
+rows that cut a tail cost three more. Edits of logits, masks and logprobs are laid out by
 engine/sampling/sampling_batch.py and brought to the device where a row asks for them.
 
 `Packer` puts many small arrays into one run of bytes, so that one copy brings them to a device.
@@ -41,7 +41,7 @@ COLDEST = 1e-33
 """Temperatures between 0 and this do as this does (kernels/sampling.py)."""
 NO_LIMIT = (1 << 31) - 1
 Bring = Callable[[torch.Tensor], torch.Tensor]
-"""A tensor of the host to the device, in the order of the steps."""
+"""A tensor of the host to the device, or back, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +191,25 @@ def sample_rows(
     count = min(batch.num_logprobs, raw.shape[1])
     chosen, ids, values = operations.top_logprobs(raw, tokens.index_select(0, wanted), count)
     return SampleOutput(tokens, bad, Logprobs(chosen, ids, values))
+
+
+def on_host(output: SampleOutput, bring_back: Bring) -> SampleOutput:
+    """All of it by `bring_back`, which takes tensors to the host in the order of the steps."""
+
+    def logprobs(found: Logprobs | None) -> Logprobs | None:
+        if found is None:
+            return None
+        parts = (found.chosen, found.top_ids, found.top_values)
+        return Logprobs(*(bring_back(part) for part in parts))
+
+    others = output.unsampled_broken
+    return SampleOutput(
+        bring_back(output.token_ids),
+        bring_back(output.broken),
+        logprobs(output.logprobs),
+        logprobs(output.prompt),
+        None if others is None else bring_back(others),
+    )
 
 
 def _change(

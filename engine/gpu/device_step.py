@@ -102,6 +102,17 @@ def bring(device: Device, tensor: torch.Tensor) -> torch.Tensor:
     return there.view(tensor.dtype).view(tensor.shape)
 
 
+def bring_back(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device to the host's pinned memory, in the order of the steps.
+
+    Nobody waits: the host may read it when the step has ended.
+    """
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    pinned = device.host_buffer(len(raw))
+    pinned.copy_(raw, non_blocking=True)
+    return pinned.view(tensor.dtype).view(tensor.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """One layer group's part of a step."""

@@ -254,6 +254,15 @@ def _tokens_not_filled_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_runner, "_fill_in", lambda step, sampled: None)
 
 
+def _results_not_brought_back(patch: pytest.MonkeyPatch) -> None:
+    """The host reads its buffer as it was before the copy."""
+
+    def uncopied(device: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor)
+
+    patch.setattr(device_runner, "bring_back", uncopied)
+
+
 def _weights_not_rebound(patch: pytest.MonkeyPatch) -> None:
     """Moved weights are read where they were."""
     bind = DeviceRunner.bind
@@ -367,6 +376,7 @@ PLANTED: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     _tables_stay,
     _tables_too_early,
     _tokens_not_filled_in,
+    _results_not_brought_back,
     _weights_not_rebound,
     _padding_writes,
     _mixed_padding_writes,
