@@ -47,7 +47,9 @@ def write_flat_ref(
     return rotary_ref(query, cos, sin, form.interleaved).to(query.dtype)
 
 
-def attend_flat_ref(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
+def attend_flat_ref(
+    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor | None = None
+) -> torch.Tensor:
     """query [T, heads, k_dim] -> [T, heads, v_dim]; zeros for padding rows."""
     out = query.new_zeros(len(query), form.num_heads, step.geometry.layer.v_dim)
     for rows in (step.rows, step.decode):

@@ -15,6 +15,7 @@ import torch
 from engine.backend import Device
 from engine.gpu.device_batch import DeviceBatch, RowFields
 from engine.memory import ChunkTable, GroupPlan, KvPlan
+from engine.running import ScheduledRow
 from kernels.decoder_layer import LayerForm, LayerStep
 from kernels.paged_attention import PagedBatch
 from kernels.paged_decode import choose_splits
@@ -153,6 +154,8 @@ class DeviceStep:
             for group, table, where in zip(batch.plan.groups, tables, fields.groups, strict=True)
         ]
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
+        # A recorded step serves rows of any context.
+        self._whole = () if batch.form is not None else whole_rows(batch.rows)
 
     def layer(
         self,
@@ -180,6 +183,7 @@ class DeviceStep:
             tiles=self._tiles_of(g, num_heads // heads),
             num_splits=splits,
             decode=group.decode,
+            whole=self._whole,
         )
 
     def attended(
@@ -216,6 +220,19 @@ class DeviceStep:
             on_host = tiles_of(rows, group_heads, shape.block_m, torch.device("cpu"))
             found = self._tiles[g, group_heads] = bring(self._device, on_host)
         return found
+
+
+def whole_rows(rows: Sequence[ScheduledRow]) -> tuple[tuple[int, int], ...]:
+    """(first token, length) of rows of several tokens; none where one has a context before them."""
+    found, start = [], 0
+    for row in rows:
+        length = row.num_scheduled_tokens
+        if length > 1:
+            if row.first:
+                return ()
+            found.append((start, length))
+        start += length
+    return tuple(found)
 
 
 def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:
