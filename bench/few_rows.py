@@ -26,9 +26,8 @@ from bench.few_rows_cases import PRODUCTS, Inputs, Product, inputs_of
 from bench.gpu_compile import compiling
 from bench.kernel_cases import Rig
 from bench.kernel_timing import Ceilings, ceilings, measure
-from kernels import few_rows
+from kernels import dependent, few_rows
 from kernels.few_rows import Shape, shape_for
-from kernels.prefill_shape import HOPPER
 from kernels.triton_api import HAS_TRITON, next_power_of_2
 
 WARP = 32
@@ -59,7 +58,6 @@ def compile_one(task: tuple[Product, int, Shape], arch: int) -> str:
     """In a process of its own, into Triton's cache. The fault in words, or nothing."""
     product, rows, shape = task
     rig = Rig(torch.device("cpu"), torch.bfloat16, torch.Generator())
-    few_rows.can_depend = lambda device: arch >= HOPPER
     try:
         with compiling(arch) as taken:
             inputs_of(replace(product, n=32), rows, rig).together(shape=shape)
@@ -134,17 +132,17 @@ def chain(rows: int, rig: Rig, limits: Ceilings, num_layers: int, repeats: int) 
 
         return all_of_them
 
-    was = few_rows.DEPENDENT_LAUNCH
-    for name, dependent, call in (
+    was = dependent.DEPENDENT_LAUNCH
+    for name, on, call in (
         ("separate", False, Inputs.separate),
         ("together", False, Inputs.together),
         ("together, dependent", True, Inputs.together),
     ):
-        few_rows.DEPENDENT_LAUNCH = dependent
+        dependent.DEPENDENT_LAUNCH = on
         us = measure(run(call), repeats)["median_us"]
         share = size / us / 1e3 / limits["copy_gb_s"]
         print(f"layer of 8B rows={rows} {name:22} {us / num_layers:8.1f} us {share:6.1%}")
-    few_rows.DEPENDENT_LAUNCH = was
+    dependent.DEPENDENT_LAUNCH = was
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Kernels on a GPU: first correct in bf16, then how fast, beside what else there is.
 
     python -m bench.kernels [--out bench/results/gpu] [--only TEXT] [--part-s 450] [--repeats 60]
-        [--no-flex]
+        [--no-flex] [--no-dependent]
     python -m bench.kernels --dry-run
 
 Every case runs on fresh random inputs against an exact reference; one that is off is reported and
@@ -29,6 +29,7 @@ from bench import command, few_rows_cases, kernel_attention_cases, kernel_cases
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
+from kernels import dependent
 from kernels.triton_api import HAS_TRITON
 
 DEFAULT_OUT = Path(__file__).with_name("results") / "gpu"
@@ -201,6 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--no-flex", action="store_true", help="without flex attention, which compiles for long"
     )
+    parser.add_argument(
+        "--no-dependent", action="store_true", help="start no kernel before the last has ended"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the cases")
     options = parser.parse_args(arguments)
     chosen = [case for case in CASES if options.only in case.name]
@@ -231,6 +235,7 @@ def _on_device(chosen: Sequence[Case], options: argparse.Namespace) -> int:
     def save(found: Results) -> None:
         write(options.out, device, found)
 
+    dependent.DEPENDENT_LAUNCH &= not options.no_dependent
     with torch.inference_mode():
         left = run_part(chosen, results, run, save, options.part_s, time.monotonic)
     if left:

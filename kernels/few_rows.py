@@ -20,10 +20,9 @@ Bytes moved: n k elements; a product of few rows is as fast as its weight is rea
   make programs enough to fill a GPU, so k is cut among threads only and nothing is joined.
 - The eight neighbours that a thread holds are summed at once: an eighth of the accumulators.
 - Each program computes the norm of the rows itself. They lie in the caches; W does not.
-- With `DEPENDENT_LAUNCH` a program is started while the launch before it drains, asks for its first
-  weights and only then waits for that launch. Nothing that a step computes is read before the wait.
-  Weights are moved and loaded by ordinary launches and copies, and every step begins with some, so
-  they are in place before the first of these kernels of a step can start.
+- Launches are dependent (dependent.py): a program asks for its first weights while the launch
+  before drains, and only then waits for it. Weights are moved and loaded by ordinary launches and
+  copies, and every step begins with some, so they are there before the first of these can start.
 
 None of these expectations is measured yet: bench/few_rows.py measures them on a GPU.
 """
@@ -34,12 +33,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from kernels.dependent import dependent, enter
 from kernels.gate_mul import ACTIVATION_CODES, Activation, activated, gate_mul_ref
-from kernels.prefill_shape import HOPPER, capability
+from kernels.prefill_shape import HOPPER
 from kernels.rms_norm import rms_norm_ref
 from kernels.triton_api import (
     ARCHS,
-    HAS_TRITON,
     Declared,
     cdiv,
     check_out,
@@ -52,8 +51,6 @@ from kernels.triton_api import (
 MAX_ROWS = 4
 # Of a norm's row: a program keeps all of it in registers for a moment.
 MAX_NORM_COLUMNS = 16384
-# Programmatic dependent launch, where the GPU and Triton have it. False: launches one by one.
-DEPENDENT_LAUNCH = True
 # Values that a 16-byte load of bfloat16 gives a thread.
 VECTOR = 8
 
@@ -213,9 +210,7 @@ def _few_rows_kernel(
         tiles += (tile,)  # type: ignore[assignment]
         piece = tl.load(tile, mask=first, other=0.0, eviction_policy="evict_first")
         pieces += (piece,)  # type: ignore[assignment]
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    enter(DEPENDENT)
 
     offsets, means, factors = (), (), ()
     for r in tl.static_range(ROWS):
@@ -309,7 +304,6 @@ def few_rows(
     rows = next_power_of_2(m)
     cut = shape or shape_for(rows, n, k, activation is not None)
     how = norm or Norm(None, 0.0)
-    dependent = DEPENDENT_LAUNCH and can_depend(x.device)
     _few_rows_kernel[(cdiv(n, cut.block_n),)](
         x,
         residual if residual is not None else x,
@@ -332,21 +326,14 @@ def few_rows(
         CENTER=how.center,
         HAS_BIAS=bias is not None,
         ACTIVATION=-1 if activation is None else ACTIVATION_CODES[activation],
-        DEPENDENT=dependent,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         VECTOR=VECTOR,
         K_PAD=next_power_of_2(k) if norm is not None else 1,
         num_warps=cut.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **dependent(x.device),
     )
     return y, h
-
-
-def can_depend(device: torch.device) -> bool:
-    """Whether launches there may begin before the one before has ended: Hopper on."""
-    known = HAS_TRITON and hasattr(tl.extra.cuda, "gdc_wait")
-    return known and device.type == "cuda" and capability(device) >= HOPPER
 
 
 def _declared(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kernels.dependent import dependent, enter
 from kernels.paged_attention import (
     BlockGeometry,
     LayerGeometry,
@@ -89,8 +90,10 @@ def _write_kernel(
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ) -> None:
     """Program (t, b): HEADS heads of q, or HEADS KV heads of key and value, of one token."""
+    enter(DEPENDENT)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS if HALF > 0 else 0
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -215,6 +218,7 @@ def rotary_write(
         *(stride for tensor in (q, q_out, key, value) for stride in tensor.stride()[:2]),
         *angle.stride(),
         **constants,
+        **dependent(arena.device),
         num_warps=NUM_WARPS,
     )
 
