@@ -15,6 +15,7 @@ import torch
 from engine.backend import Device
 from engine.gpu.device_batch import DeviceBatch, GroupFields, RowFields
 from engine.memory import ChunkTable, GroupPlan, KvPlan
+from engine.running import ScheduledRow
 from kernels.decoder_layer import LayerForm, LayerStep
 from kernels.paged_attention import PagedBatch
 from kernels.paged_decode import choose_splits
@@ -155,6 +156,8 @@ class DeviceStep:
             for g, where in enumerate(fields.groups)
             if where.tiles is not None
         }
+        # A recorded step serves rows of any context.
+        self._whole = () if batch.form is not None else whole_rows(batch.rows)
 
     def _group(
         self, plan: GroupPlan, table: torch.Tensor, where: GroupFields, run: torch.Tensor
@@ -189,6 +192,7 @@ class DeviceStep:
             tiles=self._tiles_of(g, num_heads),
             num_splits=group.num_splits,
             decode=group.decode,
+            whole=self._whole,
         )
 
     def attended(
@@ -231,6 +235,19 @@ def cut_of(plan: GroupPlan, num_heads: int, device: torch.device) -> int:
     layer = plan.block.layer
     shape = launch_shape(layer, capability(device))
     return tile_tokens(max(1, num_heads // layer.num_kv_heads), shape.block_m)
+
+
+def whole_rows(rows: Sequence[ScheduledRow]) -> tuple[tuple[int, int], ...]:
+    """(first token, length) of rows of several tokens; none where one has a context before them."""
+    found, start = [], 0
+    for row in rows:
+        length = row.num_scheduled_tokens
+        if length > 1:
+            if row.first:
+                return ()
+            found.append((start, length))
+        start += length
+    return tuple(found)
 
 
 def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:
