@@ -380,15 +380,16 @@ class Engine:
         token = sampled.token
         logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
         request.token_ids.append(token)
-        if request.num_generated == 1:
+        num_generated = request.num_generated
+        if num_generated == 1:
             self._counters["prompt_tokens"] += request.num_prompt
         self._counters["generation_tokens"] += 1
         if token in request.submit.stop_token_ids:
             self._finish(request, [token], "stop", now_s, logprobs=logprobs)
-        elif request.num_generated >= request.submit.max_tokens:
+        elif num_generated >= request.submit.max_tokens:
             self._finish(request, [token], "length", now_s, logprobs=logprobs)
         else:
-            scores = request.prompt_scores if request.num_generated == 1 else []
+            scores = request.prompt_scores if num_generated == 1 else []
             self._deltas.append(TokenDelta(*request.key, [token], None, logprobs, scores))
 
     def _end_with_error(self, request: Request, now_s: float, error: str) -> None:

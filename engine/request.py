@@ -92,6 +92,15 @@ class SamplingState:
         self.bias_ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
         self.bias_values = np.fromiter(params.logit_bias.values(), dtype=np.float32)
         self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
+        # What most requests are drawn by: temperature, top_p, min_p, top_k.
+        self.numbers = (params.temperature, params.top_p, params.min_p, params.top_k)
+        others = len(self.bias_ids) > 0 or self.penalties is not None or logprobs >= 0
+        # Output tokens up to which something else changes logits, or reports them.
+        self._edited: float = math.inf if others else params.min_tokens if len(self.stop_ids) else 0
+
+    def edits_logits(self, num_output: int) -> bool:
+        """Whether something changes the logits of the token after `num_output`, or reports them."""
+        return num_output < self._edited
 
     @property
     def needs_tokens(self) -> bool:
@@ -246,6 +255,8 @@ class Request:
     device_s, memory_s  what it is charged (`Charges`); prefill_s, of device_s, for its prompt
     held_since_s   second of the device's work up to which its memory is charged; None: holds none
     num_lost       leading positions that a preemption threw away: computing them again is free
+    num_prompt     prompt tokens
+    max_total_tokens  tokens it may reach; the last one's KV is never needed, its slot is reserved
     """
 
     submit: Submit
@@ -272,6 +283,13 @@ class Request:
     constrained: BoundRow | None = None
     encoding: "Encoding | None" = None
     prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    num_prompt: int = field(init=False)
+    max_total_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Numbers that a step asks for several times a row."""
+        self.num_prompt = len(self.submit.prompt_token_ids)
+        self.max_total_tokens = self.num_prompt + self.submit.max_tokens
 
     @classmethod
     def of(
@@ -300,11 +318,6 @@ class Request:
         return self.submit.request_id, self.submit.attempt
 
     @property
-    def num_prompt(self) -> int:
-        """Prompt tokens."""
-        return len(self.submit.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         """Tokens generated so far, as far as known."""
         return len(self.token_ids) - self.num_prompt
@@ -317,7 +330,7 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Tokens whose KV must still be computed; 1 in plain decoding."""
-        return self.num_tokens - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def num_runnable(self) -> int:
@@ -334,6 +347,12 @@ class Request:
         return SampleInput(
             self.sampling, known, num_in_flight=self.num_pending, late_mask=self.constrained
         )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether its next token is chosen by more than its `SamplingState.numbers`."""
+        num_output = self.num_tokens - self.num_prompt
+        return self.sampling.edits_logits(num_output) or self.constrained is not None
 
     @property
     def waits_for_token(self) -> bool:
@@ -357,11 +376,6 @@ class Request:
     def is_complete(self) -> bool:
         """Its last token is on its way at the latest: nothing is left to launch for it."""
         return self.num_tokens >= self.max_total_tokens
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Tokens it may reach; the last one's KV is never needed, its slot is reserved anyhow."""
-        return self.num_prompt + self.submit.max_tokens
 
     @property
     def service_s(self) -> float:
