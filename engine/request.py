@@ -94,6 +94,15 @@ class SamplingState:
         self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
         self.needs_tokens = self.penalties is not None
         """Whether the next token depends on which ones came before, not only on how many."""
+        # What most requests are drawn by: temperature, top_p, min_p, top_k.
+        self.numbers = (params.temperature, params.top_p, params.min_p, params.top_k)
+        others = len(self.bias_ids) > 0 or self.penalties is not None or logprobs >= 0
+        # Output tokens up to which something else changes logits, or reports them.
+        self._edited: float = math.inf if others else params.min_tokens if len(self.stop_ids) else 0
+
+    def edits_logits(self, num_output: int) -> bool:
+        """Whether something changes the logits of the token after `num_output`, or reports them."""
+        return num_output < self._edited
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -334,6 +343,12 @@ class Request:
         return SampleInput(
             self.sampling, known, num_in_flight=self.num_pending, late_mask=self.constrained
         )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether its next token is chosen by more than its `SamplingState.numbers`."""
+        num_output = self.num_tokens - self.num_prompt
+        return self.sampling.edits_logits(num_output) or self.constrained is not None
 
     @property
     def waits_for_token(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.request import SampleInput, uniforms
+from engine.request import SamplingState, uniforms
 from engine.sampling import (
     Logprobs,
     PenaltyEntries,
@@ -32,10 +32,10 @@ ALIGN = 16
 """Bytes; what kernels are compiled for where they load several elements at a time."""
 
 _TYPES = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }
 COLDEST = 1e-33
 """Temperatures between 0 and this do as this does (kernels/sampling.py)."""
@@ -69,7 +69,7 @@ class Packer:
 
     def add(self, array: Any) -> Field:
         """A numpy array; it must not change before `write`."""
-        place = Field(self.num_bytes, array.shape, _TYPES[array.dtype.name])
+        place = Field(self.num_bytes, array.shape, _TYPES[array.dtype])
         self._parts.append((self.num_bytes, np.ascontiguousarray(array)))
         self.num_bytes += -(-array.nbytes // ALIGN) * ALIGN
         return place
@@ -111,46 +111,26 @@ class SamplingFields:
     cut: Field
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """How a step's rows are drawn. `edits`: some row changes its logits or wants logprobs."""
-
-    inputs: tuple[SampleInput, ...]
-    edits: bool
-
-    def pack(self, packer: Packer) -> SamplingFields:
-        """The numbers of all rows."""
-        params = [row.state.params for row in self.inputs]
-        hot = [p.temperature and max(p.temperature, COLDEST) for p in params]
-        positions = [row.state.num_prompt + row.num_output for row in self.inputs]
-        cut = [
-            i
-            for i, p in enumerate(params)
-            if p.temperature > 0 and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)
-        ]
-        drawn = any(p.temperature > 0 for p in params)
-        number = uniforms([p.seed for p in params], positions) if drawn else np.zeros(len(params))
-        top_k = [min(p.top_k, NO_LIMIT) or NO_LIMIT for p in params]
-        return SamplingFields(
-            packer.add(np.array(hot, dtype=np.float32)),
-            packer.add(np.asarray(number, dtype=np.float64)),
-            packer.add(np.array([p.min_p for p in params], dtype=np.float32)),
-            packer.add(np.array(top_k, dtype=np.int32)),
-            packer.add(np.array([p.top_p for p in params], dtype=np.float64)),
-            packer.add(np.array(cut, dtype=np.int64)),
-        )
-
-
-def plan_sampling(inputs: Sequence[SampleInput]) -> SamplingPlan:
-    """From the rows' own states."""
-    return SamplingPlan(tuple(inputs), any(_edits(row) for row in inputs))
-
-
-def _edits(row: SampleInput) -> bool:
-    state = row.state
-    early = len(state.stop_ids) > 0 and row.num_output < state.params.min_tokens
-    asks = bool(len(state.bias_ids)) or state.penalties is not None or state.logprobs >= 0
-    return asks or early or row.is_masked
+def pack_sampling(
+    packer: Packer, states: Sequence[SamplingState], positions: Sequence[int]
+) -> SamplingFields:
+    """How rows are drawn. `positions`: of the tokens to come, by which their numbers are drawn."""
+    numbers = np.array([state.numbers for state in states], dtype=np.float64).reshape(-1, 4)
+    temperature, top_p, min_p, top_k = numbers.T
+    hot = temperature > 0
+    number = np.zeros(len(states))
+    if hot.any():
+        number = uniforms([state.params.seed for state in states], positions)
+    cut = np.flatnonzero(hot & ((min_p > 0) | (top_k > 0) | (top_p < 1)))
+    top_k = np.where(top_k > 0, np.minimum(top_k, NO_LIMIT), NO_LIMIT)
+    return SamplingFields(
+        packer.add(np.where(hot, np.maximum(temperature, COLDEST), 0).astype(np.float32)),
+        packer.add(number),
+        packer.add(min_p.astype(np.float32)),
+        packer.add(top_k.astype(np.int32)),
+        packer.add(np.ascontiguousarray(top_p)),
+        packer.add(cut),
+    )
 
 
 def sample_rows(

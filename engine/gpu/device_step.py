@@ -9,6 +9,7 @@ else may ever lie at an address that graphs know. It is less than what took its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -146,18 +147,22 @@ class DeviceStep:
         self.positions = fields.positions.of(run)
         self.source = fields.source.of(run)
         self.logit_index = None if fields.logit_index is None else fields.logit_index.of(run)
-        self._groups = [
-            self._group(group, table, where, run)
-            for group, table, where in zip(batch.plan.groups, tables, fields.groups, strict=True)
-        ]
+        self._run = run
+        self._tables = tables
+        self._fields = fields.groups
         self._lengths = batch.lengths
-        self._tiles = {
-            (g, where.tile_tokens): where.tiles.of(run)
-            for g, where in enumerate(fields.groups)
-            if where.tiles is not None
-        }
         # A recorded step serves rows of any context.
         self._whole = () if batch.form is not None else whole_rows(batch.rows)
+        self._tiles: dict[tuple[int, int], torch.Tensor] = {}
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        """Made when a layer is launched: a step that is replayed needs none."""
+        plans = self.plan.groups
+        return [
+            self._group(group, table, where, self._run)
+            for group, table, where in zip(plans, self._tables, self._fields, strict=True)
+        ]
 
     def _group(
         self, plan: GroupPlan, table: torch.Tensor, where: GroupFields, run: torch.Tensor
@@ -223,7 +228,9 @@ class DeviceStep:
         if self._groups[g].prefill is None:
             return None
         size = cut_of(self._groups[g].plan, num_heads, self._device.torch_device)
-        found = self._tiles.get((g, size))
+        found, where = self._tiles.get((g, size)), self._fields[g]
+        if found is None and where.tiles is not None and size == where.tile_tokens:
+            found = self._tiles[g, size] = where.tiles.of(self._run)
         if found is None:
             on_host = torch.tensor(cut_rows(*self._lengths, size), dtype=torch.int32)
             found = self._tiles[g, size] = bring(self._device, on_host)

@@ -193,10 +193,11 @@ def score_positions(
     scored: list[tuple[ScheduledRow, range]] = []
     index: list[int] = []
     next_ids: list[int] = []
-    for row, start in zip(rows, starts.tolist(), strict=True):
+    for i, row in enumerate(rows):
         request = row.request
-        if not request.scores_prompt:
+        if request.submit.prompt_logprobs < 0 or not request.scores_prompt:
             continue
+        start = int(starts[i])
         # After a preemption those that are known are not computed twice.
         low = max(row.first, len(request.prompt_scores))
         positions = range(low, min(row.end, request.num_prompt - 1))

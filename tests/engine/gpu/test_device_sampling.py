@@ -15,7 +15,7 @@ from engine.gpu.device_sampling import (
     SAMPLING_REFERENCE,
     Packer,
     SamplingOperations,
-    plan_sampling,
+    pack_sampling,
     sample_rows,
 )
 from engine.protocol import SamplingParams
@@ -60,11 +60,13 @@ def draw_input(rng: random.Random) -> SampleInput:
 def on_device(
     logits: torch.Tensor, inputs: list[SampleInput], operations: SamplingOperations
 ) -> SampleOutput:
-    plan, packer = plan_sampling(inputs), Packer()
-    fields = plan.pack(packer)
+    packer, states = Packer(), [row.state for row in inputs]
+    positions = [row.state.num_prompt + row.num_output for row in inputs]
+    fields = pack_sampling(packer, states, positions)
     run = torch.full((packer.num_bytes,), 0xFF, dtype=torch.uint8)
     packer.write(run.numpy())
-    batch = build_sampling(inputs if plan.edits else (), CPU)
+    edits = any(row.is_masked or row.state.edits_logits(row.num_output) for row in inputs)
+    batch = build_sampling(inputs if edits else (), CPU)
     return sample_rows(logits, fields, run, batch, operations, lambda tensor: tensor)
 
 
@@ -107,10 +109,11 @@ def test_an_edit_does_not_hide_what_is_broken() -> None:
 
 
 def test_plain_rows_edit_nothing() -> None:
-    plain = SampleInput(SamplingState(SamplingParams(0.0), [1], [7]), [])
-    assert not plan_sampling([plain]).edits
-    early = SampleInput(SamplingState(SamplingParams(0.0, min_tokens=3), [1], [7]), [])
-    assert plan_sampling([plain, early]).edits
+    assert not SamplingState(SamplingParams(0.0), [1], [7]).edits_logits(0)
+    early = SamplingState(SamplingParams(0.0, min_tokens=3), [1], [7])
+    assert early.edits_logits(2)
+    assert not early.edits_logits(3)
+    assert SamplingState(SamplingParams(0.0, logit_bias={3: 1.0}), [1]).edits_logits(9)
 
 
 def test_packed_arrays_come_back_aligned() -> None:
