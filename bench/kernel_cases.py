@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from engine.registration.quantize import quantize_rows
+from kernels.fp8_linear import fp8_linear, round_rows, round_rows_ref
 from kernels.gate_mul import gate_mul
 from kernels.int4_layouts import dequantize, quantize
 from kernels.int4_linear import int4_linear
@@ -175,6 +176,38 @@ def _linear(kind: str, rows: int, n: int = 28672, k: int = 4096) -> Callable[[Ri
     return build
 
 
+def _fp8(rows: int, n: int = 28672, k: int = 4096) -> Callable[[Rig, bool], Prepared]:
+    """Both sides in fp8, the rounding of x within the time; the error is the sums' alone."""
+
+    def build(rig: Rig, tiny: bool) -> Prepared:
+        m, out, depth = (20, 32, 48) if tiny else (rows, n, k)
+        x, weight = rig.randn(m, depth), rig.randn(out, depth)
+        q, scale = quantize_fp8(weight, rig.dtype)
+
+        def run() -> torch.Tensor:
+            return fp8_linear(x, q, scale)
+
+        def exact() -> tuple[torch.Tensor, ...]:
+            rounded, of_rows = round_rows_ref(x)
+            y = rounded.double() @ q.double().T
+            return (y * of_rows.double() * scale.double(),)
+
+        return Prepared(
+            run,
+            lambda: (run(),),
+            exact,
+            3 * rig.tolerance,
+            num_flops=2 * m * out * depth,
+            peers={
+                "bf16 F.linear": lambda: functional.linear(x, weight),
+                "weight only": lambda: scaled_linear(x, q, scale),
+                "rounding alone": lambda: round_rows(x),
+            },
+        )
+
+    return build
+
+
 def _draw(
     rows: int, top_k: int, top_p: float, vocab: int = 256_000
 ) -> Callable[[Rig, bool], Prepared]:
@@ -287,6 +320,9 @@ CASES = (
         for kind in ("int8", "int4", "fp8")
         for m, bound in ((16, "bytes"), (64, "bytes"), (4096, "flops"))
     ),
+    *(Case(f"fp8 both sides rows={m}", "flops", _fp8(m)) for m in (32, 64, 256, 4096)),
+    Case("fp8 both sides rows=256 n=6144", "flops", _fp8(256, 6144)),
+    Case("fp8 both sides rows=256 k=14336", "flops", _fp8(256, 4096, 14336)),
     *(
         Case(f"{kind}_linear rows=1 n=4096 k=14336", "bytes", _linear(kind, 1, 4096, 14336))
         for kind in ("int8", "int4")

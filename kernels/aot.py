@@ -24,6 +24,7 @@ from typing import Any
 
 from kernels import (
     few_rows,
+    fp8_linear,
     gate_mul,
     head_norm,
     int4_linear,
@@ -51,6 +52,7 @@ if HAS_TRITON:
 # Modules whose DECLARED is compiled; one line a kernel file.
 DECLARED: tuple[Declared, ...] = (
     *few_rows.DECLARED,
+    *fp8_linear.DECLARED,
     *gate_mul.DECLARED,
     *head_norm.DECLARED,
     *int4_linear.DECLARED,

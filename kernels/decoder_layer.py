@@ -35,6 +35,8 @@ from torch.nn import functional
 
 from kernels import dense_prefill
 from kernels.few_rows import InputNorm, few_rows, takes
+from kernels.fp8_linear import fp8_linear
+from kernels.fp8_linear import takes as takes_fp8
 from kernels.gate_mul import Activation, gate_mul, gate_mul_ref
 from kernels.head_norm import head_norm_, head_norm_ref_
 from kernels.int4_blocks import INT4_BLOCKS, int4_blocks_linear, int4_blocks_linear_ref
@@ -229,7 +231,8 @@ def _product(x: torch.Tensor, product: Product) -> torch.Tensor:
     if isinstance(product.weight, Int4Weight):
         return int4_linear(x, product.weight, product.bias)
     if product.scale is not None:
-        return scaled_linear(x, product.weight, product.scale, product.bias)
+        multiply = fp8_linear if takes_fp8(x, product.weight) else scaled_linear
+        return multiply(x, product.weight, product.scale, product.bias)
     if product.weight.dtype == torch.uint8:
         return int4_blocks_linear(x, product.weight, product.bias, product.scheme)
     if takes(x, product.weight):
