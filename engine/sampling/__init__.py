@@ -14,6 +14,7 @@ from engine.sampling.sampler import (
 )
 from engine.sampling.sampling_batch import (
     PenaltyEntries,
+    PendingTokens,
     SamplingBatch,
     SparseEdits,
     bring_masks,
@@ -25,6 +26,7 @@ __all__ = [
     "PROMPT_SLICE",
     "Logprobs",
     "PenaltyEntries",
+    "PendingTokens",
     "SampleOutput",
     "SamplingBatch",
     "SparseEdits",
