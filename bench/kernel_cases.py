@@ -274,6 +274,7 @@ def _penalties(rows: int) -> Callable[[Rig, bool], Prepared]:
             # A float of its own line of 32 bytes, read and written, and seven arrays of entries.
             m * used * (2 * 32 + 2 * 8 + 4 * 4),
             peers={"torch": lambda: penalize_ref_(spoiled, owners, places, *more)},
+            waiting=frozenset({"torch"}),  # it asks whether an entry is left out
         )
 
     return build

@@ -177,8 +177,8 @@ class SampleInput:
     late_mask: where the mask comes from just before sampling; a row whose mask does not come is
     sampled without, and who owns the late mask knows that its token must not be used.
 
-    `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
-    state needs to know them (`SamplingState.needs_tokens`) has none.
+    `num_in_flight` tokens follow `output_ids` that a step in flight still samples. `pending`: the
+    place of the last of them among the tokens that the step before samples; -1: none.
     """
 
     state: SamplingState
@@ -186,6 +186,7 @@ class SampleInput:
     mask: torch.Tensor | None = None
     num_in_flight: int = 0
     late_mask: LateMask | None = None
+    pending: int = -1
 
     @property
     def num_output(self) -> int:
@@ -341,7 +342,11 @@ class Request:
         if self.sampling.needs_tokens:
             known = self.token_ids[self.num_prompt :]
         return SampleInput(
-            self.sampling, known, num_in_flight=self.num_pending, late_mask=self.constrained
+            self.sampling,
+            known,
+            num_in_flight=self.num_pending,
+            late_mask=self.constrained,
+            pending=self.pending_row if self.num_pending else -1,
         )
 
     @property
@@ -352,10 +357,8 @@ class Request:
 
     @property
     def waits_for_token(self) -> bool:
-        """Whether its next step has to wait: for the token in flight, or for a mask."""
-        if self.num_pending and (self.sampling.needs_tokens or self.constrained is not None):
-            return True
-        return not self.num_runnable
+        """Whether its next step has to wait for a mask, which depends on the token in flight."""
+        return not self.num_runnable or bool(self.num_pending and self.constrained is not None)
 
     @property
     def scores_prompt(self) -> bool:

@@ -221,6 +221,7 @@ class DeviceRunner:
             batch.sampling,
             self._tools.sampling,
             self._bring,
+            batch.known[0] if batch.known else None,
         )
         if num_sampling < len(logits):
             output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))

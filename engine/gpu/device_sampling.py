@@ -18,7 +18,6 @@ import torch
 from engine.request import SamplingState, uniforms
 from engine.sampling import (
     Logprobs,
-    PenaltyEntries,
     SampleOutput,
     SamplingBatch,
     SparseEdits,
@@ -140,10 +139,12 @@ def sample_rows(
     batch: SamplingBatch,
     operations: SamplingOperations,
     bring: Bring,
+    before: torch.Tensor | None = None,
 ) -> SampleOutput:
     """One token a row. logits float32 [R, V], overwritten; `run`: the step's inputs, on the device.
 
-    `batch` has the edits, its tensors the host's; empty where no row has any.
+    `batch` has the edits, its tensors the host's; empty where no row has any. `before`: int64, the
+    tokens that the step before has sampled, where a row's last one was on its way.
     """
     batch = bring_masks(batch, torch.device("cpu"))
     raw, wanted, broken = None, None, None
@@ -153,7 +154,7 @@ def sample_rows(
     if batch.changes_logits:
         # Edits replace what they forbid: a NaN must not be hidden by them.
         broken = ~torch.isfinite(logits.amax(-1))
-        _change(logits, batch, operations, bring)
+        _change(logits, batch, operations, bring, before)
     how = Draw(
         fields.temperature.of(run),
         fields.number.of(run),
@@ -193,12 +194,19 @@ def on_host(output: SampleOutput, bring_back: Bring) -> SampleOutput:
 
 
 def _change(
-    logits: torch.Tensor, batch: SamplingBatch, operations: SamplingOperations, bring: Bring
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    operations: SamplingOperations,
+    bring: Bring,
+    before: torch.Tensor | None,
 ) -> None:
     if batch.bias is not None:
         operations.edit_(logits, *_brought(batch.bias, bring))
     if batch.penalties is not None:
-        operations.penalize_(logits, *_entries(batch.penalties, bring))
+        entries = batch.penalties.brought(bring)
+        if before is not None:
+            entries.fill_in(before)
+        operations.penalize_(logits, *entries.arrays)
     if batch.banned is not None:
         operations.edit_(logits, *_brought(batch.banned, bring), replace=True)
     for first, mask in batch.masks:
@@ -207,14 +215,3 @@ def _change(
 
 def _brought(edits: SparseEdits, bring: Bring) -> tuple[torch.Tensor, ...]:
     return bring(edits.rows), bring(edits.ids), bring(edits.values)
-
-
-def _entries(penalties: PenaltyEntries, bring: Bring) -> tuple[torch.Tensor, ...]:
-    return (
-        bring(penalties.rows),
-        bring(penalties.ids),
-        bring(penalties.counts),
-        bring(penalties.frequency),
-        bring(penalties.presence),
-        bring(penalties.repetition),
-    )

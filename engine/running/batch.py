@@ -121,6 +121,8 @@ class StepBatch:
         """Fill in what the step before has sampled, int64 [its sampling rows], on the device."""
         if self.num_pending:
             self.input_ids[0, self.pending_index] = previous_token_ids[self.pending_source]
+        if self.sampling.penalties is not None:
+            self.sampling.penalties.fill_in(previous_token_ids)
 
 
 LayOut: TypeAlias = Callable[[Sequence[ScheduledRow], KvCache, torch.device], StepBatch]

@@ -3,6 +3,8 @@ kernels.
 """
 
 import random
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,10 @@ def draw_input(rng: random.Random) -> SampleInput:
 
 
 def on_device(
-    logits: torch.Tensor, inputs: list[SampleInput], operations: SamplingOperations
+    logits: torch.Tensor,
+    inputs: list[SampleInput],
+    operations: SamplingOperations,
+    before: torch.Tensor | None = None,
 ) -> SampleOutput:
     packer, states = Packer(), [row.state for row in inputs]
     positions = [row.state.num_prompt + row.num_output for row in inputs]
@@ -67,7 +72,7 @@ def on_device(
     packer.write(run.numpy())
     edits = any(row.is_masked or row.state.edits_logits(row.num_output) for row in inputs)
     batch = build_sampling(inputs if edits else (), CPU)
-    return sample_rows(logits, fields, run, batch, operations, lambda tensor: tensor)
+    return sample_rows(logits, fields, run, batch, operations, torch.clone, before)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +100,43 @@ def test_tokens_and_logprobs_are_the_samplers(operations: SamplingOperations) ->
                 got.logprobs.messages(counts), wanted.logprobs.messages(counts), strict=True
             ):
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
+
+
+@pytest.mark.parametrize(
+    "operations", [SAMPLING_REFERENCE, SAMPLING_KERNELS], ids=["ref", "kernel"]
+)
+def test_penalties_count_tokens_that_are_on_their_way(operations: SamplingOperations) -> None:
+    """One step ahead, on a device and by the sampler: as if the last token had been known."""
+    generator = torch.Generator().manual_seed(5)
+    rounds = 60 if operations is SAMPLING_REFERENCE else 4
+    for seed in range(rounds):
+        rng = random.Random(seed)
+        known = [draw_input(rng) for _ in range(6)]
+        before = torch.tensor([rng.randrange(VOCAB) for _ in range(9)])
+        places = rng.sample(range(9), 6)
+        inputs = []
+        for row, place in zip(known, places, strict=True):
+            inputs.append(row)
+            if row.output_ids and rng.random() < 0.7:
+                before[place] = row.output_ids[-1]
+                if len(row.output_ids) > 1 and rng.random() < 0.5:  # it has an entry
+                    row = replace(row, output_ids=[row.output_ids[-1], *row.output_ids[1:]])
+                    known[len(inputs) - 1] = row
+                inputs[-1] = replace(
+                    row,
+                    state=deepcopy(row.state),
+                    output_ids=row.output_ids[:-1],
+                    num_in_flight=1,
+                    pending=place,
+                )
+        logits = 3 * torch.randn(len(known), VOCAB, generator=generator)
+        wanted = sample(logits.clone(), build_sampling(known, CPU)).token_ids.tolist()
+        got = on_device(logits.clone(), inputs, operations, before)
+        assert got.token_ids.tolist() == wanted, seed
+        batch = build_sampling(inputs, CPU)
+        if batch.penalties is not None:
+            batch.penalties.fill_in(before)
+        assert sample(logits.clone(), batch).token_ids.tolist() == wanted, seed
 
 
 def test_an_edit_does_not_hide_what_is_broken() -> None:

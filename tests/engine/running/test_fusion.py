@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import (
@@ -22,7 +23,7 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engine.backend.cpu import CpuBackend
+from engine.backend.cpu import CpuBackend, Execution
 from engine.backend.cuda import HostCopies
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -267,12 +268,11 @@ def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], na
         for i, prompt in enumerate(prompts(3))
     ]
     run = Run([models[name]])
-    cpu = Engine(run.opened.config, CpuBackend(run.opened.config.arena_bytes))
-    cpu.set_catalog([models[name].spec], 0.0)
-    cpu.load(name, 0.0)
-    while cpu.status(0.0).models[0].state != "resident":
-        cpu.step(0.0)
-    got, wanted = deltas(run.engine, asks), deltas(cpu, asks)
+    got = deltas(run.engine, asks)
+    wanted, ahead = (on_cpu(run, models[name], name, asks, steps) for steps in (0, 1))
+    for ask in asks:
+        tokens = [[d.token_ids for d in said[ask.request_id]] for said in (wanted, ahead)]
+        assert tokens[0] == tokens[1]
     for ask in asks:
         ours, theirs = got[ask.request_id], wanted[ask.request_id]
         assert [d.token_ids for d in ours] == [d.token_ids for d in theirs]
@@ -280,8 +280,23 @@ def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], na
         for a, b in zip(scores(ours), scores(theirs), strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [token for token, _ in a.top] == [token for token, _ in b.top]
-    cpu.close()
     run.close()
+
+
+def on_cpu(
+    run: "Run", model: TinyModel, name: str, asks: list[Submit], steps_ahead: int
+) -> dict[str, list[TokenDelta]]:
+    """By another engine."""
+    config = msgspec.structs.replace(run.opened.config, steps_ahead=steps_ahead)
+    execution: Execution = "thread" if steps_ahead else "inline"
+    cpu = Engine(config, CpuBackend(config.arena_bytes, execution=execution))
+    cpu.set_catalog([model.spec], 0.0)
+    cpu.load(name, 0.0)
+    while cpu.status(0.0).models[0].state != "resident":
+        cpu.step(0.0)
+    said = deltas(cpu, asks)
+    cpu.close()
+    return said
 
 
 def deltas(engine: Engine, asks: list[Submit]) -> dict[str, list[TokenDelta]]:
