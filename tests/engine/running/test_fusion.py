@@ -215,6 +215,24 @@ def test_by_interpreted_kernels(models: dict[str, TinyModel], name: str) -> None
     run.close()
 
 
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
+def test_models_by_modules_are_recorded_unless_they_choose_experts(
+    models: dict[str, TinyModel], name: str
+) -> None:
+    run = Run([models[name]], prefix_cache=False)
+    for _ in range(3):
+        asks = [ask(i, name, prompt, 8) for i, prompt in enumerate(prompts(3))]
+        said = run.say(asks)
+        for one in asks:
+            assert said[one.request_id] == models[name].generate(one.prompt_token_ids, 8)
+    graphs = run.opened.graphs
+    assert graphs is not None
+    assert graphs.counters["graphs_refused"] == 0
+    kept = [bool(key.form.num_chunks) for key in graphs._kept]
+    assert set(kept) == (set() if name == "gpt_oss" else {False, True})
+    run.close()
+
+
 @pytest.mark.parametrize("name", ["granite", "gemma3"])
 def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], name: str) -> None:
     """Of prompts and of answers, with everything that changes logits; fused and by modules."""
