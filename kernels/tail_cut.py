@@ -22,6 +22,8 @@ import torch
 from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
 
 CUT_SPLIT = 8192
+# With 8, Triton 3.6.0 runs out of registers.
+WEIGH_WARPS = 16
 BINS = 128
 CUT_WARPS = 8
 TILE = 2048
@@ -325,7 +327,7 @@ def cut_tail(
     num_found = torch.empty(rows, dtype=torch.int32, device=device)
     inputs = (logits, cut, temperature, min_p, peaks, totals, broken)
     sizes = (vocab_size, logits.stride(0), peaks.shape[1])
-    parts = {"CUT_SPLIT": CUT_SPLIT, "BINS": BINS, "num_warps": 8}
+    parts = {"CUT_SPLIT": CUT_SPLIT, "BINS": BINS}
     _weigh_kernel[(rows, num_splits)](
         *inputs,
         weights,
@@ -333,6 +335,7 @@ def cut_tail(
         masses,
         *sizes,
         SPLITS=next_power_of_2(peaks.shape[1]),
+        num_warps=WEIGH_WARPS,
         **parts,
     )
     splits = next_power_of_2(num_splits)
@@ -348,6 +351,7 @@ def cut_tail(
         vocab_size,
         CUT_SPLITS=splits,
         TILE=TILE,
+        num_warps=8,
         **parts,
     )
     _cut_kernel[(rows,)](
@@ -389,7 +393,7 @@ DECLARED = (
         _weigh_kernel,
         "logits cut temperature min_p peaks totals broken weights bins masses vocab_size stride "
         "num_splits",
-        8,
+        WEIGH_WARPS,
         SPLITS=64,
         CUT_SPLIT=CUT_SPLIT,
         BINS=BINS,

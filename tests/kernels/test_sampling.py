@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
 from engine.protocol import SamplingParams
 from engine.request import SampleInput, SamplingState, uniforms
@@ -224,5 +225,6 @@ def test_planted_errors_are_caught(
     rows = ({"temperature": 0.5} | kind,) * 4 if kind else ({},) * 30
     how = drawn_how(parameters(rows, 3), 3)
     logits = logits_of(len(rows), 3, ties=kind == GREEDY or "(rank" in old)
-    with pytest.raises(AssertionError):  # the token, or the guards
+    # The token, the guards, or the interpreter over memory that nothing wrote.
+    with pytest.raises((AssertionError, InterpreterError)):
         assert guarded_draw(bad, logits, how)[0].tolist() == draw_ref(logits, how)[0].tolist()

@@ -231,6 +231,7 @@ def test_whole_prompts_without_the_cache(
 
     attend = dense_prefill.dense_prefill
     monkeypatch.setattr(dense_prefill, "LEAST_LENGTH", 2)
+    monkeypatch.setattr("engine.gpu.device_batch.TOKEN_BUCKETS", ())
     monkeypatch.setattr(dense_prefill, "dense_prefill", counted)
     run = Run([models["qwen3"]], KERNELS, SAMPLING_KERNELS, max_batch_tokens=16)
     asks = [ask(i, "qwen3", prompt, 2) for i, prompt in enumerate(([5, 6, 7, 8], [9, 3, 4]))]
@@ -249,6 +250,24 @@ def test_rows_that_are_whole() -> None:
     assert whole_rows(rows((0, 5), (9, 1), (0, 3))) == ((0, 5), (6, 3))
     assert whole_rows(rows((0, 5), (2, 3))) == ()
     assert whole_rows(rows((0, 1))) == ()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
+def test_models_by_modules_are_recorded_unless_they_choose_experts(
+    models: dict[str, TinyModel], name: str
+) -> None:
+    run = Run([models[name]], prefix_cache=False)
+    for _ in range(3):
+        asks = [ask(i, name, prompt, 8) for i, prompt in enumerate(prompts(3))]
+        said = run.say(asks)
+        for one in asks:
+            assert said[one.request_id] == models[name].generate(one.prompt_token_ids, 8)
+    graphs = run.opened.graphs
+    assert graphs is not None
+    assert graphs.counters["graphs_refused"] == 0
+    kept = [bool(key.form.num_chunks) for key in graphs._kept]
+    assert set(kept) == (set() if name == "gpt_oss" else {False, True})
+    run.close()
 
 
 @pytest.mark.parametrize("name", ["granite", "gemma3"])
