@@ -26,9 +26,8 @@ from bench.few_rows_cases import PRODUCTS, Inputs, Product, inputs_of
 from bench.gpu_compile import compiling
 from bench.kernel_cases import Rig
 from bench.kernel_timing import Ceilings, ceilings, measure
-from kernels import few_rows
-from kernels.few_rows import Shape, shape_for
-from kernels.prefill_shape import HOPPER
+from kernels import dependent, few_rows
+from kernels.few_rows import LaunchShape, shape_for
 from kernels.triton_api import HAS_TRITON, next_power_of_2
 
 WARP = 32
@@ -38,12 +37,12 @@ CHAIN = ("8B qkv", "8B out", "8B gate_up", "8B down")
 CHAIN_LAYERS = 4
 
 
-def shapes(product: Product, rows: int) -> list[Shape]:
+def shapes(product: Product, rows: int) -> list[LaunchShape]:
     """Worth a trial: 16 to 128 weights a thread and tile, fewer where rows take registers."""
     parts = 1 + product.gated
     most = 128 // (1 if rows < few_rows.MAX_ROWS else 2)
     found = [
-        Shape(block_n, block_k, warps)
+        LaunchShape(block_n, block_k, warps)
         for warps in (2, 4, 8)
         for block_k in (256, 512, 1024, 2048)
         for block_n in (1, 2, 4, 8, 16)
@@ -55,11 +54,10 @@ def shapes(product: Product, rows: int) -> list[Shape]:
     return found if usual in found else [usual, *found]
 
 
-def compile_one(task: tuple[Product, int, Shape], arch: int) -> str:
+def compile_one(task: tuple[Product, int, LaunchShape], arch: int) -> str:
     """In a process of its own, into Triton's cache. The fault in words, or nothing."""
     product, rows, shape = task
     rig = Rig(torch.device("cpu"), torch.bfloat16, torch.Generator())
-    few_rows.can_depend = lambda device: arch >= HOPPER
     try:
         with compiling(arch) as taken:
             inputs_of(replace(product, n=32), rows, rig).together(shape=shape)
@@ -70,8 +68,8 @@ def compile_one(task: tuple[Product, int, Shape], arch: int) -> str:
 
 
 def compile_all(
-    tasks: Sequence[tuple[Product, int, Shape]], arch: int, processes: int
-) -> list[tuple[Product, int, Shape]]:
+    tasks: Sequence[tuple[Product, int, LaunchShape]], arch: int, processes: int
+) -> list[tuple[Product, int, LaunchShape]]:
     """Those that can be used."""
     forms = {_form(task): task for task in tasks}
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
@@ -79,7 +77,7 @@ def compile_all(
     return [task for task in tasks if not faults[_form(task)]]
 
 
-def _form(task: tuple[Product, int, Shape]) -> tuple[object, ...]:
+def _form(task: tuple[Product, int, LaunchShape]) -> tuple[object, ...]:
     """What the compiler sees of it."""
     product, rows, shape = task
     norm = product.k if product.normed else 0
@@ -89,11 +87,11 @@ def _form(task: tuple[Product, int, Shape]) -> tuple[object, ...]:
 def sweep(
     product: Product,
     rows: int,
-    tried: Sequence[Shape],
+    tried: Sequence[LaunchShape],
     rig: Rig,
     limits: Ceilings,
     timer: Callable[[Callable[[], object]], float],
-) -> Shape:
+) -> LaunchShape:
     """Print the fastest and the separate launches; the fastest."""
     made = inputs_of(product, rows, rig)
     size = product.num_weights * rig.dtype.itemsize
@@ -103,7 +101,7 @@ def sweep(
         rate = size / us / 1e3
         return f"    {name:34} {us:9.1f} us {rate:8.0f} GB/s {rate / limits['copy_gb_s']:6.1%}"
 
-    times: dict[Shape, float] = {}
+    times: dict[LaunchShape, float] = {}
     for shape in tried:
         off = (made.together(shape=shape).double() - wanted).norm() / wanted.norm()
         if not float(off) < 0.02:
@@ -134,17 +132,17 @@ def chain(rows: int, rig: Rig, limits: Ceilings, num_layers: int, repeats: int) 
 
         return all_of_them
 
-    was = few_rows.DEPENDENT_LAUNCH
-    for name, dependent, call in (
+    was = dependent.DEPENDENT_LAUNCH
+    for name, on, call in (
         ("separate", False, Inputs.separate),
         ("together", False, Inputs.together),
         ("together, dependent", True, Inputs.together),
     ):
-        few_rows.DEPENDENT_LAUNCH = dependent
+        dependent.DEPENDENT_LAUNCH = on
         us = measure(run(call), repeats)["median_us"]
         share = size / us / 1e3 / limits["copy_gb_s"]
         print(f"layer of 8B rows={rows} {name:22} {us / num_layers:8.1f} us {share:6.1%}")
-    few_rows.DEPENDENT_LAUNCH = was
+    dependent.DEPENDENT_LAUNCH = was
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usable = compile_all(tasks, 10 * major + minor, os.cpu_count() or 1)
     print(f"{len(usable)} of {len(tasks)} shapes compiled in {time.monotonic() - begin:.0f} s")
     rig = Rig(torch.device("cuda"), torch.bfloat16, torch.Generator("cuda").manual_seed(0))
-    best: dict[tuple[int, int, int, bool], Shape] = {}
+    best: dict[tuple[int, int, int, bool], LaunchShape] = {}
     with torch.inference_mode():
         limits = ceilings()
         print(f"{torch.cuda.get_device_name()}: copy {limits['copy_gb_s']:.0f} GB/s")
@@ -187,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rows in options.rows if options.only in CHAIN[0] else ():
             print("with the fastest shapes:")
             chain(rows, rig, limits, CHAIN_LAYERS, REPEATS)
-    print("\n".join(f"    {key}: Shape{tuple(shape)}," for key, shape in best.items()))
+    print("\n".join(f"    {key}: LaunchShape{tuple(shape)}," for key, shape in best.items()))
     return 0
 
 

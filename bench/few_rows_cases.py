@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from bench.kernel_cases import Case, Prepared, Rig
-from kernels.few_rows import Norm, few_rows
+from kernels.few_rows import InputNorm, few_rows
 from kernels.gate_mul import Activation, gate_mul
 from kernels.rms_norm import rms_norm
 
@@ -60,7 +60,7 @@ class Inputs:
     x: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
-    norm: Norm | None
+    norm: InputNorm | None
     residual: torch.Tensor | None
 
     @property
@@ -106,7 +106,7 @@ def inputs_of(product: Product, rows: int, rig: Rig) -> Inputs:
         rig.randn(rows, k),
         weight,
         rig.randn(n) if product.bias else None,
-        Norm(rig.randn(k), EPS) if product.normed else None,
+        InputNorm(rig.randn(k), EPS) if product.normed else None,
         rig.randn(rows, k) if product.normed else None,
     )
 

@@ -13,6 +13,7 @@ exchanged; needs no GPU, no driver and no weights.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ import torch
 
 from bench.gpu_models import LARGE, MEDIUM, SMALL, shape_of
 from bench.gpu_parity import FAMILIES, SIZES
+from kernels import dependent
 from kernels.aot import WARP, Compiled, compiled_as
 from kernels.decoder_layer import (
     KERNELS,
@@ -38,7 +40,7 @@ from kernels.paged_attention import BlockGeometry, LayerGeometry, PagedBatch, la
 from kernels.paged_decode import choose_splits
 from kernels.paged_prefill import tiles_of
 from kernels.paged_rows import FlatRows
-from kernels.prefill_shape import launch_shape
+from kernels.prefill_shape import HOPPER, launch_shape
 from kernels.sampling import Draw, draw
 from kernels.triton_api import HAS_TRITON
 
@@ -158,17 +160,32 @@ def compiling(arch: int) -> Iterator[Callable[[str], list[Compiled]]]:
         return compile_only
 
     def taken(label: str) -> list[Compiled]:
+        for name, made in fresh:
+            check_waits(name, made.asm["ptx"])
         found = [compiled_as(f"{label} {name}", arch, made) for name, made in fresh]
         fresh.clear()
         return found
 
     driver.set_active(_Nowhere(arch))
-    original = JITFunction.__getitem__
+    original, can_depend = JITFunction.__getitem__, dependent.can_depend
     JITFunction.__getitem__ = launcher
+    dependent.can_depend = lambda device: arch >= HOPPER  # type: ignore[assignment]
     try:
         yield taken
     finally:
         JITFunction.__getitem__ = original
+        dependent.can_depend = can_depend
+
+
+def check_waits(name: str, ptx: str) -> None:
+    """Raises ValueError where a dependent launch reads or writes before it has waited.
+
+    But for the weights that products of few rows ask for.
+    """
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    early = "st|atom|red" if name == "_few_rows_kernel" else "ld|st|atom|red"
+    if waits and re.search(rf"\b({early})\.global", before):
+        raise ValueError(f"{name} reads or writes before it waits")
 
 
 def launch_layer(model: Model, step: Step, arch: int) -> None:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from bench.kernel_cases import Call, Case, Prepared, Rig, Target
 from kernels.decoder_layer import KERNELS, LayerStep, decoder_layer
+from kernels.dense_prefill import dense_prefill
 from kernels.kv_write import rotary_write, rotary_write_ref
 from kernels.page_copy import page_copy, page_copy_ref
 from kernels.paged_attention import LayerGeometry, gather_kv_ref
@@ -61,7 +62,9 @@ def _filled(
     return cache, step
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> Call:
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> Callable[[], torch.Tensor]:
     """query [rows, heads, q_len, dim]."""
     return lambda: functional.scaled_dot_product_attention(
         query, key, value, is_causal=causal, enable_gqa=True
@@ -138,11 +141,12 @@ def _prefill(length: int, prefix: int) -> Callable[[Rig, bool], Prepared]:
             return (wide_attention_ref(*where, query, scale),)
 
         peers: Mapping[str, Call] = {}
-        flex: Mapping[str, Call] = {}
+        cuda_peers: dict[str, Call] = {}
         if not before:
             key, value = contiguous(cache, step)
             wide = query.transpose(0, 1)[None]
-            peers, flex = {"SDPA": _sdpa(wide, key, value, True)}, _flex(wide, key, value, True)
+            peers = {"SDPA": _sdpa(wide, key, value, True)}
+            cuda_peers = {**_libraries(wide, key, value), **_flex(wide, key, value, True)}
         pairs = tokens * before + tokens * (tokens + 1) // 2
         return Prepared(
             run,
@@ -151,10 +155,49 @@ def _prefill(length: int, prefix: int) -> Callable[[Rig, bool], Prepared]:
             rig.tolerance,
             num_flops=4 * heads * dim * pairs,
             peers=peers,
-            cuda_peers=flex,
+            cuda_peers=cuda_peers,
         )
 
     return build
+
+
+def _dense(length: int) -> Callable[[Rig, bool], Prepared]:
+    """A whole prompt from the fused row, as a layer has it, and not from pages."""
+
+    def build(rig: Rig, tiny: bool) -> Prepared:
+        heads, kv_heads, dim = TINY if tiny else (HEADS, KV_HEADS, DIM)
+        tokens = 9 if tiny else length
+        fused = rig.randn(tokens, heads + 2 * kv_heads, dim)
+        out, scale = fused.new_empty(tokens, heads, dim), dim**-0.5
+
+        def run() -> torch.Tensor:
+            dense_prefill(fused, ((0, tokens),), kv_heads, out, scale)
+            return out
+
+        def exact() -> tuple[torch.Tensor, ...]:
+            """Head by head: scores of all of them in float64 would not fit."""
+            query, key, value = torch.split(fused.transpose(0, 1), [heads, kv_heads, kv_heads])
+            each = []
+            for h in range(heads):
+                g = h * kv_heads // heads
+                one, k, v = (part[None, None].double() for part in (query[h], key[g], value[g]))
+                each.append(_sdpa(one, k, v, causal=True)()[0, 0])
+            return (torch.stack(each, 1),)
+
+        flops = 4 * heads * dim * (tokens * (tokens + 1) // 2)
+        return Prepared(run, lambda: (run(),), exact, rig.tolerance, num_flops=flops)
+
+    return build
+
+
+def _libraries(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> dict[str, Call]:
+    """cuDNN and flash attention, whichever of them SDPA would choose."""
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return {
+        "cuDNN": lambda: cudnn(query, key, value, None, False, 0.0, True),
+        "flash": lambda: flash(query, key, value, 0.0, True),
+    }
 
 
 def _write(num_rows: int, tokens: int) -> Callable[[Rig, bool], Prepared]:
@@ -223,6 +266,29 @@ def _pages(rig: Rig, tiny: bool) -> Prepared:
 
     result = lambda: (run().double(),)  # noqa: E731
     return Prepared(run, result, exact, 0.0, 2 * count * size, can_capture=False)
+
+
+def _slide(rig: Rig, tiny: bool) -> Prepared:
+    """Weights that move down by a page: as a launch for each page this would be 128."""
+    count, size = (3, 64) if tiny else (128, PAGE)
+    arena = torch.randint(
+        0, 255, ((count + 1) * size,), dtype=torch.uint8, device=rig.device, generator=rig.generator
+    )
+    spoiled, moves = arena.clone(), [(size, 0, count * size)]
+
+    def by(copy: Callable[..., None]) -> tuple[torch.Tensor, ...]:
+        other = arena.clone()
+        copy(other, moves)
+        return (other.double(),)
+
+    return Prepared(
+        lambda: page_copy(spoiled, moves),
+        lambda: by(page_copy),
+        lambda: by(page_copy_ref),
+        0.0,
+        2 * count * size,
+        can_capture=False,
+    )
 
 
 def _layer(num_rows: int, context: int) -> Callable[[Rig, bool], Prepared]:
@@ -327,11 +393,18 @@ CASES = (
     Case("paged_decode rows=128 context=1k", "bytes", _decode(128, 1024)),
     Case("paged_decode rows=32 context=8k window=1k", "bytes", _decode(32, 8192, 1024)),
     Case("paged_prefill 4k", "flops", _prefill(4096, 0), Target(0.60)),
+    Case("paged_prefill 1k", "flops", _prefill(1024, 0)),
+    Case("paged_prefill 2k", "flops", _prefill(2048, 0)),
+    *(
+        Case(f"dense_prefill {length} tokens", "flops", _dense(length))
+        for length in (1024, 2048, 4096, 8192, 2000)
+    ),
     Case("paged_prefill 512 over 8k", "flops", _prefill(512, 8192)),
     Case("kv_write rows=32", "bytes", _write(32, 1)),
     Case("kv_write 4k tokens", "bytes", _write(1, 4096)),
     Case("rotary 4k tokens", "bytes", _rotary),
     Case("page_copy 64 x 2 MiB", "bytes", _pages),
+    Case("page_copy slide of 256 MiB by 2 MiB", "bytes", _slide),
     Case("layer rows=1 context=1k", "bytes", _layer(1, 1024)),
     Case("layer rows=32 context=1k", "bytes", _layer(32, 1024)),
 )

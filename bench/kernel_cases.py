@@ -7,12 +7,13 @@ the same.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.nn import functional
 
 from engine.registration.quantize import quantize_rows
+from kernels.fp8_linear import fp8_linear, round_rows, round_rows_ref
 from kernels.gate_mul import gate_mul
 from kernels.int4_layouts import dequantize, quantize
 from kernels.int4_linear import int4_linear
@@ -175,9 +176,43 @@ def _linear(kind: str, rows: int, n: int = 28672, k: int = 4096) -> Callable[[Ri
     return build
 
 
-def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared]:
+def _fp8(rows: int, n: int = 28672, k: int = 4096) -> Callable[[Rig, bool], Prepared]:
+    """Both sides in fp8, the rounding of x within the time; the error is the sums' alone."""
+
     def build(rig: Rig, tiny: bool) -> Prepared:
-        m, vocab_size = (2, 300) if tiny else (rows, 256_000)
+        m, out, depth = (20, 32, 48) if tiny else (rows, n, k)
+        x, weight = rig.randn(m, depth), rig.randn(out, depth)
+        q, scale = quantize_fp8(weight, rig.dtype)
+
+        def run() -> torch.Tensor:
+            return fp8_linear(x, q, scale)
+
+        def exact() -> tuple[torch.Tensor, ...]:
+            rounded, of_rows = round_rows_ref(x)
+            y = rounded.double() @ q.double().T
+            return (y * of_rows.double() * scale.double(),)
+
+        return Prepared(
+            run,
+            lambda: (run(),),
+            exact,
+            3 * rig.tolerance,
+            num_flops=2 * m * out * depth,
+            peers={
+                "bf16 F.linear": lambda: functional.linear(x, weight),
+                "weight only": lambda: scaled_linear(x, q, scale),
+                "rounding alone": lambda: round_rows(x),
+            },
+        )
+
+    return build
+
+
+def _draw(
+    rows: int, top_k: int, top_p: float, vocab: int = 256_000
+) -> Callable[[Rig, bool], Prepared]:
+    def build(rig: Rig, tiny: bool) -> Prepared:
+        m, vocab_size = (2, 300) if tiny else (rows, vocab)
         logits = 4 * rig.rand(m, vocab_size).sub_(1e-7).clamp_(min=1e-7).logit_()
         cuts = top_k > 0 or top_p < 1
         device = rig.device
@@ -189,6 +224,7 @@ def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared
             torch.full((m,), top_p, dtype=torch.float64, device=device),
             torch.arange(m if cuts else 0, device=device),
         )
+        greedy = replace(how, temperature=torch.zeros(m, device=device), cut=how.cut[:0])
 
         def plain() -> object:
             """Sort, cut, draw: what torch offers."""
@@ -204,7 +240,7 @@ def _draw(rows: int, top_k: int, top_p: float) -> Callable[[Rig, bool], Prepared
             lambda: (draw_ref(logits, how)[0].double(),),
             0.0,
             4 * m * vocab_size,
-            peers={"torch sort": plain},
+            peers={"torch sort": plain, "greedy": lambda: draw(logits, greedy)},
             waiting=frozenset({"torch sort"}),  # multinomial checks its weights on the host
         )
 
@@ -238,6 +274,7 @@ def _penalties(rows: int) -> Callable[[Rig, bool], Prepared]:
             # A float of its own line of 32 bytes, read and written, and seven arrays of entries.
             m * used * (2 * 32 + 2 * 8 + 4 * 4),
             peers={"torch": lambda: penalize_ref_(spoiled, owners, places, *more)},
+            waiting=frozenset({"torch"}),  # it asks whether an entry is left out
         )
 
     return build
@@ -284,6 +321,9 @@ CASES = (
         for kind in ("int8", "int4", "fp8")
         for m, bound in ((16, "bytes"), (64, "bytes"), (4096, "flops"))
     ),
+    *(Case(f"fp8 both sides rows={m}", "flops", _fp8(m)) for m in (32, 64, 256, 4096)),
+    Case("fp8 both sides rows=256 n=6144", "flops", _fp8(256, 6144)),
+    Case("fp8 both sides rows=256 k=14336", "flops", _fp8(256, 4096, 14336)),
     *(
         Case(f"{kind}_linear rows=1 n=4096 k=14336", "bytes", _linear(kind, 1, 4096, 14336))
         for kind in ("int8", "int4")
@@ -292,6 +332,10 @@ CASES = (
         Case(f"draw rows={m} V=256k {name}", "bytes", _draw(m, k, p))
         for m in (1, 32)
         for name, k, p in (("plain", 0, 1.0), ("top_k=50", 50, 1.0), ("top_p=0.95", 0, 0.95))
+    ),
+    *(
+        Case(f"draw rows={m} V=128,256 top_k=20 top_p=0.95", "bytes", _draw(m, 20, 0.95, 128_256))
+        for m in (1, 256)
     ),
     Case("penalties rows=32 2000 tokens each", "bytes", _penalties(32)),
     Case("top_logprobs rows=32 V=256k 20", "bytes", _logprobs(32)),

@@ -1,6 +1,7 @@
 """Kernels on a GPU: first correct in bf16, then how fast, beside what else there is.
 
     python -m bench.kernels [--out bench/results/gpu] [--only TEXT] [--part-s 450] [--repeats 60]
+        [--no-flex] [--no-dependent]
     python -m bench.kernels --dry-run
 
 Every case runs on fresh random inputs against an exact reference; one that is off is reported and
@@ -18,7 +19,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from bench import command, few_rows_cases, kernel_attention_cases, kernel_cases
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
+from kernels import dependent
 from kernels.triton_api import HAS_TRITON
 
 DEFAULT_OUT = Path(__file__).with_name("results") / "gpu"
@@ -37,6 +39,7 @@ CASES: tuple[Case, ...] = (
     *kernel_cases.CASES,
 )
 LEFT = 3
+FLEX = "flex"
 Results = dict[str, dict[str, Any]]
 Measure = Callable[[Call, int, bool], Timing]
 
@@ -53,9 +56,18 @@ def error_of(prepared: Prepared) -> float:
 
 
 def run_case(
-    case: Case, rig: Rig, tiny: bool, limits: Ceilings, timer: Measure, repeats: int
+    case: Case,
+    rig: Rig,
+    tiny: bool,
+    limits: Ceilings,
+    timer: Measure,
+    repeats: int,
+    without: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Check, then time. A wrong one has an `error` above its `tolerance` and no time."""
+    """Check, then time. A wrong one has an `error` above its `tolerance` and no time.
+
+    `without`: peers that are left out.
+    """
     prepared = case.build(rig, tiny)
     error = error_of(prepared)
     row: dict[str, Any] = {"error": error, "tolerance": prepared.tolerance}
@@ -68,6 +80,8 @@ def run_case(
     row |= {"of_ceiling": rate / ceiling, "ceilings": limits}
     row["peers"] = {}
     for name, call in (*prepared.peers.items(), *prepared.cuda_peers.items()):
+        if name in without:
+            continue
         try:
             timing = timer(call, repeats, name not in prepared.waiting)
         except Exception as error:  # noqa: BLE001 - a peer that cannot is no reason to stop
@@ -185,6 +199,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--part-s", type=float, default=450.0, help="seconds of a part")
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument(
+        "--no-flex", action="store_true", help="without flex attention, which compiles for long"
+    )
+    parser.add_argument(
+        "--no-dependent", action="store_true", help="start no kernel before the last has ended"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the cases")
     options = parser.parse_args(arguments)
     chosen = [case for case in CASES if options.only in case.name]
@@ -209,11 +229,13 @@ def _on_device(chosen: Sequence[Case], options: argparse.Namespace) -> int:
         torch.cuda.empty_cache()
         generator = torch.Generator("cuda").manual_seed(time.time_ns() % (1 << 31))
         rig = Rig(torch.device("cuda"), torch.bfloat16, generator)
-        return run_case(case, rig, False, limits, measure, options.repeats)
+        without = (FLEX,) if options.no_flex else ()
+        return run_case(case, rig, False, limits, measure, options.repeats, without)
 
     def save(found: Results) -> None:
         write(options.out, device, found)
 
+    dependent.DEPENDENT_LAUNCH &= not options.no_dependent
     with torch.inference_mode():
         left = run_part(chosen, results, run, save, options.part_s, time.monotonic)
     if left:

@@ -94,6 +94,15 @@ class SamplingState:
         self.penalties = PenaltyState(params, prompt_ids) if has_penalties(params) else None
         self.needs_tokens = self.penalties is not None
         """Whether the next token depends on which ones came before, not only on how many."""
+        # What most requests are drawn by: temperature, top_p, min_p, top_k.
+        self.numbers = (params.temperature, params.top_p, params.min_p, params.top_k)
+        others = len(self.bias_ids) > 0 or self.penalties is not None or logprobs >= 0
+        # Output tokens up to which something else changes logits, or reports them.
+        self._edited: float = math.inf if others else params.min_tokens if len(self.stop_ids) else 0
+
+    def edits_logits(self, num_output: int) -> bool:
+        """Whether something changes the logits of the token after `num_output`, or reports them."""
+        return num_output < self._edited
 
 
 def has_penalties(params: SamplingParams) -> bool:
@@ -168,8 +177,8 @@ class SampleInput:
     late_mask: where the mask comes from just before sampling; a row whose mask does not come is
     sampled without, and who owns the late mask knows that its token must not be used.
 
-    `num_in_flight` tokens follow `output_ids` that a step in flight still samples; a row whose
-    state needs to know them (`SamplingState.needs_tokens`) has none.
+    `num_in_flight` tokens follow `output_ids` that a step in flight still samples. `pending`: the
+    place of the last of them among the tokens that the step before samples; -1: none.
     """
 
     state: SamplingState
@@ -177,6 +186,7 @@ class SampleInput:
     mask: torch.Tensor | None = None
     num_in_flight: int = 0
     late_mask: LateMask | None = None
+    pending: int = -1
 
     @property
     def num_output(self) -> int:
@@ -332,15 +342,23 @@ class Request:
         if self.sampling.needs_tokens:
             known = self.token_ids[self.num_prompt :]
         return SampleInput(
-            self.sampling, known, num_in_flight=self.num_pending, late_mask=self.constrained
+            self.sampling,
+            known,
+            num_in_flight=self.num_pending,
+            late_mask=self.constrained,
+            pending=self.pending_row if self.num_pending else -1,
         )
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether its next token is chosen by more than its `SamplingState.numbers`."""
+        num_output = self.num_tokens - self.num_prompt
+        return self.sampling.edits_logits(num_output) or self.constrained is not None
+
+    @property
     def waits_for_token(self) -> bool:
-        """Whether its next step has to wait: for the token in flight, or for a mask."""
-        if self.num_pending and (self.sampling.needs_tokens or self.constrained is not None):
-            return True
-        return not self.num_runnable
+        """Whether its next step has to wait for a mask, which depends on the token in flight."""
+        return not self.num_runnable or bool(self.num_pending and self.constrained is not None)
 
     @property
     def scores_prompt(self) -> bool:

@@ -27,6 +27,7 @@ from kernels import (
     expert_rows,
     expert_tiles,
     few_rows,
+    fp8_linear,
     gate_mul,
     head_norm,
     int4_linear,
@@ -40,6 +41,7 @@ from kernels import (
     rotary,
     sampling,
     scaled_linear,
+    tail_cut,
     top_logprobs,
 )
 from kernels.triton_api import ARCHS, HAS_TRITON, Declared
@@ -56,6 +58,7 @@ DECLARED: tuple[Declared, ...] = (
     *expert_rows.DECLARED,
     *expert_tiles.DECLARED,
     *few_rows.DECLARED,
+    *fp8_linear.DECLARED,
     *gate_mul.DECLARED,
     *head_norm.DECLARED,
     *int4_linear.DECLARED,
@@ -69,12 +72,13 @@ DECLARED: tuple[Declared, ...] = (
     *rotary.DECLARED,
     *sampling.DECLARED,
     *scaled_linear.DECLARED,
+    *tail_cut.DECLARED,
     *top_logprobs.DECLARED,
 )
 
 # Over all kernels: each costs 0.3-3 s of compilation an architecture, and they are part of the
 # tests. An incoming model has to be worth the place of another.
-MAX_DECLARED = 56
+MAX_DECLARED = 64
 
 # Bytes of shared memory a block may have (CUDA C programming guide, compute capabilities).
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -20,10 +20,9 @@ Bytes moved: n k elements; a product of few rows is as fast as its weight is rea
   make programs enough to fill a GPU, so k is cut among threads only and nothing is joined.
 - The eight neighbours that a thread holds are summed at once: an eighth of the accumulators.
 - Each program computes the norm of the rows itself. They lie in the caches; W does not.
-- With `DEPENDENT_LAUNCH` a program is started while the launch before it drains, asks for its first
-  weights and only then waits for that launch. Nothing that a step computes is read before the wait.
-  Weights are moved and loaded by ordinary launches and copies, and every step begins with some, so
-  they are in place before the first of these kernels of a step can start.
+- Launches are dependent (dependent.py): a program asks for its first weights while the launch
+  before drains, and only then waits for it. Weights are moved and loaded by ordinary launches and
+  copies, and every step begins with some, so they are there before the first of these can start.
 
 None of these expectations is measured yet: bench/few_rows.py measures them on a GPU.
 """
@@ -34,12 +33,12 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from kernels.dependent import dependent, enter
 from kernels.gate_mul import ACTIVATION_CODES, Activation, activated, gate_mul_ref
-from kernels.prefill_shape import HOPPER, capability
+from kernels.prefill_shape import HOPPER
 from kernels.rms_norm import rms_norm_ref
 from kernels.triton_api import (
     ARCHS,
-    HAS_TRITON,
     Declared,
     cdiv,
     check_out,
@@ -52,14 +51,12 @@ from kernels.triton_api import (
 MAX_ROWS = 4
 # Of a norm's row: a program keeps all of it in registers for a moment.
 MAX_NORM_COLUMNS = 16384
-# Programmatic dependent launch, where the GPU and Triton have it. False: launches one by one.
-DEPENDENT_LAUNCH = True
 # Values that a 16-byte load of bfloat16 gives a thread.
 VECTOR = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class InputNorm:
     """The norm before a product; as `rms_norm` takes it."""
 
     weight: torch.Tensor | None
@@ -69,7 +66,7 @@ class Norm:
     center: bool = False
 
 
-class Shape(NamedTuple):
+class LaunchShape(NamedTuple):
     """How a launch is cut: channels a program (of gate, and as many of up), places of k, warps."""
 
     block_n: int
@@ -78,17 +75,17 @@ class Shape(NamedTuple):
 
 
 # (rows, n, k, with an activation) to the shape that bench/few_rows.py found fastest.
-TUNED: dict[tuple[int, int, int, bool], Shape] = {}
+TUNED: dict[tuple[int, int, int, bool], LaunchShape] = {}
 
 
-def shape_for(rows: int, n: int, k: int, gated: bool) -> Shape:
+def shape_for(rows: int, n: int, k: int, gated: bool) -> LaunchShape:
     """`rows`: 1, 2 or 4. Where nothing was measured, some 500 programs and a tile of 16 KiB."""
     found = TUNED.get((rows, n, k, gated))
     if found is not None:
         return found
     block_k = max(16, min(1024, next_power_of_2(k)))
     most = 4 if gated or rows == MAX_ROWS else 8
-    return Shape(max(1, min(most, next_power_of_2(n // 512 + 1) // 2)), block_k, 4)
+    return LaunchShape(max(1, min(most, next_power_of_2(n // 512 + 1) // 2)), block_k, 4)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, normed: bool = False) -> bool:
@@ -111,7 +108,7 @@ def few_rows_ref(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    norm: InputNorm | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,9 +210,7 @@ def _few_rows_kernel(
         tiles += (tile,)  # type: ignore[assignment]
         piece = tl.load(tile, mask=first, other=0.0, eviction_policy="evict_first")
         pieces += (piece,)  # type: ignore[assignment]
-    if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    enter(DEPENDENT)
 
     offsets, means, factors = (), (), ()
     for r in tl.static_range(ROWS):
@@ -286,11 +281,11 @@ def few_rows(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
+    norm: InputNorm | None = None,
     residual: torch.Tensor | None = None,
     activation: Activation | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
-    shape: Shape | None = None,
+    shape: LaunchShape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`few_rows_ref` by the kernel. `out`: y, and an h that is not `residual`; `shape`: to measure.
 
@@ -308,8 +303,7 @@ def few_rows(
     check_out(y, h if residual is not None else y)
     rows = next_power_of_2(m)
     cut = shape or shape_for(rows, n, k, activation is not None)
-    how = norm or Norm(None, 0.0)
-    dependent = DEPENDENT_LAUNCH and can_depend(x.device)
+    how = norm or InputNorm(None, 0.0)
     _few_rows_kernel[(cdiv(n, cut.block_n),)](
         x,
         residual if residual is not None else x,
@@ -332,25 +326,23 @@ def few_rows(
         CENTER=how.center,
         HAS_BIAS=bias is not None,
         ACTIVATION=-1 if activation is None else ACTIVATION_CODES[activation],
-        DEPENDENT=dependent,
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         VECTOR=VECTOR,
         K_PAD=next_power_of_2(k) if norm is not None else 1,
         num_warps=cut.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **dependent(x.device),
     )
     return y, h
 
 
-def can_depend(device: torch.device) -> bool:
-    """Whether launches there may begin before the one before has ended: Hopper on."""
-    known = HAS_TRITON and hasattr(tl.extra.cuda, "gdc_wait")
-    return known and device.type == "cuda" and capability(device) >= HOPPER
-
-
 def _declared(
-    name: str, rows: int, shape: Shape, norm: bool = False, activation: int = -1, arch: int = HOPPER
+    name: str,
+    rows: int,
+    shape: LaunchShape,
+    norm: bool = False,
+    activation: int = -1,
+    arch: int = HOPPER,
 ) -> Declared:
     names = ("x", "residual", "norm_weight", "weight", "bias", "h", "y")
     flags = dict.fromkeys(("HAS_NORM", "HAS_RESIDUAL", "HAS_NORM_WEIGHT"), norm)

@@ -10,6 +10,7 @@ token; values are left alone.
 
 import torch
 
+from kernels.dependent import dependent, enter
 from kernels.triton_api import Declared, check_rows, jit, next_power_of_2, tl
 
 
@@ -47,7 +48,9 @@ def _head_norm_kernel(
     UNIT_OFFSET: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ) -> None:
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     place = tl.arange(0, DIM_BLOCK)
@@ -93,6 +96,7 @@ def head_norm_(
             HEAD_BLOCK=block,
             DIM_BLOCK=next_power_of_2(dim),
             num_warps=4,
+            **dependent(qkv.device),
         )
 
 

@@ -1,7 +1,7 @@
 """K and V of new tokens into the paged cache, with rotary on the way: q and k rotated, one launch.
 
     q          [T, heads, k_dim]     rotated into q_out, which may be q itself
-    key        [T, kv_heads, k_dim]  rotated into the cache; not changed
+    key        [T, kv_heads, k_dim]  rotated into the cache; where it lies, too, if it is to be kept
     value      [T, kv_heads, v_dim]  copied into the cache
     cos, sin   [T, half], or None: keys are rotated already (or never), and q is left alone
     token_chunk, token_slot, token_offset   int [T], where each token goes; see PagedBatch. A chunk
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kernels.dependent import dependent, enter
 from kernels.paged_attention import (
     BlockGeometry,
     LayerGeometry,
@@ -84,12 +85,15 @@ def _write_kernel(
     V_START: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    KEEP_K: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ) -> None:
     """Program (t, b): HEADS heads of q, or HEADS KV heads of key and value, of one token."""
+    enter(DEPENDENT)
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS if HALF > 0 else 0
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -129,6 +133,9 @@ def _write_kernel(
                 r1, r2 = turn(k1, k2, cos, sin)
                 tl.store(k_row + at1[None, :], r1.to(arena_ptr.dtype.element_ty), mask=in_pair)
                 tl.store(k_row + at2[None, :], r2.to(arena_ptr.dtype.element_ty), mask=in_pair)
+                if KEEP_K:
+                    tl.store(k_head + at1[None, :], r1.to(k_ptr.dtype.element_ty), mask=in_pair)
+                    tl.store(k_head + at2[None, :], r2.to(k_ptr.dtype.element_ty), mask=in_pair)
             if REST_PAD > 0:
                 in_rest = is_head[:, None] & (rest < K_DIM)[None, :]
                 k = tl.load(k_head + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
@@ -144,7 +151,7 @@ def _write_kernel(
 
 
 def _constants(
-    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool
+    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool, keep_k: bool
 ) -> dict[str, Any]:
     layer = geometry.layer
     return {
@@ -158,6 +165,7 @@ def _constants(
         "V_START": geometry.v_start_units,
         "HALF": half,
         "INTERLEAVED": interleaved,
+        "KEEP_K": keep_k,
         "HEADS": HEADS,
         **paddings(layer.k_dim, half),
         "V_PAD": next_power_of_2(layer.v_dim),
@@ -176,8 +184,11 @@ def rotary_write(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
+    keep_key: bool = False,
 ) -> None:
     """Rotate q into `q_out` and k into the cache, and v beside it; chunk_table as in write_kv_ref.
+
+    `keep_key`: k of tokens with a place is also rotated where it lies.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -190,7 +201,7 @@ def rotary_write(
         raise ValueError("cos is no wider than half a key; cos and sin lie alike")
     if not len(key):
         return
-    constants = _constants(geometry, q.shape[1], half, interleaved)
+    constants = _constants(geometry, q.shape[1], half, interleaved, keep_key)
     blocks = cdiv(geometry.layer.num_kv_heads, HEADS) + (cdiv(q.shape[1], HEADS) if half else 0)
     _write_kernel[(len(key), blocks)](
         arena.view(geometry.dtype),
@@ -207,6 +218,7 @@ def rotary_write(
         *(stride for tensor in (q, q_out, key, value) for stride in tensor.stride()[:2]),
         *angle.stride(),
         **constants,
+        **dependent(arena.device),
         num_warps=NUM_WARPS,
     )
 
@@ -223,7 +235,9 @@ def _declare(name: str, heads: int, layer: LayerGeometry) -> Declared:
         {f"{key}_ptr": f"*{kind}:16" for key, kind in pointers.items()}
         | dict.fromkeys([*strides, "angle_stride_t"], "i32:16")
         | {"angle_stride_d": "i32"},
-        _constants(BlockGeometry(layer, 16, torch.bfloat16, unit), heads, layer.k_dim // 2, False),
+        _constants(
+            BlockGeometry(layer, 16, torch.bfloat16, unit), heads, layer.k_dim // 2, False, False
+        ),
         NUM_WARPS,
         archs=(80, 90, 100),
     )

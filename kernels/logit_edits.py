@@ -6,7 +6,7 @@ Logits are changed in place.
     bias    rows, ids int64 [N], values float32 [N]:   l += value, or l = value where `replace`
     penalties  rows, ids, counts, frequency, presence, repetition [N]:
                l > 0: l / repetition, else l * repetition;  l -= frequency counts;
-               l -= presence where counts > 0
+               l -= presence where counts > 0; entries with counts < 0 are left out
     mask    int32 [m, ceil(V / 32)], bit t % 32 of word t // 32 of a row set: token t may come;
             l = -inf elsewhere
 
@@ -45,6 +45,9 @@ def penalize_ref_(
     repetition: torch.Tensor,
 ) -> None:
     """Repetition first, then frequency and presence."""
+    given = (rows, ids, counts, frequency, presence, repetition)
+    if bool((counts < 0).any()):
+        rows, ids, counts, frequency, presence, repetition = (one[counts >= 0] for one in given)
     value = logits[rows, ids]
     value = torch.where(value > 0, value / repetition, value * repetition)
     logits[rows, ids] = value - frequency * counts - presence * (counts > 0)
@@ -77,6 +80,8 @@ def _entries_kernel(
     row = tl.load(rows + entry, mask=there, other=0)
     target = logits + row * stride + tl.load(ids + entry, mask=there, other=0)
     value = tl.load(values + entry, mask=there, other=0.0)
+    if PENALIZE:
+        there &= value >= 0
     if not REPLACE:
         old = tl.load(target, mask=there, other=0.0)
         if PENALIZE:

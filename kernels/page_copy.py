@@ -1,22 +1,30 @@
 """Copies inside the arena: pages, runs of weights and blocks of KV that move to other places.
 
 `moves` are (source offset, target offset, bytes), to be carried out one after the other: a later
-one may write what an earlier one has read, or read what it has written. None overlaps itself.
+one may write what an earlier one has read, or read what it has written. One may overlap itself
+towards lower offsets (a slide); its bytes arrive as they were.
 
-On a GPU many are carried out at once. `waves` cuts the list into runs of moves none of which
-touches what another of the run writes; each run is one launch. Compaction's moves are usually one
-run, a sliding of neighbours is several.
+On a GPU many are carried out at once. Moves that go on where the one before has ended are joined;
+`waves` cuts the rest into runs of moves none of which touches what another of the run writes, and
+each run is one launch. Compaction's moves are usually one run, a slide of neighbours is one move.
+
+A slide by d bytes is d chains: what lies d apart moves one after the other, and chains know nothing
+of one another. So a program has a piece of the first d bytes and follows it in steps of d; the same
+thread reads a place and, a step later, writes it, so nobody waits for anybody.
 
 Bytes moved: each byte once in, once out. A program copies a piece of PIECE_BYTES, 16 bytes a thread
 and turn where all offsets allow it; 64 KiB a piece makes 16 GB 250,000 programs and a page of 2 MiB
-32. No arithmetic: the loop's loads are independent, so several turns are under way at once.
+32. A program of a slide has one turn (16 KiB), so that a slide by a page keeps 128 busy. The host
+tells each program the number of its move, and nothing is listed by hand. No arithmetic: the loop's
+loads are independent, so several turns are under way at once.
 """
 
 import bisect
-import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.triton_api import Declared, jit, tl
@@ -35,14 +43,33 @@ Move = tuple[int, int, int]
 def page_copy_ref(arena: torch.Tensor, moves: Sequence[Move]) -> None:
     """One after the other."""
     for source, target, size in moves:
-        arena[target : target + size] = arena[source : source + size]
+        arena[target : target + size] = arena[source : source + size].clone()
+
+
+def joined(moves: Sequence[Move]) -> Iterator[Move]:
+    """The same with fewer: slides down that go on where the one before has ended are one."""
+    last: Move | None = None
+    for move in moves:
+        source, target, size = move
+        if last is not None:
+            first, at, before = last
+            if target < source == first + before and target == at + before:
+                last = first, at, before + size
+                continue
+            yield last
+        last = move
+    if last is not None:
+        yield last
 
 
 def waves(moves: Sequence[Move]) -> Iterator[list[Move]]:
     """The moves in order, cut where one touches what an earlier one of its run reads or writes.
 
-    Reads of the same bytes may meet; a target may meet nothing.
+    Reads of the same bytes may meet; a target may meet nothing but its own source.
     """
+    if _all_apart(np.array(moves, dtype=np.int64).reshape(-1, 3)):
+        yield list(moves)
+        return
     run: list[Move] = []
     read, written = _Ranges(), _Ranges()
     for source, target, size in moves:
@@ -55,6 +82,17 @@ def waves(moves: Sequence[Move]) -> Iterator[list[Move]]:
         written.add(target, size)
     if run:
         yield run
+
+
+def _all_apart(moves: Any) -> bool:
+    """Whether no target meets a source or another target. False also where this is not clear."""
+    begin = np.concatenate((moves[:, 1], moves[:, 0]))
+    end = begin + np.tile(moves[:, 2], 2)
+    order = np.argsort(begin, kind="stable")
+    starts, ends, is_target = begin[order], end[order], order < len(moves)
+    meets = starts[1:] < np.maximum.accumulate(ends)[:-1]
+    written = np.maximum.accumulate(np.where(is_target, ends, 0))[:-1]
+    return not bool((meets & is_target[1:]).any() or (starts[1:] < written).any())
 
 
 class _Ranges:
@@ -86,52 +124,67 @@ class _Ranges:
 @jit
 def _copy_kernel(
     arena_ptr: tl.tensor,
-    pieces_ptr: tl.tensor,
+    moves_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Program p: piece p, [source, target, size] in units of UNIT words.
+    """Program p: a piece of move owners[p] of `_tables`.
 
     UNIT as a factor tells the compiler that loads of two words at a time are aligned.
     """
-    piece = pieces_ptr + tl.program_id(0).to(tl.int64) * 3
-    source = tl.load(piece) * UNIT
-    target = tl.load(piece + 1) * UNIT
-    words = tl.load(piece + 2) * UNIT
+    move = moves_ptr + tl.load(owners_ptr + tl.program_id(0)).to(tl.int64) * 6
+    source = tl.load(move) * UNIT
+    target = tl.load(move + 1) * UNIT
+    words = tl.load(move + 2) * UNIT
+    step = tl.load(move + 3) * UNIT
+    piece = tl.load(move + 4) * UNIT
+    first = (tl.program_id(0) - tl.load(move + 5)) * piece
     lane = tl.arange(0, BLOCK * UNROLL)
-    for start in range(0, words, BLOCK * UNROLL):
-        mask = start + lane < words
-        value = tl.load(arena_ptr + source + start + lane, mask=mask, other=0)
-        tl.store(arena_ptr + target + start + lane, value, mask=mask)
+    for lap in range(0, words, step):
+        end = tl.minimum(tl.minimum(first + piece, step), words - lap)
+        for start in range(first, end, BLOCK * UNROLL):
+            mask = start + lane < end
+            value = tl.load(arena_ptr + source + lap + start + lane, mask=mask, other=0)
+            tl.store(arena_ptr + target + lap + start + lane, value, mask=mask)
 
 
 def page_copy(arena: torch.Tensor, moves: Sequence[Move]) -> None:
     """Carry the moves out, in as few launches as their order allows."""
-    moves = [move for move in moves if move[2]]
+    moves = list(joined([move for move in moves if move[2]]))
     if not moves:
         return
-    unit_bytes = math.gcd(16, *itertools.chain.from_iterable(moves))
+    unit_bytes = math.gcd(16, int(np.gcd.reduce(np.array(moves), axis=None)))
     words = arena.view(WORDS[min(8, unit_bytes)])
     for run in waves(moves):
-        pieces = [
-            [
-                (source + start) // unit_bytes,
-                (target + start) // unit_bytes,
-                min(PIECE_BYTES, size - start) // unit_bytes,
-            ]
-            for source, target, size in run
-            for start in range(0, size, PIECE_BYTES)
-        ]
-        table = _on_device(torch.tensor(pieces, dtype=torch.int64), arena.device)
-        _copy_kernel[(len(pieces),)](
+        table, owners = _tables(run, unit_bytes, words.dtype.itemsize)
+        _copy_kernel[(len(owners),)](
             words,
-            table,
+            _on_device(torch.from_numpy(table), arena.device),
+            _on_device(torch.from_numpy(owners), arena.device),
             UNIT=unit_bytes // words.dtype.itemsize,
             BLOCK=BLOCK,
             UNROLL=UNROLL,
             num_warps=NUM_WARPS,
         )
+
+
+def _tables(run: Sequence[Move], unit_bytes: int, word_bytes: int) -> tuple[Any, Any]:
+    """What programs read: int64 [moves, 6] and the number of its move for each, int32 [programs].
+
+    A move: source, target and size, by how much it slides (its size where it does not meet itself),
+    the bytes of a program, all in units; and the number of its first program.
+    """
+    source, target, size = np.array(run, dtype=np.int64).T
+    slides = (source > target) & (source < target + size)
+    step = np.where(slides, source - target, size)
+    piece = np.where(slides, BLOCK * UNROLL * word_bytes, PIECE_BYTES)
+    counts = -(-step // piece)
+    table = np.stack((source, target, size, step, piece), -1) // unit_bytes
+    firsts = np.cumsum(counts) - counts
+    owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    return np.concatenate((table, firsts[:, None]), -1), owners
 
 
 def _on_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -145,7 +198,7 @@ DECLARED = (
     Declared(
         "page_copy/16 bytes",
         _copy_kernel,
-        {"arena_ptr": "*i64:16", "pieces_ptr": "*i64:16"},
+        {"arena_ptr": "*i64:16", "moves_ptr": "*i64:16", "owners_ptr": "*i32:16"},
         {"UNIT": 2, "BLOCK": BLOCK, "UNROLL": UNROLL},
         NUM_WARPS,
     ),

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 
+from kernels.dependent import dependent, enter
 from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
 from kernels.paged_join import join_splits
 from kernels.paged_rows import (
@@ -118,12 +119,14 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     K_PAD: tl.constexpr,
     V_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ) -> None:
     """Program (r, g * head blocks + b, s): split s of row r for heads of KV head g.
 
     Split: `out_ptr` float32 [rows, heads, splits, v_dim] not yet divided, `stat_ptr` float32
     [rows, heads, splits, 2] (maximum, sum) in powers of two. An empty split leaves sum 0.
     """
+    enter(DEPENDENT)
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     PAGES: tl.constexpr = BLOCK_N // BLOCK_TOKENS
     ALIGN: tl.constexpr = UNIT if UNIT < 16 else 16
@@ -301,6 +304,7 @@ def paged_decode(
         num_warps=NUM_WARPS,
         num_stages=NUM_STAGES,
         **constants,
+        **dependent(arena.device),
     )
     if num_splits > 1:
         join_splits(parts, stats, rows.q_start, out, sinks, constants)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from kernels.dependent import dependent, enter
 from kernels.paged_rows import LOG2_E, MASKED
 from kernels.triton_api import Declared, jit, tl
 
@@ -40,8 +41,10 @@ def _join_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     V_PAD: tl.constexpr,
+    DEPENDENT: tl.constexpr = False,
 ) -> None:
     """Program (r, h): the splits of one head of one row, BLOCK_S at a time, as one result."""
+    enter(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     v_dim = tl.arange(0, V_PAD)
@@ -96,6 +99,7 @@ def join_splits(
         num_splits,
         BLOCK_S=BLOCK_S,
         num_warps=NUM_WARPS,
+        **dependent(out.device),
         **{name: constants[name] for name in names},
     )
 

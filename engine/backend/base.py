@@ -67,7 +67,8 @@ class Backend(Protocol):
         """Copy (source offset, target offset, bytes) inside the arena, one after the other.
 
         In device order: sources are still read when the step launched before has ended, so they
-        must be fenced by the next step (`PagePool.begin_copies`). No move overlaps itself.
+        must be fenced by the next step (`PagePool.begin_copies`). A move overlaps itself only
+        towards lower offsets, and its bytes arrive as they were.
         """
 
     def launch(self, step: int, work: Callable[[], T]) -> Pending[T]:

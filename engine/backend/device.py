@@ -78,9 +78,9 @@ class Device(Protocol):
         """uint8 [num_bytes] of the device, not initialised. Raises DeviceUnusable."""
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] of the host that the device reads without a copy on the way.
+        """uint8 [num_bytes] of the host that the device reads and writes without a copy between.
 
-        It may be dropped as soon as the copies that read it were handed over.
+        It may be dropped as soon as the copies that read or write it were handed over.
         """
 
     def stream(self, urgent: bool = False) -> Stream:

@@ -21,19 +21,19 @@ What a row samples with lies behind these fields, by itself: it is no part of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 
 from engine.backend import Device
-from engine.gpu.device_sampling import Field, Packer, SamplingFields, SamplingPlan, plan_sampling
+from engine.gpu.block_matrix import BlockMatrix, Ints, Places
+from engine.gpu.device_sampling import Field, Packer, SamplingFields, pack_sampling
 from engine.memory import ChunkTable, GroupPlan, KvCache
 from engine.running import ScheduledRow, StepBatch, score_positions
 from engine.sampling import build_sampling
 from kernels.prefill_shape import cut_rows
-
-Ints: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int32]]"
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Of decodes. Beyond the last in steps of it."""
@@ -106,6 +106,12 @@ class DeviceKvCache(KvCache):
     tile_tokens: tuple[int, ...] = ()
     is_recorded = True
 
+    @cached_property
+    def matrices(self) -> tuple[BlockMatrix, ...]:
+        """By layer group, the tables of rows that decode."""
+        plans = (group.plan for group in self.groups)
+        return tuple(BlockMatrix(g, plan.blocks_per_chunk) for g, plan in enumerate(plans))
+
 
 @dataclass(frozen=True, slots=True)
 class RowFields:
@@ -168,7 +174,6 @@ class DeviceBatch(StepBatch):
     form: StepForm | None
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
     chunks: tuple[tuple[ChunkTable, int], ...]
-    plan_of_sampling: SamplingPlan
     known: list[torch.Tensor] = field(default_factory=list)
 
     def resolve(self, previous_token_ids: torch.Tensor) -> None:
@@ -190,10 +195,10 @@ class DeviceLayOut:
         del device  # everything stays with the host until the step runs
         assert isinstance(cache, DeviceKvCache)
         flat = _Flat(rows)
+        spans = [_Span.of(flat, group.plan) for group in cache.groups]
         sampling_rows = tuple(row for row in rows if row.samples)
-        inputs = [row.request.sample_input for row in sampling_rows]
         scoring = score_positions(rows, flat.starts, CPU)
-        form = self._form(flat, cache) if scoring is None and cache.is_recorded else None
+        form = self._form(flat, spans) if scoring is None and cache.is_recorded else None
         packer = Packer()
         num_tokens = form.num_tokens if form else len(flat.ids)
         ids, positions, source = (packer.add(_padded(a, num_tokens, b)) for a, b in flat.tokens())
@@ -201,9 +206,12 @@ class DeviceLayOut:
         if form is None or form.num_logits:
             num_logits = form.num_logits if form else len(rows)
             logit_index = packer.add(_padded(flat.logit_index, num_logits, 0))
-        groups = tuple(_group(packer, cache, g, flat, form) for g in range(len(cache.groups)))
-        plan = plan_sampling(inputs)
-        fields = InputFields(ids, positions, source, logit_index, groups, plan.pack(packer))
+        groups = tuple(_group(packer, cache, g, flat, span, form) for g, span in enumerate(spans))
+        states = [row.request.sampling for row in sampling_rows]
+        sampling = pack_sampling(packer, states, [row.end for row in sampling_rows])
+        fields = InputFields(ids, positions, source, logit_index, groups, sampling)
+        edits = any(row.request.edits_logits for row in sampling_rows)
+        inputs = [row.request.sample_input for row in sampling_rows] if edits else []
         packed = self._device.host_buffer(packer.num_bytes)
         packer.write(packed.numpy())
         return DeviceBatch(
@@ -214,7 +222,7 @@ class DeviceLayOut:
             logit_index=torch.tensor(flat.logit_index),
             plan=cache.plan,
             groups=(),
-            sampling=build_sampling(inputs if plan.edits else (), CPU),
+            sampling=build_sampling(inputs, CPU),
             pending_index=torch.tensor(flat.pending, dtype=torch.int64),
             pending_source=torch.tensor(flat.pending_source, dtype=torch.int64),
             scoring=scoring,
@@ -223,26 +231,24 @@ class DeviceLayOut:
             form=form,
             lengths=flat.chunk_lengths,
             chunks=tuple((group.chunks, group.chunks.note_changes()) for group in cache.groups),
-            plan_of_sampling=plan,
         )
 
-    def _form(self, flat: "_Flat", cache: KvCache) -> StepForm | None:
+    def _form(self, flat: "_Flat", spans: Sequence["_Span"]) -> StepForm | None:
         """None where the step is longer than what is recorded."""
-        plans = [group.plan for group in cache.groups]
-        ones, more = ([flat.rows[i] for i in members] for members in (flat.ones, flat.more))
-        widths = tuple(width_bucket(_most_blocks(ones, plan)) if ones else 0 for plan in plans)
+        num_ones, num_more = len(flat.ones), len(flat.more)
+        widths = tuple(width_bucket(span.most(flat.ones)) if num_ones else 0 for span in spans)
         if flat.is_decode:
-            num_rows = row_bucket(len(ones), self._max_num_seqs)
-            return StepForm(num_rows, 0, num_rows, 0, widths, (0,) * len(plans))
-        decodes = bucket(len(ones), MIXED_ROW_BUCKETS, self._max_num_seqs) if ones else 0
+            num_rows = row_bucket(num_ones, self._max_num_seqs)
+            return StepForm(num_rows, 0, num_rows, 0, widths, (0,) * len(spans))
+        decodes = bucket(num_ones, MIXED_ROW_BUCKETS, self._max_num_seqs) if num_ones else 0
         # One more than there are, at least.
-        chunks = max(LEAST_CHUNKS, 1 << len(more).bit_length())
+        chunks = max(LEAST_CHUNKS, 1 << num_more.bit_length())
         # Padding rows of one token write zeros where one of padding is.
-        needed = len(flat.ids) + (decodes > len(ones))
+        needed = len(flat.ids) + (decodes > num_ones)
         num_tokens = next((size for size in TOKEN_BUCKETS if size >= needed), None)
         if num_tokens is None:
             return None
-        blocks = (_most_blocks(more, plan) if more else 0 for plan in plans)
+        blocks = (span.most(flat.more) if num_more else 0 for span in spans)
         chunk_widths = tuple(width_bucket(most, FIRST_CHUNK_WIDTH) for most in blocks)
         return StepForm(decodes, chunks, num_tokens, decodes + chunks, widths, chunk_widths)
 
@@ -258,26 +264,29 @@ class _Flat:
         sampling: list[int] = []
         others: list[int] = []
         for row in rows:
-            ids += row.request.token_ids[row.first : row.end]
+            tokens, first = row.request.token_ids, row.first
             if row.source >= 0:
+                ids += tokens[first : first + row.num_scheduled_tokens]
                 self.pending.append(len(ids))
                 self.pending_source.append(row.source)
                 ids.append(0)
+            elif row.num_scheduled_tokens == 1:
+                ids.append(tokens[first])
+            else:
+                ids += tokens[first : row.end]
             (sampling if row.samples else others).append(len(ids) - 1)
         self.logit_index = sampling + others
         self.is_decode = len(ids) == len(rows) and not others
-        self.ids = np.asarray(ids, dtype=np.int32)
+        self.ids = np.array(ids, dtype=np.int32)
         self.lengths = np.array([row.num_scheduled_tokens for row in rows], dtype=np.int32)
-        self.ones = np.flatnonzero(self.lengths == 1).tolist()
-        self.more = np.flatnonzero(self.lengths > 1).tolist()
-        self.starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
         self.first = np.array([row.first for row in rows], dtype=np.int32)
-        self.row_of_token = np.repeat(np.arange(len(rows)), self.lengths)
-        within = np.arange(len(self.row_of_token), dtype=np.int32) - self.starts[self.row_of_token]
-        self.positions = self.first[self.row_of_token] + within
+        self.ones = np.flatnonzero(self.lengths == 1)
+        self.more = np.flatnonzero(self.lengths > 1)
+        self.starts = np.cumsum(self.lengths, dtype=np.int32) - self.lengths
+        within = np.arange(len(ids), dtype=np.int32) - np.repeat(self.starts, self.lengths)
+        self.positions = np.repeat(self.first, self.lengths) + within
         self.source = np.full(len(ids), -1, dtype=np.int32)
         self.source[self.pending] = self.pending_source
-        assert len(ids) == len(self.positions), "a row reaches beyond the tokens its request has"
 
     @property
     def chunk_lengths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -290,32 +299,83 @@ class _Flat:
         return (self.ids, 0), (self.positions, 0), (self.source, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Which blocks of their tables the rows need in one layer group: numbers low to high."""
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, flat: _Flat, plan: GroupPlan) -> "_Span":
+        """By GroupPlan.first_needed."""
+        tokens = plan.block.block_tokens
+        low = np.zeros_like(flat.first)
+        if plan.window:
+            low = np.maximum(flat.first - (plan.window - 1), 0) // tokens
+        return cls(low, -(-(flat.first + flat.lengths) // tokens))
+
+    def most(self, members: Places) -> int:
+        """Blocks of any of these rows."""
+        return int((self.high[members] - self.low[members]).max())
+
+
 def _group(
-    packer: Packer, cache: DeviceKvCache, g: int, flat: _Flat, form: StepForm | None
+    packer: Packer,
+    cache: DeviceKvCache,
+    g: int,
+    flat: _Flat,
+    span: _Span,
+    form: StepForm | None,
 ) -> GroupFields:
-    plan = cache.groups[g].plan
+    plan, step = cache.groups[g].plan, cache.tile_tokens[g]
     num_tokens = form.num_tokens if form else len(flat.ids)
-    block_tokens, per_chunk = plan.block.block_tokens, plan.blocks_per_chunk
-    block = np.asarray(_written_blocks(flat.rows, g, block_tokens), dtype=np.int32)
-    written = (
-        (block // per_chunk, -1),
-        (block % per_chunk, 0),
-        (flat.positions % block_tokens, 0),
-    )
-    chunk, slot, offset = (packer.add(_padded(a, num_tokens, filler)) for a, filler in written)
+    block_tokens = plan.block.block_tokens
+    written = np.full((2, num_tokens), -1, dtype=np.int32)  # chunk and slot of each token
     decode, prefill, tiles, longest = None, None, None, 0
-    if flat.ones:
-        width = form.widths[g] if form else _width([flat.rows[i] for i in flat.ones], plan)
-        num_rows = form.num_decodes if form else len(flat.ones)
-        decode = _rows(packer, flat, flat.ones, plan, g, width, num_rows, num_tokens)
+    if len(flat.ones):
+        width = form.widths[g] if form else _width(span.most(flat.ones))
+        table = np.zeros((2, form.num_decodes if form else len(flat.ones), width), dtype=np.int32)
+        _decode_tables(cache.matrices[g], flat, g, span, table, written)
+        decode = _rows(packer, flat, flat.ones, table, span.low * block_tokens, num_tokens)
         longest = width * block_tokens
-    step = cache.tile_tokens[g]
     num_chunks = form.num_chunks if form else len(flat.more)
     if num_chunks:
-        width = form.chunk_widths[g] if form else _width([flat.rows[i] for i in flat.more], plan)
-        prefill = _rows(packer, flat, flat.more, plan, g, width, num_chunks, num_tokens)
+        width = form.chunk_widths[g] if form else _width(span.most(flat.more))
+        table = np.zeros((2, num_chunks, width), dtype=np.int32)
+        _chunk_tables(plan, flat, g, span, table, written)
+        prefill = _rows(packer, flat, flat.more, table, span.low * block_tokens, num_tokens)
         tiles = packer.add(_tiles(flat, step, form))
+    offset = packer.add(_padded(flat.positions % block_tokens, num_tokens, 0))
+    chunk, slot = packer.add(written[0]), packer.add(written[1])
     return GroupFields(chunk, slot, offset, decode, prefill, longest, tiles, step)
+
+
+def _decode_tables(
+    matrix: BlockMatrix, flat: _Flat, g: int, span: _Span, table: Ints, written: Ints
+) -> None:
+    """Of rows with one token: their tables, and where the token goes."""
+    low = span.low[flat.ones]
+    places = matrix.places([flat.rows[i].kv for i in flat.ones.tolist()], low.tolist())
+    last = span.high[flat.ones] - low - 1
+    width = min(table.shape[2], matrix.chunk.shape[1])
+    for out, to, values in zip(table, written, (matrix.chunk, matrix.slot), strict=True):
+        out[: len(places), :width] = values[places, :width]
+        to[flat.starts[flat.ones]] = values[places, last]
+
+
+def _chunk_tables(
+    plan: GroupPlan, flat: _Flat, g: int, span: _Span, table: Ints, written: Ints
+) -> None:
+    """The same of rows with more."""
+    for place, i in enumerate(flat.more.tolist()):
+        row, low, start = flat.rows[i], int(span.low[i]), int(flat.starts[i])
+        blocks = row.kv.array(g)
+        needed = blocks[low : int(span.high[i])]
+        mine = blocks[np.arange(row.first, row.end) // plan.block.block_tokens]
+        for out, to, of in zip(table, written, (np.floor_divide, np.remainder), strict=True):
+            out[place, : len(needed)] = of(needed, plan.blocks_per_chunk)
+            to[start : start + len(mine)] = of(mine, plan.blocks_per_chunk)
 
 
 def _tiles(flat: _Flat, step: int, form: StepForm | None) -> Ints:
@@ -330,64 +390,36 @@ def _tiles(flat: _Flat, step: int, form: StepForm | None) -> Ints:
     return found
 
 
-def _written_blocks(rows: Sequence[ScheduledRow], g: int, block_tokens: int) -> list[int]:
-    """The block that each token's K and V go to."""
-    blocks: list[int] = []
-    for row in rows:
-        if row.num_scheduled_tokens == 1:  # plain lists: a fifth of numpy's time for one number
-            blocks.append(row.kv.tables[g][row.first // block_tokens])
-        else:
-            numbers = np.arange(row.first, row.end) // block_tokens
-            blocks += row.kv.array(g)[numbers].tolist()
-    return blocks
-
-
 def _rows(
-    packer: Packer,
-    flat: _Flat,
-    members: list[int],
-    plan: GroupPlan,
-    g: int,
-    width: int,
-    num_rows: int,
-    num_tokens: int,
+    packer: Packer, flat: _Flat, members: Places, table: Ints, first: Ints, num_tokens: int
 ) -> RowFields:
-    block_tokens = plan.block.block_tokens
-    blocks = np.zeros((num_rows, width), dtype=np.int32)
-    contexts = flat.first[members] + flat.lengths[members]
-    last = -(-contexts // block_tokens)
-    firsts = [plan.first_needed(first) for first in flat.first[members].tolist()]
-    for place, (i, low, high) in enumerate(zip(members, firsts, last.tolist(), strict=True)):
-        blocks[place, : high - low] = flat.rows[i].kv.array(g)[low:high]
+    """`table`: chunk and slot by row, padding included; `first`: by row of the step."""
+    num_members, num_rows = len(members), table.shape[1]
     # Padding rows that decode have tokens of padding, the first chunk of padding has all of them.
     lengths = _padded(flat.lengths[members], num_rows, 0)
-    starts = np.minimum(np.arange(num_rows) + len(flat.ids) - len(members), num_tokens - 1)
-    starts[: len(members)] = flat.starts[members]
-    if num_rows > len(members):
-        lengths[len(members)] = num_tokens - len(flat.ids)
+    starts = np.arange(num_rows, dtype=np.int32) + (len(flat.ids) - num_members)
+    np.minimum(starts, num_tokens - 1, out=starts)
+    starts[:num_members] = flat.starts[members]
+    if num_rows > num_members:
+        lengths[num_members] = num_tokens - len(flat.ids)
+    contexts = flat.first[members] + flat.lengths[members]
     return RowFields(
-        packer.add(blocks // plan.blocks_per_chunk),
-        packer.add(blocks % plan.blocks_per_chunk),
+        packer.add(table[0]),
+        packer.add(table[1]),
         packer.add(_padded(contexts, num_rows, 0)),
-        packer.add(_padded(np.asarray(firsts) * block_tokens, num_rows, 0)),
-        packer.add(starts.astype(np.int32)),
+        packer.add(_padded(first[members], num_rows, 0)),
+        packer.add(starts),
         packer.add(lengths),
     )
 
 
-def _most_blocks(rows: Sequence[ScheduledRow], plan: GroupPlan) -> int:
-    """Of any row's table, from the first block needed on."""
-    tokens = plan.block.block_tokens
-    return max(-(-row.end // tokens) - plan.first_needed(row.first) for row in rows)
-
-
-def _width(rows: Sequence[ScheduledRow], plan: GroupPlan) -> int:
+def _width(most: int) -> int:
     """Of a table that no graph knows.
 
     In whole steps all the same: a kernel is compiled anew for a stride that 16 does not divide, and
     a step that waits for a compiler takes a second.
     """
-    return -(-_most_blocks(rows, plan) // FIRST_WIDTH) * FIRST_WIDTH
+    return -(-most // FIRST_WIDTH) * FIRST_WIDTH
 
 
 def _padded(values: Any, length: int, filler: int) -> Ints:

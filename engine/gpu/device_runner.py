@@ -16,15 +16,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from engine.backend import Device
 from engine.errors import IntegrityError
 from engine.gpu.device_batch import DeviceBatch, DeviceKvCache
-from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, sample_rows
-from engine.gpu.device_step import DeviceStep, DeviceTable, InputBuffer, bring, cut_of
+from engine.gpu.device_sampling import SAMPLING_KERNELS, SamplingOperations, on_host, sample_rows
+from engine.gpu.device_step import (
+    DeviceStep,
+    DeviceTable,
+    InputBuffer,
+    bring,
+    bring_back,
+    cut_of,
+)
 from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory import Owner, PagePool, plan_pack
 from engine.modules import (
@@ -39,9 +47,14 @@ from engine.modules import (
 from engine.modules.experts import use_operation
 from engine.modules.quantized import replace_modules
 from engine.pack import PackIndex, schemes_in
-from engine.running import Scoring, StepBatch, recognise
+from engine.running import Scoring, StepBatch, has_experts, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
 from kernels.decoder_layer import KERNELS, Operations
+
+States: TypeAlias = Callable[[torch.Tensor | None], torch.Tensor]
+"""Runs the layers: what the head is given, [n, H], of all tokens or of those of an index."""
+Head: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Of these, the logits, [n, V]."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +113,8 @@ class DeviceRunner:
         self._num_heads: int = config.num_attention_heads
         where = tools.device.torch_device
         self.cache.tile_tokens = tuple(cut_of(g, self._num_heads, where) for g in plan.groups)
-        self.cache.is_recorded = self.fused is not None
+        waits = _chooses_experts(self._model) and not (by_kernels and has_experts(self._model))
+        self.cache.is_recorded = self.fused is not None or not waits
         self._generation: int | None = None
         self._weights: tuple[int, ...] = ()
 
@@ -109,9 +123,11 @@ class DeviceRunner:
         if generation == self._generation:
             return
         bind_weights(self._model, tensors)
-        if self.fused is not None:
+        if self.fused is None:
+            self._weights = tuple(tensors[name].data_ptr() for name in sorted(tensors))
+        else:
             self._weights = self.fused.bind(tensors)
-            self._tools.graphs.drop(self.instance_id, but_at=self._weights)
+        self._tools.graphs.drop(self.instance_id, but_at=self._weights)
         self._generation = generation
 
     def unbind(self) -> None:
@@ -134,71 +150,58 @@ class DeviceRunner:
             step = DeviceStep(self._tools.device, self._tools.arena, batch, run, tables)
             if batch.known:
                 _fill_in(step, batch.known[0])
-            if self.fused is None:
-                logits, prompt = self._by_modules(step, batch)
-            else:
-                logits, prompt = self._by_layers(step, batch)
+            states, head = self._by_modules(step) if self.fused is None else self._by_layers(step)
+            logits, prompt = self._logits(step, batch, states, head)
             return self._sample(logits, prompt, batch, run)
 
-    def _by_layers(
-        self, step: DeviceStep, batch: DeviceBatch
-    ) -> tuple[torch.Tensor, Logprobs | None]:
+    def _by_layers(self, step: DeviceStep) -> tuple[States, Head]:
         fused, operations = self.fused, self._tools.operations
         assert fused is not None
 
-        def states() -> torch.Tensor:
+        def states(index: torch.Tensor | None) -> torch.Tensor:
             hidden = fused.forward(
                 step.ids,
                 step.positions,
                 lambda layer, cos, sin: step.layer(layer, self._num_heads, cos, sin),
                 operations,
             )
-            index = None if batch.scoring is not None else step.logit_index
             return fused.normed(hidden, index, operations)
 
-        found = self._tools.graphs.run(self._key(batch), states)
-        prompt = None
-        if batch.scoring is not None:
-            prompt = self._score(
-                found, batch.scoring, lambda states: fused.head(states, operations)
-            )
+        return states, lambda found: fused.head(found, operations)
+
+    def _by_modules(self, step: DeviceStep) -> tuple[States, Head]:
+        attended, operations = step.attended, self._tools.operations
+        context = StepContext(self._tools.arena, step.plan, (), attended, operations)
+
+        def states(index: torch.Tensor | None) -> torch.Tensor:
+            with step_context(context):
+                found = self._body.states(step.ids[None].long(), step.positions[None].long())
+            return found if index is None else found.index_select(0, index)
+
+        return states, self._body.project
+
+    def _logits(
+        self, step: DeviceStep, batch: DeviceBatch, states: States, head: Head
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        scoring, prompt = batch.scoring, None
+        index = step.logit_index if scoring is None else None
+        found = self._tools.graphs.run(self._key(batch), lambda: states(index))
+        if scoring is not None:
             assert step.logit_index is not None
+            prompt = self._score(found, scoring, head)
             found = found.index_select(0, step.logit_index)
-        return fused.head(found[: len(batch.rows)], operations).float(), prompt
+        return head(found[: len(batch.rows)]).float(), prompt
 
     def _key(self, batch: DeviceBatch) -> GraphKey | None:
-        if batch.form is None:
+        if self._tools.graphs.has_given_up(self.instance_id):
+            self.cache.is_recorded = False
+        if batch.form is None or not self.cache.is_recorded:
             return None
         tables_at = chain.from_iterable(table.place for table in self._tables)
         places = (self._tools.inputs.address, *tables_at)
         return GraphKey(self.instance_id, batch.form, self._weights, places)
 
-    def _by_modules(
-        self, step: DeviceStep, batch: DeviceBatch
-    ) -> tuple[torch.Tensor, Logprobs | None]:
-        context = StepContext(
-            self._tools.arena, batch.plan, (), step.attended, self._tools.operations
-        )
-        index = step.logit_index
-        assert index is not None  # every step that is not recorded has it
-        with step_context(context), self._body.keeping() as kept:
-            output = self._model(
-                input_ids=step.ids[None].long(),
-                position_ids=step.positions[None].long(),
-                use_cache=False,
-                logits_to_keep=index.long(),
-            )
-        prompt = None
-        if batch.scoring is not None:
-            prompt = self._score(kept.hidden, batch.scoring, kept.project)
-        return output.logits[0].float(), prompt
-
-    def _score(
-        self,
-        states: torch.Tensor,
-        scoring: Scoring,
-        project: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Logprobs:
+    def _score(self, states: torch.Tensor, scoring: Scoring, project: Head) -> Logprobs:
         picked = states.index_select(0, self._bring(scoring.index))
         return prompt_logprobs(picked, self._bring(scoring.next_ids), scoring.num_logprobs, project)
 
@@ -217,13 +220,25 @@ class DeviceRunner:
             batch.sampling,
             self._tools.sampling,
             self._bring,
+            batch.known[0] if batch.known else None,
         )
         if num_sampling < len(logits):
             output = replace(output, unsampled_broken=not_finite(logits[num_sampling:]))
-        return output if prompt is None else replace(output, prompt=prompt)
+        output = output if prompt is None else replace(output, prompt=prompt)
+        # Behind the step's kernels and before its event: whoever waits for that reads memory only.
+        return replace(output, on_host=on_host(output, self._bring_back))
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
         return bring(self._tools.device, tensor)
+
+    def _bring_back(self, tensor: torch.Tensor) -> torch.Tensor:
+        return bring_back(self._tools.device, tensor)
+
+
+def _chooses_experts(model: nn.Module) -> bool:
+    """Unless by kernels that makes the host wait for the device, which no capture takes."""
+    names = {type(module).__name__.lower() for module in model.modules()}
+    return any("moe" in name or "expert" in name for name in names) or has_experts(model)
 
 
 def _fill_in(step: DeviceStep, sampled: torch.Tensor) -> None:

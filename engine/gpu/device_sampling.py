@@ -2,7 +2,7 @@
 
 What is computed is engine/sampling/sampler.py's, operation by operation; what differs is how: rows
 with and without a temperature are drawn by the same two launches (kernels/sampling.py), and only
-rows that cut a tail cost a third. Edits of logits, masks and logprobs are laid out by
+rows that cut a tail cost three more. Edits of logits, masks and logprobs are laid out by
 engine/sampling/sampling_batch.py and brought to the device where a row asks for them.
 
 `Packer` puts many small arrays into one run of bytes, so that one copy brings them to a device.
@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.request import SampleInput, uniforms
+from engine.request import SamplingState, uniforms
 from engine.sampling import (
     Logprobs,
-    PenaltyEntries,
     SampleOutput,
     SamplingBatch,
     SparseEdits,
@@ -32,16 +31,16 @@ ALIGN = 16
 """Bytes; what kernels are compiled for where they load several elements at a time."""
 
 _TYPES = {
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float32": torch.float32,
-    "float64": torch.float64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
 }
 COLDEST = 1e-33
 """Temperatures between 0 and this do as this does (kernels/sampling.py)."""
 NO_LIMIT = (1 << 31) - 1
 Bring = Callable[[torch.Tensor], torch.Tensor]
-"""A tensor of the host to the device, in the order of the steps."""
+"""A tensor of the host to the device, or back, in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class Packer:
 
     def add(self, array: Any) -> Field:
         """A numpy array; it must not change before `write`."""
-        place = Field(self.num_bytes, array.shape, _TYPES[array.dtype.name])
+        place = Field(self.num_bytes, array.shape, _TYPES[array.dtype])
         self._parts.append((self.num_bytes, np.ascontiguousarray(array)))
         self.num_bytes += -(-array.nbytes // ALIGN) * ALIGN
         return place
@@ -111,46 +110,26 @@ class SamplingFields:
     cut: Field
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """How a step's rows are drawn. `edits`: some row changes its logits or wants logprobs."""
-
-    inputs: tuple[SampleInput, ...]
-    edits: bool
-
-    def pack(self, packer: Packer) -> SamplingFields:
-        """The numbers of all rows."""
-        params = [row.state.params for row in self.inputs]
-        hot = [p.temperature and max(p.temperature, COLDEST) for p in params]
-        positions = [row.state.num_prompt + row.num_output for row in self.inputs]
-        cut = [
-            i
-            for i, p in enumerate(params)
-            if p.temperature > 0 and (p.min_p > 0 or p.top_k > 0 or p.top_p < 1)
-        ]
-        drawn = any(p.temperature > 0 for p in params)
-        number = uniforms([p.seed for p in params], positions) if drawn else np.zeros(len(params))
-        top_k = [min(p.top_k, NO_LIMIT) or NO_LIMIT for p in params]
-        return SamplingFields(
-            packer.add(np.array(hot, dtype=np.float32)),
-            packer.add(np.asarray(number, dtype=np.float64)),
-            packer.add(np.array([p.min_p for p in params], dtype=np.float32)),
-            packer.add(np.array(top_k, dtype=np.int32)),
-            packer.add(np.array([p.top_p for p in params], dtype=np.float64)),
-            packer.add(np.array(cut, dtype=np.int64)),
-        )
-
-
-def plan_sampling(inputs: Sequence[SampleInput]) -> SamplingPlan:
-    """From the rows' own states."""
-    return SamplingPlan(tuple(inputs), any(_edits(row) for row in inputs))
-
-
-def _edits(row: SampleInput) -> bool:
-    state = row.state
-    early = len(state.stop_ids) > 0 and row.num_output < state.params.min_tokens
-    asks = bool(len(state.bias_ids)) or state.penalties is not None or state.logprobs >= 0
-    return asks or early or row.is_masked
+def pack_sampling(
+    packer: Packer, states: Sequence[SamplingState], positions: Sequence[int]
+) -> SamplingFields:
+    """How rows are drawn. `positions`: of the tokens to come, by which their numbers are drawn."""
+    numbers = np.array([state.numbers for state in states], dtype=np.float64).reshape(-1, 4)
+    temperature, top_p, min_p, top_k = numbers.T
+    hot = temperature > 0
+    number = np.zeros(len(states))
+    if hot.any():
+        number = uniforms([state.params.seed for state in states], positions)
+    cut = np.flatnonzero(hot & ((min_p > 0) | (top_k > 0) | (top_p < 1)))
+    top_k = np.where(top_k > 0, np.minimum(top_k, NO_LIMIT), NO_LIMIT)
+    return SamplingFields(
+        packer.add(np.where(hot, np.maximum(temperature, COLDEST), 0).astype(np.float32)),
+        packer.add(number),
+        packer.add(min_p.astype(np.float32)),
+        packer.add(top_k.astype(np.int32)),
+        packer.add(np.ascontiguousarray(top_p)),
+        packer.add(cut),
+    )
 
 
 def sample_rows(
@@ -160,10 +139,12 @@ def sample_rows(
     batch: SamplingBatch,
     operations: SamplingOperations,
     bring: Bring,
+    before: torch.Tensor | None = None,
 ) -> SampleOutput:
     """One token a row. logits float32 [R, V], overwritten; `run`: the step's inputs, on the device.
 
-    `batch` has the edits, its tensors the host's; empty where no row has any.
+    `batch` has the edits, its tensors the host's; empty where no row has any. `before`: int64, the
+    tokens that the step before has sampled, where a row's last one was on its way.
     """
     batch = bring_masks(batch, torch.device("cpu"))
     raw, wanted, broken = None, None, None
@@ -173,7 +154,7 @@ def sample_rows(
     if batch.changes_logits:
         # Edits replace what they forbid: a NaN must not be hidden by them.
         broken = ~torch.isfinite(logits.amax(-1))
-        _change(logits, batch, operations, bring)
+        _change(logits, batch, operations, bring, before)
     how = Draw(
         fields.temperature.of(run),
         fields.number.of(run),
@@ -193,13 +174,39 @@ def sample_rows(
     return SampleOutput(tokens, bad, Logprobs(chosen, ids, values))
 
 
+def on_host(output: SampleOutput, bring_back: Bring) -> SampleOutput:
+    """All of it by `bring_back`, which takes tensors to the host in the order of the steps."""
+
+    def logprobs(found: Logprobs | None) -> Logprobs | None:
+        if found is None:
+            return None
+        parts = (found.chosen, found.top_ids, found.top_values)
+        return Logprobs(*(bring_back(part) for part in parts))
+
+    others = output.unsampled_broken
+    return SampleOutput(
+        bring_back(output.token_ids),
+        bring_back(output.broken),
+        logprobs(output.logprobs),
+        logprobs(output.prompt),
+        None if others is None else bring_back(others),
+    )
+
+
 def _change(
-    logits: torch.Tensor, batch: SamplingBatch, operations: SamplingOperations, bring: Bring
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    operations: SamplingOperations,
+    bring: Bring,
+    before: torch.Tensor | None,
 ) -> None:
     if batch.bias is not None:
         operations.edit_(logits, *_brought(batch.bias, bring))
     if batch.penalties is not None:
-        operations.penalize_(logits, *_entries(batch.penalties, bring))
+        entries = batch.penalties.brought(bring)
+        if before is not None:
+            entries.fill_in(before)
+        operations.penalize_(logits, *entries.arrays)
     if batch.banned is not None:
         operations.edit_(logits, *_brought(batch.banned, bring), replace=True)
     for first, mask in batch.masks:
@@ -208,14 +215,3 @@ def _change(
 
 def _brought(edits: SparseEdits, bring: Bring) -> tuple[torch.Tensor, ...]:
     return bring(edits.rows), bring(edits.ids), bring(edits.values)
-
-
-def _entries(penalties: PenaltyEntries, bring: Bring) -> tuple[torch.Tensor, ...]:
-    return (
-        bring(penalties.rows),
-        bring(penalties.ids),
-        bring(penalties.counts),
-        bring(penalties.frequency),
-        bring(penalties.presence),
-        bring(penalties.repetition),
-    )

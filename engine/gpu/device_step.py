@@ -9,12 +9,14 @@ else may ever lie at an address that graphs know. It is less than what took its 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from engine.backend import Device
 from engine.gpu.device_batch import DeviceBatch, GroupFields, RowFields
 from engine.memory import ChunkTable, GroupPlan, KvPlan
+from engine.running import ScheduledRow
 from kernels.decoder_layer import LayerForm, LayerStep
 from kernels.paged_attention import PagedBatch
 from kernels.paged_decode import choose_splits
@@ -102,6 +104,17 @@ def bring(device: Device, tensor: torch.Tensor) -> torch.Tensor:
     return there.view(tensor.dtype).view(tensor.shape)
 
 
+def bring_back(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device to the host's pinned memory, in the order of the steps.
+
+    Nobody waits: the host may read it when the step has ended.
+    """
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    pinned = device.host_buffer(len(raw))
+    pinned.copy_(raw, non_blocking=True)
+    return pinned.view(tensor.dtype).view(tensor.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class _Group:
     """One layer group's part of a step."""
@@ -134,16 +147,22 @@ class DeviceStep:
         self.positions = fields.positions.of(run)
         self.source = fields.source.of(run)
         self.logit_index = None if fields.logit_index is None else fields.logit_index.of(run)
-        self._groups = [
-            self._group(group, table, where, run)
-            for group, table, where in zip(batch.plan.groups, tables, fields.groups, strict=True)
-        ]
+        self._run = run
+        self._tables = tables
+        self._fields = fields.groups
         self._lengths = batch.lengths
-        self._tiles = {
-            (g, where.tile_tokens): where.tiles.of(run)
-            for g, where in enumerate(fields.groups)
-            if where.tiles is not None
-        }
+        # A recorded step serves rows of any context.
+        self._whole = () if batch.form is not None else whole_rows(batch.rows)
+        self._tiles: dict[tuple[int, int], torch.Tensor] = {}
+
+    @cached_property
+    def _groups(self) -> list[_Group]:
+        """Made when a layer is launched: a step that is replayed needs none."""
+        plans = self.plan.groups
+        return [
+            self._group(group, table, where, self._run)
+            for group, table, where in zip(plans, self._tables, self._fields, strict=True)
+        ]
 
     def _group(
         self, plan: GroupPlan, table: torch.Tensor, where: GroupFields, run: torch.Tensor
@@ -178,6 +197,7 @@ class DeviceStep:
             tiles=self._tiles_of(g, num_heads),
             num_splits=group.num_splits,
             decode=group.decode,
+            whole=self._whole,
         )
 
     def attended(
@@ -208,7 +228,9 @@ class DeviceStep:
         if self._groups[g].prefill is None:
             return None
         size = cut_of(self._groups[g].plan, num_heads, self._device.torch_device)
-        found = self._tiles.get((g, size))
+        found, where = self._tiles.get((g, size)), self._fields[g]
+        if found is None and where.tiles is not None and size == where.tile_tokens:
+            found = self._tiles[g, size] = where.tiles.of(self._run)
         if found is None:
             on_host = torch.tensor(cut_rows(*self._lengths, size), dtype=torch.int32)
             found = self._tiles[g, size] = bring(self._device, on_host)
@@ -220,6 +242,19 @@ def cut_of(plan: GroupPlan, num_heads: int, device: torch.device) -> int:
     layer = plan.block.layer
     shape = launch_shape(layer, capability(device))
     return tile_tokens(max(1, num_heads // layer.num_kv_heads), shape.block_m)
+
+
+def whole_rows(rows: Sequence[ScheduledRow]) -> tuple[tuple[int, int], ...]:
+    """(first token, length) of rows of several tokens; none where one has a context before them."""
+    found, start = [], 0
+    for row in rows:
+        length = row.num_scheduled_tokens
+        if length > 1:
+            if row.first:
+                return ()
+            found.append((start, length))
+        start += length
+    return tuple(found)
 
 
 def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:

@@ -9,12 +9,13 @@ to where they were find their graphs again; those of other places go when a mode
     ever after      replayed
 
 What graphs may take beside the arena is bounded (`limit_bytes`): the least recently used goes, once
-its last replay has ended. A step that cannot be recorded is not tried again at the same addresses.
+its last replay has ended. A step that cannot be recorded is not tried again at the same addresses,
+nor is a model again that was refused MOST_REFUSALS times: an interrupted capture costs the driver.
 Steps that were launched one by one, for whatever reason, are counted.
 """
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -27,6 +28,8 @@ from engine.gpu.device_batch import StepForm
 
 SEEN_BOUND = 4096
 """Keys remembered without a graph; beyond it all of them are forgotten."""
+
+MOST_REFUSALS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class StepGraphs:
         self._kept: OrderedDict[GraphKey, _Kept] = OrderedDict()
         self._seen: dict[GraphKey, Literal["once", "never"]] = {}
         self._leaving: list[_Kept] = []
+        self._refusals: Counter[str] = Counter()
         self.counters = {
             "graphs_captured": 0.0,
             "graphs_dropped": 0.0,
@@ -90,6 +94,10 @@ class StepGraphs:
         self.counters["graph_replays"] += 1
         return kept.result
 
+    def has_given_up(self, instance_id: str) -> bool:
+        """Whether nothing more of this model is recorded."""
+        return self._refusals[instance_id] >= MOST_REFUSALS
+
     def drop(self, instance_id: str, but_at: tuple[int, ...] = ()) -> None:
         """Those of a model that were recorded with its weights elsewhere than `but_at`."""
         for key in [k for k in self._kept if k.instance_id == instance_id and k.weights != but_at]:
@@ -99,7 +107,7 @@ class StepGraphs:
 
     def _record(self, key: GraphKey, work: Callable[[], torch.Tensor]) -> _Kept | None:
         seen = self._seen.get(key)
-        if seen != "once" or not self._limit_bytes:
+        if seen != "once" or not self._limit_bytes or self.has_given_up(key.instance_id):
             if len(self._seen) >= SEEN_BOUND:
                 self._seen.clear()
             self._seen.setdefault(key, "once")
@@ -114,6 +122,7 @@ class StepGraphs:
             )
             self._seen[key] = "never"
             self.counters["graphs_refused"] += 1
+            self._refusals[key.instance_id] += 1
             return None
         del self._seen[key]
         self.counters["graphs_captured"] += 1

@@ -73,6 +73,7 @@ class RequestKv:
     num_cached       tokens that `match` found
     is_counted       what it asks for has been counted for `Reuse`
     next_advance     `advance` has nothing to do for fewer tokens than this
+    version          another one when entries of a table were changed other than by appending
     """
 
     salt: bytes
@@ -83,6 +84,7 @@ class RequestKv:
     num_cached: int = 0
     next_advance: int = 0
     is_counted: bool = False
+    version: int = 0
     _arrays: list[tuple[BlockIds, int]] = field(default_factory=list)
 
     @property
@@ -111,6 +113,7 @@ class RequestKv:
     def rewritten(self) -> None:
         """Entries of a table were changed other than by appending."""
         self._arrays.clear()
+        self.version += 1
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -29,6 +29,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
+from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.text_part import from_config
@@ -211,6 +212,12 @@ class KeptStates:
         states: torch.Tensor = self._output.last_hidden_state[0]
         return states
 
+    def take(self) -> torch.Tensor:
+        """`hidden`, which is not kept any longer: it may lie in a recording's memory."""
+        states = self.hidden
+        self._output = dataclasses.replace(self._output, last_hidden_state=None)
+        return states
+
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Some of them [n, H] to logits [n, V]."""
         given = dataclasses.replace(self._output, last_hidden_state=hidden[None])
@@ -224,6 +231,10 @@ class KeptStates:
         return logits
 
 
+class _BodyEnded(Exception):
+    """Leaves a model's forward pass before its head."""
+
+
 class ModelBody:
     """The part of one skeleton that ends with the last hidden states."""
 
@@ -233,6 +244,27 @@ class ModelBody:
         # Models made after an encoder and a decoder call the decoder directly (OPT).
         decoder = getattr(model.base_model, "decoder", None)
         self._body: nn.Module = decoder if isinstance(decoder, nn.Module) else model.base_model
+        self._kept = KeptStates(model, self._body)
+
+    def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """The body alone: [1, T] to [T, H], after its last norm."""
+
+        def leave(module: nn.Module, inputs: Any, output: ModelOutput) -> None:
+            self._kept.keep(module, inputs, output)
+            raise _BodyEnded
+
+        handle = self._body.register_forward_hook(leave)
+        try:
+            self._model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        except _BodyEnded:
+            return self._kept.take()
+        finally:
+            handle.remove()
+        raise IntegrityError("a model has run without its body")
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, H] to logits [n, V]; of states that `states` has put out, in any pass."""
+        return self._kept.project(states)
 
     @contextmanager
     def keeping(self) -> Iterator[KeptStates]:

@@ -22,11 +22,10 @@ only when it is ripe.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from engine.backend import Backend
 from engine.memory import Owner, PagePool
-from engine.residency.compaction import Move
 from engine.residency.loaded_models import (
     PLAIN_LOAD,
     LoadedModels,
@@ -152,7 +151,13 @@ class Placer:
         """Copy, and book the new places. The copies are the device's next work, in their order."""
         moves, placement.moves_left = placement.moves_left, ()
         self._pool.begin_copies()
-        self._backend.copy_within(_copies(moves, self._pool.page_bytes))
+        size = self._pool.page_bytes
+        self._backend.copy_within(
+            [
+                (move.source.first * size, move.target.first * size, move.source.num_pages * size)
+                for move in moves
+            ]
+        )
         moved: dict[str, ModelInstance] = {}
         for move in moves:
             instance = moved[move.instance_id] = models[move.instance_id]
@@ -175,23 +180,6 @@ class Placer:
             assert owner is not None  # the loading model's, or those of the weights that move
             owners.setdefault(owner, []).append(page)
         return owners
-
-
-def _copies(moves: Sequence[Move], page_bytes: int) -> list[tuple[int, int, int]]:
-    """(source offset, target offset, bytes), none of which overlaps itself."""
-    copies = []
-    for move in moves:
-        way = move.source.first - move.target.first
-        for start in range(0, move.source.num_pages, way):
-            num_pages = min(way, move.source.num_pages - start)
-            copies.append(
-                (
-                    (move.source.first + start) * page_bytes,
-                    (move.target.first + start) * page_bytes,
-                    num_pages * page_bytes,
-                )
-            )
-    return copies
 
 
 class LoadQueue:

@@ -14,7 +14,7 @@ from engine.running.batch import (
     build_batch,
     score_positions,
 )
-from engine.running.fusion import recognise
+from engine.running.fusion import has_experts, recognise
 from engine.running.model_runner import ModelRunner
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Scoring",
     "StepBatch",
     "build_batch",
+    "has_experts",
     "recognise",
     "score_positions",
 ]

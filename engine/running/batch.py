@@ -121,6 +121,8 @@ class StepBatch:
         """Fill in what the step before has sampled, int64 [its sampling rows], on the device."""
         if self.num_pending:
             self.input_ids[0, self.pending_index] = previous_token_ids[self.pending_source]
+        if self.sampling.penalties is not None:
+            self.sampling.penalties.fill_in(previous_token_ids)
 
 
 LayOut: TypeAlias = Callable[[Sequence[ScheduledRow], KvCache, torch.device], StepBatch]
@@ -193,10 +195,11 @@ def score_positions(
     scored: list[tuple[ScheduledRow, range]] = []
     index: list[int] = []
     next_ids: list[int] = []
-    for row, start in zip(rows, starts.tolist(), strict=True):
+    for i, row in enumerate(rows):
         request = row.request
-        if not request.scores_prompt:
+        if request.submit.prompt_logprobs < 0 or not request.scores_prompt:
             continue
+        start = int(starts[i])
         # After a preemption those that are known are not computed twice.
         low = max(row.first, len(request.prompt_scores))
         positions = range(low, min(row.end, request.num_prompt - 1))

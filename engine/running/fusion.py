@@ -114,9 +114,9 @@ def check_layer(layer: nn.Module, config: Any, experts: bool = False) -> None:
         raise NotFused("queries, keys and values are clipped")
 
 
-def has_experts(mlp: nn.Module) -> bool:
-    """Whether some of what is in an MLP is stacked experts."""
-    return any(is_experts(module) for module in mlp.modules())
+def has_experts(part: nn.Module) -> bool:
+    """Whether some of what is in an MLP, or in a model, is stacked experts."""
+    return any(is_experts(module) for module in part.modules())
 
 
 def is_head(head: object) -> bool:

@@ -107,7 +107,8 @@ class SampleOutput:
     broken: the model's logits hold a NaN or +inf, or leave no token to choose; the row's token
     means nothing. logprobs: of SamplingBatch.logprob_rows, in that order. prompt: of the positions
     in StepBatch.scoring. unsampled_broken: bool, of the rows that do not sample, in their order;
-    None: nothing is wrong with them.
+    None: nothing is wrong with them. on_host: all of it in the host's memory, good once the step
+    has ended; None: the host reads it where it is.
     """
 
     token_ids: torch.Tensor
@@ -115,6 +116,7 @@ class SampleOutput:
     logprobs: Logprobs | None = None
     prompt: Logprobs | None = None
     unsampled_broken: torch.Tensor | None = None
+    on_host: "SampleOutput | None" = None
 
 
 def not_finite(logits: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,16 @@ what they ask for, so that a row with default parameters costs nothing for what 
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 
 from engine.request import MAX_LOGPROBS, PenaltyState, SampleInput, uniforms
 from engine.sampling.truncation import MAX_SHORT_LIST, NUCLEUS_SHORT_LIST
+from kernels.logit_edits import penalize_ref_
 
 # Logprobs are looked up for so many at a time: a row's list must not depend on its neighbours.
 _LOGPROB_LISTS = (0, 1, 5, MAX_LOGPROBS)
@@ -27,8 +29,25 @@ MASK_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """Rows with penalties whose last token the step before still samples: m of them.
+
+    source  int64 [N], by entry, the place of its row's token among those of the step before, or -1
+    owner   int64 [N], by entry, which of the m rows it belongs to; m: none of them
+    spare   int64 [m], the entry of each row that is kept free for the token
+    """
+
+    source: torch.Tensor
+    owner: torch.Tensor
+    spare: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PenaltyEntries:
-    """The used tokens of all rows with penalties, flat: six tensors [N]."""
+    """The used tokens of all rows with penalties, flat: six tensors [N].
+
+    A negative count: the entry is left out.
+    """
 
     rows: torch.Tensor
     ids: torch.Tensor
@@ -36,35 +55,79 @@ class PenaltyEntries:
     frequency: torch.Tensor
     presence: torch.Tensor
     repetition: torch.Tensor
+    pending: PendingTokens | None = None
+
+    def brought(self, bring: Callable[[torch.Tensor], torch.Tensor]) -> "PenaltyEntries":
+        """The same with every tensor where `bring` brings it."""
+        pending = self.pending
+        if pending is not None:
+            pending = PendingTokens(*map(bring, (pending.source, pending.owner, pending.spare)))
+        rows, ids, counts, frequency, presence, repetition = map(bring, self.arrays)
+        return PenaltyEntries(rows, ids, counts, frequency, presence, repetition, pending)
 
     @classmethod
     def of(
-        cls, states: Sequence[PenaltyState], rows: Sequence[int], device: torch.device
+        cls,
+        states: Sequence[PenaltyState],
+        rows: Sequence[int],
+        device: torch.device,
+        sources: Sequence[int] = (),
     ) -> "PenaltyEntries":
-        """rows[i] is the row of the logits that states[i] belongs to."""
-        sizes = [len(state.ids) for state in states]
+        """rows[i] is the row of the logits of states[i], sources[i] its `SampleInput.pending`."""
+        sources = sources or [-1] * len(states)
+        spares = [source >= 0 for source in sources]
+        sizes = torch.tensor([len(s.ids) + n for s, n in zip(states, spares, strict=True)])
 
         def flat(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            each = torch.tensor(values, dtype=dtype)
-            return each.repeat_interleave(torch.tensor(sizes)).to(device)
+            return torch.tensor(values, dtype=dtype).repeat_interleave(sizes).to(device)
 
+        def joined(parts: Iterable[np.ndarray], spare: np.ndarray) -> torch.Tensor:
+            each = [(part, spare[:n]) for part, n in zip(parts, spares, strict=True)]
+            return torch.from_numpy(np.concatenate([*chain.from_iterable(each)])).to(device)
+
+        pending = None
+        if any(spares):
+            order = np.cumsum(spares) - 1
+            pending = PendingTokens(
+                flat(sources, torch.int64),
+                flat(np.where(spares, order, sum(spares)).tolist(), torch.int64),
+                (sizes.cumsum(0) - 1)[torch.tensor(spares)].to(device),
+            )
         params = [state.params for state in states]
         return cls(
             rows=flat(rows, torch.int64),
-            ids=torch.from_numpy(np.concatenate([state.ids for state in states])).to(device),
-            counts=torch.from_numpy(np.concatenate([state.counts for state in states])).to(device),
+            ids=joined((state.ids for state in states), np.array([-1])),
+            counts=joined((state.counts for state in states), np.array([-1], np.float32)),
             frequency=flat([p.frequency_penalty for p in params], torch.float32),
             presence=flat([p.presence_penalty for p in params], torch.float32),
             repetition=flat([p.repetition_penalty for p in params], torch.float32),
+            pending=pending,
         )
+
+    def fill_in(self, sampled: torch.Tensor) -> None:
+        """Count the tokens on their way: sampled int64, of the step before. Nobody waits.
+
+        A token that its row has used already is counted there, and the spare entry stays out: an
+        entry of the logits is written once.
+        """
+        if self.pending is None:
+            return
+        source, spare = self.pending.source, self.pending.spare
+        hit = (self.ids == sampled[source.clamp(min=0)]) & (source >= 0)
+        self.counts.add_(hit)
+        seen = source.new_zeros(len(spare) + 1).index_add_(0, self.pending.owner, hit.long())
+        self.ids.index_copy_(0, spare, sampled[source[spare]])
+        self.counts.index_copy_(0, spare, 1.0 - 2.0 * (seen[:-1] > 0))
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """In the order of `kernels.logit_edits.penalize_`."""
+        edits = (self.rows, self.ids, self.counts)
+        return (*edits, self.frequency, self.presence, self.repetition)
 
     def apply(self, logits: torch.Tensor) -> None:
         """Change logits [R, V] in place: repetition first, then frequency and presence."""
-        value = logits[self.rows, self.ids]
-        value = torch.where(value > 0, value / self.repetition, value * self.repetition)
-        value -= self.frequency * self.counts
-        value -= self.presence * (self.counts > 0)
-        logits[self.rows, self.ids] = value
+        penalize_ref_(logits, *self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +249,14 @@ def _sparse(
 def _penalties(rows: Sequence[SampleInput], device: torch.device) -> PenaltyEntries | None:
     places: list[int] = []
     states: list[PenaltyState] = []
+    sources: list[int] = []
     for i, row in enumerate(rows):
         if row.state.penalties is not None:
             row.state.penalties.update(row.output_ids)
             places.append(i)
             states.append(row.state.penalties)
-    return PenaltyEntries.of(states, places, device) if states else None
+            sources.append(row.pending)
+    return PenaltyEntries.of(states, places, device, sources) if states else None
 
 
 def _masks(

@@ -207,6 +207,7 @@ class StepPipeline:
         queue, rows, none = launched.queue, launched.rows, (None,) * len(launched.rows)
         try:
             output = launched.pending.wait()
+            output = output if output.on_host is None else output.on_host
             tokens = tuple(_tokens(_sampled(output, rows), output, rows))
             scores = _scores(output.prompt, launched.scoring)
         except StepAbandoned:

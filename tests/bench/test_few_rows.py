@@ -11,7 +11,7 @@ from bench.few_rows_cases import PRODUCTS
 from bench.kernel_cases import Rig
 from bench.kernel_timing import Ceilings
 from kernels import few_rows
-from kernels.few_rows import Shape, shape_for
+from kernels.few_rows import LaunchShape, shape_for
 
 RIG = Rig(torch.device("cpu"), torch.float32, torch.Generator().manual_seed(0))
 
@@ -28,7 +28,7 @@ def test_the_fastest_is_found_and_wrong_ones_are_left_out(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = replace(PRODUCTS[2], n=12, k=80)
-    tried = [Shape(2, 32, 1), Shape(4, 32, 1), Shape(4, 64, 1)]
+    tried = [LaunchShape(2, 32, 1), LaunchShape(4, 32, 1), LaunchShape(4, 64, 1)]
     times = iter([30.0, 10.0, 20.0, 40.0])
     limits: Ceilings = {"copy_gb_s": 100.0, "matmul_tflop_s": 1.0}
     assert bench.sweep(tiny, 2, tried, RIG, limits, lambda call: next(times)) == tried[1]
@@ -48,7 +48,7 @@ def test_the_fastest_is_found_and_wrong_ones_are_left_out(
 
 
 def test_shapes_that_compile_alike_are_compiled_once() -> None:
-    tasks = [(product, 1, Shape(4, 256, 4)) for product in PRODUCTS]
+    tasks = [(product, 1, LaunchShape(4, 256, 4)) for product in PRODUCTS]
     assert len({bench._form(task) for task in tasks}) == 7
 
 

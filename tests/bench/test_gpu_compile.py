@@ -8,9 +8,23 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu_compile import check_waits
 from kernels.triton_api import HAS_TRITON
 
+NEXT, WAIT = "griddepcontrol.launch_dependents;\n", "griddepcontrol.wait;\n"
+LOAD, STORE = "@%p1 ld.global.v4.b32 {};\n", "st.global.b16 [%rd1], %rs1;\n"
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_only_first_weights_are_read_before_the_wait() -> None:
+    for name in ("_few_rows_kernel", "_decode_kernel"):
+        check_waits(name, LOAD + STORE)
+        check_waits(name, NEXT + WAIT + LOAD + STORE)
+        with pytest.raises(ValueError, match="before it waits"):
+            check_waits(name, STORE + NEXT + WAIT)
+    check_waits("_few_rows_kernel", LOAD + NEXT + WAIT)
+    with pytest.raises(ValueError, match="before it waits"):
+        check_waits("_decode_kernel", NEXT + LOAD + WAIT)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

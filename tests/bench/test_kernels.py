@@ -107,6 +107,9 @@ def test_what_raises_is_reported_and_the_rest_goes_on() -> None:
     row = bench.run_case(Case("a", "bytes", build), rig(), True, LIMITS, ten_us, 2)
     assert row["failed_peers"] == {"bad": "OSError: cannot"}
     assert set(row["peers"]) == {"good"}
+    case = Case("a", "bytes", build)
+    fewer = bench.run_case(case, rig(), True, LIMITS, ten_us, 2, without=("bad",))
+    assert "failed_peers" not in fewer
     done: bench.Results = {}
 
     def run(case: Case) -> dict[str, Any]:

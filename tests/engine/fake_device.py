@@ -16,8 +16,10 @@ With `seed` None everything runs at once: for dry runs, where the plumbing is wh
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -178,7 +180,7 @@ class FakeDevice:
         """Records; what it computes on the way is overwritten with NaN."""
         graph = FakeGraph(self)
         try:
-            with graph.recorder:
+            with _no_lists(), graph.recorder:
                 result = work()
         except Exception as error:  # as the real one does
             raise CaptureFailed(f"{type(error).__name__}: {error}") from error
@@ -288,6 +290,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     old.copy_(new)
 
         self.calls.append(again)
+
+
+@contextmanager
+def _no_lists() -> Iterator[None]:
+    """A tensor of the processor becomes a list without an operator; one of a GPU waits for it."""
+    tolist = torch.Tensor.tolist
+
+    def watched(self: torch.Tensor) -> Any:
+        if _current_recorder() is not None:
+            raise RuntimeError("tolist is not permitted while a stream is captured")
+        return tolist(self)
+
+    with mock.patch.object(torch.Tensor, "tolist", watched):
+        yield
 
 
 def _storages(values: Any) -> set[int]:

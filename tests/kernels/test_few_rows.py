@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from kernels import few_rows as module
-from kernels.few_rows import Norm, Shape, few_rows_ref, shape_for, takes
+from kernels.few_rows import InputNorm, LaunchShape, few_rows_ref, shape_for, takes
 from tests.kernels.guarded import Guards, planted
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
 LLAMA: dict[str, Any] = {"norm": True, "has_residual": True}
-SHAPE = Shape(4, 32, 1)
+SHAPE = LaunchShape(4, 32, 1)
 FORMS: tuple[dict[str, Any], ...] = (
     {},
     {"has_bias": True},
@@ -37,7 +37,7 @@ def difference(
     has_weight: bool = True,
     has_bias: bool = False,
     activation: Any = None,
-    shape: Shape = SHAPE,
+    shape: LaunchShape = SHAPE,
     gap: int = 16,
     **variant: Any,
 ) -> float:
@@ -53,7 +53,7 @@ def difference(
     stream = residual if has_residual else None
 
     def normed(weight: torch.Tensor | None, of: ModuleType) -> Any:
-        return of.Norm(weight, 1e-5, **variant) if norm else None
+        return of.InputNorm(weight, 1e-5, **variant) if norm else None
 
     wanted = few_rows_ref(x, weight, bias, normed(scale, module), stream, activation)
     guards = Guards()
@@ -67,7 +67,7 @@ def difference(
         None if stream is None else guards.input(stream),
         activation,
         out=(y, h),
-        shape=kernel.Shape(*shape),
+        shape=kernel.LaunchShape(*shape),
     )
     guards.check()
     pairs = list(zip(found, wanted, strict=True))[: 1 + has_residual]
@@ -81,8 +81,10 @@ def test_kernel_is_the_separate_operations(dtype: torch.dtype, form: dict[str, A
         assert difference(module, rows, n, k, dtype, **form) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 16, 1), Shape(2, 128, 4), Shape(16, 64, 2)])
-def test_any_shape_of_launch(shape: Shape) -> None:
+@pytest.mark.parametrize(
+    "shape", [LaunchShape(1, 16, 1), LaunchShape(2, 128, 4), LaunchShape(16, 64, 2)]
+)
+def test_any_shape_of_launch(shape: LaunchShape) -> None:
     assert difference(module, 2, 19, 112, shape=shape, **LLAMA) <= 3e-6
 
 
@@ -101,7 +103,7 @@ def share_to_the_bit(kernel: ModuleType) -> float:
         torch.randint(-64, 65, size, generator=generator).half() / 64
         for size in ((4, 32), (80, 32))
     )
-    shape = kernel.Shape(8, 16, 1)
+    shape = kernel.LaunchShape(8, 16, 1)
     found = kernel.few_rows(x, weight, activation="silu", shape=shape)[0]
     return float((found == few_rows_ref(x, weight, activation="silu")[0]).float().mean())
 
@@ -128,7 +130,7 @@ def test_what_it_takes() -> None:
         module.few_rows(x, weight, residual=x)
     wide = module.MAX_NORM_COLUMNS + 16
     with pytest.raises(ValueError, match="no product of few rows"):
-        module.few_rows(torch.ones(1, wide), torch.ones(1, wide), norm=Norm(None, 1e-5))
+        module.few_rows(torch.ones(1, wide), torch.ones(1, wide), norm=InputNorm(None, 1e-5))
 
 
 def test_shapes_make_programs_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +144,8 @@ def test_shapes_make_programs_enough(monkeypatch: pytest.MonkeyPatch) -> None:
             shape = shape_for(rows, n, k, gated)
             assert n / shape.block_n >= min(n, 448)
             assert shape.block_k <= 1024
-    monkeypatch.setitem(module.TUNED, (1, 64, 32, False), Shape(2, 64, 8))
-    assert shape_for(1, 64, 32, False) == Shape(2, 64, 8)
+    monkeypatch.setitem(module.TUNED, (1, 64, 32, False), LaunchShape(2, 64, 8))
+    assert shape_for(1, 64, 32, False) == LaunchShape(2, 64, 8)
 
 
 @pytest.mark.parametrize(

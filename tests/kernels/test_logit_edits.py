@@ -39,7 +39,7 @@ def changed(kernel: ModuleType, what: str) -> float:
     rows, ids, values = entries()
     held = [guards.input(tensor) for tensor in (rows, ids, values)]
     if what == "penalize":
-        counts, more = values.clamp(min=0), parameters(len(rows))
+        counts, more = values.clamp(min=-1), parameters(len(rows))
         penalize_ref_(wanted, rows, ids, counts, *more)
         kernel.penalize_(got, *held[:2], guards.input(counts), *(guards.input(t) for t in more))
     elif what == "mask":
@@ -83,6 +83,7 @@ def test_nothing_to_do() -> None:
         ("tl.where(old > 0, old / factor, old * factor)", "old / factor", "penalize"),
         ("tl.where(value > 0, extra, 0.0)", "extra", "penalize"),
         ("other=0.0) * value", "other=0.0)", "penalize"),
+        ("there &= value >= 0", "there &= value >= -1", "penalize"),
         ("row * stride + tl.load(ids", "row * count + tl.load(ids", "bias"),
         ("(word >> (token % 32)) & 1", "(word >> (31 - token % 32)) & 1", "mask"),
         ("row * mask_stride + token // 32", "row * (vocab_size // 32) + token // 32", "mask"),

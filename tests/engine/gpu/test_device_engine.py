@@ -24,6 +24,7 @@ from engine.gpu.device_batch import DeviceBatch, DeviceLayOut
 from engine.gpu.device_runner import DeviceRunner
 from engine.gpu.device_step import DeviceStep, InputBuffer
 from engine.gpu.graphs import GraphKey, StepGraphs
+from engine.memory import RequestKv
 from engine.memory.kv_plan import ChunkTable
 from engine.scheduling.step_pipeline import StepPipeline
 from tests.engine.device_rig import Poisoner, lazy_device, opened_on
@@ -254,6 +255,15 @@ def _tokens_not_filled_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device_runner, "_fill_in", lambda step, sampled: None)
 
 
+def _results_not_brought_back(patch: pytest.MonkeyPatch) -> None:
+    """The host reads its buffer as it was before the copy."""
+
+    def uncopied(device: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tensor)
+
+    patch.setattr(device_runner, "bring_back", uncopied)
+
+
 def _weights_not_rebound(patch: pytest.MonkeyPatch) -> None:
     """Moved weights are read where they were."""
     bind = DeviceRunner.bind
@@ -265,39 +275,35 @@ def _weights_not_rebound(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceRunner, "bind", once)
 
 
-def _padding_writes(patch: pytest.MonkeyPatch) -> None:
-    """Padding tokens have a place in the cache."""
-    padded = device_batch._padded
-
-    def wrong(values: Any, length: int, filler: int) -> Any:
-        return padded(values, length, max(filler, 0))
-
-    patch.setattr(device_batch, "_padded", wrong)
-
-
 def _laid_out(
-    patch: pytest.MonkeyPatch, spoil: Callable[[DeviceBatch, torch.Tensor], None]
+    patch: pytest.MonkeyPatch, mixed: bool, spoil: Callable[[DeviceBatch, torch.Tensor], None]
 ) -> None:
-    """`spoil` is given the steps that are recorded with chunks, and their inputs."""
+    """`spoil` is given the steps that are recorded, with chunks or without, and their inputs."""
     lay_out = DeviceLayOut.__call__
 
     def wrong(self: DeviceLayOut, *args: Any) -> DeviceBatch:
         batch = lay_out(self, *args)
-        if batch.form is not None and batch.form.num_chunks:
+        if batch.form is not None and bool(batch.form.num_chunks) == mixed:
             spoil(batch, batch.packed)
         return batch
 
     patch.setattr(DeviceLayOut, "__call__", wrong)
 
 
+def _place_padding(batch: DeviceBatch, packed: torch.Tensor) -> None:
+    for group in batch.fields.groups:
+        group.token_chunk.of(packed)[batch.num_tokens :] = 0
+        group.token_slot.of(packed)[batch.num_tokens :] = 0
+
+
+def _padding_writes(patch: pytest.MonkeyPatch) -> None:
+    """Padding tokens of decodes have a place in the cache."""
+    _laid_out(patch, False, _place_padding)
+
+
 def _mixed_padding_writes(patch: pytest.MonkeyPatch) -> None:
     """Padding tokens of mixed steps have a place in the cache."""
-
-    def spoil(batch: DeviceBatch, packed: torch.Tensor) -> None:
-        for group in batch.fields.groups:
-            group.token_chunk.of(packed)[batch.num_tokens :] = 0
-
-    _laid_out(patch, spoil)
+    _laid_out(patch, True, _place_padding)
 
 
 def _padding_rows_decode_a_token(patch: pytest.MonkeyPatch) -> None:
@@ -309,7 +315,7 @@ def _padding_rows_decode_a_token(patch: pytest.MonkeyPatch) -> None:
                 starts = group.decode.q_start.of(packed)
                 starts[starts >= batch.num_tokens] = batch.num_tokens - 1
 
-    _laid_out(patch, spoil)
+    _laid_out(patch, True, spoil)
 
 
 def _too_few_tiles(patch: pytest.MonkeyPatch) -> None:
@@ -331,6 +337,15 @@ def _graphs_without_tokens(patch: pytest.MonkeyPatch) -> None:
 def _graphs_without_chunk_widths(patch: pytest.MonkeyPatch) -> None:
     """A graph of other widths of chunks is good enough."""
     _graphs_but_for(patch, chunk_widths=())
+
+
+def _tables_of_moved_blocks_stay(patch: pytest.MonkeyPatch) -> None:
+    """Blocks that were moved are not written into the tables that are kept from step to step."""
+
+    def forgetful(self: RequestKv) -> None:
+        self._arrays.clear()
+
+    patch.setattr(RequestKv, "rewritten", forgetful)
 
 
 def _logits_in_the_order_of_rows(patch: pytest.MonkeyPatch) -> None:
@@ -367,11 +382,13 @@ PLANTED: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
     _tables_stay,
     _tables_too_early,
     _tokens_not_filled_in,
+    _results_not_brought_back,
     _weights_not_rebound,
     _padding_writes,
     _mixed_padding_writes,
     _padding_rows_decode_a_token,
     _too_few_tiles,
+    _tables_of_moved_blocks_stay,
     _logits_in_the_order_of_rows,
     _logits_of_the_recording,
 )

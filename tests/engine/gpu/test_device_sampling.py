@@ -3,6 +3,8 @@ kernels.
 """
 
 import random
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from engine.gpu.device_sampling import (
     SAMPLING_REFERENCE,
     Packer,
     SamplingOperations,
-    plan_sampling,
+    pack_sampling,
     sample_rows,
 )
 from engine.protocol import SamplingParams
@@ -58,14 +60,19 @@ def draw_input(rng: random.Random) -> SampleInput:
 
 
 def on_device(
-    logits: torch.Tensor, inputs: list[SampleInput], operations: SamplingOperations
+    logits: torch.Tensor,
+    inputs: list[SampleInput],
+    operations: SamplingOperations,
+    before: torch.Tensor | None = None,
 ) -> SampleOutput:
-    plan, packer = plan_sampling(inputs), Packer()
-    fields = plan.pack(packer)
+    packer, states = Packer(), [row.state for row in inputs]
+    positions = [row.state.num_prompt + row.num_output for row in inputs]
+    fields = pack_sampling(packer, states, positions)
     run = torch.full((packer.num_bytes,), 0xFF, dtype=torch.uint8)
     packer.write(run.numpy())
-    batch = build_sampling(inputs if plan.edits else (), CPU)
-    return sample_rows(logits, fields, run, batch, operations, lambda tensor: tensor)
+    edits = any(row.is_masked or row.state.edits_logits(row.num_output) for row in inputs)
+    batch = build_sampling(inputs if edits else (), CPU)
+    return sample_rows(logits, fields, run, batch, operations, torch.clone, before)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +102,43 @@ def test_tokens_and_logprobs_are_the_samplers(operations: SamplingOperations) ->
                 assert [token for token, _ in a.top] == [token for token, _ in b.top]
 
 
+@pytest.mark.parametrize(
+    "operations", [SAMPLING_REFERENCE, SAMPLING_KERNELS], ids=["ref", "kernel"]
+)
+def test_penalties_count_tokens_that_are_on_their_way(operations: SamplingOperations) -> None:
+    """One step ahead, on a device and by the sampler: as if the last token had been known."""
+    generator = torch.Generator().manual_seed(5)
+    rounds = 60 if operations is SAMPLING_REFERENCE else 4
+    for seed in range(rounds):
+        rng = random.Random(seed)
+        known = [draw_input(rng) for _ in range(6)]
+        before = torch.tensor([rng.randrange(VOCAB) for _ in range(9)])
+        places = rng.sample(range(9), 6)
+        inputs = []
+        for row, place in zip(known, places, strict=True):
+            inputs.append(row)
+            if row.output_ids and rng.random() < 0.7:
+                before[place] = row.output_ids[-1]
+                if len(row.output_ids) > 1 and rng.random() < 0.5:  # it has an entry
+                    row = replace(row, output_ids=[row.output_ids[-1], *row.output_ids[1:]])
+                    known[len(inputs) - 1] = row
+                inputs[-1] = replace(
+                    row,
+                    state=deepcopy(row.state),
+                    output_ids=row.output_ids[:-1],
+                    num_in_flight=1,
+                    pending=place,
+                )
+        logits = 3 * torch.randn(len(known), VOCAB, generator=generator)
+        wanted = sample(logits.clone(), build_sampling(known, CPU)).token_ids.tolist()
+        got = on_device(logits.clone(), inputs, operations, before)
+        assert got.token_ids.tolist() == wanted, seed
+        batch = build_sampling(inputs, CPU)
+        if batch.penalties is not None:
+            batch.penalties.fill_in(before)
+        assert sample(logits.clone(), batch).token_ids.tolist() == wanted, seed
+
+
 def test_an_edit_does_not_hide_what_is_broken() -> None:
     """A mask that forbids the token whose logit is NaN would leave a row that looks sound."""
     state = SamplingState(SamplingParams(0.0), [1])
@@ -107,10 +151,11 @@ def test_an_edit_does_not_hide_what_is_broken() -> None:
 
 
 def test_plain_rows_edit_nothing() -> None:
-    plain = SampleInput(SamplingState(SamplingParams(0.0), [1], [7]), [])
-    assert not plan_sampling([plain]).edits
-    early = SampleInput(SamplingState(SamplingParams(0.0, min_tokens=3), [1], [7]), [])
-    assert plan_sampling([plain, early]).edits
+    assert not SamplingState(SamplingParams(0.0), [1], [7]).edits_logits(0)
+    early = SamplingState(SamplingParams(0.0, min_tokens=3), [1], [7])
+    assert early.edits_logits(2)
+    assert not early.edits_logits(3)
+    assert SamplingState(SamplingParams(0.0, logit_bias={3: 1.0}), [1]).edits_logits(9)
 
 
 def test_packed_arrays_come_back_aligned() -> None:

@@ -9,7 +9,7 @@ import torch
 from engine.backend.device import Event
 from engine.errors import CaptureFailed
 from engine.gpu.device_batch import StepForm, row_bucket, width_bucket
-from engine.gpu.graphs import GraphKey, StepGraphs
+from engine.gpu.graphs import MOST_REFUSALS, GraphKey, StepGraphs
 from tests.engine.fake_device import FakeDevice, FakeStream
 
 
@@ -112,8 +112,9 @@ def test_without_memory_nothing_is_recorded() -> None:
         lambda value: value[value > 0],
         lambda value: value + torch.tensor([1.0, 2.0, 3.0, 4.0]),
         lambda value: value.nonzero(),
+        lambda value: value * value.tolist()[0],
     ],
-    ids=["item", "mask", "from host", "nonzero"],
+    ids=["item", "mask", "from host", "nonzero", "list"],
 )
 def test_what_no_capture_takes_is_launched_for_ever(look: Any) -> None:
     rig = Rig()
@@ -131,6 +132,18 @@ def test_what_has_no_key_is_launched_and_counted() -> None:
         rig.stream.run(lambda: rig.graphs.run(None, rig.work))
     rig.stream.record().wait()
     assert (rig.num_launched, rig.count("steps_not_replayed"), len(rig.graphs)) == (3, 3, 0)
+
+
+def test_a_model_that_is_refused_twice_is_not_tried_again() -> None:
+    """Each capture that a driver breaks off costs memory, and after a few none is begun at all."""
+    rig = Rig()
+    rig.work = lambda: rig.value * float(rig.value[0].item())  # type: ignore[method-assign]
+    for rows in (1, 2, 3, 4):
+        for _ in range(3):
+            rig.run(key(rows=rows))
+    assert rig.count("graphs_refused") == MOST_REFUSALS
+    assert rig.graphs.has_given_up("u")
+    assert not rig.graphs.has_given_up("v")
 
 
 def test_seen_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,10 @@ Through the whole engine on a fake device that is never late, against transforme
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import (
@@ -26,18 +28,20 @@ from transformers import (
     SmolLM3Config,
 )
 
-from engine.backend.cpu import CpuBackend
+from engine.backend.cpu import CpuBackend, Execution
 from engine.backend.cuda import HostCopies
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.device_runner import DeviceRunner
 from engine.gpu.device_sampling import SAMPLING_KERNELS, SAMPLING_REFERENCE
+from engine.gpu.device_step import whole_rows
 from engine.modules.transformers_backend import build_skeleton
 from engine.pack import PackIndex, read_index
 from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
 from engine.registration.convert import inspect, write_pack
 from engine.running.fusion import EXPERT_LAYERS, LAYERS, recognise
 from engine.worker.open_device import Opened
+from kernels import dense_prefill
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.flat_reference import FLAT_REFERENCE
 from tests.engine.device_rig import backend_of, opened_on
@@ -251,6 +255,57 @@ def test_by_interpreted_kernels(models: dict[str, TinyModel], name: str) -> None
     run.close()
 
 
+def test_whole_prompts_without_the_cache(
+    models: dict[str, TinyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two prompts in a step; their first tokens and, over what they left in the cache, the next."""
+    seen: list[tuple[tuple[int, int], ...]] = []
+
+    def counted(heads: torch.Tensor, rows: Any, *args: Any) -> None:
+        seen.append(rows)
+        attend(heads, rows, *args)
+
+    attend = dense_prefill.dense_prefill
+    monkeypatch.setattr(dense_prefill, "LEAST_LENGTH", 2)
+    monkeypatch.setattr("engine.gpu.device_batch.TOKEN_BUCKETS", ())
+    monkeypatch.setattr(dense_prefill, "dense_prefill", counted)
+    run = Run([models["qwen3"]], KERNELS, SAMPLING_KERNELS, max_batch_tokens=16)
+    asks = [ask(i, "qwen3", prompt, 2) for i, prompt in enumerate(([5, 6, 7, 8], [9, 3, 4]))]
+    said = run.say(asks)
+    for one in asks:
+        assert said[one.request_id] == models["qwen3"].generate(one.prompt_token_ids, 2)
+    assert seen
+    assert all(sum(length for _, length in rows) in (3, 4, 7) for rows in seen)
+    run.close()
+
+
+def test_rows_that_are_whole() -> None:
+    def rows(*scheduled: tuple[int, int]) -> list[Any]:
+        return [SimpleNamespace(first=first, num_scheduled_tokens=n) for first, n in scheduled]
+
+    assert whole_rows(rows((0, 5), (9, 1), (0, 3))) == ((0, 5), (6, 3))
+    assert whole_rows(rows((0, 5), (2, 3))) == ()
+    assert whole_rows(rows((0, 1))) == ()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
+def test_models_by_modules_are_recorded_unless_they_choose_experts(
+    models: dict[str, TinyModel], name: str
+) -> None:
+    run = Run([models[name]], prefix_cache=False)
+    for _ in range(3):
+        asks = [ask(i, name, prompt, 8) for i, prompt in enumerate(prompts(3))]
+        said = run.say(asks)
+        for one in asks:
+            assert said[one.request_id] == models[name].generate(one.prompt_token_ids, 8)
+    graphs = run.opened.graphs
+    assert graphs is not None
+    assert graphs.counters["graphs_refused"] == 0
+    kept = [bool(key.form.num_chunks) for key in graphs._kept]
+    assert set(kept) == (set() if name == "gpt_oss" else {False, True})
+    run.close()
+
+
 @pytest.mark.parametrize("name", ["granite", "gemma3"])
 def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], name: str) -> None:
     """Of prompts and of answers, with everything that changes logits; fused and by modules."""
@@ -268,12 +323,11 @@ def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], na
         for i, prompt in enumerate(prompts(3))
     ]
     run = Run([models[name]])
-    cpu = Engine(run.opened.config, CpuBackend(run.opened.config.arena_bytes))
-    cpu.set_catalog([models[name].spec], 0.0)
-    cpu.load(name, 0.0)
-    while cpu.status(0.0).models[0].state != "resident":
-        cpu.step(0.0)
-    got, wanted = deltas(run.engine, asks), deltas(cpu, asks)
+    got = deltas(run.engine, asks)
+    wanted, ahead = (on_cpu(run, models[name], name, asks, steps) for steps in (0, 1))
+    for ask in asks:
+        tokens = [[d.token_ids for d in said[ask.request_id]] for said in (wanted, ahead)]
+        assert tokens[0] == tokens[1]
     for ask in asks:
         ours, theirs = got[ask.request_id], wanted[ask.request_id]
         assert [d.token_ids for d in ours] == [d.token_ids for d in theirs]
@@ -281,8 +335,23 @@ def test_logprobs_and_drawn_tokens_are_the_cpus(models: dict[str, TinyModel], na
         for a, b in zip(scores(ours), scores(theirs), strict=True):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
             assert [token for token, _ in a.top] == [token for token, _ in b.top]
-    cpu.close()
     run.close()
+
+
+def on_cpu(
+    run: "Run", model: TinyModel, name: str, asks: list[Submit], steps_ahead: int
+) -> dict[str, list[TokenDelta]]:
+    """By another engine."""
+    config = msgspec.structs.replace(run.opened.config, steps_ahead=steps_ahead)
+    execution: Execution = "thread" if steps_ahead else "inline"
+    cpu = Engine(config, CpuBackend(config.arena_bytes, execution=execution))
+    cpu.set_catalog([model.spec], 0.0)
+    cpu.load(name, 0.0)
+    while cpu.status(0.0).models[0].state != "resident":
+        cpu.step(0.0)
+    said = deltas(cpu, asks)
+    cpu.close()
+    return said
 
 
 def deltas(engine: Engine, asks: list[Submit]) -> dict[str, list[TokenDelta]]:
