@@ -49,7 +49,7 @@ LAYERS = frozenset(
     }
 )
 # The same layers with experts in place of gate, up and down, or in place of some layers': their MLP
-# stays a module. On a device only where the experts are for its kernels (engine/modules/experts.py):
+# stays a module. On a device only where its kernels know the experts (engine/modules/experts.py):
 # anything else makes the step wait for the choice.
 EXPERT_LAYERS = frozenset({"Qwen2MoeDecoderLayer", "Qwen3MoeDecoderLayer", "MixtralDecoderLayer"})
 CENTERED = frozenset({"OlmoLayerNorm"})
