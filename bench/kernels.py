@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench import command, few_rows_cases, kernel_attention_cases, kernel_cases
+from bench import command, expert_cases, few_rows_cases, kernel_attention_cases, kernel_cases
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
@@ -36,6 +36,7 @@ DEFAULT_OUT = Path(__file__).with_name("results") / "gpu"
 CASES: tuple[Case, ...] = (
     *kernel_attention_cases.CASES,
     *few_rows_cases.CASES,
+    *expert_cases.CASES,
     *kernel_cases.CASES,
 )
 LEFT = 3

@@ -13,17 +13,18 @@ several tokens have chosen come from memory once.
 
 Weights that lie transposed are read in wider blocks of channels, which are what is together there.
 
-With few_rows.py's dependent launch the second kernel asks for its first weights before the first
+With dependent launches (dependent.py) the second kernel asks for its first weights before the first
 has ended. Which experts those are was known before the first began: that one waits for all that is
-before it, and only then lets the second start. None of this is measured yet.
+before it, and lets the second start only then. None of this is measured yet.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 
-from kernels import few_rows
+from kernels.dependent import dependent
 from kernels.expert_mlp import ExpertStack, check_experts, gated, weight_rows
+from kernels.few_rows import VECTOR
 from kernels.gate_mul import ACTIVATION_CODES
 from kernels.prefill_shape import HOPPER
 from kernels.triton_api import ARCHS, Declared, cdiv, jit, next_power_of_2, tl
@@ -279,14 +280,12 @@ def _strides(weight: torch.Tensor, stack: ExpertStack) -> tuple[int, int, int]:
 
 
 def _launch(x: torch.Tensor, stack: ExpertStack, shape: RowShape) -> dict[str, Any]:
-    dependent = few_rows.DEPENDENT_LAUNCH and few_rows.can_depend(x.device)
     return {
-        "DEPENDENT": dependent,
         "COLUMNS": shape.columns,
         "BLOCK_K": shape.block_k,
-        "VECTOR": 1 if stack.transposed else few_rows.VECTOR,
+        "VECTOR": 1 if stack.transposed else VECTOR,
         "num_warps": shape.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **dependent(x.device),
     }
 
 
@@ -313,7 +312,7 @@ def _declared(
             "DEPENDENT": arch >= HOPPER,
             "COLUMNS": shape.columns,
             "BLOCK_K": shape.block_k,
-            "VECTOR": 1 if clamped else few_rows.VECTOR,
+            "VECTOR": 1 if clamped else VECTOR,
         },
         shape.num_warps,
         archs=tuple(one for one in ARCHS if (one >= HOPPER) == (arch >= HOPPER)),
