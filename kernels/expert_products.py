@@ -28,6 +28,8 @@ from kernels.prefill_shape import HOPPER, capability
 from kernels.triton_api import ARCHS, Declared, cdiv, jit, tl
 
 JOIN_BLOCK = 1024
+# Between the launches, at most; more tokens take turns, each with an expert's weights once more.
+BETWEEN_BYTES = 256 << 20
 
 
 class TileShape(NamedTuple):
@@ -167,7 +169,12 @@ def expert_mlp(
     and types that do not fit together (`check_experts`)."""
     if takes_pairs(ids, stack):
         return expert_rows(x, ids, weights, stack)
-    return expert_products(x, ids, weights, stack)
+    row_bytes = ids.shape[1] * (stack.inner + stack.size) * x.itemsize
+    most = max(1, BETWEEN_BYTES // row_bytes)
+    if len(x) <= most:
+        return expert_products(x, ids, weights, stack)
+    parts = (slice(start, start + most) for start in range(0, len(x), most))
+    return torch.cat([expert_products(x[part], ids[part], weights[part], stack) for part in parts])
 
 
 def expert_products(

@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.pack import KvGroup, PackIndex
 from engine.sampling import PROMPT_SLICE
 from engine.scheduling import STEP_TOKENS
+from kernels.expert_products import BETWEEN_BYTES
 
 # Alive at once around a gated MLP: gate, up, the activated gate, their product.
 WIDE_TENSORS = 4
@@ -21,6 +22,8 @@ HIDDEN_TENSORS = 8
 LOGIT_BYTES = 4 + 4 + 4 + 4 + 8
 # Slots of a mixture's rows in C++ and the same rows rounded or widened (kernels/native/experts.h).
 EXPERTS_BYTES = 64 << 20
+# On a device: between the launches of kernels/expert_products.py, and their result.
+DEVICE_EXPERTS_BYTES = BETWEEN_BYTES + (64 << 20)
 # Projections to query heads, alone or fused with those to keys and values.
 QUERY_NAMES = ("q_proj.", "q_b_proj.")
 FUSED_NAMES = ("qkv_proj.", "c_attn.", "query_key_value.", "att_proj.", "Wqkv.")
@@ -40,7 +43,7 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     activations = tokens * item * (WIDE_TENSORS * widest + HIDDEN_TENSORS * hidden)
     logits = rows * index.vocab_size * (LOGIT_BYTES + item)
     if any(".experts." in entry.name for entry in index.tensors):
-        activations += EXPERTS_BYTES
+        activations += DEVICE_EXPERTS_BYTES if config.attention_in_place else EXPERTS_BYTES
     if config.attention_in_place:
         return activations + logits
     attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)

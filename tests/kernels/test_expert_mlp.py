@@ -213,6 +213,23 @@ def test_few_pairs_are_those_of_few_experts_each() -> None:
     assert nobody.shape == (0, 16)
 
 
+def test_tokens_take_turns_where_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = stack_of(3, 16, 16, torch.float32)
+    x, weights, ids = torch.randn(11, 16), torch.rand(11, 2), choices("random", 11, 2, 3)
+    monkeypatch.setattr(expert_products, "BETWEEN_BYTES", 4 * 2 * 32 * 4)  # four tokens
+    seen: list[int] = []
+    products = expert_products.expert_products
+
+    def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        seen.append(len(x))
+        return products(x, *args)
+
+    monkeypatch.setattr(expert_products, "expert_products", counted)
+    found = expert_products.expert_mlp(x, ids, weights, stack)
+    assert torch.allclose(found, expert_mlp_ref(x, ids, weights, stack), atol=1e-6)
+    assert seen == [4, 4, 3]
+
+
 def test_what_is_refused() -> None:
     stack = stack_of(3, 48, 40, torch.float32)
     x, ids, weights = torch.randn(2, 48), choices("random", 2, 2, 3), torch.rand(2, 2)

@@ -41,8 +41,9 @@ from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
 from engine.registration.convert import inspect, write_pack
 from engine.running.fusion import EXPERT_LAYERS, LAYERS, recognise
 from engine.worker.open_device import Opened
-from kernels import dense_prefill
+from kernels import dense_prefill, expert_rows
 from kernels.decoder_layer import KERNELS, Operations
+from kernels.expert_rows import RowShape
 from kernels.flat_reference import FLAT_REFERENCE
 from tests.engine.device_rig import backend_of, opened_on
 from tests.engine.fake_device import FakeDevice
@@ -239,10 +240,14 @@ def test_every_fused_class_is_held_to_its_modules(models: dict[str, TinyModel]) 
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gpt_oss"])
-def test_by_interpreted_kernels(models: dict[str, TinyModel], name: str) -> None:
-    """One that is fused; one by its modules, with windows and sinks. Mixed steps and decodes, as
-    they are launched and, of the one that is fused, as they are replayed.
+def test_by_interpreted_kernels(
+    models: dict[str, TinyModel], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Two that are fused; one by its modules, with windows and sinks. Mixed steps and decodes, as
+    they are launched and, of those that are fused, as they are replayed.
     """
+    # Few programs: the interpreter takes milliseconds for each.
+    monkeypatch.setattr(expert_rows, "row_shape", lambda *_, **__: RowShape(64, 64, 1))
     run = Run([models[name]], KERNELS, SAMPLING_KERNELS, max_batch_tokens=8, prefix_cache=False)
     for _ in range(1 if name in BY_MODULES else 2):
         asks = [ask(i, name, prompt, 3) for i, prompt in enumerate(prompts(2, 11))]
