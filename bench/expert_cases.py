@@ -118,7 +118,8 @@ def _grouped(
     told = told * weights.flatten()[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return told[back].view(len(x), top_k, -1).sum(1)
+    found: torch.Tensor = told[back].view(len(x), top_k, -1).sum(1)
+    return found
 
 
 def _experts(mixture: Mixture, tokens: int) -> Callable[[Rig, bool], Prepared]:

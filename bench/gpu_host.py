@@ -94,7 +94,7 @@ def _nothing(*_: Any, **__: Any) -> Any:
     return None
 
 
-LAYERS = Operations(_norm, _product, _nothing, _write, _attend, _gate_mul)
+LAYERS = Operations(_norm, _product, _nothing, _write, _attend, _gate_mul, _nothing)
 SAMPLING = SamplingOperations(_draw, _nothing, _nothing, _nothing, _nothing)
 
 
