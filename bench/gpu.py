@@ -52,6 +52,8 @@ MINUTES: Mapping[str, float] = {
     "swap under load": 4,
     "arena against static": 4,
     "prefill 8B": 1,
+    "decode 30B-A3B": 2,
+    "profile 30B-A3B": 1.5,
     "many models": 6,
     "decode 1.7B": 2,
     "prefill 0.5B": 1,

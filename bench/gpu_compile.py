@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.expert_cases import MIXTURES, TOKENS, Mixture
 from bench.gpu_models import LARGE, MEDIUM, SMALL, shape_of
 from bench.gpu_parity import FAMILIES, SIZES
 from kernels import dependent
@@ -34,6 +35,8 @@ from kernels.decoder_layer import (
     Product,
     decoder_layer,
 )
+from kernels.expert_mlp import ExpertStack
+from kernels.expert_products import expert_mlp
 from kernels.few_rows import takes
 from kernels.gate_mul import Activation
 from kernels.paged_attention import BlockGeometry, LayerGeometry, PagedBatch, largest_unit_bytes
@@ -180,10 +183,10 @@ def compiling(arch: int) -> Iterator[Callable[[str], list[Compiled]]]:
 def check_waits(name: str, ptx: str) -> None:
     """Raises ValueError where a dependent launch reads or writes before it has waited.
 
-    But for the weights that products of few rows ask for.
+    But for the weights that products of few rows ask for, and which experts' (expert_rows.py).
     """
     before, waits, _ = ptx.partition("griddepcontrol.wait")
-    early = "st|atom|red" if name == "_few_rows_kernel" else "ld|st|atom|red"
+    early = "st|atom|red" if name in ("_few_rows_kernel", "_down_kernel") else "ld|st|atom|red"
     if waits and re.search(rf"\b({early})\.global", before):
         raise ValueError(f"{name} reads or writes before it waits")
 
@@ -222,6 +225,23 @@ def launch_layer(model: Model, step: Step, arch: int) -> None:
     operations = replace(KERNELS, product=_few_or_none)
     for residual in (None, _empty(num_tokens, model.hidden)):
         decoder_layer(x, residual, _weights(model), form, where, operations)
+
+
+def launch_experts(mixture: Mixture, num_tokens: int) -> None:
+    """The experts of one layer."""
+    experts, size, inner = mixture.num_experts, mixture.size, mixture.inner
+    turned = mixture.is_gpt_oss
+    stack = ExpertStack(
+        _empty(experts, size, 2 * inner) if turned else _empty(experts, 2 * inner, size),
+        _empty(experts, inner, size) if turned else _empty(experts, size, inner),
+        gate_up_bias=_empty(experts, 2 * inner) if turned else None,
+        down_bias=_empty(experts, size) if turned else None,
+        transposed=turned,
+        interleaved=turned,
+        limit=7.0 if turned else None,
+    )
+    ids = torch.zeros(num_tokens, mixture.top_k, dtype=torch.int64)
+    expert_mlp(_empty(num_tokens, size), ids, _empty(num_tokens, mixture.top_k), stack)
 
 
 def launch_sampling(model: Model, num_rows: int) -> None:
@@ -303,6 +323,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for num_rows in ROWS:
                 launch_sampling(model, num_rows)
             new = taken(model.name)
+            done += new
+            print("\n".join(one.line() for one in new), flush=True)
+        for mixture in MIXTURES:
+            if options.only not in mixture.name:
+                continue
+            for num_tokens in (3, *TOKENS):
+                launch_experts(mixture, num_tokens)
+            new = taken(mixture.name)
             done += new
             print("\n".join(one.line() for one in new), flush=True)
     faults = [fault for one in done for fault in one.faults()]

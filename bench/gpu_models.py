@@ -23,6 +23,7 @@ from engine.registration import convert
 SMALL = "Qwen/Qwen2.5-0.5B"
 MEDIUM = "Qwen/Qwen3-1.7B"
 LARGE = "meta-llama/Llama-3.1-8B"
+MIXTURE = "Qwen/Qwen3-30B-A3B, 8 layers"
 BLOCK_ELEMENTS = 4 << 20
 TINY: dict[str, Any] = {
     "hidden_size": 128,
@@ -35,10 +36,15 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 """What a dry run makes of any shape."""
-
+TINY_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2}
+TINY_EXPERTS |= {"moe_intermediate_size": 64}
 
 DERIVED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-1.7B": ("Qwen/Qwen3-0.6B", {"hidden_size": 2048, "intermediate_size": 6144}),
+    MIXTURE: (
+        "Qwen/Qwen3-30B-A3B, 4 layers of 64 experts",
+        {"num_hidden_layers": 8, "num_experts": 128, "vocab_size": 151_936},
+    ),
 }
 """Shapes that differ from one of model_shapes.json in these."""
 
@@ -50,7 +56,7 @@ def shape_of(name: str, dry: bool) -> dict[str, Any]:
     if not dry:
         return shape
     shape.pop("rope_scaling", None)
-    return {**shape, **TINY}
+    return {**shape, **TINY, **{key: TINY_EXPERTS[key] for key in TINY_EXPERTS if key in shape}}
 
 
 def make_pack(name: str, work_dir: Path, dry: bool, seed: int = 0) -> tuple[Path, PackIndex]:
@@ -87,14 +93,24 @@ def twins(pack_dir: Path, count: int) -> list[Path]:
     return made
 
 
-def step_weight_bytes(index: PackIndex) -> int:
-    """What a decode step reads of the weights: all but the embeddings, unless they are the head."""
+def step_weight_bytes(index: PackIndex, of_experts: float = 1.0) -> int:
+    """What a decode step reads of the weights: all but the embeddings, unless they are the head;
+    of experts' this share."""
     tied = set(index.tied.values())
     return sum(
-        entry.num_bytes
+        int(entry.num_bytes * (of_experts if ".experts." in entry.name else 1.0))
         for entry in index.tensors
         if "embed_tokens" not in entry.name or entry.name in tied
     )
+
+
+def share_of_experts(name: str, batch: int, dry: bool) -> float:
+    """How many of a shape's experts a step of so many tokens hits, if all are chosen alike."""
+    shape = shape_of(name, dry)
+    if "num_experts" not in shape:
+        return 1.0
+    missed = 1 - shape["num_experts_per_tok"] / shape["num_experts"]
+    return float(1 - missed**batch)
 
 
 def kv_bytes_per_token(index: PackIndex) -> int:

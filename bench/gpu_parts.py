@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bench import gpu_checks, gpu_models, gpu_parity, gpu_peers, gpu_profile, gpu_swap
-from bench.gpu_models import LARGE, MEDIUM, SMALL
+from bench.gpu_models import LARGE, MEDIUM, MIXTURE, SMALL
 from bench.gpu_rig import Figures, Rig, Settings, Window, goal, rig
 from bench.kernel_timing import Ceilings, ceilings, measure
 from engine.memory.page_pool import Owner
@@ -76,10 +76,11 @@ def decode_of(shape: str) -> Callable[[Settings], Figures]:
             found |= limits
             for batch in DRY_BATCHES if settings.dry else BATCHES:
                 window = made.steady_decode(batch, index.vocab_size)
-                found[f"batch {batch}"] = decode_row(window, index, batch, 128, limits)
+                hit = gpu_models.share_of_experts(shape, batch, settings.dry)
+                found[f"batch {batch}"] = decode_row(window, index, batch, 128, limits, hit)
                 if batch in (1, 256):
                     drawn = made.steady_decode(batch, index.vocab_size, sampled=True)
-                    row = decode_row(drawn, index, batch, 128, limits)
+                    row = decode_row(drawn, index, batch, 128, limits, hit)
                     row["of_greedy"] = row["step_ms"] / found[f"batch {batch}"]["step_ms"]
                     found[f"batch {batch}, sampled"] = row
             graphs = made.opened.graphs
@@ -98,11 +99,17 @@ def decode_of(shape: str) -> Callable[[Settings], Figures]:
 
 
 def decode_row(
-    window: Window, index: PackIndex, batch: int, context: int, limits: Ceilings
+    window: Window,
+    index: PackIndex,
+    batch: int,
+    context: int,
+    limits: Ceilings,
+    of_experts: float = 1.0,
 ) -> Figures:
-    """One batch's figures. of_weights: the weights' bytes alone; of_bytes: with the KV read."""
+    """One batch's figures. of_weights: the weights' bytes alone, of experts' the share that is
+    expected to be hit; of_bytes: with the KV read."""
     step_s = statistics.median(window.step_s)
-    weights = gpu_models.step_weight_bytes(index)
+    weights = gpu_models.step_weight_bytes(index, of_experts)
     kv = batch * context * gpu_models.kv_bytes_per_token(index)
     bandwidth = limits["copy_gb_s"] * 1e9
     return {
@@ -289,6 +296,8 @@ PARTS: dict[str, Callable[[Settings], Figures]] = {
     "decode 0.5B": decode_of(SMALL),
     "decode 1.7B": decode_of(MEDIUM),
     "decode 8B": decode_of(LARGE),
+    "decode 30B-A3B": decode_of(MIXTURE),
+    "profile 30B-A3B": gpu_profile.profile_of(MIXTURE),
     "profile 0.5B": gpu_profile.profile_of(SMALL),
     "profile 8B": gpu_profile.profile_of(LARGE),
     "prefill 0.5B": prefill_of(SMALL),

@@ -285,6 +285,7 @@ def _open(settings: Settings, changes: dict[str, Any]) -> Opened:
         norm=opaque(FLAT_REFERENCE.norm),
         head_norm_=opaque(FLAT_REFERENCE.head_norm_),
         gate_mul=opaque(FLAT_REFERENCE.gate_mul),
+        experts=opaque(FLAT_REFERENCE.experts),
     )
     return open_streams(
         FakeDevice(), engine, 1 << 24, operations, SAMPLING_REFERENCE, page_copy_ref

@@ -182,8 +182,10 @@ def _down_kernel(
         known = (expert >= 0) & (expert < num_experts)
         total = tl.zeros((COLUMNS, BLOCK_K // VECTOR), tl.float32)
         for start in range(0, k, BLOCK_K):
-            to = (start + BLOCK_K) % depth
-            later = choice + (start + BLOCK_K) // depth
+            # A remainder would hide from the compiler that it is a multiple of 16 places.
+            wraps = (start + BLOCK_K) // depth
+            to = (start + BLOCK_K) * (1 - wraps)
+            later = choice + wraps
             chosen = tl.load(ids + token * TOP_K + later, mask=later < TOP_K, other=-1)
             chosen = chosen.to(tl.int64)
             there = (chosen >= 0) & (chosen < num_experts)

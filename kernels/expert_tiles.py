@@ -22,6 +22,7 @@ import torch
 from kernels.triton_api import Declared, check_out, jit, next_power_of_2, tl
 
 BLOCK = 1024
+SMALL_BLOCK = 256
 # Of the histogram: as many as a warp has lanes, at least.
 LEAST_BINS = 32
 
@@ -132,7 +133,7 @@ def expert_tiles(
             num_tiles,
             BLOCK_M=block_m,
             BINS=max(LEAST_BINS, next_power_of_2(num_experts + 1)),
-            BLOCK=min(BLOCK, max(128, next_power_of_2(num_pairs))),
+            BLOCK=BLOCK if num_pairs > SMALL_BLOCK else SMALL_BLOCK,
             num_warps=4,
         )
     return order, tiles
