@@ -115,10 +115,11 @@ def _grouped(
     told = grouped(_gated(wide, stack), down, offs=ends)
     if stack.down_bias is not None:
         told = told + stack.down_bias[chosen]
-    weighted: torch.Tensor = told * weights.flatten()[order, None]
+    told = told * weights.flatten()[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
-    return weighted[back].view(len(x), top_k, -1).sum(1)
+    found: torch.Tensor = told[back].view(len(x), top_k, -1).sum(1)
+    return found
 
 
 def _experts(mixture: Mixture, tokens: int) -> Callable[[Rig, bool], Prepared]:

@@ -46,8 +46,10 @@ MINUTES: Mapping[str, float] = {
     "decode 0.5B": 1.5,
     "profile 0.5B": 1,
     "decode 8B": 2.5,
+    "decode 8B fp8": 3,
     "profile 8B": 1.5,
     "serve 8B": 2,
+    "serve 8B fp8": 2,
     "swap 8B": 2,
     "swap under load": 4,
     "arena against static": 4,
@@ -216,6 +218,11 @@ def dry_run(wanted: Sequence[str], run_parts: RunParts) -> int:
     return status
 
 
+def named(text: str, part: str) -> bool:
+    """Whether `--only text` means that part: by its name, or by some of it."""
+    return text == part or (text not in MINUTES and text in part)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu")
@@ -226,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work-dir", type=Path, default=Path("gpu-work"), help="packs lie here")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(argv)
-    wanted = [name for name in MINUTES if any(text in name for text in options.only)]
+    wanted = [name for name in MINUTES if any(named(text, name) for text in options.only)]
     begin = time.monotonic()
     if options.dry_run:
         with tempfile.TemporaryDirectory() as folder:

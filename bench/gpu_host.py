@@ -75,7 +75,9 @@ def _write(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return query
 
 
-def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
+def _attend(
+    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor
+) -> torch.Tensor:
     return query.new_zeros(len(query), form.num_heads, step.geometry.layer.v_dim)
 
 
@@ -154,7 +156,10 @@ class Bench:
         return found
 
     def close(self) -> None:
-        """Without a look at what is left."""
+        """Raises RuntimeError where a step has failed: then nothing was measured."""
+        failed = self.engine.status(0.0).counters["steps_failed"]
+        if failed:
+            raise RuntimeError(f"{failed:.0f} steps failed")
         self.engine.close()
         self._opened.backend.close()
 

@@ -2,13 +2,15 @@
 
 A folder of a true shape with holes for weights is converted by the product's own code; then the
 blob is filled with random numbers, a block of them over and over, each tensor at the scale that
-keeps activations as they are, and its checksums are written anew. What a GPU computes with them has
-the power and the speed of real weights, which zeros would not. `twins` are further packs over the
-same bytes: other models to the engine, no further room on the disk.
+keeps activations as they are, and its checksums are written anew. Codes of int8 and fp8 use all of
+their range, and a row's scale is what makes its weights of that size. What a GPU computes with them
+has the power and the speed of real weights, which zeros would not. `twins` are further packs over
+the same bytes: other models to the engine, no further room on the disk.
 """
 
 import os
 import shutil
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,16 @@ import torch
 import xxhash
 
 from bench import shapes
-from engine.pack import BLOB_NAME, Chunk, PackIndex, read_index, write_index
+from engine.pack import (
+    BLOB_NAME,
+    ROW_DTYPES,
+    SCALE_SUFFIX,
+    Chunk,
+    PackIndex,
+    TensorEntry,
+    read_index,
+    write_index,
+)
 from engine.registration import convert
 
 SMALL = "Qwen/Qwen2.5-0.5B"
@@ -25,6 +36,8 @@ MEDIUM = "Qwen/Qwen3-1.7B"
 LARGE = "meta-llama/Llama-3.1-8B"
 MIXTURE = "Qwen/Qwen3-30B-A3B, 8 layers"
 BLOCK_ELEMENTS = 4 << 20
+# Of codes, in standard deviations: what lies beyond is cut.
+LARGEST_CODE = 4.0
 TINY: dict[str, Any] = {
     "hidden_size": 128,
     "num_hidden_layers": 2,
@@ -59,9 +72,13 @@ def shape_of(name: str, dry: bool) -> dict[str, Any]:
     return {**shape, **TINY, **{key: TINY_EXPERTS[key] for key in TINY_EXPERTS if key in shape}}
 
 
-def make_pack(name: str, work_dir: Path, dry: bool, seed: int = 0) -> tuple[Path, PackIndex]:
-    """The pack of a shape, made once. Raises KeyError for a shape that is not known."""
-    label = f"{name.replace('/', '-')}{'-tiny' if dry else ''}-{seed}"
+def make_pack(
+    name: str, work_dir: Path, dry: bool, seed: int = 0, dtype: convert.DtypeChoice = "auto"
+) -> tuple[Path, PackIndex]:
+    """The pack of a shape, made once; `dtype` not int4. Raises KeyError for a shape that is not
+    known."""
+    form = "" if dtype == "auto" else f"-{dtype}"
+    label = f"{name.replace('/', '-')}{form}{'-tiny' if dry else ''}-{seed}"
     marker = work_dir / f"{label}.pack"
     if marker.exists():
         pack_dir = Path(marker.read_text(encoding="utf-8"))
@@ -70,7 +87,7 @@ def make_pack(name: str, work_dir: Path, dry: bool, seed: int = 0) -> tuple[Path
     shapes.build({name: shape_of(name, dry)}, name, folder, seed=None)
     candidate = convert.inspect(folder)
     pack_dir, index = convert.write_pack(
-        candidate, work_dir / f"packs-{seed}", "auto", lambda *_: None
+        candidate, work_dir / f"packs-{seed}", dtype, lambda *_: None
     )
     shutil.rmtree(folder)
     index = _fill(pack_dir, index, seed)
@@ -139,16 +156,13 @@ def prompt_flops(name: str, index: PackIndex, length: int, dry: bool) -> float:
 def _fill(pack_dir: Path, index: PackIndex, seed: int) -> PackIndex:
     generator = torch.Generator().manual_seed(seed)
     block = torch.randn(BLOCK_ELEMENTS, generator=generator)
+    entries = {entry.name: entry for entry in index.tensors}
     chunks = []
     # Written and read by calls: through a mapping each 4 KiB of 16 GB would be a page fault. Not
     # synchronised: readers find it in the page cache, and what a crash leaves fails its checksums.
     with (pack_dir / BLOB_NAME).open("r+b", buffering=0) as blob:
         for entry in index.tensors:
-            dtype = getattr(torch, entry.dtype)
-            scale = shapes.NORM_STD if len(entry.shape) < 2 else entry.shape[-1] ** -0.5
-            centre = 1.0 if entry.name.endswith("norm.weight") else 0.0
-            some = block[: entry.num_bytes // dtype.itemsize]
-            part = (some * scale + centre).to(dtype).view(torch.uint8).numpy().data
+            part = _random(entry, entries, block).view(torch.uint8).numpy().data
             blob.seek(index.segments[entry.segment].offset + entry.offset)
             for done in range(0, entry.num_bytes, len(part)):
                 _write_all(blob, part[: entry.num_bytes - done])
@@ -160,6 +174,33 @@ def _fill(pack_dir: Path, index: PackIndex, seed: int) -> PackIndex:
     filled = PackIndex(**fields | {"chunks": tuple(chunks)})
     write_index(pack_dir, filled)
     return filled
+
+
+def _random(
+    entry: TensorEntry, entries: Mapping[str, TensorEntry], block: torch.Tensor
+) -> torch.Tensor:
+    """What a tensor is filled with, again and again. `block`: normal numbers."""
+    dtype = getattr(torch, entry.dtype)
+    some = block[: entry.num_bytes // dtype.itemsize]
+    if entry.scheme in ROW_DTYPES:
+        codes = some.clamp(-LARGEST_CODE, LARGEST_CODE) * _code_std(entry)
+        return (codes if dtype.is_floating_point else codes.round()).to(dtype)
+    if entry.scheme:
+        raise ValueError(f"{entry.name} is kept as {entry.scheme}")
+    weight = entries.get(entry.name.removesuffix(SCALE_SUFFIX), entry)
+    if weight is not entry:
+        size = weight.shape[-1] ** -0.5 / _code_std(weight)
+        return torch.full_like(some, size, dtype=dtype)
+    scale = shapes.NORM_STD if len(entry.shape) < 2 else entry.shape[-1] ** -0.5
+    centre = 1.0 if entry.name.endswith("norm.weight") else 0.0
+    return (some * scale + centre).to(dtype)
+
+
+def _code_std(entry: TensorEntry) -> float:
+    """Of a weight's codes: the largest is the type's largest, and none of e4m3 is NaN."""
+    dtype = getattr(torch, entry.dtype)
+    most = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    return float(most) / LARGEST_CODE
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:

@@ -22,11 +22,14 @@ from bench.gpu_rig import Figures, Rig, Settings, Window, goal, rig
 from bench.kernel_timing import Ceilings, ceilings, measure
 from engine.memory.page_pool import Owner
 from engine.pack import PackIndex
+from engine.registration.convert import DtypeChoice
 
 BATCHES = (1, 8, 64, 256)
 DRY_BATCHES = (1, 3)
 LINK_BYTES = 1 << 30
 DRY_CEILINGS: Ceilings = {"copy_gb_s": 100.0, "matmul_tflop_s": 1.0}
+# Tokens a second of the 8B: pure decode at batch 256, and end to end.
+FP8_DECODE, FP8_SERVE, PLAIN_DECODE, PLAIN_SERVE = 27_000, 16_000, 23_000, 15_000
 
 
 def limits_of(settings: Settings) -> Ceilings:
@@ -63,11 +66,11 @@ def link(settings: Settings) -> Figures:
     return rates
 
 
-def decode_of(shape: str) -> Callable[[Settings], Figures]:
+def decode_of(shape: str, dtype: DtypeChoice = "auto") -> Callable[[Settings], Figures]:
     """Pure decode at several batches: tokens a second, share of the roofline of the weights."""
 
     def run(settings: Settings) -> Figures:
-        pack_dir, index = gpu_models.make_pack(shape, settings.work_dir, settings.dry)
+        pack_dir, index = gpu_models.make_pack(shape, settings.work_dir, settings.dry, 0, dtype)
         limits = limits_of(settings)
         found: Figures = {"shape": shape, "weight_bytes": gpu_models.step_weight_bytes(index)}
         with rig(settings) as made:
@@ -85,10 +88,15 @@ def decode_of(shape: str) -> Callable[[Settings], Figures]:
                     found[f"batch {batch}, sampled"] = row
             graphs = made.opened.graphs
             found["graphs"] = {} if graphs is None else dict(graphs.counters)
-        if shape == LARGE and not settings.dry:
+        if dtype == "fp8" and not settings.dry:
+            reached = found["batch 256"]["tokens_per_s"]
+            found["goals"] = {"batch 256, tokens a second": goal(reached, FP8_DECODE)}
+        elif shape == LARGE and not settings.dry:
             found["goals"] = {
                 "batch 1, share of the roofline": goal(found["batch 1"]["of_weights"], 0.80),
-                "batch 256, tokens a second": goal(found["batch 256"]["tokens_per_s"], 23_000),
+                "batch 256, tokens a second": goal(
+                    found["batch 256"]["tokens_per_s"], PLAIN_DECODE
+                ),
                 "batch 256, sampled step over greedy": goal(
                     found["batch 256, sampled"]["of_greedy"], 1.1, more=False
                 ),
@@ -151,13 +159,13 @@ def prefill_of(shape: str) -> Callable[[Settings], Figures]:
     return run
 
 
-def serve(settings: Settings) -> Figures:
+def serve(settings: Settings, dtype: DtypeChoice = "auto") -> Figures:
     """256 requests at a time through the whole engine: in lockstep, then as clients come.
 
     Lockstep: 128 tokens in and 128 out, greedy. As they come: at random times, faster than they can
     be served, of lengths that differ (log-normal, medians of 200 in and 128 out), sampled.
     """
-    pack_dir, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry)
+    pack_dir, index = gpu_models.make_pack(LARGE, settings.work_dir, settings.dry, 0, dtype)
     width, length = settings.scaled(256, 3), settings.scaled(128, 10)
     total = settings.scaled(768, 6)
     found: Figures = {"requests": total}
@@ -177,7 +185,8 @@ def serve(settings: Settings) -> Figures:
     if not settings.dry:
         found["goals"] = {
             "end to end, output tokens a second": goal(
-                found["lockstep, output tokens a second"], 15_000
+                found["lockstep, output tokens a second"],
+                FP8_SERVE if dtype == "fp8" else PLAIN_SERVE,
             )
         }
     return found
@@ -298,12 +307,14 @@ PARTS: dict[str, Callable[[Settings], Figures]] = {
     "decode 8B": decode_of(LARGE),
     "decode 30B-A3B": decode_of(MIXTURE),
     "profile 30B-A3B": gpu_profile.profile_of(MIXTURE),
+    "decode 8B fp8": decode_of(LARGE, "fp8"),
     "profile 0.5B": gpu_profile.profile_of(SMALL),
     "profile 8B": gpu_profile.profile_of(LARGE),
     "prefill 0.5B": prefill_of(SMALL),
     "prefill 1.7B": prefill_of(MEDIUM),
     "prefill 8B": prefill_of(LARGE),
     "serve 8B": serve,
+    "serve 8B fp8": partial(serve, dtype="fp8"),
     "swap 8B": gpu_swap.swap,
     "swap under load": gpu_swap.swap_under_load,
     "arena against static": arena_against_static,

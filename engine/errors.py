@@ -86,6 +86,10 @@ class CaptureFailed(EngineError):
     """Nothing was recorded and nothing has run."""
 
 
+class CapturesEnded(CaptureFailed):
+    """The device records nothing more: too many captures of others were broken off."""
+
+
 class DownloadInterrupted(EngineError):
     """The network's or the hub's fault, so far as is known. The message is for the operator."""
 

@@ -31,6 +31,9 @@ TENSOR_ALIGN = 256
 MEMBER_ALIGN = 16
 CHUNK_BYTES = 8 << 20
 INT8_SCHEME = "int8_rows"
+FP8_SCHEME = "fp8_rows"
+# What a weight is kept as, where its rows have scales.
+ROW_DTYPES = {INT8_SCHEME: "int8", FP8_SCHEME: "float8_e4m3fn"}
 SCALE_SUFFIX = "_scale"
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
@@ -43,8 +46,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
     shard_axis   where tensor parallelism cuts it; None: every device has all of it
     parts        sizes along that axis where it holds several projections, to be cut each by itself
-    scheme       "int8_rows": int8, its scales are the entry `<name>_scale`; a form of
-                 kernels/int4_blocks.py: its blocks, scales among them; "": as it is
+    scheme       "int8_rows": int8, its scales are the entry `<name>_scale`; "fp8_rows": e4m3, its
+                 scales are the same entry in float32; a form of kernels/int4_blocks.py: its blocks,
+                 scales among them; "": as it is
     """
 
     name: str
@@ -118,7 +122,8 @@ class PackIndex(msgspec.Struct, frozen=True):
 
     `files` holds the xxh3_64 of every other file of the folder, by name. `encoder` is there unless
     the task is "generate"; such a pack has no `kv_groups`, and `max_context` is its longest input.
-    `dtype` is what is computed in, `quantization` ("int8", "int4", "") how linears are kept.
+    `dtype` is what is computed in, `quantization` ("int8", "fp8", "int4", "") how linears are
+    kept.
     """
 
     version: int

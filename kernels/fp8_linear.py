@@ -19,7 +19,9 @@ square; a row's NaN stays its own. A row's numbers do not depend on the rows bes
 import torch
 from torch.nn import functional
 
+from kernels.int8_linear import widened
 from kernels.prefill_shape import capability
+from kernels.scaled_linear import scaled_linear
 from kernels.triton_api import Declared, check_out, check_rows, jit, next_power_of_2, tl
 
 # Below, products are as fast as the weight is read, and x need not be rounded.
@@ -155,6 +157,25 @@ def fp8_linear(
         out_dtype=x.dtype,
         use_fast_accum=FAST_ACCUMULATION,
     )
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def fp8_weight_linear(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A product with fp8 weights by whichever way there is. x [..., k] to [..., n].
+
+    On a GPU that has fp8: on both sides from LEAST_ROWS rows on, else weight-only. On a processor
+    the weight is widened, a part of it at a time: right, but not fast.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if takes(rows, weight):
+        y = fp8_linear(rows.contiguous(), weight, scale, bias)
+    elif x.device.type == "cuda":
+        y = scaled_linear(rows.contiguous(), weight, scale, bias)
+    else:
+        y = widened(rows, weight, scale)
+        y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], len(weight))
 
 

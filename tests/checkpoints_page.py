@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent
 DATA = ROOT / "data" / "checkpoints"
 PAGE = ROOT.parent / "docs" / "checkpoints.md"
 SMALL_FILES = ("config.json", "tokenizer.json")
-DTYPES = ("bfloat16", "int8", "int4")
+DTYPES = ("bfloat16", "int8", "fp8", "int4")
 FACTS = {
     "shapes": "shapes that several libraries agree on",
     "card": "model card or technical report",
@@ -50,8 +50,9 @@ The towers of multimodal models are not described, except where their size is pa
 Run `polyhost models inspect ID` for what is true of a revision today.
 
 - **published as**: the type of the weights, or how they are quantized.
-- **bfloat16, int8, int4**: memory of the weights in that type, in GiB where nothing else is said;
-  of a multimodal model its text part. int8 and int4 round linear layers and stacked experts.
+- **bfloat16, int8, fp8, int4**: memory of the weights in that type, in GiB where nothing else is
+  said; of a multimodal model its text part. int8, fp8 and int4 round linear layers, int8 and int4
+  stacked experts, too: with experts there is no fp8.
 - **KV**: of a sequence of {tokens} tokens, in MiB, in the type that is computed in: bfloat16, or
   float32 where that is what is published.
 """

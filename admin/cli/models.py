@@ -35,6 +35,10 @@ from admin.registration.registrar import Progress
 from registry.models.catalog import ModelRecord
 from registry.models.residency_requests import ResidencyAction
 
+FP8_ADVICE = (
+    "fp8 is fast on GPUs that compute in it (Ada, Hopper and later); on processors it is correct "
+    "but slow"
+)
 _INTERNAL_FIELDS = ("registration",)
 
 
@@ -333,6 +337,8 @@ def preflight_text(found: RegisterEvent) -> str:
             for each in found.choices
         )
         text += f"; quantized by {found.source_format}, can be hosted as {options}"
+    if found.dtype == "fp8":
+        text += f"; {FP8_ADVICE}"
     return text
 
 

@@ -42,7 +42,7 @@ from registry.session import reading
 
 CLEANUP_TIMEOUT_S = 3.0
 RECENT_S = 86_400.0
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int4")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4")
 _HUB_ID = re.compile(r"[\w.-]{1,96}(?:/[\w.-]{1,96})?", re.ASCII)
 _REVISION = re.compile(r"[!-~]{1,128}")
 MAX_MODELS = 200

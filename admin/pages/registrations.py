@@ -60,6 +60,7 @@ DTYPES = {
     "float16": "float16",
     "float32": "float32",
     "int8": "int8: half the memory of bfloat16",
+    "fp8": "fp8: half the memory of bfloat16, and fast on GPUs with fp8 (Ada, Hopper, later) only",
     "int4": "int4: a third of the memory of bfloat16, with some loss",
 }
 ACCESS = {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from engine.backend.device import Event
-from engine.errors import CaptureFailed, DeviceLost, DeviceUnusable
+from engine.errors import CaptureFailed, CapturesEnded, DeviceLost, DeviceUnusable
 from kernels.gate_mul import gate_mul
 from kernels.triton_api import HAS_TRITON
 
@@ -248,7 +248,7 @@ class CudaDevice:
         nobody else's steps or loads should wait for a capture.
         """
         if len(self._broken_off) >= MOST_BROKEN_OFF:
-            raise CaptureFailed("the driver has broken off too many captures")
+            raise CapturesEnded("the driver has broken off too many captures")
         before, _ = self.memory()
         with _no_garbage_collected():
             if self._anchor is None:

@@ -114,7 +114,9 @@ class DeviceRunner:
         where = tools.device.torch_device
         self.cache.tile_tokens = tuple(cut_of(g, self._num_heads, where) for g in plan.groups)
         waits = _chooses_experts(self._model) and not (by_kernels and has_experts(self._model))
-        self.cache.is_recorded = self.fused is not None or not waits
+        self.cache.is_recorded = not _asks_positions(self._model) and (
+            self.fused is not None or not waits
+        )
         self._generation: int | None = None
         self._weights: tuple[int, ...] = ()
 
@@ -193,9 +195,7 @@ class DeviceRunner:
         return head(found[: len(batch.rows)]).float(), prompt
 
     def _key(self, batch: DeviceBatch) -> GraphKey | None:
-        if self._tools.graphs.has_given_up(self.instance_id):
-            self.cache.is_recorded = False
-        if batch.form is None or not self.cache.is_recorded:
+        if batch.form is None:
             return None
         tables_at = chain.from_iterable(table.place for table in self._tables)
         places = (self._tools.inputs.address, *tables_at)
@@ -239,6 +239,16 @@ def _chooses_experts(model: nn.Module) -> bool:
     """Unless by kernels that makes the host wait for the device, which no capture takes."""
     names = {type(module).__name__.lower() for module in model.modules()}
     return any("moe" in name or "expert" in name for name in names) or has_experts(model)
+
+
+def _asks_positions(model: nn.Module) -> bool:
+    """Whether rotary angles depend on the longest context: then the host looks at positions."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds = kind.values() if isinstance(kind, dict) else (kind,)
+        if any(one in ("dynamic", "longrope") for one in kinds):
+            return True
+    return False
 
 
 def _fill_in(step: DeviceStep, sampled: torch.Tensor) -> None:

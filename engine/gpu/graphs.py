@@ -10,8 +10,9 @@ to where they were find their graphs again; those of other places go when a mode
 
 What graphs may take beside the arena is bounded (`limit_bytes`): the least recently used goes, once
 its last replay has ended. A step that cannot be recorded is not tried again at the same addresses,
-nor is a model again that was refused MOST_REFUSALS times: an interrupted capture costs the driver.
-Steps that were launched one by one, for whatever reason, are counted.
+nor are a model's steps of that kind (decodes, steps with chunks) once MOST_REFUSALS were refused:
+an interrupted capture costs the driver. Steps that were launched one by one, for whatever reason,
+are counted.
 """
 
 import logging
@@ -23,13 +24,15 @@ from typing import Literal, NamedTuple
 import torch
 
 from engine.backend import Device, Event, Graph
-from engine.errors import CaptureFailed
+from engine.errors import CaptureFailed, CapturesEnded
 from engine.gpu.device_batch import StepForm
 
 SEEN_BOUND = 4096
 """Keys remembered without a graph; beyond it all of them are forgotten."""
 
 MOST_REFUSALS = 2
+MOST_GRAPHS = 1024
+"""Kept at once; each takes memory of the host, too: a few hundred kernels with their arguments."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,8 @@ class StepGraphs:
         self._kept: OrderedDict[GraphKey, _Kept] = OrderedDict()
         self._seen: dict[GraphKey, Literal["once", "never"]] = {}
         self._leaving: list[_Kept] = []
-        self._refusals: Counter[str] = Counter()
+        self._refusals: Counter[tuple[str, bool]] = Counter()
+        self._has_ended = False
         self.counters = {
             "graphs_captured": 0.0,
             "graphs_dropped": 0.0,
@@ -94,9 +98,9 @@ class StepGraphs:
         self.counters["graph_replays"] += 1
         return kept.result
 
-    def has_given_up(self, instance_id: str) -> bool:
-        """Whether nothing more of this model is recorded."""
-        return self._refusals[instance_id] >= MOST_REFUSALS
+    def has_given_up(self, instance_id: str, has_chunks: bool) -> bool:
+        """Whether no more steps of this model and kind are recorded."""
+        return self._has_ended or self._refusals[instance_id, has_chunks] >= MOST_REFUSALS
 
     def drop(self, instance_id: str, but_at: tuple[int, ...] = ()) -> None:
         """Those of a model that were recorded with its weights elsewhere than `but_at`."""
@@ -106,14 +110,20 @@ class StepGraphs:
             del self._seen[key]
 
     def _record(self, key: GraphKey, work: Callable[[], torch.Tensor]) -> _Kept | None:
-        seen = self._seen.get(key)
-        if seen != "once" or not self._limit_bytes or self.has_given_up(key.instance_id):
+        seen, kind = self._seen.get(key), (key.instance_id, bool(key.form.num_chunks))
+        if seen != "once" or not self._limit_bytes or self.has_given_up(*kind):
             if len(self._seen) >= SEEN_BOUND:
                 self._seen.clear()
             self._seen.setdefault(key, "once")
             return None
         try:
             graph, result = self._device.capture(work)
+        except CapturesEnded as error:
+            logger.warning(
+                "no more steps are recorded, new forms are launched one by one: %s", error
+            )
+            self._has_ended = True
+            return None
         except CaptureFailed as error:
             logger.warning(
                 "cannot record steps of %s, they are launched one by one: %s",
@@ -122,12 +132,14 @@ class StepGraphs:
             )
             self._seen[key] = "never"
             self.counters["graphs_refused"] += 1
-            self._refusals[key.instance_id] += 1
+            self._refusals[kind] += 1
             return None
         del self._seen[key]
         self.counters["graphs_captured"] += 1
         kept = self._kept[key] = _Kept(graph, result)
-        while self.num_bytes > self._limit_bytes and len(self._kept) > 1:
+        while len(self._kept) > 1 and (
+            self.num_bytes > self._limit_bytes or len(self._kept) > MOST_GRAPHS
+        ):
             self._drop(next(iter(self._kept)))
         return kept
 

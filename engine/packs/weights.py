@@ -17,8 +17,8 @@ from engine.errors import ChecksumMismatch, PackError
 from engine.pack import (
     BLOB_NAME,
     CHUNK_BYTES,
-    INT8_SCHEME,
     MEMBER_ALIGN,
+    ROW_DTYPES,
     SCALE_SUFFIX,
     SEGMENT_ALIGN,
     Chunk,
@@ -140,14 +140,17 @@ def _form_problem(index: PackIndex) -> str:
     entries = {entry.name: entry for entry in index.tensors}
     for entry in index.tensors:
         scales = entries.get(entry.name + SCALE_SUFFIX)
-        if entry.scheme not in ("", INT8_SCHEME, *FORMS):
+        if entry.scheme not in ("", *ROW_DTYPES, *FORMS):
             return f"tensor {entry.name} is quantized in a way this build does not know"
         blocks = entry.dtype == "uint8" and len(entry.shape) in (3, 4)
         form = FORMS.get(entry.scheme)
         if form is not None and not (blocks and entry.shape[-1] == form.block_bytes):
             return f"tensor {entry.name} is not in blocks"
-        if entry.scheme == INT8_SCHEME and (scales is None or scales.shape != entry.shape[:-1]):
-            return f"tensor {entry.name} has no scales"
+        if entry.scheme in ROW_DTYPES:
+            if scales is None or scales.shape != entry.shape[:-1]:
+                return f"tensor {entry.name} has no scales"
+            if entry.dtype != ROW_DTYPES[entry.scheme]:
+                return f"tensor {entry.name} is not {ROW_DTYPES[entry.scheme]}"
     for group in index.fused:
         if not is_one_run(group, entries):
             return f"the tensors of {group.name} do not lie together"

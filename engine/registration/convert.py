@@ -64,7 +64,7 @@ from engine.registration.tensors import BESIDE, Declared, Tensors, open_tensors
 from kernels import int4_blocks
 from kernels.int4_blocks import FORMS, ROWS, Steps
 
-DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+DtypeChoice = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "int4"]
 TEMPORARY = ".tmp-"
 # A folder of this process that is no pack: a source (staging.py).
 SOURCE_SUFFIX = "-source"
@@ -298,7 +298,7 @@ def _quantized(
             return [(entry, stack), (scales, of_rows)]
         if scales is None:
             return [(entry, int4_blocks.quantize(part, steps=steps, scheme=entry.scheme))]
-        values, scale = quantize_rows(part, getattr(torch, scales.dtype))
+        values, scale = quantize_rows(part, getattr(torch, scales.dtype), entry.scheme)
     except ValueError as error:
         raise RegistrationRefused("bad_weights", f"{entry.name}: {error}") from error
     return [(entry, values), (scales, scale)]

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from engine.modules.experts import linear_shape
-from engine.modules.quantized import kept_shape
+from engine.modules.quantized import kept_dtype, kept_shape, scale_dtype
 from engine.pack import (
-    INT8_SCHEME,
     MEMBER_ALIGN,
+    ROW_DTYPES,
     SCALE_SUFFIX,
     SEGMENT_ALIGN,
     TENSOR_ALIGN,
@@ -32,7 +32,6 @@ from engine.pack import (
     is_one_run,
 )
 from engine.registration.blueprint import REST, Blueprint, layer_of
-from kernels.int4_blocks import FORMS
 
 # Siblings that take the same input, as families call them, and the name of their joint product.
 FUSABLE = (
@@ -76,8 +75,8 @@ def lay_out(
     """Place `names`: REST first, then the layers in order, each tensor TENSOR_ALIGNed;
     what may follow another in a fused group is MEMBER_ALIGNed.
 
-    `schemes`: the weights among them that are quantized; those in int8 have their scales behind
-    them.
+    `schemes`: the weights among them that are quantized; those in int8 and fp8 have their scales
+    behind them.
     """
     members: dict[str, list[str]] = {REST: []}
     for name in names:
@@ -174,15 +173,15 @@ def _in_order(
             scheme = schemes.get(member, "")
             if scheme:
                 shape = kept_shape(linear_shape(plan.skeleton, member), scheme)
-                kind = torch.uint8 if scheme in FORMS else torch.int8
-                yield Stored(member, shape, kind, scheme)
+                yield Stored(member, shape, kept_dtype(scheme), scheme)
             else:
                 shape = tuple(plan.tensors[member].shape)
                 yield Stored(member, shape, plan.dtype_of(member, dtype))
         for member in run:
-            if schemes.get(member) == INT8_SCHEME:
+            scheme = schemes.get(member, "")
+            if scheme in ROW_DTYPES:
                 rows = linear_shape(plan.skeleton, member)[:-1]
-                yield Stored(member + SCALE_SUFFIX, rows, dtype)
+                yield Stored(member + SCALE_SUFFIX, rows, scale_dtype(scheme, dtype))
 
 
 def _scales(group: FusedGroup) -> FusedGroup:

@@ -33,23 +33,23 @@ DISK_MARGIN_BYTES = 64 << 20
 KV_TOKENS = 1000
 """Of the sequence whose KV is reported."""
 
-_TARGETS = ("bfloat16", "int8", "int4")
+_TARGETS = ("bfloat16", "int8", "fp8", "int4")
 # The same of checkpoints that are not quantized, by what they are in.
 _PLAIN_ERRORS = {
-    "float32": {"float32": 0.0, "bfloat16": 0.0017, "int8": 0.009, "int4": 0.082},
-    "bfloat16": {"bfloat16": 0.0, "int8": 0.009, "int4": 0.082},
+    "float32": {"float32": 0.0, "bfloat16": 0.0017, "int8": 0.009, "fp8": 0.026, "int4": 0.082},
+    "bfloat16": {"bfloat16": 0.0, "int8": 0.009, "fp8": 0.026, "int4": 0.082},
 }
 # What rounding once more adds, by how a checkpoint is quantized: measured on synthetic weights
 # (docs/packs.md).
-_ADDED_ERRORS: dict[str, tuple[float, float, float]] = {
-    "fp8": (0.0017, 0.014, 0.088),
-    "gptq": (0.0017, 0.012, 0.044),
-    "awq": (0.0017, 0.013, 0.044),
-    "mxfp4": (0.0, 0.011, 0.049),
-    "compressed-tensors": (0.002, 0.014, 0.087),
-    "modelopt": (0.002, 0.014, 0.088),
-    "bitsandbytes": (0.002, 0.013, 0.085),
-    "gguf": (0.0017, 0.013, 0.085),
+_ADDED_ERRORS: dict[str, tuple[float, ...]] = {
+    "fp8": (0.0017, 0.014, 0.028, 0.088),
+    "gptq": (0.0017, 0.012, 0.027, 0.044),
+    "awq": (0.0017, 0.013, 0.027, 0.044),
+    "mxfp4": (0.0, 0.011, 0.033, 0.049),
+    "compressed-tensors": (0.002, 0.014, 0.028, 0.087),
+    "modelopt": (0.002, 0.014, 0.028, 0.088),
+    "bitsandbytes": (0.002, 0.013, 0.026, 0.085),
+    "gguf": (0.0017, 0.013, 0.027, 0.085),
 }
 # The same of int4 where a pack has a form that keeps the codes.
 _KEPT_ERRORS = {
@@ -278,7 +278,7 @@ def _choices(
     for dtype, added in _errors_of(plan, declared, own).items():
         try:
             weight_bytes = _weight_bytes(plan, dtype, declared)
-        except RegistrationRefused:  # a family without plain linears
+        except RegistrationRefused:  # a family without plain linears; experts in fp8
             continue
         kv_bytes = _kv_bytes(plan, dtype)
         fits = weight_bytes + kv_bytes <= arena_bytes if arena_bytes else None

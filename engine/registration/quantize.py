@@ -2,6 +2,7 @@
 
     int8   linears of the decoder layers and the vocabulary, a byte a weight and one scale for each
            row, symmetric: w[n, k] ~ q[n, k] * scale[n], |q| <= 127
+    fp8    the same weights in e4m3, the largest of a row 448; scales are float32. Not experts
     int4   linears of the layers in blocks of four bits with a scale for 32 weights, or, where a
            checkpoint has codes of four bits already, in the form that keeps them
            (kernels/int4_blocks.py); the vocabulary, and what cannot be cut into blocks, as in int8
@@ -27,16 +28,18 @@ from torch import nn
 
 from engine.errors import RegistrationRefused
 from engine.modules.experts import as_linears, expert_weights, linear_shape
-from engine.modules.quantized import is_lookup, kept_shape
-from engine.pack import INT8_SCHEME, SCALE_SUFFIX, Schemes
+from engine.modules.quantized import is_lookup, kept_shape, scale_dtype
+from engine.pack import FP8_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
 from engine.registration.layout import neighbours
 from kernels import int4_blocks
 from kernels.int4_blocks import FORMS, INT4_BLOCKS, ZEROS, Steps
+from kernels.scaled_linear import quantize_fp8
 
 INT8 = "int8"
+FP8 = "fp8"
 INT4 = "int4"
-QUANTIZATIONS = (INT8, INT4)
+QUANTIZATIONS = (INT8, FP8, INT4)
 LIMIT = 127
 # Of stacked experts' rows that are rounded to int8 together: their float32 copies stay small.
 ROUNDED_AT_ONCE = 1 << 21
@@ -92,9 +95,9 @@ def _forms(
 
 
 def kept_bytes(shape: tuple[int, ...], scheme: str) -> int:
-    """Of a weight [n, k] or [E, n, k] in a pack, with its bfloat16 scales."""
-    scales = 0 if scheme in FORMS else 2 * math.prod(shape[:-1])
-    return math.prod(kept_shape(shape, scheme)) + scales
+    """Of a weight [n, k] or [E, n, k] in a pack, with its scales."""
+    item = 0 if scheme in FORMS else scale_dtype(scheme, torch.bfloat16).itemsize
+    return math.prod(kept_shape(shape, scheme)) + item * math.prod(shape[:-1])
 
 
 def layer_linears(model: nn.Module) -> frozenset[str]:
@@ -129,17 +132,29 @@ def _schemes(
     model: nn.Module, tied: Mapping[str, str], names: Collection[str], quantization: str
 ) -> dict[str, str]:
     linears = layer_linears(model) | expert_weights(model)
-    found = dict.fromkeys(linears.intersection(names), INT8_SCHEME)
+    by_rows = FP8_SCHEME if quantization == FP8 else INT8_SCHEME
+    if quantization == FP8 and expert_weights(model).intersection(names):
+        raise RegistrationRefused(
+            "cannot_quantize",
+            "fp8 is not supported for mixtures of experts; register the model with another dtype, "
+            "int8 for example",
+        )
+    found = dict.fromkeys(linears.intersection(names), by_rows)
     if quantization == INT4:
         for name in found:
             if int4_blocks.fits(linear_shape(model, name)[-2:]):
                 found[name] = INT4_BLOCKS
     head = vocabulary(model, tied, names)
-    return found | ({head: INT8_SCHEME} if head else {})
+    return found | ({head: by_rows} if head else {})
 
 
-def quantize_rows(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, k] of any float to int8 [n, k] and scales [n] of `dtype`. Raises ValueError on NaN."""
+def quantize_rows(
+    weight: torch.Tensor, dtype: torch.dtype, scheme: str = INT8_SCHEME
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, k] of any float to int8 or e4m3 [n, k] and scales [n] of `dtype`. Raises ValueError on
+    NaN."""
+    if scheme == FP8_SCHEME:
+        return quantize_fp8(weight, dtype)
     exact = weight.to(torch.float32)
     largest = exact.abs().amax(dim=1)
     if not bool(torch.isfinite(largest).all()):
@@ -173,7 +188,7 @@ def quantize_stack(
 
 
 def dequantize(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What int8 weights stand for, exactly: float32 [n, k]."""
+    """What int8 and fp8 weights stand for, exactly: float32 [n, k]."""
     return weight.to(torch.float32) * scale.to(torch.float32)[:, None]
 
 
@@ -215,7 +230,7 @@ def rounded_twins(
             wide = int4_blocks.dequantize(kept[name], weight.shape[1], scheme)
             exact[name] = wide.to(weight.dtype)
         else:
-            kept[name], scale = quantize_rows(weight, weight.dtype)
+            kept[name], scale = quantize_rows(weight, scale_dtype(scheme, weight.dtype), scheme)
             kept[name + SCALE_SUFFIX] = scale
             exact[name] = dequantize(kept[name], scale).to(weight.dtype)
     for name, holder in shared.items():

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from engine.modules.experts import is_experts
-from engine.modules.quantized import Int8Linear
+from engine.modules.quantized import RowsLinear
 from engine.pack import SCALE_SUFFIX, FusedGroup, PackIndex, schemes_in
 from kernels.decoder_layer import (
     LayerForm,
@@ -121,7 +121,7 @@ def has_experts(part: nn.Module) -> bool:
 
 def is_head(head: object) -> bool:
     """Whether logits are one product of the states."""
-    return isinstance(head, (nn.Linear, Int8Linear))
+    return isinstance(head, (nn.Linear, RowsLinear))
 
 
 class Fused:

@@ -19,10 +19,11 @@ GPU_ROWS = 256
 GPU_TOKENS = 8192
 LEAST_GPU_ROWS = 64
 LEAST_GPU_TOKENS = 1024
-BYTES_A_ROW = 4 << 20
-"""Beside the arena: logits of 152,000 tokens and what sampling makes of them."""
-BYTES_A_TOKEN = 384 << 10
-"""Beside the arena: activations of 14B, of 8B with room to spare."""
+BYTES_A_ROW = 7 << 20
+"""Beside the arena: logits of 262,000 tokens and what sampling makes of them."""
+BYTES_A_TOKEN = 480 << 10
+"""Beside the arena: activations of 32B."""
+USED_SHARE = 0.9
 
 
 def for_cpu(config: EngineConfig) -> EngineConfig:
@@ -33,16 +34,17 @@ def for_cpu(config: EngineConfig) -> EngineConfig:
 def for_gpu(config: EngineConfig, reserve_bytes: int) -> EngineConfig:
     """The same, for a GPU with so much memory beside its arena: logits take half of it at most."""
     rows, tokens = GPU_ROWS, GPU_TOKENS
-    while rows > LEAST_GPU_ROWS and rows * BYTES_A_ROW > reserve_bytes // 2:
+    usable = int(reserve_bytes * USED_SHARE)
+    while rows > LEAST_GPU_ROWS and rows * BYTES_A_ROW > usable // 2:
         rows //= 2
-    left = reserve_bytes - (config.max_num_seqs or rows) * BYTES_A_ROW
+    left = usable - (config.max_num_seqs or rows) * BYTES_A_ROW
     while tokens > LEAST_GPU_TOKENS and tokens * BYTES_A_TOKEN > left:
         tokens //= 2
     return _chosen(config, rows, tokens)
 
 
 def in_words(config: EngineConfig) -> str:
-    """For people."""
+    """As the log and the overview show it."""
     return f"{config.max_num_seqs:,} sequences and {config.max_batch_tokens:,} tokens a step"
 
 

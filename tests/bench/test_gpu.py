@@ -277,3 +277,10 @@ def test_the_packages_named_are_those_of_the_constraints() -> None:
     constraints = (ROOT / "constraints.txt").read_text().splitlines()
     for line in (ROOT / "bench" / "requirements-gpu.txt").read_text().splitlines():
         assert line.partition("#")[0].strip() in constraints
+
+
+def test_a_whole_name_is_that_part_alone() -> None:
+    assert gpu.named("decode 8B", "decode 8B")
+    assert not gpu.named("decode 8B", "decode 8B and more")
+    assert gpu.named("decode", "decode 0.5B")
+    assert not gpu.named("swap", "decode 0.5B")

@@ -30,8 +30,12 @@ from engine.errors import CaptureFailed, DeviceLost, DeviceUnusable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FORBIDDEN = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "unique")
-"""Operators that wait for the device or copy from the host: no capture takes them."""
+FORBIDDEN = (
+    *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "unique"),
+    *("lift_fresh", "one_hot"),
+)
+"""Operators that wait for the device or copy from the host: no capture takes them. In inference
+mode they come whole, elsewhere in pieces."""
 POISON = 0xFF
 MOST_ASKED = 50
 """So often an event may be asked for before it is reached, however lazy the device is."""
@@ -268,6 +272,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.__name__.split(".")[0]
         if name.strip("_") in [word.strip("_") for word in FORBIDDEN]:
             raise RuntimeError(f"{name} is not permitted while a stream is captured")
+        if name == "where" and len(args) == 1:
+            raise RuntimeError("where is not permitted to find places while a stream is captured")
         if name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1]):
             raise RuntimeError("an index of booleans is not permitted while a stream is captured")
         out = func(*args, **kwargs)

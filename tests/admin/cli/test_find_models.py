@@ -61,7 +61,13 @@ def test_a_hub_model_is_inspected_and_found_without_a_data_folder(
     assert told["commit"] == COMMIT
     assert told["hub"]["license"] == "mit"
     assert told["hosted_architecture"] == "LlamaForCausalLM"
-    assert [each["dtype"] for each in told["choices"]] == ["float32", "bfloat16", "int8", "int4"]
+    assert [each["dtype"] for each in told["choices"]] == [
+        "float32",
+        "bfloat16",
+        "int8",
+        "fp8",
+        "int4",
+    ]
     assert not any("/lfs/" in path for path, _ in hub.asked)
     (found,) = json.loads(run("models", "search", "tiny-llama", "--json"))
     assert (found["id"], found["license"], found["verdict"]) == (REPO, "mit", "unknown")

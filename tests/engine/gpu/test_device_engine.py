@@ -136,6 +136,7 @@ def test_no_step_has_a_table_of_an_odd_width(book: Book, monkeypatch: pytest.Mon
         return batch
 
     monkeypatch.setattr(DeviceLayOut, "__call__", look)
+    monkeypatch.setattr("engine.gpu.device_batch.TOKEN_BUCKETS", ())
     run_mixes(book, range(1), DeviceMix)
     assert widths
     assert not [width for width in widths if width % 16]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.backend.device import Event
-from engine.errors import CaptureFailed
+from engine.errors import CaptureFailed, CapturesEnded
 from engine.gpu.device_batch import StepForm, row_bucket, width_bucket
 from engine.gpu.graphs import MOST_REFUSALS, GraphKey, StepGraphs
 from tests.engine.fake_device import FakeDevice, FakeStream
@@ -142,8 +142,8 @@ def test_a_model_that_is_refused_twice_is_not_tried_again() -> None:
         for _ in range(3):
             rig.run(key(rows=rows))
     assert rig.count("graphs_refused") == MOST_REFUSALS
-    assert rig.graphs.has_given_up("u")
-    assert not rig.graphs.has_given_up("v")
+    assert rig.graphs.has_given_up("u", False)
+    assert not rig.graphs.has_given_up("v", False)
 
 
 def test_seen_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +170,50 @@ def test_numbers_are_baked_and_addresses_are_read_anew() -> None:
     factor[0] = 100.0
     graph.replay()
     assert result.tolist() == [20.0]
+
+
+def test_chunks_that_are_refused_leave_decodes_alone() -> None:
+    """What was recorded goes on, and other kinds of steps are still tried."""
+    rig = Rig()
+    chunks = [
+        GraphKey("u", StepForm(rows, 4, 32, rows + 4, (16,), (256,)), (1,), (7,))
+        for rows in (1, 2, 4)
+    ]
+    for _ in range(3):
+        rig.run(key())
+    capture, refused = rig.device.capture, 0
+
+    def refuse(work: Any) -> Any:
+        nonlocal refused
+        refused += 1
+        raise CaptureFailed("not here")
+
+    rig.device.capture = refuse  # type: ignore[method-assign]
+    for which in chunks:
+        for _ in range(3):
+            rig.run(which)
+    rig.device.capture = capture  # type: ignore[method-assign]
+    assert refused == MOST_REFUSALS
+    before = rig.count("graph_replays")
+    rig.run(key())
+    for _ in range(2):
+        rig.run(key(rows=2))
+    assert rig.count("graph_replays") == before + 2
+
+
+def test_a_device_that_records_nothing_more_is_no_fault_of_the_model() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.run(key())
+
+    def ended(work: Any) -> Any:
+        raise CapturesEnded("too many")
+
+    rig.device.capture = ended  # type: ignore[method-assign]
+    for rows in (2, 4):
+        for _ in range(3):
+            rig.run(key(rows=rows))
+    assert rig.count("graphs_refused") == 0
+    before = rig.count("graph_replays")
+    rig.run(key())
+    assert rig.count("graph_replays") == before + 1

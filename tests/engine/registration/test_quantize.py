@@ -12,9 +12,9 @@ from transformers import GemmaConfig, GPT2Config, LlamaConfig, MixtralConfig, Qw
 
 from bench.family_configs import tiny_config
 from engine.errors import PackError, RegistrationRefused
-from engine.modules.quantized import Int4Linear, Int8Embedding, Int8Linear, replace_modules
+from engine.modules.quantized import Int4Linear, RowsEmbedding, RowsLinear, replace_modules
 from engine.modules.transformers_backend import bind_weights, build_skeleton, unbind_weights
-from engine.pack import BLOB_NAME, INT8_SCHEME, SCALE_SUFFIX, PackIndex, schemes_in
+from engine.pack import BLOB_NAME, FP8_SCHEME, INT8_SCHEME, SCALE_SUFFIX, PackIndex, schemes_in
 from engine.packs.weights import build_views, check_pack
 from engine.registration import parity, quantize
 from engine.registration.convert import inspect, write_pack
@@ -41,6 +41,12 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+ROUNDED: Any = [
+    pytest.param("int8", INT8_SCHEME, torch.int8, torch.bfloat16, id="int8"),
+    pytest.param("fp8", FP8_SCHEME, torch.float8_e4m3fn, torch.float32, id="fp8"),
+]
 
 
 def packed(root: Path, config: Any, dtype: Any = "int8") -> tuple[Path, PackIndex]:
@@ -84,32 +90,40 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path, bad: float) -> 
     assert list((tmp_path / "packs").iterdir()) == []
 
 
-def test_a_pack_has_int8_linears_and_the_rest_in_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "scheme", "kept", "of_scales"), ROUNDED)
+def test_a_pack_has_rounded_linears_and_the_rest_in_bfloat16(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Any,
+    scheme: str,
+    kept: torch.dtype,
+    of_scales: torch.dtype,
 ) -> None:
     monkeypatch.setattr(SourceTensors.pieces, "__defaults__", (5000,))  # several to a tensor
     # As many KV heads as query heads: their scales then fill 256 bytes and have no gaps between.
-    pack_dir, index = packed(tmp_path, Qwen2Config(**(SHAPE | {"num_key_value_heads": 4})))
-    assert (index.dtype, index.kv_dtype, index.quantization) == ("bfloat16", "bfloat16", "int8")
+    pack_dir, index = packed(tmp_path, Qwen2Config(**(SHAPE | {"num_key_value_heads": 4})), dtype)
+    assert (index.dtype, index.kv_dtype, index.quantization) == ("bfloat16", "bfloat16", dtype)
     check_pack(pack_dir, index)
     source = load_file(tmp_path / "model" / "model.safetensors")
     tensors = build_views(*_views(pack_dir, index)).tensors
-    rounded = {entry.name for entry in index.tensors if entry.scheme == INT8_SCHEME}
+    rounded = {entry.name for entry in index.tensors if entry.scheme == scheme}
     assert {name.split(".")[-2] for name in rounded} == {"lm_head"} | {
         f"{kind}_proj" for kind in ("q", "k", "v", "o", "gate", "up", "down")
     }
     assert len(rounded) == 15
     for name, weight in source.items():
         if name in rounded:
-            values, scale = quantize_rows(weight, torch.bfloat16)
-            assert torch.equal(tensors[name], values), name
+            values, scale = quantize_rows(weight, of_scales, scheme)
+            assert tensors[name].dtype == kept
+            assert torch.equal(tensors[name].view(torch.uint8), values.view(torch.uint8)), name
             assert torch.equal(tensors[name + SCALE_SUFFIX], scale), name
         else:
             assert torch.equal(tensors[name], weight.to(torch.bfloat16)), name
     fused = build_fused(*memory(pack_dir, index)[:1], index, memory(pack_dir, index)[1])
     parts = [QKV.replace("qkv", kind) for kind in "qkv"]
     for suffix in ("", SCALE_SUFFIX):
-        assert torch.equal(fused[QKV + suffix], torch.cat([tensors[p + suffix] for p in parts]))
+        joined = torch.cat([tensors[p + suffix] for p in parts])
+        assert torch.equal(fused[QKV + suffix].view(torch.uint8), joined.view(torch.uint8))
     _, plain = write_pack(inspect(tmp_path / "model"), tmp_path / "packs", "bfloat16", _quiet)
     assert plain.revision != index.revision
     assert index.total_bytes < plain.total_bytes
@@ -142,6 +156,24 @@ def test_a_family_without_plain_linears_is_refused(tmp_path: Path) -> None:
     assert caught.value.code == "cannot_quantize"
 
 
+def test_fp8_is_rounded_to_the_nearest_code_of_each_channel() -> None:
+    """The middle of two goes to the even one; the largest of a row is the largest code."""
+    weight = torch.tensor([[448.0, 17.0, 19.0, -17.0, 0.0], [4.48, 0.17, 0.0, 0.0, 0.0]])
+    values, scale = quantize_rows(weight, torch.float32, FP8_SCHEME)
+    assert values[0].float().tolist() == [448.0, 16.0, 20.0, -16.0, 0.0]
+    assert values[1, 0] == 448.0
+    torch.testing.assert_close(scale, torch.tensor([1.0, 0.01]))
+    many = torch.randn(50, 64) * torch.logspace(-6, 3, 50)[:, None]
+    off = dequantize(*quantize_rows(many, torch.float32, FP8_SCHEME)) - many
+    assert 0.02 < float(off.norm() / many.norm()) < 0.03
+
+
+def test_experts_in_fp8_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RegistrationRefused, match="int8 for example") as caught:
+        packed(tmp_path, MixtralConfig(**SHAPE, num_local_experts=4), "fp8")
+    assert caught.value.code == "cannot_quantize"
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -157,6 +189,8 @@ def test_a_family_without_plain_linears_is_refused(tmp_path: Path) -> None:
 def test_the_probe_holds_our_path_to_the_dequantized_weights(
     config: Any, quantization: str
 ) -> None:
+    if quantization == "fp8" and hasattr(config, "num_experts_per_tok"):
+        pytest.skip("experts")
     assert probe(config, quantization=quantization) <= parity.TOLERANCE
 
 
@@ -175,7 +209,7 @@ def test_a_skeleton_takes_the_packs_tensors_and_gives_them_back(tmp_path: Path) 
     pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE))
     model = build_skeleton(pack_dir, torch.bfloat16)
     replace_modules(model, schemes_in(index))
-    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 15
+    assert sum(isinstance(module, RowsLinear) for module in model.modules()) == 15
     assert type(model.get_submodule("model.embed_tokens")) is nn.Embedding
     tensors = build_views(*_views(pack_dir, index)).tensors
     bind_weights(model, tensors)
@@ -185,7 +219,7 @@ def test_a_skeleton_takes_the_packs_tensors_and_gives_them_back(tmp_path: Path) 
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", "float16"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4", "float16"])
 def test_the_engine_serves_what_the_pack_stands_for(tmp_path: Path, dtype: Any) -> None:
     folder = tmp_path / "model"
     reference = save_folder(tiny_configs()["llama"], folder, 3)
@@ -228,23 +262,28 @@ def stands_for(
     return tensors[name].float()
 
 
-def test_a_shared_vocabulary_is_kept_once_and_serves_both(tmp_path: Path) -> None:
-    pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE, tie_word_embeddings=True))
+@pytest.mark.parametrize(("dtype", "scheme", "held", "of_scales"), ROUNDED)
+def test_a_shared_vocabulary_is_kept_once_and_serves_both(
+    tmp_path: Path, dtype: Any, scheme: str, held: torch.dtype, of_scales: torch.dtype
+) -> None:
+    pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE, tie_word_embeddings=True), dtype)
     kept = {entry.name: entry.scheme for entry in index.tensors}
-    assert kept["model.embed_tokens.weight"] == INT8_SCHEME
+    assert kept["model.embed_tokens.weight"] == scheme
     assert not any(name.startswith("lm_head") for name in kept)
     model = build_skeleton(pack_dir, torch.bfloat16)
     replace_modules(model, schemes_in(index))
     tensors = build_views(*_views(pack_dir, index)).tensors
     bind_weights(model, tensors)
     embedding, head = model.get_submodule("model.embed_tokens"), model.get_submodule("lm_head")
-    assert isinstance(embedding, Int8Embedding)
-    assert isinstance(head, Int8Linear)
+    assert isinstance(embedding, RowsEmbedding)
+    assert isinstance(head, RowsLinear)
     assert embedding.weight.data_ptr() == head.weight.data_ptr()
     assert embedding.weight_scale.data_ptr() == head.weight_scale.data_ptr()
     source = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
-    exact = dequantize(*quantize_rows(source, torch.bfloat16))
+    exact = dequantize(*quantize_rows(source, of_scales, scheme))
     ids = torch.tensor([[3, 95], [0, 3]])
+    assert embedding.weight.dtype == held
+    assert embedding(ids).dtype == torch.bfloat16
     assert torch.allclose(embedding(ids).float(), exact[ids], rtol=2**-8)
     states = torch.randn(2, 128).bfloat16()
     assert torch.allclose(head(states).float(), states.float() @ exact.T, atol=0.05)

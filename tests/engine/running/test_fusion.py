@@ -376,7 +376,7 @@ def scores(dependencies: list[TokenDelta]) -> list[TokenLogprobs]:
     ]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 def test_quantized_weights_are_fused_too(
     models: dict[str, TinyModel], tmp_path: Path, dtype: Any
 ) -> None:

@@ -151,7 +151,8 @@ def test_what_no_setting_says_is_chosen_by_the_device() -> None:
 
     free = msgspec.structs.replace(config().engine, max_num_seqs=0, max_batch_tokens=0)
     assert limits(for_gpu(free, budget_of(config(), 138 * GIB, 139 * GIB).reserve)) == (256, 8192)
-    assert limits(for_gpu(free, budget_of(config(), 23 * GIB, 24 * GIB).reserve)) == (128, 2048)
+    assert limits(for_gpu(free, budget_of(config(), 23 * GIB, 24 * GIB).reserve)) == (64, 1024)
+    assert limits(for_gpu(free, budget_of(config(), 79 * GIB, 80 * GIB).reserve)) == (256, 4096)
     assert limits(for_cpu(free)) == (64, 1024)
     assert limits(open_cpu(free).config) == (64, 1024)
     few = msgspec.structs.replace(free, max_batch_tokens=32)
