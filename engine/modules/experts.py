@@ -143,7 +143,8 @@ def experts_forward(
     if operation is not None:
         stack = device_form(module)
         assert stack is not None
-        return operation(hidden, top_k_index.contiguous(), top_k_weights.contiguous(), stack)
+        if stack.gate_up_scale is not None or hidden.dtype == stack.gate_up.dtype:
+            return operation(hidden, top_k_index.contiguous(), top_k_weights.contiguous(), stack)
     library: NativeLibrary | None = getattr(module, _LIBRARY, None)
     if library is not None and hidden.dtype == torch.bfloat16:
         native, _ = native_form(module, hidden.shape[-1])
