@@ -16,6 +16,9 @@ Beside weight-only fp8 (scaled_linear.py) x loses precision too, about 2 % of a 
 square; a row's NaN stays its own. A row's numbers do not depend on the rows beside it.
 """
 
+import functools
+import logging
+
 import torch
 from torch.nn import functional
 
@@ -23,6 +26,8 @@ from kernels.int8_linear import widened
 from kernels.prefill_shape import capability
 from kernels.scaled_linear import scaled_linear
 from kernels.triton_api import Declared, check_out, check_rows, jit, next_power_of_2, tl
+
+logger = logging.getLogger(__name__)
 
 # Below, products are as fast as the weight is read, and x need not be rounded.
 LEAST_ROWS = 17
@@ -45,8 +50,24 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and k % 16 == 0
         and k <= MAX_COLUMNS
         and x.device.type == "cuda"
-        and capability(x.device) >= LEAST_CAPABILITY
+        and can_multiply(x.device)
     )
+
+
+@functools.cache
+def can_multiply(device: torch.device) -> bool:
+    """Whether torch multiplies fp8 by rows and channels there: asked once, by a small product."""
+    if capability(device) < LEAST_CAPABILITY:
+        return False
+    side = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device=device)
+    ones = torch.ones(16, 1, device=device)
+    try:
+        torch._scaled_mm(side, side.t(), scale_a=ones, scale_b=ones.t(), out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        logger.warning("products in fp8 keep their inputs in bfloat16 on %s: %s", device, line)
+        return False
+    return True
 
 
 def round_rows_ref(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,8 +127,10 @@ def _round_rows_kernel(
     inside = column < columns
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(value), 0)
-    # A maximum leaves NaN out; a sum does not.
-    factor = tl.where(largest == 0.0, 1.0, largest / LARGEST) + 0.0 * tl.sum(value, 0)
+    # A maximum leaves NaN out.
+    broken = tl.max((value != value).to(tl.int32), 0) > 0
+    factor = tl.where(largest == 0.0, 1.0, largest / LARGEST)
+    factor = tl.where(broken, float("nan"), factor)
     tl.store(out + row * columns + column, _e4m3(value / factor, LARGEST), mask=inside)
     tl.store(scale + row, factor)
 

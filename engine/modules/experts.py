@@ -47,7 +47,9 @@ from kernels.native_calls import (
 
 EXPERTS_NAME = "polyhost"
 # What the library's decorator leaves on a module of experts.
-_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_POST_NORM = "has_post_expert_norm"
+"""Transformers 5.17 has it not yet."""
 _LIBRARY = "polyhost_library"
 _OPERATION = "polyhost_operation"
 _SCHEME = "_polyhost_scheme"
@@ -232,7 +234,7 @@ def native_mixture(block: Any, size: int) -> Mixture | None:
 
 
 def _gate(module: Any) -> Gate:
-    if not module.has_gate or module.has_post_expert_norm:
+    if not module.has_gate or getattr(module, _POST_NORM, False):
         raise ValueError("experts have no gate, or a norm")
     if type(module).__name__ in _CLAMPED_PAIRS:
         return Gate(1, ACTIVATIONS["silu"], module.alpha, module.limit, 1.0)
@@ -288,7 +290,7 @@ def _by_torch(
         inner = _product(module, first, number, hidden[token])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
         said = _product(module, "down_proj", number, inner)
-        if module.has_post_expert_norm:
+        if getattr(module, _POST_NORM, False):
             said = module.post_expert_norm(said)
         out.index_add_(0, token, said.float() * top_k_weights[token, place, None].float())
     return out.to(hidden.dtype)
