@@ -75,9 +75,7 @@ def _write(query: torch.Tensor, *_: Any) -> torch.Tensor:
     return query
 
 
-def _attend(
-    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
     return query.new_zeros(len(query), form.num_heads, step.geometry.layer.v_dim)
 
 

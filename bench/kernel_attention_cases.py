@@ -16,7 +16,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from bench.kernel_cases import Call, Case, Prepared, Rig, Target
 from kernels.decoder_layer import KERNELS, LayerStep, decoder_layer
-from kernels.dense_prefill import dense_prefill
 from kernels.kv_write import rotary_write, rotary_write_ref
 from kernels.page_copy import page_copy, page_copy_ref
 from kernels.paged_attention import LayerGeometry, gather_kv_ref
@@ -157,35 +156,6 @@ def _prefill(length: int, prefix: int) -> Callable[[Rig, bool], Prepared]:
             peers=peers,
             cuda_peers=cuda_peers,
         )
-
-    return build
-
-
-def _dense(length: int) -> Callable[[Rig, bool], Prepared]:
-    """A whole prompt from the fused row, as a layer has it, and not from pages."""
-
-    def build(rig: Rig, tiny: bool) -> Prepared:
-        heads, kv_heads, dim = TINY if tiny else (HEADS, KV_HEADS, DIM)
-        tokens = 9 if tiny else length
-        fused = rig.randn(tokens, heads + 2 * kv_heads, dim)
-        out, scale = fused.new_empty(tokens, heads, dim), dim**-0.5
-
-        def run() -> torch.Tensor:
-            dense_prefill(fused, ((0, tokens),), kv_heads, out, scale)
-            return out
-
-        def exact() -> tuple[torch.Tensor, ...]:
-            """Head by head: scores of all of them in float64 would not fit."""
-            query, key, value = torch.split(fused.transpose(0, 1), [heads, kv_heads, kv_heads])
-            each = []
-            for h in range(heads):
-                g = h * kv_heads // heads
-                one, k, v = (part[None, None].double() for part in (query[h], key[g], value[g]))
-                each.append(_sdpa(one, k, v, causal=True)()[0, 0])
-            return (torch.stack(each, 1),)
-
-        flops = 4 * heads * dim * (tokens * (tokens + 1) // 2)
-        return Prepared(run, lambda: (run(),), exact, rig.tolerance, num_flops=flops)
 
     return build
 
@@ -395,10 +365,6 @@ CASES = (
     Case("paged_prefill 4k", "flops", _prefill(4096, 0), Target(0.60)),
     Case("paged_prefill 1k", "flops", _prefill(1024, 0)),
     Case("paged_prefill 2k", "flops", _prefill(2048, 0)),
-    *(
-        Case(f"dense_prefill {length} tokens", "flops", _dense(length))
-        for length in (1024, 2048, 4096, 8192, 2000)
-    ),
     Case("paged_prefill 512 over 8k", "flops", _prefill(512, 8192)),
     Case("kv_write rows=32", "bytes", _write(32, 1)),
     Case("kv_write 4k tokens", "bytes", _write(1, 4096)),

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels import dense_prefill
 from kernels.expert_mlp import ExpertStack, expert_mlp_ref
 from kernels.expert_products import expert_mlp
 from kernels.few_rows import InputNorm, few_rows, takes
@@ -106,8 +105,6 @@ class LayerStep:
     cos, sin [T, rotary_dim / 2], None: nothing is rotated. rows, tiles and num_splits are what the
     kernels want to know: `paged_rows.flat_rows`, `paged_prefill.tiles_of`; a step whose rows have
     one token each decodes. `decode`: such rows beside others, attending in a launch of their own.
-    whole: (first token, length) of each other row, where all of them have all of their context in
-    the step; else nothing.
     """
 
     arena: torch.Tensor
@@ -120,15 +117,13 @@ class LayerStep:
     tiles: torch.Tensor | None = None
     num_splits: int = 1
     decode: FlatRows | None = None
-    whole: tuple[dense_prefill.Row, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Operations:
     """The calls of a layer, by one implementation.
 
-    attend: of query, form, step, and the heads of q, k and v as `write` has left them, if they are
-    at hand. experts: a mixture's, as `expert_mlp_ref`; its module calls it behind the router.
+    experts: a mixture's, as `expert_mlp_ref`; its module calls it behind the router.
     few_rows: norm, product and gate as one call, for what `few_rows.takes`; or None.
     """
 
@@ -136,7 +131,7 @@ class Operations:
     product: Callable[[torch.Tensor, Product], torch.Tensor]
     head_norm_: Callable[..., None]
     write: Callable[..., torch.Tensor]
-    attend: Callable[..., torch.Tensor]
+    attend: Callable[[torch.Tensor, LayerForm, LayerStep], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, Activation], torch.Tensor]
     experts: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertStack], torch.Tensor]
     few_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -163,7 +158,7 @@ def decoder_layer(
             form.unit_offset,
         )
     query = operations.write(*split_heads(qkv, form), form, step)
-    attended = operations.attend(query, form, step, qkv.view(len(qkv), -1, form.head_dim))
+    attended = operations.attend(query, form, step)
     x = operations.product(attended.view(len(qkv), -1), weights.out)
     if weights.mlp is not None:
         y, residual = _normed(x, residual, weights.post_norm, form, operations)
@@ -265,7 +260,7 @@ def _write_ref(
 def _write(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, form: LayerForm, step: LayerStep
 ) -> torch.Tensor:
-    """Rotates q where it lies, and k where it is wanted there."""
+    """Rotates q where it lies."""
     rotary_write(
         step.arena,
         step.geometry,
@@ -278,21 +273,11 @@ def _write(
         step.cos,
         step.sin,
         form.interleaved,
-        keep_key=_is_dense(form, step),
     )
     return query
 
 
-def _is_dense(form: LayerForm, step: LayerStep) -> bool:
-    """Whether the rows of several tokens are attended without the cache."""
-    layer, has_sinks = step.geometry.layer, form.sinks is not None
-    return dense_prefill.takes(step.whole, layer, form.softcap, has_sinks, step.arena.device)
-
-
-def _attend_ref(
-    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor | None = None
-) -> torch.Tensor:
-    del heads  # all of them are in the cache
+def _attend_ref(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
     return paged_attention_ref(
         step.arena,
         step.geometry,
@@ -305,9 +290,7 @@ def _attend_ref(
     )
 
 
-def _attend(
-    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor | None = None
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
     rows, decode = step.rows, step.decode
     out = query.new_empty(len(query), form.num_heads, step.geometry.layer.v_dim)
     if decode is None and rows is not None and max(rows.q_lens, default=2) == 1:
@@ -318,9 +301,7 @@ def _attend(
     if decode is not None:
         splits = step.num_splits
         paged_decode(*cache, decode, query, out, *how, form.sinks, num_splits=splits)
-    if rows is not None and heads is not None and _is_dense(form, step):
-        dense_prefill.dense_prefill(heads, step.whole, form.num_kv_heads, out, form.scale)
-    elif rows is not None:
+    if rows is not None:
         if step.tiles is None:
             raise ValueError("rows of several tokens want tiles")
         paged_prefill(*cache, rows, step.tiles, query, out, *how, form.sinks)

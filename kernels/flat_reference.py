@@ -48,9 +48,7 @@ def write_flat_ref(
     return rotary_ref(query, cos, sin, form.interleaved).to(query.dtype)
 
 
-def attend_flat_ref(
-    query: torch.Tensor, form: LayerForm, step: LayerStep, heads: torch.Tensor | None = None
-) -> torch.Tensor:
+def attend_flat_ref(query: torch.Tensor, form: LayerForm, step: LayerStep) -> torch.Tensor:
     """query [T, heads, k_dim] -> [T, heads, v_dim]; zeros for rows of context 0.
 
     NaN for tokens of no row, and for those of chunks that no tile covers.

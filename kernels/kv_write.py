@@ -1,7 +1,7 @@
 """K and V of new tokens into the paged cache, with rotary on the way: q and k rotated, one launch.
 
     q          [T, heads, k_dim]     rotated into q_out, which may be q itself
-    key        [T, kv_heads, k_dim]  rotated into the cache; where it lies, too, if it is to be kept
+    key        [T, kv_heads, k_dim]  rotated into the cache; not changed
     value      [T, kv_heads, v_dim]  copied into the cache
     cos, sin   [T, half], or None: keys are rotated already (or never), and q is left alone
     token_chunk, token_slot, token_offset   int [T], where each token goes; see PagedBatch. A chunk
@@ -85,7 +85,6 @@ def _write_kernel(
     V_START: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    KEEP_K: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PAD: tl.constexpr,
     REST_PAD: tl.constexpr,
@@ -133,9 +132,6 @@ def _write_kernel(
                 r1, r2 = turn(k1, k2, cos, sin)
                 tl.store(k_row + at1[None, :], r1.to(arena_ptr.dtype.element_ty), mask=in_pair)
                 tl.store(k_row + at2[None, :], r2.to(arena_ptr.dtype.element_ty), mask=in_pair)
-                if KEEP_K:
-                    tl.store(k_head + at1[None, :], r1.to(k_ptr.dtype.element_ty), mask=in_pair)
-                    tl.store(k_head + at2[None, :], r2.to(k_ptr.dtype.element_ty), mask=in_pair)
             if REST_PAD > 0:
                 in_rest = is_head[:, None] & (rest < K_DIM)[None, :]
                 k = tl.load(k_head + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
@@ -151,7 +147,7 @@ def _write_kernel(
 
 
 def _constants(
-    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool, keep_k: bool
+    geometry: BlockGeometry, num_heads: int, half: int, interleaved: bool
 ) -> dict[str, Any]:
     layer = geometry.layer
     return {
@@ -165,7 +161,6 @@ def _constants(
         "V_START": geometry.v_start_units,
         "HALF": half,
         "INTERLEAVED": interleaved,
-        "KEEP_K": keep_k,
         "HEADS": HEADS,
         **paddings(layer.k_dim, half),
         "V_PAD": next_power_of_2(layer.v_dim),
@@ -184,11 +179,8 @@ def rotary_write(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     interleaved: bool = False,
-    keep_key: bool = False,
 ) -> None:
     """Rotate q into `q_out` and k into the cache, and v beside it; chunk_table as in write_kv_ref.
-
-    `keep_key`: k of tokens with a place is also rotated where it lies.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -201,7 +193,7 @@ def rotary_write(
         raise ValueError("cos is no wider than half a key; cos and sin lie alike")
     if not len(key):
         return
-    constants = _constants(geometry, q.shape[1], half, interleaved, keep_key)
+    constants = _constants(geometry, q.shape[1], half, interleaved)
     blocks = cdiv(geometry.layer.num_kv_heads, HEADS) + (cdiv(q.shape[1], HEADS) if half else 0)
     _write_kernel[(len(key), blocks)](
         arena.view(geometry.dtype),
@@ -235,9 +227,7 @@ def _declare(name: str, heads: int, layer: LayerGeometry) -> Declared:
         {f"{key}_ptr": f"*{kind}:16" for key, kind in pointers.items()}
         | dict.fromkeys([*strides, "angle_stride_t"], "i32:16")
         | {"angle_stride_d": "i32"},
-        _constants(
-            BlockGeometry(layer, 16, torch.bfloat16, unit), heads, layer.k_dim // 2, False, False
-        ),
+        _constants(BlockGeometry(layer, 16, torch.bfloat16, unit), heads, layer.k_dim // 2, False),
         NUM_WARPS,
         archs=(80, 90, 100),
     )

@@ -339,8 +339,7 @@ def cut_tail(
         **parts,
     )
     splits = next_power_of_2(num_splits)
-    limits = (top_k, top_p, broken)
-    results = (found, ids, num_found)
+    limits, results = (top_k, top_p, broken), (found, ids, num_found)
     _gather_kernel[(rows, num_splits)](
         cut,
         *limits,

@@ -16,7 +16,6 @@ import torch
 from engine.backend import Device
 from engine.gpu.device_batch import DeviceBatch, GroupFields, RowFields
 from engine.memory import ChunkTable, GroupPlan, KvPlan
-from engine.running import ScheduledRow
 from kernels.decoder_layer import LayerForm, LayerStep
 from kernels.paged_attention import PagedBatch
 from kernels.paged_decode import choose_splits
@@ -151,8 +150,6 @@ class DeviceStep:
         self._tables = tables
         self._fields = fields.groups
         self._lengths = batch.lengths
-        # A recorded step serves rows of any context.
-        self._whole = () if batch.form is not None else whole_rows(batch.rows)
         self._tiles: dict[tuple[int, int], torch.Tensor] = {}
 
     @cached_property
@@ -197,7 +194,6 @@ class DeviceStep:
             tiles=self._tiles_of(g, num_heads),
             num_splits=group.num_splits,
             decode=group.decode,
-            whole=self._whole,
         )
 
     def attended(
@@ -242,19 +238,6 @@ def cut_of(plan: GroupPlan, num_heads: int, device: torch.device) -> int:
     layer = plan.block.layer
     shape = launch_shape(layer, capability(device))
     return tile_tokens(max(1, num_heads // layer.num_kv_heads), shape.block_m)
-
-
-def whole_rows(rows: Sequence[ScheduledRow]) -> tuple[tuple[int, int], ...]:
-    """(first token, length) of rows of several tokens; none where one has a context before them."""
-    found, start = [], 0
-    for row in rows:
-        length = row.num_scheduled_tokens
-        if length > 1:
-            if row.first:
-                return ()
-            found.append((start, length))
-        start += length
-    return tuple(found)
 
 
 def _flat(fields: RowFields | None, run: torch.Tensor) -> FlatRows | None:

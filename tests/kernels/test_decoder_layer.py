@@ -1,6 +1,5 @@
 """The layer of nine calls against transformers' own modules: by references, and by the kernels."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +21,9 @@ from transformers import (
 )
 
 from engine.registration.quantize import quantize_rows
-from kernels import dense_prefill
 from kernels.decoder_layer import KERNELS, REFERENCE, LayerStep, Operations, Product, decoder_layer
 from kernels.int4_layouts import dequantize, quantize
 from kernels.paged_attention import LayerGeometry
-from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm_ref
 from kernels.scaled_linear import quantize_fp8
 from tests.kernels.layer_weights import form_of, fused, weights_of
@@ -125,7 +122,6 @@ def ours(
                 sin[0, :, :half],
                 laid.rows,
                 laid.tiles,
-                whole=whole_rows([n for _, n in rows]) if not rows[0][0] else (),
             )
             x, residual = decoder_layer(x, residual, weights, form, step, operations)
         assert residual is not None
@@ -133,10 +129,6 @@ def ours(
         for found, part in zip(out, hidden.split([n for _, n in rows]), strict=True):
             found.append(part)
     return out
-
-
-def whole_rows(lengths: list[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(zip(itertools.accumulate([0, *lengths[:-1]]), lengths, strict=True))
 
 
 def sequences() -> list[torch.Tensor]:
@@ -160,23 +152,6 @@ def test_references_are_the_modules(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "granite", "mistral", "gemma"])
 def test_kernels_are_the_modules(name: str) -> None:
     assert_same(name, KERNELS, 1e-4)
-
-
-@pytest.mark.parametrize(("name", "paged"), [("phi3-partial", 0), ("olmo", 0), ("mistral", 2)])
-def test_whole_prompts_are_attended_without_the_cache(
-    name: str, paged: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And their K and V are in the cache for the step behind. A window is shorter than a prompt."""
-    launches = []
-
-    def counted(*args: Any) -> None:
-        launches.append(args)
-        paged_prefill(*args)
-
-    monkeypatch.setattr(dense_prefill, "LEAST_LENGTH", min(LENGTHS))
-    monkeypatch.setattr("kernels.decoder_layer.paged_prefill", counted)
-    assert_same(name, KERNELS, 1e-4)
-    assert len(launches) == paged
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
@@ -214,7 +189,7 @@ def test_a_wrong_layer_is_caught() -> None:
     for wrong in (
         replace(REFERENCE, norm=skipping),
         replace(REFERENCE, write=lambda q, k, v, form, step: REFERENCE.write(q, v, k, form, step)),
-        replace(REFERENCE, attend=lambda q, f, *s: REFERENCE.attend(q, replace(f, scale=1.0), *s)),
+        replace(REFERENCE, attend=lambda q, f, s: REFERENCE.attend(q, replace(f, scale=1.0), s)),
     ):
         found = torch.cat(ours(base, config, ids, wrong)[0])
         assert not torch.allclose(found, wanted, rtol=1e-2, atol=1e-2)

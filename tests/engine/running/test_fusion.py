@@ -6,7 +6,6 @@ Through the whole engine on a fake device that is never late, against transforme
 import random
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -34,14 +33,13 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpu.device_runner import DeviceRunner
 from engine.gpu.device_sampling import SAMPLING_KERNELS, SAMPLING_REFERENCE
-from engine.gpu.device_step import whole_rows
 from engine.modules.transformers_backend import build_skeleton
 from engine.pack import PackIndex, read_index
 from engine.protocol import SamplingParams, Submit, TokenDelta, TokenLogprobs
 from engine.registration.convert import inspect, write_pack
 from engine.running.fusion import EXPERT_LAYERS, LAYERS, recognise
 from engine.worker.open_device import Opened
-from kernels import dense_prefill, expert_rows
+from kernels import expert_rows
 from kernels.decoder_layer import KERNELS, Operations
 from kernels.expert_rows import RowShape
 from kernels.flat_reference import FLAT_REFERENCE
@@ -258,39 +256,6 @@ def test_by_interpreted_kernels(
     assert graphs is not None
     assert any(key.form.num_chunks for key in graphs._kept) == (name not in BY_MODULES)
     run.close()
-
-
-def test_whole_prompts_without_the_cache(
-    models: dict[str, TinyModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two prompts in a step; their first tokens and, over what they left in the cache, the next."""
-    seen: list[tuple[tuple[int, int], ...]] = []
-
-    def counted(heads: torch.Tensor, rows: Any, *args: Any) -> None:
-        seen.append(rows)
-        attend(heads, rows, *args)
-
-    attend = dense_prefill.dense_prefill
-    monkeypatch.setattr(dense_prefill, "LEAST_LENGTH", 2)
-    monkeypatch.setattr("engine.gpu.device_batch.TOKEN_BUCKETS", ())
-    monkeypatch.setattr(dense_prefill, "dense_prefill", counted)
-    run = Run([models["qwen3"]], KERNELS, SAMPLING_KERNELS, max_batch_tokens=16)
-    asks = [ask(i, "qwen3", prompt, 2) for i, prompt in enumerate(([5, 6, 7, 8], [9, 3, 4]))]
-    said = run.say(asks)
-    for one in asks:
-        assert said[one.request_id] == models["qwen3"].generate(one.prompt_token_ids, 2)
-    assert seen
-    assert all(sum(length for _, length in rows) in (3, 4, 7) for rows in seen)
-    run.close()
-
-
-def test_rows_that_are_whole() -> None:
-    def rows(*scheduled: tuple[int, int]) -> list[Any]:
-        return [SimpleNamespace(first=first, num_scheduled_tokens=n) for first, n in scheduled]
-
-    assert whole_rows(rows((0, 5), (9, 1), (0, 3))) == ((0, 5), (6, 3))
-    assert whole_rows(rows((0, 5), (2, 3))) == ()
-    assert whole_rows(rows((0, 1))) == ()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
