@@ -38,11 +38,11 @@ class BlockMatrix:
         """
         known, g = self._known, self._group
         fresh: dict[RequestKv, tuple[int, int, int, int]] = {}
-        places, strangers = [], []
+        places, new_rows = [], []
         for i, (kv, low) in enumerate(zip(rows, lows, strict=True)):
             found = known.pop(kv, None)
             if found is None:
-                strangers.append(i)
+                new_rows.append(i)
                 places.append(-1)
                 continue
             place, length, old_low, version = found
@@ -54,7 +54,7 @@ class BlockMatrix:
             fresh[kv] = found
             places.append(place)
         self._free += [place for place, *_ in known.values()]
-        for i in strangers:
+        for i in new_rows:
             if not self._free:
                 self._grow(2 * len(self.chunk), self.chunk.shape[1])
             kv, low = rows[i], lows[i]
