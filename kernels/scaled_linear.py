@@ -206,6 +206,8 @@ def _declared() -> tuple[Declared, ...]:
     for name, fp8 in (("int8", False), ("fp8", True)):
         pointers = dict.fromkeys(("x", "scale", "bias", "y"), "*bf16:16")
         pointers["weight"] = "*u8:16" if fp8 else "*i8:16"
+        # As packs have them.
+        pointers["scale"] = "*fp32:16" if fp8 else "*bf16:16"
         flags = {"HAS_BIAS": True, "FP8": fp8}
         found.append(
             Declared(f"{name}_linear/one-row", _one_row_kernel, pointers | sizes, flags | few)

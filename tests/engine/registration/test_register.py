@@ -146,3 +146,5 @@ def test_a_quantized_checkpoint_is_told_its_choices(tmp_path: Path) -> None:
     assert "hf_quant_config.json" not in index.files
     event = msgspec.json.decode(json.dumps(found), type=RegisterEvent)
     assert "quantized by modelopt, can be hosted as bfloat16" in preflight_text(event)
+    assert "slow" not in preflight_text(event)
+    assert "slow" in preflight_text(msgspec.structs.replace(event, dtype="fp8"))
