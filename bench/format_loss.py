@@ -8,7 +8,8 @@ and what each dtype adds to that.
 
     perplexity  over windows of 512 tokens of the last 5 % of a model's text, by transformers'
                 attention and the engine's own linears over the pack's own bytes: in bfloat16, and
-                where a pack is quantized with rounded inputs, as requests are computed
+                where a pack is quantized with rounded inputs, as requests are computed: fp8
+                as GPUs compute many rows, each row rounded
     memory      with --memory instead: the most that a process that registers has in memory, by
                 format and dtype, of a model of true layer shapes (`bench/format_memory.py`)
 
@@ -22,6 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,6 +39,7 @@ from engine.modules.transformers_backend import bind_weights, build_skeleton
 from engine.pack import BLOB_NAME, schemes_in
 from engine.packs.weights import build_views
 from engine.registration.convert import DtypeChoice, inspect, write_pack
+from kernels.fp8_linear import fp8_linear_ref
 from tests.engine.registration.quantized_kit import (
     Kind,
     awq,
@@ -52,7 +55,7 @@ from tests.engine.registration.quantized_kit import (
 )
 
 MODELS = ("shakespeare", "sherlock", "python")
-TARGETS: tuple[DtypeChoice, ...] = ("bfloat16", "int8", "int4")
+TARGETS: tuple[DtypeChoice, ...] = ("bfloat16", "int8", "fp8", "int4")
 CONTEXT = 512
 BATCH = 4
 # 128 does not divide the demo models' widths, so groups are of 32 here.
@@ -121,7 +124,8 @@ def perplexity(folder: Path, packs: Path, dtype: DtypeChoice, rows: torch.Tensor
     blob = torch.from_numpy(np.fromfile(pack_dir / BLOB_NAME, dtype=np.uint8))
     views = build_views(blob, index, [segment.offset for segment in index.segments], 1)
     model = build_skeleton(pack_dir, getattr(torch, index.dtype), "sdpa")
-    replace_modules(model, schemes_in(index))
+    with mock.patch("engine.modules.quantized.fp8_weight_linear", fp8_linear_ref):
+        replace_modules(model, schemes_in(index))
     bind_weights(model, views.tensors)
     total, count = 0.0, 0
     with torch.inference_mode():

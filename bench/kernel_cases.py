@@ -154,8 +154,12 @@ def _linear(kind: str, rows: int, n: int = 28672, k: int = 4096) -> Callable[[Ri
             def stands_for() -> torch.Tensor:
                 return dequantize(packed).double()
         else:
-            q, scale = (quantize_fp8 if kind == "fp8" else quantize_rows)(weight, rig.dtype)
-            size = out * depth + out * rig.dtype.itemsize
+            # Scales as packs have them.
+            if kind == "fp8":
+                q, scale = quantize_fp8(weight, torch.float32)
+            else:
+                q, scale = quantize_rows(weight, rig.dtype)
+            size = out * depth + out * scale.itemsize
 
             def run() -> torch.Tensor:
                 return scaled_linear(x, q, scale)
@@ -182,7 +186,7 @@ def _fp8(rows: int, n: int = 28672, k: int = 4096) -> Callable[[Rig, bool], Prep
     def build(rig: Rig, tiny: bool) -> Prepared:
         m, out, depth = (20, 32, 48) if tiny else (rows, n, k)
         x, weight = rig.randn(m, depth), rig.randn(out, depth)
-        q, scale = quantize_fp8(weight, rig.dtype)
+        q, scale = quantize_fp8(weight, torch.float32)
 
         def run() -> torch.Tensor:
             return fp8_linear(x, q, scale)

@@ -42,14 +42,19 @@ def scaled_linear_ref(
     return (y if bias is None else y + bias.to(torch.float32)).to(x.dtype)
 
 
-def quantize_fp8(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, k] to float8_e4m3fn and scales [n] of `dtype`. Raises ValueError on NaN."""
+def quantize_fp8(
+    weight: torch.Tensor, dtype: torch.dtype, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, k] to float8_e4m3fn and scales [n] of `dtype`. Raises ValueError on NaN.
+
+    given: scales [n] by which somebody has rounded the weight already: its codes come out again.
+    """
     exact = weight.to(torch.float32)
     largest = exact.abs().amax(dim=1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("weights that are not finite cannot be quantized")
     limit = torch.finfo(torch.float8_e4m3fn).max
-    scale = (largest / limit).to(dtype)
+    scale = (largest / limit if given is None else given).to(dtype)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     # A scale that was rounded down must not push the largest over the edge: that would be a NaN.
     rounded = (exact / scale.to(torch.float32)[:, None]).clamp_(-limit, limit)
@@ -201,6 +206,8 @@ def _declared() -> tuple[Declared, ...]:
     for name, fp8 in (("int8", False), ("fp8", True)):
         pointers = dict.fromkeys(("x", "scale", "bias", "y"), "*bf16:16")
         pointers["weight"] = "*u8:16" if fp8 else "*i8:16"
+        # As packs have them.
+        pointers["scale"] = "*fp32:16" if fp8 else "*bf16:16"
         flags = {"HAS_BIAS": True, "FP8": fp8}
         found.append(
             Declared(f"{name}_linear/one-row", _one_row_kernel, pointers | sizes, flags | few)

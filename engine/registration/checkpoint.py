@@ -91,12 +91,12 @@ class Checkpoint:
             raise _missing(sorted(left))
 
     def scheme(self, name: str) -> str:
-        """The form in which an int4 pack keeps the codes that a weight has already, "" for none."""
+        """The form in which a pack keeps the codes that a weight has already, "" for none."""
         kept = self.source.kept(self.direct[name]) if name in self.direct else None
         return "" if kept is None else kept.scheme
 
     def steps(self, name: str, scheme: str) -> Steps | None:
-        """The steps that a weight was rounded to before, if blocks of that form have them."""
+        """The steps that a weight was rounded to before, if that form has them."""
         kept = self.source.kept(self.direct[name]) if name in self.direct else None
         if kept is None:
             return None

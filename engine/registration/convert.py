@@ -234,7 +234,7 @@ def _write_blob(path: Path, checkpoint: Checkpoint, layout: PackLayout, progress
         for name, row, part in checkpoint.parts():
             entry = places[name]
             if row == 0:
-                steps = checkpoint.steps(name, entry.scheme) if entry.scheme in FORMS else None
+                steps = checkpoint.steps(name, entry.scheme) if entry.scheme else None
             scales = places.get(name + SCALE_SUFFIX) if entry.scheme else None
             if name in weights:
                 _check_finite(name, part)
@@ -298,7 +298,7 @@ def _quantized(
             return [(entry, stack), (scales, of_rows)]
         if scales is None:
             return [(entry, int4_blocks.quantize(part, steps=steps, scheme=entry.scheme))]
-        values, scale = quantize_rows(part, getattr(torch, scales.dtype), entry.scheme)
+        values, scale = quantize_rows(part, getattr(torch, scales.dtype), entry.scheme, steps)
     except ValueError as error:
         raise RegistrationRefused("bad_weights", f"{entry.name}: {error}") from error
     return [(entry, values), (scales, scale)]

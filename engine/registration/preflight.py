@@ -267,6 +267,8 @@ def _errors_of(plan: Blueprint, declared: Declared | None, own: str) -> dict[str
     # Codes of eight bits are rounded to four as FP8 is.
     kind = "fp8" if declared.bits == (8,) else declared.method
     errors = dict(zip(_TARGETS, _ADDED_ERRORS[kind], strict=True))
+    if declared.method == "fp8" and not declared.blocks:
+        errors["fp8"] = 0.0  # a scale a row or for all: the codes are kept
     if declared.scheme and not _rounded_anew(plan, declared):
         errors["int4"] = _KEPT_ERRORS[declared.scheme]
     return errors

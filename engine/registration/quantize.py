@@ -59,7 +59,7 @@ def schemes_of(
 ) -> Schemes:
     """Those of `names` to quantize. Raises RegistrationRefused where no layer has any.
 
-    `known`: the form of int4 that keeps the codes that a weight has already, "" for none.
+    `known`: the form that keeps the codes that a weight has already, "" for none.
     """
     chosen = _schemes(plan.skeleton, plan.tied, names, quantization)
     if quantization == INT4:
@@ -85,6 +85,7 @@ def _forms(
     of those that have codes, where these agree; else one that holds the codes of all, or none's.
     """
     own = {name: known(name) for name, scheme in chosen.items() if scheme in FORMS}
+    own = {name: form if form in FORMS else "" for name, form in own.items()}
     found = {name: scheme or INT4_BLOCKS for name, scheme in own.items()}
     for group in neighbours(plan, frozenset(found)):
         wanted = {own[name] for name in group.members} - {""}
@@ -149,12 +150,18 @@ def _schemes(
 
 
 def quantize_rows(
-    weight: torch.Tensor, dtype: torch.dtype, scheme: str = INT8_SCHEME
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    scheme: str = INT8_SCHEME,
+    steps: Steps | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[n, k] of any float to int8 or e4m3 [n, k] and scales [n] of `dtype`. Raises ValueError on
-    NaN."""
+    NaN.
+
+    `steps`: of e4m3 that the weight was rounded to before, one a row.
+    """
     if scheme == FP8_SCHEME:
-        return quantize_fp8(weight, dtype)
+        return quantize_fp8(weight, dtype, None if steps is None else steps.scale[:, 0])
     exact = weight.to(torch.float32)
     largest = exact.abs().amax(dim=1)
     if not bool(torch.isfinite(largest).all()):

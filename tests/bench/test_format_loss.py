@@ -30,10 +30,10 @@ def test_a_format_is_what_its_twin_is_and_dtypes_add(tmp_path: Path, rows: torch
         assert found[label][dtype] == pytest.approx(found[label]["float32"], rel=0.1)
     assert not list((tmp_path / "packs").iterdir())
     lines = table({"shakespeare": found}).splitlines()
-    assert lines[0] == "| format | itself | bfloat16 adds | int8 adds | int4 adds |"
+    assert lines[0] == "| format | itself | bfloat16 adds | int8 adds | fp8 adds | int4 adds |"
     assert lines[2].startswith("| plain | - | ")
     assert lines[3].startswith(f"| {label} | ")
-    assert lines[3].count("%") == 4
+    assert lines[3].count("%") == 5
 
 
 @pytest.mark.parametrize("label", FORMATS)

@@ -90,7 +90,7 @@ class Tensors(Protocol):
         """Raises RegistrationRefused for a tensor that cannot be read."""
 
     def kept(self, name: str) -> Kept | None:
-        """How an int4 pack keeps the codes of this weight as they are."""
+        """How an int4 or fp8 pack keeps the codes of this weight as they are."""
 
     def float_dtype(self) -> str:
         """The floating type of most weights."""
@@ -223,7 +223,7 @@ class PlainTensors:
         self._files.check(name)
 
     def kept(self, name: str) -> Kept | None:
-        """How an int4 pack keeps the codes of this weight as they are. Raises
+        """How an int4 or fp8 pack keeps the codes of this weight as they are. Raises
         RegistrationRefused."""
         return self._made[name].kept() if name in self._made else None
 

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from engine.pack import FP8_SCHEME
 from engine.registration.tensors.declared import Declared
 from engine.registration.tensors.files import SourceTensors
 from engine.registration.tensors.scaled import (
@@ -83,6 +84,13 @@ def _scaled(files: SourceTensors, key: str, declared: Declared) -> tuple[Quantiz
         need(files, zero, ("I8", "F8_E4M3", "BF16", "F16", "F32"), files.shapes[scale])
         used.add(zero)
 
+    def kept() -> Kept | None:
+        whole = block[1] >= matrix[1] and zero not in used
+        if lead or files.dtypes[key] != "F8_E4M3" or not whole:
+            return None
+        of_row = torch.arange(matrix[0]) // block[0]
+        return Kept(FP8_SCHEME, lambda: Steps(read_scale(files, scale).reshape(grid)[of_row]))
+
     def open_rows() -> Rows:
         scales = read_scale(files, scale).reshape(*lead, *grid)
         zeros = None
@@ -100,7 +108,7 @@ def _scaled(files: SourceTensors, key: str, declared: Declared) -> tuple[Quantiz
 
         return rows
 
-    return Quantized(shape, open_rows), used
+    return Quantized(shape, open_rows, kept), used
 
 
 def _grid_shape(key: str, shape: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, int]:

@@ -28,9 +28,9 @@ FP4_VALUES = torch.tensor((*_FP4, *(-value for value in _FP4)))
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How an int4 pack keeps the codes of a weight [n, k] as they are.
+    """How an int4 or fp8 pack keeps the codes of a weight [n, k] as they are.
 
-    scheme   the form in blocks (kernels/int4_blocks.py)
+    scheme   the form in blocks (kernels/int4_blocks.py), or FP8_SCHEME: steps are [n, 1] then
     steps    what reads its scales and zeros
     """
 
@@ -46,7 +46,7 @@ def _not_kept() -> Kept | None:
 class Quantized:
     """A weight that is not in the files as values. `open` reads what all its rows need.
 
-    `kept`: how an int4 pack keeps its codes; None where blocks have no place for them. May read
+    `kept`: how a pack keeps its codes; None where no form has a place for them. May read
     some small tensors.
     """
 

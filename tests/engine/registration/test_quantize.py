@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -338,3 +339,13 @@ def test_an_index_without_its_scales_is_refused(tmp_path: Path) -> None:
     fields = {name: getattr(index, name) for name in index.__struct_fields__}
     with pytest.raises(PackError, match="has no scales"):
         check_pack(pack_dir, PackIndex(**fields | {"tensors": entries, "fused": ()}))
+
+
+def test_an_index_whose_codes_are_of_another_type_is_refused(tmp_path: Path) -> None:
+    pack_dir, index = packed(tmp_path, LlamaConfig(**SHAPE), "fp8")
+    entries = tuple(
+        msgspec.structs.replace(e, dtype="int8") if e.scheme == FP8_SCHEME else e
+        for e in index.tensors
+    )
+    with pytest.raises(PackError, match="is not float8_e4m3fn"):
+        check_pack(pack_dir, msgspec.structs.replace(index, tensors=entries, fused=()))

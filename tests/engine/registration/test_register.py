@@ -136,8 +136,8 @@ def test_a_quantized_checkpoint_is_told_its_choices(tmp_path: Path) -> None:
     found = next(event for event in events if event["event"] == "preflight")
     assert found["source_format"] == "modelopt"
     sizes = {choice["dtype"]: choice["weight_bytes"] for choice in found["choices"]}
-    assert list(sizes) == ["bfloat16", "int8", "int4"]
-    assert sizes["bfloat16"] == found["weight_bytes"] > sizes["int8"] > sizes["int4"]
+    assert list(sizes) == ["bfloat16", "int8", "fp8", "int4"]
+    assert sizes["bfloat16"] == found["weight_bytes"] > sizes["fp8"] > sizes["int8"] > sizes["int4"]
     assert all(0 <= choice["added_error"] < 0.1 for choice in found["choices"])
     ready = events[-1]
     assert (ready["event"], ready["dtype"]) == ("ready", "bfloat16")
@@ -146,3 +146,5 @@ def test_a_quantized_checkpoint_is_told_its_choices(tmp_path: Path) -> None:
     assert "hf_quant_config.json" not in index.files
     event = msgspec.json.decode(json.dumps(found), type=RegisterEvent)
     assert "quantized by modelopt, can be hosted as bfloat16" in preflight_text(event)
+    assert "slow" not in preflight_text(event)
+    assert "slow" in preflight_text(msgspec.structs.replace(event, dtype="fp8"))

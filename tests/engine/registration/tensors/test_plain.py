@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Phi3Config
 
-from engine.pack import BLOB_NAME
+from engine.pack import BLOB_NAME, SCALE_SUFFIX
 from engine.registration.convert import inspect, write_pack
 from engine.registration.download import SMALL_NAMES
 from engine.registration.source import declared_of, weight_files
@@ -129,6 +129,26 @@ KEPT: dict[str, tuple[Kind, str, float]] = {
     "nf4 nested": (Kind(NF4_BITS, nf4(True)), NF4, 0.012),
     "fp4": (Kind(NF4_BITS, nf4(False, kind="fp4")), FP4, 0.008),
 }
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.startswith("fp8")])
+def test_codes_of_fp8_are_kept_in_fp8(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for blocks; a scale for all is that of each row, though no row but one has code 448."""
+    monkeypatch.setattr(PlainTensors.pieces, "__defaults__", (6500,))
+    write_checkpoint(tmp_path / "model", KINDS[name])
+    made, index = convert(tmp_path / "model", tmp_path / "packs", "fp8")
+    tensors, source = tensors_of(made, index), load_file(tmp_path / "model" / "model.safetensors")
+    codes = {key: codes for key, codes in source.items() if codes.dtype == FP8}
+    assert len(codes) == 7
+    for key, wanted in codes.items():
+        same = torch.equal(tensors[key].view(torch.uint8), wanted.view(torch.uint8))
+        assert same == (name != "fp8 blocks"), key
+        if same:
+            found = next(s for s in ("_scale", "_scale_inv") if key + s in source)
+            scales = source[key + found].float().flatten().expand(len(wanted))
+            assert torch.equal(tensors[key + SCALE_SUFFIX], scales), key
 
 
 @pytest.mark.parametrize("name", KEPT)
