@@ -44,12 +44,13 @@ class TileShape(NamedTuple):
 
 # Up to so many pairs an expert, on average, a tile is cut like this.
 TILE_SHAPES = (
-    (16, TileShape(16, 128, 128, 4, 4)),
+    (16, TileShape(16, 128, 128, 4, 3)),
     (64, TileShape(64, 128, 64, 4, 4)),
     (1 << 62, TileShape(128, 256, 64, 8, 3)),
 )
-# In place of the largest, where a tile's sums lie in fewer registers.
+# In place of the largest, where a tile's sums lie in fewer registers, or a block has 99 KiB.
 AMPERE_SHAPE = TileShape(128, 128, 64, 8, 3)
+SMALL_BLACKWELL = 120  # and above: as little shared memory a block as Ada
 # Products of float32 are done without tensor cores.
 WIDE_SHAPE = TileShape(16, 64, 32, 4, 2)
 
@@ -59,7 +60,7 @@ def tile_shape(num_pairs: int, num_experts: int, x: torch.Tensor) -> TileShape:
     if x.dtype == torch.float32:
         return WIDE_SHAPE
     mean = num_pairs / min(num_pairs, num_experts)
-    if mean > TILE_SHAPES[-2][0] and capability(x.device) < HOPPER:
+    if mean > TILE_SHAPES[-2][0] and not HOPPER <= capability(x.device) < SMALL_BLACKWELL:
         return AMPERE_SHAPE
     return next(shape for limit, shape in TILE_SHAPES if mean <= limit)
 

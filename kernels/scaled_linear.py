@@ -55,7 +55,7 @@ def quantize_fp8(
         raise ValueError("weights that are not finite cannot be quantized")
     limit = torch.finfo(torch.float8_e4m3fn).max
     scale = (largest / limit if given is None else given).to(dtype)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale != 0, scale, torch.ones_like(scale))
     # A scale that was rounded down must not push the largest over the edge: that would be a NaN.
     rounded = (exact / scale.to(torch.float32)[:, None]).clamp_(-limit, limit)
     return rounded.to(torch.float8_e4m3fn), scale

@@ -22,7 +22,7 @@ REGISTER_PORTABLE = 1
 NO_ARCHITECTURE = "no kernel image"
 CAPTURE_MODE = "thread_local"
 """Other threads may copy, pin and ask for events while steps are recorded."""
-MOST_BROKEN_OFF = 8
+MOST_BROKEN_OFF = 32
 """Captures that the driver breaks off each leave memory behind: after so many no other is begun."""
 
 

@@ -100,11 +100,12 @@ class DeviceKvCache(KvCache):
     """A model's KV, and what laying out a step asks of its model.
 
     tile_tokens    by layer group, the positions of a row that one program of attention takes
-    is_recorded    whether its steps are recorded at all; the runner sets both
+    records_decodes, records_chunks  which steps are recorded, and so are padded to a form
     """
 
     tile_tokens: tuple[int, ...] = ()
-    is_recorded = True
+    records_decodes = True
+    records_chunks = True
 
     @cached_property
     def matrices(self) -> tuple[BlockMatrix, ...]:
@@ -198,7 +199,8 @@ class DeviceLayOut:
         spans = [_Span.of(flat, group.plan) for group in cache.groups]
         sampling_rows = tuple(row for row in rows if row.samples)
         scoring = score_positions(rows, flat.starts, CPU)
-        form = self._form(flat, spans) if scoring is None and cache.is_recorded else None
+        recorded = cache.records_decodes if flat.is_decode else cache.records_chunks
+        form = self._form(flat, spans) if scoring is None and recorded else None
         packer = Packer()
         num_tokens = form.num_tokens if form else len(flat.ids)
         ids, positions, source = (packer.add(_padded(a, num_tokens, b)) for a, b in flat.tokens())

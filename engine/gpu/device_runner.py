@@ -114,9 +114,8 @@ class DeviceRunner:
         where = tools.device.torch_device
         self.cache.tile_tokens = tuple(cut_of(g, self._num_heads, where) for g in plan.groups)
         waits = _chooses_experts(self._model) and not (by_kernels and has_experts(self._model))
-        self.cache.is_recorded = not _asks_positions(self._model) and (
-            self.fused is not None or not waits
-        )
+        recorded = not _asks_positions(self._model) and (self.fused is not None or not waits)
+        self.cache.records_decodes = self.cache.records_chunks = recorded
         self._generation: int | None = None
         self._weights: tuple[int, ...] = ()
 
@@ -197,6 +196,12 @@ class DeviceRunner:
     def _key(self, batch: DeviceBatch) -> GraphKey | None:
         if batch.form is None:
             return None
+        if self._tools.graphs.has_given_up(self.instance_id, bool(batch.form.num_chunks)):
+            # Steps that are not recorded need no padding.
+            if batch.form.num_chunks:
+                self.cache.records_chunks = False
+            else:
+                self.cache.records_decodes = False
         tables_at = chain.from_iterable(table.place for table in self._tables)
         places = (self._tools.inputs.address, *tables_at)
         return GraphKey(self.instance_id, batch.form, self._weights, places)

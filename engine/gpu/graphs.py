@@ -10,13 +10,13 @@ to where they were find their graphs again; those of other places go when a mode
 
 What graphs may take beside the arena is bounded (`limit_bytes`): the least recently used goes, once
 its last replay has ended. A step that cannot be recorded is not tried again at the same addresses,
-nor are a model's steps of that kind (decodes, steps with chunks) once MOST_REFUSALS were refused:
+nor are a model's steps of that kind (decodes, steps with chunks) once one was refused:
 an interrupted capture costs the driver. Steps that were launched one by one, for whatever reason,
 are counted.
 """
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -30,7 +30,6 @@ from engine.gpu.device_batch import StepForm
 SEEN_BOUND = 4096
 """Keys remembered without a graph; beyond it all of them are forgotten."""
 
-MOST_REFUSALS = 2
 MOST_GRAPHS = 1024
 """Kept at once; each takes memory of the host, too: a few hundred kernels with their arguments."""
 
@@ -64,7 +63,7 @@ class StepGraphs:
         self._kept: OrderedDict[GraphKey, _Kept] = OrderedDict()
         self._seen: dict[GraphKey, Literal["once", "never"]] = {}
         self._leaving: list[_Kept] = []
-        self._refusals: Counter[tuple[str, bool]] = Counter()
+        self._refused: set[tuple[str, bool]] = set()
         self._has_ended = False
         self.counters = {
             "graphs_captured": 0.0,
@@ -99,8 +98,11 @@ class StepGraphs:
         return kept.result
 
     def has_given_up(self, instance_id: str, has_chunks: bool) -> bool:
-        """Whether no more steps of this model and kind are recorded."""
-        return self._has_ended or self._refusals[instance_id, has_chunks] >= MOST_REFUSALS
+        """Whether no steps of this model and kind are recorded any more, and none is kept."""
+        if self._may_record((instance_id, has_chunks)):
+            return False
+        kinds = {(key.instance_id, bool(key.form.num_chunks)) for key in self._kept}
+        return (instance_id, has_chunks) not in kinds
 
     def drop(self, instance_id: str, but_at: tuple[int, ...] = ()) -> None:
         """Those of a model that were recorded with its weights elsewhere than `but_at`."""
@@ -111,7 +113,7 @@ class StepGraphs:
 
     def _record(self, key: GraphKey, work: Callable[[], torch.Tensor]) -> _Kept | None:
         seen, kind = self._seen.get(key), (key.instance_id, bool(key.form.num_chunks))
-        if seen != "once" or not self._limit_bytes or self.has_given_up(*kind):
+        if seen != "once" or not self._may_record(kind):
             if len(self._seen) >= SEEN_BOUND:
                 self._seen.clear()
             self._seen.setdefault(key, "once")
@@ -132,7 +134,7 @@ class StepGraphs:
             )
             self._seen[key] = "never"
             self.counters["graphs_refused"] += 1
-            self._refusals[kind] += 1
+            self._refused.add(kind)
             return None
         del self._seen[key]
         self.counters["graphs_captured"] += 1
@@ -142,6 +144,9 @@ class StepGraphs:
         ):
             self._drop(next(iter(self._kept)))
         return kept
+
+    def _may_record(self, kind: tuple[str, bool]) -> bool:
+        return bool(self._limit_bytes) and not self._has_ended and kind not in self._refused
 
     def _drop(self, key: GraphKey) -> None:
         self._leaving.append(self._kept.pop(key))

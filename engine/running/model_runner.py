@@ -217,6 +217,8 @@ def _linear(product: Product, size: int, halves: int = 1) -> Linear:
     """Of rows of `size` values. Raises NotFused."""
     weight, scale = product.weight, product.scale
     form = format_of(weight.dtype, product.scheme) if isinstance(weight, torch.Tensor) else None
+    if isinstance(weight, torch.Tensor) and weight.dtype == torch.float8_e4m3fn:
+        raise NotFused("fp8 weights run slowly on a processor (register the model in int8)")
     if not isinstance(weight, torch.Tensor) or form is None:
         raise NotFused("weights are of a kind that C++ does not know")
     if (scale is not None) != (weight.dtype == torch.int8):
