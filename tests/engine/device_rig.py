@@ -18,6 +18,12 @@ GRAPH_BYTES = 1 << 20
 
 def opaque_operations(operations: Operations) -> Operations:
     """What no recording looks into: a launched kernel is one piece."""
+    if operations.few_rows is not None:  # and its kernel stands behind plain products, too
+        operations = replace(
+            operations,
+            product=opaque(operations.product),
+            few_rows=opaque(operations.few_rows),
+        )
     return replace(
         operations,
         write=opaque(operations.write),

@@ -259,7 +259,7 @@ def test_by_interpreted_kernels(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
-def test_models_by_modules_are_recorded_unless_they_choose_experts(
+def test_models_by_modules_are_recorded(
     models: dict[str, TinyModel], name: str
 ) -> None:
     run = Run([models[name]], prefix_cache=False)
@@ -272,7 +272,7 @@ def test_models_by_modules_are_recorded_unless_they_choose_experts(
     assert graphs is not None
     assert graphs.counters["graphs_refused"] == 0
     kept = [bool(key.form.num_chunks) for key in graphs._kept]
-    assert set(kept) == (set() if name == "gpt_oss" else {False, True})
+    assert set(kept) == {False, True}
     run.close()
 
 
