@@ -259,9 +259,7 @@ def test_by_interpreted_kernels(
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt_oss"])
-def test_models_by_modules_are_recorded(
-    models: dict[str, TinyModel], name: str
-) -> None:
+def test_models_by_modules_are_recorded(models: dict[str, TinyModel], name: str) -> None:
     run = Run([models[name]], prefix_cache=False)
     for _ in range(3):
         asks = [ask(i, name, prompt, 8) for i, prompt in enumerate(prompts(3))]
