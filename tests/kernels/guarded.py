@@ -14,7 +14,11 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from triton.runtime.errors import InterpreterError
 
+# How a planted error shows: in the result or at the guards, at an index, or where the interpreter
+# computes with memory that nothing wrote.
+CAUGHT = (AssertionError, IndexError, InterpreterError)
 # Elements on either side: planted errors write past a buffer's end, and past the guard there is
 # other people's memory. A multiple of 16 keeps buffers aligned.
 GUARD = 2048

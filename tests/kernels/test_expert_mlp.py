@@ -11,7 +11,7 @@ from kernels import expert_mlp, expert_products, expert_rows
 from kernels.expert_mlp import ExpertStack, expert_mlp_ref
 from kernels.expert_products import TileShape, tile_shape
 from kernels.expert_rows import RowShape, takes_pairs
-from tests.kernels.guarded import Guards, planted
+from tests.kernels.guarded import CAUGHT, Guards, planted
 from tests.kernels.test_expert_tiles import CHOICES, choices
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3}
@@ -277,7 +277,7 @@ def test_planted_errors_are_caught(
 ) -> None:
     bad = planted(kernel, tmp_path, old, new)
     ids = torch.tensor([[0, 3], [3, 9], [9, 0], [2, 2], [3, 0]])
-    with pytest.raises((AssertionError, IndexError)):  # the result, or the guards
+    with pytest.raises(CAUGHT):
         assert difference(bad, ids, 4, h=40, **form) < 1e-3
 
 
@@ -301,5 +301,5 @@ def test_planted_errors_in_what_both_share_are_caught(
     for kernel in WAYS:
         for name in ("weight_rows", "gated"):
             monkeypatch.setattr(kernel, name, getattr(bad, name))
-        with pytest.raises((AssertionError, IndexError)):
+        with pytest.raises(CAUGHT):
             assert difference(kernel, ids, 4, **form) < 1e-3

@@ -83,10 +83,12 @@ def test_a_hub_model_is_described_from_its_small_files(hub: HubServer, tmp_path:
     # Random models are saved in float32, of which each weight has four bytes.
     assert found["dtype"] == "float32"
     assert found["weight_bytes"] == 4 * found["num_parameters"]
-    assert list(sizes(events)) == ["float32", "bfloat16", "int8", "int4"]
-    assert sorted(sizes(events).values(), reverse=True) == list(sizes(events).values())
+    assert list(sizes(events)) == ["float32", "bfloat16", "int8", "fp8", "int4"]
+    # fp8 has scales of twice the bytes of int8's.
+    falling = [size for dtype, size in sizes(events).items() if dtype != "fp8"]
+    assert sorted(falling, reverse=True) == falling
     assert sizes(events)["float32"] == found["weight_bytes"]
-    assert [each["fits"] for each in found["choices"]] == [None] * 4
+    assert [each["fits"] for each in found["choices"]] == [None] * 5
     assert 0 <= events["checked"]["parity_error"] < 1e-4
     fetched = [path for path, _ in hub.asked if "/resolve/" in path or "/lfs/" in path]
     assert not any(path.endswith(".safetensors") for path in fetched)
@@ -102,7 +104,7 @@ def test_neither_quota_nor_arena_end_an_inspection(hub: HubServer, tmp_path: Pat
     fits = {each["dtype"]: each["fits"] for each in events["preflight"]["choices"]}
     assert fits["int4"]
     events = look(tmp_path, "--hub", f"{REPO}@main", "--arena-bytes", "1000")
-    assert [each["fits"] for each in events["preflight"]["choices"]] == [False] * 4
+    assert [each["fits"] for each in events["preflight"]["choices"]] == [False] * 5
 
 
 def test_windows_bound_the_kv_of_a_long_sequence(tmp_path: Path) -> None:
@@ -121,7 +123,7 @@ def test_a_quantized_folder_says_what_rounding_adds(tmp_path: Path) -> None:
     events = look(tmp_path, "--source", str(tmp_path / "model"))
     assert events["preflight"]["source_format"] == "modelopt"
     added = [each["added_error"] for each in events["preflight"]["choices"]]
-    assert added == [0.002, 0.014, 0.0017]  # int4 keeps the codes
+    assert added == [0.002, 0.014, 0.028, 0.0017]  # int4 keeps the codes
     assert "resolved" not in events
 
 
