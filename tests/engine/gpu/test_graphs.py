@@ -201,6 +201,15 @@ def test_chunks_that_are_refused_leave_decodes_alone() -> None:
     assert rig.count("graph_replays") == before + 2
 
 
+def test_graphs_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.gpu.graphs.MOST_GRAPHS", 2)
+    rig = Rig()
+    for rows in (1, 2, 4):
+        for _ in range(2):
+            rig.run(key(rows=rows))
+    assert (len(rig.graphs), rig.count("graphs_dropped")) == (2, 1)
+
+
 def test_a_device_that_records_nothing_more_is_no_fault_of_the_model() -> None:
     rig = Rig()
     for _ in range(3):
