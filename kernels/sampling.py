@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.tail_cut import BELOW_ONE, cut_tail, divisor
-from kernels.triton_api import Declared, cdiv, check_rows, jit, next_power_of_2, tl
+from kernels.tail_cut import BELOW_ONE, cut_tail, declared, divisor
+from kernels.triton_api import cdiv, check_rows, jit, next_power_of_2, tl
 
 SPLIT = 4096
 NO_LIMIT = (1 << 31) - 1
@@ -194,24 +194,12 @@ def draw(logits: torch.Tensor, how: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, broken
 
 
-_TYPES = dict.fromkeys(("logits", "temperature", "peaks", "sums", "totals"), "*fp32:16")
-_TYPES |= {"number": "*fp64:16", "places": "*i32:16", "tokens": "*i64:16", "broken": "*i8:16"}
-_TYPES |= {"vocab_size": "i32:16", "stride": "i32:16", "num_splits": "i32"}
-
-
-def _declared(
-    name: str, kernel: object, arguments: str, num_warps: int, **constants: int
-) -> Declared:
-    types = {argument: _TYPES[argument] for argument in arguments.split()}
-    return Declared(f"sampling/{name}", kernel, types, constants, num_warps=num_warps)
-
-
 _SIZES = "vocab_size stride num_splits"
 DECLARED = (
-    _declared(
+    declared(
         "peak", _peak_kernel, f"logits temperature peaks places sums {_SIZES}", 8, SPLIT=SPLIT
     ),
-    _declared(
+    declared(
         "draw",
         _draw_kernel,
         f"logits temperature number peaks places sums totals tokens broken {_SIZES}",

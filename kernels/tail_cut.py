@@ -371,23 +371,24 @@ def cut_tail(
 
 
 _TYPES = dict.fromkeys(
-    ("logits", "temperature", "min_p", "peaks", "totals", "weights", "found"), "*fp32:16"
+    ("logits", "temperature", "min_p", "peaks", "sums", "totals", "weights", "found"), "*fp32:16"
 )
 _TYPES |= dict.fromkeys(("number", "top_p", "masses"), "*fp64:16")
-_TYPES |= dict.fromkeys(("top_k", "bins", "found_ids", "num_found"), "*i32:16")
+_TYPES |= dict.fromkeys(("places", "top_k", "bins", "found_ids", "num_found"), "*i32:16")
 _TYPES |= {"tokens": "*i64:16", "cut": "*i64:16", "broken": "*i8:16"}
 _TYPES |= {"vocab_size": "i32:16", "stride": "i32:16", "num_splits": "i32"}
 
 
-def _declared(
+def declared(
     name: str, kernel: object, arguments: str, num_warps: int, **constants: int
 ) -> Declared:
+    """Of a sampling kernel, by its arguments' names."""
     types = {argument: _TYPES[argument] for argument in arguments.split()}
     return Declared(f"sampling/{name}", kernel, types, constants, num_warps=num_warps)
 
 
 DECLARED = (
-    _declared(
+    declared(
         "weigh",
         _weigh_kernel,
         "logits cut temperature min_p peaks totals broken weights bins masses vocab_size stride "
@@ -397,7 +398,7 @@ DECLARED = (
         CUT_SPLIT=CUT_SPLIT,
         BINS=BINS,
     ),
-    _declared(
+    declared(
         "gather",
         _gather_kernel,
         "cut top_k top_p broken weights bins masses found found_ids num_found vocab_size",
@@ -407,7 +408,7 @@ DECLARED = (
         TILE=TILE,
         BINS=BINS,
     ),
-    _declared(
+    declared(
         "cut",
         _cut_kernel,
         "cut number top_k top_p broken masses found found_ids num_found tokens vocab_size "

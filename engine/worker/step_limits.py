@@ -1,9 +1,9 @@
 """How many rows and tokens a step may hold where no setting says: by the device and its memory.
 
 A processor computes few rows at a time, and a longer step only makes others wait. A GPU reads its
-weights once a step whatever its rows, so that few rows leave it idle: an H200 decodes 25,600
-tokens a second of 8B with 256 rows and 11,200 with 64 (bench/results/gpu). What bounds a step there is
-the memory beside the arena: activations of its tokens and logits of its rows, which
+weights once a step whatever its rows, so that few rows leave it idle: an H200 decodes 25,600 tokens
+a second of 8B with 256 rows and 11,200 with 64 (bench/results/gpu). What bounds a step there is the
+memory beside the arena: activations of its tokens and logits of its rows, which
 engine/models/reserve.py estimates before a model is loaded.
 
 Rows are never more than tokens.
