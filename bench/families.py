@@ -11,6 +11,7 @@ in transformers' own cache after an eager pass, so it does not depend on what we
 """
 
 import argparse
+import math
 import re
 import sys
 import tempfile
@@ -68,7 +69,8 @@ The columns of the first table:
 - **largest error**: of any logit in float32, in standard deviations of the logits. The weights are
   random, drawn so that attention is neither flat nor on one token; {tolerance:.0e} is allowed.
 - **KV bytes a token**: of the tiny configuration in float32, all layers, while no window is full;
-  **at least**: what transformers' own cache holds for it. Pages and extents add what
+  **at least**: what transformers' own cache holds for it. What recurrent and convolutional layers
+  keep is of one size, however long a sequence is: bytes **a sequence**. Pages and extents add what
   [memory.md](memory.md#kv-groups-blocks-chunks-extents) says.
 - **layers run as**: `plain modules` are transformers' own with our attention. Of a multimodal type
   (a wrapper of a text model and towers for images or sound) the towers are never loaded, and the
@@ -88,18 +90,29 @@ class Hosted:
     kv_bytes: int
     least_bytes: int
     runs_as: str = PLAIN
+    state_bytes: int = 0
+    least_state_bytes: int = 0
 
     def line(self) -> str:
         """Its row of the table."""
-        ratio = self.kv_bytes / self.least_bytes
+        ratio = (self.kv_bytes + self.state_bytes) / (self.least_bytes + self.least_state_bytes)
+        kept = _bytes(self.kv_bytes, self.state_bytes)
+        least = _bytes(self.least_bytes, self.least_state_bytes)
         return (
             f"| `{self.family}` | {self.runs_as} | {self.tried} | {self.error:.0e} "
-            f"| {self.kv_bytes} | {self.least_bytes} | {ratio:.2f} |"
+            f"| {kept} | {least} | {ratio:.2f} |"
         )
 
     def stable(self) -> str:
         """The row without what differs between machines."""
         return self.line().replace(f" {self.error:.0e} ", " ")
+
+
+def _bytes(kv_bytes: int, state_bytes: int) -> str:
+    if not state_bytes:
+        return str(kv_bytes)
+    states = f"{state_bytes} a sequence"
+    return f"{kv_bytes} + {states}" if kv_bytes else states
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,22 +154,42 @@ def judge(family: str) -> Verdict:
     how = PLAIN
     if found.wrapper is not None:
         how = TEXT_CLASS if found.is_text_class else FLAT
-    return Hosted(family, _tried(found), error, kv_bytes, least_kv_bytes(config), how)
+    states = sum(
+        len(g.states) * math.prod(g.shape) * getattr(torch, g.dtype).itemsize
+        for g in found.state_groups(torch.float32)
+    )
+    least, least_states = least_bytes(config)
+    return Hosted(family, _tried(found), error, kv_bytes, least, how, states, least_states)
 
 
-def least_kv_bytes(config: Any) -> int:
-    """Bytes a token that transformers' own cache holds of this model in float32."""
+def least_bytes(config: Any) -> tuple[int, int]:
+    """What transformers' own cache holds of this model in float32: bytes a token, and of states
+    that do not grow."""
     model = build_skeleton(config, torch.float32, "eager")
     bind_weights(model, draw_weights(model, 0))
     with torch.inference_mode():
         tokens = torch.arange(3, 3 + LEAST_TOKENS)[None]
-        cache = model(input_ids=tokens, use_cache=True).past_key_values
+        output = model(input_ids=tokens, use_cache=True)
+        cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
         if cache is None:  # some wrappers do not hand it on
             cache = transformers.DynamicCache()
             model(input_ids=tokens, use_cache=True, past_key_values=cache)
     cache = getattr(cache, "self_attention_cache", cache)
-    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-    return int(held * torch.float32.itemsize // LEAST_TOKENS)
+    layers = cache.layers
+    attending = [layer for layer in layers if getattr(layer, "keys", None) is not None]
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in attending)
+    states = [state for layer in layers for state in _states(layer)]
+    states += [state for state in getattr(cache, "linear_cache", ()) if len(state)]
+    kept = sum(state.numel() * state.element_size() for state in states)
+    return int(held * torch.float32.itemsize // LEAST_TOKENS), kept
+
+
+def _states(layer: Any) -> Iterator[torch.Tensor]:
+    """What a layer of the library's cache keeps beside keys and values."""
+    for name in ("conv_states", "recurrent_states"):
+        for state in (getattr(layer, name, None) or {}).values():
+            if state is not None:
+                yield state
 
 
 def _short(message: str) -> str:
@@ -168,9 +201,14 @@ def _short(message: str) -> str:
 def _tried(found: Blueprint) -> str:
     names = " ".join(found.tensors)
     groups = found.kv_groups
-    num_layers = sum(len(group.layers) for group in groups)
-    parts = [
-        f"window in {len(group.layers)} of {num_layers} layers" for group in groups if group.window
+    num_layers = found.config.get_text_config().num_hidden_layers
+    keeping = {layer for group in found.state_groups(torch.float32) for layer, _ in group.states}
+    parts = [f"states in {len(keeping)} of {num_layers} layers"] if keeping else []
+    num_attending = sum(len(group.layers) for group in groups)
+    parts += [
+        f"window in {len(group.layers)} of {num_attending} layers"
+        for group in groups
+        if group.window
     ]
     said = {
         "sinks": "sinks" in names,
@@ -181,7 +219,7 @@ def _tried(found: Blueprint) -> str:
         "several KV shapes": len({(g.num_kv_heads, g.k_dim) for g in groups}) > 1,
         "V unlike K": any(g.k_dim != g.v_dim for g in groups),
         f"`{type(found.skeleton).__name__}`": found.wrapper is not None,
-        "one KV head": all(g.num_kv_heads == 1 for g in groups),
+        "one KV head": groups and all(g.num_kv_heads == 1 for g in groups),
     }
     return ", ".join([*parts, *(name for name, is_so in said.items() if is_so)])
 

@@ -97,6 +97,18 @@ class KvGroup(msgspec.Struct, frozen=True):
     window: int = 0
 
 
+StateKey: TypeAlias = tuple[int, str]
+"""A layer and which of its states: "conv" or "recurrent", with a number behind further ones."""
+
+
+class StateGroup(msgspec.Struct, frozen=True):
+    """States of one shape, one a sequence: what recurrent and convolutional layers keep."""
+
+    states: tuple[StateKey, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class EncoderRecord(msgspec.Struct, frozen=True):
     """What an encoder's rows are.
 
@@ -121,7 +133,8 @@ class PackIndex(msgspec.Struct, frozen=True):
     """Everything about a pack but the bytes. `revision` names the source's content and dtype.
 
     `files` holds the xxh3_64 of every other file of the folder, by name. `encoder` is there unless
-    the task is "generate"; such a pack has no `kv_groups`, and `max_context` is its longest input.
+    the task is "generate"; such a pack has no `kv_groups` and no `states`, and `max_context` is its
+    longest input.
     `dtype` is what is computed in, `quantization` ("int8", "fp8", "int4", "") how linears are
     kept.
     """
@@ -145,6 +158,7 @@ class PackIndex(msgspec.Struct, frozen=True):
     encoder: EncoderRecord | None = None
     quantization: str = ""
     fused: tuple[FusedGroup, ...] = ()
+    states: tuple[StateGroup, ...] = ()
 
 
 def is_one_run(group: FusedGroup, entries: Mapping[str, TensorEntry]) -> bool:

@@ -6,7 +6,7 @@ convolution [channels, kernel], the matrix of a linear attention [heads, k, v], 
 block for a sequence:
 
     slot    = the states of one sequence in all layers of a group
-    piece   = `shape[0] / num_pieces` of the heads (or channels) of one state, never larger than a page
+    piece   = `shape[0] / num_pieces` heads (or channels) of one state, never larger than a page
     address of piece p of state s of slot b = table[s * num_pieces + p, b // slots_per_chunk] units
                                               + (b % slots_per_chunk) * piece_units
 
@@ -49,8 +49,8 @@ class StateGeometry:
 class StateBatch:
     """One step's rows in one state group.
 
-    table                    int64 [states of the group * num_pieces, chunks] in units, as it was when
-                             the step was laid out
+    table                    int64 [states of the group * num_pieces, chunks] in units, as it was
+                             when the step was laid out
     read_chunk, read_slot    int64 [R], what a row begins with
     write_chunk, write_slot  int64 [R], where it ends
     starts                   int64 [R + 1]: row r has the tokens starts[r] to starts[r + 1]
@@ -64,6 +64,20 @@ class StateBatch:
     write_slot: torch.Tensor
     starts: torch.Tensor
     fresh: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows that are computed together: all that decode one token, or one chunk alone.
+
+    rows     int64 [n], of the step
+    tokens   int64 [n, q], the rows' tokens in the flat batch
+    fresh    whether they begin with a state of zeros
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    fresh: bool
 
 
 def _units(

@@ -374,6 +374,7 @@ class SimWorker:
                 config.block_tokens,
                 pool.page_bytes,
                 pool.num_pages,
+                index.states,
             ),
             backend,
             pool,

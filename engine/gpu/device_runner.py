@@ -39,13 +39,13 @@ from engine.modules import (
     ModelBody,
     StepContext,
     bind_weights,
-    buffers_to,
     build_skeleton,
     step_context,
     unbind_weights,
 )
 from engine.modules.experts import use_operation
 from engine.modules.quantized import replace_modules
+from engine.modules.transformers_backend import buffers_to
 from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, has_experts, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
@@ -90,7 +90,12 @@ class DeviceRunner:
         self.index = index
         self._tools = tools
         plan = plan_pack(
-            index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages
+            index.kv_groups,
+            index.kv_dtype,
+            block_tokens,
+            pool.page_bytes,
+            pool.num_pages,
+            index.states,
         )
         # Tables are the host's; the device has copies of its own (device_step.py).
         host = torch.device("cpu")
@@ -172,7 +177,9 @@ class DeviceRunner:
 
     def _by_modules(self, step: DeviceStep) -> tuple[States, Head]:
         attended, operations = step.attended, self._tools.operations
-        context = StepContext(self._tools.arena, step.plan, (), attended, operations)
+        context = StepContext(
+            self._tools.arena, step.plan, (), attended=attended, operations=operations
+        )
 
         def states(index: torch.Tensor | None) -> torch.Tensor:
             with step_context(context):

@@ -50,9 +50,10 @@ model), kv_memory (all models), policy/kv_value (what a cached extent is worth).
 docs/memory.md says why it is so, with figures.
 """
 
+from engine.memory.extent_plan import ChunkTable
 from engine.memory.kv_cache import KvCache
 from engine.memory.kv_memory import KvMemory
-from engine.memory.kv_plan import ChunkTable, GroupPlan, KvPlan, plan_pack
+from engine.memory.kv_plan import GroupPlan, KvPlan, plan_pack
 from engine.memory.page_pool import Owner, PagePool, PageRun
 from engine.memory.prefix_cache import BlockDemand, Hit, RequestKv
 

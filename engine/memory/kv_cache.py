@@ -1,11 +1,13 @@
 """KV of one model: what its requests hold, what of it later requests may find, what is free.
 
 Blocks come from the model's layer groups (`kv_group.py`), found by prefix hashes
-(`prefix_cache.py`). The life of a request's KV:
+(`prefix_cache.py`). What layers keep beside KV, the states of sequences, is in `state_slots.py`:
+their slots are blocks too. The life of a request's KV:
 
-    new_kv -> look -> match -> reserve -> (steps, advance)* -> release
-               |       |         |                 |             `- full known blocks stay as cached
-               |       |         |                 `- full blocks can be found; windows are freed
+    new_kv -> look -> match -> (reserve, begin_row, step, advance)* -> release
+               |       |         |          |           |             `- full known blocks stay
+               |       |         |          |           `- full blocks can be found, windows go
+               |       |         |          `- states are where the row reads and writes them
                |       |         `- blocks for the positions to come; OutOfPages changes nothing
                |       `- references on the longest cached prefix
                `- what `match` would find and keep from being given back; as often as one likes
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from engine.errors import IntegrityError, OutOfPages
+from engine.memory.extent_plan import ExtentPlan
 from engine.memory.kv_group import BlockGroup
 from engine.memory.kv_plan import KvPlan
 from engine.memory.page_pool import Owner, PagePool
@@ -37,6 +40,7 @@ from engine.memory.prefix_cache import (
     longest_hit,
     root_hash,
 )
+from engine.memory.state_slots import StateSlots
 
 # A window group's blocks are freed when a step is known to have gone well, while the next one runs.
 CHUNKS_IN_FLIGHT = 2
@@ -63,10 +67,14 @@ class KvCache:
         self.caching = caching
         self.params = params or ValueParams()
         self.groups = [BlockGroup(owner, group, pool, device, self.params) for group in plan.groups]
+        self.states = StateSlots(
+            owner, plan.states, pool, device, self.params, plan.block_tokens, self._count_slots
+        )
+        self.all_groups: tuple[BlockGroup[ExtentPlan], ...] = (*self.groups, *self.states.groups)
         self._pool = pool
         self._live: dict[RequestKv, None] = {}
         self._version = 0  # another one when requests have come to hold blocks, or hold no more
-        self._no_room = (0,) * len(plan.groups)
+        self._no_room = (0,) * len(self.all_groups)
         self._blocks_of_tenant: dict[bytes, list[int]] = {}
         self._windows = [group.window for group in plan.groups]
         self._window_blocks = [self._most_blocks(window, max_chunk) for window in self._windows]
@@ -78,10 +86,14 @@ class KvCache:
 
     # What a request does ----------------------------------------------------------------------
 
-    def new_kv(self, tenant_id: str) -> RequestKv:
-        """An empty one. May be kept for the request's whole life, preemptions included."""
-        num_groups = len(self.groups)
-        return RequestKv(root_hash(tenant_id), [[] for _ in range(num_groups)], [0] * num_groups)
+    def new_kv(self, tenant_id: str, repeats: bool = False) -> RequestKv:
+        """An empty one. May be kept for the request's whole life, preemptions included.
+
+        `repeats`: a token of it may be computed twice.
+        """
+        tables: list[list[int]] = [[] for _ in self.groups]
+        states = self.states.new(repeats)
+        return RequestKv(root_hash(tenant_id), tables, [0] * len(tables), states=states)
 
     def look(self, kv: RequestKv, token_ids: Sequence[int]) -> Hit:
         """What `match` would find. Changes nothing but the hashes, which are kept for the next.
@@ -92,15 +104,19 @@ class KvCache:
         names, indexes = kv.hashes[:most], [group.index for group in self.groups]
         num_full = full_hit(indexes, self._windows, names)
         missing = names[num_full] if num_full < most else None
-        num_blocks = longest_hit(indexes, self._windows, names[:num_full], self.plan.block_tokens)
+        num_blocks = longest_hit(
+            indexes, self._windows, names[:num_full], self.plan.block_tokens, self.states.indexes
+        )
         if not num_blocks:
             return Hit(0, missing=missing, room=self._no_room, version=self._version)
         num_tokens = num_blocks * self.plan.block_tokens
         num_pages, room = 0, []
-        for group, found in zip(self.groups, self._found(kv, num_tokens), strict=True):
-            num_dead, num_blocks = group.pinned(found)
+        snapshots = self.states.found(names[num_blocks - 1])
+        found: list[list[int]] = [*self._found(kv, num_tokens), *snapshots]
+        for group, blocks in zip(self.all_groups, found, strict=True):
+            num_dead, num_open = group.pinned(blocks)
             num_pages += num_dead * group.plan.pages_per_extent
-            room.append(num_blocks)
+            room.append(num_open)
         return Hit(num_tokens, num_pages, tuple(room), missing, self._version)
 
     def may_hit_more(self, hit: Hit) -> bool:
@@ -124,16 +140,17 @@ class KvCache:
         num_blocks = hit.num_tokens // self.plan.block_tokens
         if self.caching and not kv.is_counted:
             kv.is_counted = True
-            most = max(0, len(token_ids) - 1) // self.plan.block_tokens
-            extend_hashes(kv.hashes, kv.salt, token_ids, self.plan.block_tokens, most)
-            names = kv.hashes[:most]
-            index = self.groups[self._windows.index(min(self._windows))].index
+            names = self._names(kv, token_ids)
+            widest = self._windows.index(min(self._windows)) if self._windows else 0
+            index = self.all_groups[widest].index
             self.reuse.add(len(names), index.num_known(names, num_blocks))
+        if self.caching:
+            self.states.match(kv, self._names(kv, token_ids), num_blocks, now_s)
         if num_blocks:
             self._live[kv] = None
             self._version += 1
         kv.num_cached = hit.num_tokens
-        kv.num_registered = num_blocks
+        kv.num_registered = kv.num_blocks = num_blocks
         for g, blocks in enumerate(self._found(kv, hit.num_tokens)):
             self._count(kv.salt, g, self.groups[g].ref(blocks, now_s))
             kv.first[g] = num_blocks - len(blocks)
@@ -147,17 +164,23 @@ class KvCache:
 
     def reserve(self, kv: RequestKv, num_tokens: int) -> None:
         """Blocks for all positions < num_tokens. Raises OutOfPages, changing nothing."""
-        missing = self._blocks(num_tokens) - kv.num_blocks
-        if missing <= 0:
+        missing = max(0, self._blocks(num_tokens) - kv.num_blocks)
+        missing_slots = self.states.missing(kv.states)
+        if not missing and not missing_slots:
             return
-        needed = [group.extents_needed(missing) for group in self.groups]
-        sizes = [group.plan.pages_per_extent for group in self.groups]
+        wanted_blocks = self._by_group(missing, missing_slots)
+        needed = [
+            group.extents_needed(number)
+            for group, number in zip(self.all_groups, wanted_blocks, strict=True)
+        ]
+        sizes = [group.plan.pages_per_extent for group in self.all_groups]
         least = [fewest * size for (fewest, _, _), size in zip(needed, sizes, strict=True)]
         left = self._pool.num_free - sum(least)
         if left < 0:
             raise OutOfPages(f"{missing} blocks of {self.owner.model_id} asked for")
         self._live[kv] = None
-        for g, group in enumerate(self.groups):
+        kv.num_blocks += missing
+        for g, group in enumerate(self.all_groups):
             fewest, before_dead, wanted = needed[g]
             spare = max(0, left - self.spared_pages) // sizes[g]
             extents = max(
@@ -166,8 +189,17 @@ class KvCache:
             )
             left -= (extents - fewest) * sizes[g]
             pages = self._pool.alloc_pages(self.owner, extents * sizes[g]) if extents else []
-            kv.tables[g] += group.take(missing, pages)
-            self._count(kv.salt, g, missing)
+            blocks = group.take(wanted_blocks[g], pages)
+            self._count(kv.salt, g, len(blocks))
+            if g < len(self.groups):
+                kv.tables[g] += blocks
+            else:
+                kv.states.slots[g - len(self.groups)] += blocks
+
+    def begin_row(self, kv: RequestKv, first: int, end: int, now_s: float) -> None:
+        """A row of these positions is about to be laid out: all is reserved, and what a row before
+        it computed has been launched. The states are where it reads them after this."""
+        self.states.begin_row(kv, first, end, now_s)
 
     def advance(
         self, kv: RequestKv, token_ids: Sequence[int], num_computed: int, now_s: float
@@ -189,6 +221,8 @@ class KvCache:
                 for i in range(max(kv.num_registered, kv.first[g]), num_full):
                     group.index.add(kv.hashes[i], table[i])
             kv.num_registered = max(kv.num_registered, num_full)
+        if self.states.groups and self.states.name(kv, self._num_good(kv, num_computed), now_s):
+            self._version += 1
         for g, group in enumerate(self.groups):
             first = min(group.plan.first_needed(num_computed), kv.num_blocks)
             if first > kv.first[g]:
@@ -214,6 +248,7 @@ class KvCache:
         has, because both computed it, is free as well.
         """
         self._version += 1
+        self.states.release(kv, min(self._num_named(kv), len(kv.hashes)), now_s)
         for g, group in enumerate(self.groups):
             table = kv.tables[g]
             # From its end: the beginning of a prefix is worth most and should be the last to go.
@@ -224,7 +259,14 @@ class KvCache:
     # What there is ----------------------------------------------------------------------------
 
     def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> BlockDemand:
-        """Blocks that positions < num_tokens still need beside those held (or hit, kv None)."""
+        """Blocks that positions < num_tokens still need beside those held.
+
+        An empty `kv`, or None: beside a hit.
+        """
+        if kv is None or kv.is_empty:
+            kv, states = None, None if kv is None else kv.states
+        else:
+            states = kv.states
         have = hit // self.plan.block_tokens if kv is None else kv.num_blocks
         missing = max(0, self._blocks(num_tokens) - have)
         blocks = []
@@ -235,7 +277,8 @@ class KvCache:
                 first = self.groups[g].plan.first_needed(hit) if kv is None else kv.first[g]
                 held = max(0, have - first)
                 blocks.append(min(missing, max(0, most - held)))
-        return BlockDemand(tuple(blocks))
+        slots = self.states.missing(states) if num_tokens else 0
+        return BlockDemand((*blocks, *[slots] * len(self.states.groups)))
 
     def pages_of(self, demand: BlockDemand, hit: Hit = _NO_HIT) -> int:
         """Pages that the demand would take from the pool, all room in own open extents used.
@@ -246,7 +289,7 @@ class KvCache:
             group.plan.extents_for(max(0, blocks - group.num_open_room - room))
             * group.plan.pages_per_extent
             for group, blocks, room in zip(
-                self.groups, demand.blocks, hit.room or self._no_room, strict=True
+                self.all_groups, demand.blocks, hit.room or self._no_room, strict=True
             )
         )
 
@@ -259,7 +302,9 @@ class KvCache:
         """Pages that an empty cache takes for one sequence of so many tokens."""
         return sum(
             group.plan.extents_for(blocks) * group.plan.pages_per_extent
-            for group, blocks in zip(self.groups, self.demand(None, num_tokens).blocks, strict=True)
+            for group, blocks in zip(
+                self.all_groups, self.demand(None, num_tokens).blocks, strict=True
+            )
         )
 
     def bytes_per_token(self) -> int:
@@ -268,17 +313,19 @@ class KvCache:
 
     def live_pages_of(self, kv: RequestKv) -> float:
         """Pages that the request's blocks take, shared or not."""
+        blocks = [len(table) - first for table, first in zip(kv.tables, kv.first, strict=True)]
+        blocks += [len(kv.states.held(g)) for g in range(len(self.states.groups))]
         return sum(
-            (len(table) - first) * group.plan.pages_per_extent / group.plan.blocks_per_extent
-            for table, first, group in zip(kv.tables, kv.first, self.groups, strict=True)
+            number * group.plan.pages_per_block
+            for number, group in zip(blocks, self.all_groups, strict=True)
         )
 
     def live_pages_of_tenant(self, tenant_id: str) -> float:
         """Pages that a tenant's live blocks take, shared ones once (nobody else shares them)."""
-        blocks = self._blocks_of_tenant.get(root_hash(tenant_id), [0] * len(self.groups))
+        blocks = self._blocks_of_tenant.get(root_hash(tenant_id), [0] * len(self.all_groups))
         return sum(
-            number * group.plan.pages_per_extent / group.plan.blocks_per_extent
-            for number, group in zip(blocks, self.groups, strict=True)
+            number * group.plan.pages_per_block
+            for number, group in zip(blocks, self.all_groups, strict=True)
         )
 
     @property
@@ -289,7 +336,7 @@ class KvCache:
     @property
     def num_cached_pages(self) -> int:
         """Pages of extents that hold cached blocks only: they can be given back."""
-        return sum(group.num_dead * group.plan.pages_per_extent for group in self.groups)
+        return sum(group.num_dead * group.plan.pages_per_extent for group in self.all_groups)
 
     def live(self) -> list[RequestKv]:
         """Everything that holds blocks."""
@@ -300,7 +347,7 @@ class KvCache:
     def drop_cached(self) -> None:
         """Nothing computed so far can be found any more (it may be broken); requests go on."""
         self._version += 1
-        for group in self.groups:
+        for group in self.all_groups:
             group.forget_hashes()
         for kv in self._live:
             kv.num_registered = _NEVER
@@ -309,7 +356,7 @@ class KvCache:
     def drop_all(self) -> None:
         """Give every page back (the model leaves). Whoever still held blocks holds none."""
         self._version += 1
-        for group in self.groups:
+        for group in self.all_groups:
             group.drop_all()
         for kv in list(self._live):
             self._forget(kv)
@@ -321,27 +368,27 @@ class KvCache:
         holders = {kv for kv in live if not kv.is_empty}
         if holders != {kv for kv in self._live if not kv.is_empty}:
             raise IntegrityError(f"{who}: KV is held by requests that are not known, or not held")
-        for g, group in enumerate(self.groups):
+        for g, group in enumerate(self.all_groups):
             refs: dict[int, int] = {}
             for kv in holders:
-                table, first = kv.tables[g], kv.first[g]
-                if len(table) != kv.num_blocks or HOLE in table[first:]:
-                    raise IntegrityError(f"{who}: a table has a hole where a step may read")
-                if any(block != HOLE for block in table[:first]):
-                    raise IntegrityError(f"{who}: a block behind the window is still held")
-                for block in table[first:]:
+                for block in self._held(kv, g):
                     refs[block] = refs.get(block, 0) + 1
             group.check_integrity(refs)
             booked = sum(blocks[g] for blocks in self._blocks_of_tenant.values())
             if booked != len(refs):
                 raise IntegrityError(f"{who}: tenants hold {booked} blocks, requests {len(refs)}")
-        held = sum(group.num_extents * group.plan.pages_per_extent for group in self.groups)
+        held = sum(group.num_extents * group.plan.pages_per_extent for group in self.all_groups)
         if held != self._pool.owned(self.owner):
             raise IntegrityError(f"{self.owner}: holds {held} pages, pool says otherwise")
 
     def rewrite(self, group_number: int, moved: Mapping[int, int]) -> None:
-        """Live blocks of a group have got new ids. Looks at every block once, in numpy."""
+        """Live blocks of a group (of `all_groups`) have got new ids. Looks at every block once, in
+        numpy."""
         if not moved:
+            return
+        if group_number >= len(self.groups):
+            for kv in self._live:
+                self.states.rewrite(kv, group_number - len(self.groups), moved)
             return
         is_moved = np.zeros(max(moved) + 2, dtype=np.bool_)  # the last stands for all ids beyond
         is_moved[list(moved)] = True
@@ -353,6 +400,38 @@ class KvCache:
                 table[i] = moved[table[i]]
             if len(places):
                 kv.rewritten()
+
+    def _held(self, kv: RequestKv, g: int) -> list[int]:
+        """Blocks of a group that a request refers to. Raises IntegrityError."""
+        who = self.owner.model_id
+        if g >= len(self.groups):
+            held = kv.states.held(g - len(self.groups))
+            if len(set(held)) != len(held):
+                raise IntegrityError(f"{who}: a slot of states is held twice by one request")
+            return held
+        table, first = kv.tables[g], kv.first[g]
+        if len(table) != kv.num_blocks or HOLE in table[first:]:
+            raise IntegrityError(f"{who}: a table has a hole where a step may read")
+        if any(block != HOLE for block in table[:first]):
+            raise IntegrityError(f"{who}: a block behind the window is still held")
+        return table[first:]
+
+    def _by_group(self, blocks: int, slots: int) -> list[int]:
+        return [blocks] * len(self.groups) + [slots] * len(self.states.groups)
+
+    def _num_named(self, kv: RequestKv) -> int:
+        """Leading blocks of it that may be found."""
+        return kv.num_registered if self.caching and kv.num_registered != _NEVER else 0
+
+    def _num_good(self, kv: RequestKv, num_computed: int) -> int:
+        return min(num_computed, self._num_named(kv) * self.plan.block_tokens)
+
+    def _names(self, kv: RequestKv, token_ids: Sequence[int]) -> list[bytes]:
+        """Of the blocks that a hit may have: the last token is always computed, for somebody has
+        to put out its logits."""
+        most = max(0, len(token_ids) - 1) // self.plan.block_tokens
+        extend_hashes(kv.hashes, kv.salt, token_ids, self.plan.block_tokens, most)
+        return kv.hashes[:most]
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.plan.block_tokens)
@@ -367,9 +446,8 @@ class KvCache:
         """How many leading blocks may be a hit; their names are in `hashes` then."""
         if not self.caching:
             return 0
-        # The last token is always computed: somebody has to put out its logits.
         most = max(0, (len(token_ids) - 1) // self.plan.block_tokens)
-        if not self.groups[0].index:
+        if not (self.all_groups and self.all_groups[0].index):
             most = min(most, 1)  # enough to see that there is nothing, and when there is something
         extend_hashes(hashes, root, token_ids, self.plan.block_tokens, most)
         return most
@@ -394,12 +472,17 @@ class KvCache:
     def _count(self, salt: bytes, group: int, change: int) -> None:
         """Live blocks of a tenant; one without any is forgotten."""
         if change:
-            blocks = self._blocks_of_tenant.setdefault(salt, [0] * len(self.groups))
+            blocks = self._blocks_of_tenant.setdefault(salt, [0] * len(self.all_groups))
             blocks[group] += change
             if not any(blocks):
                 del self._blocks_of_tenant[salt]
 
+    def _count_slots(self, salt: bytes, state_group: int, change: int) -> None:
+        self._count(salt, len(self.groups) + state_group, change)
+
     def _forget(self, kv: RequestKv) -> None:
+        self.states.forget(kv)
+        kv.num_blocks = 0
         kv.tables = [[] for _ in self.groups]
         kv.first = [0] * len(self.groups)
         kv.num_registered = kv.num_cached = kv.next_advance = 0

@@ -23,17 +23,18 @@ from typing import Protocol
 import numpy as np
 
 from engine.errors import IntegrityError
+from engine.memory.extent_plan import ExtentPlan
 from engine.memory.kv_cache import KvCache
 from engine.memory.kv_group import BlockGroup
 from engine.memory.page_pool import Owner, PagePool
 from engine.memory.policy.kv_value import cost_rank, worth
+from engine.memory.state_slots import Move
 
 # An extent is copied away only while at most this share of it is live.
 COMPACT_SHARE = 0.5
 # So many extents at a step while nobody is short of pages yet.
 COMPACT_EXTENTS = 8
 
-Move = tuple[int, int, int]  # from and to in bytes of the arena, length
 _Place = tuple[str, int, int]  # model, group, extent
 
 
@@ -88,13 +89,14 @@ class KvMemory:
         ranks = tuple(
             cost_rank(
                 cost_per_token,
-                group.plan.pages_per_extent * self._pool.page_bytes / group.plan.tokens_per_extent,
+                group.plan.pages_per_extent * self._pool.page_bytes / cache.plan.block_tokens,
             )
-            for group in cache.groups
+            for group in cache.all_groups
         )
         self._models[instance_id] = _ModelKv(cache, ranks, token_s)
         cache.evictable = self.num_evictable
-        cache.spared_pages = self.num_spare_pages
+        cache.spared_pages = cache.states.spared_pages = self.num_spare_pages
+        cache.states.copy = self._copy
 
     def forget(self, instance_id: str) -> None:
         """A model has gone. Idempotent."""
@@ -171,7 +173,7 @@ class KvMemory:
         heads = [
             (offset + found[0], found[0], instance_id, group)
             for instance_id, model in self._models.items()
-            for offset, group in zip(model.ranks, model.cache.groups, strict=True)
+            for offset, group in zip(model.ranks, model.cache.all_groups, strict=True)
             if (found := group.least_valuable()) is not None
         ]
         if not heads:
@@ -182,7 +184,7 @@ class KvMemory:
         if token_s is None:
             return None
         num_bytes = plan.pages_per_extent * self._pool.page_bytes
-        rank += cost_rank(plan.tokens_per_extent / plan.blocks_per_extent, num_bytes)
+        rank += cost_rank(model.cache.plan.block_tokens, num_bytes)
         cache = model.cache
         return worth(rank, token_s, cache.reuse.chance, now_s, cache.params), instance_id
 
@@ -216,7 +218,7 @@ class KvMemory:
         dead: list[tuple[_Place, list[int]]] = []
         for place, lying in in_the_way.items():
             instance_id, g, extent_id = place
-            is_dead = self._models[instance_id].cache.groups[g].is_dead(extent_id)
+            is_dead = self._models[instance_id].cache.all_groups[g].is_dead(extent_id)
             (dead if is_dead else live).append((place, lying))
         num_needed = sum(len(lying) for _, lying in live)
         if num_needed > len(room):
@@ -226,7 +228,7 @@ class KvMemory:
                 num_needed += len(lying)
                 live.append(((instance_id, g, extent_id), lying))
             else:
-                group = self._models[instance_id].cache.groups[g]
+                group = self._models[instance_id].cache.all_groups[g]
                 self.num_evicted_pages += group.evict(extent_id)
         self._move_pages(live, room)
         return True
@@ -247,7 +249,7 @@ class KvMemory:
                 renamed.add(self._vacate(cache, group, extent_id))
                 num_freed += group.plan.pages_per_extent
                 num_vacated += 1
-            cache.rewrite(cache.groups.index(group), renamed.final)
+            cache.rewrite(cache.all_groups.index(group), renamed.final)
         self.num_compactions += num_vacated
         return num_freed
 
@@ -258,17 +260,17 @@ class KvMemory:
         if strange:
             raise IntegrityError(f"KV pages of models that are not known: {strange}")
 
-    def _groups(self) -> list[tuple[float, BlockGroup, KvCache]]:
+    def _groups(self) -> list[tuple[float, BlockGroup[ExtentPlan], KvCache]]:
         return [
             (offset, group, model.cache)
             for model in self._models.values()
-            for offset, group in zip(model.ranks, model.cache.groups, strict=True)
+            for offset, group in zip(model.ranks, model.cache.all_groups, strict=True)
         ]
 
     def _find(self, owner: Owner, page: int) -> _Place:
         for instance_id, model in self._models.items():
             if model.cache.owner == owner:
-                for g, group in enumerate(model.cache.groups):
+                for g, group in enumerate(model.cache.all_groups):
                     extent_id = group.extent_of_page(page)
                     if extent_id is not None:
                         return instance_id, g, extent_id
@@ -288,7 +290,7 @@ class KvMemory:
             cache = self._models[instance_id].cache
             moved = {page: room.pop() for page in lying}
             self._pool.claim(cache.owner, moved.values())
-            cache.groups[g].move_pages(extent_id, moved)
+            cache.all_groups[g].move_pages(extent_id, moved)
             moves += [(old * size, new * size, size) for old, new in moved.items()]
             left.append((cache.owner, lying))
         if moves:
@@ -302,7 +304,9 @@ class KvMemory:
         self._pool.begin_copies()
         self._device.copy_within(moves)
 
-    def _vacate(self, cache: KvCache, group: BlockGroup, extent_id: int) -> dict[int, int]:
+    def _vacate(
+        self, cache: KvCache, group: BlockGroup[ExtentPlan], extent_id: int
+    ) -> dict[int, int]:
         """Blocks by their old ids; nobody's table has the new ones yet."""
         moved, pages = group.vacate(extent_id)
         size = group.plan.block_bytes

@@ -1,32 +1,28 @@
-"""How a model's KV lies in a given pool: layer groups, chunks, extents, addresses.
+"""What a model keeps of its sequences in a given pool: KV in layer groups, states in state groups.
 
-A layer group is the layers of one KV geometry. A chunk holds `blocks_per_chunk` blocks of one layer
-side by side and never crosses a page. An extent is what KV grows and shrinks by: `num_chunks`
-chunks of every layer of its group, packed into `pages_per_extent` pages that need not be
-neighbours. Block b lies in chunk b // blocks_per_chunk of every layer, at slot
-b % blocks_per_chunk, and in extent b // blocks_per_extent.
+A layer group is the layers of one KV geometry. Its blocks hold `block_tokens` positions each.
 
-`ChunkTable` has the addresses, for attention kernels. A step in flight must go on reading those it
-was launched with, whatever comes, goes or moves meanwhile. So changes go to a copy on the host, and
-the next batch captures a new tensor; the columns of an extent that is gone keep their addresses
-until another extent gets the id. A device with streams keeps one table that its captured steps know
-by address, and writes into it what has changed, between two steps and in their order:
-`note_changes` when a step is laid out, `apply_changes` when it runs.
+A state group is the states of one shape and dtype (`kernels/state_rows.py`): what recurrent and
+convolutional layers keep. A block of it holds those of one sequence, however long that is; it is
+called a slot. States larger than a page are cut by their first axis (heads, channels) into pieces.
+Everything else is as for KV: extents, moves, prices, and slots that can be found by the name of a
+prefix (snapshots).
 
-Lives here: the choice of the extent. Does not: which block belongs to whom (`kv_group.py`).
+Lives here: the choice of the extent. Does not: which block belongs to whom (`kv_group.py`), nor
+addresses (`extent_plan.py`).
 """
 
 import functools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from engine.pack import KvGroup
+from engine.memory.extent_plan import Cut, ExtentPlan, all_cuts
+from engine.pack import KvGroup, StateGroup, StateKey
 from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
+from kernels.state_rows import StateGeometry
 
 # What an extent costs beside its share of pages that no block fills: half of one for each sequence
 # of about so many tokens, and some half-used ones in a pool of so many pages.
@@ -39,39 +35,17 @@ LEAST_EXTENT_TOKENS = 64
 OVERHEAD_SLACK = 0.01
 
 
-FIRST_COLUMNS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Layers of one geometry. `block` is the same for all of them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan(ExtentPlan):
+    """Layers of one KV geometry. `block` is the same for all of them."""
 
     layers: tuple[int, ...]
     block: BlockGeometry
-    blocks_per_chunk: int
-    chunks_per_page: int
-    num_chunks: int
-    pages_per_extent: int
 
     @property
     def window(self) -> int:
         """Positions a query sees, itself included; 0: all."""
         return self.block.layer.window
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer."""
-        return self.block.block_units * self.block.unit_bytes
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk."""
-        return self.blocks_per_chunk * self.block_bytes
-
-    @property
-    def blocks_per_extent(self) -> int:
-        """Blocks (of every layer) that one extent holds."""
-        return self.num_chunks * self.blocks_per_chunk
 
     @property
     def tokens_per_extent(self) -> int:
@@ -84,18 +58,48 @@ class GroupPlan:
             return 0
         return max(0, num_computed - self.window + 1) // self.block.block_tokens
 
-    def extents_for(self, num_blocks: int) -> int:
-        """Extents that hold so many blocks."""
-        return -(-num_blocks // self.blocks_per_extent)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlan(ExtentPlan):
+    """States of one geometry. `states`: of which layers, in the order of the table's rows, each
+    with as many rows as it has pieces."""
+
+    states: tuple[StateKey, ...]
+    geometry: StateGeometry
+
+    def table_rows(self, place: int) -> slice:
+        """The table's rows of one state; `place`: in `states`."""
+        return slice(place * self.geometry.num_pieces, (place + 1) * self.geometry.num_pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """A model's KV layout. `layer_group`: by layer, (its group, its place in the group)."""
+    """What a model keeps of its sequences.
+
+    layer_group   by layer that attends, (its group, its place in the group)
+    states        its state groups
+    state_place   by state, (its group, its place in the group)
+    """
 
     groups: tuple[GroupPlan, ...]
-    layer_group: tuple[tuple[int, int], ...]
+    layer_group: Mapping[int, tuple[int, int]]
     block_tokens: int
+    states: tuple[StatePlan, ...] = ()
+    state_place: Mapping[StateKey, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def extents(self) -> tuple[ExtentPlan, ...]:
+        """Of the layer groups, then of the state groups."""
+        return (*self.groups, *self.states)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether it is an encoder's, which keeps nothing of an input."""
+        return not self.groups and not self.states
+
+    def bytes_per_sequence(self, page_bytes: int) -> int:
+        """Arena bytes of a sequence's states, however long it is, rounding included."""
+        return sum(math.ceil(state.pages_per_block * page_bytes) for state in self.states)
 
     def bytes_per_token(self, page_bytes: int) -> int:
         """Arena bytes a cached token costs while all groups hold it, rounding included."""
@@ -105,43 +109,60 @@ class KvPlan:
         )
 
     def page_rates(self) -> tuple[tuple[float, float], ...]:
-        """By layer group: pages a position takes, and the most positions that it keeps."""
-        return tuple(
+        """By group: pages a position takes, and the most positions that it keeps.
+
+        A state is as a group that keeps one position.
+        """
+        kv = tuple(
             (
                 group.pages_per_extent / group.tokens_per_extent,
                 float(group.window + self.block_tokens) if group.window else math.inf,
             )
             for group in self.groups
         )
+        return kv + tuple((state.pages_per_block, 1.0) for state in self.states)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that an empty cache takes for the first `num_tokens` positions of a sequence."""
         num_blocks = -(-num_tokens // self.block_tokens)
-        return sum(group.extents_for(num_blocks) * group.pages_per_extent for group in self.groups)
+        kv = sum(group.extents_for(num_blocks) * group.pages_per_extent for group in self.groups)
+        return kv + sum(state.extents_for(1) * state.pages_per_extent for state in self.states)
 
 
 def plan_kv(
-    layers: Sequence[LayerGeometry],
+    layers: Mapping[int, LayerGeometry] | Sequence[LayerGeometry],
     dtype: torch.dtype,
     block_tokens: int,
     page_bytes: int,
     num_pages: int,
+    states: Mapping[StateKey, tuple[tuple[int, ...], torch.dtype]] | None = None,
 ) -> KvPlan:
-    """Group the layers by geometry and choose each group's extent.
+    """Group layers, and states (their shape and dtype), by geometry; choose each group's extent.
 
     Raises ValueError where one block of one layer is larger than a page.
     """
+    numbered = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     members: dict[LayerGeometry, list[int]] = {}
-    for number, layer in enumerate(layers):
+    for number, layer in numbered.items():
         members.setdefault(layer, []).append(number)
     groups = tuple(
         _plan_group(geometry, tuple(numbers), dtype, block_tokens, page_bytes, num_pages)
         for geometry, numbers in members.items()
     )
-    places = {
-        layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
-    }
-    return KvPlan(groups, tuple(places[layer] for layer in range(len(layers))), block_tokens)
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[StateKey]] = {}
+    for key, kind in (states or {}).items():
+        kinds.setdefault(kind, []).append(key)
+    state_plans = tuple(
+        _plan_states(shape, kept, tuple(keys), page_bytes, num_pages)
+        for (shape, kept), keys in kinds.items()
+    )
+    return KvPlan(
+        groups,
+        {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)},
+        block_tokens,
+        state_plans,
+        {key: (s, i) for s, plan in enumerate(state_plans) for i, key in enumerate(plan.states)},
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -151,6 +172,7 @@ def plan_pack(
     block_tokens: int,
     page_bytes: int,
     num_pages: int,
+    states: tuple[StateGroup, ...] = (),
 ) -> KvPlan:
     """`plan_kv` for a pack; the many models of one shape share it. Raises ValueError alike."""
     layers = {
@@ -158,8 +180,12 @@ def plan_pack(
         for group in kv_groups
         for layer in group.layers
     }
-    geometries = [layers[number] for number in range(len(layers))]
-    return plan_kv(geometries, getattr(torch, kv_dtype), block_tokens, page_bytes, num_pages)
+    kept = {
+        key: (group.shape, getattr(torch, group.dtype)) for group in states for key in group.states
+    }
+    geometries = {number: layers[number] for number in sorted(layers)}
+    dtype = getattr(torch, kv_dtype)
+    return plan_kv(geometries, dtype, block_tokens, page_bytes, num_pages, kept)
 
 
 def _plan_group(
@@ -178,138 +204,71 @@ def _plan_group(
             f"a block of {block_tokens} positions needs {block_bytes} bytes, more than a page of "
             f"{page_bytes}: use larger pages or smaller blocks"
         )
-    options = [
-        plan
-        for pages in range(1, len(layers) + 1)
-        for plan in _cuts(layers, block, page_bytes // block_bytes, pages)
-    ]
-    return _choose(options, page_bytes, num_pages)
 
-
-def _cuts(
-    layers: tuple[int, ...], block: BlockGeometry, blocks_per_page: int, pages: int
-) -> list[GroupPlan]:
-    """All ways to fill so many pages with chunks of all layers."""
-    plans = []
-    blocks_per_chunk = blocks_per_page
-    while blocks_per_chunk:
-        chunks_per_page = blocks_per_page // blocks_per_chunk
-        num_chunks = pages * chunks_per_page // len(layers)
-        if num_chunks and -(-num_chunks * len(layers) // chunks_per_page) == pages:
-            plans.append(
-                GroupPlan(layers, block, blocks_per_chunk, chunks_per_page, num_chunks, pages)
-            )
-        # The next shorter chunk of which more fit into a page.
-        blocks_per_chunk = blocks_per_page // (chunks_per_page + 1)
-    return plans
-
-
-def _choose(options: Sequence[GroupPlan], page_bytes: int, num_pages: int) -> GroupPlan:
-    """The longest chunks among those that cost about the least."""
-
-    def overhead(plan: GroupPlan) -> float:
-        used = plan.blocks_per_extent * len(plan.layers) * plan.block_bytes
+    def overhead(cut: Cut) -> float:
+        """Of pages without blocks, and half an extent a sequence."""
+        half = cut.blocks_per_extent * block_tokens / 2
         return (
-            plan.pages_per_extent * page_bytes / used
-            - 1
-            + plan.tokens_per_extent / 2 / SEQUENCE_TOKENS
-            + HALF_USED_EXTENTS * plan.pages_per_extent / num_pages
+            _waste(cut, len(layers) * block_bytes, page_bytes, num_pages) + half / SEQUENCE_TOKENS
         )
 
-    least = min(LEAST_EXTENT_TOKENS, max(plan.tokens_per_extent for plan in options))
-    options = [plan for plan in options if plan.tokens_per_extent >= least]
-    best = min(map(overhead, options))
-    return max(
-        (plan for plan in options if overhead(plan) <= best + OVERHEAD_SLACK),
-        key=lambda plan: (plan.blocks_per_chunk, -overhead(plan)),
+    cuts = list(all_cuts(len(layers), page_bytes // block_bytes))
+    most = max(cut.blocks_per_extent for cut in cuts) * block_tokens
+    least = min(LEAST_EXTENT_TOKENS, most)
+    cuts = [cut for cut in cuts if cut.blocks_per_extent * block_tokens >= least]
+    best = min(map(overhead, cuts))
+    return GroupPlan(
+        # The longest chunks among those that cost about the least.
+        cut=max(
+            (cut for cut in cuts if overhead(cut) <= best + OVERHEAD_SLACK),
+            key=lambda cut: (cut.blocks_per_chunk, -overhead(cut)),
+        ),
+        num_layers=len(layers),
+        unit_bytes=unit,
+        block_units=block.block_units,
+        layers=layers,
+        block=block,
     )
 
 
-class ChunkTable:
-    """Addresses in units of `plan.block.unit_bytes`, by layer of the group and chunk."""
+def _plan_states(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    states: tuple[StateKey, ...],
+    page_bytes: int,
+    num_pages: int,
+) -> StatePlan:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pieces = next((n for n in _divisors(shape[0]) if num_bytes // n <= page_bytes), None)
+    if pieces is None:
+        raise ValueError(
+            f"a state of {shape[0]} heads or channels, {num_bytes} bytes together, has some that "
+            f"are larger than a page of {page_bytes}: use larger pages"
+        )
+    piece_bytes = num_bytes // pieces
+    unit = math.gcd(piece_bytes, page_bytes)
+    rows = len(states) * pieces
+    cuts = list(all_cuts(rows, page_bytes // piece_bytes))
+    return StatePlan(
+        # A sequence has one slot: of extents that leave no page half empty the smallest is best.
+        cut=min(cuts, key=lambda cut: _waste(cut, rows * piece_bytes, page_bytes, num_pages)),
+        num_layers=rows,
+        unit_bytes=unit,
+        block_units=piece_bytes // unit,
+        states=states,
+        geometry=StateGeometry(shape, dtype, pieces, unit),
+    )
 
-    def __init__(self, plan: GroupPlan, page_bytes: int, device: torch.device) -> None:
-        self._plan = plan
-        self._device = device
-        # Chunks of an extent in the order in which they fill its pages: layer after layer, again
-        # and again. [layers, chunks of the extent]
-        number = np.arange(plan.num_chunks) * len(plan.layers)
-        order = np.arange(len(plan.layers))[:, None] + number
-        self._units_per_page = page_bytes // plan.block.unit_bytes
-        self._page = order // plan.chunks_per_page
-        chunk_units = plan.blocks_per_chunk * plan.block.block_units
-        self._unit_in_page = order % plan.chunks_per_page * chunk_units
-        self._addresses = np.zeros((len(plan.layers), FIRST_COLUMNS), dtype=np.int64)
-        self._captured: torch.Tensor | None = None
-        self._moved: dict[int, list[int]] = {}  # placed, and not written yet
-        self._written: set[int] = set()  # extents written since `note_changes` was called last
-        self._num_noted = 0
-        # (number, columns [n], addresses [layers, n]), noted and not applied yet.
-        self._changes: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
 
-    @property
-    def num_columns(self) -> int:
-        """Chunks that the table reaches, as of the last look."""
-        return self._addresses.shape[1]
+def _waste(cut: Cut, block_bytes: int, page_bytes: int, num_pages: int) -> float:
+    """What no block fills, of what blocks do; `block_bytes`: of all layers."""
+    used = cut.blocks_per_extent * block_bytes
+    return (
+        cut.pages_per_extent * page_bytes / used
+        - 1
+        + HALF_USED_EXTENTS * cut.pages_per_extent / num_pages
+    )
 
-    def note_changes(self) -> int:
-        """What has changed since the last call is kept for `apply_changes`. Returns its number."""
-        self._write()
-        if self._written:
-            count = self._plan.num_chunks
-            first = np.fromiter(sorted(self._written), dtype=np.int64) * count
-            columns = (first[:, None] + np.arange(count)).reshape(-1)
-            self._written.clear()
-            self._num_noted += 1
-            self._changes.append(
-                (
-                    self._num_noted,
-                    torch.from_numpy(columns),
-                    torch.from_numpy(self._addresses[:, columns]),
-                )
-            )
-        return self._num_noted
 
-    def apply_changes(
-        self, table: torch.Tensor, number: int, bring: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
-        """Write what was noted up to `number` into table int64 [layers, chunks]."""
-        while self._changes and self._changes[0][0] <= number:
-            _, columns, addresses = self._changes.popleft()
-            table.index_copy_(1, bring(columns), bring(addresses))
-
-    def capture(self) -> torch.Tensor:
-        """int64 [layers of the group, chunks] as of now; it is never written again."""
-        self._write()
-        if self._captured is None:
-            self._captured = torch.from_numpy(self._addresses.copy()).to(self._device)
-        return self._captured
-
-    def place(self, extent_id: int, pages: Sequence[int]) -> None:
-        """The extent lies on these pages from now on."""
-        self._moved[extent_id] = list(pages)
-
-    def block_offsets(self, block: int) -> list[int]:
-        """The byte of the arena at which the block begins, for each layer of the group."""
-        self._write()
-        chunk, slot = divmod(block, self._plan.blocks_per_chunk)
-        units = self._addresses[:, chunk] + slot * self._plan.block.block_units
-        return [int(unit) * self._plan.block.unit_bytes for unit in units]
-
-    def _write(self) -> None:
-        """Addresses of what was placed since somebody looked, all at once."""
-        if not self._moved:
-            return
-        count = self._plan.num_chunks
-        end, columns = (max(self._moved) + 1) * count, self._addresses.shape[1]
-        if end > columns:
-            self._addresses = np.pad(self._addresses, ((0, 0), (0, max(columns, end - columns))))
-        for extent_id, pages in self._moved.items():
-            page = np.asarray(pages, dtype=np.int64)[self._page]
-            first = extent_id * count
-            self._written.add(extent_id)
-            self._addresses[:, first : first + count] = (
-                page * self._units_per_page + self._unit_in_page
-            )
-        self._moved.clear()
-        self._captured = None
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -9,6 +9,8 @@ so that equal hashes mean equal prefixes, and a tenant finds its own blocks only
 by timing what another has asked). 16 bytes of BLAKE2b: an accidental collision is out of the
 question, and a deliberate one would harm only the tenant who makes it.
 
+Of a state group the name is that of the last block that a snapshot stands for.
+
 Lives here: tables, hashes, one group's index of them, and how long a hit is. Does not: references,
 memory.
 """
@@ -63,6 +65,36 @@ class Hit:
 
 
 @dataclass(slots=True, eq=False)
+class HeldStates:
+    """What one request holds of its model's states.
+
+    num_versions   slots of each group that it needs: 2 where a token may be computed twice
+    slots          by state group, one for each version; empty before the first `reserve`
+    ends           by version, the tokens that it stands for; -1: none
+    read, write    versions of the row that was begun last
+    num_good       tokens that are known to be computed, at a block's end
+    found          by state group, the snapshot that `match` found, until it is copied
+    points         where snapshots are wanted, in blocks
+    snapshots      by blocks, copies without a name yet: the slot of each group
+    """
+
+    num_versions: int = 1
+    slots: list[list[int]] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    read: int = 0
+    write: int = 0
+    num_good: int = 0
+    found: list[int] = field(default_factory=list)
+    points: list[int] = field(default_factory=list)
+    snapshots: dict[int, list[int]] = field(default_factory=dict)
+
+    def held(self, group: int) -> list[int]:
+        """All slots of a group that it refers to."""
+        found = self.found[group : group + 1]
+        return [*self.slots[group], *found, *(slots[group] for slots in self.snapshots.values())]
+
+
+@dataclass(slots=True, eq=False)
 class RequestKv:
     """What one request holds of a KvCache. Empty before `match` and after `release`.
 
@@ -71,6 +103,8 @@ class RequestKv:
     hashes           of the leading full blocks; good for as long as the tokens are
     num_registered   blocks that have been offered to the index
     num_cached       tokens that `match` found
+    num_blocks       block numbers that the tables reach; the same in all groups
+    states           what it holds beside: nothing where the model has KV only
     is_counted       what it asks for has been counted for `Reuse`
     next_advance     `advance` has nothing to do for fewer tokens than this
     version          another one when entries of a table were changed other than by appending
@@ -83,19 +117,16 @@ class RequestKv:
     num_registered: int = 0
     num_cached: int = 0
     next_advance: int = 0
+    num_blocks: int = 0
+    states: HeldStates = field(default_factory=HeldStates)
     is_counted: bool = False
     version: int = 0
     _arrays: list[tuple[BlockIds, int]] = field(default_factory=list)
 
     @property
-    def num_blocks(self) -> int:
-        """Block numbers that the tables reach; the same in all groups."""
-        return len(self.tables[0])
-
-    @property
     def is_empty(self) -> bool:
         """Whether it holds nothing."""
-        return not self.tables[0]
+        return not self.num_blocks
 
     def array(self, group: int) -> BlockIds:
         """The group's table as int64, holes undefined. Costs what came since the last call."""
@@ -219,17 +250,20 @@ def longest_hit(
     windows: Sequence[int],
     hashes: Sequence[bytes],
     block_tokens: int,
+    states: Sequence[PrefixIndex] = (),
 ) -> int:
     """Leading blocks that need not be computed, `hashes` being those of the candidates.
 
-    A hit of n tokens needs every block before n of a group with full attention, and of one with a
-    window those that a query at n still sees.
+    A hit of n tokens needs every block before n of a group with full attention, of one with a
+    window those that a query at n still sees, and of a state group a snapshot at n.
     """
     length = full_hit(indexes, windows, hashes)
     windowed = [(i, w) for i, w in zip(indexes, windows, strict=True) if w]
     settled = False
     while length and not settled:
         settled = True
+        while length and any(index.find(hashes[length - 1]) is None for index in states):
+            length -= 1
         for index, window in windowed:
             shorter = _windowed_hit(index, window, hashes, block_tokens, length)
             settled = settled and shorter == length

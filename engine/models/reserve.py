@@ -6,6 +6,8 @@ reference of attention (`kernels/paged_attention.py`), which gathers K and V of 
 builds a mask; a kernel that reads pages in place needs less.
 """
 
+import math
+
 import torch
 
 from engine.config import EngineConfig
@@ -46,8 +48,10 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
         activations += DEVICE_EXPERTS_BYTES if config.attention_in_place else EXPERTS_BYTES
     if config.attention_in_place:
         return activations + logits
-    attention = max(_attention_bytes(group, config, index) for group in index.kv_groups)
-    return activations + logits + attention
+    attention = max(
+        (_attention_bytes(group, config, index) for group in index.kv_groups), default=0
+    )
+    return activations + logits + max(attention, _state_bytes(index, rows))
 
 
 def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:
@@ -77,6 +81,16 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     cached = min(config.max_num_seqs * context, PADDING * arena_tokens)
     scores = cached * heads * 4 * 2
     return max(context * per_token + mask, cached * per_token + scores)
+
+
+def _state_bytes(index: PackIndex, num_rows: int) -> int:
+    """Copies of one layer's states of all rows: as they are read, and as they will be written."""
+    layers: dict[int, int] = {}
+    for group in index.states:
+        size = math.prod(group.shape) * _item_bytes(group.dtype)
+        for layer, _ in group.states:
+            layers[layer] = layers.get(layer, 0) + size
+    return 2 * num_rows * max(layers.values(), default=0)
 
 
 def _query_width(group: KvGroup, index: PackIndex) -> int:

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
+from engine.modules.state_mixers import StepStates, split_rows
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -47,8 +48,9 @@ Attended: TypeAlias = Callable[
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What attention needs to know of the step that is running; `groups` by layer group.
+    """What attention and mixers need to know of the step that is running; `groups` by layer group.
 
+    states       what its rows keep beside KV
     attended     on a device: the step's rows as its operations take them, in place of `groups`
     operations   those that write K and V and attend there
     """
@@ -56,6 +58,7 @@ class StepContext:
     arena: torch.Tensor
     plan: KvPlan
     groups: tuple[PagedBatch, ...]
+    states: StepStates | None = None
     attended: Attended | None = None
     operations: Operations | None = None
 
@@ -158,7 +161,15 @@ def build_skeleton(
         options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
         model = from_config(config, **options)
+    if attention != "eager":
+        split_rows(model, _step_states)
     return model.eval()
+
+
+def _step_states() -> StepStates:
+    states = _STEP.get().states
+    assert states is not None, "a step without states"
+    return states
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:

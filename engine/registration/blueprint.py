@@ -1,7 +1,8 @@
 """What a configuration asks for: its tensors' names, shapes and ties, its KV geometry, its limits.
 
 Registration's second step. Builds the module tree on the meta device (no memory, no weights) and
-refuses families whose KV cannot be kept in pages of K and V per head. The parity probe has the last
+refuses families that keep something else of a sequence than K and V by head, or states of a fixed
+size (`engine/modules/state_mixers.py`). The parity probe has the last
 word on whether a family comes out right; here are the cases it could not see or would see too late.
 
 The KV geometry of a layer (heads, widths, window) has two sources that have to agree with what the
@@ -15,7 +16,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,14 +25,17 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
+from engine.modules.state_mixers import StateShape, attending_layers, mixers, state_shapes
 from engine.modules.text_part import from_config, is_wrapper
-from engine.pack import EncoderRecord, KvGroup, Task
+from engine.pack import EncoderRecord, KvGroup, StateGroup, StateKey, Task
 from engine.registration.wrapper import Wrapped, class_config, text_names
 from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+UNBOUNDED_CONTEXT = 131_072
+"""Positions of a model that has no bound of its own, as recurrent ones have none."""
 MAX_COUNT = (1 << 31) - 1
 """Of positions and of ids, which are int32 on their way to the model."""
 _OTHER_SENSES = ("vision_config", "audio_config")
@@ -82,10 +86,15 @@ def layer_windows(config: Any) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def config_geometries(config: Any) -> list[LayerGeometry]:
-    """KV geometry of each layer as a transformers configuration names it."""
-    geometries = []
-    for layer, window in zip(layer_configs(config), layer_windows(config), strict=True):
+def config_geometries(
+    config: Any, attending: Collection[int] | None = None
+) -> dict[int, LayerGeometry]:
+    """KV geometry of each layer as a transformers configuration names it; None: all attend."""
+    geometries = {}
+    layers = zip(layer_configs(config), layer_windows(config), strict=True)
+    for number, (layer, window) in enumerate(layers):
+        if attending is not None and number not in attending:
+            continue
         heads = layer.num_attention_heads
         kv_heads = field_of(layer, "num_key_value_heads") or heads
         dim = field_of(layer, "head_dim") or layer.hidden_size // heads
@@ -93,20 +102,23 @@ def config_geometries(config: Any) -> list[LayerGeometry]:
             kv_heads = 1 if layer.multi_query else heads
         elif layer.model_type == "jetmoe":  # repeats K and V for each expert before it attends
             kv_heads, dim = kv_heads * layer.num_experts_per_tok, layer.kv_channels
-        geometries.append(LayerGeometry(kv_heads, dim, dim, window))
+        geometries[number] = LayerGeometry(kv_heads, dim, dim, window)
     return geometries
 
 
-def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
+def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]:
     """The same, corrected by the widths of K and V projections where layers have their own.
 
-    Raises RegistrationRefused where a width cannot be heads of the layer's width, or where a layer
-    attends twice.
+    In a model with mixers only those layers attend that call attention. Raises RegistrationRefused
+    where a width cannot be heads of the layer's width, or where a layer attends twice.
     """
-    geometries = config_geometries(config)
+    mixed = next(mixers(model), None) is not None
+    geometries = config_geometries(config, attending_layers(model) if mixed else None)
     seen: set[int] = set()
     for name, layer, module in _projections(model):
-        if layer >= len(geometries) or layer in seen:
+        if layer not in geometries and mixed:
+            continue
+        if layer not in geometries or layer in seen:
             raise _strange("its layers attend more than once in a forward pass")
         seen.add(layer)
         usual = geometries[layer]
@@ -165,6 +177,13 @@ class Blueprint:
     encoder: EncoderRecord | None = None
     wrapper: Wrapped | None = None
 
+    def state_groups(self, dtype: torch.dtype) -> tuple[StateGroup, ...]:
+        """What its mixers keep of a sequence when the model is hosted in `dtype`."""
+        if self.task != "generate":
+            return ()
+        hidden_size = self.config.get_text_config().hidden_size
+        return grouped_states(state_shapes(self.skeleton, hidden_size, dtype))
+
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""
         wanted = self.tensors[name].dtype
@@ -211,6 +230,7 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         if names is None:
             raise _strange("its text part cannot be told from its other parts")
         wrapper = Wrapped(config, whole, names)
+    _check_layers(text, skeleton)
     tensors = dict(skeleton.state_dict())
     tied = {
         target: source
@@ -226,6 +246,26 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         vocab_size=int(text.vocab_size),
         max_context=_max_context(text),
         wrapper=wrapper,
+    )
+
+
+def _check_layers(config: Any, skeleton: nn.Module) -> None:
+    """Raises RegistrationRefused for layers that keep what nobody knows."""
+    kinds = set(field_of(config, "layer_types") or ())
+    if next(mixers(skeleton), None) is not None:
+        return  # what they keep is found by running them; the probe sees whether that is all
+    first = next(iter(layer_configs(config)), None)
+    if not getattr(first, "num_attention_heads", None):
+        raise _refuse(config, "it has no attention heads")
+    strange = sorted(kinds - _KNOWN_LAYER_TYPES)
+    if strange:
+        named = ", ".join(strange)
+        raise _refuse(config, f"it has layers of type {named}, not full or sliding attention")
+
+
+def _refuse(config: Any, why: str) -> RegistrationRefused:
+    return RegistrationRefused(
+        "unknown_family", f"model type {config.model_type!r} is not supported: {why}"
     )
 
 
@@ -247,13 +287,24 @@ def kv_groups(config: Any) -> tuple[KvGroup, ...]:
     return grouped(config_geometries(config))
 
 
-def grouped(layers: Sequence[LayerGeometry]) -> tuple[KvGroup, ...]:
+def grouped(layers: Mapping[int, LayerGeometry]) -> tuple[KvGroup, ...]:
     """Layers grouped by KV geometry, in the order of their first layer."""
     members: dict[tuple[int, int, int, int], list[int]] = {}
-    for number, layer in enumerate(layers):
+    for number, layer in layers.items():
         key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
         members.setdefault(key, []).append(number)
     return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+
+
+def grouped_states(states: Mapping[StateKey, StateShape]) -> tuple[StateGroup, ...]:
+    """States grouped by shape and dtype, in the order of their first layer."""
+    members: dict[StateShape, list[StateKey]] = {}
+    for key, shape in states.items():
+        members.setdefault(shape, []).append(key)
+    return tuple(
+        StateGroup(tuple(keys), shape, str(dtype).removeprefix("torch."))
+        for (shape, dtype), keys in members.items()
+    )
 
 
 def _max_context(config: Any) -> int:
@@ -262,7 +313,7 @@ def _max_context(config: Any) -> int:
     "longrope" takes other frequencies for the whole batch as soon as its longest sequence passes
     the original length, whatever is in the cache: such models are hosted up to that length.
     """
-    longest = int(config.max_position_embeddings)
+    longest = int(field_of(config, "max_position_embeddings") or UNBOUNDED_CONTEXT)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if kind.get("rope_type") == "longrope":
@@ -273,16 +324,8 @@ def _max_context(config: Any) -> int:
 
 def check_family(config: Any) -> None:
     """Raises RegistrationRefused for text that cannot be hosted, before anything is built."""
-    family = config.model_type
-
-    def refuse(why: str) -> RegistrationRefused:
-        return RegistrationRefused(
-            "unknown_family", f"model type {family!r} is not supported: {why}"
-        )
-
+    refuse = functools.partial(_refuse, config)
     first = next(iter(layer_configs(config)), None)
-    if not getattr(first, "num_attention_heads", None):
-        raise refuse("it has no attention heads")
     if any(getattr(config, name, None) is not None for name in _OTHER_SENSES):
         raise refuse("it takes other inputs than text")
     if getattr(config, "add_cross_attention", False):
@@ -293,13 +336,10 @@ def check_family(config: Any) -> None:
         raise refuse("its attention caches latents instead of K and V, which is not supported yet")
     if field_of(config, "num_kv_shared_layers"):
         raise refuse("its layers share KV, which is not supported yet")
-    strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)
-    if strange:
-        raise refuse(f"it has layers of type {', '.join(strange)}, not full or sliding attention")
-    for name, meaning in (
-        ("max_position_embeddings", "context length"),
-        ("vocab_size", "vocabulary size"),
-    ):
+    counts = {"vocab_size": "vocabulary size"}
+    if hasattr(config, "max_position_embeddings"):
+        counts["max_position_embeddings"] = "context length"
+    for name, meaning in counts.items():
         value = getattr(config, name, None)
         if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
             raise RegistrationRefused(

@@ -206,6 +206,7 @@ def _write_folder(work: _Work, folder: Path, progress: Progress) -> PackIndex:
         tied=_tied(work.checkpoint.tied, layout),
         chunks=_checksums(folder / BLOB_NAME, layout.segments),
         kv_groups=plan.kv_groups,
+        states=plan.state_groups(work.dtype),
         kv_dtype=_dtype_name(work.dtype),
         files=files,
         task=plan.task,

@@ -20,7 +20,8 @@ eager attention. Windows are cut so that the inputs pass them.
 
 import copy
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -42,9 +43,15 @@ from engine.modules import (
     step_context,
 )
 from engine.modules.quantized import replace_modules
+from engine.modules.state_mixers import StepStates, mixers, state_shapes
 from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
-from engine.registration.blueprint import Blueprint, grouped, module_geometries
+from engine.registration.blueprint import (
+    Blueprint,
+    grouped,
+    grouped_states,
+    module_geometries,
+)
 from engine.registration.encoder_families import longest_input
 from engine.registration.probe_size import probe_configs
 from engine.registration.quantize import rounded_twins
@@ -83,7 +90,7 @@ class Differs(Exception):
 class _Watched:
     """What the modules hand to attention."""
 
-    layers: list[LayerGeometry]
+    layers: Mapping[int, LayerGeometry]
     calls: list[int] = field(default_factory=list)
 
     def attend(
@@ -97,7 +104,7 @@ class _Watched:
     ) -> Any:
         """Our attention, if what it is asked for is what it was planned for."""
         layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or layer >= len(self.layers):
+        if not isinstance(layer, int) or layer not in self.layers:
             raise Differs("attends outside its decoder layers")
         self.calls.append(layer)
         wanted = self.layers[layer]
@@ -171,12 +178,13 @@ def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     """Random values for every parameter and persistent buffer; tied ones share theirs.
 
     Matrices keep the scale of what passes through them; norms lie around one, buffers around what
-    they are.
+    they are. Those of mixers stay as they are: some belong together, as a decay and its powers.
     """
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[str, torch.Tensor] = {}
     shared: dict[int, torch.Tensor] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    computed = {id(buffer) for mixer in mixers(model) for buffer in mixer.buffers()}
     embeddings = {
         id(module.get_parameter("weight"))
         for module in model.modules()
@@ -185,7 +193,7 @@ def draw_weights(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     for name, old in model.state_dict(keep_vars=True).items():
         if id(old) in shared:
             drawn[name] = shared[id(old)]
-        elif not old.is_floating_point():
+        elif not old.is_floating_point() or id(old) in computed:
             drawn[name] = old
         else:
             noise = torch.randn(old.shape, generator=generator, dtype=torch.float32)
@@ -286,12 +294,20 @@ class _Paged:
         bind_weights(self.model, {names[name]: tensor for name, tensor in weights.items()})
         layers = module_geometries(self.model, config.get_text_config())
         self.watched = _Watched(layers)
-        block_bytes = max(map(_block_bytes, layers))
-        page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * block_bytes - 1).bit_length())
+        shapes = state_shapes(self.model, config.get_text_config().hidden_size, torch.float32)
+        # Of a block, or of one head of a state.
+        largest = max(
+            *(_block_bytes(layer) for layer in layers.values()),
+            *(math.prod(shape[1:]) * 4 for shape, _ in shapes.values()),
+            1,
+        )
+        page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * largest - 1).bit_length())
         num_pages = max(MIN_PAGES, min(MAX_PAGES, ARENA_BYTES // page_bytes))
         pool = PagePool(num_pages, page_bytes)
-        groups = grouped(layers)
-        self.plan: KvPlan = plan_pack(groups, "float32", BLOCK_TOKENS, page_bytes, num_pages)
+        groups, states = grouped(layers), grouped_states(shapes)
+        self.plan: KvPlan = plan_pack(
+            groups, "float32", BLOCK_TOKENS, page_bytes, num_pages, states
+        )
         self.arena = torch.full((num_pages * page_bytes,), 0xFF, dtype=torch.uint8)
         other = Owner("other", "weights")
         pages = pool.alloc_run(other, num_pages).pages
@@ -333,18 +349,20 @@ class _Paged:
         for row in rows:
             # A chunk at a time, so that tables interleave and windows free what left them.
             self.cache.reserve(row.kv, row.end)
+            self.cache.begin_row(row.kv, row.first, row.end, 0.0)
         batch = build_batch(rows, self.cache, self.arena.device)
         self.watched.calls.clear()
         # As steps ask for them: the logits of given tokens, in a given order.
         backwards = torch.arange(sum(row.num_scheduled_tokens for row in rows)).flip(0)
-        with step_context(StepContext(self.arena, self.plan, batch.groups)):
+        states = StepStates(self.arena, self.plan, batch.states, batch.state_rows)
+        with step_context(StepContext(self.arena, self.plan, batch.groups, states)):
             logits: torch.Tensor = self.model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 use_cache=False,
                 logits_to_keep=backwards,
             ).logits[0]
-        if sorted(self.watched.calls) != list(range(len(self.watched.layers))):
+        if sorted(self.watched.calls) != sorted(self.watched.layers):
             raise Differs("has layers that do not attend exactly once in a forward pass")
         return logits.flip(0).float()
 

@@ -8,6 +8,7 @@ changes nothing. Estimates of the pack are within its alignment; where "auto" ha
 checkpoint's type (a configuration that does not say), the size of the files decides.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -249,7 +250,11 @@ def _kv_bytes(plan: Blueprint, dtype: str) -> int:
         for group in plan.kv_groups
     )
     kind: Any = torch.bfloat16 if dtype in QUANTIZATIONS else getattr(torch, dtype)
-    return int(rows * kind.itemsize)
+    states: int = sum(
+        len(group.states) * math.prod(group.shape) * getattr(torch, group.dtype).itemsize
+        for group in plan.state_groups(kind)
+    )
+    return int(rows * kind.itemsize) + states
 
 
 def _rounded_anew(plan: Blueprint, declared: Declared | None) -> frozenset[str]:

@@ -41,6 +41,9 @@ _MLP_WIDTHS = (
     "n_inner",
     "dff",
 )
+_SSM_HEADS = ("mamba_n_heads", "n_mamba_heads", "num_heads")
+_SSM_WIDTHS = ("mamba_headdim", "mamba_d_head", "mamba_head_dim", "head_dim")
+_SSM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
@@ -158,10 +161,13 @@ def _overrides(small: Any, layers: list[int]) -> dict[int, Any] | None:
 
 def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
     """Two KV heads, their query heads, and a residual stream in proportion."""
-    heads = small.num_attention_heads
+    heads = getattr(small, "num_attention_heads", None)
     kv_heads = field_of(small, "num_key_value_heads") or heads
     if getattr(small, "multi_query", False):
         kv_heads = 1
+    if heads is None:
+        _cut_stream(small, small.hidden_size // MAX_GROUP // WIDTH_STEP * WIDTH_STEP)
+        return
     if not _is_count(heads) or not _is_count(kv_heads) or heads % kv_heads:
         return
     if overrides is None:
@@ -194,9 +200,29 @@ def _set_heads(small: Any, heads: int, new_heads: int, new_kv: int) -> None:
             if getattr(part, name, None):
                 _set(part, name, new_kv)
         if getattr(part, "hidden_size", None) == hidden:
-            part.hidden_size = new_hidden
+            _cut_stream(part, new_hidden)
     if getattr(small, "word_embed_proj_dim", None) == hidden:
         small.word_embed_proj_dim = new_hidden
+
+
+def _cut_stream(part: Any, new_hidden: int) -> None:
+    """A narrower residual stream, and what SSM mixers have in proportion to it."""
+    hidden = part.hidden_size
+    if not new_hidden:
+        return
+    name = next((n for n in _SSM_HEADS if _is_count(getattr(part, n, None))), None)
+    # Some say the mixers' width beside the stream's.
+    if name is not None and not hasattr(part, "mamba_d_ssm"):
+        heads = getattr(part, name)
+        groups = next((getattr(part, n) for n in _SSM_GROUPS if hasattr(part, n)), 1)
+        fewer, rest = divmod(heads * new_hidden, hidden)
+        if fewer and not rest and fewer % groups == 0:
+            setattr(part, name, fewer)
+        else:
+            width = next((n for n in _SSM_WIDTHS if _is_count(getattr(part, n, None))), None)
+            if width is not None:
+                setattr(part, width, getattr(part, width) * new_hidden // hidden)
+    part.hidden_size = new_hidden
 
 
 def _group(queries: int) -> int:

@@ -289,7 +289,12 @@ def status_row(
 def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> int:
     """Pages for `load_kv_tokens` positions. Raises ValueError where a block exceeds a page."""
     plan = plan_pack(
-        index.kv_groups, index.kv_dtype, config.block_tokens, pool.page_bytes, pool.num_pages
+        index.kv_groups,
+        index.kv_dtype,
+        config.block_tokens,
+        pool.page_bytes,
+        pool.num_pages,
+        index.states,
     )
     return plan.pages_for(min(config.load_kv_tokens, index.max_context))
 

@@ -37,6 +37,7 @@ from engine.modules import (
 )
 from engine.modules.experts import native_mixture, use_library
 from engine.modules.quantized import replace_modules
+from engine.modules.state_mixers import StepStates
 from engine.pack import PackIndex, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.fusion import Fused, Hidden, NotFused, recognise
@@ -322,7 +323,12 @@ class ModelRunner:
         self.index = index
         self._arena = arena
         plan = plan_pack(
-            index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages
+            index.kv_groups,
+            index.kv_dtype,
+            block_tokens,
+            pool.page_bytes,
+            pool.num_pages,
+            index.states,
         )
         self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
@@ -406,7 +412,8 @@ class ModelRunner:
         return logits, _score(kept.hidden, batch.scoring, kept.project)
 
     def _by_modules(self, batch: StepBatch) -> torch.Tensor:
-        with step_context(StepContext(self._arena, batch.plan, batch.groups)):
+        states = StepStates(self._arena, batch.plan, batch.states, batch.state_rows)
+        with step_context(StepContext(self._arena, batch.plan, batch.groups, states)):
             output = self._model(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

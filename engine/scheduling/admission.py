@@ -190,14 +190,16 @@ def _look(
         and not cache.fits(promised + needed, spare_pages, hit)
     ):
         return False, short
-    kv = request.kv = request.kv or cache.new_kv(request.submit.tenant_id)
+    kv = request.kv = request.kv or cache.new_kv(
+        request.submit.tenant_id, repeats=request.submit.constraint is not None
+    )
     # One position more than it needs now, so that its next token does not preempt it.
     num_tokens = request.num_tokens + 1
     hit = cache.look(kv, request.matchable_ids)
-    needed = cache.demand(None, num_tokens, hit.num_tokens)
+    needed = cache.demand(kv, num_tokens, hit.num_tokens)
     fits = cache.fits(promised + needed, spare_pages, hit)
     if not fits and alone and hit.num_tokens:
         # Scattered over many extents a hit may keep more pages than it saves.
-        hit, needed = Hit(), cache.demand(None, num_tokens)
+        hit, needed = Hit(), cache.demand(kv, num_tokens)
         fits = cache.fits(promised + needed, spare_pages)
     return fits, Short(request, hit, needed)

@@ -62,7 +62,7 @@ class ModelQueue:
     @property
     def encodes(self) -> bool:
         """Whether it is resident and an encoder's: its requests have no KV."""
-        return self.cache is not None and not self.cache.groups
+        return self.cache is not None and self.cache.plan.keeps_nothing
 
     def requests(self) -> Iterator[Request]:
         """All of them, running first."""

@@ -258,11 +258,15 @@ class Scheduler:
         rows: list[ScheduledRow] = []
         running, granted = self._split(queue, running, now_s)
         for request, tokens in zip(running, granted, strict=True):
+            first = request.num_computed
             if (
                 tokens
                 and request.state == "running"
-                and self._reserve(queue, request, request.num_computed + tokens, now_s)
+                and self._reserve(queue, request, first + tokens, now_s)
             ):
+                assert queue.cache is not None
+                assert request.kv is not None
+                queue.cache.begin_row(request.kv, first, first + tokens, now_s)
                 source = request.pending_row if request.num_pending else -1
                 rows.append(ScheduledRow(request, tokens, source))
         # Whoever was preempted to make room is mostly younger, but not where a tenant's share said

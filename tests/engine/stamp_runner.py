@@ -223,7 +223,12 @@ class StampRunner:
         self.instance_id = instance_id
         self.index = index
         plan = plan_pack(
-            index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages
+            index.kv_groups,
+            index.kv_dtype,
+            block_tokens,
+            pool.page_bytes,
+            pool.num_pages,
+            index.states,
         )
         self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self.oracle = Oracle(index)

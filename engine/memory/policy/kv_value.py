@@ -13,21 +13,27 @@ ever after, and comparable over all extents of all models.
 (engine/residency/policy): device seconds that keeping it saves a second, a byte. What a request
 computes now is asked for again with a chance that `Reuse` measures.
 
+A snapshot of states (`snapshot_rank`) is worth the tokens that it stands for.
+
 A block is of use only while all before it are there: `DEPTH_COST` makes the end of a long sequence
 go before its beginning.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 DEPTH_COST = 1 / 1024  # doublings of value for each block that lies before it
 
 
 @dataclass(frozen=True, slots=True)
 class ValueParams:
-    """`half_life_s`: an extent that is not used for so long is worth half."""
+    """`half_life_s`: an extent that is not used for so long is worth half. `snapshot_tokens`: a
+    snapshot of states is not taken where it saves fewer tokens."""
 
     half_life_s: float = 120.0
+    snapshot_tokens: int = 64
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
@@ -40,6 +46,17 @@ def rank(
 ) -> float:
     """log2 of an extent's value per unit of cost; `depth`: blocks before its first one."""
     return math.log2(num_blocks + num_hits) - depth * DEPTH_COST + last_used_s / params.half_life_s
+
+
+Rank: TypeAlias = Callable[[int, int, int, float, ValueParams], float]
+
+
+def snapshot_rank(
+    num_slots: int, num_hits: int, depth: int, last_used_s: float, params: ValueParams
+) -> float:
+    """The same for an extent of snapshots: one stands for all tokens before it, and the deeper it
+    is the more it saves. `depth`: the block whose end the shallowest one stands for."""
+    return math.log2((num_slots + num_hits) * (depth + 1)) + last_used_s / params.half_life_s
 
 
 def worth(rank: float, token_s: float, chance: float, now_s: float, params: ValueParams) -> float:

@@ -25,7 +25,7 @@ from engine.gpu.device_runner import DeviceRunner
 from engine.gpu.device_step import DeviceStep, InputBuffer
 from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory import RequestKv
-from engine.memory.kv_plan import ChunkTable
+from engine.memory.extent_plan import ChunkTable
 from engine.scheduling.step_pipeline import StepPipeline
 from tests.engine.device_rig import Poisoner, lazy_device, opened_on
 from tests.engine.engine_hooks import poison_what_is_freed

@@ -8,7 +8,8 @@ import torch
 
 from engine.gpu import device_step
 from engine.gpu.device_step import FIRST_INPUT_BYTES, DeviceTable, InputBuffer
-from engine.memory.kv_plan import ChunkTable, GroupPlan, plan_kv
+from engine.memory.extent_plan import ChunkTable
+from engine.memory.kv_plan import GroupPlan, plan_kv
 from kernels.paged_attention import LayerGeometry
 from tests.engine.fake_device import FakeDevice
 

@@ -165,7 +165,7 @@ def test_references_cannot_be_given_back_twice() -> None:
     kv = run(cache, PROMPT)
     tables, first = [list(table) for table in kv.tables], list(kv.first)
     cache.release(kv, 0.0)
-    kv.tables, kv.first = tables, first
+    kv.tables, kv.first, kv.num_blocks = tables, first, len(tables[0])
     with pytest.raises(IntegrityError, match="given back twice"):
         cache.release(kv, 0.0)
     with pytest.raises(IntegrityError):

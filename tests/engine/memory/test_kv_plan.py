@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from engine.memory.kv_plan import LEAST_EXTENT_TOKENS, ChunkTable, KvPlan, plan_kv
+from engine.memory.extent_plan import ChunkTable
+from engine.memory.kv_plan import LEAST_EXTENT_TOKENS, KvPlan, plan_kv
 from kernels.paged_attention import LayerGeometry
 
 MIB = 1 << 20
@@ -54,7 +55,7 @@ def test_layers_are_grouped_by_geometry_and_window() -> None:
     full, slid = LayerGeometry(2, 64, 64), LayerGeometry(2, 64, 64, 512)
     plan = plan_kv([slid, slid, full, slid], torch.bfloat16, 16, MIB, 1000)
     assert [group.layers for group in plan.groups] == [(0, 1, 3), (2,)]
-    assert plan.layer_group == ((0, 0), (0, 1), (1, 0), (0, 2))
+    assert plan.layer_group == {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (0, 2)}
     assert [group.window for group in plan.groups] == [512, 0]
     assert plan.bytes_per_token(MIB) >= 4 * 2 * 128 * 2
 
