@@ -325,9 +325,11 @@ class Engine:
             computed = item.row.end
             settled = "kept" if token is None else self._constrained.settle(request, token.token)
             if settled == "lost":
-                # It means nothing; its logits are computed once more.
+                # It means nothing; its logits are computed once more. A state cannot be taken back
+                # by a token, but to what it was before the row.
                 token = None
-                computed -= 1
+                keeps_states = cache is not None and bool(cache.states.groups)
+                computed = item.row.first if keeps_states else computed - 1
                 if item.still_runs:
                     request.num_computed = computed
             if item.still_runs and cache is not None:

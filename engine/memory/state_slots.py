@@ -135,18 +135,13 @@ class StateSlots:
             held.found.append(slot)
 
     def row_tokens(self, kv: RequestKv, first: int, num_tokens: int) -> int:
-        """Of the tokens from position `first` on, how many a row may compute.
-
-        It ends at the next point, or at a block's end where it does not reach all that it could.
-        """
-        points = kv.states.points
-        if not points:
-            return num_tokens
-        limit = next((p * self._size - first for p in points if p * self._size > first), num_tokens)
-        return min(num_tokens, limit)
+        """Of the tokens from position `first` on, how many a row may compute: up to a point."""
+        ends = (point * self._size for point in kv.states.points)
+        return next((min(num_tokens, end - first) for end in ends if end > first), num_tokens)
 
     def whole_blocks(self, first: int, num_tokens: int) -> int:
-        """So many tokens from `first` on or fewer: up to a block's end, if there is one."""
+        """So many tokens from `first` on or fewer, of a row that does not reach all it could: up
+        to a block's end, if there is one."""
         if not self.groups:
             return num_tokens
         end = (first + num_tokens) // self._size * self._size

@@ -256,15 +256,17 @@ class Scheduler:
         # One whose last token is on its way only waits to be told so.
         running = [r for r in queue.running if not (r.is_complete or r.waits_for_token)]
         rows: list[ScheduledRow] = []
-        running, granted = self._split(queue, running, now_s)
-        for request, tokens in zip(running, granted, strict=True):
+        assert queue.cache is not None
+        running, wanted, granted = self._split(queue, running, now_s)
+        for request, most, tokens in zip(running, wanted, granted, strict=True):
             first = request.num_computed
+            if tokens < most:
+                tokens = queue.cache.states.whole_blocks(first, tokens)
             if (
                 tokens
                 and request.state == "running"
                 and self._reserve(queue, request, first + tokens, now_s)
             ):
-                assert queue.cache is not None
                 assert request.kv is not None
                 queue.cache.begin_row(request.kv, first, first + tokens, now_s)
                 source = request.pending_row if request.num_pending else -1
@@ -275,8 +277,8 @@ class Scheduler:
 
     def _split(
         self, queue: ModelQueue, running: list[Request], now_s: float
-    ) -> tuple[list[Request], list[int]]:
-        """Who has a row of the next step, and its tokens.
+    ) -> tuple[list[Request], list[int], list[int]]:
+        """Who has a row of the next step, the tokens that it may have, and those that it has.
 
         Light tenants keep their rows, and their prompts are computed before those of heavy ones.
         """
@@ -285,12 +287,13 @@ class Scheduler:
             kept = sorted(range(len(running)), key=lambda place: rank(running[place]))
             running = [running[place] for place in sorted(kept[: self._max_num_seqs])]
         ranks = [rank(request) for request in running]
-        wanted = [request.num_runnable for request in running]
+        wanted = [_row_tokens(queue, request) for request in running]
         most = self._max_batch_tokens
         if not self._tenants.is_shared(now_s):
-            return running, split_budget(wanted, most, ranks)
+            return running, wanted, split_budget(wanted, most, ranks)
         heavy_tokens = queue.pace.heavy_tokens(wanted.count(1), most)
-        return running, split_budget(wanted, most, ranks, self._tenants.mean, heavy_tokens)
+        granted = split_budget(wanted, most, ranks, self._tenants.mean, heavy_tokens)
+        return running, wanted, granted
 
     def _start(self, queue: ModelQueue, request: Request) -> None:
         self._admission.let_pass(request)
@@ -356,6 +359,13 @@ class Scheduler:
             queue.cache.release(request.kv, now_s)
         if request.encoding is None:
             request.num_computed = 0
+
+
+def _row_tokens(queue: ModelQueue, request: Request) -> int:
+    """Tokens of the request that the next step may compute."""
+    if queue.cache is None or request.kv is None:
+        return request.num_runnable
+    return queue.cache.states.row_tokens(request.kv, request.num_computed, request.num_runnable)
 
 
 def _order(request: Request) -> int:

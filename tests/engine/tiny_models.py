@@ -15,16 +15,20 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     Cohere2VisionConfig,
+    FalconH1Config,
     Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GptOssConfig,
+    Lfm3Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from engine.modules.text_part import body_of, from_config, head_of, is_wrapper
@@ -214,3 +218,38 @@ def make_tiny_models(
         pack_dir, _ = write_pack(inspect(folder), root / "packs", "float32", lambda *_: None)
         models[name] = TinyModel(name, folder, pack_dir, reference)
     return models
+
+
+def state_configs() -> dict[str, PretrainedConfig]:
+    """Layers that keep a state: beside attention, beside windows, in one layer with attention, and
+    nothing else; heads of states fit into a page of 8192 bytes."""
+    common = _common()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 16, "mamba_expand": 2}
+    return {
+        "qwen3_next": Qwen3NextConfig(
+            **(common | heads),
+            head_dim=16,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=0,
+        ),
+        "lfm3": Lfm3Config(
+            **(common | heads),
+            head_dim=12,
+            num_hidden_layers=3,
+            layer_types=["conv", "sliding_attention", "full_attention"],
+            sliding_window=10,
+            tie_word_embeddings=False,
+        ),
+        "falcon_h1": FalconH1Config(
+            **(common | heads | mamba), head_dim=12, num_hidden_layers=2, mamba_d_ssm=96
+        ),
+        "mamba2": Mamba2Config(
+            **common, num_hidden_layers=2, num_heads=8, head_dim=12, state_size=16, n_groups=2
+        ),
+    }
