@@ -73,8 +73,9 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     num_requests and kv_tokens (prompt plus output) are what may still be submitted for it, each
     request rounded up to whole blocks of `block_tokens`. Offers of several models share one memory:
-    all grants together must also stay within the `WorkerStatus.free_*` figures. Models of one pack
-    have an offer each.
+    all grants together must also stay within the `WorkerStatus.free_*` figures, where a request
+    takes `kv_bytes_per_token` for each token and `kv_bytes_per_sequence` beside that, for states
+    that do not grow. Models of one pack have an offer each.
     """
 
     model_id: str
@@ -82,6 +83,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     kv_tokens: int
     kv_bytes_per_token: int
     block_tokens: int = 1
+    kv_bytes_per_sequence: int = 0
 
 
 class ModelStatus(msgspec.Struct, frozen=True, array_like=True):

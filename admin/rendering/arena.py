@@ -203,17 +203,19 @@ def _arena(worker: Worker, fleet: FleetReport, sharing: Mapping[str, Collection[
         if name:
             by_kind.setdefault(name, {})[kind] = pages
     models = {row.model_id: row for row in status.models}
-    tokens = {lease.model_id: lease.kv_bytes_per_token for lease in status.leases}
+    leases = {lease.model_id: lease for lease in status.leases}
     rows = []
     for name, kinds in by_kind.items():
-        per_token = tokens.get(name, 0)
+        lease, model = leases.get(name), models.get(name)
+        per_token = lease.kv_bytes_per_token if lease else 0
         live_bytes = kinds.get("kv", 0) * status.page_bytes
+        states = lease.kv_bytes_per_sequence * model.num_running if lease and model else 0
         rows.append(
             _row(
                 name,
-                models.get(name),
+                model,
                 kinds,
-                live_bytes // per_token if per_token else None,
+                max(0, live_bytes - states) // per_token if per_token else None,
                 worker.since,
                 fleet,
                 [

@@ -133,6 +133,9 @@ def make_leases(manager: ModelManager) -> tuple[int, int, list[Lease]]:
         if not queue.encodes:
             block_tokens = plan.block_tokens
             kv_tokens = blocks_in(plan, free_pages) * block_tokens
+            if not plan.groups:  # what bounds its requests are their states alone
+                longest = manager.runners[queue.instance_id].index.max_context
+                kv_tokens = config.max_num_seqs * longest
         leases.extend(
             Lease(
                 model_id=name,
@@ -140,6 +143,7 @@ def make_leases(manager: ModelManager) -> tuple[int, int, list[Lease]]:
                 kv_tokens=kv_tokens,
                 kv_bytes_per_token=queue.cache.bytes_per_token(),
                 block_tokens=block_tokens,
+                kv_bytes_per_sequence=plan.bytes_per_sequence(pool.page_bytes),
             )
             for name in manager.catalog.names(queue.instance_id)
         )
@@ -168,7 +172,10 @@ def pages_still_needed(queue: ModelQueue) -> int:
 
 
 def blocks_in(plan: KvPlan, num_pages: int) -> int:
-    """Blocks that requests of all lengths could have in so many pages, in every layer group."""
+    """Blocks that requests of all lengths could have in so many pages, in every layer group; none
+    where there is no such group. Their states come in addition."""
+    if not plan.groups:
+        return 0
     share = sum(group.pages_per_extent / group.blocks_per_extent for group in plan.groups)
     blocks = int(num_pages / share)
     while blocks and num_pages < sum(

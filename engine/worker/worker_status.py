@@ -16,7 +16,7 @@ import msgspec
 
 from engine.config import WorkerConfig
 from engine.engine import Engine
-from engine.protocol import Layout, SwapChoice, SwapRecord, WorkerStatus
+from engine.protocol import Layout, Lease, SwapChoice, SwapRecord, WorkerStatus
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class StatusBoard:
         self._num_taken = 0  # Submits since then
         self._taken_bytes = 0  # of KV, at most, since then, as the next
         self._freed_bytes = 0
-        self._bytes_per_token: dict[str, int] = {}
+        self._leases: dict[str, Lease] = {}
 
     def ask(self) -> None:
         """Something happened that a gateway may be waiting for: tell at the next `collect`."""
@@ -85,7 +85,10 @@ class StatusBoard:
     def taken(self, model_id: str, num_tokens: int) -> int:
         """A Submit was taken in, for so many tokens at most. Returns the bytes of their KV."""
         self._num_taken += 1
-        num_bytes = num_tokens * self._bytes_per_token.get(model_id, 0)
+        lease = self._leases.get(model_id)
+        num_bytes = 0
+        if lease is not None:
+            num_bytes = num_tokens * lease.kv_bytes_per_token + lease.kv_bytes_per_sequence
         self._taken_bytes += num_bytes
         return num_bytes
 
@@ -127,9 +130,7 @@ class StatusBoard:
         self._reported, self._due = status, False
         self._reported_residency = residency
         self._num_taken = self._taken_bytes = self._freed_bytes = 0
-        self._bytes_per_token = {
-            lease.model_id: lease.kv_bytes_per_token for lease in status.leases
-        }
+        self._leases = {lease.model_id: lease for lease in status.leases}
         self._next_s = now_s + self._config.status_interval_s
         swaps, self._swaps = self._swaps, []
         choices, self._choices = self._choices, []

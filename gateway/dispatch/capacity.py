@@ -139,12 +139,12 @@ class WorkerCapacity:
         under_way = self._under_way.get(lease.model_id, _NOTHING)
         if lease.num_requests - under_way.num_requests < 1:
             return False
-        kv_bytes = kv_tokens * lease.kv_bytes_per_token
+        kv_bytes = _kv_bytes(kv_tokens, lease)
         kv_fits = (
             kv_tokens <= lease.kv_tokens - under_way.kv_tokens and kv_bytes <= self.free_kv_bytes()
         )
         # What an encoder's lease lacks is time; nobody's memory would help.
-        self._kv_short |= not kv_fits and lease.kv_bytes_per_token > 0
+        self._kv_short |= not kv_fits and kv_bytes > 0
         return kv_fits or lease.model_id not in self._num_running
 
     def room(self, ticket: Ticket, now_s: float) -> "Room | None":
@@ -164,7 +164,7 @@ class WorkerCapacity:
             leased_tokens=lease.kv_tokens - under_way.kv_tokens,
             wanted_tokens=wanted_tokens,
             free_kv_bytes=self.free_kv_bytes(),
-            wanted_kv_bytes=wanted_tokens * lease.kv_bytes_per_token,
+            wanted_kv_bytes=_kv_bytes(wanted_tokens, lease),
         )
 
     def grant(self, ticket: Ticket) -> None:
@@ -172,7 +172,7 @@ class WorkerCapacity:
         lease = self._leases[ticket.model_name]
         self._num_sent += 1
         kv_tokens = _kv_tokens(ticket, lease)
-        kv_bytes = kv_tokens * lease.kv_bytes_per_token
+        kv_bytes = _kv_bytes(kv_tokens, lease)
         self._in_flight.append(
             _Grant(self._num_sent, ticket.key, lease.model_id, kv_tokens, kv_bytes)
         )
@@ -332,3 +332,8 @@ def _is_pinned(hosted: Mapping[str, HostedModel], name: str) -> bool:
 def _kv_tokens(ticket: Ticket, lease: Lease) -> int:
     """What the ticket takes of the lease: whole blocks."""
     return -(-ticket.kv_tokens // lease.block_tokens) * lease.block_tokens
+
+
+def _kv_bytes(kv_tokens: int, lease: Lease) -> int:
+    """Memory of a request of so many tokens: KV, and states that do not grow with them."""
+    return kv_tokens * lease.kv_bytes_per_token + lease.kv_bytes_per_sequence
