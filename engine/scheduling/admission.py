@@ -191,7 +191,7 @@ def _look(
     ):
         return False, short
     kv = request.kv = request.kv or cache.new_kv(
-        request.submit.tenant_id, repeats=request.submit.constraint is not None
+        request.submit.tenant_id, repeats=request.constrained is not None
     )
     # One position more than it needs now, so that its next token does not preempt it.
     num_tokens = request.num_tokens + 1

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from engine.memory.kv_cache import KvCache
-from engine.memory.kv_memory import KvMemory, Move
+from engine.memory.kv_memory import KvMemory
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
 from engine.memory.prefix_cache import HOLE, RequestKv, extend_hashes
+from engine.memory.state_slots import Move
 from kernels.paged_attention import LayerGeometry
 
 PAGE_BYTES = 4096

@@ -19,6 +19,8 @@ from tests.engine.stamp_rig import Pace, StampRig
 
 TENANTS = ("ada", "bob", "cyd")
 FAMILIES_PER_PACK = 3
+STATEFUL = 0.5
+"""Of the packs, how many have layers that keep states."""
 PACES: tuple[Pace, ...] = ("inline", "slow", "slow")
 FAULTS = ("raise", "memory", "shape", "broken")
 ACTIONS = {
@@ -50,7 +52,7 @@ class Life:
         # Packs of long runs that hardly fit together: to load one, the others' weights must move.
         self.crowded = crowded = rng.random() < 0.3
         shapes = {
-            f"p{i}": random_shape(rng, page_bytes, block_tokens, crowded)
+            f"p{i}": random_shape(rng, page_bytes, block_tokens, crowded, STATEFUL)
             for i in range(rng.randint(3 if crowded else 1, 5))
         }
         self.rig = StampRig(
@@ -99,7 +101,8 @@ class Life:
         stop = rng.sample(range(self.shapes[pack].vocab_size), rng.choice((0, 0, 1, 3)))
         timeout_s = rng.choice((0.0, 0.0, 0.0, 0.0, 0.03, 0.5, 3.0))
         try:
-            rig.submit(model_id, rng.choice(TENANTS), prompt, max_tokens, stop, timeout_s)
+            tenant, loses = rng.choice(TENANTS), rng.random() < 0.2
+            rig.submit(model_id, tenant, prompt, max_tokens, stop, timeout_s, loses)
         except RequestRefused as refused:
             if refused.code == "not_resident":
                 rig.engine.load(model_id, rig.now_s)

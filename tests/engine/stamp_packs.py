@@ -1,19 +1,22 @@
 """Packs of any geometry for `stamp_runner.py`: real files, random bytes for weights, no model.
 
 What is drawn: 1 to 80 layers in one to three groups (interleaved as families do it, with windows or
-without), 1 to 16 KV heads, K and V of unlike widths, fp32 or bf16. Rows are whole 8 bytes, because
+without), 1 to 16 KV heads, K and V of unlike widths, fp32 or bf16; in half of them some layers keep
+states, beside KV or instead of it. Rows are whole 8 bytes, because
 stamps are.
 """
 
 import hashlib
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from engine.pack import SEGMENT_ALIGN, KvGroup, read_index, write_index
+from engine.pack import SEGMENT_ALIGN, KvGroup, StateGroup, read_index, write_index
 from tests.engine.pack_rig import random_pack
+from tests.engine.stamp_states import random_states
 
 NUM_LAYERS = (1, 1, 2, 2, 3, 4, 6, 9, 12, 24, 40, 80)
 KV_HEADS = (1, 1, 2, 2, 3, 4, 8, 16)
@@ -35,17 +38,23 @@ class Shape:
     max_context: int
     vocab_size: int
     segment_bytes: tuple[int, ...]
+    states: tuple[StateGroup, ...] = ()
 
     @property
     def num_layers(self) -> int:
         """Layers of all groups."""
-        return sum(len(group.layers) for group in self.groups)
+        return len(self.segment_bytes) - 1
 
     def kv_pages(self, page_bytes: int) -> int:
         """Pages for one sequence as long as it may be, extents half used."""
         size = 4 if self.kv_dtype == "float32" else 2
         row = sum(len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in self.groups)
-        return -(-row * size * self.max_context // page_bytes) + self.num_layers
+        states = 0
+        for group in self.states:
+            num_bytes = math.prod(group.shape) * (4 if group.dtype == "float32" else 2)
+            states += len(group.states) * (-(-num_bytes // page_bytes) + 1)
+        kv = -(-row * size * self.max_context // page_bytes) + self.num_layers
+        return kv + 2 * states  # a request whose tokens may be computed twice has two versions
 
     def weight_pages(self, page_bytes: int) -> int:
         """Pages its weights take."""
@@ -53,9 +62,14 @@ class Shape:
 
 
 def random_shape(
-    rng: random.Random, page_bytes: int, block_tokens: int, heavy: bool = False
+    rng: random.Random,
+    page_bytes: int,
+    block_tokens: int,
+    heavy: bool = False,
+    stateful: float = 0.0,
 ) -> Shape:
-    """A shape whose blocks fit a page. `heavy`: few layers, each of long runs of weights."""
+    """A shape whose blocks fit a page. `heavy`: few layers, each of long runs of weights;
+    `stateful`: the chance that some layers keep states."""
     dtype, size = rng.choice((("float32", 4), ("bfloat16", 2)))
     num_layers = rng.choice((1, 2, 4)) if heavy else rng.choice(NUM_LAYERS)
     num_groups = min(num_layers, rng.choice((1, 1, 2, 3)))
@@ -72,6 +86,11 @@ def random_shape(
             if row * num_layers <= MAX_BYTES_PER_TOKEN and row * block_tokens <= page_bytes:
                 break
         groups.append(KvGroup(tuple(layers), heads, k_dim, v_dim, rng.choice(WINDOWS)))
+    states: tuple[StateGroup, ...] = ()
+    if stateful and rng.random() < stateful:
+        states = random_states(rng, num_layers, page_bytes)
+        if rng.random() < 0.3:
+            groups = []
     units = LONG_SEGMENT_UNITS if heavy else SEGMENT_UNITS if num_layers <= 12 else (1,)
     return Shape(
         groups=tuple(groups),
@@ -79,6 +98,7 @@ def random_shape(
         max_context=rng.choice(CONTEXTS),
         vocab_size=rng.choice((17, 96, 1000)),
         segment_bytes=tuple(rng.choice(units) * SEGMENT_ALIGN for _ in range(num_layers + 1)),
+        states=states,
     )
 
 
@@ -92,6 +112,7 @@ def stamp_pack(folder: Path, shape: Shape, seed: int) -> Path:
         max_context=shape.max_context,
         kv_groups=shape.groups,
         kv_dtype=shape.kv_dtype,
+        states=shape.states,
     )
     write_index(folder, index)
     return folder

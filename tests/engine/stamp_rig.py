@@ -19,15 +19,18 @@ import msgspec
 
 from engine.backend.cpu import CpuBackend, CpuPending
 from engine.config import EngineConfig
+from engine.constraints.constrained_rows import Settled
 from engine.engine import Engine
 from engine.errors import RequestRefused
 from engine.pack import PackIndex, read_index
 from engine.packs.loader import ReadJob
 from engine.packs.weight_store import DiskWeightStore
 from engine.protocol import Finish, ModelSpec, SamplingParams, Submit
+from engine.request import Request
 from tests.engine.engine_hooks import count_events, poison_what_is_freed
 from tests.engine.stamp_packs import Shape, stamp_pack
 from tests.engine.stamp_runner import Oracle, StampLog, StampRunner
+from tests.engine.stamp_states import LossyRow
 
 T = TypeVar("T")
 Pace = Literal["inline", "slow", "thread"]
@@ -189,6 +192,8 @@ class StampRig:
         self.backend = LaggingBackend(self.config.arena_bytes, rng, lag, pace)
         self.backend.poison(0, self.config.arena_bytes)
         self.engine = Engine(self.config, self.backend)
+        self._settle = self.engine._constrained.settle
+        self.engine._constrained.settle = self._settle_lossy  # type: ignore[method-assign]
         self.loader = HandLoader()
         weight_store = self.engine._manager.residency._weight_store
         assert isinstance(weight_store, DiskWeightStore)
@@ -218,8 +223,9 @@ class StampRig:
         max_tokens: int,
         stop: Sequence[int] = (),
         timeout_s: float = 0.0,
+        loses: bool = False,
     ) -> str:
-        """Ask. Raises RequestRefused."""
+        """Ask. `loses`: some of its tokens are computed twice. Raises RequestRefused."""
         name = f"r{len(self.requests)}"
         submit = Submit(
             name,
@@ -237,6 +243,9 @@ class StampRig:
         except RequestRefused as refused:
             self.events[f"refused: {refused.code}"] += 1
             raise
+        if loses:
+            (request,) = self.engine._scheduler.find([(name, 1)])
+            request.constrained = LossyRow(self.rng)
         instance = Path(self.catalog[model_id].pack_dir)
         story = self.oracles[instance].story(prompt, max_tokens)
         answer = list(story.token_ids[len(prompt) :])
@@ -306,6 +315,7 @@ class StampRig:
         total = self.events + count_events(self.engine, self.now_s)
         total["model steps"] = self.log.num_steps
         total["positions read"] = self.log.num_positions
+        total["states read"] = self.log.num_states
         return total
 
     def end(self, max_steps: int = 4000) -> Counter[str]:
@@ -378,6 +388,13 @@ class StampRig:
                 break
             num_blocks += 1
         return num_blocks * self.config.block_tokens
+
+    def _settle_lossy(self, request: Request, token: int) -> Settled:
+        """In place of `ConstrainedRows.settle`."""
+        if isinstance(request.constrained, LossyRow) and request.constrained.loses():
+            self.events["lost tokens"] += 1
+            return "lost"
+        return self._settle(request, token)
 
     def _check_deadlines(self) -> None:
         for name, told in self.open.items():

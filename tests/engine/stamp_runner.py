@@ -27,6 +27,8 @@ from engine.pack import BLOB_NAME, PackIndex
 from engine.running.batch import StepBatch
 from engine.sampling.sampler import SampleOutput
 from kernels.paged_attention import BlockGeometry, PagedBatch, Rows
+from kernels.state_rows import StateBatch
+from tests.engine.stamp_states import StateStamps
 
 U64 = NDArray[np.uint64]
 I64 = NDArray[np.int64]
@@ -115,6 +117,7 @@ class StampLog:
     """Requests whose KV a planned fault has spoilt: they must end with an error."""
     num_steps: int = 0
     num_positions: int = 0
+    num_states: int = 0
     num_weight_checks: int = 0
     num_faults: int = 0
 
@@ -238,6 +241,7 @@ class StampRunner:
         self._tensors: dict[str, torch.Tensor] | None = None
         self._all_new = False
         self._groups = [GroupStamps(g.layers, g.block, arena) for g in plan.groups]
+        self._states = [StateStamps(state, arena) for state in plan.states]
 
     def bind(self, tensors: dict[str, torch.Tensor], generation: int) -> None:
         """The weights have come or moved: every byte must be the pack's.
@@ -266,6 +270,8 @@ class StampRunner:
         for group, paged in zip(self._groups, batch.groups, strict=True):
             self._write(group, paged, laid)
             self._read(group, paged, laid)
+        for stamps, states in zip(self._states, batch.states, strict=True):
+            self._pass_states(stamps, states, laid)
         if fault == "raise":
             raise RuntimeError("planned: the step failed")
         if fault == "memory":
@@ -328,6 +334,27 @@ class StampRunner:
             ]
         )
         group.write(paged.table.numpy(), chunk, slot, offset, group.stamps(chain))
+
+    def _pass_states(self, stamps: StateStamps, batch: StateBatch, laid: Sequence[_Laid]) -> None:
+        """Each row reads what stands for the tokens before it, and writes what it ends with."""
+        written = stamps.slots(batch)
+        if len(set(written)) != len(written):
+            self._log.note(f"{self.instance_id}: two rows write one slot: {written}")
+        for number, row in enumerate(laid):
+            if bool(batch.fresh[number]) != (row.first == 0):
+                self._log.note(f"{row.name}: begins at {row.first} with a wrong kind of state")
+            is_faulted = row.name in self._log.faulted
+            if row.first and not is_faulted:
+                wrong = stamps.check(batch, number, int(row.chain[row.first - 1]))
+                self._log.num_states += 1
+                if wrong:
+                    self._log.note(
+                        f"{row.name} of {self.instance_id}: {wrong} words of its state at "
+                        f"{row.first} are not its own"
+                    )
+        for number, row in enumerate(laid):
+            chain = int(row.chain[-1])
+            stamps.write(batch, number, chain ^ _MASK if row.name in self._log.faulted else chain)
 
     def _read(self, group: GroupStamps, paged: PagedBatch, laid: Sequence[_Laid]) -> None:
         by_start = {row.start: row for row in laid}

@@ -34,6 +34,8 @@ EVENTS = {
     "requests": 8000,
     "model steps": 60_000,
     "positions read": 20_000_000,
+    "states read": 20_000,
+    "lost tokens": 3000,
     "hits": 1000,
     "preemptions": 500,
     "swaps: load": 1000,
@@ -76,7 +78,15 @@ def walks(folder: Path, seeds: Sequence[int], num_steps: int) -> Counter[str]:
 def test_random_walks(tmp_path: Path) -> None:
     total = walks(tmp_path, range(FEW_WALKS), WALK_STEPS)
     assert total["steps"] >= FEW_WALKS * WALK_STEPS
-    for event in ("hits", "preemptions", "swaps: evict", "kv_moved_pages", "ended: error"):
+    for event in (
+        "hits",
+        "states read",
+        "lost tokens",
+        "preemptions",
+        "swaps: evict",
+        "kv_moved_pages",
+        "ended: error",
+    ):
         assert total[event], (event, total)
 
 
@@ -116,6 +126,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(TENANTS),
         max_tokens=st.integers(1, 60),
         timeout_s=st.sampled_from((0.0, 0.0, 0.05, 1.0)),
+        loses=st.booleans(),
     )
     def submit(
         self,
@@ -126,6 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenant: str,
         max_tokens: int,
         timeout_s: float,
+        loses: bool,
     ) -> None:
         name = self._model(number)
         if name is None:
@@ -135,7 +147,7 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = [*self.life.families[pack][family][:cut], *tail][: context - 1]
         max_tokens = min(max_tokens, context - len(prompt))
         try:
-            self.rig.submit(name, tenant, prompt, max_tokens, [], timeout_s)
+            self.rig.submit(name, tenant, prompt, max_tokens, [], timeout_s, loses)
         except RequestRefused as refused:
             if refused.code == "not_resident":
                 self.rig.engine.load(name, self.rig.now_s)

@@ -29,9 +29,9 @@ NUM_PAGES = 600
 class Bench:
     """A runner with a few requests, stepped by hand."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, stateful: float = 0.0) -> None:
         self.rng = random.Random(seed)
-        self.shape = random_shape(self.rng, PAGE, BLOCK)
+        self.shape = random_shape(self.rng, PAGE, BLOCK, stateful=stateful)
         self.pack = stamp_pack(folder / "pack", self.shape, seed)
         index = read_index(self.pack)
         self.pool = PagePool(NUM_PAGES, PAGE)
@@ -69,7 +69,9 @@ class Bench:
         for request in self.requests:
             assert request.kv is not None
             count = min(self.rng.choice((1, 3, 9)), request.num_uncomputed)
-            self.runner.cache.reserve(request.kv, request.num_computed + count)
+            first = request.num_computed
+            self.runner.cache.reserve(request.kv, first + count)
+            self.runner.cache.begin_row(request.kv, first, first + count, 0.0)
             rows.append(ScheduledRow(request, count))
         return build_batch(rows, self.runner.cache, torch.device("cpu"))
 
@@ -175,6 +177,50 @@ def test_damage_is_seen(
     bench = Bench(tmp_path, seed)
     for _ in range(2):
         batch = bench.step()
+    assert not bench.log.wrong
+    damage(bench, batch)
+    bench.runner.execute(bench.batch())
+    assert bench.log.wrong
+
+
+def overwrite_a_state(bench: Bench, batch: StepBatch) -> None:
+    states = batch.states[0]
+    row = len(batch.rows) - 1
+    unit = int(states.table[-1, states.write_chunk[row]])
+    plan = batch.plan.states[0]
+    place = unit * plan.unit_bytes + int(states.write_slot[row]) * plan.block_bytes
+    bench.arena[place + plan.block_bytes - 1] ^= 1
+
+
+def swap_slots(bench: Bench, batch: StepBatch) -> None:
+    first, second = bench.requests[0].kv, bench.requests[1].kv
+    assert first is not None
+    assert second is not None
+    first.states.slots[0], second.states.slots[0] = second.states.slots[0], first.states.slots[0]
+
+
+def share_a_slot(bench: Bench, batch: StepBatch) -> None:
+    first, second = bench.requests[0].kv, bench.requests[1].kv
+    assert first is not None
+    assert second is not None
+    first.states.slots[0] = second.states.slots[0]
+
+
+def compute_a_token_twice(bench: Bench, batch: StepBatch) -> None:
+    bench.requests[0].num_computed -= 1
+
+
+@pytest.mark.parametrize(
+    "damage", [overwrite_a_state, swap_slots, share_a_slot, compute_a_token_twice]
+)
+@pytest.mark.parametrize("seed", [1, 5, 8])
+def test_damage_to_states_is_seen(
+    tmp_path: Path, seed: int, damage: Callable[[Bench, StepBatch], None]
+) -> None:
+    bench = Bench(tmp_path, seed, stateful=1.0)
+    for _ in range(2):
+        batch = bench.step()
+    assert bench.log.num_states
     assert not bench.log.wrong
     damage(bench, batch)
     bench.runner.execute(bench.batch())

@@ -7,10 +7,11 @@ import torch
 
 from engine.errors import IntegrityError
 from engine.memory.kv_cache import KvCache
-from engine.memory.kv_memory import COMPACT_EXTENTS, KvMemory, Move, Renames
+from engine.memory.kv_memory import COMPACT_EXTENTS, KvMemory, Renames
 from engine.memory.kv_plan import plan_kv
 from engine.memory.page_pool import Owner, PagePool
 from engine.memory.prefix_cache import RequestKv
+from engine.memory.state_slots import Move
 from kernels.paged_attention import LayerGeometry
 
 PAGE = 8192

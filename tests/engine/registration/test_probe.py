@@ -79,11 +79,11 @@ def test_wrong_attention_is_refused(mutation: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("change", [-1, 1])
 def test_a_window_off_by_one_is_refused(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(model: nn.Module, config: Any) -> list[LayerGeometry]:
-        return [
-            LayerGeometry(g.num_kv_heads, g.k_dim, g.v_dim, g.window + change)
-            for g in module_geometries(model, config)
-        ]
+    def wrong(model: nn.Module, config: Any) -> dict[int, LayerGeometry]:
+        return {
+            layer: LayerGeometry(g.num_kv_heads, g.k_dim, g.v_dim, g.window + change)
+            for layer, g in module_geometries(model, config).items()
+        }
 
     monkeypatch.setattr(parity, "module_geometries", wrong)
     # gpt_neox-like families do not say their window to attention; then the logits tell.
@@ -111,7 +111,7 @@ def _unwatched(self: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
 def test_kv_of_another_shape_than_planned_is_refused(
     shape: LayerGeometry, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parity, "module_geometries", lambda model, config: [shape] * 2)
+    monkeypatch.setattr(parity, "module_geometries", lambda model, config: {0: shape, 1: shape})
     with pytest.raises(RegistrationRefused, match=message):
         probe(tiny_config("llama"))
 
@@ -188,10 +188,10 @@ def test_a_large_model_is_probed_in_small(name: str) -> None:
     model = build_skeleton(small, torch.float32, "eager")
     assert sum(p.numel() for p in model.parameters()) < 40e6
     assert tensor_kinds(model) == tensor_kinds(whole.skeleton)
-    windows = {layer.window for layer in module_geometries(model, small)}
+    windows = {layer.window for layer in module_geometries(model, small).values()}
     assert len(windows) == len({group.window for group in whole.kv_groups})
     assert max(windows) <= WINDOW
-    widths = {(layer.k_dim, layer.v_dim) for layer in module_geometries(model, small)}
+    widths = {(layer.k_dim, layer.v_dim) for layer in module_geometries(model, small).values()}
     assert widths == {(group.k_dim, group.v_dim) for group in whole.kv_groups}
     if getattr(config, "num_experts_per_tok", None):
         experts = getattr(small, "num_experts", None) or small.num_local_experts
