@@ -84,7 +84,7 @@ def _units(
     geometry: StateGeometry, table: torch.Tensor, chunk: torch.Tensor, slot: torch.Tensor
 ) -> torch.Tensor:
     """int64 [rows, pieces, units of a piece]."""
-    first = table[:, chunk].T + slot[:, None] * geometry.piece_units
+    first = table[:, chunk].T.contiguous() + slot[:, None] * geometry.piece_units
     return first[:, :, None] + torch.arange(geometry.piece_units, device=table.device)
 
 

@@ -99,7 +99,7 @@ def test_whoever_is_preempted_comes_to_the_same_answer(
     for request, prompt in asked.items():
         driver.submit(request, name, prompt, 40)
     check(driver, models[name], asked, 40)
-    if driver.runner(name).cache.groups:  # states alone do not grow: nobody has to give way
+    if len(driver.runner(name).cache.groups) == 1:  # what is bounded grows into nobody's way
         assert driver.counter("preemptions")
     end(driver)
 
