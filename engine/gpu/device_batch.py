@@ -32,6 +32,7 @@ from engine.gpu.block_matrix import BlockMatrix, Ints, Places
 from engine.gpu.device_sampling import Field, Packer, SamplingFields, pack_sampling
 from engine.memory import ChunkTable, GroupPlan, KvCache
 from engine.running import ScheduledRow, StepBatch, score_positions
+from engine.running.state_batch import grouped_state_rows, state_batches
 from engine.sampling import build_sampling
 from kernels.prefill_shape import cut_rows
 
@@ -233,6 +234,8 @@ class DeviceLayOut:
             form=form,
             lengths=flat.chunk_lengths,
             chunks=tuple((group.chunks, group.chunks.note_changes()) for group in cache.groups),
+            states=state_batches(rows, cache, CPU),
+            state_rows=grouped_state_rows(rows, flat.starts, CPU) if cache.states.groups else (),
         )
 
     def _form(self, flat: "_Flat", spans: Sequence["_Span"]) -> StepForm | None:

@@ -13,10 +13,10 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -45,16 +45,20 @@ from engine.modules import (
 )
 from engine.modules.experts import use_operation
 from engine.modules.quantized import replace_modules
+from engine.modules.state_mixers import StepStates
 from engine.modules.transformers_backend import buffers_to
 from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, has_experts, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
 from kernels.decoder_layer import KERNELS, Operations
+from kernels.state_rows import StateBatch, StateRows
 
 States: TypeAlias = Callable[[torch.Tensor | None], torch.Tensor]
 """Runs the layers: what the head is given, [n, H], of all tokens or of those of an index."""
 Head: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Of these, the logits, [n, V]."""
+
+Addresses = TypeVar("Addresses", StateBatch, StateRows)
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +119,13 @@ class DeviceRunner:
                 self.why_not_fused,
             )
         config: Any = self._model.config
-        self._num_heads: int = config.num_attention_heads
+        self._num_heads: int = getattr(config, "num_attention_heads", 1)
         where = tools.device.torch_device
         self.cache.tile_tokens = tuple(cut_of(g, self._num_heads, where) for g in plan.groups)
         waits = _chooses_experts(self._model) and not (by_kernels and has_experts(self._model))
         recorded = not _asks_positions(self._model) and (self.fused is not None or not waits)
+        # Mixers take groups of rows as they come: no two steps are of one form.
+        recorded = recorded and not plan.states
         self.cache.records_decodes = self.cache.records_chunks = recorded
         self._generation: int | None = None
         self._weights: tuple[int, ...] = ()
@@ -156,7 +162,10 @@ class DeviceRunner:
             step = DeviceStep(self._tools.device, self._tools.arena, batch, run, tables)
             if batch.known:
                 _fill_in(step, batch.known[0])
-            states, head = self._by_modules(step) if self.fused is None else self._by_layers(step)
+            if self.fused is None:
+                states, head = self._by_modules(step, self._states(batch))
+            else:
+                states, head = self._by_layers(step)
             logits, prompt = self._logits(step, batch, states, head)
             return self._sample(logits, prompt, batch, run)
 
@@ -175,11 +184,9 @@ class DeviceRunner:
 
         return states, lambda found: fused.head(found, operations)
 
-    def _by_modules(self, step: DeviceStep) -> tuple[States, Head]:
+    def _by_modules(self, step: DeviceStep, kept: StepStates) -> tuple[States, Head]:
         attended, operations = step.attended, self._tools.operations
-        context = StepContext(
-            self._tools.arena, step.plan, (), attended=attended, operations=operations
-        )
+        context = StepContext(self._tools.arena, step.plan, (), kept, attended, operations)
 
         def states(index: torch.Tensor | None) -> torch.Tensor:
             with step_context(context):
@@ -187,6 +194,23 @@ class DeviceRunner:
             return found if index is None else found.index_select(0, index)
 
         return states, self._body.project
+
+    def _states(self, batch: DeviceBatch) -> StepStates:
+        """What rows keep beside KV, with its addresses on the device."""
+        return StepStates(
+            self._tools.arena,
+            batch.plan,
+            tuple(self._brought(states) for states in batch.states),
+            tuple(self._brought(rows) for rows in batch.state_rows),
+        )
+
+    def _brought(self, record: Addresses) -> Addresses:
+        tensors: dict[str, Any] = {
+            name: self._bring(value)
+            for name in (field.name for field in fields(record))
+            if isinstance(value := getattr(record, name), torch.Tensor)
+        }
+        return replace(record, **tensors)
 
     def _logits(
         self, step: DeviceStep, batch: DeviceBatch, states: States, head: Head

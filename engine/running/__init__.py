@@ -29,4 +29,5 @@ __all__ = [
     "has_experts",
     "recognise",
     "score_positions",
+    "state_batch",
 ]

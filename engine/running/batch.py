@@ -16,7 +16,6 @@ of them they have. Encoders have their own (`engine/encoders/encoder_model.py`).
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from engine.memory import GroupPlan, KvCache, KvPlan, RequestKv
 from engine.pack import PackIndex
 from engine.request import Request
+from engine.running.state_batch import grouped_state_rows, state_batches
 from engine.sampling import SampleOutput, SamplingBatch, build_sampling, list_size
 from kernels.paged_attention import PagedBatch, Rows
 from kernels.state_rows import StateBatch, StateRows
@@ -192,61 +192,8 @@ def build_batch(rows: Sequence[ScheduledRow], cache: KvCache, device: torch.devi
         pending_source=tensor([row.source for row in rows if row.source >= 0]),
         scoring=score_positions(rows, starts, device),
         states=state_batches(rows, cache, device),
-        state_rows=_state_rows(rows, starts, device) if cache.states.groups else (),
+        state_rows=grouped_state_rows(rows, starts, device) if cache.states.groups else (),
     )
-
-
-def state_batches(
-    rows: Sequence[ScheduledRow], cache: KvCache, device: torch.device
-) -> tuple[StateBatch, ...]:
-    """By state group, where the rows read and write; `KvCache.begin_row` has been called."""
-
-    def tensor(values: list[int] | list[bool]) -> torch.Tensor:
-        return torch.tensor(values).to(device)
-
-    lengths = [row.num_scheduled_tokens for row in rows]
-    found = []
-    for g, group in enumerate(cache.states.groups):
-        read, write = (
-            [row.kv.states.slots[g][version] for row, version in zip(rows, versions, strict=True)]
-            for versions in (
-                [row.kv.states.read for row in rows],
-                [row.kv.states.write for row in rows],
-            )
-        )
-        size = group.plan.blocks_per_chunk
-        found.append(
-            StateBatch(
-                table=group.table,
-                read_chunk=tensor([slot // size for slot in read]),
-                read_slot=tensor([slot % size for slot in read]),
-                write_chunk=tensor([slot // size for slot in write]),
-                write_slot=tensor([slot % size for slot in write]),
-                starts=tensor([0, *accumulate(lengths)]),
-                fresh=tensor([row.first == 0 for row in rows]),
-            )
-        )
-    return tuple(found)
-
-
-def _state_rows(
-    rows: Sequence[ScheduledRow], starts: Ints, device: torch.device
-) -> tuple[StateRows, ...]:
-    decodes = [i for i, row in enumerate(rows) if row.num_scheduled_tokens == 1 and row.first]
-    alone = sorted(set(range(len(rows))) - set(decodes))
-    together = [decodes] if decodes else []
-    found = []
-    for members in [*together, *([i] for i in alone)]:
-        length = rows[members[0]].num_scheduled_tokens
-        tokens = starts[members][:, None] + np.arange(length)
-        found.append(
-            StateRows(
-                torch.tensor(members).to(device),
-                torch.from_numpy(tokens).to(device),
-                rows[members[0]].first == 0,
-            )
-        )
-    return tuple(found)
 
 
 def score_positions(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from engine.memory.kv_cache import KvCache
 from engine.memory.kv_plan import plan_pack
 from engine.memory.page_pool import Owner, PagePool
+from engine.memory.policy.kv_value import ValueParams
 from engine.pack import BLOB_NAME, PackIndex
 from engine.running.batch import StepBatch
 from engine.sampling.sampler import SampleOutput
@@ -39,6 +40,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 WORD_BYTES = 8
 REGION_BYTES = 512
 WHOLE_CHECK_EVERY = 64
+SNAPSHOT_TOKENS = 6
+"""Contexts are short here."""
 
 
 def mix(value: int) -> int:
@@ -233,7 +236,8 @@ class StampRunner:
             pool.num_pages,
             index.states,
         )
-        self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
+        owner, params = Owner(instance_id, "kv"), ValueParams(snapshot_tokens=SNAPSHOT_TOKENS)
+        self.cache = KvCache(owner, plan, pool, arena.device, caching, max_chunk, params)
         self.oracle = Oracle(index)
         self._log = log
         self._rng = rng

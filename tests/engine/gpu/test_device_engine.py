@@ -7,9 +7,11 @@ and those with chunks of prompts.
 `PLANTED` are errors that a GPU would show as a wrong token now and then; each must be caught here.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,11 +28,18 @@ from engine.gpu.device_step import DeviceStep, InputBuffer
 from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory import RequestKv
 from engine.memory.extent_plan import ChunkTable
+from engine.memory.policy.kv_value import ValueParams
 from engine.scheduling.step_pipeline import StepPipeline
 from tests.engine.device_rig import Poisoner, lazy_device, opened_on
 from tests.engine.engine_hooks import poison_what_is_freed
 from tests.engine.running.test_parity_mixes import Book, Mix, run_mixes
-from tests.engine.tiny_models import TinyModel, make_tiny_models, tiny_configs, windowed_configs
+from tests.engine.tiny_models import (
+    TinyModel,
+    make_tiny_models,
+    state_configs,
+    tiny_configs,
+    windowed_configs,
+)
 
 FEW, MANY = 9, 1500
 NARROW = 16  # blocks of a chunk's table, so that contexts of tests come in several widths
@@ -109,6 +118,19 @@ def test_greedy_tokens_are_those_of_transformers(book: Book) -> None:
     assert total["forced weight moves"]
     assert total["forced kv moves"]
     assert not total["graphs_refused"]
+
+
+def test_models_that_keep_states_say_what_transformers_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = functools.partial(ValueParams, snapshot_tokens=4)
+    monkeypatch.setattr("engine.memory.kv_cache.ValueParams", few)
+    book = Book.of(make_tiny_models(tmp_path, state_configs()), PROMPTS)
+    total = run_mixes(book, range(FEW), DeviceMix)
+    assert total["requests"] > 4 * FEW
+    for event in ("hit tokens", "swaps", "forced kv moves"):
+        assert total[event], event
+    assert not total["graph_replays"], "mixers take rows as they come"
 
 
 def test_a_layer_with_heads_of_its_own_is_launched_one_by_one(
