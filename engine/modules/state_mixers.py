@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from engine.memory import KvPlan
 from engine.pack import StateKey
+from kernels.mixer_state import MixerState
 from kernels.state_rows import StateBatch, StateRows, read_states, write_states
 
 StateShape: TypeAlias = tuple[tuple[int, ...], torch.dtype]
@@ -152,12 +153,23 @@ def _name(kind: str, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """The states of a step: `batches` by state group."""
+    """The states of a step: `batches` by state group.
+
+    operations   kernels of `flat_mixers.py`; None: mixers are cut by rows
+    """
 
     arena: torch.Tensor
     plan: KvPlan
     batches: tuple[StateBatch, ...]
     rows: tuple[StateRows, ...]
+    operations: Any = None
+
+    def state_of(self, key: StateKey) -> MixerState:
+        """One state of a layer, for kernels."""
+        group, place = self.plan.state_place[key]
+        plan, batch = self.plan.states[group], self.batches[group]
+        table = batch.table[plan.table_rows(place)]
+        return MixerState(self.arena, plan.geometry, table, batch)
 
     def read(self, key: StateKey, rows: StateRows) -> torch.Tensor:
         """A copy of a layer's state for these rows, [n, *shape]."""
@@ -181,9 +193,8 @@ class RowSplit:
         self._layer: int = mixer.layer_idx
         self._forward: Callable[..., Any] = mixer.forward
         self._signature = inspect.signature(mixer.forward)
-        names = list(self._signature.parameters)
-        self._hidden = names[0]
-        self._cache = next(name for name in names if name in _CACHES)
+        self._hidden = next(iter(self._signature.parameters))
+        self._cache = cache_of(self._signature)
         self._step = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +225,9 @@ class RowSplit:
         return step.read((self._layer, name), rows)
 
 
-def split_rows(model: nn.Module, step: Callable[[], StepStates]) -> None:
-    """Make every mixer of a skeleton run over the states of the step that is running."""
-    for mixer in list(mixers(model)):
-        mixer.forward = RowSplit(mixer, step)
+def cache_of(signature: inspect.Signature) -> str:
+    """The name of the parameter that takes the library's cache."""
+    return next(name for name in signature.parameters if name in _CACHES)
 
 
 def state_shapes(
@@ -248,7 +258,7 @@ def _kept_by(mixer: nn.Module, hidden_size: int, dtype: torch.dtype) -> dict[str
         for each in parameters[1:]
         if each.default is each.empty and each.kind is not each.VAR_KEYWORD
     }
-    given[next(each.name for each in parameters if each.name in _CACHES)] = states
+    given[cache_of(inspect.signature(twin.forward))] = states
     with torch.no_grad():
         twin.forward(hidden, **given)
     return {name: (tuple(after.shape[1:]), after.dtype) for name, after in states.after.items()}

@@ -32,7 +32,8 @@ from transformers.utils import ModelOutput
 from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
-from engine.modules.state_mixers import StepStates, split_rows
+from engine.modules.flat_mixers import run_mixers
+from engine.modules.state_mixers import StepStates
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -162,7 +163,7 @@ def build_skeleton(
     with parameters_on_meta():
         model = from_config(config, **options)
     if attention != "eager":
-        split_rows(model, _step_states)
+        run_mixers(model, _step_states)
     return model.eval()
 
 
