@@ -16,9 +16,13 @@ its state is zero, whatever the memory holds (it may be NaN).
 
 Bytes moved by one decode step of one layer: read and write of a state for each row.
 
-`read_states` and `write_states` are the reference: plain copies out of the arena and back.
+`read_states` and `write_states` are the reference: plain copies out of the arena and back;
+`advance_ref` steps copies of all rows through their tokens. Kernels work on the state where it lies
+(short_conv.py, delta_rule.py, ssd.py). They never read what a fresh row would begin with, and they
+leave rows without tokens alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +70,35 @@ class StateBatch:
     fresh: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LayerState:
+    """One state of a group and the step's rows in it: what a recurrent layer is given.
+
+    `table` int64 [num_pieces, chunks]: the rows of `batch.table` for this state.
+    """
+
+    arena: torch.Tensor
+    geometry: StateGeometry
+    table: torch.Tensor
+    batch: StateBatch
+
+    @property
+    def num_rows(self) -> int:
+        """Of the step, those without tokens among them."""
+        return len(self.batch.fresh)
+
+    def check(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises ValueError where the state is another one, or cut so that a part of a head is in
+        each of two pieces."""
+        kept = self.geometry
+        if kept.shape != shape or kept.dtype != dtype:
+            raise ValueError(f"a state {list(kept.shape)} {kept.dtype}, not {list(shape)} {dtype}")
+        if shape[0] % kept.num_pieces or self.table.shape[0] != kept.num_pieces:
+            raise ValueError(f"{shape[0]} heads in {kept.num_pieces} pieces")
+        if self.table.stride(1) != 1 or not self.batch.starts.is_contiguous():
+            raise ValueError("tables and indices have no gaps")
+
+
 def _units(
     geometry: StateGeometry, table: torch.Tensor, chunk: torch.Tensor, slot: torch.Tensor
 ) -> torch.Tensor:
@@ -90,7 +123,7 @@ def read_states(
     `table` int64 [num_pieces, chunks]: the rows of `batch.table` for one state.
     """
     units = _units(geometry, table, batch.read_chunk[rows], batch.read_slot[rows])
-    states = _memory(arena, geometry)[units].view(len(rows), *geometry.shape)
+    states = _memory(arena, geometry)[units].reshape(len(rows), *geometry.shape)
     fresh = batch.fresh[rows].view(-1, *[1] * len(geometry.shape))
     return states.masked_fill_(fresh, 0)
 
@@ -107,3 +140,21 @@ def write_states(
     units = _units(geometry, table, batch.write_chunk[rows], batch.write_slot[rows])
     memory = _memory(arena, geometry)
     memory[units] = states.to(geometry.dtype).reshape(*units.shape, memory.shape[1])
+
+
+def advance_ref(
+    state: LayerState, step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """All rows token by token. `step` is given the states [n, *shape] of rows and the place of one
+    token of each, int64 [n]; it returns the states behind these tokens."""
+    batch = state.batch
+    lengths = batch.starts.diff()
+    rows = (lengths > 0).nonzero()[:, 0]
+    if not len(rows):
+        return
+    states = read_states(state.arena, state.geometry, state.table, batch, rows)
+    for passed in range(int(lengths.max())):
+        going = (lengths[rows] > passed).nonzero()[:, 0]
+        tokens = batch.starts[rows[going]] + passed
+        states[going] = step(states[going], tokens).to(states.dtype)
+    write_states(state.arena, state.geometry, state.table, batch, rows, states)

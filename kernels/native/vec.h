@@ -338,6 +338,27 @@ inline void store_split(bf16* p, Vec low, Vec high) {
 
 #endif
 
+// One value in place of a register, for what is left where a row is no multiple of LANES: a kernel
+// that is a template over `Vec` or `float` computes both.
+inline float sub(float a, float b) { return a - b; }
+inline float mul(float a, float b) { return a * b; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+template <class V> inline V load_as(const float* p) { return load(p); }
+template <> inline float load_as<float>(const float* p) { return *p; }
+template <class V> inline V fill_as(float v) { return fill(v); }
+template <> inline float fill_as<float>(float v) { return v; }
+inline void store(float* p, float v) { *p = v; }
+
+// The two types that values have in memory.
+inline Vec load_wide(const float* p) { return load(p); }
+inline Vec load_wide(const bf16* p) { return load_bf16(p); }
+inline float wide(float value) { return value; }
+inline float wide(bf16 value) { return widen(value); }
+inline void store_from(float* p, Vec v) { store(p, v); }
+inline void store_from(bf16* p, Vec v) { store_bf16(p, v); }
+inline void store_from(float* p, float v) { *p = v; }
+inline void store_from(bf16* p, float v) { *p = narrow(v); }
+
 constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
 constexpr int FOURS = LANES / 4;  // in a register
 

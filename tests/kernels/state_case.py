@@ -1,0 +1,147 @@
+"""A step's rows over states in an arena in which everything that no row may read is NaN.
+
+Slots lie scattered over chunks and chunks over the arena, each piece of a state by itself. Rows may
+begin anew, and may end in another slot than they began with.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels.state_rows import LayerState, StateBatch, StateGeometry, write_states
+from tests.kernels.guarded import Guards, poisoned
+
+# Tokens of each row: decodes, chunks, and rows without any.
+RAGGED = (1, 5, 0, 1, 3, 1, 0)
+SLOTS_PER_CHUNK = 3
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """`fresh`: begins with zeros; `moves`: ends in another slot."""
+
+    num_tokens: int
+    fresh: bool = False
+    moves: bool = False
+
+
+def ragged_rows(lengths: Sequence[int] = RAGGED) -> list[StateRow]:
+    """Every other one fresh, every third one in a new slot."""
+    return [StateRow(n, r % 2 == 1, r % 3 == 1) for r, n in enumerate(lengths)]
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """`state` over `arena`; `first` [R, *shape]: what each row begins with, zeros where fresh."""
+
+    state: LayerState
+    first: torch.Tensor
+
+    def copy(self, guards: Guards | None = None) -> LayerState:
+        """The same, to be written."""
+        arena = self.state.arena
+        return replace(self.state, arena=arena.clone() if guards is None else guards.inout(arena))
+
+    def tokens(self, row: int) -> slice:
+        """Of one row."""
+        begin, end = self.state.batch.starts[row : row + 2].tolist()
+        return slice(begin, end)
+
+    def alone(self, row: int) -> LayerState:
+        """One row as a step of its own."""
+        batch = self.state.batch
+        one = slice(row, row + 1)
+        rows = StateBatch(
+            batch.table,
+            batch.read_chunk[one],
+            batch.read_slot[one],
+            batch.write_chunk[one],
+            batch.write_slot[one],
+            torch.tensor([0, self.tokens(row).stop - self.tokens(row).start]),
+            batch.fresh[one],
+        )
+        return replace(self.state, batch=rows, arena=self.state.arena.clone())
+
+
+def state_case(
+    shape: tuple[int, ...],
+    rows: Sequence[StateRow],
+    num_pieces: int = 1,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> StateCase:
+    """Random states; each row has a slot of its own, or two."""
+    generator = torch.Generator().manual_seed(seed)
+    element = dtype.itemsize
+    piece_bytes = torch.Size(shape).numel() // num_pieces * element
+    geometry = StateGeometry(shape, dtype, num_pieces, _unit(piece_bytes))
+    num_slots = 2 * len(rows)
+    num_chunks = -(-num_slots // SLOTS_PER_CHUNK)
+    extents = num_pieces * num_chunks
+    chunk_units = SLOTS_PER_CHUNK * geometry.piece_units + 1
+    places = torch.randperm(extents + 2, generator=generator)[:extents] * chunk_units
+    arena = poisoned((extents + 2) * chunk_units * geometry.unit_bytes // element, dtype=dtype)
+    slots = torch.randperm(num_slots, generator=generator)
+    read, other = slots[: len(rows)], slots[len(rows) :]
+    write = torch.where(torch.tensor([row.moves for row in rows]), other, read)
+    lengths = torch.tensor([0, *(row.num_tokens for row in rows)])
+    fresh = torch.tensor([row.fresh for row in rows])
+    table = places.view(num_pieces, num_chunks)
+    batch = StateBatch(
+        table,
+        *_apart(read),
+        *_apart(write),
+        lengths.cumsum(0),
+        fresh,
+    )
+    first = torch.randn(len(rows), *shape, generator=generator).to(dtype)
+    first[fresh] = 0
+    arena = arena.view(torch.uint8)
+    kept = (~fresh).nonzero()[:, 0]
+    back = replace(batch, write_chunk=batch.read_chunk, write_slot=batch.read_slot)
+    write_states(arena, geometry, table, back, kept, first[kept])
+    return StateCase(LayerState(arena, geometry, table, batch), first)
+
+
+def agree(
+    case: StateCase,
+    run: Callable[[LayerState], torch.Tensor],
+    reference: Callable[[LayerState], torch.Tensor],
+) -> tuple[float, float]:
+    """How far results and states are from the reference's, relative to the largest value.
+
+    Raises AssertionError where guards, other slots or rows without tokens changed.
+    """
+    wanted, guards = case.copy(), Guards()
+    got = case.copy(guards)
+    exact, out = reference(wanted), run(got)
+    guards.check()
+    dtype = case.state.geometry.dtype
+    before, old, new = (s.arena.view(dtype) for s in (case.state, wanted, got))
+    changed = (before.view(_word(dtype)) != old.view(_word(dtype))).nonzero()[:, 0]
+    same = new.view(_word(dtype)).clone()
+    same[changed] = before.view(_word(dtype))[changed]
+    assert torch.equal(same, before.view(_word(dtype))), "memory of others changed"
+    assert not new[changed].isnan().any()
+    assert not out.isnan().any()
+    return _error(out, exact), _error(new[changed], old[changed])
+
+
+def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    largest = max(float(wanted.abs().max()), 1e-30) if wanted.numel() else 1.0
+    difference = (got.double() - wanted.double()).abs()
+    return float(difference.max()) / largest if wanted.numel() else 0.0
+
+
+def _word(dtype: torch.dtype) -> torch.dtype:
+    return {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+
+def _apart(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return slots // SLOTS_PER_CHUNK, slots % SLOTS_PER_CHUNK
+
+
+def _unit(piece_bytes: int) -> int:
+    """The largest power of two of which a piece is a multiple, at most 256."""
+    return min(256, piece_bytes & -piece_bytes)
