@@ -22,8 +22,20 @@ from typing import Any
 import torch
 
 from kernels.delta_rule import MAX_DIM, check_heads
-from kernels.state_rows import LayerState, advance_ref
+from kernels.state_rows import (
+    STATE_TYPES,
+    LayerState,
+    StateGeometry,
+    advance_ref,
+    state_arguments,
+    state_at,
+    state_constants,
+)
 from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
+
+# Values of a state that a program has in registers: 32 of each thread.
+TILE = 4096
+NUM_WARPS = 4
 
 
 def check_ssd(
@@ -90,3 +102,162 @@ def selective_scan_ref(
 ) -> torch.Tensor:
     """The definition: out [T, inner] of x's type; states are moved on in the arena."""
     return ssd_ref(x[:, :, None], dt, a, b[:, None], c[:, None], d, state)[:, :, 0]
+
+
+@jit
+def _ssd_kernel(
+    x: tl.tensor,
+    dt: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    c: tl.tensor,
+    d: tl.tensor,
+    out: tl.tensor,
+    x_stride: tl.tensor,
+    b_stride: tl.tensor,
+    c_stride: tl.tensor,
+    arena: tl.tensor,
+    table: tl.tensor,
+    read_chunk: tl.tensor,
+    read_slot: tl.tensor,
+    write_chunk: tl.tensor,
+    write_slot: tl.tensor,
+    starts: tl.tensor,
+    fresh: tl.tensor,
+    num_chunks: tl.tensor,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARED_BY: tl.constexpr,
+    OF_GROUP: tl.constexpr,
+    PIECE_CHANNELS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PIECE_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SELECTIVE: tl.constexpr,
+    SKIPS: tl.constexpr,
+    SIZE_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (b, h, r): BLOCK of the DIM channels of head h of row r; a scan has one head of all.
+
+    WIDTH: channels of all heads; SHARED_BY: how many neighbours share a dt, an A and a D.
+    """
+    row = tl.program_id(2)
+    of_head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    channel, n = tl.program_id(1) * DIM + of_head, tl.arange(0, SIZE_PAD)
+    in_c, in_n = of_head < DIM, n < SIZE
+    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if begin < end:
+        goes_on = in_c & (tl.load(fresh + row) == 0)
+        piece, place = channel // PIECE_CHANNELS, channel % PIECE_CHANNELS * SIZE
+        source = place + state_at(
+            table, read_chunk, read_slot, row, piece, goes_on, num_chunks, PIECE_UNITS, UNIT
+        )
+        target = place + state_at(
+            table, write_chunk, write_slot, row, piece, in_c, num_chunks, PIECE_UNITS, UNIT
+        )
+        inside = in_c[:, None] & in_n[None, :]
+        state_in = arena + source[:, None] + n[None, :]
+        state = tl.load(state_in, mask=goes_on[:, None] & in_n[None, :], other=0.0)
+        share = channel // SHARED_BY
+        if SELECTIVE:
+            rate = tl.load(a + share[:, None] * SIZE + n[None, :], mask=inside, other=0.0)
+        else:
+            rate = tl.load(a + share, mask=in_c, other=0.0)[:, None]
+        group = tl.program_id(1) // OF_GROUP * SIZE
+        for token in range(begin, end):
+            value = tl.load(x + token * x_stride + channel, mask=in_c, other=0.0).to(tl.float32)
+            step = tl.load(dt + token * (WIDTH // SHARED_BY) + share, mask=in_c, other=0.0)
+            b_in = tl.load(b + token * b_stride + group + n, mask=in_n, other=0.0).to(tl.float32)
+            c_out = tl.load(c + token * c_stride + group + n, mask=in_n, other=0.0).to(tl.float32)
+            state = state * tl.exp(step[:, None] * rate) + (step * value)[:, None] * b_in[None, :]
+            y = tl.sum(state * c_out[None, :], 1)
+            if SKIPS:
+                y += tl.load(d + share, mask=in_c, other=0.0) * value
+            tl.store(out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=in_c)
+        # The slot may be the one that other threads of this program still read.
+        tl.debug_barrier()
+        tl.store(arena + target[:, None] + n[None, :], state, mask=inside)
+
+
+def _constants(geometry: StateGeometry, groups: int, skips: bool) -> dict[str, Any]:
+    heads, *dims, size = geometry.shape
+    selective = not dims
+    dim = heads if selective else dims[0]
+    size_pad = next_power_of_2(size)
+    return {
+        "DIM": dim,
+        "WIDTH": heads if selective else heads * dim,
+        "SHARED_BY": 1 if selective else dim,
+        "OF_GROUP": 1 if selective else heads // groups,
+        "PIECE_CHANNELS": geometry.piece_shape[0] * (1 if selective else dim),
+        "SIZE": size,
+        "SELECTIVE": selective,
+        "SKIPS": skips,
+        "SIZE_PAD": size_pad,
+        "BLOCK": min(next_power_of_2(dim), max(1, TILE // size_pad)),
+        **state_constants(geometry),
+    }
+
+
+def ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    state: LayerState,
+) -> torch.Tensor:
+    """`ssd_ref` by the kernel."""
+    check_ssd(x, dt, a, b, c, d, state)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if len(x):
+        constants = _constants(state.geometry, b.shape[1], d is not None)
+        heads = constants["WIDTH"] // constants["DIM"]
+        a = a.float().contiguous()
+        _ssd_kernel[(cdiv(constants["DIM"], constants["BLOCK"]), heads, state.num_rows)](
+            x,
+            dt.float().contiguous(),
+            a,
+            b,
+            c,
+            a if d is None else d.float().contiguous(),
+            out,
+            x.stride(0),
+            b.stride(0),
+            c.stride(0),
+            *state_arguments(state),
+            **constants,
+            num_warps=NUM_WARPS,
+        )
+    return out
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    state: LayerState,
+) -> torch.Tensor:
+    """`selective_scan_ref` by the kernel."""
+    return ssd(x[:, :, None], dt, a, b[:, None], c[:, None], d, state)[:, :, 0]
+
+
+def _declare(name: str, shape: tuple[int, ...]) -> Declared:
+    return Declared(
+        f"ssd/{name}",
+        _ssd_kernel,
+        dict.fromkeys(("x", "b", "c", "out"), "*bf16:16")
+        | dict.fromkeys(("dt", "a", "d", "arena"), "*fp32:16")
+        | dict.fromkeys(("x_stride", "b_stride", "c_stride"), "i32:16")
+        | STATE_TYPES,
+        _constants(StateGeometry(shape, torch.float32, 1, 1 << 14), 1, True),
+        NUM_WARPS,
+    )
+
+
+DECLARED = (_declare("mamba2", (128, 64, 128)), _declare("mamba", (8192, 16)))

@@ -6,7 +6,7 @@ convolution [channels, kernel], the matrix of a linear attention [heads, k, v], 
 block for a sequence:
 
     slot    = the states of one sequence in all layers of a group
-    piece   = `shape[0] / num_pieces` of the heads (or channels) of one state, never larger than a page
+    piece   = `shape[0] / num_pieces` of the heads (or channels) of one state, at most a page
     address of piece p of state s of slot b = table[s * num_pieces + p, b // slots_per_chunk] units
                                               + (b % slots_per_chunk) * piece_units
 
@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from kernels.triton_api import jit, tl
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class StateGeometry:
 class StateBatch:
     """One step's rows in one state group.
 
-    table                    int64 [states of the group * num_pieces, chunks] in units, as it was when
-                             the step was laid out
+    table                    int64 [states of the group * num_pieces, chunks] in units, as it was
+                             when the step was laid out
     read_chunk, read_slot    int64 [R], what a row begins with
     write_chunk, write_slot  int64 [R], where it ends
     starts                   int64 [R + 1]: row r has the tokens starts[r] to starts[r + 1]
@@ -97,6 +99,53 @@ class LayerState:
             raise ValueError(f"{shape[0]} heads in {kept.num_pieces} pieces")
         if self.table.stride(1) != 1 or not self.batch.starts.is_contiguous():
             raise ValueError("tables and indices have no gaps")
+
+
+@jit
+def state_at(
+    table: tl.tensor,
+    chunk: tl.tensor,
+    slot: tl.tensor,
+    row: tl.tensor,
+    piece: tl.tensor,
+    mask: tl.tensor,
+    num_chunks: tl.tensor,
+    PIECE_UNITS: tl.constexpr,
+    UNIT: tl.constexpr,
+) -> tl.tensor:
+    """For kernels: where pieces of a row's slot begin, int64 elements. UNIT: elements of a unit."""
+    at = table + piece * num_chunks + tl.load(chunk + row)
+    return (tl.load(at, mask=mask, other=0) + tl.load(slot + row) * PIECE_UNITS) * UNIT
+
+
+def state_arguments(state: LayerState) -> tuple[torch.Tensor | int, ...]:
+    """What each kernel is given of a state: the arena of its dtype, the rows, the table's width."""
+    batch = state.batch
+    return (
+        state.arena.view(state.geometry.dtype),
+        state.table,
+        batch.read_chunk,
+        batch.read_slot,
+        batch.write_chunk,
+        batch.write_slot,
+        batch.starts,
+        batch.fresh.view(torch.uint8),
+        state.table.stride(0),
+    )
+
+
+def state_constants(geometry: StateGeometry) -> dict[str, int]:
+    """The constexprs beside them."""
+    return {
+        "PIECE_UNITS": geometry.piece_units,
+        "UNIT": geometry.unit_bytes // geometry.dtype.itemsize,
+    }
+
+
+STATE_TYPES = dict.fromkeys(
+    ("table", "read_chunk", "read_slot", "write_chunk", "write_slot", "starts"), "*i64:16"
+) | {"fresh": "*u8", "num_chunks": "i32"}
+"""Of the arguments in `Declared`, but the arena."""
 
 
 def _units(

@@ -3,8 +3,9 @@
 // A piece of work is one head of one row. Each token needs two passes over the head's state [k, v]:
 // what its key recalls, then the correction and the result. A row of one token takes all columns
 // together, so that memory is read in order; the second pass goes backwards and finds the end still
-// in the cache. A chunk takes 4 registers of columns at a time through all its tokens: 32 KiB of
-// state that stay in the first cache. A column's sums have one order in both.
+// in the cache. A chunk copies 4 registers of columns at a time (32 KiB of state, side by side, so
+// that the first cache has room for them) and takes them through all its tokens. A column's sums
+// have one order in both.
 
 #pragma once
 
@@ -75,27 +76,46 @@ inline void read_token(const DeltaRule& op, int64_t t, int head, DeltaToken* tok
   token->beta = op.beta[at];
 }
 
-// N registers of columns from `column` on through one token.
+template <class T>
+inline void prefetch_token(const DeltaRule& op, int64_t t, int head) {
+  int64_t k_head = head / (op.v_heads / op.k_heads), at = t * op.v_heads + head;
+  prefetch_row((const T*)op.q + t * op.q_stride + k_head * op.k_dim, op.k_dim);
+  prefetch_row((const T*)op.k + t * op.k_stride + k_head * op.k_dim, op.k_dim);
+  prefetch_row((const T*)op.v + t * op.v_stride + int64_t(head) * op.v_dim, op.v_dim);
+  prefetch_row((const T*)op.out + at * op.v_dim, op.v_dim);
+  prefetch_row(op.g + at * (op.per_channel ? op.k_dim : 1), op.per_channel ? op.k_dim : 1);
+  prefetch_row(op.beta + at, 1);
+}
+
+// N registers of columns through one token; `from` and `to`: the first row's, the others a stride on.
 template <class V, int N>
-inline void delta_columns(const DeltaRule& op, const float* from, float* to, DeltaToken* token,
-                          int column) {
+inline void delta_columns(const DeltaRule& op, const float* from, float* to, int64_t stride,
+                          DeltaToken* token, int column) {
   constexpr int WIDTH = sizeof(V) / sizeof(float);
-  int64_t stride = op.v_dim;
-  V sums[N], delta[N];
-  for (int n = 0; n < N; n++) sums[n] = fill_as<V>(0.0f);
-  const float* s = from + column;
-  for (int i = 0; i < op.k_dim; i++, s += stride) {
-    V recall = fill_as<V>(token->recall[i]);
-    for (int n = 0; n < N; n++) sums[n] = fma(recall, load_as<V>(s + n * WIDTH), sums[n]);
+  // Even rows and odd ones: a sum alone would wait for each of its products.
+  V sums[N], odd[N], delta[N];
+  for (int n = 0; n < N; n++) sums[n] = odd[n] = fill_as<V>(0.0f);
+  int i = 0;
+  const float* s = from;
+  for (; i + 1 < op.k_dim; i += 2, s += 2 * stride) {
+    V first = fill_as<V>(token->recall[i]), second = fill_as<V>(token->recall[i + 1]);
+    for (int n = 0; n < N; n++) {
+      sums[n] = fma(first, load_as<V>(s + n * WIDTH), sums[n]);
+      odd[n] = fma(second, load_as<V>(s + stride + n * WIDTH), odd[n]);
+    }
   }
+  for (; i < op.k_dim; i++, s += stride)
+    for (int n = 0; n < N; n++)
+      sums[n] = fma(fill_as<V>(token->recall[i]), load_as<V>(s + n * WIDTH), sums[n]);
   V beta = fill_as<V>(token->beta);
   for (int n = 0; n < N; n++) {
-    delta[n] = mul(sub(load_as<V>(token->v + column + n * WIDTH), sums[n]), beta);
+    V recalled = add(sums[n], odd[n]);
+    delta[n] = mul(sub(load_as<V>(token->v + column + n * WIDTH), recalled), beta);
     sums[n] = fill_as<V>(0.0f);
   }
-  float* d = to + column + (op.k_dim - 1) * stride;
-  s = from + column + (op.k_dim - 1) * stride;
-  for (int i = op.k_dim - 1; i >= 0; i--, s -= stride, d -= stride) {
+  s = from + (op.k_dim - 1) * stride;
+  float* d = to + (op.k_dim - 1) * stride;
+  for (i = op.k_dim - 1; i >= 0; i--, s -= stride, d -= stride) {
     V q = fill_as<V>(token->q[i]), k = fill_as<V>(token->k[i]);
     V decay = fill_as<V>(token->decay[i]);
     for (int n = 0; n < N; n++) {
@@ -107,20 +127,37 @@ inline void delta_columns(const DeltaRule& op, const float* from, float* to, Del
   for (int n = 0; n < N; n++) store(token->out + column + n * WIDTH, sums[n]);
 }
 
-// The same through all tokens of the row; `column` moves on.
+inline void copy_strip(const float* from, int64_t from_stride, float* to, int64_t to_stride,
+                       int rows, int count) {
+  for (int i = 0; i < rows; i++, from += from_stride, to += to_stride)
+    std::memcpy(to, from, size_t(count) * sizeof(float));
+}
+
+// The same through all tokens of the row, from `column` on as long as N registers are filled.
 template <class T, class V, int N>
 inline void delta_strip(const DeltaRule& op, const Part<float>& part, int head, DeltaToken* token,
                         int* column) {
-  constexpr int COUNT = N * int(sizeof(V) / sizeof(float));
+  constexpr int WIDTH = sizeof(V) / sizeof(float), COUNT = N * WIDTH;
+  alignas(64) static thread_local float strip[MAX_STATE_DIM * COUNT];
+  bool many = part.end - part.begin > 1;
   for (; *column + COUNT <= op.v_dim; *column += COUNT) {
-    const float* from = part.from;
-    for (int64_t t = part.begin; t < part.end; t++, from = part.to) {
-      read_token<T>(op, t, head, token);
-      delta_columns<V, N>(op, from, part.to, token, *column);
-      T* out = (T*)op.out + (t * op.v_heads + head) * op.v_dim;
-      for (int i = *column; i < *column + COUNT; i += COUNT / N)
-        store_from(out + i, load_as<V>(token->out + i));
+    const float* from = part.from + *column;
+    float* to = part.to + *column;
+    int64_t stride = op.v_dim;
+    if (many) {
+      copy_strip(from, stride, strip, COUNT, op.k_dim, COUNT);
+      from = to = strip;
+      stride = COUNT;
     }
+    for (int64_t t = part.begin; t < part.end; t++) {
+      if (t + AHEAD < part.end) prefetch_token<T>(op, t + AHEAD, head);
+      read_token<T>(op, t, head, token);
+      delta_columns<V, N>(op, from, to, stride, token, *column);
+      T* out = (T*)op.out + (t * op.v_heads + head) * op.v_dim + *column;
+      for (int i = 0; i < COUNT; i += WIDTH)
+        store_from(out + i, load_as<V>(token->out + *column + i));
+    }
+    if (many) copy_strip(strip, stride, part.to + *column, op.v_dim, op.k_dim, COUNT);
   }
 }
 

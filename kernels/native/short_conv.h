@@ -70,6 +70,10 @@ void conv_lanes(const ShortConv& op, const States& states, int channel, int coun
     if (part.begin == part.end) continue;
     load_taps<T, K>(part.from, count, last);
     for (int64_t t = part.begin; t < part.end; t++) {
+      if (t + 8 * AHEAD < part.end) {  // a token takes some ten instructions here
+        prefetch_row((const T*)op.x + (t + 8 * AHEAD) * op.x_stride + channel, count);
+        prefetch_row((const T*)op.out + (t + 8 * AHEAD) * op.channels + channel, count);
+      }
       for (int j = 0; j + 1 < K; j++) last[j] = last[j + 1];
       last[K - 1] = load_some((const T*)op.x + t * op.x_stride + channel, count);
       Vec y = bias;

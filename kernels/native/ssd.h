@@ -1,12 +1,13 @@
 // State space models, token by token, in the state where it lies: kernels/ssd.py.
 //
 // Mamba-2: a piece of work is one head [p, n] of one row. Mamba-1: some channels [n] of one row. A
-// token's B and C are widened once; then the state is read and written once, and each of its rows is
-// summed along n.
+// token's B and C are widened once; then the state is read and written once, four of its rows at a
+// time, and each row is summed along n.
 
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "pool.h"
 #include "states.h"
@@ -43,22 +44,39 @@ inline void read_token(const Ssd& op, int64_t t, int head, SsdToken* token) {
   widen_row((const T*)op.c + t * op.c_stride + group * op.size, token->c, op.size);
 }
 
-// to = decay from + x b; the sum of to c. One row of n.
-inline float ssd_row(const float* from, float* to, float decay, float x, const SsdToken& token,
-                     int n) {
-  Vec by = fill(decay), in = fill(x), total = zero();
+template <class T>
+inline void prefetch_token(const Ssd& op, int64_t t, int head, int count) {
+  int64_t group = head / (op.heads / op.groups), at = t * op.heads + head;
+  prefetch_row((const T*)op.b + t * op.b_stride + group * op.size, op.size);
+  prefetch_row((const T*)op.c + t * op.c_stride + group * op.size, op.size);
+  prefetch_row((const T*)op.x + t * op.x_stride + int64_t(head) * op.dim, count * op.dim);
+  prefetch_row((const T*)op.out + at * op.dim, count * op.dim);
+  prefetch_row(op.dt + at, count);
+}
+
+// P rows of n: to = decay from + x b; out: their sums with c.
+template <int P>
+inline void ssd_rows(const float* from, float* to, float decay, const float* x,
+                     const SsdToken& token, int n, float* out) {
+  Vec by = fill(decay), total[P];
+  for (int p = 0; p < P; p++) total[p] = zero();
   int i = 0;
   for (; i + LANES <= n; i += LANES) {
-    Vec value = fma(in, load(token.b + i), mul(by, load(from + i)));
-    store(to + i, value);
-    total = fma(value, load(token.c + i), total);
+    Vec b = load(token.b + i), c = load(token.c + i);
+    for (int p = 0; p < P; p++) {
+      Vec value = fma(fill(x[p]), b, mul(by, load(from + p * n + i)));
+      store(to + p * n + i, value);
+      total[p] = fma(value, c, total[p]);
+    }
   }
-  float y = sum(total);
-  for (; i < n; i++) {
-    to[i] = fma(x, token.b[i], decay * from[i]);
-    y = fma(to[i], token.c[i], y);
+  for (int p = 0; p < P; p++) {
+    out[p] = sum(total[p]);
+    for (int j = i; j < n; j++) {
+      float value = fma(x[p], token.b[j], decay * from[p * n + j]);
+      to[p * n + j] = value;
+      out[p] = fma(value, token.c[j], out[p]);
+    }
   }
-  return y;
 }
 
 // The same where each place has a decay of its own: e^(a dt).
@@ -87,16 +105,24 @@ void ssd_head(const Ssd& op, const States& states, int row, int head) {
   SsdToken token;
   const float* from = part.from;
   for (int64_t t = part.begin; t < part.end; t++, from = part.to) {
+    if (t + AHEAD < part.end) prefetch_token<T>(op, t + AHEAD, head, 1);
     read_token<T>(op, t, head, &token);
     float dt = op.dt[t * op.heads + head], decay = std::exp(dt * op.a[head]);
     const T* x = (const T*)op.x + t * op.x_stride + int64_t(head) * op.dim;
     T* out = (T*)op.out + (t * op.heads + head) * op.dim;
-    for (int p = 0; p < op.dim; p++) {
-      float value = wide(x[p]);
+    int p = 0;
+    auto rows = [&](auto count) {
+      constexpr int P = decltype(count)::value;
+      float in[P], y[P];
+      for (int j = 0; j < P; j++) in[j] = dt * wide(x[p + j]);
       int64_t at = int64_t(p) * op.size;
-      float y = ssd_row(from + at, part.to + at, decay, dt * value, token, op.size);
-      store_from(out + p, op.d ? fma(op.d[head], value, y) : y);
-    }
+      ssd_rows<P>(from + at, part.to + at, decay, in, token, op.size, y);
+      for (int j = 0; j < P; j++)
+        store_from(out + p + j, op.d ? fma(op.d[head], wide(x[p + j]), y[j]) : y[j]);
+      p += P;
+    };
+    while (p + 4 <= op.dim) rows(std::integral_constant<int, 4>());
+    while (p < op.dim) rows(std::integral_constant<int, 1>());
   }
 }
 
@@ -106,6 +132,7 @@ void scan_block(const Ssd& op, const States& states, int row, int first, int cou
   SsdToken token;
   const float* from = part.from;
   for (int64_t t = part.begin; t < part.end; t++, from = part.to) {
+    if (t + AHEAD < part.end) prefetch_token<T>(op, t + AHEAD, first, count);
     read_token<T>(op, t, 0, &token);
     const T* x = (const T*)op.x + t * op.x_stride + first;
     const float* dt = op.dt + t * op.heads + first;

@@ -25,6 +25,18 @@ inline uint8_t* piece_of(const States& states, int piece, int64_t chunk, int64_t
   return states.arena + units * states.unit_bytes + slot * states.piece_bytes;
 }
 
+// Asks for what a later token of a chunk brings: its values of a head lie pages behind this token's,
+// where no prefetching of the processor's looks. `count` values.
+template <class T>
+inline void prefetch_row(const T* p, int64_t count) {
+  const char* begin = (const char*)p;
+  for (const char* line = begin; line < begin + count * int64_t(sizeof(T)); line += 64)
+    _mm_prefetch(line, _MM_HINT_T0);
+}
+
+// Tokens ahead.
+constexpr int AHEAD = 2;
+
 // What one row begins with and where it ends, from one of a state's heads (or channels) on.
 template <class T>
 struct Part {

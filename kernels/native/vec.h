@@ -340,6 +340,7 @@ inline void store_split(bf16* p, Vec low, Vec high) {
 
 // One value in place of a register, for what is left where a row is no multiple of LANES: a kernel
 // that is a template over `Vec` or `float` computes both.
+inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }
 inline float mul(float a, float b) { return a * b; }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
