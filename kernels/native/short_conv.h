@@ -1,7 +1,7 @@
 // Depthwise causal convolutions of a few taps: kernels/short_conv.py.
 //
 // A piece of work is a few channels of all rows, so weights are turned once; lanes are channels, and
-// the last K inputs of each are in registers while a row's tokens go by.
+// the last K inputs of each are in the first cache while a row's tokens go by.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct ShortConv {
   int32_t silu, wide;  // `wide`: all is float32, the state too; else bfloat16
 };
 
-constexpr int CONV_CHANNELS = 64;  // of one piece of work
+constexpr int CONV_CHANNELS = 128;  // of one piece of work
 constexpr int MAX_TAPS = 8;
 
 // The first `count` lanes; the others are zero.
@@ -41,54 +41,76 @@ inline void store_some(T* p, Vec v, int count) {
 // Lane i of tap j is p[i * K + j].
 template <class T, int K>
 inline void load_taps(const T* p, int count, Vec* taps) {
-  float values[K][LANES] = {};
-  if (count == LANES) {
-    for (int i = 0; i < LANES; i++)
-      for (int j = 0; j < K; j++) values[j][i] = wide(p[i * K + j]);
-  } else {
-    for (int i = 0; i < count; i++)
-      for (int j = 0; j < K; j++) values[j][i] = wide(p[i * K + j]);
+  if (K == 4 && count == LANES) {
+    Vec fours[4];
+    for (int j = 0; j < 4; j++) fours[j] = load_wide(p + j * LANES);
+    return fours_apart(fours, taps);
   }
+  float values[K][LANES] = {};
+  for (int i = 0; i < count; i++)
+    for (int j = 0; j < K; j++) values[j][i] = wide(p[i * K + j]);
   for (int j = 0; j < K; j++) taps[j] = load(values[j]);
 }
 
 template <class T, int K>
 inline void store_taps(T* p, int count, const Vec* taps) {
+  if (K == 4 && count == LANES) {
+    Vec fours[4];
+    fours_together(taps, fours);
+    for (int j = 0; j < 4; j++) store_from(p + j * LANES, fours[j]);
+    return;
+  }
   float values[K][LANES];
   for (int j = 0; j < K; j++) store(values[j], taps[j]);
   for (int i = 0; i < count; i++)
     for (int j = 0; j < K; j++) store_from(p + i * K + j, values[j][i]);
 }
 
+// One token of LANES channels (`count` of them): the last K inputs move on.
 template <class T, int K>
-void conv_lanes(const ShortConv& op, const States& states, int channel, int count) {
-  Vec weight[K], last[K];
-  load_taps<T, K>((const T*)op.weight + int64_t(channel) * K, count, weight);
-  Vec bias = op.bias ? load_some((const T*)op.bias + channel, count) : zero();
-  for (int row = 0; row < states.num_rows; row++) {
-    Part<T> part = part_of<T>(states, row, channel, count, op.channels, K);
-    if (part.begin == part.end) continue;
-    load_taps<T, K>(part.from, count, last);
-    for (int64_t t = part.begin; t < part.end; t++) {
-      if (t + 8 * AHEAD < part.end) {  // a token takes some ten instructions here
-        prefetch_row((const T*)op.x + (t + 8 * AHEAD) * op.x_stride + channel, count);
-        prefetch_row((const T*)op.out + (t + 8 * AHEAD) * op.channels + channel, count);
-      }
-      for (int j = 0; j + 1 < K; j++) last[j] = last[j + 1];
-      last[K - 1] = load_some((const T*)op.x + t * op.x_stride + channel, count);
-      Vec y = bias;
-      for (int j = 0; j < K; j++) y = fma(weight[j], last[j], y);
-      if (op.silu) y = divide(y, add(fill(1.0f), exponential(sub(zero(), y))));
-      store_some((T*)op.out + t * op.channels + channel, y, count);
-    }
-    store_taps<T, K>(part.to, count, last);
-  }
+inline Vec conv_token(const T* x, int count, const Vec* weight, Vec bias, Vec* last) {
+  for (int j = 0; j + 1 < K; j++) last[j] = last[j + 1];
+  last[K - 1] = load_some(x, count);
+  Vec y = bias;
+  for (int j = 0; j < K; j++) y = fma(weight[j], last[j], y);
+  return y;
 }
 
 template <class T, int K>
 void conv_block(const ShortConv& op, const States& states, int first, int count) {
-  for (int i = 0; i < count; i += LANES)
-    conv_lanes<T, K>(op, states, first + i, std::min(LANES, count - i));
+  Vec weight[CONV_CHANNELS / LANES][K], last[CONV_CHANNELS / LANES][K];
+  Vec bias[CONV_CHANNELS / LANES];
+  auto each_group = [&](auto f) {
+    for (int i = 0; i < count; i += LANES) f(i / LANES, i, std::min(LANES, count - i));
+  };
+  each_group([&](int group, int i, int lanes) {
+    load_taps<T, K>((const T*)op.weight + int64_t(first + i) * K, lanes, weight[group]);
+    bias[group] = op.bias ? load_some((const T*)op.bias + first + i, lanes) : zero();
+  });
+  for (int row = 0; row < states.num_rows; row++) {
+    if (row + 1 < states.num_rows) prefetch_part<T>(states, row + 1, first, count, op.channels, K);
+    Part<T> part = part_of<T>(states, row, first, count, op.channels, K);
+    if (part.begin == part.end) continue;
+    each_group([&](int group, int i, int lanes) {
+      load_taps<T, K>(part.from + i * K, lanes, last[group]);
+    });
+    for (int64_t t = part.begin; t < part.end; t++) {
+      const T* x = (const T*)op.x + t * op.x_stride + first;
+      T* out = (T*)op.out + t * op.channels + first;
+      if (t + AHEAD < part.end) {
+        prefetch_row(x + AHEAD * op.x_stride, count);
+        prefetch_row(out + AHEAD * int64_t(op.channels), count);
+      }
+      each_group([&](int group, int i, int lanes) {
+        Vec y = conv_token<T, K>(x + i, lanes, weight[group], bias[group], last[group]);
+        if (op.silu) y = divide(y, add(fill(1.0f), exponential(sub(zero(), y))));
+        store_some(out + i, y, lanes);
+      });
+    }
+    each_group([&](int group, int i, int lanes) {
+      store_taps<T, K>(part.to + i * K, lanes, last[group]);
+    });
+  }
 }
 
 template <class T>

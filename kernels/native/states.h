@@ -62,6 +62,16 @@ inline Part<T> part_of(const States& states, int row, int first, int count, int 
   return {to, to, begin, end};
 }
 
+// Asks for what the next row begins with: its slot lies anywhere.
+template <class T>
+inline void prefetch_part(const States& states, int row, int first, int count, int num_heads,
+                          int64_t size) {
+  if (states.fresh[row] || states.starts[row] >= states.starts[row + 1]) return;
+  int of_piece = num_heads / states.num_pieces, piece = first / of_piece;
+  const uint8_t* from = piece_of(states, piece, states.read_chunk[row], states.read_slot[row]);
+  prefetch_row((const T*)from + (first % of_piece) * size, count * size);
+}
+
 // Blocks of at most `most` heads that lie in one piece: how many, and which heads the n-th has.
 struct Blocks {
   int of_piece, most;

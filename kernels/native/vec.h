@@ -149,6 +149,28 @@ inline void turn_fours(const Vec* in, Vec* out) {
   out[2] = _mm512_shuffle_f32x4(a, b, 0xdd);
   out[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
 }
+// Lanes as a 4 x 4 in each four: lane j of four i of out[k] is lane k of four i of in[j].
+inline void turn_in_fours(const Vec* in, Vec* out) {
+  __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(in[0], in[1]));
+  __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(in[0], in[1]));
+  __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(in[2], in[3]));
+  __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(in[2], in[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+}
+// in: LANES fours one after another; lane i of out[j] is lane j of four i. And back.
+inline void fours_apart(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_fours(in, turned);
+  turn_in_fours(turned, out);
+}
+inline void fours_together(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_in_fours(in, turned);
+  turn_fours(turned, out);
+}
 // in: LANES rows of one register each; out[j]: lane i is lane j of row i.
 inline void transpose(const Pairs* in, Pairs* out) {
   __m512i s[16], t[16];
@@ -313,6 +335,31 @@ inline void turn_fours(const Vec* in, Vec* out) {
   Vec low = _mm256_permute2f128_ps(in[0], in[1], 0x20);
   out[1] = _mm256_permute2f128_ps(in[0], in[1], 0x31);
   out[0] = low;
+}
+inline void turn_in_fours(const Vec* in, Vec* out) {
+  __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(in[0], in[1]));
+  __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(in[0], in[1]));
+  __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(in[2], in[3]));
+  __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(in[2], in[3]));
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+}
+inline void fours_apart(const Vec* in, Vec* out) {
+  Vec turned[4] = {_mm256_permute2f128_ps(in[0], in[2], 0x20),
+                   _mm256_permute2f128_ps(in[0], in[2], 0x31),
+                   _mm256_permute2f128_ps(in[1], in[3], 0x20),
+                   _mm256_permute2f128_ps(in[1], in[3], 0x31)};
+  turn_in_fours(turned, out);
+}
+inline void fours_together(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_in_fours(in, turned);
+  out[0] = _mm256_permute2f128_ps(turned[0], turned[1], 0x20);
+  out[2] = _mm256_permute2f128_ps(turned[0], turned[1], 0x31);
+  out[1] = _mm256_permute2f128_ps(turned[2], turned[3], 0x20);
+  out[3] = _mm256_permute2f128_ps(turned[2], turned[3], 0x31);
 }
 inline void transpose(const Pairs* in, Pairs* out) {
   __m256i s[8], t[8];
