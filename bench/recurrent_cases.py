@@ -18,7 +18,8 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from kernels import delta_rule, short_conv, ssd
-from kernels.state_rows import LayerState, StateBatch, StateGeometry
+from kernels.mixer_state import MixerState
+from kernels.state_rows import StateBatch, StateGeometry
 
 Run = Callable[..., torch.Tensor]
 KERNELS: Mapping[str, Run] = {
@@ -39,11 +40,11 @@ class Step:
     """A decode step of one layer: a kernel's inputs, and the same by the library."""
 
     inputs: tuple[Any, ...]
-    state: LayerState
+    state: MixerState
     library: Call
 
 
-def _state(rig: Rig, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> LayerState:
+def _state(rig: Rig, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> MixerState:
     """Slots 0 to rows - 1 are read, those behind them written."""
     geometry = StateGeometry(shape, dtype, 1, UNIT_BYTES)
     arena = rig.rand(2 * rows, *shape).to(dtype).flatten().view(torch.uint8)
@@ -51,10 +52,10 @@ def _state(rig: Rig, rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> L
     table, zeros = torch.zeros(1, 1, dtype=torch.int64, device=rig.device), torch.zeros_like(number)
     starts = torch.arange(rows + 1, device=rig.device)
     batch = StateBatch(table, zeros, number, zeros, number + rows, starts, zeros.bool())
-    return LayerState(arena, geometry, table, batch)
+    return MixerState(arena, geometry, table, batch)
 
 
-def _copied(state: LayerState) -> torch.Tensor:
+def _copied(state: MixerState) -> torch.Tensor:
     """What the rows read, [rows, *shape], for the library to write into."""
     kept = state.geometry
     return state.arena.view(kept.dtype).view(-1, *kept.shape)[: state.num_rows].clone()

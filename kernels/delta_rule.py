@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from kernels.state_rows import (
+from kernels.mixer_state import (
     STATE_TYPES,
-    LayerState,
-    StateGeometry,
+    MixerState,
     advance_ref,
     state_arguments,
     state_at,
     state_constants,
 )
+from kernels.state_rows import StateGeometry
 from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
 
 # Of a key or a value: the C++ kernel has work space for it.
@@ -42,7 +42,7 @@ def check_delta(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    state: LayerState,
+    state: MixerState,
 ) -> None:
     """Raises ValueError for shapes and types that do not fit."""
     (num_tokens, v_heads, v_dim), (_, k_heads, k_dim) = v.shape, k.shape
@@ -75,7 +75,7 @@ def delta_rule_ref(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """The definition: out [T, v heads, dv] of v's type; states are moved on in the arena."""
     check_delta(q, k, v, g, beta, state)
@@ -195,7 +195,7 @@ def delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """`delta_rule_ref` by the kernel."""
     check_delta(q, k, v, g, beta, state)

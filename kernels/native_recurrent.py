@@ -13,16 +13,16 @@ from ctypes import POINTER, Structure, byref, c_int32, c_int64, c_void_p
 import torch
 
 from kernels.delta_rule import check_delta
+from kernels.mixer_state import MixerState
 from kernels.native_calls import NativeLibrary
 from kernels.short_conv import check_conv
 from kernels.ssd import check_ssd
-from kernels.state_rows import LayerState
 
 _TYPES = (torch.bfloat16, torch.float32)
 
 
 class _States(Structure):
-    """kernels/state_rows.py LayerState, by address."""
+    """kernels/mixer_state.py MixerState, by address."""
 
     _fields_ = (
         ("arena", c_void_p),
@@ -89,7 +89,7 @@ class NativeRecurrent:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         silu: bool,
-        state: LayerState,
+        state: MixerState,
     ) -> torch.Tensor:
         """`short_conv_ref`."""
         check_conv(x, weight, bias, state)
@@ -114,7 +114,7 @@ class NativeRecurrent:
         v: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
-        state: LayerState,
+        state: MixerState,
     ) -> torch.Tensor:
         """`delta_rule_ref`; with g [T, v heads, dk] Kimi's."""
         check_delta(q, k, v, g, beta, state)
@@ -141,7 +141,7 @@ class NativeRecurrent:
         b: torch.Tensor,
         c: torch.Tensor,
         d: torch.Tensor | None,
-        state: LayerState,
+        state: MixerState,
     ) -> torch.Tensor:
         """`ssd_ref`."""
         check_ssd(x, dt, a, b, c, d, state)
@@ -168,13 +168,13 @@ class NativeRecurrent:
         b: torch.Tensor,
         c: torch.Tensor,
         d: torch.Tensor | None,
-        state: LayerState,
+        state: MixerState,
     ) -> torch.Tensor:
         """`selective_scan_ref`."""
         return self.ssd(x[:, :, None], dt, a, b[:, None], c[:, None], d, state)[:, :, 0]
 
 
-def _states(state: LayerState) -> _States:
+def _states(state: MixerState) -> _States:
     batch, geometry = state.batch, state.geometry
     fields = (
         batch.read_chunk,

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels.state_rows import (
+from kernels.mixer_state import (
     STATE_TYPES,
-    LayerState,
-    StateGeometry,
+    MixerState,
     advance_ref,
     state_arguments,
     state_at,
     state_constants,
 )
+from kernels.state_rows import StateGeometry
 from kernels.triton_api import Declared, cdiv, check_rows, jit, next_power_of_2, tl
 
 # Taps that the C++ kernel has code for.
@@ -34,7 +34,7 @@ NUM_WARPS = 4
 
 
 def check_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: LayerState
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: MixerState
 ) -> None:
     """Raises ValueError for shapes and types that do not fit."""
     channels, taps = weight.shape
@@ -55,7 +55,7 @@ def short_conv_ref(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     silu: bool,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """The definition: out [T, C]; states are moved on in the arena."""
     check_conv(x, weight, bias, state)
@@ -171,7 +171,7 @@ def short_conv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     silu: bool,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """`short_conv_ref` by the kernel."""
     check_conv(x, weight, bias, state)

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 
 from kernels.delta_rule import MAX_DIM, check_heads
-from kernels.state_rows import (
+from kernels.mixer_state import (
     STATE_TYPES,
-    LayerState,
-    StateGeometry,
+    MixerState,
     advance_ref,
     state_arguments,
     state_at,
     state_constants,
 )
+from kernels.state_rows import StateGeometry
 from kernels.triton_api import Declared, cdiv, jit, next_power_of_2, tl
 
 # Values of a state that a program has in registers: 32 of each thread.
@@ -45,7 +45,7 @@ def check_ssd(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
-    state: LayerState,
+    state: MixerState,
 ) -> None:
     """Raises ValueError for shapes and types that do not fit. Of a scan: as heads of one value."""
     (num_tokens, heads, dim), (_, groups, size) = x.shape, b.shape
@@ -68,7 +68,7 @@ def ssd_ref(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """The definition: out [T, heads, p] of x's type; states are moved on in the arena."""
     check_ssd(x, dt, a, b, c, d, state)
@@ -98,7 +98,7 @@ def selective_scan_ref(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """The definition: out [T, inner] of x's type; states are moved on in the arena."""
     return ssd_ref(x[:, :, None], dt, a, b[:, None], c[:, None], d, state)[:, :, 0]
@@ -207,7 +207,7 @@ def ssd(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """`ssd_ref` by the kernel."""
     check_ssd(x, dt, a, b, c, d, state)
@@ -241,7 +241,7 @@ def selective_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     d: torch.Tensor | None,
-    state: LayerState,
+    state: MixerState,
 ) -> torch.Tensor:
     """`selective_scan_ref` by the kernel."""
     return ssd(x[:, :, None], dt, a, b[:, None], c[:, None], d, state)[:, :, 0]

@@ -1,4 +1,4 @@
-// States of sequences where they lie in the arena, and a step's rows: kernels/state_rows.py, by
+// States of sequences where they lie in the arena, and a step's rows: kernels/mixer_state.py, by
 // address. A row without tokens is left alone; a row that begins anew finds zeros.
 
 #pragma once

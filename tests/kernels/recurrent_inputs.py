@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.delta_rule import delta_rule_ref
+from kernels.mixer_state import MixerState
 from kernels.short_conv import short_conv_ref
 from kernels.ssd import selective_scan_ref, ssd_ref
-from kernels.state_rows import LayerState
 from tests.kernels.guarded import Guards
 from tests.kernels.state_case import StateCase, StateRow, ragged_rows, state_case
 
@@ -34,14 +34,14 @@ class Inputs:
     case: StateCase
     flags: tuple[bool, ...] = ()
 
-    def run(self, kernel: Kernel, state: LayerState, guards: Guards | None = None) -> torch.Tensor:
+    def run(self, kernel: Kernel, state: MixerState, guards: Guards | None = None) -> torch.Tensor:
         """Called as the reference is; with `guards` on copies between them."""
         values = self.values
         if guards is not None:
             values = tuple(None if value is None else _placed(value, guards) for value in values)
         return kernel(*values, *self.flags, state)
 
-    def reference(self, state: LayerState) -> torch.Tensor:
+    def reference(self, state: MixerState) -> torch.Tensor:
         """The definition's result."""
         return self.run(REFERENCES[self.kernel], state)
 

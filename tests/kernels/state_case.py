@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from kernels.state_rows import LayerState, StateBatch, StateGeometry, write_states
+from kernels.mixer_state import MixerState
+from kernels.state_rows import StateBatch, StateGeometry, write_states
 from tests.kernels.guarded import Guards, poisoned
 
 # Tokens of each row: decodes, chunks, and rows without any; of each some stay where they are.
@@ -40,10 +41,10 @@ def ragged_rows(lengths: Sequence[int] = RAGGED) -> list[StateRow]:
 class StateCase:
     """`state` over `arena`; `first` [R, *shape]: what each row begins with, zeros where fresh."""
 
-    state: LayerState
+    state: MixerState
     first: torch.Tensor
 
-    def copy(self, guards: Guards | None = None) -> LayerState:
+    def copy(self, guards: Guards | None = None) -> MixerState:
         """The same, to be written."""
         arena = self.state.arena
         return replace(self.state, arena=arena.clone() if guards is None else guards.inout(arena))
@@ -53,7 +54,7 @@ class StateCase:
         begin, end = self.state.batch.starts[row : row + 2].tolist()
         return slice(begin, end)
 
-    def alone(self, row: int) -> LayerState:
+    def alone(self, row: int) -> MixerState:
         """One row as a step of its own."""
         batch = self.state.batch
         one = slice(row, row + 1)
@@ -109,13 +110,13 @@ def state_case(
     kept = (~fresh).nonzero()[:, 0]
     back = replace(batch, write_chunk=batch.read_chunk, write_slot=batch.read_slot)
     write_states(arena, geometry, table, back, kept, first[kept])
-    return StateCase(LayerState(arena, geometry, table, batch), first)
+    return StateCase(MixerState(arena, geometry, table, batch), first)
 
 
 def agree(
     case: StateCase,
-    run: Callable[[LayerState, Guards], torch.Tensor],
-    reference: Callable[[LayerState], torch.Tensor],
+    run: Callable[[MixerState, Guards], torch.Tensor],
+    reference: Callable[[MixerState], torch.Tensor],
 ) -> float:
     """How far results and states are from the reference's, relative to the largest value.
 
@@ -147,7 +148,7 @@ def results_in(guards: Guards) -> Iterator[None]:
         yield
 
 
-def bits(state: LayerState) -> torch.Tensor:
+def bits(state: MixerState) -> torch.Tensor:
     """All of the arena."""
     size = state.geometry.dtype.itemsize
     return state.arena.view({2: torch.int16, 4: torch.int32}[size])

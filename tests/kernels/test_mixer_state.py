@@ -1,11 +1,12 @@
-"""States of sequences in an arena: what is read, written and left alone."""
+"""A layer's state and a step's rows in it: what is read, written, stepped and refused."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels.state_rows import StateGeometry, advance_ref, read_states, write_states
+from kernels.mixer_state import advance_ref
+from kernels.state_rows import StateGeometry, read_states, write_states
 from tests.kernels.state_case import StateRow, bits, ragged_rows, state_case
 
 
