@@ -12,6 +12,8 @@ they are texts of as many tokens.
 
     --quantized      our int8 and int4 too, beside llama.cpp's q8_0 and q4_0
     --mixture        a mixture of experts instead, by each of transformers' ways with experts
+    --recurrent      only the kernels of recurrent mixers, beside the library's functions: a layer's
+                     decode step of 1 and 16 rows
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
     --output FILE    results as JSON, written after every figure; with --resume only what is missing
                      there is run
@@ -35,7 +37,9 @@ from typing import Any
 
 import torch
 
-from bench import command, machine, servers, shapes, stats
+from bench import command, machine, recurrent_cases, servers, shapes, stats
+from kernels.native_calls import library
+from kernels.native_recurrent import NativeRecurrent
 
 QWEN25, QWEN3, SMOL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"
 MIXTURE = "Qwen/Qwen3-30B-A3B, 4 layers of 64 experts"
@@ -271,6 +275,19 @@ def _fastest(work: Any, repeats: int = 7) -> float:
     return min(seconds)
 
 
+def recurrent(threads: int, repeats: int) -> str:
+    """The kernels of recurrent mixers, float32, as a table. Raises RuntimeError without a build."""
+    native = library()
+    if native is None:
+        raise RuntimeError("no C++ kernels were compiled, or none for this processor")
+    torch.set_num_threads(threads)
+    native.set_threads(threads)
+    mixers = NativeRecurrent(native)
+    runs = {name: getattr(mixers, name) for name in ("short_conv", "delta_rule", "ssd")}
+    with torch.inference_mode():
+        return recurrent_cases.on_processor(runs, repeats, torch.float32)
+
+
 def missing(case: Case, done: Mapping[str, Any], args: argparse.Namespace) -> bool:
     """Whether some engine still lacks repeats."""
     found = done.get(case.name, {})
@@ -294,6 +311,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts instead")
+    parser.add_argument("--recurrent", action="store_true", help="only kernels of mixers")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
     parser.add_argument("--quantized", action="store_true", help="int8 and int4 too")
     parser.add_argument("--without", action="append", default=[], help="an engine to leave out")
@@ -313,6 +331,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure, print the table, write the JSON after every case."""
     args = parse()
+    if args.recurrent:
+        print(recurrent(args.threads, 10 * args.repeats))
+        return
     deadline_s = time.monotonic() + args.budget
     done: dict[str, Any] = {}
     if args.resume and args.output and args.output.exists():

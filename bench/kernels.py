@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from bench import command, expert_cases, few_rows_cases, kernel_attention_cases, kernel_cases
+from bench import (
+    command,
+    expert_cases,
+    few_rows_cases,
+    kernel_attention_cases,
+    kernel_cases,
+    recurrent_cases,
+)
 from bench.kernel_cases import Call, Case, Prepared, Rig
 from bench.kernel_timing import Ceilings, Timing, ceilings, measure
 from bench.machine import git_revision, versions
@@ -37,6 +44,7 @@ CASES: tuple[Case, ...] = (
     *kernel_attention_cases.CASES,
     *few_rows_cases.CASES,
     *expert_cases.CASES,
+    *recurrent_cases.CASES,
     *kernel_cases.CASES,
 )
 LEFT = 3

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import (
+    delta_rule,
     expert_products,
     expert_rows,
     expert_tiles,
@@ -41,6 +42,8 @@ from kernels import (
     rotary,
     sampling,
     scaled_linear,
+    short_conv,
+    ssd,
     tail_cut,
     top_logprobs,
 )
@@ -54,6 +57,7 @@ if HAS_TRITON:
 
 # Modules whose DECLARED is compiled; one line a kernel file.
 DECLARED: tuple[Declared, ...] = (
+    *delta_rule.DECLARED,
     *expert_products.DECLARED,
     *expert_rows.DECLARED,
     *expert_tiles.DECLARED,
@@ -72,6 +76,8 @@ DECLARED: tuple[Declared, ...] = (
     *rotary.DECLARED,
     *sampling.DECLARED,
     *scaled_linear.DECLARED,
+    *short_conv.DECLARED,
+    *ssd.DECLARED,
     *tail_cut.DECLARED,
     *top_logprobs.DECLARED,
 )

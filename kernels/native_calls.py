@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib.machinery
 import logging
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +281,12 @@ class NativeLibrary:
         self.dim_multiple = int(calls.polyhost_dim_multiple())
         # Whether products with int8 weights round x too; with int4 they always do.
         self.rounds_int8 = bool(calls.polyhost_rounds_int8())
+
+    def function(self, name: str, *kinds: type) -> Callable[..., None]:
+        """A function of native/forward.cpp whose structures another module has."""
+        function = self._library[f"polyhost_{name}"]
+        function.argtypes = kinds
+        return function
 
     def set_threads(self, num_threads: int, spin_rounds: int = SPIN_ROUNDS) -> None:
         """How many threads share the work, the caller among them. To be called before all else,

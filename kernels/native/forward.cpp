@@ -9,11 +9,14 @@
 
 #include "attention.h"
 #include "bytes.h"
+#include "delta_rule.h"
 #include "experts.h"
 #include "linear.h"
 #include "pool.h"
 #include "rows.h"
 #include "sampling.h"
+#include "short_conv.h"
+#include "ssd.h"
 
 using namespace polyhost;
 
@@ -194,6 +197,22 @@ EXPORTED void polyhost_add_norm(const Norm* norm, const bf16* x, bf16* residual,
     add_norm_row(*norm, x + t * size, residual + t * size, y + t * size, size, multiplier,
                  first != 0);
   });
+}
+
+// Recurrent mixers, over states in the arena (kernels/native_recurrent.py).
+EXPORTED void polyhost_short_conv(const ShortConv* op, const States* states) {
+  Turn turn;
+  short_conv(*pool, *op, *states);
+}
+
+EXPORTED void polyhost_delta_rule(const DeltaRule* op, const States* states) {
+  Turn turn;
+  delta_rule(*pool, *op, *states);
+}
+
+EXPORTED void polyhost_ssd(const Ssd* op, const States* states) {
+  Turn turn;
+  ssd(*pool, *op, *states);
 }
 
 }  // extern "C"

@@ -149,6 +149,28 @@ inline void turn_fours(const Vec* in, Vec* out) {
   out[2] = _mm512_shuffle_f32x4(a, b, 0xdd);
   out[3] = _mm512_shuffle_f32x4(c, d, 0xdd);
 }
+// Lanes as a 4 x 4 in each four: lane j of four i of out[k] is lane k of four i of in[j].
+inline void turn_in_fours(const Vec* in, Vec* out) {
+  __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(in[0], in[1]));
+  __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(in[0], in[1]));
+  __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(in[2], in[3]));
+  __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(in[2], in[3]));
+  out[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+  out[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+  out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+  out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+}
+// in: LANES fours one after another; lane i of out[j] is lane j of four i. And back.
+inline void fours_apart(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_fours(in, turned);
+  turn_in_fours(turned, out);
+}
+inline void fours_together(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_in_fours(in, turned);
+  turn_fours(turned, out);
+}
 // in: LANES rows of one register each; out[j]: lane i is lane j of row i.
 inline void transpose(const Pairs* in, Pairs* out) {
   __m512i s[16], t[16];
@@ -314,6 +336,31 @@ inline void turn_fours(const Vec* in, Vec* out) {
   out[1] = _mm256_permute2f128_ps(in[0], in[1], 0x31);
   out[0] = low;
 }
+inline void turn_in_fours(const Vec* in, Vec* out) {
+  __m256d a = _mm256_castps_pd(_mm256_unpacklo_ps(in[0], in[1]));
+  __m256d b = _mm256_castps_pd(_mm256_unpackhi_ps(in[0], in[1]));
+  __m256d c = _mm256_castps_pd(_mm256_unpacklo_ps(in[2], in[3]));
+  __m256d d = _mm256_castps_pd(_mm256_unpackhi_ps(in[2], in[3]));
+  out[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, c));
+  out[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, c));
+  out[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(b, d));
+  out[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(b, d));
+}
+inline void fours_apart(const Vec* in, Vec* out) {
+  Vec turned[4] = {_mm256_permute2f128_ps(in[0], in[2], 0x20),
+                   _mm256_permute2f128_ps(in[0], in[2], 0x31),
+                   _mm256_permute2f128_ps(in[1], in[3], 0x20),
+                   _mm256_permute2f128_ps(in[1], in[3], 0x31)};
+  turn_in_fours(turned, out);
+}
+inline void fours_together(const Vec* in, Vec* out) {
+  Vec turned[4];
+  turn_in_fours(in, turned);
+  out[0] = _mm256_permute2f128_ps(turned[0], turned[1], 0x20);
+  out[2] = _mm256_permute2f128_ps(turned[0], turned[1], 0x31);
+  out[1] = _mm256_permute2f128_ps(turned[2], turned[3], 0x20);
+  out[3] = _mm256_permute2f128_ps(turned[2], turned[3], 0x31);
+}
 inline void transpose(const Pairs* in, Pairs* out) {
   __m256i s[8], t[8];
   for (int i = 0; i < 8; i += 2) {
@@ -337,6 +384,28 @@ inline void store_split(bf16* p, Vec low, Vec high) {
 }
 
 #endif
+
+// One value in place of a register, for what is left where a row is no multiple of LANES: a kernel
+// that is a template over `Vec` or `float` computes both.
+inline float add(float a, float b) { return a + b; }
+inline float sub(float a, float b) { return a - b; }
+inline float mul(float a, float b) { return a * b; }
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+template <class V> inline V load_as(const float* p) { return load(p); }
+template <> inline float load_as<float>(const float* p) { return *p; }
+template <class V> inline V fill_as(float v) { return fill(v); }
+template <> inline float fill_as<float>(float v) { return v; }
+inline void store(float* p, float v) { *p = v; }
+
+// The two types that values have in memory.
+inline Vec load_wide(const float* p) { return load(p); }
+inline Vec load_wide(const bf16* p) { return load_bf16(p); }
+inline float wide(float value) { return value; }
+inline float wide(bf16 value) { return widen(value); }
+inline void store_from(float* p, Vec v) { store(p, v); }
+inline void store_from(bf16* p, Vec v) { store_bf16(p, v); }
+inline void store_from(float* p, float v) { *p = v; }
+inline void store_from(bf16* p, float v) { *p = narrow(v); }
 
 constexpr int PAIRS = 2 * LANES;  // bfloat16 values in a register of pairs
 constexpr int FOURS = LANES / 4;  // in a register

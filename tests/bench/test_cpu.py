@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench import cpu, cpu_http, servers
+from bench import cpu, cpu_http, recurrent_cases, servers
 
 ECHO = """
 import json, sys
@@ -134,3 +135,11 @@ polyhost_arena_page_size_bytes{worker="w"} 4096.0
         "arena": 40960,
         "arena_held": 28672,
     }
+
+
+def test_recurrent_mixers_by_their_definitions() -> None:
+    """The table's rows; what it measures is timed elsewhere."""
+    lines = recurrent_cases.on_processor(recurrent_cases.DEFINITIONS, 1, torch.float32).splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [
+        [f"| {name}", str(rows)] for name in recurrent_cases.KERNELS for rows in (1, 16)
+    ]
