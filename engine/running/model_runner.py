@@ -59,6 +59,7 @@ from kernels.native_calls import (
     Step,
     format_of,
 )
+from kernels.native_recurrent import NativeRecurrent
 
 logger = logging.getLogger(__name__)
 
@@ -349,6 +350,7 @@ class ModelRunner:
             logger.info(
                 "model %s runs with PyTorch modules instead of fused kernels: %s", instance_id, why
             )
+        self._mixer_operations = None if library is None else NativeRecurrent(library)
         self._drawer = None if library is None else library.draw
         self._generation: int | None = None
 
@@ -412,7 +414,9 @@ class ModelRunner:
         return logits, _score(kept.hidden, batch.scoring, kept.project)
 
     def _by_modules(self, batch: StepBatch) -> torch.Tensor:
-        states = StepStates(self._arena, batch.plan, batch.states, batch.state_rows)
+        states = StepStates(
+            self._arena, batch.plan, batch.states, batch.state_rows, self._mixer_operations
+        )
         with step_context(StepContext(self._arena, batch.plan, batch.groups, states)):
             output = self._model(
                 input_ids=batch.input_ids,
