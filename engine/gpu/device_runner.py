@@ -51,6 +51,7 @@ from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, has_experts, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
 from kernels.decoder_layer import KERNELS, Operations
+from kernels.mixer_operations import MIXER_KERNELS, MixerOperations
 from kernels.state_rows import StateBatch, StateRows
 
 States: TypeAlias = Callable[[torch.Tensor | None], torch.Tensor]
@@ -73,6 +74,7 @@ class DeviceTools:
     graphs: StepGraphs
     operations: Operations = KERNELS
     sampling: SamplingOperations = SAMPLING_KERNELS
+    mixers: MixerOperations = MIXER_KERNELS
 
 
 class DeviceRunner:
@@ -202,6 +204,7 @@ class DeviceRunner:
             batch.plan,
             tuple(self._brought(states) for states in batch.states),
             tuple(self._brought(rows) for rows in batch.state_rows),
+            self._tools.mixers,
         )
 
     def _brought(self, record: Addresses) -> Addresses:

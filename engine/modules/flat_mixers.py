@@ -16,71 +16,23 @@ mixer is cut by rows instead (`state_mixers.py`). The parity probe judges both.
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from engine.modules.state_mixers import CONV, RECURRENT, RowSplit, StepStates, cache_of, mixers
+from kernels.mixer_operations import MixerOperations
 from kernels.mixer_state import MixerState
-
-
-class MixerOperations(Protocol):
-    """Kernels over the states of a step: those of one device, or their references. Shapes are said
-    in kernels/short_conv.py, delta_rule.py and ssd.py."""
-
-    def short_conv(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        silu: bool,
-        state: MixerState,
-    ) -> torch.Tensor:
-        """A short convolution."""
-
-    def delta_rule(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        state: MixerState,
-    ) -> torch.Tensor:
-        """The gated delta rule; with g by channel Kimi's."""
-
-    def ssd(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-        state: MixerState,
-    ) -> torch.Tensor:
-        """Mamba-2."""
-
-    def selective_scan(
-        self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor | None,
-        state: MixerState,
-    ) -> torch.Tensor:
-        """Mamba-1."""
 
 
 def run_mixers(model: nn.Module, step: Callable[[], StepStates]) -> None:
     """Make every mixer of a skeleton run over the states of the step that is running."""
     for mixer in list(mixers(model)):
-        split, exchanged = RowSplit(mixer, step), exchangeable(mixer)
-        mixer.forward = FlatMixer(mixer, step, split, exchanged) if exchanged else split
+        exchanged = exchangeable(mixer)
+        runs = FlatMixer(mixer, step, exchanged) if exchanged else RowSplit(mixer, step)
+        mixer.forward = runs
 
 
 class _Unchanged:
@@ -113,15 +65,12 @@ _CACHE = _Unchanged()
 
 
 class FlatMixer:
-    """The forward of one mixer with its operations exchanged. `split`: how it runs where the step
-    has no kernels."""
+    """The forward of one mixer with its operations exchanged: those that it calls by the names
+    `exchanged`."""
 
-    def __init__(
-        self, mixer: Any, step: Callable[[], StepStates], split: RowSplit, exchanged: set[str]
-    ) -> None:
+    def __init__(self, mixer: Any, step: Callable[[], StepStates], exchanged: set[str]) -> None:
         self._layer: int = mixer.layer_idx
         self._step = step
-        self._split = split
         forward = inspect.unwrap(type(mixer).forward)
         self._cache = cache_of(inspect.signature(forward))
         mine = {name: getattr(self, f"_{_operation(forward, name)}") for name in exchanged}
@@ -137,8 +86,6 @@ class FlatMixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """hidden [1, T, H] -> as the mixer gives it."""
-        if self._step().operations is None:
-            return self._split(*args, **kwargs)
         kwargs[self._cache] = _CACHE
         if "attention_mask" in kwargs:
             kwargs["attention_mask"] = None
@@ -146,9 +93,7 @@ class FlatMixer:
 
     def _state(self, name: str) -> tuple[MixerOperations, MixerState]:
         step = self._step()
-        operations = step.operations
-        assert operations is not None
-        return operations, step.state_of((self._layer, name))
+        return step.operations, step.state_of((self._layer, name))
 
     def _causal_conv1d_fn(
         self,

@@ -1,5 +1,7 @@
 """Recurrent and convolutional layers of transformers' models over states in the arena.
 
+Most of them run flat (`flat_mixers.py`). Here is what is common to all, and how the others run.
+
 Nearly all of the library's recurrent mixers speak to its cache by a few methods (`get_conv_state`,
 `update_recurrent_state`, ...). They take several sequences of one length at a time, so the flat
 batch [1, T] of a step is cut into groups of rows (`StateRows`): all that decode one token, and each
@@ -26,6 +28,7 @@ from torch.nn import functional
 
 from engine.memory import KvPlan
 from engine.pack import StateKey
+from kernels.mixer_operations import MIXER_REFERENCE, MixerOperations
 from kernels.mixer_state import MixerState
 from kernels.state_rows import StateBatch, StateRows, read_states, write_states
 
@@ -155,14 +158,14 @@ def _name(kind: str, number: int) -> str:
 class StepStates:
     """The states of a step: `batches` by state group.
 
-    operations   kernels of `flat_mixers.py`; None: mixers are cut by rows
+    operations   for mixers that run flat (`flat_mixers.py`); the others are cut by rows
     """
 
     arena: torch.Tensor
     plan: KvPlan
     batches: tuple[StateBatch, ...]
     rows: tuple[StateRows, ...]
-    operations: Any = None
+    operations: MixerOperations = MIXER_REFERENCE
 
     def state_of(self, key: StateKey) -> MixerState:
         """One state of a layer, for kernels."""

@@ -44,6 +44,7 @@ from engine.running.fusion import Fused, Hidden, NotFused, recognise
 from engine.sampling import Logprobs, SampleOutput, bring_masks, not_finite, prompt_logprobs, sample
 from kernels.decoder_layer import LayerForm, LayerWeights, Product
 from kernels.int4_blocks import ROWS, block_shape
+from kernels.mixer_operations import native_mixers
 from kernels.native_calls import (
     ACTIVATIONS,
     MAX_DIM,
@@ -59,7 +60,6 @@ from kernels.native_calls import (
     Step,
     format_of,
 )
-from kernels.native_recurrent import NativeRecurrent
 
 logger = logging.getLogger(__name__)
 
@@ -350,7 +350,7 @@ class ModelRunner:
             logger.info(
                 "model %s runs with PyTorch modules instead of fused kernels: %s", instance_id, why
             )
-        self._mixer_operations = None if library is None else NativeRecurrent(library)
+        self._mixers = native_mixers(library)
         self._drawer = None if library is None else library.draw
         self._generation: int | None = None
 
@@ -414,9 +414,7 @@ class ModelRunner:
         return logits, _score(kept.hidden, batch.scoring, kept.project)
 
     def _by_modules(self, batch: StepBatch) -> torch.Tensor:
-        states = StepStates(
-            self._arena, batch.plan, batch.states, batch.state_rows, self._mixer_operations
-        )
+        states = StepStates(self._arena, batch.plan, batch.states, batch.state_rows, self._mixers)
         with step_context(StepContext(self._arena, batch.plan, batch.groups, states)):
             output = self._model(
                 input_ids=batch.input_ids,

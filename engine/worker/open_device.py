@@ -32,6 +32,7 @@ from engine.pack import PackIndex
 from engine.packs import DiskWeightStore, HostTier
 from engine.worker.step_limits import for_cpu, for_gpu
 from kernels.decoder_layer import KERNELS, Operations
+from kernels.mixer_operations import MIXER_KERNELS, MixerOperations
 from kernels.page_copy import page_copy
 
 RESERVE_SHARE = 1 / 16
@@ -129,11 +130,14 @@ def open_streams(
     operations: Operations = KERNELS,
     sampling: SamplingOperations = SAMPLING_KERNELS,
     move: Mover = page_copy,
+    mixers: MixerOperations = MIXER_KERNELS,
 ) -> Opened:
     """A backend with streams over any device. Raises DeviceUnusable."""
     backend = CudaBackend(device, config.num_pages * config.resolved_page_bytes, move)
     graphs = StepGraphs(device, graph_bytes, backend.mark)
-    tools = DeviceTools(device, backend.arena, InputBuffer(device), graphs, operations, sampling)
+    tools = DeviceTools(
+        device, backend.arena, InputBuffer(device), graphs, operations, sampling, mixers
+    )
 
     def make_runner(
         instance_id: str,

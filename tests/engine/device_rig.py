@@ -1,7 +1,7 @@
 """The real engine on a fake device: every part of the GPU's path but the driver and the kernels."""
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from engine.backend.cuda import CudaBackend
@@ -10,6 +10,7 @@ from engine.gpu.device_sampling import SAMPLING_REFERENCE, SamplingOperations
 from engine.worker.open_device import Opened, open_streams
 from kernels.decoder_layer import Operations
 from kernels.flat_reference import FLAT_REFERENCE
+from kernels.mixer_operations import MIXER_REFERENCE, MixerOperations
 from kernels.page_copy import page_copy_ref
 from tests.engine.fake_device import FakeDevice, opaque
 
@@ -43,8 +44,11 @@ def opened_on(
     sampling: SamplingOperations = SAMPLING_REFERENCE,
 ) -> Opened:
     """A backend over the fake device, with references in the kernels' places."""
+    mixers = MixerOperations(
+        *(opaque(getattr(MIXER_REFERENCE, field.name)) for field in fields(MIXER_REFERENCE))
+    )
     return open_streams(
-        device, config, graph_bytes, opaque_operations(operations), sampling, page_copy_ref
+        device, config, graph_bytes, opaque_operations(operations), sampling, page_copy_ref, mixers
     )
 
 

@@ -161,6 +161,6 @@ def test_models_of_every_kind_of_memory_share_an_arena(
         said = driver.tokens[request]
         assert driver.finishes[request].reason == "length"
         assert said == together[name].generate(prompt, len(said)), request
-    assert sum(swap.kind == "evict" for swap in driver.engine.take_swaps()[0]) > 3
+    assert sum(swap.kind == "evict" for swap in driver.engine.take_swaps()[0]) > 1
     assert driver.counter("kv_evicted_pages")
     end(driver)
