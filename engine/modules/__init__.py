@@ -20,6 +20,7 @@ __all__ = [
     "build_skeleton",
     "experts",
     "paged_attention_forward",
+    "native_linears",
     "quantized",
     "state_mixers",
     "step_context",

@@ -77,7 +77,7 @@ class Int4Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, scheme: str) -> None:
         super().__init__()
-        self._scheme = scheme
+        self.scheme = scheme
         self.in_features, self.out_features = linear.in_features, linear.out_features
         shape = block_shape(linear.weight.shape, scheme)
         blocks = torch.empty(shape, dtype=torch.uint8, device="meta")
@@ -86,7 +86,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., k] to [..., n]."""
-        return int4_blocks_linear(hidden, self.weight, self.bias, self._scheme)
+        return int4_blocks_linear(hidden, self.weight, self.bias, self.scheme)
 
 
 def kept_shape(shape: tuple[int, ...], scheme: str) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ from engine.modules import (
     unbind_weights,
 )
 from engine.modules.experts import native_mixture, use_library
+from engine.modules.native_linears import use_linears
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates
 from engine.pack import PackIndex, schemes_in
@@ -336,6 +337,7 @@ class ModelRunner:
         replace_modules(self._model, schemes_in(index))
         if library is not None:
             use_library(self._model, library)
+            use_linears(self._model, library)
         self._body = ModelBody(self._model)
         self._fused, why = None, ""
         if library is not None:
