@@ -198,12 +198,9 @@ def _decode_kernel(
             other=0.0,
         ).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v_at = arena_ptr + v_row[:, None] + v_dim[None, :]
         if V_IN_K:
-            v = tl.load(
-                arena_ptr + v_row[:, None] + v_dim[None, :],
-                mask=seen[:, None] & in_v[None, :],
-                other=0.0,
-            ).to(q.dtype)
+            v = tl.load(v_at, mask=seen[:, None] & in_v[None, :], other=0.0).to(q.dtype)
             scores = tl.dot(q_v, tl.trans(v), scores, input_precision="ieee")
         scores = scores * scale
         if SOFTCAP != 0.0:
@@ -215,11 +212,7 @@ def _decode_kernel(
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
         if not V_IN_K:
-            v = tl.load(
-                arena_ptr + v_row[:, None] + v_dim[None, :],
-                mask=seen[:, None] & in_v[None, :],
-                other=0.0,
-            ).to(q.dtype)
+            v = tl.load(v_at, mask=seen[:, None] & in_v[None, :], other=0.0).to(q.dtype)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
 

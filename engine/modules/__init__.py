@@ -9,8 +9,6 @@ from engine.modules.transformers_backend import (
     bind_weights,
     buffers_to,
     build_skeleton,
-    paged_attention_forward,
-    parameters_on_meta,
     step_context,
     unbind_weights,
 )
@@ -22,10 +20,10 @@ __all__ = [
     "buffers_to",
     "build_skeleton",
     "experts",
-    "paged_attention_forward",
-    "parameters_on_meta",
+    "latent",
     "quantized",
     "step_context",
     "text_part",
+    "transformers_backend",
     "unbind_weights",
 ]

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
+from engine.modules.latent import absorb, keep_latents, project
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -94,11 +95,12 @@ def paged_attention_forward(
     layer = module.layer_idx
     assert isinstance(layer, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query = absorb(module, query)
     if step.attended is not None and step.operations is not None:
         flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
         flat[0] = step.operations.write(*flat, form, where)
-        return step.operations.attend(flat[0], form, where)[None], None
+        return project(module, step.operations.attend(flat[0], form, where)[None]), None
     group, place = step.plan.layer_group[layer]
     batch, geometry = step.groups[group], step.plan.groups[group].block
     table = batch.table[place]
@@ -108,7 +110,7 @@ def paged_attention_forward(
     out = paged_attention_ref(
         step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
     )
-    return out[None], None
+    return project(module, out[None]), None
 
 
 def register_attention() -> None:
@@ -158,6 +160,8 @@ def build_skeleton(
         options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
         model = from_config(config, **options)
+    if attention != "eager":
+        keep_latents(model)
     return model.eval()
 
 

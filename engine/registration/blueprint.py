@@ -24,6 +24,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
+from engine.modules.latent import latent_geometry, latent_layers
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, Task
 from engine.registration.wrapper import Wrapped, class_config, text_names
@@ -86,6 +87,12 @@ def config_geometries(config: Any) -> list[LayerGeometry]:
     """KV geometry of each layer as a transformers configuration names it."""
     geometries = []
     for layer, window in zip(layer_configs(config), layer_windows(config), strict=True):
+        rank = field_of(layer, "kv_lora_rank")
+        if rank:
+            geometries.append(
+                latent_geometry(rank, field_of(layer, "qk_rope_head_dim") or 0, window)
+            )
+            continue
         heads = layer.num_attention_heads
         kv_heads = field_of(layer, "num_key_value_heads") or heads
         dim = field_of(layer, "head_dim") or layer.hidden_size // heads
@@ -100,11 +107,19 @@ def config_geometries(config: Any) -> list[LayerGeometry]:
 def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
     """The same, corrected by the widths of K and V projections where layers have their own.
 
-    Raises RegistrationRefused where a width cannot be heads of the layer's width, or where a layer
-    attends twice.
+    Raises RegistrationRefused where a width cannot be heads of the layer's width, where a layer
+    attends twice, or where one caches latents otherwise than `engine/modules/latent.py` knows.
     """
     geometries = config_geometries(config)
     seen: set[int] = set()
+    for _, layer, module in latent_layers(model):
+        if layer >= len(geometries) or layer in seen:
+            raise _strange("its layers attend more than once in a forward pass")
+        seen.add(layer)
+        window = geometries[layer].window
+        geometries[layer] = latent_geometry(module.kv_lora_rank, module.qk_rope_head_dim, window)
+    if any(known.v_in_k and layer not in seen for layer, known in enumerate(geometries)):
+        raise _strange("its attention caches latents in an unknown way")
     for name, layer, module in _projections(model):
         if layer >= len(geometries) or layer in seen:
             raise _strange("its layers attend more than once in a forward pass")
@@ -249,11 +264,13 @@ def kv_groups(config: Any) -> tuple[KvGroup, ...]:
 
 def grouped(layers: Sequence[LayerGeometry]) -> tuple[KvGroup, ...]:
     """Layers grouped by KV geometry, in the order of their first layer."""
-    members: dict[tuple[int, int, int, int], list[int]] = {}
+    members: dict[LayerGeometry, list[int]] = {}
     for number, layer in enumerate(layers):
-        key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
-        members.setdefault(key, []).append(number)
-    return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+        members.setdefault(layer, []).append(number)
+    return tuple(
+        KvGroup(tuple(numbers), kind.num_kv_heads, kind.k_dim, kind.v_dim, kind.window, kind.v_in_k)
+        for kind, numbers in members.items()
+    )
 
 
 def _max_context(config: Any) -> int:
@@ -289,8 +306,6 @@ def check_family(config: Any) -> None:
         raise refuse("it has cross-attention")
     if not _takes_attention(config):
         raise refuse("its attention code cannot use a paged KV cache")
-    if field_of(first, "kv_lora_rank"):
-        raise refuse("its attention caches latents instead of K and V, which is not supported yet")
     if field_of(config, "num_kv_shared_layers"):
         raise refuse("its layers share KV, which is not supported yet")
     strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)

@@ -21,7 +21,7 @@ eager attention. Windows are cut so that the inputs pass them.
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -38,10 +38,11 @@ from engine.modules import (
     StepContext,
     bind_weights,
     build_skeleton,
-    paged_attention_forward,
     step_context,
 )
+from engine.modules.latent import absorb
 from engine.modules.quantized import replace_modules
+from engine.modules.transformers_backend import paged_attention_forward
 from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import Blueprint, grouped, module_geometries
@@ -101,8 +102,8 @@ class _Watched:
             raise Differs("attends outside its decoder layers")
         self.calls.append(layer)
         wanted = self.layers[layer]
-        got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], wanted.window)
-        if got != wanted or query.shape[3] != key.shape[3]:
+        got = replace(wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3])
+        if got != wanted or absorb(module, query).shape[3] != key.shape[3]:
             raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0
         if window not in (0, wanted.window):
@@ -350,7 +351,7 @@ class _Paged:
 
 
 def _block_bytes(layer: LayerGeometry) -> int:
-    return BLOCK_TOKENS * layer.num_kv_heads * (layer.k_dim + layer.v_dim) * 4
+    return BLOCK_TOKENS * layer.num_kv_heads * layer.row_dim * 4
 
 
 def _request(number: int, prompt: list[int]) -> Request:

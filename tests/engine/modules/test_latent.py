@@ -1,0 +1,215 @@
+"""Attention that caches latents: the algebra, the shapes that are kept, what is found and refused.
+
+That whole families come out right is for the parity probe, here with published shapes, and for
+tests/engine/test_engine_latent.py.
+"""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from torch import nn
+from transformers import AutoConfig
+
+from bench.family_configs import tiny_config
+from engine.errors import RegistrationRefused
+from engine.memory import plan_pack
+from engine.modules import bind_weights, build_skeleton
+from engine.modules.latent import absorb, is_latent, latent_layers, project, read_weights
+from engine.pack import INDEX_NAME, KvGroup, read_index
+from engine.registration import parity
+from engine.registration.blueprint import blueprint, kv_groups, module_geometries
+from engine.registration.convert import inspect, write_pack
+from engine.registration.parity import draw_weights, probe
+from engine.registration.quantize import schemes_of
+from tests.engine.pack_rig import hf_folder
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+# Name -> (type, options that differ from the type's defaults, bytes a token in bfloat16).
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        {"rope_parameters": YARN, "max_position_embeddings": 163840},
+        70_272,
+    ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+            "intermediate_size": 10944,
+            "rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+            "max_position_embeddings": 163840,
+        },
+        31_104,
+    ),
+    "GLM-4.7-Flash": ("glm4_moe_lite", {}, 54_144),
+    "MiniCPM3-4B": ("minicpm3", {}, 35_712),
+    "LongCat-Flash": ("longcat_flash", {}, 64_512),
+}
+
+
+def config_of(name: str) -> Any:
+    family, options, _ = PUBLISHED[name]
+    return AutoConfig.for_model(family, **options)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_bytes_a_token_are_the_least_that_the_architecture_allows(name: str) -> None:
+    config = config_of(name)
+    groups = kv_groups(config)
+    wanted = PUBLISHED[name][2]
+    row = config.kv_lora_rank + config.qk_rope_head_dim
+    assert wanted == config.num_hidden_layers * row * 2
+    assert sum(group.values_per_token for group in groups) * 2 == wanted
+    page_bytes = 2 << 20
+    plan = plan_pack(groups, "bfloat16", 16, page_bytes, 10_000)
+    assert wanted <= plan.bytes_per_token(page_bytes) < 1.06 * wanted
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "LongCat-Flash"])
+def test_modules_keep_what_the_configuration_says(name: str) -> None:
+    config = config_of(name)
+    found = blueprint(config)
+    assert found.kv_groups == kv_groups(config)
+    assert len(read_weights(found.skeleton)) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "GLM-4.7-Flash"])
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_published_shapes_come_out_right(name: str, quantization: str) -> None:
+    assert probe(config_of(name), quantization=quantization) < 1e-5
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_rounded_weights_come_out_right(quantization: str) -> None:
+    """kv_b_proj is read as a tensor, so it is never rounded; everything around it is."""
+    config = tiny_config("minicpm3")
+    assert probe(config, quantization=quantization) < 1e-5
+    plan = blueprint(config)
+    chosen = schemes_of(plan, list(plan.tensors), quantization)
+    leaves = {name.split(".")[-2] for name in chosen}
+    assert "kv_b_proj" not in leaves
+    assert {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "up_proj"} <= leaves
+
+
+def test_scores_are_scaled_as_the_modules_say() -> None:
+    """Yarn scales them too: by the widths of heads alone they would come out wrong."""
+    config = tiny_config("deepseek_v3")
+    model = build_skeleton(config, torch.float32)
+    _, _, layer = next(latent_layers(model))
+    assert layer.scaling != pytest.approx((12 + 8) ** -0.5)
+    assert probe(config) < 1e-5
+
+
+def built(family: str = "deepseek_v3", attention: str | None = None) -> nn.Module:
+    options = {} if attention is None else {"attention": attention}
+    model = build_skeleton(tiny_config(family), torch.float32, **options)
+    bind_weights(model, draw_weights(model, 0))
+    return model
+
+
+@torch.inference_mode()
+def test_absorbed_products_are_those_of_the_expanded_heads() -> None:
+    eager, ours = built(attention="eager"), built()
+    (_, number, theirs), (_, _, module) = (next(latent_layers(m)) for m in (eager, ours))
+    assert number == 0
+    assert not is_latent(theirs)
+    random = torch.Generator().manual_seed(0)
+    query, latent, rotated, weights = (
+        torch.randn(*shape, generator=random)
+        for shape in ((1, 4, 7, 20), (1, 1, 9, 24), (1, 1, 9, 8), (1, 4, 7, 9))
+    )
+    key, value = theirs.expand_kv(latent, rotated)
+    scores, out = query @ key.transpose(2, 3), weights @ value
+    key, value = module.expand_kv(latent, rotated)
+    assert key.shape == (1, 1, 9, 32)
+    assert torch.equal(value, key[..., :24])
+    absorbed = absorb(module, query)
+    assert torch.allclose(absorbed @ key.transpose(2, 3), scores, atol=1e-4)
+    projected = project(module, (weights @ value).transpose(1, 2))
+    assert torch.allclose(projected, out.transpose(1, 2), atol=1e-4)
+
+
+def test_other_layers_are_left_alone() -> None:
+    model = built("llama")
+    assert not list(latent_layers(model))
+    attention = model.get_submodule("model.layers.0.self_attn")
+    some = torch.ones(1, 4, 2, 16)
+    assert absorb(attention, some) is some
+    assert project(attention, some) is some
+
+
+def test_latents_of_an_unknown_kind_are_refused() -> None:
+    config = tiny_config("deepseek_v2")
+    model = build_skeleton(copy.deepcopy(config), torch.float32)
+    attention: Any = model.get_submodule("model.layers.1.self_attn")
+    attention.kv_b_proj = nn.Linear(24, 4 * 22, bias=True)
+    with pytest.raises(RegistrationRefused, match="latents in an unknown way") as caught:
+        module_geometries(model, config)
+    assert caught.value.code == "unknown_family"
+
+
+def test_the_probe_sees_a_wrong_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "engine.modules.transformers_backend.project",
+        lambda module, attended: project(module, attended.flip(-1)),
+    )
+    with pytest.raises(RegistrationRefused, match="differ"):
+        probe(tiny_config("minicpm3"))
+
+
+def test_the_probe_sees_v_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = module_geometries
+
+    def as_if_not(model: nn.Module, config: Any) -> Any:
+        return [replace(kind, v_dim=16) for kind in right(model, config)]
+
+    monkeypatch.setattr(parity, "module_geometries", as_if_not)
+    with pytest.raises(RegistrationRefused, match="instead of 1 heads"):
+        probe(tiny_config("minicpm3"))
+
+
+def test_values_a_token() -> None:
+    assert KvGroup((0, 1), 2, 16, 8, 4).values_per_token == 96
+    assert KvGroup((0, 1), 1, 24, 16, v_in_k=True).values_per_token == 48
+
+
+def test_an_index_says_where_v_lies_in_k(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "model", tiny_config("deepseek_v3"))
+    pack_dir, written = write_pack(inspect(folder), tmp_path / "packs", "float32", lambda *_: None)
+    index = read_index(pack_dir)
+    assert index == written
+    assert index.kv_groups == (KvGroup((0, 1), 1, 32, 24, v_in_k=True),)
+
+
+def test_an_index_of_before_says_that_it_does_not(tmp_path: Path) -> None:
+    """A field with a default is no reason for another version of packs."""
+    folder = hf_folder(tmp_path / "model", tiny_config("llama"))
+    pack_dir, index = write_pack(inspect(folder), tmp_path / "packs", "float32", lambda *_: None)
+    old = msgspec.to_builtins(index)
+    for group in old["kv_groups"]:
+        del group["v_in_k"]
+    data = msgspec.msgpack.encode(old)
+    (pack_dir / INDEX_NAME).write_bytes(data + xxhash.xxh3_64_digest(data))
+    assert read_index(pack_dir) == index
