@@ -9,6 +9,7 @@ builds a mask; a kernel that reads pages in place needs less.
 import torch
 
 from engine.config import EngineConfig
+from engine.modules.latent import SLICE_BYTES
 from engine.pack import KvGroup, PackIndex
 from engine.sampling import PROMPT_SLICE
 from engine.scheduling import STEP_TOKENS
@@ -84,6 +85,10 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     )
     heads = max(group.num_kv_heads, heads)
     mask = -(-heads // group.num_kv_heads) * chunk * context * (1 + item)
+    if group.v_in_k:
+        # Either way some heads at a time, one at least, and a mask that they share.
+        own = max(3 * context * per_token, chunk * context * (1 + item))
+        mask = max(own, min(heads * own, SLICE_BYTES)) + chunk * context * (1 + item)
     arena_tokens = config.arena_bytes // (per_token * len(group.layers)) + 1
     cached = min(config.max_num_seqs * context, PADDING * arena_tokens)
     scores = cached * heads * 4 * 2

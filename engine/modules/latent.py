@@ -15,10 +15,11 @@ kernels/paged_attention.py), and blocks hold K alone.
 
 transformers' modules hand c and r to a method `expand_kv`, which makes K and V of all heads of
 them, and these to attention. `keep_latents` puts another method in its place on the instances that
-are built as expected, whatever their classes are called; `absorb` and `project` are what attention
-does before and behind.
+are built as expected, whatever their classes are called. `absorb` and `project` are what attention
+does before and behind; long chunks are cheaper the other way, with K and V of all heads for the
+moment (`attend_latents`).
 
-Does not know pages, steps, or quantization, but for one thing: kv_b_proj is read as a tensor here
+Does not know steps or quantization, but for one thing: kv_b_proj is read as a tensor here
 and never called, so it must stay as it is (`read_weights`).
 """
 
@@ -27,9 +28,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from kernels.paged_attention import LayerGeometry
+from kernels.paged_attention import (
+    BlockGeometry,
+    LayerGeometry,
+    PagedBatch,
+    attend_rows_ref,
+    gather_kv_ref,
+)
 
+ALL = slice(None)
+SLICE_BYTES = 64 << 20
+"""Beside the gathered latents."""
+EXPANSION_COST = 2
+"""Of a product that expands, in those of attention; measured at 170 to 512 tokens of 4,096."""
 _EXPAND = "expand_kv"
 _WIDTHS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
 
@@ -79,21 +92,97 @@ def is_latent(module: nn.Module) -> bool:
     return _EXPAND in vars(module)
 
 
-def absorb(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, nope + rope] to [1, heads, T, rank + rope]; of other layers as it is."""
-    if not is_latent(module):
-        return query
+def absorb(module: Any, query: torch.Tensor, heads: slice = ALL) -> torch.Tensor:
+    """[heads, n, nope + rope] to [heads, n, rank + rope]. `heads`: which they are."""
     nope = module.qk_nope_head_dim
-    latent = torch.matmul(query[..., :nope], _by_head(module)[:, :nope])
+    latent = torch.bmm(query[..., :nope], _by_head(module)[heads, :nope])
     return torch.cat((latent, query[..., nope:]), -1)
 
 
-def project(module: Any, attended: torch.Tensor) -> torch.Tensor:
-    """[1, T, heads, rank] to [1, T, heads, v_dim]; of other layers as it is."""
-    if not is_latent(module):
-        return attended
-    up = _by_head(module)[:, module.qk_nope_head_dim :].transpose(1, 2)
-    return torch.matmul(attended.transpose(1, 2), up).transpose(1, 2)
+def project(module: Any, attended: torch.Tensor, heads: slice = ALL) -> torch.Tensor:
+    """[heads, n, rank] to [heads, n, v_dim]."""
+    up = _by_head(module)[heads, module.qk_nope_head_dim :]
+    return torch.bmm(attended, up.transpose(1, 2))
+
+
+def attend_latents(
+    module: Any,
+    arena: torch.Tensor,
+    geometry: BlockGeometry,
+    chunk_table: torch.Tensor,
+    batch: PagedBatch,
+    query: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention_ref`, from the heads' own queries to their own values, by operators.
+
+    query [heads, T, nope + rope] -> [T, heads, v_dim]. Each group of rows goes the way that takes
+    fewer products, some heads at a time: between them lie SLICE_BYTES at most, or one head's.
+    """
+    out = query.new_empty(query.shape[1], module.num_heads, module.v_head_dim)
+    for rows in batch.rows:
+        key, _ = gather_kv_ref(arena, geometry, chunk_table, rows)
+        num_rows, num_queries = rows.token_index.shape
+        expands = expanding_is_cheaper(module, num_queries, int(rows.context_len.max()))
+        step = max(1, SLICE_BYTES // _head_bytes(module, num_queries, key, expands))
+        where = (rows.context_len, rows.first, scale, geometry.layer.window, softcap)
+        for first in range(0, module.num_heads, step):
+            heads = slice(first, first + step)
+            own = query[heads, rows.token_index]  # [heads, R, n, width]
+            logits = None if sinks is None else sinks[heads]
+            keys, values, width = key, key, module.kv_lora_rank
+            if expands:
+                keys, values = _expand(module, key, heads)
+                width = module.v_head_dim
+            else:  # by heads alone: with a row more in front torch copies the weights for each
+                own = absorb(module, own.flatten(1, 2), heads)
+                own = own.view(len(own), num_rows, num_queries, -1)
+            attended = attend_rows_ref(own.transpose(0, 1), keys, values, *where, logits)
+            attended = attended[..., :width].transpose(0, 1).flatten(1, 2)
+            if not expands:
+                attended = project(module, attended, heads)
+            out[rows.token_index.flatten(), heads] = attended.transpose(0, 1)
+    return out
+
+
+def expanding_is_cheaper(module: Any, num_queries: int, context: int) -> bool:
+    """Whether K and V of all heads, made of the whole context, save more products than they take.
+
+    A head's pair of query and key costs its own widths and not twice a latent's; instead all of the
+    context is expanded, and not the new tokens alone absorbed. What is expanded is also copied:
+    that is as much again. With heads as wide as DeepSeek-V3's it pays for whole prompts, and for
+    chunks of 340 tokens and more.
+    """
+    rank, v_dim = module.kv_lora_rank, module.v_head_dim
+    width = module.qk_nope_head_dim + module.qk_rope_head_dim
+    expansion: int = rank * (module.qk_nope_head_dim + v_dim)
+    saved: int = 2 * (rank + module.qk_rope_head_dim - max(width, v_dim))
+    return EXPANSION_COST * (context - num_queries) * expansion < num_queries * context * saved
+
+
+def _head_bytes(module: Any, num_queries: int, key: torch.Tensor, expands: bool) -> int:
+    """What one head more takes between the products."""
+    item, positions = key.element_size(), key.shape[0] * key.shape[2]
+    if expands:
+        width: int = module.qk_nope_head_dim + max(module.qk_rope_head_dim, module.v_head_dim)
+        return 3 * positions * width * item
+    # A mask of each head's own, also as numbers; or scores in float32, twice.
+    return positions * (num_queries * (1 + item) if num_queries > 1 else 8)
+
+
+def _expand(module: Any, key: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """[R, 1, S, rank + rope] to K and V [R, heads, S, width], V with zeros behind its v_dim."""
+    rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
+    weight = _by_head(module)[heads]
+    num_rows, _, context, _ = key.shape
+    both = functional.linear(key[..., :rank], weight.reshape(-1, rank))
+    both = both.view(num_rows, context, len(weight), -1).transpose(1, 2)
+    rotated = key[..., rank:].expand(-1, len(weight), -1, -1)
+    keys, values = torch.cat((both[..., :nope], rotated), -1), both[..., nope:]
+    missing = keys.shape[3] - values.shape[3]
+    return keys, functional.pad(values, (0, missing)) if missing > 0 else values
 
 
 def _by_head(module: Any) -> torch.Tensor:

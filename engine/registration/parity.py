@@ -40,7 +40,7 @@ from engine.modules import (
     build_skeleton,
     step_context,
 )
-from engine.modules.latent import absorb
+from engine.modules.latent import absorb, is_latent
 from engine.modules.quantized import replace_modules
 from engine.modules.transformers_backend import paged_attention_forward
 from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
@@ -103,7 +103,8 @@ class _Watched:
         self.calls.append(layer)
         wanted = self.layers[layer]
         got = replace(wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3])
-        if got != wanted or absorb(module, query).shape[3] != key.shape[3]:
+        own = absorb(module, query[0]) if is_latent(module) else query[0]
+        if got != wanted or own.shape[2] != key.shape[3]:
             raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0
         if window not in (0, wanted.window):

@@ -19,8 +19,15 @@ from transformers import AutoConfig
 from bench.family_configs import tiny_config
 from engine.errors import RegistrationRefused
 from engine.memory import plan_pack
-from engine.modules import bind_weights, build_skeleton
-from engine.modules.latent import absorb, is_latent, latent_layers, project, read_weights
+from engine.modules import bind_weights, build_skeleton, latent
+from engine.modules.latent import (
+    absorb,
+    expanding_is_cheaper,
+    is_latent,
+    latent_layers,
+    project,
+    read_weights,
+)
 from engine.pack import INDEX_NAME, KvGroup, read_index
 from engine.registration import parity
 from engine.registration.blueprint import blueprint, kv_groups, module_geometries
@@ -136,28 +143,26 @@ def test_absorbed_products_are_those_of_the_expanded_heads() -> None:
     assert number == 0
     assert not is_latent(theirs)
     random = torch.Generator().manual_seed(0)
-    query, latent, rotated, weights = (
+    query, kept, rotated, weights = (
         torch.randn(*shape, generator=random)
         for shape in ((1, 4, 7, 20), (1, 1, 9, 24), (1, 1, 9, 8), (1, 4, 7, 9))
     )
-    key, value = theirs.expand_kv(latent, rotated)
+    key, value = theirs.expand_kv(kept, rotated)
     scores, out = query @ key.transpose(2, 3), weights @ value
-    key, value = module.expand_kv(latent, rotated)
+    key, value = module.expand_kv(kept, rotated)
     assert key.shape == (1, 1, 9, 32)
     assert torch.equal(value, key[..., :24])
-    absorbed = absorb(module, query)
-    assert torch.allclose(absorbed @ key.transpose(2, 3), scores, atol=1e-4)
-    projected = project(module, (weights @ value).transpose(1, 2))
-    assert torch.allclose(projected, out.transpose(1, 2), atol=1e-4)
+    attended = (weights @ value)[0]
+    for part in (slice(None), slice(1, 3)):
+        absorbed = absorb(module, query[0, part], part)
+        assert torch.allclose(absorbed @ key[0].transpose(1, 2), scores[0, part], atol=1e-4)
+        assert torch.allclose(project(module, attended[part], part), out[0, part], atol=1e-4)
 
 
 def test_other_layers_are_left_alone() -> None:
     model = built("llama")
     assert not list(latent_layers(model))
-    attention = model.get_submodule("model.layers.0.self_attn")
-    some = torch.ones(1, 4, 2, 16)
-    assert absorb(attention, some) is some
-    assert project(attention, some) is some
+    assert not is_latent(model.get_submodule("model.layers.0.self_attn"))
 
 
 def test_latents_of_an_unknown_kind_are_refused() -> None:
@@ -172,11 +177,45 @@ def test_latents_of_an_unknown_kind_are_refused() -> None:
 
 def test_the_probe_sees_a_wrong_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "engine.modules.transformers_backend.project",
-        lambda module, attended: project(module, attended.flip(-1)),
+        latent, "project", lambda module, rows, heads: project(module, rows.flip(-1), heads)
     )
     with pytest.raises(RegistrationRefused, match="differ"):
         probe(tiny_config("minicpm3"))
+
+
+def test_the_probe_sees_wrong_values_of_an_expanded_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expand = latent._expand
+
+    def wrong(module: Any, key: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = expand(module, key, heads)
+        return keys, values.flip(1)
+
+    monkeypatch.setattr(latent, "_expand", wrong)
+    with pytest.raises(RegistrationRefused, match="differ"):
+        probe(tiny_config("minicpm3"))
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 3000])
+@pytest.mark.parametrize("expands", [False, True])
+def test_each_way_and_some_heads_at_a_time_come_out_right(
+    expands: bool, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latent, "expanding_is_cheaper", lambda *_: expands)
+    monkeypatch.setattr(latent, "SLICE_BYTES", slice_bytes)
+    for family in ("deepseek_v2", "glm4_moe_lite"):
+        assert probe(tiny_config(family)) < 1e-5
+
+
+def test_the_way_is_chosen_by_products() -> None:
+    """With the widths of DeepSeek-V3: 1,152 a pair and head instead of 384, or 131,072 a token."""
+    model = blueprint(config_of("DeepSeek-V3")).skeleton
+    _, _, module = next(latent_layers(model))
+    assert not expanding_is_cheaper(module, 1, 4096)
+    assert not expanding_is_cheaper(module, 330, 16_384)
+    assert expanding_is_cheaper(module, 340, 16_384)
+    assert expanding_is_cheaper(module, 64, 64)
 
 
 def test_the_probe_sees_v_of_another_width(monkeypatch: pytest.MonkeyPatch) -> None:
