@@ -10,6 +10,7 @@ import pytest
 
 from bench.family_configs import tiny_config
 from engine.pack import read_index
+from tests.engine.running.test_parity_mixes import Book, Mix, run_mixes
 from tests.engine.test_engine import PAGE, Driver, Mode, generated, in_each_mode, weight_pages
 from tests.engine.tiny_models import TinyModel, make_tiny_models
 
@@ -91,3 +92,10 @@ def test_a_token_takes_what_the_architecture_asks_for(latent_models: dict[str, T
         held = max(held, driver.engine.status(driver.now_s).pages.get("deepseek_v3/kv", 0))
     assert held * PAGE < 2 * 128 * 256
     driver.empty()
+
+
+def test_mixes_of_everything_at_once(latent_models: dict[str, TinyModel]) -> None:
+    """Swaps, forced moves of KV and weights, preemption, aborts, hits, as in the parity mixes."""
+    total = run_mixes(Book.of(latent_models, 4), range(4), Mix)
+    for event in ("hit tokens", "preemptions", "swaps", "forced kv moves"):
+        assert total[event], event
