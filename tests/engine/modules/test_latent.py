@@ -34,6 +34,7 @@ from engine.registration.blueprint import blueprint, kv_groups, module_geometrie
 from engine.registration.convert import inspect, write_pack
 from engine.registration.parity import draw_weights, probe
 from engine.registration.quantize import schemes_of
+from engine.registration.wrapper import set_text_config
 from tests.engine.pack_rig import hf_folder
 
 YARN = {
@@ -252,3 +253,11 @@ def test_an_index_of_before_says_that_it_does_not(tmp_path: Path) -> None:
     data = msgspec.msgpack.encode(old)
     (pack_dir / INDEX_NAME).write_bytes(data + xxhash.xxh3_64_digest(data))
     assert read_index(pack_dir) == index
+
+
+def test_a_wrapper_of_a_text_model_that_keeps_latents_comes_out_right() -> None:
+    """Mistral Small 4: its text part's class is no causal model of its own in the library."""
+    text = tiny_config("mistral4")
+    config = set_text_config(tiny_config("mistral3"), text)
+    assert all(group.v_in_k for group in blueprint(config).kv_groups)
+    assert probe(config) < 1e-5
