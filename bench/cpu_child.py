@@ -109,7 +109,7 @@ def kv_bytes(index: PackIndex, num_seqs: int, num_tokens: int) -> int:
     """Room for so many sequences of so many tokens, and for rounding."""
     itemsize = getattr(torch, index.kv_dtype).itemsize
     groups = index.kv_groups
-    per_token = sum(len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in groups) * itemsize
+    per_token = sum(g.values_per_token for g in groups) * itemsize
     return int(per_token * num_seqs * num_tokens * KV_ROUNDING)
 
 

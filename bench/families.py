@@ -149,8 +149,7 @@ def judge(family: str) -> Verdict:
         error = probe_model(found)
     except RegistrationRefused as refusal:
         return Refused(family, step, refusal.code, _short(str(refusal)))
-    rows = (len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in found.kv_groups)
-    kv_bytes = sum(rows) * torch.float32.itemsize
+    kv_bytes = sum(g.values_per_token for g in found.kv_groups) * torch.float32.itemsize
     how = PLAIN
     if found.wrapper is not None:
         how = TEXT_CLASS if found.is_text_class else FLAT
@@ -217,9 +216,10 @@ def _tried(found: Blueprint) -> str:
         "q/k norms": "q_norm" in names or "q_layernorm" in names or "query_layernorm" in names,
         "learned positions": any(word in names for word in ("wpe", "position_emb", "embed_pos")),
         "several KV shapes": len({(g.num_kv_heads, g.k_dim) for g in groups}) > 1,
-        "V unlike K": any(g.k_dim != g.v_dim for g in groups),
+        "V unlike K": any(g.k_dim != g.v_dim and not g.v_in_k for g in groups),
+        "latents": any(g.v_in_k for g in groups),
         f"`{type(found.skeleton).__name__}`": found.wrapper is not None,
-        "one KV head": groups and all(g.num_kv_heads == 1 for g in groups),
+        "one KV head": groups and all(g.num_kv_heads == 1 and not g.v_in_k for g in groups),
     }
     return ", ".join([*parts, *(name for name, is_so in said.items() if is_so)])
 

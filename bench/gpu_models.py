@@ -133,10 +133,7 @@ def share_of_experts(name: str, batch: int, dry: bool) -> float:
 def kv_bytes_per_token(index: PackIndex) -> int:
     """Of all layers."""
     itemsize: int = getattr(torch, index.kv_dtype).itemsize
-    return sum(
-        len(group.layers) * group.num_kv_heads * (group.k_dim + group.v_dim) * itemsize
-        for group in index.kv_groups
-    )
+    return sum(group.values_per_token * itemsize for group in index.kv_groups)
 
 
 def prompt_flops(name: str, index: PackIndex, length: int, dry: bool) -> float:

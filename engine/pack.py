@@ -88,13 +88,23 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers with one KV geometry. window 0: full attention. Widths are per KV head."""
+    """Layers with one KV geometry. window 0: full attention. Widths are per KV head.
+
+    v_in_k   V is the first v_dim values of K (layers that cache latents): K alone is kept
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
+    v_in_k: bool = False
+
+    @property
+    def values_per_token(self) -> int:
+        """Kept of one position in all its layers."""
+        row = self.k_dim if self.v_in_k else self.k_dim + self.v_dim
+        return len(self.layers) * self.num_kv_heads * row
 
 
 StateKey: TypeAlias = tuple[int, str]

@@ -109,7 +109,7 @@ def _attend_rows(
             form.softcap,
             form.sinks,
         )
-        out[place] = attended[0].transpose(0, 1)
+        out[place] = attended[0, ..., : out.shape[2]].transpose(0, 1)
 
 
 FLAT_REFERENCE = replace(REFERENCE, write=write_flat_ref, attend=attend_flat_ref)

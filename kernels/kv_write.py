@@ -2,7 +2,7 @@
 
     q          [T, heads, k_dim]     rotated into q_out, which may be q itself
     key        [T, kv_heads, k_dim]  rotated into the cache; not changed
-    value      [T, kv_heads, v_dim]  copied into the cache
+    value      [T, kv_heads, v_dim]  copied into the cache; not read where V lies in K
     cos, sin   [T, half], or None: keys are rotated already (or never), and q is left alone
     token_chunk, token_slot, token_offset   int [T], where each token goes; see PagedBatch. A chunk
                of -1 writes nothing: tokens that only fill a captured graph
@@ -83,6 +83,7 @@ def _write_kernel(
     UNIT: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
     V_START: tl.constexpr,
+    V_IN_K: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
@@ -137,13 +138,14 @@ def _write_kernel(
                 k = tl.load(k_head + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
                 k = k.to(arena_ptr.dtype.element_ty)
                 tl.store(k_row + rest[None, :], k, mask=in_rest)
-            v_dim = tl.arange(0, V_PAD)
-            in_v = is_head[:, None] & (v_dim < V_DIM)[None, :]
-            v_head = v_ptr + (token * v_stride_t + kv_head * v_stride_h)[:, None]
-            v_row = V_START * UNIT + (kv_head * BLOCK_TOKENS + offset) * V_DIM
-            v = tl.load(v_head + v_dim[None, :], mask=in_v, other=0.0).to(tl.float32)
-            v = v.to(arena_ptr.dtype.element_ty)
-            tl.store(arena_ptr + (base + v_row)[:, None] + v_dim[None, :], v, mask=in_v)
+            if not V_IN_K:
+                v_dim = tl.arange(0, V_PAD)
+                in_v = is_head[:, None] & (v_dim < V_DIM)[None, :]
+                v_head = v_ptr + (token * v_stride_t + kv_head * v_stride_h)[:, None]
+                v_row = V_START * UNIT + (kv_head * BLOCK_TOKENS + offset) * V_DIM
+                v = tl.load(v_head + v_dim[None, :], mask=in_v, other=0.0).to(tl.float32)
+                v = v.to(arena_ptr.dtype.element_ty)
+                tl.store(arena_ptr + (base + v_row)[:, None] + v_dim[None, :], v, mask=in_v)
 
 
 def _constants(
@@ -159,6 +161,7 @@ def _constants(
         "UNIT": geometry.unit_elements,
         "BLOCK_UNITS": geometry.block_units,
         "V_START": geometry.v_start_units,
+        "V_IN_K": layer.v_in_k,
         "HALF": half,
         "INTERLEAVED": interleaved,
         "HEADS": HEADS,

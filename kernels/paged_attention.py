@@ -13,11 +13,17 @@ V row, so that every row starts at a unit). A block holds `block_tokens` positio
     address of block b in layer l = table[l, b // blocks_per_chunk]
                                     + (b % blocks_per_chunk) * block_units
 
+Where V lies in K (`v_in_k`: layers that cache a latent), a block holds K alone, and V of a position
+is the first v_dim values of its K:
+
+    block   = [ K: kv_head x position x k_dim ]
+
 Layers of one geometry are a *layer group*: they share block ids, extents and one table. A row of a
 group with a window may leave out the blocks before its window: `first` says at which position its
 table begins.
 
-Bytes moved by one decode step of one layer: sum over rows of context * kv_heads * (k_dim + v_dim).
+Bytes moved by one decode step of one layer: sum over rows of context * kv_heads * (k_dim + v_dim),
+or k_dim where V lies in K.
 
 What is here is what every other implementation is held to, and the fallback. It never lets freed
 or unwritten memory reach a result: K beyond the context is masked, V beyond it is zeroed (0 * NaN
@@ -31,12 +37,22 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """KV of one layer. `window` 0 means full attention."""
+    """KV of one layer.
+
+    window   0: full attention
+    v_in_k   V is the first v_dim values of K
+    """
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
+    v_in_k: bool = False
+
+    @property
+    def row_dim(self) -> int:
+        """Values kept of one position of one head."""
+        return self.k_dim if self.v_in_k else self.k_dim + self.v_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +76,29 @@ class BlockGeometry:
 
     @property
     def v_row_units(self) -> int:
-        """Units of one position's V of one head."""
-        return self.layer.v_dim * self.dtype.itemsize // self.unit_bytes
+        """Units from one position's V of one head to the next one's."""
+        dim = self.layer.k_dim if self.layer.v_in_k else self.layer.v_dim
+        return dim * self.dtype.itemsize // self.unit_bytes
 
     @property
     def v_start_units(self) -> int:
         """Where V begins inside a block."""
+        if self.layer.v_in_k:
+            return 0
         return self.layer.num_kv_heads * self.block_tokens * self.k_row_units
 
     @property
     def block_units(self) -> int:
         """Units of a whole block."""
-        rows = self.layer.num_kv_heads * self.block_tokens
-        return rows * (self.k_row_units + self.v_row_units)
+        row_bytes = self.layer.row_dim * self.dtype.itemsize
+        return self.layer.num_kv_heads * self.block_tokens * (row_bytes // self.unit_bytes)
 
 
 def largest_unit_bytes(layer: LayerGeometry, dtype: torch.dtype, page_bytes: int) -> int:
-    """The largest power of two dividing a K row, a V row and a page, in bytes."""
-    k_bytes, v_bytes = layer.k_dim * dtype.itemsize, layer.v_dim * dtype.itemsize
+    """The largest power of two dividing a K row, a V row of its own and a page, in bytes."""
+    k_bytes, row_bytes = layer.k_dim * dtype.itemsize, layer.row_dim * dtype.itemsize
     unit = page_bytes
-    while k_bytes % unit or v_bytes % unit:
+    while k_bytes % unit or row_bytes % unit:
         unit //= 2
     return unit
 
@@ -127,15 +146,16 @@ def write_kv_ref(
 ) -> None:
     """Store K and V of T tokens. arena uint8 [bytes]; chunk_table int64 [chunks]: the layer's row.
 
-    key [T, kv_heads, k_dim], value [T, kv_heads, v_dim], in the geometry's dtype.
+    key [T, kv_heads, k_dim], value [T, kv_heads, v_dim], in the geometry's dtype. Where V lies in
+    K, value is not read.
     """
     units = arena.view(geometry.dtype).view(-1, geometry.unit_elements)
     base = chunk_table[batch.token_chunk] + batch.token_slot * geometry.block_units
     heads = torch.arange(geometry.layer.num_kv_heads, device=arena.device)
-    for tensor, start, row_units in (
-        (key, 0, geometry.k_row_units),
-        (value, geometry.v_start_units, geometry.v_row_units),
-    ):
+    parts = [(key, 0, geometry.k_row_units)]
+    if not geometry.layer.v_in_k:
+        parts.append((value, geometry.v_start_units, geometry.v_row_units))
+    for tensor, start, row_units in parts:
         row = heads * (geometry.block_tokens * row_units) + batch.token_offset[:, None] * row_units
         index = (base[:, None] + start + row)[:, :, None]
         if row_units > 1:
@@ -146,7 +166,8 @@ def write_kv_ref(
 def gather_kv_ref(
     arena: torch.Tensor, geometry: BlockGeometry, chunk_table: torch.Tensor, rows: Rows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [num_rows, kv_heads, max_blocks * block_tokens, k_dim] and V alike with v_dim.
+    """K [num_rows, kv_heads, max_blocks * block_tokens, k_dim] and V alike with v_dim. Where V lies
+    in K, both are the same tensor: `attend_rows_ref` of it is to be cut to v_dim.
 
     Copies whole (block, head) tiles. V of positions that no query of the row sees is zero; so is K
     where several queries a row attend at once, otherwise it is whatever lies there and must be
@@ -158,10 +179,10 @@ def gather_kv_ref(
     heads = torch.arange(layer.num_kv_heads, device=arena.device)[None, :, None]
     typed = arena.view(geometry.dtype)
     out = []
-    for start, row_units, dim in (
-        (0, geometry.k_row_units, layer.k_dim),
-        (geometry.v_start_units, geometry.v_row_units, layer.v_dim),
-    ):
+    parts = [(0, geometry.k_row_units, layer.k_dim)]
+    if not layer.v_in_k:
+        parts.append((geometry.v_start_units, geometry.v_row_units, layer.v_dim))
+    for start, row_units, dim in parts:
         tile = geometry.block_tokens * dim
         step = geometry.unit_elements
         # Overlapping tiles, one starting at every unit: reading by index_select is safe.
@@ -169,7 +190,7 @@ def gather_kv_ref(
         index = base[:, None, :] + (start + heads * (geometry.block_tokens * row_units))
         gathered = tiles.index_select(0, index.reshape(-1))
         out.append(gathered.view(num_rows, layer.num_kv_heads, -1, dim))
-    key, value = out
+    key, value = out[0], out[-1]
     span = torch.arange(max_blocks * geometry.block_tokens, device=arena.device)
     position = rows.first[:, None] + span
     unseen = position >= rows.context_len[:, None]
@@ -179,7 +200,7 @@ def gather_kv_ref(
         unseen |= position <= (rows.context_len - q_len - layer.window)[:, None]
     unseen = unseen[:, None, :, None]
     value.masked_fill_(unseen, 0)
-    if q_len > 1:
+    if q_len > 1 and value is not key:
         # torch's fused attention adds its mask to the score, and NaN - inf is NaN.
         key.masked_fill_(unseen, 0)
     return key, value
@@ -199,7 +220,8 @@ def attend_rows_ref(
     """query [R, heads, q_len, k_dim], key/value [R, kv_heads, S, dim] -> [R, heads, q_len, v_dim].
 
     The q_len queries are the last q_len of each row's context; key i of row r is at position
-    first[r] + i. Scores and softmax in float32.
+    first[r] + i. Scores and softmax in float32. K and V of one width take torch's fused attention,
+    others are several times slower: V in K is given whole.
     """
     num_rows, num_heads, q_len, _ = query.shape
     kv_heads, span = key.shape[1], key.shape[2]
@@ -259,5 +281,5 @@ def paged_attention_ref(
             softcap,
             sinks,
         )
-        out[rows.token_index] = attended.transpose(1, 2)
+        out[rows.token_index] = attended[..., : geometry.layer.v_dim].transpose(1, 2)
     return out

@@ -6,6 +6,9 @@ For row r with its query at position p = context_len[r] - 1, head h of the group
 
 with an optional sink logit a head in the softmax's sum.
 
+Where V lies in K (`v_in_k`) it is read once for both: q . k is the sum of two products, over V and
+over what K has behind it.
+
     query   [T, heads, k_dim]  token q_start[r] of row r; any strides, the last 1
     out     [T, heads, v_dim]  contiguous, query's dtype; rows of other lengths are left alone
     arena   uint8; see kernels/paged_attention.py
@@ -111,6 +114,7 @@ def _decode_kernel(
     UNIT: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
     V_START: tl.constexpr,
+    V_IN_K: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -130,6 +134,7 @@ def _decode_kernel(
     HEAD_BLOCKS: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     PAGES: tl.constexpr = BLOCK_N // BLOCK_TOKENS
     ALIGN: tl.constexpr = UNIT if UNIT < 16 else 16
+    V_ROW: tl.constexpr = K_DIM if V_IN_K else V_DIM
     row = tl.program_id(0)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     split = tl.program_id(2)
@@ -141,15 +146,14 @@ def _decode_kernel(
     member = tl.program_id(1) % HEAD_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
     is_head = member < GROUP
     head = kv_head * GROUP + member
-    k_dim = tl.arange(0, K_PAD)
+    k_dim = (V_DIM if V_IN_K else 0) + tl.arange(0, K_PAD)
     v_dim = tl.arange(0, V_PAD)
     in_k = k_dim < K_DIM
     in_v = v_dim < V_DIM
-    q = tl.load(
-        q_ptr + token * q_stride_t + head[:, None] * q_stride_h + k_dim[None, :],
-        mask=is_head[:, None] & in_k[None, :],
-        other=0.0,
-    )
+    q_head = q_ptr + token * q_stride_t + head[:, None] * q_stride_h
+    q = tl.load(q_head + k_dim[None, :], mask=is_head[:, None] & in_k[None, :], other=0.0)
+    if V_IN_K:
+        q_v = tl.load(q_head + v_dim[None, :], mask=is_head[:, None] & in_v[None, :], other=0.0)
     if SOFTCAP == 0.0:
         scale = scale * LOG2_E
 
@@ -170,7 +174,7 @@ def _decode_kernel(
     table_row = row.to(tl.int64) * table_stride
     in_page = tl.arange(0, BLOCK_TOKENS)
     k_head = kv_head * (BLOCK_TOKENS * K_DIM)
-    v_head = V_START * UNIT + kv_head * (BLOCK_TOKENS * V_DIM)
+    v_head = V_START * UNIT + kv_head * (BLOCK_TOKENS * V_ROW)
     chunk_ptr += table_row
     slot_ptr += table_row
     base = page_bases(
@@ -178,7 +182,7 @@ def _decode_kernel(
     )
     for tile in range(begin, end):
         k_row = tl.reshape(base[:, None] + (k_head + in_page * K_DIM)[None, :], [BLOCK_N])
-        v_row = tl.reshape(base[:, None] + (v_head + in_page * V_DIM)[None, :], [BLOCK_N])
+        v_row = tl.reshape(base[:, None] + (v_head + in_page * V_ROW)[None, :], [BLOCK_N])
         k_row = tl.multiple_of(k_row, ALIGN)
         v_row = tl.multiple_of(v_row, ALIGN)
         base = page_bases(
@@ -193,7 +197,12 @@ def _decode_kernel(
             mask=seen[:, None] & in_k[None, :],
             other=0.0,
         ).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        v_at = arena_ptr + v_row[:, None] + v_dim[None, :]
+        if V_IN_K:
+            v = tl.load(v_at, mask=seen[:, None] & in_v[None, :], other=0.0).to(q.dtype)
+            scores = tl.dot(q_v, tl.trans(v), scores, input_precision="ieee")
+        scores = scores * scale
         if SOFTCAP != 0.0:
             scores = capped(scores, SOFTCAP) * LOG2_E
         scores = tl.where(seen[None, :], scores, MASKED)
@@ -202,11 +211,8 @@ def _decode_kernel(
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
-        v = tl.load(
-            arena_ptr + v_row[:, None] + v_dim[None, :],
-            mask=seen[:, None] & in_v[None, :],
-            other=0.0,
-        ).to(q.dtype)
+        if not V_IN_K:
+            v = tl.load(v_at, mask=seen[:, None] & in_v[None, :], other=0.0).to(q.dtype)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
 
@@ -239,8 +245,10 @@ def _constants(
     constants = attention_constants(geometry, num_heads, softcap, has_sinks)
     # Wide heads bring the same bytes in shorter tiles; shared memory holds no more of them.
     block_n = BLOCK_N if constants["K_PAD"] + constants["V_PAD"] <= 256 else BLOCK_N // 2
+    # 16 x 512 results are 64 registers a thread.
+    block_m = 64 if constants["V_PAD"] <= 256 else 16
     return constants | {
-        "BLOCK_M": min(64, max(16, next_power_of_2(constants["GROUP"]))),
+        "BLOCK_M": min(block_m, max(16, next_power_of_2(constants["GROUP"]))),
         "BLOCK_N": max(block_n, geometry.block_tokens),
     }
 
@@ -350,4 +358,5 @@ DECLARED = (
     _declare("llama-8b split", 32, LayerGeometry(8, 128, 128), split=True),
     _declare("gpt-oss window sinks", 64, LayerGeometry(8, 64, 64, 128), sinks=True),
     _declare("gemma-2 softcap split", 8, LayerGeometry(4, 256, 256), softcap=50.0, split=True),
+    _declare("deepseek latent split", 16, LayerGeometry(1, 576, 512, v_in_k=True), split=True),
 )

@@ -7,6 +7,9 @@ A row's q_len queries are the last q_len of its context; the query at position p
 with an optional sink logit a head. K and V of the chunk itself are written to the cache before, so
 prefix and chunk are read the same way, and so are rows of one token (a decode beside chunks).
 
+Where V lies in K (`v_in_k`) it is read once for both: q . k is the sum of two products, over V and
+over what K has behind it.
+
     query   [T, heads, k_dim]  the row's tokens from q_start on; any strides, the last 1
     out     [T, heads, v_dim]  contiguous, query's dtype; tokens of no row are left alone
     arena   uint8; see kernels/paged_attention.py
@@ -43,9 +46,28 @@ from kernels.paged_rows import (
 )
 from kernels.paged_rows import wide_attention_ref as paged_prefill_ref
 from kernels.prefill_shape import Shape, capability, launch_shape, tile_tokens, tiles_of
-from kernels.triton_api import Declared, cdiv, jit, tl
+from kernels.triton_api import ARCHS, Declared, cdiv, jit, tl
 
 __all__ = ["DECLARED", "launch_shape", "paged_prefill", "paged_prefill_ref", "tiles_of"]
+
+
+@jit
+def _v_tile(
+    v_at: tl.tensor,
+    inside: tl.tensor,
+    v_dim: tl.tensor,
+    V_DIM: tl.constexpr,
+    V_PAD: tl.constexpr,
+    IS_EDGE: tl.constexpr,
+) -> tl.tensor:
+    """V of a tile's positions, with no more of a mask than it needs."""
+    if IS_EDGE:
+        v = tl.load(v_at, mask=inside[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
+    elif V_PAD != V_DIM:
+        v = tl.load(v_at, mask=(v_dim < V_DIM)[None, :], other=0.0)
+    else:
+        v = tl.load(v_at)
+    return v
 
 
 @jit
@@ -54,6 +76,7 @@ def _attend(
     total: tl.tensor,
     highest: tl.tensor,
     q: tl.tensor,
+    q_v: tl.tensor,
     q_place: tl.tensor,
     arena_ptr: tl.tensor,
     table_ptr: tl.tensor,
@@ -71,6 +94,7 @@ def _attend(
     UNIT: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
     V_START: tl.constexpr,
+    V_IN_K: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -80,15 +104,19 @@ def _attend(
 ) -> tl.tensor:
     """Tiles `begin` to `end`. Unless IS_EDGE, every query sees all of them.
 
+    `q_v`: what of the queries meets V, where V lies in K; `q` is then what meets the rest of K.
     `low`, `high`: the places that any query of the tile sees; what lies outside is never read.
     """
     PAGES: tl.constexpr = BLOCK_N // BLOCK_TOKENS
     ALIGN: tl.constexpr = UNIT if UNIT < 16 else 16
-    k_dim = tl.arange(0, K_PAD)
+    V_ROW: tl.constexpr = K_DIM if V_IN_K else V_DIM
+    # Where V lies in K, k is what is behind it.
+    K_FIRST: tl.constexpr = V_DIM if V_IN_K else 0
+    k_dim = K_FIRST + tl.arange(0, K_PAD)
     v_dim = tl.arange(0, V_PAD)
     in_page = tl.arange(0, BLOCK_TOKENS)
     k_head = kv_head * (BLOCK_TOKENS * K_DIM)
-    v_head = V_START * UNIT + kv_head * (BLOCK_TOKENS * V_DIM)
+    v_head = V_START * UNIT + kv_head * (BLOCK_TOKENS * V_ROW)
     base = page_bases(
         table_ptr, chunk_ptr, slot_ptr, begin, low, high, PAGES, BLOCK_TOKENS, UNIT, BLOCK_UNITS
     )
@@ -96,7 +124,7 @@ def _attend(
         place = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         inside = (place < high) & (place >= low)
         k_row = tl.reshape(base[:, None] + (k_head + in_page * K_DIM)[None, :], [BLOCK_N])
-        v_row = tl.reshape(base[:, None] + (v_head + in_page * V_DIM)[None, :], [BLOCK_N])
+        v_row = tl.reshape(base[:, None] + (v_head + in_page * V_ROW)[None, :], [BLOCK_N])
         k_row = tl.multiple_of(k_row, ALIGN)
         v_row = tl.multiple_of(v_row, ALIGN)
         base = page_bases(
@@ -107,11 +135,15 @@ def _attend(
         v_at = arena_ptr + v_row[:, None] + v_dim[None, :]
         if IS_EDGE:
             k = tl.load(k_at, mask=inside[:, None] & (k_dim < K_DIM)[None, :], other=0.0)
-        elif K_PAD != K_DIM:
+        elif K_FIRST + K_PAD != K_DIM:
             k = tl.load(k_at, mask=(k_dim < K_DIM)[None, :], other=0.0)
         else:
             k = tl.load(k_at)
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if V_IN_K:
+            v = _v_tile(v_at, inside, v_dim, V_DIM, V_PAD, IS_EDGE).to(q.dtype)
+            scores = tl.dot(q_v, tl.trans(v), scores, input_precision="ieee")
+        scores = scores * scale
         if SOFTCAP != 0.0:
             scores = capped(scores, SOFTCAP) * LOG2_E
         if IS_EDGE:
@@ -124,14 +156,10 @@ def _attend(
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(weights, 1)
         highest = higher
-        if IS_EDGE:
-            v = tl.load(v_at, mask=inside[:, None] & (v_dim < V_DIM)[None, :], other=0.0)
-        elif V_PAD != V_DIM:
-            v = tl.load(v_at, mask=(v_dim < V_DIM)[None, :], other=0.0)
-        else:
-            v = tl.load(v_at)
+        if not V_IN_K:
+            v = _v_tile(v_at, inside, v_dim, V_DIM, V_PAD, IS_EDGE).to(q.dtype)
         acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(weights.to(q.dtype), v, acc, input_precision="ieee")
     return acc, total, highest
 
 
@@ -161,6 +189,7 @@ def _prefill_kernel(
     UNIT: tl.constexpr,
     BLOCK_UNITS: tl.constexpr,
     V_START: tl.constexpr,
+    V_IN_K: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -185,13 +214,15 @@ def _prefill_kernel(
     member = tl.program_id(1) % HEAD_BLOCKS * PACK + lane % PACK
     is_query = (query < q_len) & (lane < BLOCK_Q * PACK) & (member < GROUP)
     head = kv_head * GROUP + member
-    k_dim = tl.arange(0, K_PAD)
+    k_dim = (V_DIM if V_IN_K else 0) + tl.arange(0, K_PAD)
     v_dim = tl.arange(0, V_PAD)
-    q = tl.load(
-        q_ptr + ((token + query) * q_stride_t + head * q_stride_h)[:, None] + k_dim[None, :],
-        mask=is_query[:, None] & (k_dim < K_DIM)[None, :],
-        other=0.0,
-    )
+    q_head = q_ptr + ((token + query) * q_stride_t + head * q_stride_h)[:, None]
+    in_k = is_query[:, None] & (k_dim < K_DIM)[None, :]
+    q = tl.load(q_head + k_dim[None, :], mask=in_k, other=0.0)
+    q_v = q
+    if V_IN_K:
+        in_v = is_query[:, None] & (v_dim < V_DIM)[None, :]
+        q_v = tl.load(q_head + v_dim[None, :], mask=in_v, other=0.0)
     if SOFTCAP == 0.0:
         scale = scale * LOG2_E
 
@@ -213,22 +244,22 @@ def _prefill_kernel(
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
     if WINDOW > 0:
         acc, total, highest = _attend(
-            acc, total, highest, q, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
+            acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
             slot_ptr + table_row, kv_head, low, q_last + 1, low // BLOCK_N, full_begin, scale,
-            K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, WINDOW, SOFTCAP, BLOCK_N,
-            K_PAD, V_PAD, True,
+            K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
+            BLOCK_N, K_PAD, V_PAD, True,
         )  # fmt: skip
     acc, total, highest = _attend(
-        acc, total, highest, q, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
+        acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
         slot_ptr + table_row, kv_head, low, q_last + 1, full_begin, full_end, scale,
-        K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, WINDOW, SOFTCAP, BLOCK_N,
-        K_PAD, V_PAD, False,
+        K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
+        BLOCK_N, K_PAD, V_PAD, False,
     )  # fmt: skip
     acc, total, highest = _attend(
-        acc, total, highest, q, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
+        acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
         slot_ptr + table_row, kv_head, low, q_last + 1, full_end, end, scale,
-        K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, WINDOW, SOFTCAP, BLOCK_N,
-        K_PAD, V_PAD, True,
+        K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
+        BLOCK_N, K_PAD, V_PAD, True,
     )  # fmt: skip
 
     if HAS_SINKS:
@@ -344,6 +375,7 @@ def _declare(
 _HOPPER_ON, _AMPERE = (90, 100), (80,)
 _LLAMA, _GPT_OSS = LayerGeometry(8, 128, 128), LayerGeometry(8, 64, 64, 128)
 _GEMMA = LayerGeometry(4, 256, 256)
+_DEEPSEEK = LayerGeometry(1, 576, 512, v_in_k=True)
 
 DECLARED = (
     _declare("llama-8b", _HOPPER_ON, 32, _LLAMA),
@@ -352,4 +384,5 @@ DECLARED = (
     _declare("llama-8b ampere", _AMPERE, 32, _LLAMA),
     _declare("gpt-oss window sinks ampere", _AMPERE, 64, _GPT_OSS, sinks=True),
     _declare("gemma-2 softcap ampere", _AMPERE, 8, _GEMMA, softcap=50.0),
+    _declare("deepseek latent", ARCHS, 16, _DEEPSEEK),
 )

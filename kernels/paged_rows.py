@@ -96,9 +96,13 @@ def check_geometry(geometry: BlockGeometry, table: torch.Tensor) -> None:
 def attention_constants(
     geometry: BlockGeometry, num_heads: int, softcap: float, has_sinks: bool
 ) -> dict[str, Any]:
-    """What an attention kernel is compiled for, but for the shape of its blocks."""
+    """What an attention kernel is compiled for, but for the shape of its blocks.
+
+    K_PAD is the width of the block that K is read in; where V lies in K, of what is behind V.
+    """
     layer = geometry.layer
-    k_pad, v_pad = (max(16, next_power_of_2(dim)) for dim in (layer.k_dim, layer.v_dim))
+    k_width = layer.k_dim - layer.v_dim if layer.v_in_k else layer.k_dim
+    k_pad, v_pad = (max(16, next_power_of_2(dim)) for dim in (k_width, layer.v_dim))
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // layer.num_kv_heads,
@@ -108,6 +112,7 @@ def attention_constants(
         "UNIT": geometry.unit_elements,
         "BLOCK_UNITS": geometry.block_units,
         "V_START": geometry.v_start_units,
+        "V_IN_K": layer.v_in_k,
         "WINDOW": layer.window,
         "SOFTCAP": softcap,
         "HAS_SINKS": has_sinks,
@@ -144,7 +149,7 @@ def wide_attention_ref(
             softcap,
             sinks,
         )
-        out[rows.token_index] = attended.transpose(1, 2)
+        out[rows.token_index] = attended[..., : geometry.layer.v_dim].transpose(1, 2)
     return out
 
 

@@ -14,6 +14,7 @@ from kernels.paged_rows import FlatRows
 
 HOPPER = 90  # compute capability 9.0
 WIDE, NARROW = 256, 128  # k_dim + v_dim
+LATENT = 256  # v_dim, of V in K
 
 
 class Shape(NamedTuple):
@@ -33,12 +34,15 @@ SHAPES = {
     "wide": Shape(128, 32, 8, 3),
     "ampere": Shape(128, 32, 8, 4),
     "ampere wide": Shape(64, 32, 8, 3),
+    "latent": Shape(32, 64, 8, 2),
 }
 
 
 def launch_shape(layer: LayerGeometry, capability: int) -> Shape:
     """By the heads' width and the device's compute capability (80, 90, 100)."""
     width = layer.k_dim + layer.v_dim
+    if layer.v_in_k and layer.v_dim > LATENT:
+        return SHAPES["latent"]
     if capability < HOPPER:
         return SHAPES["ampere wide" if width > WIDE else "ampere"]
     return SHAPES["wide" if width > WIDE else "narrow" if width <= NARROW else "usual"]

@@ -176,7 +176,9 @@ def plan_pack(
 ) -> KvPlan:
     """`plan_kv` for a pack; the many models of one shape share it. Raises ValueError alike."""
     layers = {
-        layer: LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
+        layer: LayerGeometry(
+            group.num_kv_heads, group.k_dim, group.v_dim, group.window, v_in_k=group.v_in_k
+        )
         for group in kv_groups
         for layer in group.layers
     }

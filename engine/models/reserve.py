@@ -11,10 +11,12 @@ import math
 import torch
 
 from engine.config import EngineConfig
+from engine.modules.latent import SLICE_BYTES
 from engine.pack import KvGroup, PackIndex
 from engine.sampling import PROMPT_SLICE
 from engine.scheduling import STEP_TOKENS
 from kernels.expert_products import BETWEEN_BYTES
+from kernels.int4_blocks import COLUMNS, FORMS, ROWS
 
 # Alive at once around a gated MLP: gate, up, the activated gate, their product.
 WIDE_TENSORS = 4
@@ -29,6 +31,12 @@ DEVICE_EXPERTS_BYTES = BETWEEN_BYTES + (64 << 20)
 # Projections to query heads, alone or fused with those to keys and values.
 QUERY_NAMES = ("q_proj.", "q_b_proj.")
 FUSED_NAMES = ("qkv_proj.", "c_attn.", "query_key_value.", "att_proj.", "Wqkv.")
+# Of layers that cache latents: what expands them, and the projection behind attention.
+LATENT_NAME, OUTPUT_NAME = "kv_b_proj.weight", "o_proj.weight"
+LEAST_HEAD = 64
+# As wide as a latent a head, alive at once: the query absorbed, joined and gathered, the result as
+# attention gives it, cut, and laid out for the product behind it.
+LATENT_TENSORS = 6
 # Decode rows are padded to the longest table of their group, at most twice their own.
 PADDING = 2
 
@@ -46,6 +54,9 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     logits = rows * index.vocab_size * (LOGIT_BYTES + item)
     if any(".experts." in entry.name for entry in index.tensors):
         activations += DEVICE_EXPERTS_BYTES if config.attention_in_place else EXPERTS_BYTES
+    activations += max(
+        (_latent_bytes(group, config, index) for group in index.kv_groups), default=0
+    )
     if config.attention_in_place:
         return activations + logits
     attention = max(
@@ -74,9 +85,16 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     chunk = min(config.max_batch_tokens, context)
     if group.window:
         context = min(context, group.window + chunk)
-    per_token = group.num_kv_heads * (group.k_dim + group.v_dim) * item
-    heads = max(group.num_kv_heads, _query_width(group, index) // group.k_dim)
+    per_token = group.values_per_token // len(group.layers) * item
+    heads = (
+        latent_heads(group, index) if group.v_in_k else _query_width(group, index) // group.k_dim
+    )
+    heads = max(group.num_kv_heads, heads)
     mask = -(-heads // group.num_kv_heads) * chunk * context * (1 + item)
+    if group.v_in_k:
+        # Either way some heads at a time, one at least, and a mask that they share.
+        own = max(3 * context * per_token, chunk * context * (1 + item))
+        mask = max(own, min(heads * own, SLICE_BYTES)) + chunk * context * (1 + item)
     arena_tokens = config.arena_bytes // (per_token * len(group.layers)) + 1
     cached = min(config.max_num_seqs * context, PADDING * arena_tokens)
     scores = cached * heads * 4 * 2
@@ -91,6 +109,36 @@ def _state_bytes(index: PackIndex, num_rows: int) -> int:
         for layer, _ in group.states:
             layers[layer] = layers.get(layer, 0) + size
     return 2 * num_rows * max(layers.values(), default=0)
+
+
+def _latent_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
+    """Queries and results that are as wide as latents."""
+    if not group.v_in_k:
+        return 0
+    heads = latent_heads(group, index)
+    return config.max_batch_tokens * heads * group.k_dim * _item_bytes(index.dtype) * LATENT_TENSORS
+
+
+def latent_heads(group: KvGroup, index: PackIndex) -> int:
+    """Query heads, of which the index says nothing: rotated values of all heads by those of one.
+
+    kv_b_proj has nope + v_dim rows a head, the query's projection nope + rope, and the output's
+    v_dim columns.
+    """
+    rope, expanded, query, output = group.k_dim - group.v_dim, 0, 0, 0
+    for entry in index.tensors:
+        if len(entry.shape) < 2:
+            continue
+        rows, columns = entry.shape[0], entry.shape[-1]
+        if entry.scheme in FORMS:
+            rows, columns = rows * ROWS, entry.shape[1] * COLUMNS
+        if LATENT_NAME in entry.name:
+            expanded = max(expanded, rows)
+        elif any(name in entry.name for name in QUERY_NAMES):
+            query = max(query, rows)
+        elif OUTPUT_NAME in entry.name:
+            output = max(output, columns)
+    return -(-(query - expanded + output) // rope) if rope else expanded // LEAST_HEAD
 
 
 def _query_width(group: KvGroup, index: PackIndex) -> int:

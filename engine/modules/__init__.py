@@ -8,7 +8,6 @@ from engine.modules.transformers_backend import (
     StepContext,
     bind_weights,
     build_skeleton,
-    paged_attention_forward,
     step_context,
     unbind_weights,
 )
@@ -19,7 +18,7 @@ __all__ = [
     "bind_weights",
     "build_skeleton",
     "experts",
-    "paged_attention_forward",
+    "latent",
     "native_linears",
     "quantized",
     "state_mixers",

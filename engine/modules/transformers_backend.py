@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,6 +34,7 @@ from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.flat_mixers import run_mixers
+from engine.modules.latent import absorb, attend_latents, is_latent, keep_latents, project
 from engine.modules.state_mixers import StepStates
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
@@ -99,19 +101,22 @@ def paged_attention_forward(
     assert isinstance(layer, int)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
-        flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+        own = absorb(module, query[0]) if is_latent(module) else query[0]
+        flat = [tensor.transpose(0, 1) for tensor in (own, key[0], value[0])]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
         flat[0] = step.operations.write(*flat, form, where)
-        return step.operations.attend(flat[0], form, where)[None], None
+        out = step.operations.attend(flat[0], form, where)
+        if is_latent(module):
+            out = project(module, out.transpose(0, 1)).transpose(0, 1)
+        return out[None], None
     group, place = step.plan.layer_group[layer]
     batch, geometry = step.groups[group], step.plan.groups[group].block
     table = batch.table[place]
     write_kv_ref(
         step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
     )
-    out = paged_attention_ref(
-        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
-    )
+    attend = partial(attend_latents, module) if is_latent(module) else paged_attention_ref
+    out = attend(step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux)
     return out[None], None
 
 
@@ -163,6 +168,7 @@ def build_skeleton(
     with parameters_on_meta():
         model = from_config(config, **options)
     if attention != "eager":
+        keep_latents(model)
         run_mixers(model, _step_states)
     return model.eval()
 

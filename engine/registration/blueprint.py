@@ -25,6 +25,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
+from engine.modules.latent import latent_geometry, latent_layers
 from engine.modules.state_mixers import StateShape, attending_layers, mixers, state_shapes
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, StateGroup, StateKey, Task
@@ -95,6 +96,11 @@ def config_geometries(
     for number, (layer, window) in enumerate(layers):
         if attending is not None and number not in attending:
             continue
+        rank = field_of(layer, "kv_lora_rank")
+        if rank:
+            rope = field_of(layer, "qk_rope_head_dim") or 0
+            geometries[number] = latent_geometry(rank, rope, window)
+            continue
         heads = layer.num_attention_heads
         kv_heads = field_of(layer, "num_key_value_heads") or heads
         dim = field_of(layer, "head_dim") or layer.hidden_size // heads
@@ -110,11 +116,20 @@ def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]
     """The same, corrected by the widths of K and V projections where layers have their own.
 
     In a model with mixers only those layers attend that call attention. Raises RegistrationRefused
-    where a width cannot be heads of the layer's width, or where a layer attends twice.
+    where a width cannot be heads of the layer's width, where a layer attends twice, or where one
+    caches latents otherwise than `engine/modules/latent.py` knows.
     """
     mixed = next(mixers(model), None) is not None
     geometries = config_geometries(config, attending_layers(model) if mixed else None)
     seen: set[int] = set()
+    for _, layer, module in latent_layers(model):
+        if layer not in geometries or layer in seen:
+            raise _strange("its layers attend more than once in a forward pass")
+        seen.add(layer)
+        window = geometries[layer].window
+        geometries[layer] = latent_geometry(module.kv_lora_rank, module.qk_rope_head_dim, window)
+    if any(known.v_in_k and layer not in seen for layer, known in geometries.items()):
+        raise _strange("its attention caches latents in an unknown way")
     for name, layer, module in _projections(model):
         if layer not in geometries and mixed:
             continue
@@ -289,11 +304,13 @@ def kv_groups(config: Any) -> tuple[KvGroup, ...]:
 
 def grouped(layers: Mapping[int, LayerGeometry]) -> tuple[KvGroup, ...]:
     """Layers grouped by KV geometry, in the order of their first layer."""
-    members: dict[tuple[int, int, int, int], list[int]] = {}
+    members: dict[LayerGeometry, list[int]] = {}
     for number, layer in layers.items():
-        key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
-        members.setdefault(key, []).append(number)
-    return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+        members.setdefault(layer, []).append(number)
+    return tuple(
+        KvGroup(tuple(numbers), kind.num_kv_heads, kind.k_dim, kind.v_dim, kind.window, kind.v_in_k)
+        for kind, numbers in members.items()
+    )
 
 
 def grouped_states(states: Mapping[StateKey, StateShape]) -> tuple[StateGroup, ...]:
@@ -325,15 +342,12 @@ def _max_context(config: Any) -> int:
 def check_family(config: Any) -> None:
     """Raises RegistrationRefused for text that cannot be hosted, before anything is built."""
     refuse = functools.partial(_refuse, config)
-    first = next(iter(layer_configs(config)), None)
     if any(getattr(config, name, None) is not None for name in _OTHER_SENSES):
         raise refuse("it takes other inputs than text")
     if getattr(config, "add_cross_attention", False):
         raise refuse("it has cross-attention")
     if not _takes_attention(config):
         raise refuse("its attention code cannot use a paged KV cache")
-    if field_of(first, "kv_lora_rank"):
-        raise refuse("its attention caches latents instead of K and V, which is not supported yet")
     if field_of(config, "num_kv_shared_layers"):
         raise refuse("its layers share KV, which is not supported yet")
     counts = {"vocab_size": "vocabulary size"}

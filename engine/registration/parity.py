@@ -22,7 +22,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -39,11 +39,12 @@ from engine.modules import (
     StepContext,
     bind_weights,
     build_skeleton,
-    paged_attention_forward,
     step_context,
 )
+from engine.modules.latent import absorb, is_latent
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates, mixers, state_shapes
+from engine.modules.transformers_backend import paged_attention_forward
 from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import (
@@ -108,8 +109,9 @@ class _Watched:
             raise Differs("attends outside its decoder layers")
         self.calls.append(layer)
         wanted = self.layers[layer]
-        got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], wanted.window)
-        if got != wanted or query.shape[3] != key.shape[3]:
+        got = replace(wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3])
+        own = absorb(module, query[0]) if is_latent(module) else query[0]
+        if got != wanted or own.shape[2] != key.shape[3]:
             raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0
         if window not in (0, wanted.window):
@@ -368,7 +370,7 @@ class _Paged:
 
 
 def _block_bytes(layer: LayerGeometry) -> int:
-    return BLOCK_TOKENS * layer.num_kv_heads * (layer.k_dim + layer.v_dim) * 4
+    return BLOCK_TOKENS * layer.num_kv_heads * layer.row_dim * 4
 
 
 def _request(number: int, prompt: list[int]) -> Request:

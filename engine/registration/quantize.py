@@ -13,8 +13,9 @@ experts.py). Their biases, where they have some, stay as they are.
 The vocabulary is the head, where it has a weight of its own, or the embedding that it shares: one
 matrix then serves both, a row a token, and a token's scale is its row's. At few sequences the head
 is a third of a small model's bytes. Everything else stays as it is: embeddings of their own (a
-lookup reads one row), norms, biases, routers, and whatever is no plain `nn.Linear` (GPT-2's
-Conv1D), which would need rules of its own.
+lookup reads one row), norms, biases, routers, what is read as a tensor and not multiplied by
+(engine/modules/latent.py), and whatever is no plain `nn.Linear` (GPT-2's Conv1D), which would need
+rules of its own.
 
 A scale is rounded to the dtype it is kept in before the weights are divided by it, so that what is
 kept is exactly what is computed with.
@@ -28,6 +29,7 @@ from torch import nn
 
 from engine.errors import RegistrationRefused
 from engine.modules.experts import as_linears, expert_weights, linear_shape
+from engine.modules.latent import read_weights
 from engine.modules.quantized import is_lookup, kept_shape, scale_dtype
 from engine.pack import FP8_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
@@ -102,14 +104,15 @@ def kept_bytes(shape: tuple[int, ...], scheme: str) -> int:
 
 
 def layer_linears(model: nn.Module) -> frozenset[str]:
-    """Weights of the plain linears in the layers, but for routers."""
-    return frozenset(
+    """Weights of the plain linears in the layers, but for routers and what is read as a tensor."""
+    found = frozenset(
         f"{prefix}.weight"
         for prefix, module in model.named_modules()
         if type(module) is nn.Linear
         and layer_of(f"{prefix}.weight") != REST
         and prefix.rpartition(".")[2] not in _ROUTERS
     )
+    return found - read_weights(model)
 
 
 def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]) -> str:

@@ -87,6 +87,8 @@ class NativeLayers:
             layer = group.block.layer
             if group.block.dtype != torch.bfloat16:
                 raise NotFused(f"KV is {group.block.dtype}")
+            if layer.v_in_k:
+                raise NotFused("attention caches latents")
             if layer.k_dim != layer.v_dim:
                 raise NotFused("keys and values differ in size")
             if layer.k_dim % library.dim_multiple or layer.k_dim > MAX_DIM:

@@ -48,7 +48,7 @@ class Shape:
     def kv_pages(self, page_bytes: int) -> int:
         """Pages for one sequence as long as it may be, extents half used."""
         size = 4 if self.kv_dtype == "float32" else 2
-        row = sum(len(g.layers) * g.num_kv_heads * (g.k_dim + g.v_dim) for g in self.groups)
+        row = sum(group.values_per_token for group in self.groups)
         states = 0
         for group in self.states:
             num_bytes = math.prod(group.shape) * (4 if group.dtype == "float32" else 2)
@@ -85,7 +85,8 @@ def random_shape(
             row = heads * (k_dim + v_dim) * size
             if row * num_layers <= MAX_BYTES_PER_TOKEN and row * block_tokens <= page_bytes:
                 break
-        groups.append(KvGroup(tuple(layers), heads, k_dim, v_dim, rng.choice(WINDOWS)))
+        is_latent = heads == 1 and v_dim < k_dim  # as layers that cache latents have it
+        groups.append(KvGroup(tuple(layers), heads, k_dim, v_dim, rng.choice(WINDOWS), is_latent))
     states: tuple[StateGroup, ...] = ()
     if stateful and rng.random() < stateful:
         states = random_states(rng, num_layers, page_bytes)

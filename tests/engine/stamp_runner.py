@@ -146,7 +146,10 @@ class GroupStamps:
         self._words = arena.numpy().view(np.uint64)
         self._parts: list[tuple[int, U64, NDArray[np.int64]]] = []
         start = 0
-        for salt, dim in ((1, geometry.layer.k_dim), (2, geometry.layer.v_dim)):
+        parts = [(1, geometry.layer.k_dim)]
+        if not geometry.layer.v_in_k:
+            parts.append((2, geometry.layer.v_dim))
+        for salt, dim in parts:
             row_words = dim * size // WORD_BYTES
             constants = _constants(heads * row_words, salt).reshape(heads, row_words)
             # Where position 0's words lie: head h, word w.

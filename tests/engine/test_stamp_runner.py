@@ -109,13 +109,14 @@ def test_stamps_lie_where_the_kernels_read(tmp_path: Path, seed: int) -> None:
         for rows in paged.rows:
             for place in range(len(group.layers)):
                 key, value = gather_kv_ref(words, group.block, paged.table[place], rows)
+                parts = (key,) if group.block.layer.v_in_k else (key, value)
                 for i, start in enumerate(rows.token_index[:, 0].tolist()):
                     row = next(r for r in batch.rows if _start(batch, r) == start)
                     story = bench.runner.oracle.story(row.request.submit.prompt_token_ids, 8)
                     last = row.end - 1
                     at = last - int(rows.first[i])
                     wanted = stamps.stamps(story.chain[last : last + 1])[place, 0]
-                    for part, (_, constants, _) in zip((key, value), stamps._parts, strict=True):
+                    for part, (_, constants, _) in zip(parts, stamps._parts, strict=True):
                         found = part[i, :, at].contiguous().view(torch.uint8).numpy()
                         assert (found.view(np.uint64) == (wanted ^ constants)).all()
 

@@ -96,6 +96,12 @@ CASES: dict[str, dict[str, Any]] = {
         "in_place": True,
     },
     "no rotary": {"layer": LayerGeometry(10, 12, 8), "heads": 10, "half": 0, "in_place": True},
+    "latent": {
+        "layer": LayerGeometry(1, 40, 32, v_in_k=True),
+        "heads": 5,
+        "half": 0,
+        "in_place": True,
+    },
     "float16": {"layer": LayerGeometry(2, 16, 16), "heads": 2, "half": 8, "dtype": torch.float16},
 }
 

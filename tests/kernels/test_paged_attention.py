@@ -113,6 +113,8 @@ class Paged:
         (LayerGeometry(2, 16, 16, window=5), 0.0, False),
         (LayerGeometry(2, 16, 16), 8.0, False),
         (LayerGeometry(2, 16, 16, window=7), 0.0, True),
+        (LayerGeometry(1, 20, 16, v_in_k=True), 0.0, False),
+        (LayerGeometry(2, 20, 16, window=5, v_in_k=True), 8.0, True),
     ],
 )
 def test_mixed_batch_equals_plain_attention(
@@ -129,6 +131,8 @@ def test_mixed_batch_equals_plain_attention(
 
     keys = [random(layer.num_kv_heads, n, layer.k_dim) for n in lengths]
     values = [random(layer.num_kv_heads, n, layer.v_dim) for n in lengths]
+    if layer.v_in_k:
+        values = [key[..., : layer.v_dim] for key in keys]
     queries = [random(heads, n, layer.k_dim) for n in lengths]
     expected = [
         plain_attention(q, k, v, layer.window, softcap, sinks)
@@ -209,6 +213,14 @@ def test_blocks_that_left_the_window_are_never_read(
         )
         assert torch.allclose(out.double(), expected[part], atol=2e-6)
         done += tokens
+
+
+def test_a_block_with_v_in_k_holds_k_alone() -> None:
+    layer = LayerGeometry(1, 576, 512, v_in_k=True)
+    unit = largest_unit_bytes(layer, torch.bfloat16, 1 << 21)
+    block = BlockGeometry(layer, 16, torch.bfloat16, unit)
+    assert (unit, block.v_start_units, block.v_row_units) == (128, 0, 9)
+    assert block.block_units * unit == 16 * 576 * 2
 
 
 def test_padded_rows_of_unlike_length_attend_alone() -> None:

@@ -20,6 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:Run
 CONTEXTS = [(1, 1), (64, 1), (150, 1), (67, 1)]
 FEW = [(70, 1), (3, 1)]
 WINDOW = LayerGeometry(2, 16, 32, window=37)
+LATENT = LayerGeometry(1, 40, 32, v_in_k=True)
+ODD_LATENT = LayerGeometry(2, 27, 18, window=37, v_in_k=True)
+WIDE_LATENT = LayerGeometry(1, 576, 512, v_in_k=True)
 LONG_WINDOW = LayerGeometry(1, 16, 16, window=100)
 
 
@@ -55,6 +58,11 @@ CASES: dict[str, tuple[partial[PagedCase], int]] = {
     "window": (partial(PagedCase, WINDOW, CONTEXTS, 2, has_sinks=True), 1),
     "window, splits": (partial(PagedCase, LONG_WINDOW, CONTEXTS, 2, has_sinks=True), 2),
     "cap": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, softcap=3.0), 1),
+    "latent": (partial(PagedCase, LATENT, CONTEXTS, 20), 1),
+    "latent, splits": (partial(PagedCase, LATENT, CONTEXTS, 5), 3),
+    "latent with all options": (partial(PagedCase, ODD_LATENT, CONTEXTS, 4, has_sinks=True), 1),
+    "V is K": (partial(PagedCase, LayerGeometry(1, 16, 16, v_in_k=True), FEW, 3), 1),
+    "wide latent": (partial(PagedCase, WIDE_LATENT, FEW, 20, block_tokens=16), 2),
 }
 
 
@@ -89,7 +97,7 @@ ERRORS = {
     "mask: one position too many": ("seen = (place < high) &", "seen = (place <= high) &"),
     "window: one position too many": ("(high - WINDOW, 0)", "(high - WINDOW - 1, 0)"),
     "slot: the next position's": ("k_head + in_page * K_DIM", "k_head + (in_page ^ 1) * K_DIM"),
-    "V of the wrong head": ("kv_head * (BLOCK_TOKENS * V_DIM)", "0 * kv_head"),
+    "V of the wrong head": ("kv_head * (BLOCK_TOKENS * V_ROW)", "0 * kv_head"),
     "no rescaling of the sum": ("total = total * shrink + tl.sum(", "total = total + tl.sum("),
     "sinks left out": ("total = total * shrink + tl.exp2(sink - higher)", "total = total * shrink"),
     "cap left out": ("capped(scores, SOFTCAP)", "scores"),
@@ -111,6 +119,20 @@ def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
     case = PagedCase(layer, [(150, 1)], 4, softcap=4.0, has_sinks=True)
     bad = planted(paged_decode, tmp_path, *ERRORS[error])
     launch(case, 1, bad)
+    assert not case.is_right()
+
+
+LATENT_ERRORS = {
+    "scores without the latent": ("tl.trans(v), scores, input", "tl.trans(v) * 0, scores, input"),
+    "scores without the rest": ("(V_DIM if V_IN_K else 0)", "K_DIM"),
+    "V as if it had rows of its own": ("K_DIM if V_IN_K else V_DIM", "V_DIM"),
+}
+
+
+@pytest.mark.parametrize("error", LATENT_ERRORS)
+def test_an_error_with_latents_is_caught(error: str, tmp_path: Path) -> None:
+    case = PagedCase(LATENT, [(150, 1)], 4)
+    launch(case, 1, planted(paged_decode, tmp_path, *LATENT_ERRORS[error]))
     assert not case.is_right()
 
 

@@ -12,6 +12,7 @@ from kernels import paged_prefill
 from kernels.paged_attention import LayerGeometry
 from kernels.paged_prefill import tiles_of
 from kernels.paged_rows import wide_attention_ref
+from kernels.prefill_shape import HOPPER, launch_shape
 from tests.kernels.guarded import planted
 from tests.kernels.paged_case import SCALE, PagedCase
 
@@ -22,6 +23,9 @@ pytestmark = [
 ]
 
 # A program takes 128 pairs of query and head, a tile of KV 128 positions of such narrow heads.
+LATENT = LayerGeometry(1, 40, 32, v_in_k=True)
+ODD_LATENT = LayerGeometry(2, 27, 18, window=37, v_in_k=True)
+WIDE_LATENT = LayerGeometry(1, 576, 512, v_in_k=True)
 MIXED = [(1, 1), (90, 90), (140, 5), (65, 1)]  # a first token, a whole prompt, a chunk, a decode
 
 
@@ -33,7 +37,7 @@ def launch(case: PagedCase, module: ModuleType = paged_prefill) -> None:
         case.geometry,
         case.chunk_table,
         case.flat,
-        case.guards.input(tiles_of(case.flat, group)),
+        case.guards.input(tiles_of(case.flat, group, launch_shape(case.layer, HOPPER).block_m)),
         case.query,
         case.out,
         SCALE,
@@ -53,6 +57,9 @@ CASES: dict[str, partial[PagedCase]] = {
         PagedCase, LayerGeometry(1, 16, 32, window=300), [(420, 20)], 4, has_sinks=True
     ),
     "cap": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 66)], 4, softcap=3.0),
+    "latent": partial(PagedCase, LATENT, MIXED, 10),
+    "latent with a window": partial(PagedCase, ODD_LATENT, [(150, 80), (70, 1)], 4, has_sinks=True),
+    "wide latent": partial(PagedCase, WIDE_LATENT, [(70, 9)], 20, block_tokens=16),
 }
 
 
@@ -131,7 +138,7 @@ ERRORS = {
         "low // BLOCK_N, full_begin, scale",
         "full_begin, full_begin, scale",
     ),
-    "slot: the next position's": ("v_head + in_page * V_DIM", "v_head + (in_page ^ 1) * V_DIM"),
+    "slot: the next position's": ("v_head + in_page * V_ROW", "v_head + (in_page ^ 1) * V_ROW"),
     "K of the wrong head": ("kv_head * (BLOCK_TOKENS * K_DIM)", "0 * kv_head"),
     "no rescaling": ("acc = acc * shrink[:, None]\n        acc = tl.dot", "acc = tl.dot"),
     "sinks left out": ("total = total * shrink + tl.exp2(sink - higher)", "total = total * shrink"),
@@ -154,6 +161,20 @@ def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
     layer = LayerGeometry(2, 16, 16, window=300)
     case = PagedCase(layer, [(400, 7)], 4, softcap=4.0, has_sinks=True)
     launch(case, planted(paged_prefill, tmp_path, *ERRORS[error]))
+    assert not case.is_right()
+
+
+LATENT_ERRORS = {
+    "scores without the latent": ("tl.trans(v), scores, input", "tl.trans(v) * 0, scores, input"),
+    "scores without the rest": ("K_FIRST: tl.constexpr = V_DIM if", "K_FIRST: tl.constexpr = 1 if"),
+    "V as if it had rows of its own": ("K_DIM if V_IN_K else V_DIM", "V_DIM"),
+}
+
+
+@pytest.mark.parametrize("error", LATENT_ERRORS)
+def test_an_error_with_latents_is_caught(error: str, tmp_path: Path) -> None:
+    case = PagedCase(LATENT, [(150, 20)], 4)
+    launch(case, planted(paged_prefill, tmp_path, *LATENT_ERRORS[error]))
     assert not case.is_right()
 
 

@@ -9,14 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 
+from bench.family_configs import tiny_config
 from engine.config import EngineConfig
-from engine.models.reserve import step_bytes
-from engine.pack import read_index
+from engine.models.reserve import latent_heads, step_bytes
+from engine.modules.quantized import kept_shape
+from engine.pack import PackIndex, TensorEntry, read_index
+from engine.registration.blueprint import blueprint
+from engine.registration.quantize import schemes_of
 from tests.engine.encoder_rig import POSITIONS
 from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
 from tests.engine.test_engine import Driver, Models
-from tests.engine.tiny_models import MAX_CONTEXT
+from tests.engine.tiny_models import MAX_CONTEXT, make_tiny_models
 
 
 class PeakMeter:
@@ -41,12 +46,18 @@ class PeakMeter:
         assert estimate < 20 * self.peak_bytes  # it refuses models: it must not be absurd
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
+@pytest.fixture(scope="module")
+def measured(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    configs = {"minicpm3": tiny_config("minicpm3")}
+    return tiny_models | make_tiny_models(tmp_path_factory.mktemp("latent"), configs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "minicpm3"])
 def test_no_step_takes_more_than_was_estimated(
-    tiny_models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"max_batch_tokens": 64, "max_num_seqs": 8}
-    driver = Driver(tiny_models, num_pages=400, prefix_cache=False, **settings)
+    driver = Driver({name: measured[name]}, num_pages=400, prefix_cache=False, **settings)
     config = EngineConfig(arena_bytes=400 * 8192, shm_prefix="t", **settings)
     driver.make_resident(name)
     runner = driver.runner(name)
@@ -55,7 +66,7 @@ def test_no_step_takes_more_than_was_estimated(
     for i in range(8):
         driver.submit(str(i), name, [2 + i] * (MAX_CONTEXT - 8), 8)
     driver.run(lambda: len(driver.finishes) == 8)
-    meter.check(step_bytes(read_index(tiny_models[name].pack_dir), config))
+    meter.check(step_bytes(read_index(measured[name].pack_dir), config))
     driver.empty()
 
 
@@ -104,3 +115,43 @@ def test_a_model_whose_steps_need_more_is_not_loaded(encoders: Encoders) -> None
     (row,) = driver.engine.status(driver.now_s).models
     assert row.state == "failed"
     assert "reserve_bytes of 1000" in row.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
+@pytest.mark.parametrize(("family", "heads"), [("deepseek_v3", 128), ("deepseek_v2", 32)])
+def test_heads_of_latents_are_counted(family: str, heads: int, dtype: str) -> None:
+    """From a pack's shapes: its index does not say them."""
+    plan = blueprint(AutoConfig.for_model(family, num_hidden_layers=2))
+    quantization = dtype if dtype != "float32" else ""
+    schemes = schemes_of(plan, list(plan.tensors), quantization) if quantization else {}
+    entries = tuple(
+        TensorEntry(
+            name,
+            0,
+            0,
+            0,
+            kept_shape(tuple(t.shape), schemes.get(name, "")),
+            "bfloat16",
+            scheme=schemes.get(name, ""),
+        )
+        for name, t in plan.tensors.items()
+        if ".self_attn." in name
+    )
+    (group,) = plan.kv_groups
+    index = PackIndex(
+        version=1,
+        revision="",
+        family=family,
+        architecture="",
+        dtype="bfloat16",
+        vocab_size=1,
+        max_context=4096,
+        total_bytes=0,
+        segments=(),
+        tensors=entries,
+        tied={},
+        chunks=(),
+        kv_groups=(group,),
+        kv_dtype="bfloat16",
+    )
+    assert latent_heads(group, index) == pytest.approx(heads, rel=0.02)

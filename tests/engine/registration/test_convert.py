@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV3Config,
+    DeepseekV2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     GPT2Config,
@@ -71,6 +71,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt_neox": lambda: GPTNeoXConfig(intermediate_size=48, **OLD_SHAPE),
     "opt": lambda: OPTConfig(ffn_dim=48, word_embed_proj_dim=32, pad_token_id=1, **OLD_SHAPE),
     "phi3": lambda: Phi3Config(**SHAPE),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **SHAPE | {"num_key_value_heads": 4},
+        kv_lora_rank=24,
+        q_lora_rank=None,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
     # Their checkpoints hold single experts, their modules stacked ones.
     "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4),
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -435,18 +447,6 @@ def test_a_missing_expert_is_found(tmp_path: Path) -> None:
     name = next(n for n in load_file(folder / "model.safetensors") if ".experts.3." in n)
     _weights(lambda w: w.pop(name))(folder)
     assert refusal(folder, tmp_path / "packs").code == "bad_weights"
-
-
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    DeepseekV3Config().save_pretrained(folder)
-    source = hf_folder(tmp_path / "llama", LlamaConfig(**SHAPE))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (source / name).rename(folder / name)
-    problem = refusal(folder, tmp_path / "packs")
-    assert problem.code == "unknown_family"
-    assert "latent" in str(problem)
 
 
 def test_longrope_is_hosted_up_to_its_original_length(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_older_files_name_the_text_s_fields_beside_the_rest(tmp_path: Path) -> N
         ("qwen3_5_moe", "layers of type linear_attention"),
         ("llama4", "layers of type chunked_attention"),
         ("gemma3n", "its layers share KV"),
-        ("kimi_k25", "caches latents"),
+        ("mistral_large4", "layers of type indexed_attention"),
     ],
 )
 def test_text_that_cannot_be_held_is_refused_before_anything_is_built(

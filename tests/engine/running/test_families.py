@@ -39,7 +39,16 @@ JUDGED = (
     *("whisper", "musicgen", "git", "gemma3", "qwen2_5_vl", "cohere2_vision", "idefics3"),
     *("qwen3_vl_moe", "qwen3_5", "mllama", "blip", "qwen2_5_omni"),
 )
-SERVED = ("gpt2", "opt", "gpt_bigcode", "mixtral", "cohere2", "gemma4_text", "mimo_v2_flash")
+SERVED = (
+    "deepseek_v3",
+    "gpt2",
+    "opt",
+    "gpt_bigcode",
+    "mixtral",
+    "cohere2",
+    "gemma4_text",
+    "mimo_v2_flash",
+)
 
 
 def told() -> dict[str, str]:
