@@ -155,7 +155,9 @@ def least_kv_bytes(config: Any) -> int:
             cache = transformers.DynamicCache()
             model(input_ids=tokens, use_cache=True, past_key_values=cache)
     cache = getattr(cache, "self_attention_cache", cache)
-    held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    # A layer that reads the KV of another holds none.
+    keys = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    held = sum(layer.keys.numel() + layer.values.numel() for layer in keys)
     return int(held * torch.float32.itemsize // LEAST_TOKENS)
 
 
@@ -168,10 +170,15 @@ def _short(message: str) -> str:
 def _tried(found: Blueprint) -> str:
     names = " ".join(found.tensors)
     groups = found.kv_groups
-    num_layers = sum(len(group.layers) for group in groups)
+    num_layers = sum(len(group.layers) + len(group.readers) for group in groups)
     parts = [
-        f"window in {len(group.layers)} of {num_layers} layers" for group in groups if group.window
+        f"window in {len(group.layers) + len(group.readers)} of {num_layers} layers"
+        for group in groups
+        if group.window
     ]
+    num_readers = sum(len(group.readers) for group in groups)
+    if num_readers:
+        parts.append(f"KV of others read by {num_readers} of {num_layers} layers")
     said = {
         "sinks": "sinks" in names,
         "soft cap": getattr(found.config.get_text_config(), "attn_logit_softcapping", None),

@@ -88,13 +88,18 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers with one KV geometry. window 0: full attention. Widths are per KV head."""
+    """Layers with one KV geometry. window 0: full attention. Widths are per KV head.
+
+    readers   (layer, its source) of layers without KV of their own: they read a source's, which is
+              one of `layers`
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
+    readers: tuple[tuple[int, int], ...] = ()
 
 
 class EncoderRecord(msgspec.Struct, frozen=True):

@@ -19,8 +19,9 @@ Lives here: the choice of the extent. Does not: which block belongs to whom (`kv
 import functools
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ OVERHEAD_SLACK = 0.01
 
 
 FIRST_COLUMNS = 8
+NO_SOURCES: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,19 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """A model's KV layout. `layer_group`: by layer, (its group, its place in the group)."""
+    """A model's KV layout. `layer_group`: by layer, (its group, its place in the group).
+
+    A layer that reads another's KV has that one's place.
+    """
 
     groups: tuple[GroupPlan, ...]
     layer_group: tuple[tuple[int, int], ...]
     block_tokens: int
+
+    def writes(self, layer: int) -> bool:
+        """Whether the layer has KV of its own, and does not read that of another."""
+        group, place = self.layer_group[layer]
+        return self.groups[group].layers[place] == layer
 
     def bytes_per_token(self, page_bytes: int) -> int:
         """Arena bytes a cached token costs while all groups hold it, rounding included."""
@@ -126,14 +136,17 @@ def plan_kv(
     block_tokens: int,
     page_bytes: int,
     num_pages: int,
+    sources: Mapping[int, int] = NO_SOURCES,
 ) -> KvPlan:
     """Group the layers by geometry and choose each group's extent.
 
-    Raises ValueError where one block of one layer is larger than a page.
+    `sources`: layers without KV of their own -> those whose KV they read. Raises ValueError where
+    one block of one layer is larger than a page.
     """
     members: dict[LayerGeometry, list[int]] = {}
     for number, layer in enumerate(layers):
-        members.setdefault(layer, []).append(number)
+        if number not in sources:
+            members.setdefault(layer, []).append(number)
     groups = tuple(
         _plan_group(geometry, tuple(numbers), dtype, block_tokens, page_bytes, num_pages)
         for geometry, numbers in members.items()
@@ -141,7 +154,8 @@ def plan_kv(
     places = {
         layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
     }
-    return KvPlan(groups, tuple(places[layer] for layer in range(len(layers))), block_tokens)
+    by_layer = tuple(places[sources.get(layer, layer)] for layer in range(len(layers)))
+    return KvPlan(groups, by_layer, block_tokens)
 
 
 @functools.lru_cache(maxsize=256)
@@ -156,10 +170,12 @@ def plan_pack(
     layers = {
         layer: LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
         for group in kv_groups
-        for layer in group.layers
+        for layer in (*group.layers, *(reader for reader, _ in group.readers))
     }
     geometries = [layers[number] for number in range(len(layers))]
-    return plan_kv(geometries, getattr(torch, kv_dtype), block_tokens, page_bytes, num_pages)
+    sources = dict(pair for group in kv_groups for pair in group.readers)
+    dtype = getattr(torch, kv_dtype)
+    return plan_kv(geometries, dtype, block_tokens, page_bytes, num_pages, sources)
 
 
 def _plan_group(

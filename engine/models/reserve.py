@@ -27,6 +27,7 @@ DEVICE_EXPERTS_BYTES = BETWEEN_BYTES + (64 << 20)
 # Projections to query heads, alone or fused with those to keys and values.
 QUERY_NAMES = ("q_proj.", "q_b_proj.")
 FUSED_NAMES = ("qkv_proj.", "c_attn.", "query_key_value.", "att_proj.", "Wqkv.")
+LAYERS_TABLE = "embed_tokens_per_layer."
 # Decode rows are padded to the longest table of their group, at most twice their own.
 PADDING = 2
 
@@ -93,12 +94,16 @@ def _query_width(group: KvGroup, index: PackIndex) -> int:
 
 
 def _widths(index: PackIndex) -> tuple[int, int]:
-    """(hidden size, widest activation of a layer): the vocabulary's tensors do not count."""
+    """(hidden size, widest activation of a layer): the vocabulary's tensors do not count. A table
+    of all layers has a row an id, and in it a part for each layer: only the row is computed with.
+    """
     hidden, widest = 1, 1
     for entry in index.tensors:
         if len(entry.shape) < 2:
             continue
-        if index.vocab_size in entry.shape[-2:]:
+        if LAYERS_TABLE in entry.name:
+            widest = max(widest, entry.shape[-1])
+        elif index.vocab_size in entry.shape[-2:]:
             hidden = max(hidden, min(entry.shape[-2:]))
         else:
             widest = max(widest, *entry.shape[-2:])

@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
+from engine.modules.repairs import repair
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -87,24 +88,30 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
 
+    A layer that reads the KV of an earlier one is given that one's keys and values of this step,
+    which are in their pages already.
+
     Sliding windows come from the pack's geometry, not from `kwargs`: it was read from the same
     configuration and also decides what is kept.
     """
     step = _STEP.get()
     layer = module.layer_idx
     assert isinstance(layer, int)
+    writes = step.plan.writes(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
         flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
-        flat[0] = step.operations.write(*flat, form, where)
+        if writes:
+            flat[0] = step.operations.write(*flat, form, where)
         return step.operations.attend(flat[0], form, where)[None], None
     group, place = step.plan.layer_group[layer]
     batch, geometry = step.groups[group], step.plan.groups[group].block
     table = batch.table[place]
-    write_kv_ref(
-        step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
+    if writes:
+        write_kv_ref(
+            step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+        )
     out = paged_attention_ref(
         step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
     )
@@ -158,6 +165,8 @@ def build_skeleton(
         options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
         model = from_config(config, **options)
+    if attention != "eager":
+        repair(model, config.get_text_config())
     return model.eval()
 
 

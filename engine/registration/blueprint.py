@@ -26,6 +26,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from engine.errors import RegistrationRefused
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, Task
+from engine.registration.kv_sharing import kv_sources, shares_kv
 from engine.registration.wrapper import Wrapped, class_config, text_names
 from kernels.paged_attention import LayerGeometry
 
@@ -100,8 +101,8 @@ def config_geometries(config: Any) -> list[LayerGeometry]:
 def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
     """The same, corrected by the widths of K and V projections where layers have their own.
 
-    Raises RegistrationRefused where a width cannot be heads of the layer's width, or where a layer
-    attends twice.
+    A layer that reads the KV of another has that one's geometry. Raises RegistrationRefused where a
+    width cannot be heads of the layer's width, or where a layer attends twice.
     """
     geometries = config_geometries(config)
     seen: set[int] = set()
@@ -120,6 +121,8 @@ def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
                 f"into heads of width {dim}"
             )
         geometries[layer] = LayerGeometry(kv_heads, dim, v_width // kv_heads, usual.window)
+    for reader, source in kv_sources(config).items():
+        geometries[reader] = geometries[source]
     return geometries
 
 
@@ -222,7 +225,7 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         skeleton=skeleton,
         tensors=tensors,
         tied=tied,
-        kv_groups=grouped(module_geometries(skeleton, text)),
+        kv_groups=grouped(module_geometries(skeleton, text), kv_sources(text)),
         vocab_size=int(text.vocab_size),
         max_context=_max_context(text),
         wrapper=wrapper,
@@ -244,16 +247,25 @@ def _built(config: Any, whole: bool = False) -> nn.Module:
 
 def kv_groups(config: Any) -> tuple[KvGroup, ...]:
     """The layer groups of a configuration; nothing is built."""
-    return grouped(config_geometries(config))
+    return grouped(config_geometries(config), kv_sources(config))
 
 
-def grouped(layers: Sequence[LayerGeometry]) -> tuple[KvGroup, ...]:
-    """Layers grouped by KV geometry, in the order of their first layer."""
+def grouped(layers: Sequence[LayerGeometry], sources: Mapping[int, int]) -> tuple[KvGroup, ...]:
+    """Layers grouped by KV geometry, in the order of their first layer; those in `sources` beside
+    the layers whose KV they read."""
     members: dict[tuple[int, int, int, int], list[int]] = {}
     for number, layer in enumerate(layers):
         key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
-        members.setdefault(key, []).append(number)
-    return tuple(KvGroup(tuple(layers), *geometry) for geometry, layers in members.items())
+        if number not in sources:
+            members.setdefault(key, []).append(number)
+    return tuple(
+        KvGroup(
+            tuple(numbers),
+            *geometry,
+            readers=tuple((reader, of) for reader, of in sources.items() if of in numbers),
+        )
+        for geometry, numbers in members.items()
+    )
 
 
 def _max_context(config: Any) -> int:
@@ -291,8 +303,8 @@ def check_family(config: Any) -> None:
         raise refuse("its attention code cannot use a paged KV cache")
     if field_of(first, "kv_lora_rank"):
         raise refuse("its attention caches latents instead of K and V, which is not supported yet")
-    if field_of(config, "num_kv_shared_layers"):
-        raise refuse("its layers share KV, which is not supported yet")
+    if field_of(config, "num_kv_shared_layers") and not shares_kv(config):
+        raise refuse("its layers share KV, but the type does not say which")
     strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)
     if strange:
         raise refuse(f"it has layers of type {', '.join(strange)}, not full or sliding attention")

@@ -46,6 +46,7 @@ from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import Blueprint, grouped, module_geometries
 from engine.registration.encoder_families import longest_input
+from engine.registration.kv_sharing import kv_sources
 from engine.registration.probe_size import probe_configs
 from engine.registration.quantize import rounded_twins
 from engine.registration.wrapper import class_config, text_names
@@ -284,13 +285,14 @@ class _Paged:
         names |= {n + SCALE_SUFFIX: new + SCALE_SUFFIX for n, new in names.items()}
         replace_modules(self.model, {names[name]: how for name, how in schemes.items()})
         bind_weights(self.model, {names[name]: tensor for name, tensor in weights.items()})
-        layers = module_geometries(self.model, config.get_text_config())
+        text = config.get_text_config()
+        layers = module_geometries(self.model, text)
         self.watched = _Watched(layers)
         block_bytes = max(map(_block_bytes, layers))
         page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * block_bytes - 1).bit_length())
         num_pages = max(MIN_PAGES, min(MAX_PAGES, ARENA_BYTES // page_bytes))
         pool = PagePool(num_pages, page_bytes)
-        groups = grouped(layers)
+        groups = grouped(layers, kv_sources(text))
         self.plan: KvPlan = plan_pack(groups, "float32", BLOCK_TOKENS, page_bytes, num_pages)
         self.arena = torch.full((num_pages * page_bytes,), 0xFF, dtype=torch.uint8)
         other = Owner("other", "weights")

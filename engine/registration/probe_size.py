@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from engine.modules.text_part import from_config, is_wrapper
 from engine.registration.blueprint import field_of
+from engine.registration.kv_sharing import REUSE, shares_kv, sharing_modes
 from engine.registration.wrapper import set_text_config
 
 WINDOW = 8
@@ -96,7 +97,8 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
 def _layer_choices(config: Any) -> Iterator[list[int]]:
     """Layers to keep: one of each kind the lists tell, then ever longer beginnings."""
     count = config.num_hidden_layers
-    lists = _per_layer(config).values()
+    modes = sharing_modes(config)
+    lists = [modes, *_per_layer(config).values()]
     kinds: dict[str, int] = {}
     for layer in range(count):
         kinds.setdefault(repr([values[layer] for values in lists]), layer)
@@ -105,7 +107,8 @@ def _layer_choices(config: Any) -> Iterator[list[int]]:
         chosen = list(range(min(2, count)))
     yield chosen
     for length in (2, 4, 8, 16):
-        if length < count:
+        # Layers that read KV of others come last: a beginning without any is another kind of model.
+        if length < count and set(modes[:length]) == set(modes):
             yield list(range(length))
     yield list(range(count))
 
@@ -115,6 +118,9 @@ def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
     per_layer = _per_layer(config)
     overrides = _overrides(small, layers)
     small.num_hidden_layers = len(layers)
+    if shares_kv(config):
+        modes = sharing_modes(config)
+        small.num_kv_shared_layers = sum(modes[layer] == REUSE for layer in layers)
     for name, values in per_layer.items():
         _set(small, name, [values[layer] for layer in layers])
     for name, value in vars(config).items():

@@ -11,8 +11,8 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from engine.config import EngineConfig
-from engine.models.reserve import step_bytes
-from engine.pack import read_index
+from engine.models.reserve import WIDE_TENSORS, step_bytes
+from engine.pack import TensorEntry, read_index
 from tests.engine.encoder_rig import POSITIONS
 from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
 from tests.engine.test_engine import Driver, Models
@@ -73,6 +73,10 @@ def test_what_the_estimate_grows_with(tiny_models: Models) -> None:
     assert bytes_of(256, 16) > base
     assert bytes_of(256, 8, vocab_size=100_000) > base + 8 * 99_000 * 4
     assert bytes_of(256, 8, max_context=4096) > base
+    # A table with a row an id and a part for each layer: only the row is computed with.
+    tables = TensorEntry("model.embed_tokens_per_layer.weight", 0, 0, 0, (1 << 18, 960), "float32")
+    wider = bytes_of(256, 8, tensors=(*index.tensors, tables))
+    assert base < wider <= base + 256 * 4 * WIDE_TENSORS * 960
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "xlm-roberta"])
