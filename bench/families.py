@@ -176,6 +176,9 @@ def _tried(found: Blueprint) -> str:
         for group in groups
         if group.window
     ]
+    parts += [
+        f"chunks in {len(group.layers)} of {num_layers} layers" for group in groups if group.chunk
+    ]
     num_readers = sum(len(group.readers) for group in groups)
     if num_readers:
         parts.append(f"KV of others read by {num_readers} of {num_layers} layers")
@@ -219,7 +222,7 @@ def page(verdicts: Iterable[Verdict]) -> str:
 def _kind(why: str) -> str:
     """A reason without the names and numbers of one family."""
     for beginning, kind in (
-        ("it has layers of type", "it has layers that are not full or sliding attention"),
+        ("it has layers of type", "it has layers that are not full, sliding or chunked attention"),
         ("its logits differ", "its logits differ from transformers"),
         ("it uses an attention mask", "it uses an attention mask of its own"),
         ("transformers cannot build", "transformers cannot build it here"),

@@ -88,8 +88,9 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers with one KV geometry. window 0: full attention. Widths are per KV head.
+    """Layers with one KV geometry. window and chunk 0: full attention. Widths are per KV head.
 
+    chunk     positions are cut into chunks of so many, and a query sees only its own one's
     readers   (layer, its source) of layers without KV of their own: they read a source's, which is
               one of `layers`
     """
@@ -99,6 +100,7 @@ class KvGroup(msgspec.Struct, frozen=True):
     k_dim: int
     v_dim: int
     window: int = 0
+    chunk: int = 0
     readers: tuple[tuple[int, int], ...] = ()
 
 

@@ -1,7 +1,8 @@
 """Attention over paged KV: the maths, the shapes, and the torch reference.
 
 For a query row i of a sequence at absolute position p_i, over cached positions j <= p_i (and
-j > p_i - window where the layer has a window):
+j > p_i - window where the layer has a window; and j >= p_i - p_i mod chunk where it sees the chunk
+of its own position only):
 
     o_i = softmax_j( softcap(scale * q_i . k_j) ) v_j        with an optional sink logit per head
 
@@ -14,8 +15,8 @@ V row, so that every row starts at a unit). A block holds `block_tokens` positio
                                     + (b % blocks_per_chunk) * block_units
 
 Layers of one geometry are a *layer group*: they share block ids, extents and one table. A row of a
-group with a window may leave out the blocks before its window: `first` says at which position its
-table begins.
+group with a window or chunks may leave out the blocks before them: `first` says at which position
+its table begins.
 
 Bytes moved by one decode step of one layer: sum over rows of context * kv_heads * (k_dim + v_dim).
 
@@ -31,12 +32,24 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
-    """KV of one layer. `window` 0 means full attention."""
+    """KV of one layer. `window` and `chunk` 0 mean full attention; at most one is not 0."""
 
     num_kv_heads: int
     k_dim: int
     v_dim: int
     window: int = 0
+    chunk: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Positions a query sees at most, itself included; 0: all."""
+        return self.window or self.chunk
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +190,18 @@ def gather_kv_ref(
     if layer.window:
         # A block that left the window may have been given to another request by now.
         unseen |= position <= (rows.context_len - q_len - layer.window)[:, None]
+    if layer.chunk:
+        unseen |= position < _chunk_begin(rows.context_len - q_len, layer.chunk)[:, None]
     unseen = unseen[:, None, :, None]
     value.masked_fill_(unseen, 0)
     if q_len > 1:
         # torch's fused attention adds its mask to the score, and NaN - inf is NaN.
         key.masked_fill_(unseen, 0)
     return key, value
+
+
+def _chunk_begin(position: torch.Tensor, chunk: int) -> torch.Tensor:
+    return position - position % chunk
 
 
 def attend_rows_ref(
@@ -195,6 +214,7 @@ def attend_rows_ref(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """query [R, heads, q_len, k_dim], key/value [R, kv_heads, S, dim] -> [R, heads, q_len, v_dim].
 
@@ -209,6 +229,8 @@ def attend_rows_ref(
     allowed = position <= last[:, :, None]
     if window:
         allowed &= position > last[:, :, None] - window
+    if chunk:
+        allowed &= position >= _chunk_begin(last, chunk)[:, :, None]
     grouped = query.reshape(num_rows, kv_heads, group * q_len, -1)
     mask = allowed[:, None, None, :, :]
     if not softcap and sinks is None and q_len > 1:
@@ -258,6 +280,7 @@ def paged_attention_ref(
             geometry.layer.window,
             softcap,
             sinks,
+            geometry.layer.chunk,
         )
         out[rows.token_index] = attended.transpose(1, 2)
     return out

@@ -108,7 +108,8 @@ def attention_constants(
         "UNIT": geometry.unit_elements,
         "BLOCK_UNITS": geometry.block_units,
         "V_START": geometry.v_start_units,
-        "WINDOW": layer.window,
+        # Below 0: of a chunk.
+        "WINDOW": layer.window - layer.chunk,
         "SOFTCAP": softcap,
         "HAS_SINKS": has_sinks,
         "K_PAD": k_pad,
@@ -143,6 +144,7 @@ def wide_attention_ref(
             geometry.layer.window,
             softcap,
             sinks,
+            geometry.layer.chunk,
         )
         out[rows.token_index] = attended.transpose(1, 2)
     return out

@@ -57,8 +57,8 @@ class GroupPlan:
 
     @property
     def window(self) -> int:
-        """Positions a query sees, itself included; 0: all."""
-        return self.block.layer.window
+        """Positions a query sees at most, itself included; 0: all. Those of a chunk, too."""
+        return self.block.layer.reach
 
     @property
     def block_bytes(self) -> int:
@@ -82,9 +82,7 @@ class GroupPlan:
 
     def first_needed(self, num_computed: int) -> int:
         """The first block that a query at position `num_computed` or later may still see."""
-        if not self.window:
-            return 0
-        return max(0, num_computed - self.window + 1) // self.block.block_tokens
+        return self.block.layer.first_seen(num_computed) // self.block.block_tokens
 
     def extents_for(self, num_blocks: int) -> int:
         """Extents that hold so many blocks."""
@@ -168,7 +166,9 @@ def plan_pack(
 ) -> KvPlan:
     """`plan_kv` for a pack; the many models of one shape share it. Raises ValueError alike."""
     layers = {
-        layer: LayerGeometry(group.num_kv_heads, group.k_dim, group.v_dim, group.window)
+        layer: LayerGeometry(
+            group.num_kv_heads, group.k_dim, group.v_dim, group.window, group.chunk
+        )
         for group in kv_groups
         for layer in (*group.layers, *(reader for reader, _ in group.readers))
     }

@@ -69,8 +69,8 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     item = _item_bytes(index.kv_dtype)
     context = index.max_context
     chunk = min(config.max_batch_tokens, context)
-    if group.window:
-        context = min(context, group.window + chunk)
+    if group.window or group.chunk:
+        context = min(context, max(group.window, group.chunk) + chunk)
     per_token = group.num_kv_heads * (group.k_dim + group.v_dim) * item
     heads = max(group.num_kv_heads, _query_width(group, index) // group.k_dim)
     mask = -(-heads // group.num_kv_heads) * chunk * context * (1 + item)

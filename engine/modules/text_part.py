@@ -25,6 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from engine.modules.scored_experts import mark_experts
+
 
 class AbsentTowerConfig(PretrainedConfig):  # type: ignore[misc]
     """What a tower's configuration says, for one that cannot be built here."""
@@ -57,6 +59,7 @@ def from_config(config: Any, whole: bool = False, **options: Any) -> nn.Module:
             raise
         model = kind.from_config(_without_absent_towers(config), **options)
     assert isinstance(model, nn.Module)
+    mark_experts(model)
     if wrapped and not whole:
         drop_towers(model)
     return model

@@ -33,6 +33,7 @@ from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.repairs import repair
+from engine.modules.scored_experts import replace_blocks
 from engine.modules.text_part import from_config
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
@@ -167,6 +168,7 @@ def build_skeleton(
         model = from_config(config, **options)
     if attention != "eager":
         repair(model, config.get_text_config())
+        replace_blocks(model)
     return model.eval()
 
 
@@ -253,6 +255,8 @@ class ModelBody:
         # Models made after an encoder and a decoder call the decoder directly (OPT).
         decoder = getattr(model.base_model, "decoder", None)
         self._body: nn.Module = decoder if isinstance(decoder, nn.Module) else model.base_model
+        if self._body is model:  # its body has another name than it says (Llama 4)
+            (self._body,) = (part for part in model.children() if isinstance(part, PreTrainedModel))
         self._kept = KeptStates(model, self._body)
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 MAX_COUNT = (1 << 31) - 1
 """Of positions and of ids, which are int32 on their way to the model."""
 _OTHER_SENSES = ("vision_config", "audio_config")
@@ -83,10 +83,18 @@ def layer_windows(config: Any) -> list[int]:
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
+def layer_chunks(config: Any) -> list[int]:
+    """The positions of a chunk of each layer that sees its own chunk only, else 0."""
+    chunk = field_of(config, "attention_chunk_size") or 0
+    kinds = field_of(config, "layer_types") or [""] * config.num_hidden_layers
+    return [chunk if kind == "chunked_attention" else 0 for kind in kinds]
+
+
 def config_geometries(config: Any) -> list[LayerGeometry]:
     """KV geometry of each layer as a transformers configuration names it."""
     geometries = []
-    for layer, window in zip(layer_configs(config), layer_windows(config), strict=True):
+    sights = zip(layer_windows(config), layer_chunks(config), strict=True)
+    for layer, (window, chunk) in zip(layer_configs(config), sights, strict=True):
         heads = layer.num_attention_heads
         kv_heads = field_of(layer, "num_key_value_heads") or heads
         dim = field_of(layer, "head_dim") or layer.hidden_size // heads
@@ -94,7 +102,7 @@ def config_geometries(config: Any) -> list[LayerGeometry]:
             kv_heads = 1 if layer.multi_query else heads
         elif layer.model_type == "jetmoe":  # repeats K and V for each expert before it attends
             kv_heads, dim = kv_heads * layer.num_experts_per_tok, layer.kv_channels
-        geometries.append(LayerGeometry(kv_heads, dim, dim, window))
+        geometries.append(LayerGeometry(kv_heads, dim, dim, window, chunk))
     return geometries
 
 
@@ -120,7 +128,9 @@ def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
                 f"{name}: {k_width} values of K and {v_width} of V for a position do not divide "
                 f"into heads of width {dim}"
             )
-        geometries[layer] = LayerGeometry(kv_heads, dim, v_width // kv_heads, usual.window)
+        geometries[layer] = replace(
+            usual, num_kv_heads=kv_heads, k_dim=dim, v_dim=v_width // kv_heads
+        )
     for reader, source in kv_sources(config).items():
         geometries[reader] = geometries[source]
     return geometries
@@ -253,18 +263,21 @@ def kv_groups(config: Any) -> tuple[KvGroup, ...]:
 def grouped(layers: Sequence[LayerGeometry], sources: Mapping[int, int]) -> tuple[KvGroup, ...]:
     """Layers grouped by KV geometry, in the order of their first layer; those in `sources` beside
     the layers whose KV they read."""
-    members: dict[tuple[int, int, int, int], list[int]] = {}
+    members: dict[LayerGeometry, list[int]] = {}
     for number, layer in enumerate(layers):
-        key = (layer.num_kv_heads, layer.k_dim, layer.v_dim, layer.window)
         if number not in sources:
-            members.setdefault(key, []).append(number)
+            members.setdefault(layer, []).append(number)
     return tuple(
         KvGroup(
             tuple(numbers),
-            *geometry,
+            layer.num_kv_heads,
+            layer.k_dim,
+            layer.v_dim,
+            window=layer.window,
+            chunk=layer.chunk,
             readers=tuple((reader, of) for reader, of in sources.items() if of in numbers),
         )
-        for geometry, numbers in members.items()
+        for layer, numbers in members.items()
     )
 
 
@@ -307,7 +320,7 @@ def check_family(config: Any) -> None:
         raise refuse("its layers share KV, but the type does not say which")
     strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)
     if strange:
-        raise refuse(f"it has layers of type {', '.join(strange)}, not full or sliding attention")
+        raise refuse(f"it has layers of type {', '.join(strange)}, not full, sliding or chunked attention")
     for name, meaning in (
         ("max_position_embeddings", "context length"),
         ("vocab_size", "vocabulary size"),

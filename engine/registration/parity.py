@@ -21,7 +21,7 @@ eager attention. Windows are cut so that the inputs pass them.
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -102,7 +102,9 @@ class _Watched:
             raise Differs("attends outside its decoder layers")
         self.calls.append(layer)
         wanted = self.layers[layer]
-        got = LayerGeometry(key.shape[1], key.shape[3], value.shape[3], wanted.window)
+        got = replace(
+            wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3]
+        )
         if got != wanted or query.shape[3] != key.shape[3]:
             raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0

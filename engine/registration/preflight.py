@@ -245,7 +245,7 @@ def _kv_bytes(plan: Blueprint, dtype: str) -> int:
         len(group.layers)
         * group.num_kv_heads
         * (group.k_dim + group.v_dim)
-        * min(KV_TOKENS, group.window or KV_TOKENS)
+        * min(KV_TOKENS, group.window or group.chunk or KV_TOKENS)
         for group in plan.kv_groups
     )
     kind: Any = torch.bfloat16 if dtype in QUANTIZATIONS else getattr(torch, dtype)

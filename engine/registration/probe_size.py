@@ -31,7 +31,7 @@ MAX_CHOSEN = 3
 MLP_WIDTH = 64
 WIDTH_STEP = 64
 
-_LENGTHS = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk")
+_LENGTHS = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk|^floor_scale$")
 _MLP_WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
@@ -42,6 +42,7 @@ _MLP_WIDTHS = (
     "n_inner",
     "dff",
 )
+_LAYER_NUMBERS = ("moe_layers",)
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
@@ -90,8 +91,14 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
     return {
         name: list(value)
         for name, value in vars(config).items()
-        if isinstance(value, list | tuple) and len(value) == count
+        if isinstance(value, list | tuple) and len(value) == count and name not in _LAYER_NUMBERS
     }
+
+
+def _layer_numbers(config: Any) -> dict[str, list[int]]:
+    """The options that are lists of layers."""
+    found = {name: getattr(config, name, None) for name in _LAYER_NUMBERS}
+    return {name: list(value) for name, value in found.items() if value is not None}
 
 
 def _layer_choices(config: Any) -> Iterator[list[int]]:
@@ -99,6 +106,8 @@ def _layer_choices(config: Any) -> Iterator[list[int]]:
     count = config.num_hidden_layers
     modes = sharing_modes(config)
     lists = [modes, *_per_layer(config).values()]
+    for numbers in _layer_numbers(config).values():
+        lists.append([layer in numbers for layer in range(count)])
     kinds: dict[str, int] = {}
     for layer in range(count):
         kinds.setdefault(repr([values[layer] for values in lists]), layer)
@@ -123,6 +132,8 @@ def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
         small.num_kv_shared_layers = sum(modes[layer] == REUSE for layer in layers)
     for name, values in per_layer.items():
         _set(small, name, [values[layer] for layer in layers])
+    for name, numbers in _layer_numbers(config).items():
+        _set(small, name, [new for new, old in enumerate(layers) if old in numbers])
     for name, value in vars(config).items():
         if _is_count(value) and _LENGTHS.search(name) and value > WINDOW:
             _set(small, name, WINDOW)

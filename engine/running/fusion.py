@@ -142,6 +142,8 @@ class Fused:
             check_layer(layer, config, experts)
         if any(group.readers for group in index.kv_groups):
             raise NotFused("layers read the KV of others")
+        if any(group.chunk for group in index.kv_groups):
+            raise NotFused("layers attend in chunks")
         self._model: Any = model
         self._body: Any = body
         self._forms = [form_of(layer, config) for layer in layers]

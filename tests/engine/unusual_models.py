@@ -5,6 +5,7 @@ from typing import Any
 from transformers import (
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    Llama4TextConfig,
     PretrainedConfig,
 )
 
@@ -53,5 +54,27 @@ def shared_configs() -> dict[str, PretrainedConfig]:
             global_head_dim=32,
             sliding_window=10,
             layer_types=[KINDS[kind] for kind in "sfssf"],
+        ),
+    }
+
+
+def chunked_configs() -> dict[str, PretrainedConfig]:
+    """Chunks that are no multiple of a block, alone with rotary, beside full layers without."""
+    return {
+        "llama4": Llama4TextConfig(
+            **COMMON,
+            intermediate_size_mlp=80,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=4,
+            attention_chunk_size=22,
+            floor_scale=9,
+            attn_scale=0.4,
+            moe_layers=[1, 2],
+            no_rope_layers=[1, 0, 1],
+            layer_types=["chunked_attention", "full_attention", "chunked_attention"],
         ),
     }

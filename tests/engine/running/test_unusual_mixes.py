@@ -9,7 +9,7 @@ import pytest
 from tests.engine.gpu.test_device_engine import DeviceMix
 from tests.engine.running.test_parity_mixes import Book, Mix, run_mixes
 from tests.engine.tiny_models import TinyModel, make_tiny_models
-from tests.engine.unusual_models import shared_configs
+from tests.engine.unusual_models import chunked_configs, shared_configs
 
 MIXES = 8
 
@@ -17,7 +17,7 @@ MIXES = 8
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     """One of each."""
-    return make_tiny_models(tmp_path_factory.mktemp("unusual"), shared_configs())
+    return make_tiny_models(tmp_path_factory.mktemp("unusual"), shared_configs() | chunked_configs())
 
 
 @pytest.fixture(scope="module")
