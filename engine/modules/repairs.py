@@ -13,7 +13,6 @@ attention is left as it is, because the parity probe compares ours with it.
 """
 
 import inspect
-
 from typing import Any
 
 import torch

@@ -8,13 +8,13 @@ behind transformers' experts interface. The maths, with S(t) the experts chosen 
 
 so here only the pairs (t, e) that were chosen are rows of `experts_forward`, each with weight 1.
 
-    mark_experts(model)      gives such experts the flags of the interface, so that they are rounded,
-                             packed and recognized as all stacked experts are; their own forward
-                             stays as it is
-    replace_blocks(model)    their blocks compute by `experts_forward` from now on
+    mark_experts(model)     gives such experts the flags of the interface, so that they are rounded,
+                            packed and recognized as all stacked experts are; their own forward
+                            stays as it is
+    replace_blocks(model)   their blocks compute by `experts_forward` from now on
 
-A block is known by its parts: a router with `top_k` that is one product, stacked weights `gate_up_proj`
-[E, H, 2 I] and `down_proj` [E, I, H] without biases, and a shared expert.
+A block is known by its parts: a router with `top_k` that is one product, stacked weights
+`gate_up_proj` [E, H, 2 I] and `down_proj` [E, I, H] without biases, and a shared expert.
 """
 
 from functools import partial
@@ -75,8 +75,8 @@ def _is_block(module: Any) -> bool:
     router, experts = module.router, module.experts
     if not isinstance(router, nn.Linear) or not hasattr(router, "top_k"):
         return False
-    stack = {name: weight for name, weight in experts.named_parameters(recurse=False)}
+    stack = dict(experts.named_parameters(recurse=False))
     if set(stack) != _STACK or not hasattr(experts, "act_fn"):
         return False
-    up, down = stack["gate_up_proj"].shape, stack["down_proj"].shape
-    return up == (down[0], down[2], 2 * down[1])
+    up, down = tuple(stack["gate_up_proj"].shape), tuple(stack["down_proj"].shape)
+    return len(down) == 3 and up == (down[0], down[2], 2 * down[1])

@@ -320,7 +320,9 @@ def check_family(config: Any) -> None:
         raise refuse("its layers share KV, but the type does not say which")
     strange = sorted(set(field_of(config, "layer_types") or ()) - _KNOWN_LAYER_TYPES)
     if strange:
-        raise refuse(f"it has layers of type {', '.join(strange)}, not full, sliding or chunked attention")
+        raise refuse(
+            f"it has layers of type {', '.join(strange)}, not full, sliding or chunked attention"
+        )
     for name, meaning in (
         ("max_position_embeddings", "context length"),
         ("vocab_size", "vocabulary size"),

@@ -102,9 +102,7 @@ class _Watched:
             raise Differs("attends outside its decoder layers")
         self.calls.append(layer)
         wanted = self.layers[layer]
-        got = replace(
-            wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3]
-        )
+        got = replace(wanted, num_kv_heads=key.shape[1], k_dim=key.shape[3], v_dim=value.shape[3])
         if got != wanted or query.shape[3] != key.shape[3]:
             raise Differs(f"passes {_widths(got)} to attention instead of {_widths(wanted)}")
         window = kwargs.get("sliding_window") or 0

@@ -31,7 +31,9 @@ MAX_CHOSEN = 3
 MLP_WIDTH = 64
 WIDTH_STEP = 64
 
-_LENGTHS = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk|^floor_scale$")
+_LENGTHS = re.compile(
+    r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk|^floor_scale$"
+)
 _MLP_WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",

@@ -31,6 +31,7 @@ def plain_attention(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """One sequence, one query at a time, in float64: the definition, spelled out."""
     heads, length, _ = query.shape
@@ -39,6 +40,8 @@ def plain_attention(
     out = torch.zeros(length, heads, value.shape[-1], dtype=torch.float64)
     for head, i in itertools.product(range(heads), range(length)):
         first = max(0, start + i + 1 - window) if window else 0
+        if chunk:
+            first = (start + i) // chunk * chunk
         keys = key[head // group, first : start + i + 1].double()
         scores = keys @ query[head, i].double() * SCALE
         if softcap:
@@ -113,6 +116,8 @@ class Paged:
         (LayerGeometry(2, 16, 16, window=5), 0.0, False),
         (LayerGeometry(2, 16, 16), 8.0, False),
         (LayerGeometry(2, 16, 16, window=7), 0.0, True),
+        (LayerGeometry(2, 16, 16, chunk=5), 0.0, False),
+        (LayerGeometry(2, 16, 16, chunk=8), 8.0, True),
     ],
 )
 def test_mixed_batch_equals_plain_attention(
@@ -131,7 +136,7 @@ def test_mixed_batch_equals_plain_attention(
     values = [random(layer.num_kv_heads, n, layer.v_dim) for n in lengths]
     queries = [random(heads, n, layer.k_dim) for n in lengths]
     expected = [
-        plain_attention(q, k, v, layer.window, softcap, sinks)
+        plain_attention(q, k, v, layer.window, softcap, sinks, layer.chunk)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
     done = [0, 0, 0]
@@ -161,17 +166,20 @@ def test_mixed_batch_equals_plain_attention(
             done[i] += n
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 9])
+SIGHTS = [(window, 0) for window in (1, 3, 4, 5, 9)] + [(0, chunk) for chunk in (1, 4, 6, 8, 30)]
+
+
+@pytest.mark.parametrize(("window", "chunk"), SIGHTS)
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (6.0, False), (5.0, True)])
 @pytest.mark.parametrize("holes_in_table", [True, False])
 def test_blocks_that_left_the_window_are_never_read(
-    window: int, softcap: float, with_sinks: bool, holes_in_table: bool
+    window: int, chunk: int, softcap: float, with_sinks: bool, holes_in_table: bool
 ) -> None:
-    """Prefill in chunks, then decodes; blocks behind the window are poisoned before each step.
+    """Prefill in parts, then decodes; blocks that no query sees are poisoned before each step.
 
     A step in flight may have been laid out before they were given back: without holes.
     """
-    layer = LayerGeometry(2, 16, 8, window)
+    layer = LayerGeometry(2, 16, 8, window, chunk)
     generator = torch.Generator().manual_seed(4)
     heads, length = 4, 23
     paged = Paged(layer, torch.float32, 16)
@@ -180,10 +188,10 @@ def test_blocks_that_left_the_window_are_never_read(
     value = torch.randn(2, length, 8, generator=generator)
     query = torch.randn(heads, length, 16, generator=generator)
     sinks = torch.randn(heads, generator=generator) if with_sinks else None
-    expected = plain_attention(query, key, value, window, softcap, sinks)
+    expected = plain_attention(query, key, value, window, softcap, sinks, chunk)
     done = 0
     for tokens in (7, 6, 1, 1, 1, 5, 1, 1):
-        gone = max(0, done - window + 1) // BLOCK_TOKENS
+        gone = layer.first_seen(done) // BLOCK_TOKENS
         for block in table[:gone]:
             paged.poison(block)
         laid = [-1] * gone + table[gone:] if holes_in_table else table

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:Run
 CONTEXTS = [(1, 1), (64, 1), (150, 1), (67, 1)]
 FEW = [(70, 1), (3, 1)]
 WINDOW = LayerGeometry(2, 16, 32, window=37)
+CHUNKS = LayerGeometry(2, 16, 16, chunk=70)
 LONG_WINDOW = LayerGeometry(1, 16, 16, window=100)
 
 
@@ -54,6 +55,8 @@ CASES: dict[str, tuple[partial[PagedCase], int]] = {
     "wide group": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 70), 1),
     "window": (partial(PagedCase, WINDOW, CONTEXTS, 2, has_sinks=True), 1),
     "window, splits": (partial(PagedCase, LONG_WINDOW, CONTEXTS, 2, has_sinks=True), 2),
+    "chunks": (partial(PagedCase, CHUNKS, CONTEXTS, 2, has_sinks=True), 1),
+    "chunks, splits": (partial(PagedCase, CHUNKS, CONTEXTS, 2), 2),
     "cap": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, softcap=3.0), 1),
 }
 
@@ -111,6 +114,23 @@ def test_a_planted_error_is_caught(error: str, tmp_path: Path) -> None:
     case = PagedCase(layer, [(150, 1)], 4, softcap=4.0, has_sinks=True)
     bad = planted(paged_decode, tmp_path, *ERRORS[error])
     launch(case, 1, bad)
+    assert not case.is_right()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("(context - 1) // -WINDOW", "context // -WINDOW"),
+        ("* -WINDOW - first", "* -WINDOW - 1 - first"),
+    ],
+)
+def test_a_planted_error_in_chunks_is_caught(right: str, wrong: str, tmp_path: Path) -> None:
+    # The second row is a chunk's last position, the first one's chunk begins inside of a block.
+    layer = LayerGeometry(2, 16, 16, chunk=75)
+    case = PagedCase(layer, [(140, 1), (150, 1)], 4)
+    launch(case, 1)
+    assert case.is_right()
+    launch(case, 1, planted(paged_decode, tmp_path, wrong, right))
     assert not case.is_right()
 
 

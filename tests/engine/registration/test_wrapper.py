@@ -398,7 +398,6 @@ def test_a_tower_without_tensors_says_nothing() -> None:
     [
         ("qwen3_5", "layers of type linear_attention"),
         ("qwen3_5_moe", "layers of type linear_attention"),
-        ("llama4", "layers of type chunked_attention"),
         ("kimi_k25", "caches latents"),
     ],
 )

@@ -17,7 +17,9 @@ MIXES = 8
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
     """One of each."""
-    return make_tiny_models(tmp_path_factory.mktemp("unusual"), shared_configs() | chunked_configs())
+    return make_tiny_models(
+        tmp_path_factory.mktemp("unusual"), shared_configs() | chunked_configs()
+    )
 
 
 @pytest.fixture(scope="module")
