@@ -32,6 +32,7 @@ from transformers.utils import ModelOutput
 from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
+from engine.modules.own_attention import install, takes_interface
 from engine.modules.repairs import repair
 from engine.modules.scored_experts import replace_blocks
 from engine.modules.text_part import from_config
@@ -85,6 +86,7 @@ def paged_attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
@@ -101,6 +103,7 @@ def paged_attention_forward(
     writes = step.plan.writes(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
+        assert slopes is None, "kernels know no slopes: such models are not loaded"
         flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
         if writes:
@@ -114,7 +117,7 @@ def paged_attention_forward(
             step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
         )
     out = paged_attention_ref(
-        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux
+        step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux, slopes
     )
     return out[None], None
 
@@ -161,7 +164,11 @@ def build_skeleton(
     register_attention()
     register_experts()
     config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
-    options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
+    is_own = not takes_interface(config.get_text_config())
+    options: dict[str, Any] = {
+        "attn_implementation": "eager" if is_own else attention,
+        "dtype": dtype,
+    }
     if attention != "eager":
         options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
@@ -169,6 +176,8 @@ def build_skeleton(
     if attention != "eager":
         repair(model, config.get_text_config())
         replace_blocks(model)
+        if is_own:
+            install(model, attention)
     return model.eval()
 
 

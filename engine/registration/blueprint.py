@@ -21,9 +21,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
+from engine.modules.own_attention import kv_heads_of, own_layers, takes_interface
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, Task
 from engine.registration.kv_sharing import kv_sources, shares_kv
@@ -35,6 +35,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 MAX_COUNT = (1 << 31) - 1
 """Of positions and of ids, which are int32 on their way to the model."""
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _OTHER_SENSES = ("vision_config", "audio_config")
 
 
@@ -72,12 +73,22 @@ def _annotations(kind: type) -> Collection[str]:
     return names
 
 
+def context_of(config: Any) -> Any:
+    """Positions that the configuration allows. Where positions are slopes and no table ends (MPT,
+    BLOOM), those that it was trained with."""
+    values = (getattr(config, name, None) for name in _CONTEXTS)
+    return next((value for value in values if value is not None), None)
+
+
 def layer_windows(config: Any) -> list[int]:
     """The sliding window of each layer, 0 for full attention, as transformers applies it."""
     window = field_of(config, "sliding_window") or 0
     if field_of(config, "use_sliding_window") is False:
         window = 0
     kinds = field_of(config, "layer_types")
+    local = field_of(config, "attention_layers")
+    if local:
+        return [config.window_size if kind == "local" else 0 for kind in local]
     if not kinds:
         return [window] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -131,6 +142,10 @@ def module_geometries(model: nn.Module, config: Any) -> list[LayerGeometry]:
         geometries[layer] = replace(
             usual, num_kv_heads=kv_heads, k_dim=dim, v_dim=v_width // kv_heads
         )
+    if not takes_interface(config):
+        for layer, form, module in own_layers(model):
+            heads = kv_heads_of(form, module) or geometries[layer].num_kv_heads
+            geometries[layer] = replace(geometries[layer], num_kv_heads=heads)
     for reader, source in kv_sources(config).items():
         geometries[reader] = geometries[source]
     return geometries
@@ -219,6 +234,7 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         if as_class:
             hosted = class_config(whole)
     skeleton = _built(hosted)
+    check_attention(text, skeleton)
     if is_wrapper(config):
         names = text_names(whole, skeleton)
         if names is None:
@@ -287,7 +303,7 @@ def _max_context(config: Any) -> int:
     "longrope" takes other frequencies for the whole batch as soon as its longest sequence passes
     the original length, whatever is in the cache: such models are hosted up to that length.
     """
-    longest = int(config.max_position_embeddings)
+    longest = int(context_of(config))
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if kind.get("rope_type") == "longrope":
@@ -312,8 +328,6 @@ def check_family(config: Any) -> None:
         raise refuse("it takes other inputs than text")
     if getattr(config, "add_cross_attention", False):
         raise refuse("it has cross-attention")
-    if not _takes_attention(config):
-        raise refuse("its attention code cannot use a paged KV cache")
     if field_of(first, "kv_lora_rank"):
         raise refuse("its attention caches latents instead of K and V, which is not supported yet")
     if field_of(config, "num_kv_shared_layers") and not shares_kv(config):
@@ -323,19 +337,24 @@ def check_family(config: Any) -> None:
         raise refuse(
             f"it has layers of type {', '.join(strange)}, not full, sliding or chunked attention"
         )
-    for name, meaning in (
-        ("max_position_embeddings", "context length"),
-        ("vocab_size", "vocabulary size"),
+    for name, meaning, value in (
+        ("max_position_embeddings", "context length", context_of(config)),
+        ("vocab_size", "vocabulary size", getattr(config, "vocab_size", None)),
     ):
-        value = getattr(config, name, None)
         if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
             raise RegistrationRefused(
                 "bad_config", f"the configuration has no valid {meaning} ({name}: {value!r:.40})"
             )
 
 
-def _takes_attention(config: Any) -> bool:
-    """Whether the family's modules call attention by the name the configuration gives."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    says = getattr(model_class, "_can_set_attn_implementation", None)
-    return bool(says()) if says is not None else True
+def check_attention(config: Any, skeleton: nn.Module) -> None:
+    """Raises RegistrationRefused for attention that cannot be ours in every layer."""
+    if takes_interface(config):
+        return
+    layers = {layer for layer, _, _ in own_layers(skeleton)}
+    if layers != set(range(config.num_hidden_layers)):
+        raise RegistrationRefused(
+            "unknown_family",
+            f"model type {config.model_type!r} is not supported: its attention code cannot use a "
+            "paged KV cache",
+        )

@@ -26,6 +26,8 @@ WINDOW = 8
 VOCAB = 128
 MAX_PARAMETERS = 128_000_000
 MAX_GROUP = 8
+KV_HEADS = (2, 4, 0)
+"""To try, one after the other; 0: all, and full widths. CodeGen's heads come in fours."""
 MAX_EXPERTS = 8
 MAX_CHOSEN = 3
 MLP_WIDTH = 64
@@ -65,9 +67,9 @@ def probe_configs(config: Any, skeleton: nn.Module | None = None) -> Iterator[An
     wanted = tensor_kinds(skeleton)
     text = config.get_text_config()
     tried: list[dict[str, Any]] = []
-    for narrow in (True, False):
+    for kv_heads in KV_HEADS:
         for layers in _layer_choices(text):
-            small = _truncated(text, layers, narrow)
+            small = _truncated(text, layers, kv_heads)
             try:
                 if is_wrapper(config):
                     small = set_text_config(config, small)
@@ -124,7 +126,9 @@ def _layer_choices(config: Any) -> Iterator[list[int]]:
     yield list(range(count))
 
 
-def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
+def _truncated(config: Any, layers: list[int], kv_heads: int) -> Any:
+    """`kv_heads`: see KV_HEADS."""
+    narrow = kv_heads > 0
     small = copy.deepcopy(config)
     per_layer = _per_layer(config)
     overrides = _overrides(small, layers)
@@ -154,7 +158,7 @@ def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
             if _is_count(getattr(part, name, None)) and getattr(part, name) > MLP_WIDTH:
                 _set(part, name, MLP_WIDTH)
     if narrow:
-        _cut_heads(small, overrides)
+        _cut_heads(small, overrides, kv_heads)
     if overrides is not None:
         small.per_layer_config = overrides
     return small
@@ -175,8 +179,8 @@ def _overrides(small: Any, layers: list[int]) -> dict[int, Any] | None:
     return {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
 
 
-def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
-    """Two KV heads, their query heads, and a residual stream in proportion."""
+def _cut_heads(small: Any, overrides: dict[int, Any] | None, most: int) -> None:
+    """So many KV heads, their query heads, and a residual stream in proportion."""
     heads = small.num_attention_heads
     kv_heads = field_of(small, "num_key_value_heads") or heads
     if getattr(small, "multi_query", False):
@@ -184,7 +188,7 @@ def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
     if not _is_count(heads) or not _is_count(kv_heads) or heads % kv_heads:
         return
     if overrides is None:
-        new_kv = min(2, kv_heads)
+        new_kv = min(most, kv_heads)
         new_heads = new_kv * _group(heads // kv_heads)
     else:  # some layers have fewer: all in proportion
         counts = [o["num_key_value_heads"] for o in overrides.values() if _KV_HEADS[0] in o]
