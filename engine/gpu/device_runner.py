@@ -100,7 +100,7 @@ class DeviceRunner:
         self._tables = [DeviceTable(tools.device, len(group.layers)) for group in plan.groups]
         self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
         if has_slopes(self._model):
-            raise ValueError("positions are slopes (ALiBi), which its attention kernels do not know")
+            raise ValueError("positions are slopes (ALiBi), which the kernels do not know")
         replace_modules(self._model, schemes_in(index))
         buffers_to(self._model, tools.device.torch_device)
         self._body = ModelBody(self._model)

@@ -10,7 +10,6 @@ from engine.modules.transformers_backend import (
     buffers_to,
     build_skeleton,
     paged_attention_forward,
-    parameters_on_meta,
     step_context,
     unbind_weights,
 )
@@ -22,8 +21,8 @@ __all__ = [
     "buffers_to",
     "build_skeleton",
     "experts",
+    "own_attention",
     "paged_attention_forward",
-    "parameters_on_meta",
     "quantized",
     "step_context",
     "text_part",

@@ -20,7 +20,7 @@ the library rounds slope * j to bfloat16, counted from the sequence's beginning.
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -189,4 +189,8 @@ def _rotary_forward(
     return module.dense(out.flatten(2)), None
 
 
-_FORWARDS = {"alibi": _alibi_forward, "bias": _bias_forward, "rotary": _rotary_forward}
+_FORWARDS: Mapping[str, Callable[..., tuple[torch.Tensor, None]]] = {
+    "alibi": _alibi_forward,
+    "bias": _bias_forward,
+    "rotary": _rotary_forward,
+}

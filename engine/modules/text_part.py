@@ -11,8 +11,10 @@ family's class or of a module.
 Does not know which wrappers come out right: that is registration's (`registration/wrapper.py`).
 """
 
+import contextlib
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -63,6 +65,32 @@ def from_config(config: Any, whole: bool = False, **options: Any) -> nn.Module:
     if wrapped and not whole:
         drop_towers(model)
     return model
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get meta parameters and real buffers.
+
+    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
+    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
+    one, as long as the rest takes.
+    """
+    original = nn.Module.register_parameter
+    initialize = PreTrainedModel.initialize_weights
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        original(self, name, param)
+        if param is not None and param.device.type != "meta":
+            meta = nn.Parameter(param.to("meta"), requires_grad=False)
+            self._parameters[name] = meta
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    PreTrainedModel.initialize_weights = lambda self: None
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+        PreTrainedModel.initialize_weights = initialize
 
 
 def body_of(model: Any) -> nn.Module:

@@ -35,7 +35,7 @@ from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.own_attention import install, takes_interface
 from engine.modules.repairs import repair
 from engine.modules.scored_experts import replace_blocks
-from engine.modules.text_part import from_config
+from engine.modules.text_part import from_config, parameters_on_meta
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
@@ -125,32 +125,6 @@ def paged_attention_forward(
 def register_attention() -> None:
     """Make `ATTENTION_NAME` known to transformers. Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get meta parameters and real buffers.
-
-    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
-    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
-    one, as long as the rest takes.
-    """
-    original = nn.Module.register_parameter
-    initialize = PreTrainedModel.initialize_weights
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param)
-        if param is not None and param.device.type != "meta":
-            meta = nn.Parameter(param.to("meta"), requires_grad=False)
-            self._parameters[name] = meta
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    PreTrainedModel.initialize_weights = lambda self: None
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-        PreTrainedModel.initialize_weights = initialize
 
 
 def build_skeleton(

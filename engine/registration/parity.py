@@ -68,7 +68,9 @@ SEEDS = (0, 1)
 
 
 # What modules say to attention beside its tensors; anything else must be empty.
-UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "slopes"})
+UNDERSTOOD = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "slopes"}
+)
 ENCODER_WINDOW = 8
 ENCODER_VOCAB = 128
 ENCODER_LENGTHS = (23, 1, 9, 14, 9, 2)

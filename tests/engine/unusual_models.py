@@ -3,9 +3,16 @@
 from typing import Any
 
 from transformers import (
+    BloomConfig,
+    CodeGenConfig,
+    FalconConfig,
     Gemma3nTextConfig,
     Gemma4TextConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    GPTNeoXJapaneseConfig,
     Llama4TextConfig,
+    MptConfig,
     PretrainedConfig,
 )
 
@@ -76,5 +83,45 @@ def chunked_configs() -> dict[str, PretrainedConfig]:
             moe_layers=[1, 2],
             no_rope_layers=[1, 0, 1],
             layer_types=["chunked_attention", "full_attention", "chunked_attention"],
+        ),
+    }
+
+
+def own_configs() -> dict[str, PretrainedConfig]:
+    """Attention that is code of its own."""
+    ids = {name: COMMON[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    shape = {"vocab_size": VOCAB, **ids}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 48}
+    old = {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": MAX_CONTEXT, "rotary_dim": 8}
+    falcon = {**shape, **heads, "max_position_embeddings": MAX_CONTEXT}
+    return {
+        "gptj": GPTJConfig(**shape, **old, tie_word_embeddings=False),
+        "codegen": CodeGenConfig(**shape, **old, tie_word_embeddings=False),
+        "gpt_neo": GPTNeoConfig(
+            **shape,
+            hidden_size=48,
+            num_layers=2,
+            num_heads=4,
+            attention_types=[[["global", "local"], 1]],
+            window_size=10,
+            max_position_embeddings=MAX_CONTEXT,
+        ),
+        "gpt_neox_japanese": GPTNeoXJapaneseConfig(
+            **shape, **heads, max_position_embeddings=MAX_CONTEXT, tie_word_embeddings=False
+        ),
+        "bloom": BloomConfig(**shape, hidden_size=60, n_layer=2, n_head=5, seq_length=MAX_CONTEXT),
+        "mpt": MptConfig(
+            **shape,
+            d_model=48,
+            n_layers=2,
+            n_heads=3,
+            max_seq_len=MAX_CONTEXT,
+            attn_config={"clip_qkv": 0.9},
+        ),
+        "falcon": FalconConfig(**falcon),
+        "falcon-groups": FalconConfig(
+            **falcon | {"num_attention_heads": 6},
+            new_decoder_architecture=True,
+            num_kv_heads=2,
         ),
     }

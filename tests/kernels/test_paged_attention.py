@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from kernels import paged_attention
 from kernels.paged_attention import (
     BlockGeometry,
     LayerGeometry,
@@ -32,6 +33,7 @@ def plain_attention(
     softcap: float,
     sinks: torch.Tensor | None,
     chunk: int = 0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, one query at a time, in float64: the definition, spelled out."""
     heads, length, _ = query.shape
@@ -46,6 +48,8 @@ def plain_attention(
         scores = keys @ query[head, i].double() * SCALE
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
+        if slopes is not None:
+            scores += slopes[head].double() * torch.arange(first - start - i, 1)
         if sinks is not None:
             scores = torch.cat([scores, sinks[head].double()[None]])
         weights = scores.softmax(0)[: keys.shape[0]]
@@ -252,6 +256,43 @@ def test_padded_rows_of_unlike_length_attend_alone() -> None:
     for i, (query, key) in enumerate(zip(queries, keys, strict=True)):
         wanted = plain_attention(query, key, key, 0, 0.0, None)
         assert torch.allclose(out[i].double(), wanted[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (9, 0), (0, 10)])
+def test_slopes_are_added_to_scores(
+    kv_heads: int, window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of some queries, beside a decode."""
+    monkeypatch.setattr(paged_attention, "BIASED_QUERIES", 5)
+    generator = torch.Generator().manual_seed(5)
+    layer = LayerGeometry(kv_heads, 16, 8, window, chunk)
+    paged, tables = Paged(layer, torch.float32, 16), [[9, 2, 5, 12, 7], [0, 3]]
+    slopes = torch.rand(4, generator=generator)
+    lengths, done, tokens = (17, 6), (3, 5), (14, 1)
+    query, key, value = (
+        [torch.randn(heads, n, dim, generator=generator) for n in lengths]
+        for heads, dim in ((4, 16), (kv_heads, 16), (kv_heads, 8))
+    )
+    first = paged.batch([(tables[i], 0, done[i]) for i in range(2)])
+    rest = paged.batch([(tables[i], done[i], tokens[i]) for i in range(2)])
+    for batch, begin, end in ((first, (0, 0), done), (rest, done, lengths)):
+        flat = [
+            torch.cat([part[i][:, begin[i] : end[i]] for i in range(2)], 1)
+            for part in (query, key, value)
+        ]
+        written = (part.transpose(0, 1) for part in flat[1:])
+        write_kv_ref(paged.arena, paged.geometry, paged.chunk_table, batch, *written)
+    out = paged_attention_ref(
+        paged.arena, paged.geometry, paged.chunk_table, rest, flat[0], SCALE, slopes=slopes
+    )
+    wanted = torch.cat(
+        [
+            plain_attention(q, k, v, window, 0.0, None, chunk, slopes)[begin:]
+            for q, k, v, begin in zip(query, key, value, done, strict=True)
+        ]
+    )
+    assert torch.allclose(out.double(), wanted, atol=2e-6)
 
 
 def test_bfloat16_stays_close_to_float32() -> None:

@@ -16,7 +16,8 @@ from engine.pack import TensorEntry, read_index
 from tests.engine.encoder_rig import POSITIONS
 from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
 from tests.engine.test_engine import Driver, Models
-from tests.engine.tiny_models import MAX_CONTEXT
+from tests.engine.tiny_models import MAX_CONTEXT, make_tiny_models
+from tests.engine.unusual_models import own_configs, shared_configs
 
 
 class PeakMeter:
@@ -43,6 +44,20 @@ class PeakMeter:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma"])
 def test_no_step_takes_more_than_was_estimated(
+    tiny_models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _measure(tiny_models, name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "gemma3n"])
+def test_nor_does_one_of_an_unusual_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = (own_configs() | shared_configs())[name]
+    _measure(make_tiny_models(tmp_path, {name: config}), name, tmp_path, monkeypatch)
+
+
+def _measure(
     tiny_models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings: dict[str, Any] = {"max_batch_tokens": 64, "max_num_seqs": 8}
