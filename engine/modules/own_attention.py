@@ -44,6 +44,17 @@ def takes_interface(config: Any) -> bool:
     return bool(says()) if says is not None else True
 
 
+def may_be_replaced(config: Any) -> bool:
+    """Whether some class of the family's has attention of a form below; nothing is built."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        return False
+    names = vars(sys.modules[model_class.__module__]).values()
+    kinds = (kind for kind in names if inspect.isclass(kind) and issubclass(kind, nn.Module))
+    forms = {_form_of_class(kind) for kind in kinds} - {None}
+    return bool(forms - {"rotary"} if getattr(config, "alibi", False) else forms)
+
+
 def own_layers(model: nn.Module) -> Iterator[tuple[int, OwnForm, Any]]:
     """(layer, form, module) of the attention modules that can be replaced."""
     for module in model.modules():
@@ -85,16 +96,22 @@ def install(model: Any, attention: str) -> None:
 
 
 def _form_of(module: Any) -> OwnForm | None:
-    if callable(getattr(module, "_attn", None)):
+    form = _form_of_class(type(module))
+    return None if form == "rotary" and getattr(module.config, "alibi", False) else form
+
+
+def _form_of_class(kind: Any) -> OwnForm | None:
+    product = getattr(kind, "_attn", None)
+    if product is not None and "query" in inspect.signature(product).parameters:
         return "_attn"
-    known = inspect.signature(type(module).forward).parameters
-    if "alibi" in known and "residual" in known and hasattr(module, "_reshape"):
+    known = inspect.signature(kind.forward).parameters
+    if {"alibi", "residual"} <= set(known) and hasattr(kind, "_reshape"):
         return "alibi"
-    if "position_bias" in known and hasattr(module, "Wqkv"):
-        return "bias"
-    if {"alibi", "position_embeddings"} <= set(known) and hasattr(module, "_split_heads"):
-        return None if getattr(module.config, "alibi", False) else "rotary"
-    return None
+    if {"alibi", "position_embeddings"} <= set(known) and hasattr(kind, "_split_heads"):
+        return "rotary"
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    is_bias = "position_bias" in known and code is not None and "Wqkv" in code.co_names
+    return "bias" if is_bias else None
 
 
 def _no_mask(*args: Any, device: torch.device, **kwargs: Any) -> torch.Tensor:

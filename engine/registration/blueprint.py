@@ -23,7 +23,12 @@ import torch
 from torch import nn
 
 from engine.errors import RegistrationRefused
-from engine.modules.own_attention import kv_heads_of, own_layers, takes_interface
+from engine.modules.own_attention import (
+    kv_heads_of,
+    may_be_replaced,
+    own_layers,
+    takes_interface,
+)
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, Task
 from engine.registration.kv_sharing import kv_sources, shares_kv
@@ -328,6 +333,8 @@ def check_family(config: Any) -> None:
         raise refuse("it takes other inputs than text")
     if getattr(config, "add_cross_attention", False):
         raise refuse("it has cross-attention")
+    if not takes_interface(config) and not may_be_replaced(config):
+        raise refuse("its attention code cannot use a paged KV cache")
     if field_of(first, "kv_lora_rank"):
         raise refuse("its attention caches latents instead of K and V, which is not supported yet")
     if field_of(config, "num_kv_shared_layers") and not shares_kv(config):
