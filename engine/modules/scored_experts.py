@@ -26,6 +26,9 @@ from transformers.integrations.moe import _default_apply_gate
 
 from engine.modules.experts import experts_forward, is_experts
 
+MOST_PADDING = 2
+"""Padded rows for one of a token, at most, where they are more than a few."""
+FEW_ROWS = 8
 _PARTS = {"router", "experts", "shared_expert"}
 _STACK = {"gate_up_proj", "down_proj"}
 _FLAGS = {
@@ -63,10 +66,39 @@ def block_forward(block: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch
     # Of experts that were not chosen the score is 0.
     chosen, index = scores.topk(block.router.top_k, dim=-1)
     scaled = (rows[:, None] * chosen[..., None]).reshape(-1, rows.shape[-1])
-    index = index.reshape(-1, 1)
-    said = experts_forward(block.experts, scaled, index, torch.ones_like(index, dtype=rows.dtype))
+    index = index.reshape(-1)
+    said = _side_by_side(block.experts, scaled, index)
+    if said is None:
+        ones = torch.ones(len(index), 1, dtype=rows.dtype, device=rows.device)
+        said = experts_forward(block.experts, scaled, index[:, None], ones)
     routed = said.view(len(rows), -1, rows.shape[-1]).sum(1)
     return block.shared_expert(rows) + routed, logits
+
+
+def _side_by_side(experts: Any, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+    """All experts in one batched product on a processor, each with as many rows as the one that
+    has most; rows [P, H] and index [P] to [P, H].
+
+    Products of a few rows by weights that lie this way round take five times as long one after the
+    other (16 experts of 10 MiB: 320 ms by grouped_mm, 60 in one). None: not here, or not worth it,
+    because few experts have rows, or one has far more than the others.
+    """
+    up, down = experts.gate_up_proj, experts.down_proj
+    if rows.device.type != "cpu" or up.dtype != rows.dtype or len(rows) < len(up) // 4:
+        return None
+    counts = torch.bincount(index, minlength=len(up))
+    most = int(counts.max())
+    if most * len(up) > MOST_PADDING * len(rows) and most > FEW_ROWS:
+        return None
+    order = index.argsort(stable=True)
+    owner = index[order]
+    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[owner]
+    padded = rows.new_zeros(len(up), most, rows.shape[-1])
+    padded[owner, place] = rows[order]
+    out = torch.bmm(experts._apply_gate(torch.bmm(padded, up)), down)
+    said = torch.empty_like(rows)
+    said[order] = out[owner, place]
+    return said
 
 
 def _is_block(module: Any) -> bool:

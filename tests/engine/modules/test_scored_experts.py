@@ -25,9 +25,10 @@ def blocks(config: Any) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+@pytest.mark.parametrize("aside", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_the_block_says_what_the_library_s_says(
-    top_k: int, monkeypatch: pytest.MonkeyPatch
+    top_k: int, aside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = chunked_configs()["llama4"]
     config.num_experts_per_tok = top_k
@@ -40,12 +41,31 @@ def test_the_block_says_what_the_library_s_says(
         return experts_forward(module, given, *routing)
 
     monkeypatch.setattr(scored_experts, "experts_forward", counted)
+    if not aside:
+        monkeypatch.setattr(scored_experts, "_side_by_side", lambda *given: None)
     with torch.inference_mode():
         wanted, router = eager(hidden)
         got, same = ours(hidden)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert torch.equal(router, same)
-    assert rows == [7 * top_k]
+    assert rows == ([] if aside else [7 * top_k])
+
+
+def test_experts_are_side_by_side_where_it_pays() -> None:
+    _, ours = blocks(chunked_configs()["llama4"])
+    experts, number = ours.experts, torch.arange(40) % 4
+    rows = torch.randn(40, 48, generator=torch.Generator().manual_seed(1))
+    side_by_side = scored_experts._side_by_side
+    with torch.inference_mode():
+        found = side_by_side(experts, rows, number)
+        ones = torch.ones(40, 1)
+        wanted = experts_forward(experts, rows, number[:, None], ones)
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert side_by_side(experts, rows.bfloat16(), number) is None
+        assert side_by_side(experts, rows, number // 2) is not None
+        assert side_by_side(experts, rows, torch.zeros_like(number)) is None, "one has all rows"
+        assert side_by_side(experts, rows[:0], number[:0]) is None
 
 
 def test_they_are_experts_to_everything_else() -> None:
