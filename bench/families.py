@@ -203,12 +203,18 @@ def _tried(found: Blueprint) -> str:
     num_layers = found.config.get_text_config().num_hidden_layers
     keeping = {layer for group in found.state_groups(torch.float32) for layer, _ in group.states}
     parts = [f"states in {len(keeping)} of {num_layers} layers"] if keeping else []
-    num_attending = sum(len(group.layers) for group in groups)
+    attending = sum(len(group.layers) + len(group.readers) for group in groups)
     parts += [
-        f"window in {len(group.layers)} of {num_attending} layers"
+        f"window in {len(group.layers) + len(group.readers)} of {attending} layers"
         for group in groups
         if group.window
     ]
+    parts += [
+        f"chunks in {len(group.layers)} of {num_layers} layers" for group in groups if group.chunk
+    ]
+    num_readers = sum(len(group.readers) for group in groups)
+    if num_readers:
+        parts.append(f"KV of others read by {num_readers} of {num_layers} layers")
     said = {
         "sinks": "sinks" in names,
         "soft cap": getattr(found.config.get_text_config(), "attn_logit_softcapping", None),
@@ -250,7 +256,7 @@ def page(verdicts: Iterable[Verdict]) -> str:
 def _kind(why: str) -> str:
     """A reason without the names and numbers of one family."""
     for beginning, kind in (
-        ("it has layers of type", "it has layers that are not full or sliding attention"),
+        ("it has layers of type", "it has layers that are not full, sliding or chunked attention"),
         ("its logits differ", "its logits differ from transformers"),
         ("it uses an attention mask", "it uses an attention mask of its own"),
         ("transformers cannot build", "transformers cannot build it here"),

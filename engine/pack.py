@@ -88,9 +88,12 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class KvGroup(msgspec.Struct, frozen=True):
-    """Layers with one KV geometry. window 0: full attention. Widths are per KV head.
+    """Layers with one KV geometry. window and chunk 0: full attention. Widths are per KV head.
 
-    v_in_k   V is the first v_dim values of K (layers that cache latents): K alone is kept
+    v_in_k    V is the first v_dim values of K (layers that cache latents): K alone is kept
+    chunk     positions are cut into chunks of so many, and a query sees only its own one's
+    readers   (layer, its source) of layers without KV of their own: they read a source's, which is
+              one of `layers`
     """
 
     layers: tuple[int, ...]
@@ -99,6 +102,8 @@ class KvGroup(msgspec.Struct, frozen=True):
     v_dim: int
     window: int = 0
     v_in_k: bool = False
+    chunk: int = 0
+    readers: tuple[tuple[int, int], ...] = ()
 
     @property
     def values_per_token(self) -> int:

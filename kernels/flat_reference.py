@@ -108,6 +108,7 @@ def _attend_rows(
             step.geometry.layer.window,
             form.softcap,
             form.sinks,
+            step.geometry.layer.chunk,
         )
         out[place] = attended[0, ..., : out.shape[2]].transpose(0, 1)
 

@@ -1,9 +1,12 @@
 """Attention over paged KV: the maths, the shapes, and the torch reference.
 
 For a query row i of a sequence at absolute position p_i, over cached positions j <= p_i (and
-j > p_i - window where the layer has a window):
+j > p_i - window where the layer has a window; and j >= p_i - p_i mod chunk where it sees the chunk
+of its own position only):
 
-    o_i = softmax_j( softcap(scale * q_i . k_j) ) v_j        with an optional sink logit per head
+    o_i = softmax_j( softcap(scale * q_i . k_j) + slope * (j - i) ) v_j
+
+with an optional sink logit per head, and a slope per head where positions are slopes (ALiBi).
 
 Memory. The arena is seen as *units* of `unit_bytes` (a power of two that divides one K row and one
 V row, so that every row starts at a unit). A block holds `block_tokens` positions of one layer:
@@ -19,8 +22,8 @@ is the first v_dim values of its K:
     block   = [ K: kv_head x position x k_dim ]
 
 Layers of one geometry are a *layer group*: they share block ids, extents and one table. A row of a
-group with a window may leave out the blocks before its window: `first` says at which position its
-table begins.
+group with a window or chunks may leave out the blocks before them: `first` says at which position
+its table begins.
 
 Bytes moved by one decode step of one layer: sum over rows of context * kv_heads * (k_dim + v_dim),
 or k_dim where V lies in K.
@@ -34,13 +37,15 @@ from dataclasses import dataclass
 
 import torch
 
+BIASED_QUERIES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class LayerGeometry:
     """KV of one layer.
 
-    window   0: full attention
-    v_in_k   V is the first v_dim values of K
+    window, chunk   0: full attention; at most one is not 0
+    v_in_k          V is the first v_dim values of K
     """
 
     num_kv_heads: int
@@ -48,11 +53,23 @@ class LayerGeometry:
     v_dim: int
     window: int = 0
     v_in_k: bool = False
+    chunk: int = 0
 
     @property
     def row_dim(self) -> int:
         """Values kept of one position of one head."""
         return self.k_dim if self.v_in_k else self.k_dim + self.v_dim
+
+    @property
+    def reach(self) -> int:
+        """Positions a query sees at most, itself included; 0: all."""
+        return self.window or self.chunk
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        if self.chunk:
+            return position - position % self.chunk
+        return max(0, position - self.window + 1) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,12 +215,18 @@ def gather_kv_ref(
     if layer.window:
         # A block that left the window may have been given to another request by now.
         unseen |= position <= (rows.context_len - q_len - layer.window)[:, None]
+    if layer.chunk:
+        unseen |= position < _chunk_begin(rows.context_len - q_len, layer.chunk)[:, None]
     unseen = unseen[:, None, :, None]
     value.masked_fill_(unseen, 0)
     if q_len > 1 and value is not key:
         # torch's fused attention adds its mask to the score, and NaN - inf is NaN.
         key.masked_fill_(unseen, 0)
     return key, value
+
+
+def _chunk_begin(position: torch.Tensor, chunk: int) -> torch.Tensor:
+    return position - position % chunk
 
 
 def attend_rows_ref(
@@ -216,6 +239,8 @@ def attend_rows_ref(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    chunk: int = 0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [R, heads, q_len, k_dim], key/value [R, kv_heads, S, dim] -> [R, heads, q_len, v_dim].
 
@@ -231,9 +256,11 @@ def attend_rows_ref(
     allowed = position <= last[:, :, None]
     if window:
         allowed &= position > last[:, :, None] - window
+    if chunk:
+        allowed &= position >= _chunk_begin(last, chunk)[:, :, None]
     grouped = query.reshape(num_rows, kv_heads, group * q_len, -1)
     mask = allowed[:, None, None, :, :]
-    if not softcap and sinks is None and q_len > 1:
+    if not softcap and sinks is None and slopes is None and q_len > 1:
         tiled = mask.expand(num_rows, 1, group, q_len, span)
         tiled = tiled.reshape(num_rows, 1, group * q_len, span)
         out = torch.nn.functional.scaled_dot_product_attention(
@@ -244,6 +271,9 @@ def attend_rows_ref(
     scores = scores.view(num_rows, kv_heads, group, q_len, span)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
+    if slopes is not None:
+        distance = (position - last[:, :, None]).float()[:, None, None]
+        scores += slopes.float().view(1, kv_heads, group, 1, 1) * distance
     scores.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         weights = scores.softmax(-1)
@@ -252,6 +282,40 @@ def attend_rows_ref(
         weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     weights = weights.to(value.dtype).view(num_rows, kv_heads, group * q_len, span)
     return torch.matmul(weights, value).view(num_rows, num_heads, q_len, -1)
+
+
+def _attend_biased_ref(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: Rows,
+    slopes: torch.Tensor,
+    scale: float,
+    layer: LayerGeometry,
+) -> torch.Tensor:
+    """`attend_rows_ref` with slopes. Every head's scores have a bias of their own: some queries of
+    one KV head at a time, so that it takes no more memory than a mask for all."""
+    group, q_len = query.shape[1] // key.shape[1], query.shape[2]
+    out = query.new_empty(*query.shape[:3], value.shape[-1])
+    for kv in range(key.shape[1]):
+        mine = slice(kv * group, (kv + 1) * group)
+        keys, values = key[:, kv : kv + 1], value[:, kv : kv + 1]
+        for start in range(0, q_len, BIASED_QUERIES):
+            end = min(start + BIASED_QUERIES, q_len)
+            out[:, mine, start:end] = attend_rows_ref(
+                query[:, mine, start:end],
+                keys,
+                values,
+                rows.context_len - q_len + end,
+                rows.first,
+                scale,
+                layer.window,
+                0.0,
+                None,
+                layer.chunk,
+                slopes[mine],
+            )
+    return out
 
 
 def paged_attention_ref(
@@ -263,13 +327,21 @@ def paged_attention_ref(
     scale: float,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """query [heads, T, k_dim] of a flat batch -> [T, heads, v_dim]; K and V already written."""
+    """query [heads, T, k_dim] of a flat batch -> [T, heads, v_dim]; K and V already written.
+
+    slopes [heads]: positions are slopes; there is neither a softcap nor sinks then.
+    """
     num_heads, num_tokens, _ = query.shape
     out = query.new_empty(num_tokens, num_heads, geometry.layer.v_dim)
     for rows in batch.rows:
         key, value = gather_kv_ref(arena, geometry, chunk_table, rows)
         picked = query[:, rows.token_index].transpose(0, 1)
+        if slopes is not None:
+            attended = _attend_biased_ref(picked, key, value, rows, slopes, scale, geometry.layer)
+            out[rows.token_index] = attended.transpose(1, 2)
+            continue
         attended = attend_rows_ref(
             picked,
             key,
@@ -280,6 +352,7 @@ def paged_attention_ref(
             geometry.layer.window,
             softcap,
             sinks,
+            geometry.layer.chunk,
         )
         out[rows.token_index] = attended[..., : geometry.layer.v_dim].transpose(1, 2)
     return out

@@ -3,6 +3,7 @@
 For row r with its query at position p = context_len[r] - 1, head h of the group of KV head g:
 
     o = softmax_j( softcap(scale * q . k_j) ) v_j        max(0, p + 1 - window) <= j <= p
+                                                         or p - p mod chunk <= j <= p
 
 with an optional sink logit a head in the softmax's sum.
 
@@ -162,6 +163,8 @@ def _decode_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(high - WINDOW, 0)
+    if WINDOW < 0:  # positions of a chunk
+        low = tl.maximum((context - 1) // -WINDOW * -WINDOW - first, 0)
     first_tile = low // BLOCK_N
     num_tiles = tl.cdiv(high, BLOCK_N) - first_tile
     per_split = tl.cdiv(num_tiles, num_splits)

@@ -3,6 +3,7 @@
 A row's q_len queries are the last q_len of its context; the query at position p sees
 
     o = softmax_j( softcap(scale * q . k_j) ) v_j        max(0, p + 1 - window) <= j <= p
+                                                         or p - p mod chunk <= j <= p
 
 with an optional sink logit a head. K and V of the chunk itself are written to the cache before, so
 prefix and chunk are read the same way, and so are rows of one token (a decode beside chunks).
@@ -78,6 +79,7 @@ def _attend(
     q: tl.tensor,
     q_v: tl.tensor,
     q_place: tl.tensor,
+    q_low: tl.tensor,
     arena_ptr: tl.tensor,
     table_ptr: tl.tensor,
     chunk_ptr: tl.tensor,
@@ -106,6 +108,7 @@ def _attend(
 
     `q_v`: what of the queries meets V, where V lies in K; `q` is then what meets the rest of K.
     `low`, `high`: the places that any query of the tile sees; what lies outside is never read.
+    `q_low`: the first place that each of them sees, where WINDOW is not 0.
     """
     PAGES: tl.constexpr = BLOCK_N // BLOCK_TOKENS
     ALIGN: tl.constexpr = UNIT if UNIT < 16 else 16
@@ -148,8 +151,8 @@ def _attend(
             scores = capped(scores, SOFTCAP) * LOG2_E
         if IS_EDGE:
             seen = (place[None, :] <= q_place[:, None]) & inside[None, :]
-            if WINDOW > 0:
-                seen = seen & (place[None, :] > q_place[:, None] - WINDOW)
+            if WINDOW != 0:
+                seen = seen & (place[None, :] >= q_low[:, None])
             scores = tl.where(seen, scores, MASKED)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
@@ -206,7 +209,8 @@ def _prefill_kernel(
     start = tl.load(tiles_ptr + tl.program_id(0) * 2 + 1)
     kv_head = tl.program_id(1) // HEAD_BLOCKS
     q_len = tl.load(q_len_ptr + row)
-    high = tl.load(context_ptr + row) - tl.load(first_ptr + row)
+    first = tl.load(first_ptr + row)
+    high = tl.load(context_ptr + row) - first
     token = tl.load(token_ptr + row).to(tl.int64)
 
     lane = tl.arange(0, BLOCK_M)
@@ -234,29 +238,36 @@ def _prefill_kernel(
     end = tl.cdiv(q_last + 1, BLOCK_N)  # 0 where the row is padding, which has no query
     low = 0
     full_begin = 0
+    q_low = q_place
     if WINDOW > 0:
+        q_low = q_place - WINDOW + 1
         low = tl.maximum(q_first - WINDOW + 1, 0)
         full_begin = tl.minimum(tl.cdiv(tl.maximum(q_last - WINDOW + 1, 0), BLOCK_N), end)
+    if WINDOW < 0:  # positions of a chunk
+        q_low = (q_place + first) // -WINDOW * -WINDOW - first
+        low = tl.maximum((q_first + first) // -WINDOW * -WINDOW - first, 0)
+        last_low = (q_last + first) // -WINDOW * -WINDOW - first
+        full_begin = tl.minimum(tl.cdiv(tl.maximum(last_low, 0), BLOCK_N), end)
     full_end = tl.maximum((q_first + 1) // BLOCK_N, full_begin)
 
     highest = tl.full([BLOCK_M], MASKED, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, V_PAD], tl.float32)
-    if WINDOW > 0:
+    if WINDOW != 0:
         acc, total, highest = _attend(
-            acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
-            slot_ptr + table_row, kv_head, low, q_last + 1, low // BLOCK_N, full_begin, scale,
+            acc, total, highest, q, q_v, q_place, q_low, arena_ptr, table_ptr,
+            chunk_ptr + table_row, slot_ptr + table_row, kv_head, low, q_last + 1, low // BLOCK_N, full_begin, scale,
             K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
             BLOCK_N, K_PAD, V_PAD, True,
         )  # fmt: skip
     acc, total, highest = _attend(
-        acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
+        acc, total, highest, q, q_v, q_place, q_low, arena_ptr, table_ptr, chunk_ptr + table_row,
         slot_ptr + table_row, kv_head, low, q_last + 1, full_begin, full_end, scale,
         K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
         BLOCK_N, K_PAD, V_PAD, False,
     )  # fmt: skip
     acc, total, highest = _attend(
-        acc, total, highest, q, q_v, q_place, arena_ptr, table_ptr, chunk_ptr + table_row,
+        acc, total, highest, q, q_v, q_place, q_low, arena_ptr, table_ptr, chunk_ptr + table_row,
         slot_ptr + table_row, kv_head, low, q_last + 1, full_end, end, scale,
         K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K, WINDOW, SOFTCAP,
         BLOCK_N, K_PAD, V_PAD, True,

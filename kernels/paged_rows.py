@@ -113,7 +113,8 @@ def attention_constants(
         "BLOCK_UNITS": geometry.block_units,
         "V_START": geometry.v_start_units,
         "V_IN_K": layer.v_in_k,
-        "WINDOW": layer.window,
+        # Below 0: of a chunk.
+        "WINDOW": layer.window - layer.chunk,
         "SOFTCAP": softcap,
         "HAS_SINKS": has_sinks,
         "K_PAD": k_pad,
@@ -148,6 +149,7 @@ def wide_attention_ref(
             geometry.layer.window,
             softcap,
             sinks,
+            geometry.layer.chunk,
         )
         out[rows.token_index] = attended[..., : geometry.layer.v_dim].transpose(1, 2)
     return out

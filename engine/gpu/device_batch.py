@@ -316,8 +316,11 @@ class _Span:
         """By GroupPlan.first_needed."""
         tokens = plan.block.block_tokens
         low = np.zeros_like(flat.first)
-        if plan.window:
-            low = np.maximum(flat.first - (plan.window - 1), 0) // tokens
+        layer = plan.block.layer
+        if layer.window:
+            low = np.maximum(flat.first - (layer.window - 1), 0) // tokens
+        if layer.chunk:
+            low = flat.first // layer.chunk * layer.chunk // tokens
         return cls(low, -(-(flat.first + flat.lengths) // tokens))
 
     def most(self, members: Places) -> int:

@@ -44,6 +44,7 @@ from engine.modules import (
     unbind_weights,
 )
 from engine.modules.experts import use_operation
+from engine.modules.own_attention import has_slopes
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates
 from engine.modules.transformers_backend import buffers_to
@@ -109,6 +110,8 @@ class DeviceRunner:
         self.cache = DeviceKvCache(owner, plan, pool, host, caching, max_chunk)
         self._tables = [DeviceTable(tools.device, len(group.layers)) for group in plan.groups]
         self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
+        if has_slopes(self._model):
+            raise ValueError("positions are slopes (ALiBi), which the kernels do not know")
         replace_modules(self._model, schemes_in(index))
         buffers_to(self._model, tools.device.torch_device)
         self._body = ModelBody(self._model)

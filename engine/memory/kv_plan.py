@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 
@@ -35,6 +36,9 @@ LEAST_EXTENT_TOKENS = 64
 OVERHEAD_SLACK = 0.01
 
 
+NO_SOURCES: Mapping[int, int] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan(ExtentPlan):
     """Layers of one KV geometry. `block` is the same for all of them."""
@@ -44,8 +48,8 @@ class GroupPlan(ExtentPlan):
 
     @property
     def window(self) -> int:
-        """Positions a query sees, itself included; 0: all."""
-        return self.block.layer.window
+        """Positions a query sees at most, itself included; 0: all. Those of a chunk, too."""
+        return self.block.layer.reach
 
     @property
     def tokens_per_extent(self) -> int:
@@ -54,9 +58,7 @@ class GroupPlan(ExtentPlan):
 
     def first_needed(self, num_computed: int) -> int:
         """The first block that a query at position `num_computed` or later may still see."""
-        if not self.window:
-            return 0
-        return max(0, num_computed - self.window + 1) // self.block.block_tokens
+        return self.block.layer.first_seen(num_computed) // self.block.block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ class StatePlan(ExtentPlan):
 class KvPlan:
     """What a model keeps of its sequences.
 
-    layer_group   by layer that attends, (its group, its place in the group)
+    layer_group   by layer that attends, (its group, its place in the group); a layer that reads
+                  another's KV has that one's place
     states        its state groups
     state_place   by state, (its group, its place in the group)
     """
@@ -100,6 +103,11 @@ class KvPlan:
     def bytes_per_sequence(self, page_bytes: int) -> int:
         """Arena bytes of a sequence's states, however long it is, rounding included."""
         return sum(math.ceil(state.pages_per_block * page_bytes) for state in self.states)
+
+    def writes(self, layer: int) -> bool:
+        """Whether the layer has KV of its own, and does not read that of another."""
+        group, place = self.layer_group[layer]
+        return self.groups[group].layers[place] == layer
 
     def bytes_per_token(self, page_bytes: int) -> int:
         """Arena bytes a cached token costs while all groups hold it, rounding included."""
@@ -136,19 +144,25 @@ def plan_kv(
     page_bytes: int,
     num_pages: int,
     states: Mapping[StateKey, tuple[tuple[int, ...], torch.dtype]] | None = None,
+    sources: Mapping[int, int] = NO_SOURCES,
 ) -> KvPlan:
     """Group layers, and states (their shape and dtype), by geometry; choose each group's extent.
 
-    Raises ValueError where one block of one layer is larger than a page.
+    `sources`: layers without KV of their own -> those whose KV they read. Raises ValueError where
+    one block of one layer is larger than a page.
     """
     numbered = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
     members: dict[LayerGeometry, list[int]] = {}
     for number, layer in numbered.items():
-        members.setdefault(layer, []).append(number)
+        if number not in sources:
+            members.setdefault(layer, []).append(number)
     groups = tuple(
         _plan_group(geometry, tuple(numbers), dtype, block_tokens, page_bytes, num_pages)
         for geometry, numbers in members.items()
     )
+    places = {
+        layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)
+    }
     kinds: dict[tuple[tuple[int, ...], torch.dtype], list[StateKey]] = {}
     for key, kind in (states or {}).items():
         kinds.setdefault(kind, []).append(key)
@@ -158,7 +172,7 @@ def plan_kv(
     )
     return KvPlan(
         groups,
-        {layer: (g, i) for g, group in enumerate(groups) for i, layer in enumerate(group.layers)},
+        {layer: places[sources.get(layer, layer)] for layer in numbered},
         block_tokens,
         state_plans,
         {key: (s, i) for s, plan in enumerate(state_plans) for i, key in enumerate(plan.states)},
@@ -177,17 +191,18 @@ def plan_pack(
     """`plan_kv` for a pack; the many models of one shape share it. Raises ValueError alike."""
     layers = {
         layer: LayerGeometry(
-            group.num_kv_heads, group.k_dim, group.v_dim, group.window, v_in_k=group.v_in_k
+            group.num_kv_heads, group.k_dim, group.v_dim, group.window, group.v_in_k, group.chunk
         )
         for group in kv_groups
-        for layer in group.layers
+        for layer in (*group.layers, *(reader for reader, _ in group.readers))
     }
     kept = {
         key: (group.shape, getattr(torch, group.dtype)) for group in states for key in group.states
     }
     geometries = {number: layers[number] for number in sorted(layers)}
+    sources = dict(pair for group in kv_groups for pair in group.readers)
     dtype = getattr(torch, kv_dtype)
-    return plan_kv(geometries, dtype, block_tokens, page_bytes, num_pages, kept)
+    return plan_kv(geometries, dtype, block_tokens, page_bytes, num_pages, kept, sources)
 
 
 def _plan_group(

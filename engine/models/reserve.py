@@ -37,6 +37,7 @@ LEAST_HEAD = 64
 # As wide as a latent a head, alive at once: the query absorbed, joined and gathered, the result as
 # attention gives it, cut, and laid out for the product behind it.
 LATENT_TENSORS = 6
+LAYERS_TABLE = "embed_tokens_per_layer."
 # Decode rows are padded to the longest table of their group, at most twice their own.
 PADDING = 2
 
@@ -83,8 +84,8 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     item = _item_bytes(index.kv_dtype)
     context = index.max_context
     chunk = min(config.max_batch_tokens, context)
-    if group.window:
-        context = min(context, group.window + chunk)
+    if group.window or group.chunk:
+        context = min(context, max(group.window, group.chunk) + chunk)
     per_token = group.values_per_token // len(group.layers) * item
     heads = (
         latent_heads(group, index) if group.v_in_k else _query_width(group, index) // group.k_dim
@@ -155,12 +156,16 @@ def _query_width(group: KvGroup, index: PackIndex) -> int:
 
 
 def _widths(index: PackIndex) -> tuple[int, int]:
-    """(hidden size, widest activation of a layer): the vocabulary's tensors do not count."""
+    """(hidden size, widest activation of a layer): the vocabulary's tensors do not count. A table
+    of all layers has a row an id, and in it a part for each layer: only the row is computed with.
+    """
     hidden, widest = 1, 1
     for entry in index.tensors:
         if len(entry.shape) < 2:
             continue
-        if index.vocab_size in entry.shape[-2:]:
+        if LAYERS_TABLE in entry.name:
+            widest = max(widest, entry.shape[-1])
+        elif index.vocab_size in entry.shape[-2:]:
             hidden = max(hidden, min(entry.shape[-2:]))
         else:
             widest = max(widest, *entry.shape[-2:])

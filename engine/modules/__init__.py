@@ -20,6 +20,7 @@ __all__ = [
     "experts",
     "latent",
     "native_linears",
+    "own_attention",
     "quantized",
     "state_mixers",
     "step_context",

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,8 +34,11 @@ from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.flat_mixers import run_mixers
 from engine.modules.latent import absorb, attend_latents, is_latent, keep_latents, project
+from engine.modules.own_attention import install, takes_interface
+from engine.modules.repairs import repair
+from engine.modules.scored_experts import replace_blocks
 from engine.modules.state_mixers import StepStates
-from engine.modules.text_part import from_config
+from engine.modules.text_part import from_config, parameters_on_meta
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
 
@@ -89,9 +91,13 @@ def paged_attention_forward(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
+
+    A layer that reads the KV of an earlier one is given that one's keys and values of this step,
+    which are in their pages already.
 
     Sliding windows come from the pack's geometry, not from `kwargs`: it was read from the same
     configuration and also decides what is kept.
@@ -99,12 +105,15 @@ def paged_attention_forward(
     step = _STEP.get()
     layer = module.layer_idx
     assert isinstance(layer, int)
+    writes = step.plan.writes(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
+        assert slopes is None, "kernels know no slopes: such models are not loaded"
         own = absorb(module, query[0]) if is_latent(module) else query[0]
         flat = [tensor.transpose(0, 1) for tensor in (own, key[0], value[0])]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
-        flat[0] = step.operations.write(*flat, form, where)
+        if writes:
+            flat[0] = step.operations.write(*flat, form, where)
         out = step.operations.attend(flat[0], form, where)
         if is_latent(module):
             out = project(module, out.transpose(0, 1)).transpose(0, 1)
@@ -112,43 +121,21 @@ def paged_attention_forward(
     group, place = step.plan.layer_group[layer]
     batch, geometry = step.groups[group], step.plan.groups[group].block
     table = batch.table[place]
-    write_kv_ref(
-        step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
-    )
-    attend = partial(attend_latents, module) if is_latent(module) else paged_attention_ref
-    out = attend(step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux)
+    if writes:
+        write_kv_ref(
+            step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
+        )
+    where_kv = (step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux)
+    if is_latent(module):
+        out = attend_latents(module, *where_kv)
+    else:
+        out = paged_attention_ref(*where_kv, slopes)
     return out[None], None
 
 
 def register_attention() -> None:
     """Make `ATTENTION_NAME` known to transformers. Idempotent."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention_forward)
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get meta parameters and real buffers.
-
-    Replaces a method of torch.nn.Module for the moment: only the step thread builds skeletons. And
-    one of transformers: parameters on meta have no values to draw, but it would draw them, one by
-    one, as long as the rest takes.
-    """
-    original = nn.Module.register_parameter
-    initialize = PreTrainedModel.initialize_weights
-
-    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param)
-        if param is not None and param.device.type != "meta":
-            meta = nn.Parameter(param.to("meta"), requires_grad=False)
-            self._parameters[name] = meta
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    PreTrainedModel.initialize_weights = lambda self: None
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-        PreTrainedModel.initialize_weights = initialize
 
 
 def build_skeleton(
@@ -162,14 +149,22 @@ def build_skeleton(
     register_attention()
     register_experts()
     config = AutoConfig.from_pretrained(str(source)) if isinstance(source, Path) else source
-    options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
+    is_own = not takes_interface(config.get_text_config())
+    options: dict[str, Any] = {
+        "attn_implementation": "eager" if is_own else attention,
+        "dtype": dtype,
+    }
     if attention != "eager":
         options["experts_implementation"] = EXPERTS_NAME
     with parameters_on_meta():
         model = from_config(config, **options)
     if attention != "eager":
+        repair(model, config.get_text_config())
+        replace_blocks(model)
         keep_latents(model)
         run_mixers(model, _step_states)
+        if is_own:
+            install(model, attention)
     return model.eval()
 
 
@@ -262,6 +257,8 @@ class ModelBody:
         # Models made after an encoder and a decoder call the decoder directly (OPT).
         decoder = getattr(model.base_model, "decoder", None)
         self._body: nn.Module = decoder if isinstance(decoder, nn.Module) else model.base_model
+        if self._body is model:  # its body has another name than it says (Llama 4)
+            (self._body,) = (part for part in model.children() if isinstance(part, PreTrainedModel))
         self._kept = KeptStates(model, self._body)
 
     def states(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -17,28 +17,35 @@ import inspect
 import re
 import sys
 from collections.abc import Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import RegistrationRefused
 from engine.modules.latent import latent_geometry, latent_layers
+from engine.modules.own_attention import (
+    kv_heads_of,
+    may_be_replaced,
+    own_layers,
+    takes_interface,
+)
 from engine.modules.state_mixers import StateShape, attending_layers, mixers, state_shapes
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, StateGroup, StateKey, Task
+from engine.registration.kv_sharing import kv_sources, shares_kv
 from engine.registration.wrapper import Wrapped, class_config, text_names
 from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 UNBOUNDED_CONTEXT = 131_072
 """Positions of a model that has no bound of its own, as recurrent ones have none."""
 MAX_COUNT = (1 << 31) - 1
 """Of positions and of ids, which are int32 on their way to the model."""
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _OTHER_SENSES = ("vision_config", "audio_config")
 
 
@@ -76,15 +83,32 @@ def _annotations(kind: type) -> Collection[str]:
     return names
 
 
+def context_of(config: Any) -> Any:
+    """Positions that the configuration allows. Where positions are slopes and no table ends (MPT,
+    BLOOM), those that it was trained with."""
+    values = (getattr(config, name, None) for name in _CONTEXTS)
+    return next((value for value in values if value is not None), None)
+
+
 def layer_windows(config: Any) -> list[int]:
     """The sliding window of each layer, 0 for full attention, as transformers applies it."""
     window = field_of(config, "sliding_window") or 0
     if field_of(config, "use_sliding_window") is False:
         window = 0
     kinds = field_of(config, "layer_types")
+    local = field_of(config, "attention_layers")
+    if local:
+        return [config.window_size if kind == "local" else 0 for kind in local]
     if not kinds:
         return [window] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def layer_chunks(config: Any) -> list[int]:
+    """The positions of a chunk of each layer that sees its own chunk only, else 0."""
+    chunk = field_of(config, "attention_chunk_size") or 0
+    kinds = field_of(config, "layer_types") or [""] * config.num_hidden_layers
+    return [chunk if kind == "chunked_attention" else 0 for kind in kinds]
 
 
 def config_geometries(
@@ -92,8 +116,9 @@ def config_geometries(
 ) -> dict[int, LayerGeometry]:
     """KV geometry of each layer as a transformers configuration names it; None: all attend."""
     geometries = {}
-    layers = zip(layer_configs(config), layer_windows(config), strict=True)
-    for number, (layer, window) in enumerate(layers):
+    sights = zip(layer_windows(config), layer_chunks(config), strict=True)
+    layers = zip(layer_configs(config), sights, strict=True)
+    for number, (layer, (window, chunk)) in enumerate(layers):
         if attending is not None and number not in attending:
             continue
         rank = field_of(layer, "kv_lora_rank")
@@ -108,16 +133,17 @@ def config_geometries(
             kv_heads = 1 if layer.multi_query else heads
         elif layer.model_type == "jetmoe":  # repeats K and V for each expert before it attends
             kv_heads, dim = kv_heads * layer.num_experts_per_tok, layer.kv_channels
-        geometries[number] = LayerGeometry(kv_heads, dim, dim, window)
+        geometries[number] = LayerGeometry(kv_heads, dim, dim, window, chunk=chunk)
     return geometries
 
 
 def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]:
     """The same, corrected by the widths of K and V projections where layers have their own.
 
-    In a model with mixers only those layers attend that call attention. Raises RegistrationRefused
-    where a width cannot be heads of the layer's width, where a layer attends twice, or where one
-    caches latents otherwise than `engine/modules/latent.py` knows.
+    In a model with mixers only those layers attend that call attention, and a layer that reads the
+    KV of another has that one's geometry. Raises RegistrationRefused where a width cannot be heads
+    of the layer's width, where a layer attends twice, or where one caches latents otherwise than
+    `engine/modules/latent.py` knows.
     """
     mixed = next(mixers(model), None) is not None
     geometries = config_geometries(config, attending_layers(model) if mixed else None)
@@ -146,7 +172,15 @@ def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]
                 f"{name}: {k_width} values of K and {v_width} of V for a position do not divide "
                 f"into heads of width {dim}"
             )
-        geometries[layer] = LayerGeometry(kv_heads, dim, v_width // kv_heads, usual.window)
+        geometries[layer] = replace(
+            usual, num_kv_heads=kv_heads, k_dim=dim, v_dim=v_width // kv_heads
+        )
+    if not takes_interface(config):
+        for layer, form, module in own_layers(model):
+            heads = kv_heads_of(form, module) or geometries[layer].num_kv_heads
+            geometries[layer] = replace(geometries[layer], num_kv_heads=heads)
+    for reader, source in kv_sources(config).items():
+        geometries[reader] = geometries[source]
     return geometries
 
 
@@ -240,6 +274,7 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         if as_class:
             hosted = class_config(whole)
     skeleton = _built(hosted)
+    check_attention(text, skeleton)
     if is_wrapper(config):
         names = text_names(whole, skeleton)
         if names is None:
@@ -257,7 +292,7 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         skeleton=skeleton,
         tensors=tensors,
         tied=tied,
-        kv_groups=grouped(module_geometries(skeleton, text)),
+        kv_groups=grouped(module_geometries(skeleton, text), kv_sources(text)),
         vocab_size=int(text.vocab_size),
         max_context=_max_context(text),
         wrapper=wrapper,
@@ -299,17 +334,28 @@ def _built(config: Any, whole: bool = False) -> nn.Module:
 
 def kv_groups(config: Any) -> tuple[KvGroup, ...]:
     """The layer groups of a configuration; nothing is built."""
-    return grouped(config_geometries(config))
+    return grouped(config_geometries(config), kv_sources(config))
 
 
-def grouped(layers: Mapping[int, LayerGeometry]) -> tuple[KvGroup, ...]:
-    """Layers grouped by KV geometry, in the order of their first layer."""
+def grouped(layers: Mapping[int, LayerGeometry], sources: Mapping[int, int]) -> tuple[KvGroup, ...]:
+    """Layers grouped by KV geometry, in the order of their first layer; those in `sources` beside
+    the layers whose KV they read."""
     members: dict[LayerGeometry, list[int]] = {}
     for number, layer in layers.items():
-        members.setdefault(layer, []).append(number)
+        if number not in sources:
+            members.setdefault(layer, []).append(number)
     return tuple(
-        KvGroup(tuple(numbers), kind.num_kv_heads, kind.k_dim, kind.v_dim, kind.window, kind.v_in_k)
-        for kind, numbers in members.items()
+        KvGroup(
+            tuple(numbers),
+            layer.num_kv_heads,
+            layer.k_dim,
+            layer.v_dim,
+            window=layer.window,
+            v_in_k=layer.v_in_k,
+            chunk=layer.chunk,
+            readers=tuple((reader, of) for reader, of in sources.items() if of in numbers),
+        )
+        for layer, numbers in members.items()
     )
 
 
@@ -330,7 +376,7 @@ def _max_context(config: Any) -> int:
     "longrope" takes other frequencies for the whole batch as soon as its longest sequence passes
     the original length, whatever is in the cache: such models are hosted up to that length.
     """
-    longest = int(field_of(config, "max_position_embeddings") or UNBOUNDED_CONTEXT)
+    longest = int(context_of(config) or UNBOUNDED_CONTEXT)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if kind.get("rope_type") == "longrope":
@@ -346,23 +392,28 @@ def check_family(config: Any) -> None:
         raise refuse("it takes other inputs than text")
     if getattr(config, "add_cross_attention", False):
         raise refuse("it has cross-attention")
-    if not _takes_attention(config):
+    if not takes_interface(config) and not may_be_replaced(config):
         raise refuse("its attention code cannot use a paged KV cache")
-    if field_of(config, "num_kv_shared_layers"):
-        raise refuse("its layers share KV, which is not supported yet")
-    counts = {"vocab_size": "vocabulary size"}
-    if hasattr(config, "max_position_embeddings"):
-        counts["max_position_embeddings"] = "context length"
-    for name, meaning in counts.items():
-        value = getattr(config, name, None)
+    if field_of(config, "num_kv_shared_layers") and not shares_kv(config):
+        raise refuse("its layers share KV, but the type does not say which")
+    counts = {"vocab_size": ("vocabulary size", getattr(config, "vocab_size", None))}
+    if context_of(config) is not None:
+        counts["max_position_embeddings"] = ("context length", context_of(config))
+    for name, (meaning, value) in counts.items():
         if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
             raise RegistrationRefused(
                 "bad_config", f"the configuration has no valid {meaning} ({name}: {value!r:.40})"
             )
 
 
-def _takes_attention(config: Any) -> bool:
-    """Whether the family's modules call attention by the name the configuration gives."""
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    says = getattr(model_class, "_can_set_attn_implementation", None)
-    return bool(says()) if says is not None else True
+def check_attention(config: Any, skeleton: nn.Module) -> None:
+    """Raises RegistrationRefused for attention that cannot be ours in every layer."""
+    if takes_interface(config):
+        return
+    layers = {layer for layer, _, _ in own_layers(skeleton)}
+    if layers != set(range(config.num_hidden_layers)):
+        raise RegistrationRefused(
+            "unknown_family",
+            f"model type {config.model_type!r} is not supported: its attention code cannot use a "
+            "paged KV cache",
+        )

@@ -33,7 +33,9 @@ from engine.registration.tensors import FLOAT_BYTES, Tensors, piece_rows
 from kernels.int4_blocks import INT4_BLOCKS, ZEROS, Steps
 
 # Buffers that older releases saved and that are computed today.
-_COMPUTED = re.compile(r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|attn\.masked_bias$")
+_COMPUTED = re.compile(
+    r"rotary_emb\.inv_freq$|(?:^|\.)position_ids$|(?:attn|attention)\.masked_bias$"
+)
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ def _check_unknown(blueprint: Blueprint, source: Tensors, keys: dict[str, str]) 
         if key not in buffers
         and name not in towers
         and not _COMPUTED.search(key)
+        and not _is_mask(source.shapes[key])
         and not any(pattern.search(key) for pattern in ignored)
     ]
     for key in strange:
@@ -201,6 +204,11 @@ def _check_unknown(blueprint: Blueprint, source: Tensors, keys: dict[str, str]) 
             f"({', '.join(strange[:3])}); its config.json does not match this checkpoint: use "
             "another revision of the model",
         )
+
+
+def _is_mask(shape: tuple[int, ...]) -> bool:
+    """Whether it is a causal mask of all positions, which older releases saved (GPT-J)."""
+    return len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
 
 
 def _settle_ties(checkpoint: Checkpoint) -> None:

@@ -54,6 +54,7 @@ from engine.registration.blueprint import (
     module_geometries,
 )
 from engine.registration.encoder_families import longest_input
+from engine.registration.kv_sharing import kv_sources
 from engine.registration.probe_size import probe_configs
 from engine.registration.quantize import rounded_twins
 from engine.registration.wrapper import class_config, text_names
@@ -75,7 +76,9 @@ SEEDS = (0, 1)
 
 
 # What modules say to attention beside its tensors; anything else must be empty.
-UNDERSTOOD = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids"})
+UNDERSTOOD = frozenset(
+    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "slopes"}
+)
 ENCODER_WINDOW = 8
 ENCODER_VOCAB = 128
 ENCODER_LENGTHS = (23, 1, 9, 14, 9, 2)
@@ -294,7 +297,8 @@ class _Paged:
         names |= {n + SCALE_SUFFIX: new + SCALE_SUFFIX for n, new in names.items()}
         replace_modules(self.model, {names[name]: how for name, how in schemes.items()})
         bind_weights(self.model, {names[name]: tensor for name, tensor in weights.items()})
-        layers = module_geometries(self.model, config.get_text_config())
+        text = config.get_text_config()
+        layers = module_geometries(self.model, text)
         self.watched = _Watched(layers)
         shapes = state_shapes(self.model, config.get_text_config().hidden_size, torch.float32)
         # Of a block, or of one head of a state.
@@ -306,7 +310,7 @@ class _Paged:
         page_bytes = max(MIN_PAGE_BYTES, 1 << (2 * largest - 1).bit_length())
         num_pages = max(MIN_PAGES, min(MAX_PAGES, ARENA_BYTES // page_bytes))
         pool = PagePool(num_pages, page_bytes)
-        groups, states = grouped(layers), grouped_states(shapes)
+        groups, states = grouped(layers, kv_sources(text)), grouped_states(shapes)
         self.plan: KvPlan = plan_pack(
             groups, "float32", BLOCK_TOKENS, page_bytes, num_pages, states
         )

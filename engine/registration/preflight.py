@@ -243,7 +243,7 @@ def _weight_bytes(plan: Blueprint, dtype: str, declared: Declared | None) -> int
 def _kv_bytes(plan: Blueprint, dtype: str) -> int:
     """Of a sequence of KV_TOKENS tokens, without what pages and extents add."""
     rows = sum(
-        group.values_per_token * min(KV_TOKENS, group.window or KV_TOKENS)
+        group.values_per_token * min(KV_TOKENS, group.window or group.chunk or KV_TOKENS)
         for group in plan.kv_groups
     )
     kind: Any = torch.bfloat16 if dtype in QUANTIZATIONS else getattr(torch, dtype)

@@ -19,18 +19,23 @@ from transformers import PretrainedConfig
 
 from engine.modules.text_part import from_config, is_wrapper
 from engine.registration.blueprint import field_of
+from engine.registration.kv_sharing import REUSE, shares_kv, sharing_modes
 from engine.registration.wrapper import set_text_config
 
 WINDOW = 8
 VOCAB = 128
 MAX_PARAMETERS = 128_000_000
 MAX_GROUP = 8
+KV_HEADS = (2, 4, 0)
+"""To try, one after the other; 0: all, and full widths. CodeGen's heads come in fours."""
 MAX_EXPERTS = 8
 MAX_CHOSEN = 3
 MLP_WIDTH = 64
 WIDTH_STEP = 64
 
-_LENGTHS = re.compile(r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk")
+_LENGTHS = re.compile(
+    r"(?:^|_)(?:window|window_size|chunk_size|topk_blocks)$|^index_topk|^floor_scale$"
+)
 _MLP_WIDTHS = (
     "intermediate_size",
     "moe_intermediate_size",
@@ -44,6 +49,7 @@ _MLP_WIDTHS = (
 _SSM_HEADS = ("mamba_n_heads", "n_mamba_heads", "num_heads")
 _SSM_WIDTHS = ("mamba_headdim", "mamba_d_head", "mamba_head_dim", "head_dim")
 _SSM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+_LAYER_NUMBERS = ("moe_layers",)
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
@@ -64,9 +70,9 @@ def probe_configs(config: Any, skeleton: nn.Module | None = None) -> Iterator[An
     wanted = tensor_kinds(skeleton)
     text = config.get_text_config()
     tried: list[dict[str, Any]] = []
-    for narrow in (True, False):
+    for kv_heads in KV_HEADS:
         for layers in _layer_choices(text):
-            small = _truncated(text, layers, narrow)
+            small = _truncated(text, layers, kv_heads)
             try:
                 if is_wrapper(config):
                     small = set_text_config(config, small)
@@ -92,14 +98,23 @@ def _per_layer(config: Any) -> dict[str, list[Any]]:
     return {
         name: list(value)
         for name, value in vars(config).items()
-        if isinstance(value, list | tuple) and len(value) == count
+        if isinstance(value, list | tuple) and len(value) == count and name not in _LAYER_NUMBERS
     }
+
+
+def _layer_numbers(config: Any) -> dict[str, list[int]]:
+    """The options that are lists of layers."""
+    found = {name: getattr(config, name, None) for name in _LAYER_NUMBERS}
+    return {name: list(value) for name, value in found.items() if value is not None}
 
 
 def _layer_choices(config: Any) -> Iterator[list[int]]:
     """Layers to keep: one of each kind the lists tell, then ever longer beginnings."""
     count = config.num_hidden_layers
-    lists = _per_layer(config).values()
+    modes = sharing_modes(config)
+    lists = [modes, *_per_layer(config).values()]
+    for numbers in _layer_numbers(config).values():
+        lists.append([layer in numbers for layer in range(count)])
     kinds: dict[str, int] = {}
     for layer in range(count):
         kinds.setdefault(repr([values[layer] for values in lists]), layer)
@@ -108,18 +123,26 @@ def _layer_choices(config: Any) -> Iterator[list[int]]:
         chosen = list(range(min(2, count)))
     yield chosen
     for length in (2, 4, 8, 16):
-        if length < count:
+        # Layers that read KV of others come last: a beginning without any is another kind of model.
+        if length < count and set(modes[:length]) == set(modes):
             yield list(range(length))
     yield list(range(count))
 
 
-def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
+def _truncated(config: Any, layers: list[int], kv_heads: int) -> Any:
+    """`kv_heads`: see KV_HEADS."""
+    narrow = kv_heads > 0
     small = copy.deepcopy(config)
     per_layer = _per_layer(config)
     overrides = _overrides(small, layers)
     small.num_hidden_layers = len(layers)
+    if shares_kv(config):
+        modes = sharing_modes(config)
+        small.num_kv_shared_layers = sum(modes[layer] == REUSE for layer in layers)
     for name, values in per_layer.items():
         _set(small, name, [values[layer] for layer in layers])
+    for name, numbers in _layer_numbers(config).items():
+        _set(small, name, [new for new, old in enumerate(layers) if old in numbers])
     for name, value in vars(config).items():
         if _is_count(value) and _LENGTHS.search(name) and value > WINDOW:
             _set(small, name, WINDOW)
@@ -138,7 +161,7 @@ def _truncated(config: Any, layers: list[int], narrow: bool) -> Any:
             if _is_count(getattr(part, name, None)) and getattr(part, name) > MLP_WIDTH:
                 _set(part, name, MLP_WIDTH)
     if narrow:
-        _cut_heads(small, overrides)
+        _cut_heads(small, overrides, kv_heads)
     if overrides is not None:
         small.per_layer_config = overrides
     return small
@@ -159,8 +182,8 @@ def _overrides(small: Any, layers: list[int]) -> dict[int, Any] | None:
     return {new: by_layer[old] for new, old in enumerate(layers) if old in by_layer}
 
 
-def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
-    """Two KV heads, their query heads, and a residual stream in proportion."""
+def _cut_heads(small: Any, overrides: dict[int, Any] | None, most: int) -> None:
+    """So many KV heads, their query heads, and a residual stream in proportion."""
     heads = getattr(small, "num_attention_heads", None)
     kv_heads = field_of(small, "num_key_value_heads") or heads
     if getattr(small, "multi_query", False):
@@ -171,7 +194,7 @@ def _cut_heads(small: Any, overrides: dict[int, Any] | None) -> None:
     if not _is_count(heads) or not _is_count(kv_heads) or heads % kv_heads:
         return
     if overrides is None:
-        new_kv = min(2, kv_heads)
+        new_kv = min(most, kv_heads)
         new_heads = new_kv * _group(heads // kv_heads)
     else:  # some layers have fewer: all in proportion
         counts = [o["num_key_value_heads"] for o in overrides.values() if _KV_HEADS[0] in o]

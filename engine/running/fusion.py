@@ -140,6 +140,10 @@ class Fused:
         layers = body.layers
         for layer in layers:
             check_layer(layer, config, experts)
+        if any(group.readers for group in index.kv_groups):
+            raise NotFused("layers read the KV of others")
+        if any(group.chunk for group in index.kv_groups):
+            raise NotFused("layers attend in chunks")
         self._model: Any = model
         self._body: Any = body
         self._forms = [form_of(layer, config) for layer in layers]

@@ -37,6 +37,7 @@ UNITS: dict[str, list[LayerGeometry]] = {
     "plain": [LayerGeometry(1, 16, 16)] * 3,
     "uneven": [LayerGeometry(2, 8, 24)] * 2 + [LayerGeometry(1, 8, 8)],
     "hybrid": [LayerGeometry(1, 16, 16, window) for window in (6, 0, 6, 6, 0)],
+    "chunks": [LayerGeometry(1, 16, 16, chunk=chunk) for chunk in (10, 10, 0, 8)],
     "windows": [LayerGeometry(1, 32, 8, 5), LayerGeometry(1, 8, 8, 13)],
 }
 
@@ -173,7 +174,7 @@ class World:
         """Whether it read what belongs there."""
         plan = self.caches[instance].plan.groups[g]
         end = len(names)
-        low = max(0, first - plan.window + 1) if plan.window else 0
+        low = plan.block.layer.first_seen(first)
         position = np.arange(low, end)
         block = np.array(blocks)[position // BLOCK_TOKENS]
         assert HOLE not in block, "a step reads behind what was freed"

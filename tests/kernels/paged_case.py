@@ -105,14 +105,12 @@ class PagedCase:
         return self.guards.are_whole() and self.difference() < bound
 
     def _tables(self) -> list[list[int]]:
-        """Blocks of each row, -1 for those before its window."""
+        """Blocks of each row, -1 for those before what its first query sees."""
         counts = [-(-context // self.block_tokens) for context, _ in self.rows]
         blocks = (torch.randperm(sum(counts) + 3, generator=self.random)).tolist()
         tables = []
         for (context, q_len), count in zip(self.rows, counts, strict=True):
-            gone = 0
-            if self.layer.window:
-                gone = max(0, context - q_len - self.layer.window + 1) // self.block_tokens
+            gone = self.layer.first_seen(context - q_len) // self.block_tokens
             tables.append([-1] * gone + [blocks.pop() for _ in range(count - gone)])
         return tables
 
@@ -138,8 +136,7 @@ class PagedCase:
         self, arena: torch.Tensor, table: torch.Tensor, blocks: list[int], context: int, q_len: int
     ) -> None:
         """KV of what the row's queries see, and no more."""
-        window = self.layer.window
-        low = max(0, context - q_len - window + 1) if window else 0
+        low = self.layer.first_seen(context - q_len)
         position = torch.arange(low, context)
         block = torch.tensor(blocks)[position // self.block_tokens]
         where = PagedBatch(

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 
+from kernels import paged_attention
 from kernels.paged_attention import (
     BlockGeometry,
     LayerGeometry,
@@ -31,6 +32,8 @@ def plain_attention(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    chunk: int = 0,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One sequence, one query at a time, in float64: the definition, spelled out."""
     heads, length, _ = query.shape
@@ -39,10 +42,14 @@ def plain_attention(
     out = torch.zeros(length, heads, value.shape[-1], dtype=torch.float64)
     for head, i in itertools.product(range(heads), range(length)):
         first = max(0, start + i + 1 - window) if window else 0
+        if chunk:
+            first = (start + i) // chunk * chunk
         keys = key[head // group, first : start + i + 1].double()
         scores = keys @ query[head, i].double() * SCALE
         if softcap:
             scores = torch.tanh(scores / softcap) * softcap
+        if slopes is not None:
+            scores += slopes[head].double() * torch.arange(first - start - i, 1)
         if sinks is not None:
             scores = torch.cat([scores, sinks[head].double()[None]])
         weights = scores.softmax(0)[: keys.shape[0]]
@@ -115,6 +122,8 @@ class Paged:
         (LayerGeometry(2, 16, 16, window=7), 0.0, True),
         (LayerGeometry(1, 20, 16, v_in_k=True), 0.0, False),
         (LayerGeometry(2, 20, 16, window=5, v_in_k=True), 8.0, True),
+        (LayerGeometry(2, 16, 16, chunk=5), 0.0, False),
+        (LayerGeometry(2, 16, 16, chunk=8), 8.0, True),
     ],
 )
 def test_mixed_batch_equals_plain_attention(
@@ -135,7 +144,7 @@ def test_mixed_batch_equals_plain_attention(
         values = [key[..., : layer.v_dim] for key in keys]
     queries = [random(heads, n, layer.k_dim) for n in lengths]
     expected = [
-        plain_attention(q, k, v, layer.window, softcap, sinks)
+        plain_attention(q, k, v, layer.window, softcap, sinks, layer.chunk)
         for q, k, v in zip(queries, keys, values, strict=True)
     ]
     done = [0, 0, 0]
@@ -165,17 +174,20 @@ def test_mixed_batch_equals_plain_attention(
             done[i] += n
 
 
-@pytest.mark.parametrize("window", [1, 3, 4, 5, 9])
+SIGHTS = [(window, 0) for window in (1, 3, 4, 5, 9)] + [(0, chunk) for chunk in (1, 4, 6, 8, 30)]
+
+
+@pytest.mark.parametrize(("window", "chunk"), SIGHTS)
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(0.0, False), (6.0, False), (5.0, True)])
 @pytest.mark.parametrize("holes_in_table", [True, False])
 def test_blocks_that_left_the_window_are_never_read(
-    window: int, softcap: float, with_sinks: bool, holes_in_table: bool
+    window: int, chunk: int, softcap: float, with_sinks: bool, holes_in_table: bool
 ) -> None:
-    """Prefill in chunks, then decodes; blocks behind the window are poisoned before each step.
+    """Prefill in parts, then decodes; blocks that no query sees are poisoned before each step.
 
     A step in flight may have been laid out before they were given back: without holes.
     """
-    layer = LayerGeometry(2, 16, 8, window)
+    layer = LayerGeometry(2, 16, 8, window, chunk=chunk)
     generator = torch.Generator().manual_seed(4)
     heads, length = 4, 23
     paged = Paged(layer, torch.float32, 16)
@@ -184,10 +196,10 @@ def test_blocks_that_left_the_window_are_never_read(
     value = torch.randn(2, length, 8, generator=generator)
     query = torch.randn(heads, length, 16, generator=generator)
     sinks = torch.randn(heads, generator=generator) if with_sinks else None
-    expected = plain_attention(query, key, value, window, softcap, sinks)
+    expected = plain_attention(query, key, value, window, softcap, sinks, chunk)
     done = 0
     for tokens in (7, 6, 1, 1, 1, 5, 1, 1):
-        gone = max(0, done - window + 1) // BLOCK_TOKENS
+        gone = layer.first_seen(done) // BLOCK_TOKENS
         for block in table[:gone]:
             paged.poison(block)
         laid = [-1] * gone + table[gone:] if holes_in_table else table
@@ -256,6 +268,43 @@ def test_padded_rows_of_unlike_length_attend_alone() -> None:
     for i, (query, key) in enumerate(zip(queries, keys, strict=True)):
         wanted = plain_attention(query, key, key, 0, 0.0, None)
         assert torch.allclose(out[i].double(), wanted[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "chunk"), [(0, 0), (9, 0), (0, 10)])
+def test_slopes_are_added_to_scores(
+    kv_heads: int, window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pieces of some queries, beside a decode."""
+    monkeypatch.setattr(paged_attention, "BIASED_QUERIES", 5)
+    generator = torch.Generator().manual_seed(5)
+    layer = LayerGeometry(kv_heads, 16, 8, window, chunk=chunk)
+    paged, tables = Paged(layer, torch.float32, 16), [[9, 2, 5, 12, 7], [0, 3]]
+    slopes = torch.rand(4, generator=generator)
+    lengths, done, tokens = (17, 6), (3, 5), (14, 1)
+    query, key, value = (
+        [torch.randn(heads, n, dim, generator=generator) for n in lengths]
+        for heads, dim in ((4, 16), (kv_heads, 16), (kv_heads, 8))
+    )
+    first = paged.batch([(tables[i], 0, done[i]) for i in range(2)])
+    rest = paged.batch([(tables[i], done[i], tokens[i]) for i in range(2)])
+    for batch, begin, end in ((first, (0, 0), done), (rest, done, lengths)):
+        flat = [
+            torch.cat([part[i][:, begin[i] : end[i]] for i in range(2)], 1)
+            for part in (query, key, value)
+        ]
+        written = (part.transpose(0, 1) for part in flat[1:])
+        write_kv_ref(paged.arena, paged.geometry, paged.chunk_table, batch, *written)
+    out = paged_attention_ref(
+        paged.arena, paged.geometry, paged.chunk_table, rest, flat[0], SCALE, slopes=slopes
+    )
+    wanted = torch.cat(
+        [
+            plain_attention(q, k, v, window, 0.0, None, chunk, slopes)[begin:]
+            for q, k, v, begin in zip(query, key, value, done, strict=True)
+        ]
+    )
+    assert torch.allclose(out.double(), wanted, atol=2e-6)
 
 
 def test_bfloat16_stays_close_to_float32() -> None:

@@ -23,6 +23,7 @@ WINDOW = LayerGeometry(2, 16, 32, window=37)
 LATENT = LayerGeometry(1, 40, 32, v_in_k=True)
 ODD_LATENT = LayerGeometry(2, 27, 18, window=37, v_in_k=True)
 WIDE_LATENT = LayerGeometry(1, 576, 512, v_in_k=True)
+CHUNKS = LayerGeometry(2, 16, 16, chunk=70)
 LONG_WINDOW = LayerGeometry(1, 16, 16, window=100)
 
 
@@ -57,6 +58,8 @@ CASES: dict[str, tuple[partial[PagedCase], int]] = {
     "wide group": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 70), 1),
     "window": (partial(PagedCase, WINDOW, CONTEXTS, 2, has_sinks=True), 1),
     "window, splits": (partial(PagedCase, LONG_WINDOW, CONTEXTS, 2, has_sinks=True), 2),
+    "chunks": (partial(PagedCase, CHUNKS, CONTEXTS, 2, has_sinks=True), 1),
+    "chunks, splits": (partial(PagedCase, CHUNKS, CONTEXTS, 2), 2),
     "cap": (partial(PagedCase, LayerGeometry(1, 16, 16), FEW, 2, softcap=3.0), 1),
     "latent": (partial(PagedCase, LATENT, CONTEXTS, 20), 1),
     "latent, splits": (partial(PagedCase, LATENT, CONTEXTS, 5), 3),
@@ -133,6 +136,22 @@ LATENT_ERRORS = {
 def test_an_error_with_latents_is_caught(error: str, tmp_path: Path) -> None:
     case = PagedCase(LATENT, [(150, 1)], 4)
     launch(case, 1, planted(paged_decode, tmp_path, *LATENT_ERRORS[error]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("(context - 1) // -WINDOW", "context // -WINDOW"),
+        ("* -WINDOW - first", "* -WINDOW - 1 - first"),
+    ],
+)
+def test_a_planted_error_in_chunks_is_caught(right: str, wrong: str, tmp_path: Path) -> None:
+    # The second row is a chunk's last position, the first one's chunk begins inside of a block.
+    layer = LayerGeometry(2, 16, 16, chunk=75)
+    case = PagedCase(layer, [(140, 1), (150, 1)], 4)
+    launch(case, 1)
+    assert case.is_right()
+    launch(case, 1, planted(paged_decode, tmp_path, wrong, right))
     assert not case.is_right()
 
 

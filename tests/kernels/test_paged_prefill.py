@@ -56,6 +56,12 @@ CASES: dict[str, partial[PagedCase]] = {
     "long window": partial(
         PagedCase, LayerGeometry(1, 16, 32, window=300), [(420, 20)], 4, has_sinks=True
     ),
+    "chunks": partial(
+        PagedCase, LayerGeometry(1, 16, 16, chunk=70), [(150, 80), (70, 1), (300, 300)], 2
+    ),
+    "long chunks": partial(
+        PagedCase, LayerGeometry(1, 16, 32, chunk=256), [(420, 20), (530, 280)], 4, has_sinks=True
+    ),
     "cap": partial(PagedCase, LayerGeometry(2, 16, 16), [(70, 66)], 4, softcap=3.0),
     "latent": partial(PagedCase, LATENT, MIXED, 10),
     "latent with a window": partial(PagedCase, ODD_LATENT, [(150, 80), (70, 1)], 4, has_sinks=True),
@@ -88,10 +94,10 @@ def test_padding_rows_give_zeros() -> None:
     assert case.out[:2].isfinite().all()
 
 
-@pytest.mark.parametrize("window", [0, 9])
-def test_padding_tiles_read_and_write_nothing(window: int) -> None:
+@pytest.mark.parametrize(("window", "size"), [(0, 0), (9, 0), (0, 30)])
+def test_padding_tiles_read_and_write_nothing(window: int, size: int) -> None:
     """Those of a recorded step: behind a padding row's last query. Lengths are the device's."""
-    layer = LayerGeometry(2, 16, 16, window=window)
+    layer = LayerGeometry(2, 16, 16, window=window, chunk=size)
     case = PagedCase(layer, [(90, 90), (140, 5), (7, 3)], 8, has_sinks=True)
     chunk, context_len = case.flat.chunk.clone(), case.flat.context_len.clone()
     chunk[2], context_len[2] = 1 << 30, 0
@@ -131,8 +137,8 @@ ERRORS = {
         "full_end = tl.maximum((q_last + BLOCK_N)",
     ),
     "window: one position too many": (
-        "> q_place[:, None] - WINDOW",
-        ">= q_place[:, None] - WINDOW",
+        "q_low = q_place - WINDOW + 1",
+        "q_low = q_place - WINDOW",
     ),
     "window's edge left out": (
         "low // BLOCK_N, full_begin, scale",
@@ -175,6 +181,29 @@ LATENT_ERRORS = {
 def test_an_error_with_latents_is_caught(error: str, tmp_path: Path) -> None:
     case = PagedCase(LATENT, [(150, 20)], 4)
     launch(case, planted(paged_prefill, tmp_path, *LATENT_ERRORS[error]))
+
+
+CHUNK_ERRORS = {
+    "a query's chunk": (
+        "q_low = (q_place + first) // -WINDOW",
+        "q_low = (q_first + first) // -WINDOW",
+    ),
+    "tiles that not all queries see": ("tl.maximum(last_low, 0)", "tl.maximum(low, 0)"),
+    "the edge left out": ("low // BLOCK_N, full_begin, scale", "full_begin, full_begin, scale"),
+    "place for position": (
+        "(q_place + first) // -WINDOW * -WINDOW - first",
+        "q_place // -WINDOW * -WINDOW",
+    ),
+}
+
+
+@pytest.mark.parametrize("error", CHUNK_ERRORS)
+def test_a_planted_error_in_chunks_is_caught(error: str, tmp_path: Path) -> None:
+    # A chunk begins inside of a block; queries of one tile are in two chunks, a tile of keys apart.
+    case = PagedCase(LayerGeometry(2, 16, 16, chunk=301), [(620, 60)], 4)
+    launch(case)
+    assert case.is_right()
+    launch(case, planted(paged_prefill, tmp_path, *CHUNK_ERRORS[error]))
     assert not case.is_right()
 
 

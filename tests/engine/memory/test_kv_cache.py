@@ -255,6 +255,22 @@ def test_windows_bound_what_a_long_sequence_needs() -> None:
     hybrid.check_integrity([kv])
 
 
+def test_blocks_before_a_chunk_are_given_back_and_hits_begin_with_holes() -> None:
+    cache, _ = make([LayerGeometry(1, 32, 32, chunk=8), FULL], max_chunk=8)
+    kv, most = cache.new_kv("t"), 0
+    tokens = list(range(162))
+    for done in range(0, 160, 4):
+        cache.reserve(kv, done + 4)
+        cache.advance(kv, tokens, done + 4, 0.0)
+        most = max(most, len(kv.tables[0]) - kv.first[0])
+        assert kv.first[0] == (done + 4) // 8 * 2
+    assert most <= 2
+    later = cache.new_kv("t")
+    assert cache.match(later, tokens, 1.0) == 160
+    assert later.first == [40, 0], "a query at 160 sees nothing before it"
+    cache.check_integrity([kv, later])
+
+
 def test_a_tenants_share_counts_shared_blocks_once() -> None:
     cache, _ = make([FULL])
     one = run(cache, PROMPT, "a")

@@ -73,6 +73,14 @@ def test_the_first_needed_block_holds_the_first_position_seen(window: int) -> No
         assert group.first_needed(computed) == first_seen // 4
 
 
+@pytest.mark.parametrize("chunk", [1, 3, 4, 8, 17])
+def test_a_chunk_is_needed_from_its_first_position_on(chunk: int) -> None:
+    (group,) = plan_kv([LayerGeometry(1, 8, 8, 0, chunk=chunk)], torch.float32, 4, 4096, 8).groups
+    assert group.window == chunk
+    for computed in range(60):
+        assert group.first_needed(computed) == computed // chunk * chunk // 4
+
+
 @pytest.mark.parametrize("num_layers", [1, 3, 5, 13])
 def test_chunks_of_extents_are_apart_and_never_cross_a_page(num_layers: int) -> None:
     page = 8192

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from bench.family_configs import tiny_config
 from engine.config import EngineConfig
-from engine.models.reserve import latent_heads, step_bytes
+from engine.models.reserve import WIDE_TENSORS, latent_heads, step_bytes
 from engine.modules.quantized import kept_shape
 from engine.pack import PackIndex, TensorEntry, read_index
 from engine.registration.blueprint import blueprint
@@ -22,6 +22,7 @@ from tests.engine.encoder_rig import POSITIONS
 from tests.engine.encoders.test_encoder_engine import EncoderDriver, Encoders
 from tests.engine.test_engine import Driver, Models
 from tests.engine.tiny_models import MAX_CONTEXT, make_tiny_models
+from tests.engine.unusual_models import own_configs, shared_configs
 
 
 class PeakMeter:
@@ -56,8 +57,20 @@ def measured(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> M
 def test_no_step_takes_more_than_was_estimated(
     measured: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    _measure(measured, name, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "falcon", "gemma3n"])
+def test_nor_does_one_of_an_unusual_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = (own_configs() | shared_configs())[name]
+    _measure(make_tiny_models(tmp_path, {name: config}), name, tmp_path, monkeypatch)
+
+
+def _measure(models: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"max_batch_tokens": 64, "max_num_seqs": 8}
-    driver = Driver({name: measured[name]}, num_pages=400, prefix_cache=False, **settings)
+    driver = Driver({name: models[name]}, num_pages=400, prefix_cache=False, **settings)
     config = EngineConfig(arena_bytes=400 * 8192, shm_prefix="t", **settings)
     driver.make_resident(name)
     runner = driver.runner(name)
@@ -66,7 +79,7 @@ def test_no_step_takes_more_than_was_estimated(
     for i in range(8):
         driver.submit(str(i), name, [2 + i] * (MAX_CONTEXT - 8), 8)
     driver.run(lambda: len(driver.finishes) == 8)
-    meter.check(step_bytes(read_index(measured[name].pack_dir), config))
+    meter.check(step_bytes(read_index(models[name].pack_dir), config))
     driver.empty()
 
 
@@ -84,6 +97,10 @@ def test_what_the_estimate_grows_with(tiny_models: Models) -> None:
     assert bytes_of(256, 16) > base
     assert bytes_of(256, 8, vocab_size=100_000) > base + 8 * 99_000 * 4
     assert bytes_of(256, 8, max_context=4096) > base
+    # A table with a row an id and a part for each layer: only the row is computed with.
+    tables = TensorEntry("model.embed_tokens_per_layer.weight", 0, 0, 0, (1 << 18, 960), "float32")
+    wider = bytes_of(256, 8, tensors=(*index.tensors, tables))
+    assert base < wider <= base + 256 * 4 * WIDE_TENSORS * 960
 
 
 @pytest.mark.parametrize("name", ["bert", "modernbert", "xlm-roberta"])

@@ -4,6 +4,7 @@ Each mutation is one way a family could come out wrong; a probe that passes it i
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,16 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from bench.family_configs import tiny_config
 from engine.errors import RegistrationRefused
+from engine.modules import repairs
 from engine.modules.transformers_backend import build_skeleton, paged_attention_forward
 from engine.registration import parity
-from engine.registration.blueprint import blueprint, field_of, kv_groups, module_geometries
+from engine.registration.blueprint import (
+    blueprint,
+    config_geometries,
+    field_of,
+    kv_groups,
+    module_geometries,
+)
 from engine.registration.parity import draw_weights, probe
 from engine.registration.probe_size import (
     MAX_CHOSEN,
@@ -90,6 +98,38 @@ def test_a_window_off_by_one_is_refused(change: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(parity._Watched, "attend", _unwatched)
     with pytest.raises(RegistrationRefused, match="differ from transformers by"):
         probe(tiny_config("mistral"))
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_chunk_off_by_one_is_refused(change: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(model: nn.Module, config: Any) -> dict[int, LayerGeometry]:
+        found = module_geometries(model, config).items()
+        return {layer: replace(g, chunk=g.chunk and g.chunk + change) for layer, g in found}
+
+    monkeypatch.setattr(parity, "module_geometries", wrong)
+    with pytest.raises(RegistrationRefused, match="differ from transformers by"):
+        probe(tiny_config("llama4_text"))
+
+
+def test_queries_scaled_by_places_in_the_batch_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Llama 4 asks the cache for its length; without that repair the probe fails."""
+    monkeypatch.setattr(repairs, "_give_offsets", lambda module, inputs, named: (inputs, named))
+    with pytest.raises(RegistrationRefused, match="differ from transformers by"):
+        probe(tiny_config("llama4_text"))
+
+
+def test_a_cut_keeps_chunks_full_layers_and_both_mlps() -> None:
+    config = AutoConfig.for_model("llama4_text", interleave_moe_layer_step=2)
+    small = next(probe_configs(config))
+    assert sorted(set(small.layer_types)) == ["chunked_attention", "full_attention"]
+    assert 0 < len(small.moe_layers) < small.num_hidden_layers <= 4
+    told = [kind == "chunked_attention" for kind in small.layer_types]
+    assert told == [bool(rotates) for rotates in small.no_rope_layers]
+    assert small.attention_chunk_size == small.floor_scale == WINDOW
+    chunks = {layer.chunk for layer in config_geometries(small).values()}
+    assert chunks == {0, WINDOW}
 
 
 def _unwatched(self: Any, module: nn.Module, *args: Any, **options: Any) -> Any:

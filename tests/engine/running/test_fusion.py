@@ -368,6 +368,22 @@ def test_quantized_weights_are_fused_too(
     run.close()
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"chunk": 8}, "attend in chunks"), ({"readers": ((9, 0),)}, "read the KV of others")],
+)
+def test_layers_that_see_kv_otherwise_are_not_fused(
+    models: dict[str, TinyModel], change: dict[str, Any], why: str
+) -> None:
+    model = models["llama"]
+    index = read_index(model.pack_dir)
+    groups = tuple(msgspec.structs.replace(group, **change) for group in index.kv_groups)
+    skeleton = build_skeleton(model.pack_dir, torch.float32)
+    fused, said = recognise(skeleton, msgspec.structs.replace(index, kv_groups=groups))
+    assert fused is None
+    assert why in said
+
+
 def test_a_pack_that_keeps_projections_apart_is_not_fused(models: dict[str, TinyModel]) -> None:
     model = models["qwen2"]
     index = read_index(model.pack_dir)
