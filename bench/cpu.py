@@ -13,7 +13,7 @@ they are texts of as many tokens.
     --quantized      our int8 and int4 too, beside llama.cpp's q8_0 and q4_0
     --mixture        a mixture of experts instead, by each of transformers' ways with experts
     --recurrent      only the kernels of recurrent mixers, beside the library's functions: a layer's
-                     decode step of 1 and 16 rows
+                     decode step of 1 and 16 rows, and a chunk of 512 tokens
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
     --output FILE    results as JSON, written after every figure; with --resume only what is missing
                      there is run

@@ -26,6 +26,8 @@ LONGEST = (
     "tests/engine/constraints/test_constrained_rows.py",
     "tests/engine/test_engine_pressure.py",
     "tests/engine/test_engine.py",
+    "tests/kernels/test_delta_rule.py",
+    "tests/kernels/test_ssd.py",
     "tests/engine/worker/test_worker_real.py",
     "tests/engine/running/test_parity_mixes.py",
     "tests/engine/test_engine_stateful.py",

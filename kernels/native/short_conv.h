@@ -57,7 +57,7 @@ inline void store_taps(T* p, int count, const Vec* taps) {
   if (K == 4 && count == LANES) {
     Vec fours[4];
     fours_together(taps, fours);
-    for (int j = 0; j < 4; j++) store_from(p + j * LANES, fours[j]);
+    for (int j = 0; j < 4; j++) store_exact(p + j * LANES, fours[j]);
     return;
   }
   float values[K][LANES];

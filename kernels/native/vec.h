@@ -92,6 +92,11 @@ inline __m512i rounded(Vec v) {
 inline void store_bf16(bf16* p, Vec v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded(v), 16)));
 }
+// Of values that are bfloat16 already.
+inline void store_exact(bf16* p, Vec v) {
+  __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(v), 16);
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(bits));
+}
 inline Ints fill_ints(int32_t v) { return _mm512_set1_epi32(v); }
 inline Ints load_ints(const void* p) { return _mm512_loadu_si512(p); }
 inline void store_ints(void* p, Ints v) { _mm512_storeu_si512(p, v); }
@@ -283,6 +288,11 @@ inline void store_bf16(bf16* p, Vec v) {
   __m128i low = _mm256_castsi256_si128(up), high = _mm256_extracti128_si256(up, 1);
   _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, high));
 }
+inline void store_exact(bf16* p, Vec v) {
+  __m256i bits = _mm256_srli_epi32(_mm256_castps_si256(v), 16);
+  __m128i low = _mm256_castsi256_si128(bits), high = _mm256_extracti128_si256(bits, 1);
+  _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, high));
+}
 inline Ints fill_ints(int32_t v) { return _mm256_set1_epi32(v); }
 inline Ints load_ints(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline void store_ints(void* p, Ints v) { _mm256_storeu_si256((__m256i*)p, v); }
@@ -404,6 +414,7 @@ inline float wide(float value) { return value; }
 inline float wide(bf16 value) { return widen(value); }
 inline void store_from(float* p, Vec v) { store(p, v); }
 inline void store_from(bf16* p, Vec v) { store_bf16(p, v); }
+inline void store_exact(float* p, Vec v) { store(p, v); }
 inline void store_from(float* p, float v) { *p = v; }
 inline void store_from(bf16* p, float v) { *p = narrow(v); }
 

@@ -138,8 +138,11 @@ polyhost_arena_page_size_bytes{worker="w"} 4096.0
 
 
 def test_recurrent_mixers_by_their_definitions() -> None:
-    """The table's rows; what it measures is timed elsewhere."""
-    lines = recurrent_cases.on_processor(recurrent_cases.DEFINITIONS, 1, torch.float32).splitlines()
+    """The table's rows; what it measures is compared elsewhere."""
+    how = recurrent_cases.DEFINITIONS, 1, torch.float32, True
+    lines = recurrent_cases.on_processor(*how).splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:]] == [
-        [f"| {name}", str(rows)] for name in recurrent_cases.KERNELS for rows in (1, 16)
+        [f"| {name}", shape]
+        for name in recurrent_cases.KERNELS
+        for shape in ("1 x 1", "16 x 1", "1 x 512")
     ]
