@@ -19,7 +19,13 @@ from kernels.ssd import selective_scan, selective_scan_ref, ssd, ssd_ref
 
 @dataclass(frozen=True, slots=True)
 class MixerOperations:
-    """The calls of a recurrent layer that look beyond a token."""
+    """The calls of a recurrent layer that look beyond a token.
+
+    short_conv       of attention's and of SSM's inputs, and of LFM's layers
+    delta_rule       gated, and Kimi's
+    ssd              Mamba-2's heads
+    selective_scan   Mamba-1's channels
+    """
 
     short_conv: Callable[..., torch.Tensor]
     delta_rule: Callable[..., torch.Tensor]

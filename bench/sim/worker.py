@@ -33,7 +33,7 @@ from engine.backend.base import Backend
 from engine.config import EngineConfig, WorkerConfig
 from engine.dependencies import EngineDependencies
 from engine.engine import Engine
-from engine.memory.kv_plan import plan_pack
+from engine.memory.kv_plan import KvPlan
 from engine.memory.page_pool import PagePool
 from engine.pack import PackIndex
 from engine.protocol import AckUsage, FromWorker, ToWorker
@@ -368,14 +368,7 @@ class SimWorker:
         return SimRunner(
             instance_id,
             index,
-            plan_pack(
-                index.kv_groups,
-                index.kv_dtype,
-                config.block_tokens,
-                pool.page_bytes,
-                pool.num_pages,
-                index.states,
-            ),
+            KvPlan.of(index, config.block_tokens, pool),
             backend,
             pool,
             self._site.packs.of(pack_dir).cost,

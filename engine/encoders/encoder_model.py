@@ -36,9 +36,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.encoders.encoder_batch import EncoderBatch
 from engine.errors import PackError
 from engine.memory import KvCache, KvPlan, Owner, PagePool
-from engine.modules import bind_weights, unbind_weights
 from engine.modules.text_part import parameters_on_meta
-from engine.modules.transformers_backend import buffers_to
+from engine.modules.transformers_backend import bind_weights, buffers_to, unbind_weights
 from engine.pack import EncoderRecord, PackIndex, Task
 from kernels.ragged_attention import Groups, ragged_attention_ref
 

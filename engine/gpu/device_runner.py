@@ -34,20 +34,20 @@ from engine.gpu.device_step import (
     cut_of,
 )
 from engine.gpu.graphs import GraphKey, StepGraphs
-from engine.memory import Owner, PagePool, plan_pack
-from engine.modules import (
-    ModelBody,
-    StepContext,
-    bind_weights,
-    build_skeleton,
-    step_context,
-    unbind_weights,
-)
+from engine.memory import KvPlan, Owner, PagePool
 from engine.modules.experts import use_operation
 from engine.modules.own_attention import has_slopes
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates
-from engine.modules.transformers_backend import buffers_to
+from engine.modules.transformers_backend import (
+    ModelBody,
+    StepContext,
+    bind_weights,
+    buffers_to,
+    build_skeleton,
+    step_context,
+    unbind_weights,
+)
 from engine.pack import PackIndex, schemes_in
 from engine.running import Scoring, StepBatch, has_experts, recognise
 from engine.sampling import Logprobs, SampleOutput, not_finite, prompt_logprobs
@@ -96,14 +96,7 @@ class DeviceRunner:
         self.instance_id = instance_id
         self.index = index
         self._tools = tools
-        plan = plan_pack(
-            index.kv_groups,
-            index.kv_dtype,
-            block_tokens,
-            pool.page_bytes,
-            pool.num_pages,
-            index.states,
-        )
+        plan = KvPlan.of(index, block_tokens, pool)
         # Tables are the host's; the device has copies of its own (device_step.py).
         host = torch.device("cpu")
         owner = Owner(instance_id, "kv")

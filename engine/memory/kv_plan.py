@@ -21,7 +21,8 @@ from types import MappingProxyType
 import torch
 
 from engine.memory.extent_plan import Cut, ExtentPlan, all_cuts
-from engine.pack import KvGroup, StateGroup, StateKey
+from engine.memory.page_pool import PagePool
+from engine.pack import KvGroup, PackIndex, StateGroup, StateKey
 from kernels.paged_attention import BlockGeometry, LayerGeometry, largest_unit_bytes
 from kernels.state_rows import StateGeometry
 
@@ -89,6 +90,13 @@ class KvPlan:
     block_tokens: int
     states: tuple[StatePlan, ...] = ()
     state_place: Mapping[StateKey, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, index: PackIndex, block_tokens: int, pool: PagePool) -> "KvPlan":
+        """A pack's in this pool; the many models of one shape share it. Raises ValueError as
+        `plan_kv` does."""
+        kept = (index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages)
+        return plan_pack(*kept, index.states)
 
     @property
     def extents(self) -> tuple[ExtentPlan, ...]:

@@ -35,16 +35,16 @@ from engine.encoders import FAMILIES, EncoderModel, build_encoder, build_encoder
 from engine.encoding import Encoding
 from engine.errors import RegistrationRefused
 from engine.memory import KvCache, KvPlan, Owner, PagePool, plan_pack
-from engine.modules import (
-    StepContext,
-    bind_weights,
-    build_skeleton,
-    step_context,
-)
 from engine.modules.latent import absorb, is_latent
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates, mixers, state_shapes
-from engine.modules.transformers_backend import paged_attention_forward
+from engine.modules.transformers_backend import (
+    StepContext,
+    bind_weights,
+    build_skeleton,
+    paged_attention_forward,
+    step_context,
+)
 from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import (

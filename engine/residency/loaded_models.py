@@ -21,7 +21,7 @@ from typing import Literal
 from engine.backend import Backend
 from engine.config import EngineConfig
 from engine.errors import IllegalTransition, IntegrityError, PackError, RequestRefused
-from engine.memory import Owner, PagePool, PageRun, plan_pack
+from engine.memory import KvPlan, Owner, PagePool, PageRun
 from engine.pack import PackIndex
 from engine.packs import LoadJob, PackSource, WeightStore, WeightViews, build_views
 from engine.protocol import LoadModel, ModelSpec, ModelStatus, ResidencyState, SwapRecord, WarmModel
@@ -288,14 +288,7 @@ def status_row(
 
 def _first_kv_pages(index: PackIndex, config: EngineConfig, pool: PagePool) -> int:
     """Pages for `load_kv_tokens` positions. Raises ValueError where a block exceeds a page."""
-    plan = plan_pack(
-        index.kv_groups,
-        index.kv_dtype,
-        config.block_tokens,
-        pool.page_bytes,
-        pool.num_pages,
-        index.states,
-    )
+    plan = KvPlan.of(index, config.block_tokens, pool)
     return plan.pages_for(min(config.load_kv_tokens, index.max_context))
 
 

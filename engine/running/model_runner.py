@@ -26,8 +26,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.memory import KvCache, KvPlan, Owner, PagePool, plan_pack
-from engine.modules import (
+from engine.memory import KvCache, KvPlan, Owner, PagePool
+from engine.modules.experts import native_mixture, use_library
+from engine.modules.native_linears import use_linears
+from engine.modules.quantized import replace_modules
+from engine.modules.state_mixers import StepStates
+from engine.modules.transformers_backend import (
     ModelBody,
     StepContext,
     bind_weights,
@@ -35,10 +39,6 @@ from engine.modules import (
     step_context,
     unbind_weights,
 )
-from engine.modules.experts import native_mixture, use_library
-from engine.modules.native_linears import use_linears
-from engine.modules.quantized import replace_modules
-from engine.modules.state_mixers import StepStates
 from engine.pack import PackIndex, schemes_in
 from engine.running.batch import Scoring, StepBatch
 from engine.running.fusion import Fused, Hidden, NotFused, recognise
@@ -326,14 +326,7 @@ class ModelRunner:
         self.instance_id = instance_id
         self.index = index
         self._arena = arena
-        plan = plan_pack(
-            index.kv_groups,
-            index.kv_dtype,
-            block_tokens,
-            pool.page_bytes,
-            pool.num_pages,
-            index.states,
-        )
+        plan = KvPlan.of(index, block_tokens, pool)
         self.cache = KvCache(Owner(instance_id, "kv"), plan, pool, arena.device, caching, max_chunk)
         self._model = build_skeleton(pack_dir, getattr(torch, index.dtype))
         replace_modules(self._model, schemes_in(index))

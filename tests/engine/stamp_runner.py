@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.memory.kv_cache import KvCache
-from engine.memory.kv_plan import plan_pack
+from engine.memory.kv_plan import KvPlan
 from engine.memory.page_pool import Owner, PagePool
 from engine.memory.policy.kv_value import ValueParams
 from engine.pack import BLOB_NAME, PackIndex
@@ -231,14 +231,7 @@ class StampRunner:
     ) -> None:
         self.instance_id = instance_id
         self.index = index
-        plan = plan_pack(
-            index.kv_groups,
-            index.kv_dtype,
-            block_tokens,
-            pool.page_bytes,
-            pool.num_pages,
-            index.states,
-        )
+        plan = KvPlan.of(index, block_tokens, pool)
         owner, params = Owner(instance_id, "kv"), ValueParams(snapshot_tokens=SNAPSHOT_TOKENS)
         self.cache = KvCache(owner, plan, pool, arena.device, caching, max_chunk, params)
         self.oracle = Oracle(index)

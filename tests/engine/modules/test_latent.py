@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from bench.family_configs import tiny_config
 from engine.errors import RegistrationRefused
 from engine.memory import plan_pack
-from engine.modules import bind_weights, build_skeleton, latent
+from engine.modules import latent
 from engine.modules.latent import (
     absorb,
     expanding_is_cheaper,
@@ -28,6 +28,7 @@ from engine.modules.latent import (
     project,
     read_weights,
 )
+from engine.modules.transformers_backend import bind_weights, build_skeleton
 from engine.pack import INDEX_NAME, KvGroup, read_index
 from engine.registration import parity
 from engine.registration.blueprint import blueprint, kv_groups, module_geometries
