@@ -12,6 +12,7 @@ they are texts of as many tokens.
 
     --quantized      our int8 and int4 too, beside llama.cpp's q8_0 and q4_0
     --mixture        a mixture of experts instead, by each of transformers' ways with experts
+    --hybrid         a model most of whose layers keep a state instead
     --recurrent      only the kernels of recurrent mixers, beside the library's functions: a layer's
                      decode step of 1 and 16 rows, and a chunk of 512 tokens
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
@@ -42,6 +43,7 @@ from kernels.native_calls import library
 from kernels.native_recurrent import NativeRecurrent
 
 QWEN25, QWEN3, SMOL = "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M"
+HYBRID = "Qwen3.5, 24 layers of 1024"
 MIXTURE = "Qwen/Qwen3-30B-A3B, 4 layers of 64 experts"
 # Ways of transformers to compute with experts; the best of them is what counts.
 EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -65,8 +67,10 @@ class Case:
         return f"{self.model} x{self.batch} p{self.prompt}"
 
 
-def cases(short: bool, mixture: bool = False) -> list[Case]:
+def cases(short: bool, mixture: bool = False, hybrid: bool = False) -> list[Case]:
     """All of them, a model's together."""
+    if hybrid:
+        return [Case(HYBRID, batch, 128) for batch in (1, 16)]
     if mixture:
         return [Case(MIXTURE, batch, 128) for batch in (1, 16)]
     if short:
@@ -311,6 +315,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts instead")
+    parser.add_argument("--hybrid", action="store_true", help="a model with states instead")
     parser.add_argument("--recurrent", action="store_true", help="only kernels of mixers")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
     parser.add_argument("--quantized", action="store_true", help="int8 and int4 too")
@@ -340,7 +345,7 @@ def main() -> None:
         done = json.loads(args.output.read_text(encoding="utf-8"))["cases"]
     wanted = [
         case
-        for case in cases(args.short, args.mixture)
+        for case in cases(args.short, args.mixture, args.hybrid)
         if all(part in case.name for part in args.only)
     ]
     with command.working_in(args.work_dir) as work:

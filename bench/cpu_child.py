@@ -15,6 +15,7 @@ last token out. A line that begins with `{` on standard output is an answer, eve
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -110,7 +111,11 @@ def kv_bytes(index: PackIndex, num_seqs: int, num_tokens: int) -> int:
     itemsize = getattr(torch, index.kv_dtype).itemsize
     groups = index.kv_groups
     per_token = sum(g.values_per_token for g in groups) * itemsize
-    return int(per_token * num_seqs * num_tokens * KV_ROUNDING)
+    # A slot for each sequence, and one for what is kept of its prompt.
+    states = sum(
+        len(g.states) * math.prod(g.shape) * getattr(torch, g.dtype).itemsize for g in index.states
+    )
+    return int((per_token * num_tokens + 2 * states) * num_seqs * KV_ROUNDING)
 
 
 def _arena_bytes(index: PackIndex, kv_room: int) -> int:

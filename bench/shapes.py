@@ -80,6 +80,10 @@ _LLAMA_LIKE = (
     "num_experts",
     "num_experts_per_tok",
     "norm_topk_prob",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
 )
 
 

@@ -17,7 +17,7 @@ Does not know slots, snapshots or steps, nor which models come out right.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -201,14 +201,14 @@ class RowSplit:
         self._step = step
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """hidden [1, T, H] -> as the mixer gives it, for all tokens."""
+        """hidden [1, T, H] -> as the mixer gives it, for all tokens: a tensor, or several of which
+        those that are not of tokens are left out."""
         given = self._signature.bind(*args, **kwargs)
         hidden = given.arguments[self._hidden]
         if "attention_mask" in given.arguments:
             given.arguments["attention_mask"] = None
         step = self._step()
-        outputs: torch.Tensor | None = None
-        rest: tuple[Any, ...] | None = None
+        outputs: list[Any] = []
         for rows in step.rows:
             states = LayerStates(rows.fresh, partial(self._read, step, rows))
             given.arguments[self._hidden] = hidden[0][rows.tokens]
@@ -216,16 +216,27 @@ class RowSplit:
             output = self._forward(*given.args, **given.kwargs)
             for name, after in states.after.items():
                 step.write((self._layer, name), rows, after)
-            if isinstance(output, tuple):
-                output, rest = output[0], (None,) * (len(output) - 1)
-            if outputs is None:
-                outputs = output.new_empty(hidden.shape[1], output.shape[-1])
-            outputs[rows.tokens] = output
-        assert outputs is not None, "a step without rows"
-        return outputs[None] if rest is None else (outputs[None], *rest)
+            outputs.append(output)
+        if not isinstance(outputs[0], tuple):
+            return _joined(outputs, step.rows, hidden.shape[1])
+        return tuple(
+            _joined(parts, step.rows, hidden.shape[1]) for parts in zip(*outputs, strict=True)
+        )
 
     def _read(self, step: StepStates, rows: StateRows, name: str) -> torch.Tensor:
         return step.read((self._layer, name), rows)
+
+
+def _joined(parts: Sequence[Any], rows: Sequence[StateRows], num_tokens: int) -> Any:
+    """[n, q, ...] of each group of rows as [1, T, ...]; None where they are something else."""
+    joined: torch.Tensor | None = None
+    for part, group in zip(parts, rows, strict=True):
+        if not isinstance(part, torch.Tensor) or part.shape[:2] != group.tokens.shape:
+            return None
+        if joined is None:
+            joined = part.new_empty(num_tokens, *part.shape[2:])
+        joined[group.tokens] = part
+    return None if joined is None else joined[None]
 
 
 def cache_of(signature: inspect.Signature) -> str:

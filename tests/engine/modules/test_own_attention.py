@@ -109,7 +109,8 @@ def test_pages_of_bfloat16_are_written(name: str) -> None:
         seen.append(query.dtype)
         raise _SeenEnoughError
 
-    context = StepContext(torch.empty(0), _Plan(), (), attended, _Plan())  # type: ignore[arg-type]
+    plan: Any = _Plan()
+    context = StepContext(torch.empty(0), plan, (), None, attended, plan)
     ids = torch.arange(3)[None]
     if has_slopes(model):
         with step_context(context), pytest.raises(AssertionError, match="slopes"):
