@@ -16,10 +16,12 @@ Does not know slots, snapshots or steps, nor which models come out right.
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
@@ -52,6 +54,14 @@ CONV, RECURRENT = "conv", "recurrent"
 def mixers(model: nn.Module) -> Iterator[Any]:
     """Modules that keep a state of their layer."""
     return _that_name(model, _PROTOCOL)
+
+
+@functools.cache
+def may_keep_states(modelling: ModuleType) -> bool:
+    """Whether some class of a modelling file keeps a state of its layer; builds nothing."""
+    found = vars(modelling).values()
+    kinds = (kind for kind in found if isinstance(kind, type) and issubclass(kind, nn.Module))
+    return any(_speaks(kind, _PROTOCOL) for kind in kinds if kind is not nn.Module)
 
 
 def attending_layers(model: nn.Module) -> set[int]:

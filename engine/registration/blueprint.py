@@ -31,7 +31,13 @@ from engine.modules.own_attention import (
     own_layers,
     takes_interface,
 )
-from engine.modules.state_mixers import StateShape, attending_layers, mixers, state_shapes
+from engine.modules.state_mixers import (
+    StateShape,
+    attending_layers,
+    may_keep_states,
+    mixers,
+    state_shapes,
+)
 from engine.modules.text_part import from_config, is_wrapper
 from engine.pack import EncoderRecord, KvGroup, StateGroup, StateKey, Task
 from engine.registration.kv_sharing import kv_sources, shares_kv
@@ -280,7 +286,8 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
         if names is None:
             raise _strange("its text part cannot be told from its other parts")
         wrapper = Wrapped(config, whole, names)
-    _check_layers(text, skeleton)
+    if next(mixers(skeleton), None) is None:
+        _check_layers(text)
     tensors = dict(skeleton.state_dict())
     tied = {
         target: source
@@ -299,18 +306,20 @@ def blueprint(config: Any, as_class: bool = False) -> Blueprint:
     )
 
 
-def _check_layers(config: Any, skeleton: nn.Module) -> None:
-    """Raises RegistrationRefused for layers that keep what nobody knows."""
+def _check_layers(config: Any) -> None:
+    """Of a model that keeps no states. Raises RegistrationRefused for layers that keep what nobody
+    knows."""
     kinds = set(field_of(config, "layer_types") or ())
-    if next(mixers(skeleton), None) is not None:
-        return  # what they keep is found by running them; the probe sees whether that is all
     first = next(iter(layer_configs(config)), None)
     if not getattr(first, "num_attention_heads", None):
         raise _refuse(config, "it has no attention heads")
+    _check_context(config)  # which models of states alone need not have
     strange = sorted(kinds - _KNOWN_LAYER_TYPES)
     if strange:
         named = ", ".join(strange)
-        raise _refuse(config, f"it has layers of type {named}, not full or sliding attention")
+        raise _refuse(
+            config, f"it has layers of type {named}, not full, sliding or chunked attention"
+        )
 
 
 def _refuse(config: Any, why: str) -> RegistrationRefused:
@@ -396,14 +405,31 @@ def check_family(config: Any) -> None:
         raise refuse("its attention code cannot use a paged KV cache")
     if field_of(config, "num_kv_shared_layers") and not shares_kv(config):
         raise refuse("its layers share KV, but the type does not say which")
-    counts = {"vocab_size": ("vocabulary size", getattr(config, "vocab_size", None))}
+    if not _may_keep_states(config):
+        _check_layers(config)
+    _check_count("vocab_size", "vocabulary size", getattr(config, "vocab_size", None))
     if context_of(config) is not None:
-        counts["max_position_embeddings"] = ("context length", context_of(config))
-    for name, (meaning, value) in counts.items():
-        if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
-            raise RegistrationRefused(
-                "bad_config", f"the configuration has no valid {meaning} ({name}: {value!r:.40})"
-            )
+        _check_context(config)
+
+
+def _may_keep_states(config: Any) -> bool:
+    """What its states are is found by running its mixers; the probe sees whether that is all."""
+    beside = type(config).__module__.replace("configuration_", "modeling_")
+    try:
+        return may_keep_states(importlib.import_module(beside))
+    except ImportError:
+        return True  # nobody knows
+
+
+def _check_context(config: Any) -> None:
+    _check_count("max_position_embeddings", "context length", context_of(config))
+
+
+def _check_count(name: str, meaning: str, value: Any) -> None:
+    if not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise RegistrationRefused(
+            "bad_config", f"the configuration has no valid {meaning} ({name}: {value!r:.40})"
+        )
 
 
 def check_attention(config: Any, skeleton: nn.Module) -> None:
@@ -412,8 +438,4 @@ def check_attention(config: Any, skeleton: nn.Module) -> None:
         return
     layers = {layer for layer, _, _ in own_layers(skeleton)}
     if layers != set(range(config.num_hidden_layers)):
-        raise RegistrationRefused(
-            "unknown_family",
-            f"model type {config.model_type!r} is not supported: its attention code cannot use a "
-            "paged KV cache",
-        )
+        raise _refuse(config, "its attention code cannot use a paged KV cache")

@@ -107,10 +107,10 @@ def test_a_small_model_keeps_each_way_to_share(layers: int) -> None:
 def test_a_wrong_source_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that attends over another layer of its group."""
 
-    def swapped(arena: torch.Tensor, plan: Any, groups: Any) -> StepContext:
-        places = list(plan.layer_group)
+    def swapped(arena: torch.Tensor, plan: Any, groups: Any, states: Any) -> StepContext:
+        places = dict(plan.layer_group)
         places[3] = places[0]
-        return StepContext(arena, replace(plan, layer_group=tuple(places)), groups)
+        return StepContext(arena, replace(plan, layer_group=places), groups, states)
 
     monkeypatch.setattr(parity, "StepContext", swapped)
     with pytest.raises(RegistrationRefused, match="its logits differ"):

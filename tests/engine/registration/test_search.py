@@ -136,7 +136,7 @@ def entry(model_type: str = "", *named: str, method: str = "", **more: Any) -> d
         (entry("qwen3", tags=["pytorch"]), "no", "pickle_weights"),
         (entry("qwen3", tags=["safetensors", "custom_code"]), "no", "custom_code"),
         (entry("nonsense"), "no", "unknown_family"),
-        (entry("deepseek_v3"), "unlikely", "unknown_family"),
+        (entry("deepseek_v32"), "unlikely", "unknown_family"),
         (entry("t5", "T5Model"), "no", "unknown_family"),
         (entry("bert", "BertModel"), "likely", ""),
         (entry("bert", "BertForMaskedLM"), "no", "unknown_family"),
@@ -159,7 +159,7 @@ def test_no_type_that_can_be_hosted_is_told_that_it_cannot() -> None:
     assert {verdicts[family] for family in hosted} == {"likely"}
     # The other way round not all can be told without a configuration and a probe.
     refused = [verdicts[family] for family in told() if family not in hosted]
-    assert refused.count("likely") < len(refused) * 0.3
+    assert refused.count("likely") < len(refused) * 0.5
 
 
 def test_older_answers_are_read() -> None:

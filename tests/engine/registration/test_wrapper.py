@@ -396,8 +396,6 @@ def test_a_tower_without_tensors_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("qwen3_5", "layers of type linear_attention"),
-        ("qwen3_5_moe", "layers of type linear_attention"),
         ("mistral_large4", "layers of type indexed_attention"),
     ],
 )
