@@ -57,7 +57,7 @@ class Host:
         config = EngineConfig(
             arena_bytes=_arena_bytes(index, kv_room),
             max_num_seqs=args.batch,
-            prefix_cache=False,
+            prefix_cache=args.prefix_cache,
             native_kernels=not args.torch,
             shm_prefix=f"polyhost-bench-{os.getpid()}",
         )
@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--dtype", choices=get_args(convert.DtypeChoice), default="auto")
     parser.add_argument("--experts", help="transformers' way with mixtures")
+    parser.add_argument("--prefix-cache", action="store_true")
     parser.add_argument("--torch", action="store_true", help="torch's operators, no C++ kernels")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -76,6 +76,7 @@ class KvMemory:
         self.num_evicted_pages = 0
         self.num_moved_pages = 0
         self.num_compactions = 0
+        self.num_snapshots = 0
 
     def register(
         self,
@@ -97,6 +98,7 @@ class KvMemory:
         cache.evictable = self.num_evictable
         cache.spared_pages = cache.states.spared_pages = self.num_spare_pages
         cache.states.copy = self._copy
+        cache.states.note_snapshot = self._note_snapshot
 
     def forget(self, instance_id: str) -> None:
         """A model has gone. Idempotent."""
@@ -298,6 +300,9 @@ class KvMemory:
         for owner, lying in left:
             self._pool.release(owner, lying)
         self.num_moved_pages += len(moves)
+
+    def _note_snapshot(self) -> None:
+        self.num_snapshots += 1
 
     def _copy(self, moves: Sequence[Move]) -> None:
         """Sources that are released from now on stay fenced until the copies have ended."""

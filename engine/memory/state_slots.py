@@ -59,6 +59,10 @@ class Seen:
         return known
 
 
+def _nobody() -> None:
+    """Counts nothing."""
+
+
 def _no_device(moves: Sequence[Move]) -> None:
     raise IntegrityError(f"nobody has said how {len(moves)} pieces of a state are copied")
 
@@ -87,9 +91,10 @@ class StateSlots:
         self._least = -(-params.snapshot_tokens // block_tokens)
         self._count = count
         self._seen = Seen()
-        self.num_snapshots = 0  # named, since the model came
-        # Set by KvMemory: copies in the order of the steps, and free pages that are left alone.
+        # Set by KvMemory: copies in the order of the steps, who counts snapshots, and free pages
+        # that are left alone.
         self.copy: Callable[[Sequence[Move]], None] = _no_device
+        self.note_snapshot: Callable[[], None] = _nobody
         self.spared_pages = 0
 
     @property
@@ -191,7 +196,8 @@ class StateSlots:
                 blocks, rest = divmod(end, self._size)
                 if rest or not 0 < end <= held.num_good or blocks > last_named or not left:
                     continue
-                self.num_snapshots += g == 0
+                if not g:
+                    self.note_snapshot()
                 slot = left[version]
                 group.index.add(kv.hashes[blocks - 1], slot)
                 self._count(kv.salt, g, -group.unref([(blocks - 1, slot)], now_s))
@@ -255,7 +261,8 @@ class StateSlots:
         self, kv: RequestKv, blocks: int, name: bytes | None = None, now_s: float = 0.0
     ) -> None:
         """A snapshot is no longer the request's: cached under its name, or free."""
-        self.num_snapshots += name is not None
+        if name is not None:
+            self.note_snapshot()
         for g, (group, slot) in enumerate(
             zip(self.groups, kv.states.snapshots.pop(blocks), strict=True)
         ):

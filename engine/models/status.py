@@ -58,6 +58,7 @@ def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerS
             "kv_evicted_pages": float(kv.num_evicted_pages),
             "kv_moved_pages": float(kv.num_moved_pages),
             "kv_compactions": float(kv.num_compactions),
+            "state_snapshots": float(kv.num_snapshots),
             "weights_moved_pages": float(manager.residency.num_moved_pages),
             "native_units": float(
                 sum(isinstance(r, ModelRunner) and r.is_native for r in manager.runners.values())

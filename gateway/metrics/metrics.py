@@ -153,6 +153,7 @@ _COUNTERS = {
     "kv_evicted_pages": ("kv_evicted_pages", "Pages of cached KV evicted."),
     "kv_moved_pages": ("kv_moved_pages", "KV pages moved to make room for weights."),
     "kv_compactions": ("kv_compactions", "Sparse KV extents merged into others."),
+    "state_snapshots": ("state_snapshots", "States kept for prompts that begin alike."),
     "constraints_refused": ("constraints_refused", "Output constraints that did not compile."),
     "constraints_spent": ("constraints_spent", "Output constraints that cost too much."),
     "constraints_broken": ("constraints_broken", "Output constraints that failed while in use."),

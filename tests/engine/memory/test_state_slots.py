@@ -86,7 +86,7 @@ class World:
 def test_a_prompt_is_found_up_to_its_last_block(kv: bool) -> None:
     world = World(kv)
     first = world.run(PROMPT)
-    assert world.cache.states.num_snapshots == 1
+    assert world.memory.num_snapshots == 1
     assert world.cache.peek("t", [*PROMPT, 1, 2]) == 28
     assert world.cache.peek("t", PROMPT[:29]) == 28
     assert world.cache.peek("t", PROMPT[:28]) == 0, "the last token has to be computed"
@@ -104,7 +104,7 @@ def test_where_prompts_part_a_snapshot_is_taken_at_the_second() -> None:
         assert kv.num_cached == hit
         world.end(kv)
     # Three copies to a prompt's end and one to where they part, and two taken up.
-    assert world.cache.states.num_snapshots == 5
+    assert world.memory.num_snapshots == 5
 
 
 def test_a_hit_is_copied_and_stays_for_others() -> None:
@@ -128,9 +128,9 @@ def test_a_hit_is_copied_and_stays_for_others() -> None:
 def test_short_beginnings_are_not_worth_a_snapshot() -> None:
     world = World(least=20)
     world.end(world.run(PROMPT[:19]))
-    assert world.cache.states.num_snapshots == 0
+    assert world.memory.num_snapshots == 0
     world.end(world.run(PROMPT))
-    assert world.cache.states.num_snapshots == 1
+    assert world.memory.num_snapshots == 1
 
 
 def test_rows_end_at_points_and_at_blocks() -> None:
@@ -195,7 +195,7 @@ def test_a_snapshot_takes_nobodys_pages() -> None:
     slots = World(kv=False).cache.pages_for(1)
     world = World(kv=False, num_pages=slots)
     kv = world.run(PROMPT)
-    assert world.cache.states.num_snapshots == 0
+    assert world.memory.num_snapshots == 0
     second = world.cache.new_kv("t")
     with pytest.raises(OutOfPages):
         world.cache.reserve(second, 4)
