@@ -164,3 +164,24 @@ def test_models_of_every_kind_of_memory_share_an_arena(
     assert sum(swap.kind == "evict" for swap in driver.engine.take_swaps()[0]) > 1
     assert driver.counter("kv_evicted_pages")
     end(driver)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lease_says_what_a_sequence_takes(models: Models, name: str) -> None:
+    driver = Driver({name: models[name]}, 400)
+    driver.make_resident(name)
+    plan = driver.runner(name).cache.plan
+
+    def offer() -> tuple[int, int, int]:
+        status = driver.engine.status(driver.now_s)
+        (lease,) = status.leases
+        return status.free_kv_bytes, lease.kv_bytes_per_token, lease.kv_bytes_per_sequence
+
+    free, per_token, per_sequence = offer()
+    assert per_sequence == plan.bytes_per_sequence(8192) > 0
+    assert (per_token > 0) == bool(plan.groups)
+    driver.submit("r", name, tokens(0, 20), 10)
+    taken = free - offer()[0]
+    assert taken >= per_sequence
+    driver.run(lambda: "r" in driver.finishes)
+    end(driver)

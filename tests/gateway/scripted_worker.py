@@ -70,6 +70,7 @@ class ScriptedWorker:
     num_sent_earlier: int = 0
     reasons: dict[str, str] = field(default_factory=dict)
     block_tokens: int = 1
+    sequence_bytes: int = 0  # of states, however long a request is
 
     # WorkerClient.
 
@@ -130,6 +131,7 @@ class ScriptedWorker:
         taken = {(s.request_id, s.attempt) for s in submits[: self.num_received]}
         inside = [s for key, s in self.running.items() if key in taken]
         used_tokens = sum(len(s.prompt_token_ids) + s.max_tokens for s in inside)
+        state_bytes = self.sequence_bytes * len(inside)
         free_requests = max(0, self.num_requests - len(inside))
         free_tokens = max(0, self.kv_tokens - used_tokens)
         return WorkerStatus(
@@ -137,7 +139,7 @@ class ScriptedWorker:
             worker_id=self.worker_id,
             num_received=self.num_received,
             free_requests=free_requests,
-            free_kv_bytes=free_tokens * KV_BYTES,
+            free_kv_bytes=max(0, free_tokens * KV_BYTES - state_bytes),
             lease_ttl_s=2.0,
             page_bytes=1,
             num_pages=self.arena_bytes,
@@ -156,7 +158,14 @@ class ScriptedWorker:
                 for name, state in self.states.items()
             ],
             leases=[
-                Lease(name, free_requests, free_tokens, KV_BYTES, self.block_tokens)
+                Lease(
+                    name,
+                    free_requests,
+                    free_tokens,
+                    KV_BYTES,
+                    self.block_tokens,
+                    self.sequence_bytes,
+                )
                 for name, state in self.states.items()
                 if state == "resident"
             ],

@@ -27,6 +27,7 @@ from gateway.errors import (
 )
 from gateway.settings.settings import Settings
 from tests.gateway.scripted_worker import (
+    KV_BYTES,
     Rig,
     hosted,
     prepared,
@@ -516,3 +517,19 @@ async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     assert await error_of(at_once) == SERVER_ERROR
     rig.dispatcher.check_integrity()
     assert rig.dispatcher.snapshot().num_waiting == rig.dispatcher.snapshot().num_running == 0
+
+
+async def test_a_short_request_with_a_large_state_is_not_cheap() -> None:
+    rig, worker = served(num_requests=8)
+    whole = worker.kv_tokens * KV_BYTES
+    worker.sequence_bytes = whole * 2 // 5
+    worker.status()
+    for name in "abc":
+        rig.ask(name)
+    assert worker.submitted == ["a", "b"], "a third one's state has no room"
+    worker.status()
+    rig.dispatcher.check_integrity()
+    assert worker.submitted == ["a", "b"]
+    worker.finish("a")
+    worker.status()
+    assert worker.submitted == ["a", "b", "c"]
