@@ -256,9 +256,9 @@ def _prefill_kernel(
     if WINDOW != 0:
         acc, total, highest = _attend(
             acc, total, highest, q, q_v, q_place, q_low, arena_ptr, table_ptr,
-            chunk_ptr + table_row, slot_ptr + table_row, kv_head, low, q_last + 1, low // BLOCK_N,
-            full_begin, scale, K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS, V_START, V_IN_K,
-            WINDOW, SOFTCAP, BLOCK_N, K_PAD, V_PAD, True,
+            chunk_ptr + table_row, slot_ptr + table_row, kv_head, low, q_last + 1,
+            low // BLOCK_N, full_begin, scale, K_DIM, V_DIM, BLOCK_TOKENS, UNIT, BLOCK_UNITS,
+            V_START, V_IN_K, WINDOW, SOFTCAP, BLOCK_N, K_PAD, V_PAD, True,
         )  # fmt: skip
     acc, total, highest = _attend(
         acc, total, highest, q, q_v, q_place, q_low, arena_ptr, table_ptr, chunk_ptr + table_row,
