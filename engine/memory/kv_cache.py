@@ -298,13 +298,13 @@ class KvCache:
         needed = self.pages_of(demand, hit) + hit.num_pages + spare_pages
         return needed <= self._pool.num_free + self.evictable()
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that an empty cache takes for one sequence of so many tokens."""
+    def pages_for(self, num_tokens: int, repeats: bool = False) -> int:
+        """Pages that an empty cache takes for one sequence of so many tokens. `repeats`: a token of
+        it may be computed twice."""
+        blocks = self.demand(self.new_kv("", repeats), num_tokens).blocks
         return sum(
-            group.plan.extents_for(blocks) * group.plan.pages_per_extent
-            for group, blocks in zip(
-                self.all_groups, self.demand(None, num_tokens).blocks, strict=True
-            )
+            group.plan.extents_for(number) * group.plan.pages_per_extent
+            for group, number in zip(self.all_groups, blocks, strict=True)
         )
 
     def bytes_per_token(self) -> int:
@@ -356,6 +356,7 @@ class KvCache:
     def drop_all(self) -> None:
         """Give every page back (the model leaves). Whoever still held blocks holds none."""
         self._version += 1
+        self.states.forget_prompts()
         for group in self.all_groups:
             group.drop_all()
         for kv in list(self._live):

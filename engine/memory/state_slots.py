@@ -212,6 +212,10 @@ class StateSlots:
         held = kv.states
         kv.states = HeldStates(held.num_versions, slots=[[] for _ in self.groups])
 
+    def forget_prompts(self) -> None:
+        """The model leaves: what prompts began with is not remembered for it."""
+        self._seen = Seen()
+
     def rewrite(self, kv: RequestKv, group: int, moved: Mapping[int, int]) -> None:
         """Slots have got new ids."""
         held = kv.states

@@ -190,7 +190,8 @@ class ModelManager:
                 f"{len(request.prompt_token_ids)} prompt tokens and {request.max_tokens} new "
                 f"tokens do not fit the maximum context length of {index.max_context}",
             )
-        num_kv_pages = self.runners[instance_id].cache.pages_for(total)
+        cache = self.runners[instance_id].cache
+        num_kv_pages = cache.pages_for(total, repeats=request.constraint is not None)
         if num_kv_pages > self.residency.num_pages_for_kv(instance_id):
             raise RequestRefused(
                 "context_length_exceeded",

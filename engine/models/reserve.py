@@ -63,7 +63,9 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     attention = max(
         (_attention_bytes(group, config, index) for group in index.kv_groups), default=0
     )
-    return activations + logits + max(attention, _state_bytes(index, rows))
+    return (
+        activations + logits + max(attention, _state_bytes(index, min(config.max_num_seqs, tokens)))
+    )
 
 
 def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from engine.constraints.constrained_rows import ConstrainedRows, Settled
+from engine.errors import RequestRefused
+from engine.protocol import Constraint, SamplingParams, Submit
 from engine.request import Request
 from tests.engine.stamp_states import LossyRow
 from tests.engine.test_engine import MODES, Driver, Mode, in_each_mode
@@ -184,4 +186,21 @@ def test_a_lease_says_what_a_sequence_takes(models: Models, name: str) -> None:
     taken = free - offer()[0]
     assert taken >= per_sequence
     driver.run(lambda: "r" in driver.finishes)
+    end(driver)
+
+
+def test_a_request_whose_versions_never_fit_is_refused(models: Models) -> None:
+    roomy = Driver({"mamba2": models["mamba2"]}, 400)
+    roomy.make_resident("mamba2")
+    num_weights = roomy.engine.pool.num_pages - roomy.engine.pool.num_free
+    cache = roomy.runner("mamba2").cache
+    one, two = cache.pages_for(10), cache.pages_for(10, repeats=True)
+    end(roomy)
+    assert two > one
+    driver = Driver({"mamba2": models["mamba2"]}, num_weights + one)
+    driver.make_resident("mamba2")
+    greedy, form = SamplingParams(0.0), Constraint("regex", "a+")
+    asked = Submit("r", 1, "t", "mamba2", [3, 4], 5, greedy, [], constraint=form)
+    with pytest.raises(RequestRefused, match="KV cache"):
+        driver.engine.submit(asked, driver.now_s)
     end(driver)
