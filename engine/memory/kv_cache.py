@@ -258,10 +258,12 @@ class KvCache:
 
     # What there is ----------------------------------------------------------------------------
 
-    def demand(self, kv: RequestKv | None, num_tokens: int, hit: int = 0) -> BlockDemand:
+    def demand(
+        self, kv: RequestKv | None, num_tokens: int, hit: int = 0, num_versions: int = 1
+    ) -> BlockDemand:
         """Blocks that positions < num_tokens still need beside those held.
 
-        An empty `kv`, or None: beside a hit.
+        An empty `kv`, or None: beside a hit. `num_versions`: of the states, where kv is None.
         """
         if kv is None or kv.is_empty:
             kv, states = None, None if kv is None else kv.states
@@ -277,7 +279,7 @@ class KvCache:
                 first = self.groups[g].plan.first_needed(hit) if kv is None else kv.first[g]
                 held = max(0, have - first)
                 blocks.append(min(missing, max(0, most - held)))
-        slots = self.states.missing(states) if num_tokens else 0
+        slots = self.states.missing(states, num_versions) if num_tokens else 0
         return BlockDemand((*blocks, *[slots] * len(self.states.groups)))
 
     def pages_of(self, demand: BlockDemand, hit: Hit = _NO_HIT) -> int:
@@ -301,7 +303,7 @@ class KvCache:
     def pages_for(self, num_tokens: int, repeats: bool = False) -> int:
         """Pages that an empty cache takes for one sequence of so many tokens. `repeats`: a token of
         it may be computed twice."""
-        blocks = self.demand(self.new_kv("", repeats), num_tokens).blocks
+        blocks = self.demand(None, num_tokens, num_versions=2 if repeats else 1).blocks
         return sum(
             group.plan.extents_for(number) * group.plan.pages_per_extent
             for group, number in zip(self.all_groups, blocks, strict=True)
@@ -352,6 +354,7 @@ class KvCache:
         for kv in self._live:
             kv.num_registered = _NEVER
             kv.next_advance = 0
+            kv.states.points = []
 
     def drop_all(self) -> None:
         """Give every page back (the model leaves). Whoever still held blocks holds none."""

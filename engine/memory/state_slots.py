@@ -18,7 +18,9 @@ after the last token that was computed, so that, unlike KV, they cannot be looke
                    snapshot. Rows of a long prompt end at blocks' ends, so that one that is
                    preempted begins again where it was.
 
-A snapshot takes free pages, or overwrites one of less worth; it never makes a request wait.
+A snapshot takes free pages, or overwrites what is cached already. It is nobody's reason to wait:
+until it has its name, a step later at most, it is held as the request's own. Groups are evicted one
+by one, and a snapshot is found only while all its slots are there.
 
 Lives here: what happens to slots. Does not: KV and the hit (`kv_cache.py`), which pages hold slots
 (`kv_group.py`), what is in them.
@@ -111,11 +113,12 @@ class StateSlots:
         slots = [index.find(name) for index in self.indexes]
         return [[slot] for slot in slots if slot is not None]
 
-    def missing(self, held: HeldStates | None) -> int:
-        """Slots of each group that a request still needs; None: one that holds nothing."""
+    def missing(self, held: HeldStates | None, num_versions: int = 1) -> int:
+        """Slots of each group that a request still needs; None: one that holds nothing and needs
+        so many."""
         if not self.groups:
             return 0
-        return 1 if held is None else held.num_versions - len(held.slots[0])
+        return num_versions if held is None else held.num_versions - len(held.slots[0])
 
     def match(self, kv: RequestKv, names: Sequence[bytes], num_hit: int, now_s: float) -> None:
         """Refer to the snapshot behind `num_hit` blocks, and choose where to take others.
@@ -196,15 +199,16 @@ class StateSlots:
                 blocks, rest = divmod(end, self._size)
                 if rest or not 0 < end <= held.num_good or blocks > last_named or not left:
                     continue
-                if not g:
-                    self.note_snapshot()
                 slot = left[version]
-                group.index.add(kv.hashes[blocks - 1], slot)
+                if group.index.add(kv.hashes[blocks - 1], slot) and not g:
+                    self.note_snapshot()
                 self._count(kv.salt, g, -group.unref([(blocks - 1, slot)], now_s))
                 left.remove(slot)
                 break
-            left += held.found[g : g + 1]
-            self._count(kv.salt, g, -group.unref([(0, slot) for slot in left], now_s))
+            depth = held.num_good // self._size - 1
+            returned = [(0, slot) for slot in left]
+            returned += [(depth, slot) for slot in held.found[g : g + 1]]
+            self._count(kv.salt, g, -group.unref(returned, now_s))
         self.forget(kv)
 
     def forget(self, kv: RequestKv) -> None:
@@ -265,13 +269,11 @@ class StateSlots:
         self, kv: RequestKv, blocks: int, name: bytes | None = None, now_s: float = 0.0
     ) -> None:
         """A snapshot is no longer the request's: cached under its name, or free."""
-        if name is not None:
-            self.note_snapshot()
         for g, (group, slot) in enumerate(
             zip(self.groups, kv.states.snapshots.pop(blocks), strict=True)
         ):
-            if name is not None:
-                group.index.add(name, slot)
+            if name is not None and group.index.add(name, slot) and not g:
+                self.note_snapshot()
             self._count(kv.salt, g, -group.unref([(blocks - 1, slot)], now_s))
 
     def _moves(self, sources: Sequence[int], targets: Sequence[int]) -> list[Move]:

@@ -58,14 +58,13 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     activations += max(
         (_latent_bytes(group, config, index) for group in index.kv_groups), default=0
     )
+    states = _state_bytes(index, min(config.max_num_seqs, tokens))
     if config.attention_in_place:
-        return activations + logits
+        return activations + logits + states
     attention = max(
         (_attention_bytes(group, config, index) for group in index.kv_groups), default=0
     )
-    return (
-        activations + logits + max(attention, _state_bytes(index, min(config.max_num_seqs, tokens)))
-    )
+    return activations + logits + max(attention, states)
 
 
 def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:

@@ -168,7 +168,8 @@ def pages_still_needed(queue: ModelQueue) -> int:
     blocks = cache.demand(None, 0)
     for request in queue.requests():
         held = request.kv if request.state == "running" else None
-        blocks += cache.demand(held, request.max_total_tokens)
+        versions = 1 if request.constrained is None else 2
+        blocks += cache.demand(held, request.max_total_tokens, num_versions=versions)
     return cache.pages_of(blocks)
 
 

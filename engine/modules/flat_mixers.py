@@ -108,6 +108,8 @@ class FlatMixer:
             raise ValueError(f"a convolution with the activation {activation!r}")
         operations, state = self._state(CONV)
         flat = _rows(x[0].T)
+        # Some families keep a convolution's weights in float32.
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         out = operations.short_conv(flat, weight, bias, activation is not None, state)
         return out.T[None]
 

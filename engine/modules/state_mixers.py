@@ -262,20 +262,57 @@ def state_shapes(
     kept: dict[StateKey, StateShape] = {}
     known: dict[Any, dict[str, StateShape]] = {}
     for mixer in mixers(model):
-        alike = (type(mixer), *((n, p.shape) for n, p in mixer.named_parameters()))
+        alike = _alike(mixer)
         if alike not in known:
             known[alike] = _kept_by(mixer, hidden_size, dtype)
         kept |= {(mixer.layer_idx, name): shape for name, shape in known[alike].items()}
     return kept
 
 
-def _kept_by(mixer: nn.Module, hidden_size: int, dtype: torch.dtype) -> dict[str, StateShape]:
-    states = LayerStates(True, _nothing)
+def read_linears(model: Any) -> frozenset[str]:
+    """Names of weights of mixers' linears that are read as tensors and never called: they must stay
+    as they are."""
+    found: set[str] = set()
+    known: dict[Any, list[str]] = {}
+    kept = {id(mixer) for mixer in mixers(model)}
+    for name, mixer in model.named_modules():
+        if id(mixer) in kept:
+            alike = _alike(mixer)
+            if alike not in known:
+                known[alike] = _uncalled(mixer, model.config.get_text_config().hidden_size)
+            found |= {f"{name}.{path}.weight" for path in known[alike]}
+    return frozenset(found)
+
+
+def _uncalled(mixer: nn.Module, hidden_size: int) -> list[str]:
+    twin, called = _twin(mixer, torch.bfloat16), set[nn.Module]()
+
+    def note(part: nn.Module, inputs: Any, output: Any) -> None:
+        called.add(part)
+
+    linears = {path: part for path, part in twin.named_modules() if type(part) is nn.Linear}
+    for part in linears.values():
+        part.register_forward_hook(note)
+    _run(twin, LayerStates(True, _nothing), hidden_size, torch.bfloat16)
+    return [path for path, part in linears.items() if part not in called]
+
+
+def _alike(mixer: nn.Module) -> Any:
+    """Mixers of which this is the same do the same, and keep the same."""
+    return type(mixer), *((name, p.shape) for name, p in mixer.named_parameters())
+
+
+def _twin(mixer: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy without weights, with the library's own forward."""
     split = vars(mixer).pop("forward", None)
     twin: Any = copy.deepcopy(mixer).to("meta", dtype)
     if split is not None:
         mixer.forward = split
-    hidden = torch.empty(1, 2, hidden_size, dtype=dtype, device="meta")
+    return twin
+
+
+def _run(twin: Any, states: LayerStates, hidden_size: int, dtype: torch.dtype) -> None:
+    """Two tokens of a sequence that begins."""
     parameters = list(inspect.signature(twin.forward).parameters.values())
     given: dict[str, Any] = {
         each.name: None
@@ -284,7 +321,12 @@ def _kept_by(mixer: nn.Module, hidden_size: int, dtype: torch.dtype) -> dict[str
     }
     given[cache_of(inspect.signature(twin.forward))] = states
     with torch.no_grad():
-        twin.forward(hidden, **given)
+        twin.forward(torch.empty(1, 2, hidden_size, dtype=dtype, device="meta"), **given)
+
+
+def _kept_by(mixer: nn.Module, hidden_size: int, dtype: torch.dtype) -> dict[str, StateShape]:
+    states = LayerStates(True, _nothing)
+    _run(_twin(mixer, dtype), states, hidden_size, dtype)
     return {name: (tuple(after.shape[1:]), after.dtype) for name, after in states.after.items()}
 
 

@@ -237,7 +237,17 @@ class Blueprint:
         if self.task != "generate":
             return ()
         hidden_size = self.config.get_text_config().hidden_size
-        return grouped_states(state_shapes(self.skeleton, hidden_size, dtype))
+        try:
+            states = state_shapes(self.skeleton, hidden_size, dtype)
+        except Exception as error:  # modelling code keeps no contract
+            raise RegistrationRefused(
+                "bad_config",
+                f"the states of a {self.config.model_type!r} with this configuration cannot be "
+                f"computed: {type(error).__name__}: {error}",
+            ) from error
+        if any(0 in shape for shape, _ in states.values()):
+            raise RegistrationRefused("bad_config", "the configuration asks for empty states")
+        return grouped_states(states)
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """The dtype tensor `name` is kept in when the model is hosted in `dtype`."""

@@ -21,6 +21,7 @@ A scale is rounded to the dtype it is kept in before the weights are divided by 
 kept is exactly what is computed with.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 
@@ -31,6 +32,7 @@ from engine.errors import RegistrationRefused
 from engine.modules.experts import as_linears, expert_weights, linear_shape
 from engine.modules.latent import read_weights
 from engine.modules.quantized import is_lookup, kept_shape, scale_dtype
+from engine.modules.state_mixers import read_linears
 from engine.pack import FP8_SCHEME, INT8_SCHEME, SCALE_SUFFIX, Schemes
 from engine.registration.blueprint import REST, Blueprint, layer_of
 from engine.registration.layout import neighbours
@@ -112,7 +114,7 @@ def layer_linears(model: nn.Module) -> frozenset[str]:
         and layer_of(f"{prefix}.weight") != REST
         and prefix.rpartition(".")[2] not in _ROUTERS
     )
-    return found - read_weights(model)
+    return found - read_weights(model) - read_linears(model)
 
 
 def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]) -> str:
@@ -121,7 +123,9 @@ def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]
     head, embedding = (
         getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("output", "input")
     )
-    if type(head) is not nn.Linear:
+    # Mamba's classes give their states the type of the head's weight, which rounding would change.
+    reads_weight = "weight" in inspect.unwrap(type(model).forward).__code__.co_names
+    if type(head) is not nn.Linear or reads_weight:
         return ""
     name = f"{places[id(head)]}.weight"
     if name in names:

@@ -347,7 +347,8 @@ class ModelRunner:
             logger.info(
                 "model %s runs with PyTorch modules instead of fused kernels: %s", instance_id, why
             )
-        self._mixers = native_mixers(library)
+        # float16 is what C++ does not know.
+        self._mixers = native_mixers(None if index.dtype == "float16" else library)
         self._drawer = None if library is None else library.draw
         self._generation: int | None = None
 

@@ -67,7 +67,7 @@ class Admission:
             if request.num_pending:
                 break  # preempted just now: its last token comes first
             tenant_id = request.submit.tenant_id
-            wanted = cache.pages_for(request.num_tokens + 1) if share.contended else 0
+            wanted = _pages_for(cache, request, request.num_tokens + 1) if share.contended else 0
             first = self._held_back.get(tenant_id)
             if first is not None and first.order < request.order:
                 continue
@@ -155,7 +155,8 @@ class Admission:
                 seen.add((tenant_id, queue.instance_id))
                 held[tenant_id] = held.get(tenant_id, 0.0) + cache.live_pages_of_tenant(tenant_id)
             if request.num_uncomputed > 1:
-                lacking = cache.pages_for(request.num_tokens) - cache.live_pages_of(request.kv)
+                whole = _pages_for(cache, request, request.num_tokens)
+                lacking = whole - cache.live_pages_of(request.kv)
                 held[tenant_id] += max(0.0, lacking)
         return held
 
@@ -163,6 +164,10 @@ class Admission:
         """KV pages that a tenant's running requests hold, shared ones counted once."""
         caches = [q.cache for q in self._queues.values() if q.cache is not None]
         return sum(cache.live_pages_of_tenant(tenant_id) for cache in caches)
+
+
+def _pages_for(cache: KvCache, request: Request, num_tokens: int) -> int:
+    return cache.pages_for(num_tokens, repeats=request.constrained is not None)
 
 
 def _lacking(queue: ModelQueue, cache: KvCache) -> BlockDemand:
