@@ -111,11 +111,11 @@ def kv_bytes(index: PackIndex, num_seqs: int, num_tokens: int) -> int:
     itemsize = getattr(torch, index.kv_dtype).itemsize
     groups = index.kv_groups
     per_token = sum(g.values_per_token for g in groups) * itemsize
-    # A slot for each sequence, and one for what is kept of its prompt.
+    # A slot for each sequence, and three for what is kept of prompts.
     states = sum(
         len(g.states) * math.prod(g.shape) * getattr(torch, g.dtype).itemsize for g in index.states
     )
-    return int((per_token * num_tokens + 2 * states) * num_seqs * KV_ROUNDING)
+    return int((per_token * num_tokens + 4 * states) * num_seqs * KV_ROUNDING)
 
 
 def _arena_bytes(index: PackIndex, kv_room: int) -> int:

@@ -155,6 +155,10 @@ class BlockGroup(Generic[Plan]):
                 num_revived += 1
         return num_revived
 
+    def note_hit(self, block: int) -> None:
+        """A live block has been of use beyond the request that has it."""
+        self._extents[block // self.plan.blocks_per_extent].num_hits += 1
+
     def pinned(self, blocks: Iterable[int]) -> tuple[int, int]:
         """What `ref` of these hits would change: (dead extents, `num_open_room`)."""
         cached = [b // self.plan.blocks_per_extent for b in blocks if not self._refs[b]]

@@ -75,6 +75,7 @@ class HeldStates:
     num_good       tokens that are known to be computed, at a block's end
     found          by state group, the snapshot that `match` found, until it is copied
     points         where snapshots are wanted, in blocks
+    branch         the one where others have left the same beginning; 0: none
     snapshots      by blocks, copies without a name yet: the slot of each group
     """
 
@@ -86,6 +87,7 @@ class HeldStates:
     num_good: int = 0
     found: list[int] = field(default_factory=list)
     points: list[int] = field(default_factory=list)
+    branch: int = 0
     snapshots: dict[int, list[int]] = field(default_factory=dict)
 
     def held(self, group: int) -> list[int]:

@@ -128,7 +128,8 @@ class StateSlots:
         if not self.groups:
             return
         held = kv.states
-        wanted = {self._seen.add(names), len(names)}
+        held.branch = self._seen.add(names)
+        wanted = {held.branch, len(names)}
         held.points = []
         last = num_hit
         for point in sorted(wanted):
@@ -272,8 +273,11 @@ class StateSlots:
         for g, (group, slot) in enumerate(
             zip(self.groups, kv.states.snapshots.pop(blocks), strict=True)
         ):
-            if name is not None and group.index.add(name, slot) and not g:
-                self.note_snapshot()
+            if name is not None and group.index.add(name, slot):
+                if blocks == kv.states.branch:
+                    group.note_hit(slot)  # two prompts have begun so already
+                if not g:
+                    self.note_snapshot()
             self._count(kv.salt, g, -group.unref([(blocks - 1, slot)], now_s))
 
     def _moves(self, sources: Sequence[int], targets: Sequence[int]) -> list[Move]:

@@ -3,6 +3,7 @@
 As in `test_engine.py`: fences lag, freed pages are NaN, integrity after every step.
 """
 
+import functools
 import random
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from engine.constraints.constrained_rows import ConstrainedRows, Settled
 from engine.errors import RequestRefused
+from engine.memory.policy.kv_value import ValueParams
 from engine.protocol import Constraint, SamplingParams, Submit
 from engine.request import Request
 from tests.engine.stamp_states import LossyRow
@@ -24,6 +26,13 @@ Models = dict[str, TinyModel]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Made once."""
     return make_tiny_models(tmp_path_factory.mktemp("states"), state_configs())
+
+
+@pytest.fixture(autouse=True)
+def _short_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts are short here."""
+    few = functools.partial(ValueParams, snapshot_tokens=16)
+    monkeypatch.setattr("engine.memory.kv_cache.ValueParams", few)
 
 
 def tokens(seed: int, count: int) -> list[int]:

@@ -33,7 +33,7 @@ class ValueParams:
     snapshot of states is not taken where it saves fewer tokens."""
 
     half_life_s: float = 120.0
-    snapshot_tokens: int = 64
+    snapshot_tokens: int = 256
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
