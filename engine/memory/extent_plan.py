@@ -43,34 +43,13 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExtentPlan:
+class ExtentPlan(Cut):
     """A group's extents. `num_layers`: rows of its table; `block_units`: of a block of one of
     them, in units of `unit_bytes`."""
 
-    cut: Cut
     num_layers: int
     unit_bytes: int
     block_units: int
-
-    @property
-    def blocks_per_chunk(self) -> int:
-        """Blocks of one layer that lie side by side."""
-        return self.cut.blocks_per_chunk
-
-    @property
-    def chunks_per_page(self) -> int:
-        """Chunks that fit into a page."""
-        return self.cut.chunks_per_page
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of one layer in an extent."""
-        return self.cut.num_chunks
-
-    @property
-    def pages_per_extent(self) -> int:
-        """Pages of an extent."""
-        return self.cut.pages_per_extent
 
     @property
     def block_bytes(self) -> int:
@@ -81,11 +60,6 @@ class ExtentPlan:
     def chunk_bytes(self) -> int:
         """Bytes of one chunk."""
         return self.blocks_per_chunk * self.block_bytes
-
-    @property
-    def blocks_per_extent(self) -> int:
-        """Blocks (of every layer) that one extent holds."""
-        return self.cut.blocks_per_extent
 
     @property
     def pages_per_block(self) -> float:

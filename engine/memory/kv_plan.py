@@ -15,7 +15,7 @@ addresses (`extent_plan.py`).
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 
 import torch
@@ -97,11 +97,6 @@ class KvPlan:
         `plan_kv` does."""
         kept = (index.kv_groups, index.kv_dtype, block_tokens, pool.page_bytes, pool.num_pages)
         return plan_pack(*kept, index.states)
-
-    @property
-    def extents(self) -> tuple[ExtentPlan, ...]:
-        """Of the layer groups, then of the state groups."""
-        return (*self.groups, *self.states)
 
     @property
     def keeps_nothing(self) -> bool:
@@ -244,9 +239,11 @@ def _plan_group(
     best = min(map(overhead, cuts))
     return GroupPlan(
         # The longest chunks among those that cost about the least.
-        cut=max(
-            (cut for cut in cuts if overhead(cut) <= best + OVERHEAD_SLACK),
-            key=lambda cut: (cut.blocks_per_chunk, -overhead(cut)),
+        **asdict(
+            max(
+                (cut for cut in cuts if overhead(cut) <= best + OVERHEAD_SLACK),
+                key=lambda cut: (cut.blocks_per_chunk, -overhead(cut)),
+            )
         ),
         num_layers=len(layers),
         unit_bytes=unit,
@@ -276,7 +273,7 @@ def _plan_states(
     cuts = list(all_cuts(rows, page_bytes // piece_bytes))
     return StatePlan(
         # A sequence has one slot: of extents that leave no page half empty the smallest is best.
-        cut=min(cuts, key=lambda cut: _waste(cut, rows * piece_bytes, page_bytes, num_pages)),
+        **asdict(min(cuts, key=lambda cut: _waste(cut, rows * piece_bytes, page_bytes, num_pages))),
         num_layers=rows,
         unit_bytes=unit,
         block_units=piece_bytes // unit,

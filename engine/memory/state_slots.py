@@ -83,7 +83,6 @@ class StateSlots:
         block_tokens: int,
         count: Callable[[bytes, int, int], None],
     ) -> None:
-        self.plans = tuple(plans)
         self.groups = [
             BlockGroup(owner, plan, pool, device, params, snapshot_rank) for plan in plans
         ]

@@ -12,6 +12,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.modules.latent import SLICE_BYTES
+from engine.modules.state_mixers import CONV
 from engine.pack import KvGroup, PackIndex
 from engine.sampling import PROMPT_SLICE
 from engine.scheduling import STEP_TOKENS
@@ -58,7 +59,7 @@ def step_bytes(index: PackIndex, config: EngineConfig) -> int:
     activations += max(
         (_latent_bytes(group, config, index) for group in index.kv_groups), default=0
     )
-    states = _state_bytes(index, min(config.max_num_seqs, tokens))
+    states = _state_bytes(index, config)
     if config.attention_in_place:
         return activations + logits + states
     attention = max(
@@ -103,14 +104,21 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     return max(context * per_token + mask, cached * per_token + scores)
 
 
-def _state_bytes(index: PackIndex, num_rows: int) -> int:
-    """Copies of one layer's states of all rows: as they are read, and as they will be written."""
-    layers: dict[int, int] = {}
+def _state_bytes(index: PackIndex, config: EngineConfig) -> int:
+    """Copies of one layer's states of all rows: as they are read, and as they will be written.
+
+    A device's kernels compute where states lie. Mixers without a convolution are cut by rows
+    (`engine/modules/state_mixers.py`) and copy there, too.
+    """
+    layers: dict[int, dict[str, int]] = {}
     for group in index.states:
         size = math.prod(group.shape) * _item_bytes(group.dtype)
-        for layer, _ in group.states:
-            layers[layer] = layers.get(layer, 0) + size
-    return 2 * num_rows * max(layers.values(), default=0)
+        for layer, name in group.states:
+            layers.setdefault(layer, {})[name] = size
+    if config.attention_in_place:
+        layers = {layer: kept for layer, kept in layers.items() if CONV not in kept}
+    num_rows = min(config.max_num_seqs, config.max_batch_tokens)
+    return 2 * num_rows * max((sum(kept.values()) for kept in layers.values()), default=0)
 
 
 def _latent_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:

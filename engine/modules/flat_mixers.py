@@ -8,9 +8,9 @@ right result for any rows once they are exchanged for kernels over states in the
 padded or copied.
 
 Exchanged means: this mixer's forward is built again from the library's code with other globals. The
-library's module stays as it is; nothing of the forward is written down here. Where a forward calls
-something else that keeps a state, or an operation is asked for an option that no kernel has, the
-mixer is cut by rows instead (`state_mixers.py`). The parity probe judges both.
+library's module stays as it is; nothing of the forward is written down here. Where a forward keeps
+a state otherwise, the mixer is cut by rows instead (`state_mixers.py`). An option that no kernel
+has raises ValueError, which the parity probe sees at registration.
 """
 
 import inspect
@@ -30,9 +30,8 @@ from kernels.mixer_state import MixerState
 def run_mixers(model: nn.Module, step: Callable[[], StepStates]) -> None:
     """Make every mixer of a skeleton run over the states of the step that is running."""
     for mixer in list(mixers(model)):
-        exchanged = exchangeable(mixer)
-        runs = FlatMixer(mixer, step, exchanged) if exchanged else RowSplit(mixer, step)
-        mixer.forward = runs
+        names = exchangeable(mixer)
+        mixer.forward = FlatMixer(mixer, step, names) if names else RowSplit(mixer, step)
 
 
 class _Unchanged:

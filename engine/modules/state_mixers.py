@@ -53,7 +53,7 @@ CONV, RECURRENT = "conv", "recurrent"
 
 def mixers(model: nn.Module) -> Iterator[Any]:
     """Modules that keep a state of their layer."""
-    return _that_name(model, _PROTOCOL)
+    return _modules_using(model, _PROTOCOL)
 
 
 @functools.cache
@@ -66,10 +66,10 @@ def may_keep_states(modelling: ModuleType) -> bool:
 
 def attending_layers(model: nn.Module) -> set[int]:
     """Layers with a module that calls attention through the library's interface."""
-    return {module.layer_idx for module in _that_name(model, frozenset({_ATTENTION}))}
+    return {module.layer_idx for module in _modules_using(model, frozenset({_ATTENTION}))}
 
 
-def _that_name(model: nn.Module, names: frozenset[str]) -> Iterator[Any]:
+def _modules_using(model: nn.Module, names: frozenset[str]) -> Iterator[Any]:
     """Modules of one layer whose code uses one of these names."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and _speaks(type(module), names):
@@ -97,7 +97,6 @@ class LayerStates:
         self._fresh = fresh
         self._read = read
         self.after: dict[str, torch.Tensor] = {}
-        self.kernel_sizes: dict[str, int] = {}
 
     def _get(self, name: str) -> torch.Tensor | None:
         if name not in self.after:
@@ -186,17 +185,13 @@ class StepStates:
 
     def read(self, key: StateKey, rows: StateRows) -> torch.Tensor:
         """A copy of a layer's state for these rows, [n, *shape]."""
-        group, place = self.plan.state_place[key]
-        plan, batch = self.plan.states[group], self.batches[group]
-        table = batch.table[plan.table_rows(place)]
-        return read_states(self.arena, plan.geometry, table, batch, rows.rows)
+        state = self.state_of(key)
+        return read_states(state.arena, state.geometry, state.table, state.batch, rows.rows)
 
     def write(self, key: StateKey, rows: StateRows, states: torch.Tensor) -> None:
         """Keep it."""
-        group, place = self.plan.state_place[key]
-        plan, batch = self.plan.states[group], self.batches[group]
-        table = batch.table[plan.table_rows(place)]
-        write_states(self.arena, plan.geometry, table, batch, rows.rows, states)
+        state = self.state_of(key)
+        write_states(state.arena, state.geometry, state.table, state.batch, rows.rows, states)
 
 
 class RowSplit:

@@ -36,26 +36,23 @@ def state_batches(
     def tensor(values: list[int] | list[bool]) -> torch.Tensor:
         return torch.tensor(values).to(device)
 
-    lengths = [row.num_scheduled_tokens for row in rows]
+    starts = tensor([0, *accumulate(row.num_scheduled_tokens for row in rows)])
+    fresh = tensor([row.first == 0 for row in rows])
+    held = [row.kv.states for row in rows]
     found = []
     for g, group in enumerate(cache.states.groups):
-        read, write = (
-            [row.kv.states.slots[g][version] for row, version in zip(rows, versions, strict=True)]
-            for versions in (
-                [row.kv.states.read for row in rows],
-                [row.kv.states.write for row in rows],
-            )
-        )
         size = group.plan.blocks_per_chunk
+        read = [divmod(states.slots[g][states.read], size) for states in held]
+        write = [divmod(states.slots[g][states.write], size) for states in held]
         found.append(
             StateBatch(
                 table=group.table,
-                read_chunk=tensor([slot // size for slot in read]),
-                read_slot=tensor([slot % size for slot in read]),
-                write_chunk=tensor([slot // size for slot in write]),
-                write_slot=tensor([slot % size for slot in write]),
-                starts=tensor([0, *accumulate(lengths)]),
-                fresh=tensor([row.first == 0 for row in rows]),
+                read_chunk=tensor([chunk for chunk, _ in read]),
+                read_slot=tensor([slot for _, slot in read]),
+                write_chunk=tensor([chunk for chunk, _ in write]),
+                write_slot=tensor([slot for _, slot in write]),
+                starts=starts,
+                fresh=fresh,
             )
         )
     return tuple(found)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.family_configs import tiny_config
+from engine.errors import RegistrationRefused
 from engine.modules.experts import expert_weights
 from engine.registration.convert import DtypeChoice, inspect, write_pack
 from engine.registration.parity import probe
@@ -30,7 +31,9 @@ def test_requests_end_as_they_should(name: str, dtype: DtypeChoice, tmp_path: Pa
     reference = save_folder(FAMILIES[name], folder, 0)
     candidate = inspect(folder)
     if dtype == "fp8" and expert_weights(candidate.blueprint.skeleton):
-        return  # experts are not kept so
+        with pytest.raises(RegistrationRefused, match="not supported for mixtures of experts"):
+            write_pack(candidate, tmp_path / "packs", dtype, lambda *_: None)
+        return
     pack_dir, _ = write_pack(candidate, tmp_path / "packs", dtype, lambda *_: None)
     driver = Driver({name: TinyModel(name, folder, pack_dir, reference)}, 3000)
     driver.make_resident(name)
