@@ -121,14 +121,17 @@ async def test_normalizers_that_explode_end_no_gateway(
 
 
 async def test_a_regular_expression_that_panics_is_the_requests_error(
-    tmp_path: Path, pool: PreparePool, honest: str
+    tmp_path: Path, honest: str
 ) -> None:
+    """It gives up after some 0.1 s of CPU time, as the processor is: it must have that."""
+    pool = PreparePool(2, 16, PrepareLimits(cpu_s=30.0))
     split = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     folder = changed(tmp_path / "hostile", pre_tokenizer=split)
     reply = await pool.ask(EncodePrompt(folder, "a" * 400 + "b", MOST))
     assert isinstance(reply, Failed)
     assert (reply.kind, "cannot encode this text" in reply.message) == ("text", True)
     assert await served(pool, honest)
+    pool.close()
 
 
 @pytest.mark.parametrize(
