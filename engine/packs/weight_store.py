@@ -5,6 +5,7 @@ residency table above deals in states only. Only the step thread calls it.
 """
 
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -198,7 +199,10 @@ class DiskWeightStore:
         self._host.worth = worth
 
     def poll(self) -> None:
-        """Start the fills that wait for memory, commit those that have ended."""
+        """Start the fills that wait for memory, commit those that have ended; see what the host
+        tier's other workers have done, and tell them what packs are worth here."""
+        self._host.look()
+        self._host.tell_worth(time.monotonic())
         if self._held_back and not self._host.is_deleting:
             for job in self._held_back:
                 self._loader.start_slowly(job)

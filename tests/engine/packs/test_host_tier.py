@@ -1,7 +1,8 @@
-"""The warm tier: bounded, least recently used, and still there after its worker."""
+"""The warm tier: bounded, least recently used, there after its worker, one for all workers."""
 
 import mmap
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -33,7 +34,11 @@ def files(tier: HostTier, folder: Path) -> list[str]:
     while tier.is_deleting:
         assert time.monotonic() < end
         time.sleep(0.001)
-    return sorted(path.name for path in folder.iterdir())
+    return names(folder)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != "w-lock")
 
 
 def get(tier: HostTier, revision: str, size: int = PACK) -> Slab:
@@ -104,7 +109,8 @@ def test_half_written_packs_of_the_dead_are_removed(tmp_path: Path) -> None:
         path.write_bytes(b"x" * PACK)
     tier = HostTier(tmp_path, "w", PACK)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name}
-    assert tier.used_bytes == 0
+    assert tier.is_filling("cc")
+    assert tier.used_bytes == PACK  # another worker is writing it
 
 
 def test_a_file_of_the_wrong_size_is_not_trusted(tmp_path: Path) -> None:
@@ -169,7 +175,7 @@ def test_what_is_dropped_loses_its_name_at_once_and_is_deleted_in_the_background
     assert not tier.has("aa")
     assert tier.used_bytes == 0
     assert put(tier, "aa")  # the same pack again, while the old one is still there
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(names(tmp_path)) == 2
     gate.set()
     assert files(tier, tmp_path) == ["w-aa.pack"]
     tier.release(get(tier, "aa"))
@@ -200,6 +206,146 @@ def test_a_fill_whose_file_is_gone_can_be_abandoned(tmp_path: Path) -> None:
     tier.abandon(fill)
     assert not tier.is_filling("aa")
     assert put(tier, "aa")
+
+
+def two(folder: Path, capacity: int) -> tuple[HostTier, HostTier]:
+    """Tiers of two workers: this process, and the one that started it."""
+    return HostTier(folder, "w", capacity), HostTier(folder, "w", capacity, pid=os.getppid())
+
+
+def test_a_pack_that_one_worker_has_filled_is_warm_for_all(tmp_path: Path) -> None:
+    one, other = two(tmp_path, 3 * PACK)
+    fill = one.begin_fill("aa", PACK)
+    assert fill is not None
+    assert other.begin_fill("aa", PACK) is None  # it is on its way
+    assert other.is_filling("aa")
+    assert (other.used_bytes, other.has("aa")) == (PACK, False)
+    os.pwrite(fill.descriptor, b"a" * PACK, 0)
+    one.commit(fill)
+    before = other.num_changes
+    other.look()
+    assert other.has("aa")
+    assert other.num_changes > before
+    other.release(get(other, "aa"))
+    assert put(other, "bb")
+    one.look()
+    assert one.used_bytes == other.used_bytes == 2 * PACK
+    one.check_integrity()
+
+
+def test_all_workers_keep_within_one_bound(tmp_path: Path) -> None:
+    one, other = two(tmp_path, 2 * PACK)
+    assert put(one, "aa")
+    fill = other.begin_fill("bb", PACK)
+    assert fill is not None
+    assert one.begin_fill("cc", 2 * PACK) is None  # that would push out what is being filled
+    other.abandon(fill)
+    files(other, tmp_path)
+    assert put(one, "cc", PACK)
+    assert put(other, "dd")  # drops the oldest, which another filled
+    one.look()
+    assert [r for r in ("aa", "bb", "cc", "dd") if one.has(r)] == ["cc", "dd"]
+    assert one.used_bytes == 2 * PACK
+
+
+def test_who_reads_what_another_drops_reads_on(tmp_path: Path) -> None:
+    one, other = two(tmp_path, PACK)
+    put(one, "aa")
+    other.look()
+    slab = get(other, "aa")
+    one.keep_only([])
+    other.look()
+    assert not other.has("aa")
+    assert bytes(slab.view) == b"a" * PACK
+    other.release(slab)
+    other.close(keep=True)
+    assert slab.map is None
+
+
+def test_packs_are_worth_what_they_are_to_all_workers(tmp_path: Path) -> None:
+    one, other = two(tmp_path, 2 * PACK)
+    put(one, "aa")
+    put(one, "bb")
+    other.look()
+    other.worth = lambda revision: 5.0 if revision == "aa" else 0.0
+    one.worth = lambda revision: 1.0 if revision == "cc" else 0.0
+    other.tell_worth(0.0)
+    assert put(one, "cc")
+    assert [r for r in ("aa", "bb", "cc") if one.has(r)] == ["aa", "cc"]
+    other.worth = lambda revision: 9.0 if revision == "cc" else 0.0
+    other.tell_worth(0.5)  # too early to say it again
+    one.worth = lambda revision: 5.5 if revision == "dd" else 0.0
+    other.look()
+    slab = get(other, "aa")
+    other.tell_worth(1.0)
+    assert not put(one, "dd")  # one is being read, the other worth more
+    other.release(slab)
+    other.tell_worth(2.0)
+    assert put(one, "dd")
+    assert [r for r in ("aa", "cc", "dd") if one.has(r)] == ["cc", "dd"]
+    other.close(keep=True)
+    assert not list(tmp_path.glob(f"w-worth-{os.getppid()}"))
+
+
+def test_nobody_waits_for_another_s_decision(tmp_path: Path) -> None:
+    one, other = two(tmp_path, PACK)
+    with one._deciding() as is_mine:
+        assert is_mine
+        assert other.begin_fill("aa", PACK) is None
+    assert put(other, "aa")
+
+
+def test_what_a_dead_worker_said_and_left_does_not_count(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    dead = HostTier(tmp_path, "w", 2 * PACK, pid=gone.pid)
+    assert put(dead, "aa")
+    dead.worth = lambda revision: 100.0
+    dead.tell_worth(0.0)
+    assert dead.begin_fill("bb", PACK) is not None
+    one = HostTier(tmp_path, "w", 2 * PACK)
+    assert names(tmp_path) == ["w-aa.pack"]
+    one.worth = lambda revision: 1.0
+    assert put(one, "cc", 2 * PACK)
+    assert names(tmp_path) == ["w-cc.pack"]
+
+
+def test_two_workers_at_random_keep_one_book(tmp_path: Path) -> None:
+    """Neither the bound nor a byte of a pack is ever wrong, whoever fills, reads and drops."""
+    for seed in range(30):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        rng = random.Random(seed)
+        tiers = two(folder, 5 * PACK)
+        worths = {r: rng.random() for r in ("aa", "bb", "cc", "dd", "ee")}
+        read: list[tuple[HostTier, Slab]] = []
+        for step in range(120):
+            tier = rng.choice(tiers)
+            revision = rng.choice(list(worths))
+            action = rng.randrange(6)
+            if action < 2:
+                put(tier, revision, PACK * (1 + list(worths).index(revision) % 3))
+            elif action == 2 and tier.has(revision):
+                size = PACK * (1 + list(worths).index(revision) % 3)
+                slab = tier.acquire(revision, size)
+                if slab is not None:
+                    assert bytes(slab.view) == revision[:1].encode() * size
+                    read.append((tier, slab))
+            elif action == 3 and read:
+                done = read.pop(rng.randrange(len(read)))
+                assert set(bytes(done[1].view)) == {ord(done[1].revision[0])}
+                done[0].release(done[1])
+            elif action == 4:
+                worths[revision] = rng.random()
+                tier.worth = lambda revision, of=dict(worths): of[revision]  # type: ignore[misc]
+                tier.tell_worth(float(2 * step))
+            else:
+                tier.look()
+            on_disk = sum(p.stat().st_size for p in folder.glob("w-*.pack"))
+            assert on_disk <= 5 * PACK
+            tier.look()
+            tier.check_integrity()
+            assert tier.used_bytes == on_disk
 
 
 def test_only_this_users_own_files_are_trusted(
