@@ -169,6 +169,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     graph_bytes: int = -1
     """GPU memory for recorded steps, in addition to both. -1: a thirty-second of the free
     memory."""
+    cpus: list[int] = []
+    """Logical processors that the worker's threads keep to. Empty: any."""
+    num_workers: int = 1
+    """Number of workers on this machine, including this one. They share its cores."""
     parent_pid: int = 0
     """Process ID of the supervisor; the worker exits when that process is gone. 0: the worker was
     started by hand."""
@@ -203,6 +207,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("worker_id must not be empty")
         if not self.endpoint.startswith("ipc://"):
             raise ValueError("endpoint must be ipc://<path>")
+        if min(self.cpus, default=0) < 0 or self.num_workers < 1:
+            raise ValueError("cpus must not be negative and num_workers at least 1")
         if not 0 < self.status_interval_s < self.lease_ttl_s:
             raise ValueError("status_interval_s must be positive and below lease_ttl_s")
         if min(self.parent_pid, self.shutdown_timeout_s, self.integrity_interval_s) < 0:

@@ -54,6 +54,7 @@ OVERRIDES = (
     "device_budget_bytes",
     "host_tier_bytes",
     "num_threads",
+    "num_workers",
 )
 MODULE = "bench.sim"
 INTERRUPT_S = 5.0
@@ -150,9 +151,21 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         dest="num_threads",
         type=int,
         metavar="N",
-        help="CPU threads for one operator; 0: chosen",
+        help="CPU threads for one operator, in each worker; 0: chosen",
+    )
+    parser.add_argument(
+        "--workers",
+        dest="num_workers",
+        type=_num_workers,
+        metavar="N|auto",
+        help="number of worker processes; auto: one per GPU, or per NUMA node of the CPU",
     )
     parser.set_defaults(run=_serve)
+
+
+def _num_workers(text: str) -> int:
+    """0 for `auto`. Raises ValueError."""
+    return 0 if text == "auto" else int(text)
 
 
 def _serve(options: argparse.Namespace) -> int:

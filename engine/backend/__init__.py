@@ -7,7 +7,7 @@ or requests.
 from engine.backend.base import Backend, Pending
 from engine.backend.cpu import CpuBackend
 from engine.backend.cuda import CudaBackend, Mover
-from engine.backend.cuda_device import CudaDevice, num_devices
+from engine.backend.cuda_device import CudaDevice, gpu_names
 from engine.backend.device import Device, Event, Graph
 
 __all__ = [
@@ -20,5 +20,5 @@ __all__ = [
     "Graph",
     "Mover",
     "Pending",
-    "num_devices",
+    "gpu_names",
 ]

@@ -90,9 +90,11 @@ def driver_problem(text: str) -> str:
     return f"the NVIDIA driver cannot be used: {line}"
 
 
-def num_devices() -> int:
-    """GPUs that a driver shows; 0 where there is none, and then nothing was loaded for long."""
-    return torch.cuda.device_count() if torch.version.cuda is not None else 0
+def gpu_names() -> list[str]:
+    """GPUs that a driver shows, as torch calls them; where there is none nothing is loaded for
+    long."""
+    count = torch.cuda.device_count() if torch.version.cuda is not None else 0
+    return [f"cuda:{number}" for number in range(count)]
 
 
 @contextlib.contextmanager

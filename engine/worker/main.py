@@ -8,6 +8,8 @@ it is logged with its traceback and the process exits with 1, for the supervisor
 
     SIGTERM     drain: refuse Submits, let running requests end within shutdown_timeout_s, exit 0
     SIGINT      the same by hand; ignored under a supervisor, whose terminal sends it to all
+    --devices   no worker: prints the names of this machine's GPUs
+
     exit codes  0 drained, 1 failed, 2 bad command line, 3 the supervisor is gone
 
 The loop is `worker_loop.py`. Here is what surrounds it: log lines, thread counts, signals, and the
@@ -29,6 +31,7 @@ wants the cores, not spinning at all costs a sixth of the tokens a second (docs/
 """
 
 import argparse
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -40,13 +43,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 import zmq
 
+from engine.backend import gpu_names
 from engine.config import WorkerConfig, decode_worker_config, read_config
 from engine.dependencies import device_in_words
 from engine.engine import Engine
@@ -97,14 +101,27 @@ def set_up_logging(worker_id: str) -> None:
     logging.captureWarnings(True)
 
 
-def available_cores() -> int:
-    """Cores this process may use: its affinity mask, or its cgroup's quota where that is less."""
+def available_cores(num_workers: int = 1, *, has_own: bool = True) -> int:
+    """Cores for one of so many workers: of its affinity mask, which is its alone if it `has_own`,
+    or of the cgroup's quota, which is everybody's, where that is less."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    try:
+    cores = cores if has_own else cores // num_workers
+    with contextlib.suppress(OSError, ValueError):
         quota, period = _CGROUP_QUOTA.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+        cores = cores if quota == "max" else min(cores, int(quota) // int(period) // num_workers)
+    return max(1, cores)
+
+
+def keep_to(cpus: Collection[int]) -> None:
+    """Have every thread of this process, those to come too, run on these logical processors only.
+
+    Those that are not there (any more) are left out; where none is, nothing is changed.
+    """
+    if sys.platform != "linux" or not (allowed := os.sched_getaffinity(0) & set(cpus)):
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), allowed)
 
 
 def auto_num_threads(cores: int) -> int:
@@ -149,10 +166,15 @@ def end_with_parent(parent_pid: int, stop: Callable[[], None]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code. The named boundary: nothing above it sees an exception."""
     parser = argparse.ArgumentParser(prog="python -m engine.worker.main")
-    parser.add_argument(
-        "--config", required=True, help="a WorkerConfig as JSON; -: on standard input"
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--config", help="a WorkerConfig as JSON; -: on standard input")
+    what.add_argument(
+        "--devices", action="store_true", help="print the names of the GPUs as a JSON list and exit"
     )
     arguments = parser.parse_args(argv)
+    if arguments.devices:
+        print(json.dumps(gpu_names()))
+        return 0
     text = read_config(arguments.config, sys.stdin)
     if not text:
         return EXIT_ORPHANED
@@ -184,7 +206,10 @@ def settle() -> None:
 def serve(config: WorkerConfig) -> int:
     """Run a worker to its end. Raises whatever breaks it."""
     os.umask(0o077)  # the socket and the host tier's files are this user's alone
-    num_threads = config.engine.num_threads or auto_num_threads(available_cores())
+    if config.cpus:
+        keep_to(config.cpus)
+    cores = available_cores(config.num_workers, has_own=bool(config.cpus))
+    num_threads = config.engine.num_threads or auto_num_threads(cores)
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
     opened = open_device(config)

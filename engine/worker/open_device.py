@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.backend import Backend, CpuBackend, CudaBackend, CudaDevice, Device, Mover, num_devices
+from engine.backend import Backend, CpuBackend, CudaBackend, CudaDevice, Device, Mover, gpu_names
 from engine.config import EngineConfig, WorkerConfig
 from engine.dependencies import EngineDependencies
 from engine.encoders import EncoderRunner
@@ -68,7 +68,7 @@ def open_device(config: WorkerConfig) -> Opened:
     """Raises DeviceUnusable."""
     name = config.device
     if name == "auto":
-        name = "cuda:0" if num_devices() else "cpu"
+        name = next(iter(gpu_names()), "cpu")
     if name == "cpu":
         return open_cpu(config.engine)
     number = re.fullmatch(r"cuda(?::(\d+))?", name)

@@ -6,11 +6,15 @@ A container's memory limit counts where it is lower than the machine's.
 import hashlib
 import os
 import tempfile
+from collections.abc import Set
 from pathlib import Path
 
+Core = tuple[int, ...]
 SHM_DIR = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
+_SYSTEM = Path("/sys/devices/system")
 _CGROUP = Path("/sys/fs/cgroup")
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 _FALLBACK_BYTES = 4 << 30
 _LONGEST_SOCKET_PATH = 100
 """sun_path holds 108 bytes, one of them for the end."""
@@ -40,6 +44,39 @@ def free_shm_bytes(shm_dir: Path = SHM_DIR) -> int:
     except OSError:
         return 0
     return stat.f_bavail * stat.f_frsize
+
+
+def cpu_nodes(system: Path = _SYSTEM, allowed: Set[int] | None = None) -> list[list[Core]]:
+    """The cores of each NUMA node that has some which this process may use; a core is the tuple of
+    its threads. Where the system says nothing: one node, a thread a core."""
+    if allowed is None:
+        allowed = os.sched_getaffinity(0)
+    nodes = []
+    for folder in sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:])):
+        cores: dict[Core, None] = {}
+        for cpu in sorted(_cpu_list(folder / "cpulist") & allowed):
+            threads = _cpu_list(system / f"cpu/cpu{cpu}/topology/thread_siblings_list")
+            cores[tuple(sorted(threads & allowed)) or (cpu,)] = None
+        if cores:
+            nodes.append(list(cores))
+    return nodes or [[(cpu,) for cpu in sorted(allowed)]]
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """`0-3,8` as a set; empty where it cannot be read."""
+    found: set[int] = set()
+    try:
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return set()
+    return found
+
+
+def may_have_gpus() -> bool:
+    """Whether a driver of GPUs has made its device file."""
+    return any(path.exists() for path in _GPU_FILES)
 
 
 def data_dir_id(data_path: Path) -> str:

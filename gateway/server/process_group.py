@@ -3,10 +3,10 @@
     this process          data folder's lock, listening socket, schema, demo, start block, hub
       gateway-0 .. N-1    HTTP and stages 1 to 4, 9, 10 (gateway_process.py)
       dispatcher-0, -1    one active, one in waiting (dispatcher_process.py)
-      worker-0            stages 6 to 8
+      worker-0 .. M-1     stages 6 to 8
 
     down  gateways: not ready -> running requests finish within the bound -> ledger written
-          -> dispatchers -> worker
+          -> dispatchers -> workers
 
 The port is bound here, so that it is this server's alone, and not listened on: each gateway has a
 socket of its own on it. A child of any kind that ends is started again, with the same pause that
@@ -29,9 +29,10 @@ from gateway.cluster.process_hub import ProcessHub
 from gateway.http.http_server import ABORT_GRACE_S, running
 from gateway.ipc import ipc
 from gateway.server.child_process import WORKER_STOP_TIMEOUT_S, ChildProcess, EarlyWorker
+from gateway.server.local_homes import LocalHomes
 from gateway.server.process_setup import ProcessConfig, hub_socket, on_stop_signals, write_config
 from gateway.server.startup_banner import startup_banner
-from gateway.server.worker_launcher import WORKER_ID, EmbedderLauncher, WorkerLauncher
+from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.config import child_environment
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
@@ -52,6 +53,7 @@ class ProcessGroup:
     def __init__(
         self,
         settings: Settings,
+        slots: Sequence[WorkerSlot],
         listener: socket.socket,
         lock: str,
         worker_command: Sequence[str],
@@ -60,11 +62,13 @@ class ProcessGroup:
         """`lock`: see process_setup.py. `early`: see child_process.py."""
         self._settings = settings
         self._listener = listener
-        self._worker = WorkerLauncher(settings, worker_command, self._on_worker_exit, early)
+        self._registry = CollectorRegistry()
+        about = (settings, slots, worker_command, self._on_worker_exit, self._registry)
+        self._homes = LocalHomes(*about, early)
         # Bound alone, or another server would not have been noticed; from here on with children.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port = listener.getsockname()[1]
-        config = ProcessConfig(settings, [(WORKER_ID, self._worker.endpoint)], port, lock)
+        config = ProcessConfig(settings, self._homes.endpoints, port, lock)
         self._config_path = write_config(config)
         self._gateways = [
             self._child(f"gateway-{index}", "gateway.server.gateway_process")
@@ -75,14 +79,6 @@ class ProcessGroup:
             for index in range(NUM_DISPATCHERS)
         ]
         self._stop_asked = asyncio.Event()
-        self._registry = CollectorRegistry()
-        self._worker_restarts = Counter(
-            "polyhost_worker_restarts",
-            "Worker processes that ended while the server ran and were started again.",
-            ["worker"],
-            registry=self._registry,
-        )
-        self._embedder = EmbedderLauncher(settings, worker_command, self._on_worker_exit)
         self._restarts = Counter(
             "polyhost_process_restarts",
             "Gateway and dispatcher processes that ended while the server ran.",
@@ -105,8 +101,7 @@ class ProcessGroup:
         async with (
             ipc.listening(hub_path, self._hub.new_channel),
             running(
-                self._worker.process.run(),
-                self._embedder.run(),
+                self._homes.run(),
                 *(child.run() for child in children),
                 self._hub.run(),
                 self._announce(demo, admin_password),
@@ -128,8 +123,7 @@ class ProcessGroup:
         bound_s = settings.shutdown_notice_s + settings.shutdown_timeout_s + ABORT_GRACE_S
         await asyncio.gather(*(child.stop(bound_s + LAST_STEPS_S) for child in self._gateways))
         await asyncio.gather(*(child.stop(WORKER_STOP_TIMEOUT_S) for child in self._dispatchers))
-        await self._embedder.process.stop(WORKER_STOP_TIMEOUT_S)
-        await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
+        await self._homes.stop()
         logger.info("stopped")
 
     async def _announce(self, demo: DemoAccess | None, admin_password: str) -> None:
@@ -169,12 +163,9 @@ class ProcessGroup:
 
     def _on_worker_exit(self, worker_id: str, reason: str) -> None:
         self._hub.worker_ended(worker_id, reason)
-        if not self._stop_asked.is_set():
-            self._worker_restarts.labels(worker_id).inc()
 
     def _on_weights(self, weights: dict[str, int]) -> None:
-        self._worker.set_weights(weights)
-        self._embedder.set_weights(weights)
+        self._homes.set_weights(weights)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -1,15 +1,15 @@
-"""`serve`: puts the gateway together, keeps the worker alive, and takes everything down in order.
+"""`serve`: puts the gateway together, keeps the workers alive, and takes everything down in order.
 
     up    lock, socket, database compared with the data folder's, schema, packs swept, demo,
-          lost journals adopted, ledger, registry view, what the ledger left open, worker (its
-          process is there before all of this: admin/cli/server.py), HTTP, start block
+          lost journals adopted, ledger, registry view, what the ledger left open, workers (the
+          first's process is there before all of this: admin/cli/server.py), HTTP, start block
     down  not ready (503 on /health/ready) -> no new connections, running requests finish
-          -> what is left is aborted -> ledger written -> worker ended by its pid -> files closed
+          -> what is left is aborted -> ledger written -> workers ended -> files closed
 
-One worker process on this machine's CPU. Every decision is elsewhere: which request goes
-(dispatcher.py), how much memory (policy/memory_budget.py), when a worker is restarted
-(child_process.py). What ends the server on its own: a part of it that fails for good. With
-`gateway_processes` above 1 this process serves nothing itself: process_group.py.
+Every decision is elsewhere: which request goes (dispatcher.py), which workers there are and what
+each has (worker_slots.py, policy/memory_budget.py), when one is restarted (child_process.py). What
+ends the server on its own: a part of it that fails for good. With `gateway_processes` above 1 this
+process serves nothing itself: process_group.py.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 import zmq
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
 from admin.alerts.alerts import AlertWatch
@@ -44,17 +44,13 @@ from gateway.ledger.ledger import Ledger
 from gateway.ledger.ledger_recovery import adopt, owner_of
 from gateway.limits import limit_stores
 from gateway.pipeline.pipeline import Services
-from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
+from gateway.server.child_process import WORKER_COMMAND, EarlyWorker
+from gateway.server.local_homes import LocalHomes, slots_here
 from gateway.server.process_group import ProcessGroup
 from gateway.server.process_setup import dispatcher_lock, on_stop_signals, set_up_logging
 from gateway.server.startup_banner import startup_banner
-from gateway.server.worker_launcher import (
-    WORKER_ID,
-    EmbedderLauncher,
-    WorkerLauncher,
-    embedder_connection,
-    shm_prefix,
-)
+from gateway.server.worker_launcher import embedder_connection, shm_prefix
+from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
 from gateway.workers.worker_client import ZmqWorkerClient
@@ -81,12 +77,16 @@ async def serve(
     """Run until SIGTERM or SIGINT. `early`: a worker's process that waits for its configuration.
 
     Raises RegistryError (another server holds the data folder, it belongs to another database, the
-    schema is newer) or OSError (the
-    port is taken) before anything is served, ServerFailed where it cannot go on.
+    schema is newer) or OSError (the port is taken) before anything is served, ServerFailed where
+    it cannot go on, or this machine has not the devices that the settings name.
     """
     set_up_logging()
     for warning in exposure(settings):
         logger.warning(warning)
+    try:
+        slots = await asyncio.to_thread(slots_here, settings)
+    except NoSuchWorkers as error:
+        raise ServerFailed(str(error)) from error
     data_path = settings.data_path
     data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
@@ -105,7 +105,7 @@ async def serve(
         if settings.gateway_processes > 1:
             try:
                 with dispatcher_lock(settings) as lock:
-                    group = ProcessGroup(settings, listener, lock, worker_command, early)
+                    group = ProcessGroup(settings, slots, listener, lock, worker_command, early)
                     await group.run(demo, password)
             finally:
                 remove_host_tier(settings)
@@ -113,7 +113,7 @@ async def serve(
         engine = make_engine(settings.registry_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         try:
-            server = Server(settings, engine, context, worker_command, password, early)
+            server = Server(settings, slots, engine, context, worker_command, password, early)
             await server.run(listener, demo)
         finally:
             context.destroy(linger=0)
@@ -127,6 +127,7 @@ class Server:
     def __init__(
         self,
         settings: Settings,
+        slots: Sequence[WorkerSlot],
         engine: Engine,
         context: zmq.Context[zmq.Socket[bytes]],
         worker_command: Sequence[str],
@@ -163,24 +164,17 @@ class Server:
             on_reserved=self._dispatcher.set_reserved_shares,
             gateway_id=owner_of(settings.data_path, GATEWAY_ID),
         )
-        self._worker = WorkerLauncher(settings, worker_command, self._on_worker_exit, early)
-        self._client = ZmqWorkerClient(
-            context,
-            WORKER_ID,
-            self._worker.endpoint,
-            GATEWAY_ID,
-            settings.worker_heartbeat_timeout_s,
-        )
         self._stop_asked = asyncio.Event()
         self._metrics_registry = CollectorRegistry()
+        about = (settings, slots, worker_command, self._on_worker_exit, self._metrics_registry)
+        self._homes = LocalHomes(*about, early)
+        self._clients = {
+            worker_id: ZmqWorkerClient(
+                context, worker_id, endpoint, GATEWAY_ID, settings.worker_heartbeat_timeout_s
+            )
+            for worker_id, endpoint in self._homes.endpoints
+        }
         self._alerts = AlertWatch(engine, settings.alert_interval_s, self._metrics_registry)
-        self._restarts = Counter(
-            "polyhost_worker_restarts",
-            "Worker processes that ended while the server ran and were started again.",
-            ["worker"],
-            registry=self._metrics_registry,
-        )
-        self._embedder = EmbedderLauncher(settings, worker_command, self._on_worker_exit)
         self._embedding = embedder_connection(settings, context, GATEWAY_ID)
 
     async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
@@ -195,8 +189,7 @@ class Server:
         await self._ledger.recover()
         http = self._http_server()
         background = (
-            self._worker.process.run(),
-            self._embedder.run(),
+            self._homes.run(),
             self._poll.run(),
             self._share_file.run(),
             self._alerts.run(),
@@ -209,7 +202,8 @@ class Server:
             listening(operator_socket(self._settings.data_path), handler),
             running(*background) as parts,
         ):
-            self._dispatcher.add_worker(self._client)
+            for client in self._clients.values():
+                self._dispatcher.add_worker(client)
             if self._embedding is not None:
                 self._embedding.start()
             serving = http.start(listener)
@@ -234,8 +228,7 @@ class Server:
         self._dispatcher.close()  # The last acknowledgements linger a moment and get through.
         if self._embedding is not None:
             self._embedding.close()
-        await self._embedder.process.stop(WORKER_STOP_TIMEOUT_S)
-        await self._worker.process.stop(WORKER_STOP_TIMEOUT_S)
+        await self._homes.stop()
         logger.info("stopped")
 
     def _http_server(self) -> HttpServer:
@@ -267,18 +260,16 @@ class Server:
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
         self._dispatcher.set_catalog(models)
-        self._worker.set_weights(weights)
-        self._embedder.set_weights(weights)
+        self._homes.set_weights(weights)
         if self._embedding is not None:
             self._embedding.set_models(models)
 
     def _on_worker_exit(self, worker_id: str, reason: str) -> None:
-        if worker_id == WORKER_ID:
-            self._client.lose(f"its process ended: {reason}")
+        client = self._clients.get(worker_id)
+        if client is not None:
+            client.lose(f"its process ended: {reason}")
         elif self._embedding is not None:
             self._embedding.lose(f"its process ended: {reason}")
-        if not self._dispatcher.stopping:
-            self._restarts.labels(worker_id).inc()
 
     @contextlib.contextmanager
     def _signals(self, http: HttpServer) -> Iterator[None]:

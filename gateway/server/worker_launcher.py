@@ -1,24 +1,27 @@
 """The worker processes of a server on this machine: how much memory each gets, its configuration.
 
-`WorkerLauncher` has the worker that serves, `EmbedderLauncher` the small one that turns questions
+`WorkerLauncher` has one worker that serves, `EmbedderLauncher` the small one that turns questions
 into vectors for the answer cache. Both run `engine.worker.main` and are kept alive by
-child_process.py; who talks to them is not known here.
+child_process.py; who talks to them is not known here. local_homes.py has all of them.
 """
 
 import asyncio
 import json
 import logging
 import os
+from asyncio.subprocess import Process
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import zmq
 
 from admin.registration.bootstrap import DEMO_MODELS_DIR
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.ipc import machine
-from gateway.server.child_process import ChildProcess, EarlyWorker
+from gateway.server.child_process import ChildProcess
 from gateway.server.policy.memory_budget import device_budget_bytes, host_tier_bytes, reserve_bytes
+from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.base_settings import MIB
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
@@ -26,12 +29,25 @@ from gateway.workers.worker_client import ZmqWorkerClient
 
 logger = logging.getLogger(__name__)
 
-WORKER_ID = "worker-0"
 EMBEDDER_ID = "embedder-0"
 ROOM_BYTES = 64 * MIB
 """Of the arena beside twice the weights: an old revision and its successor lie side by side."""
 EMBEDDER_NUM_SEQS = 16
 EMBEDDER_BATCH_TOKENS = 512
+
+
+class MainMemory(NamedTuple):
+    """Bytes that were free before the first worker began, and of these the host tier's."""
+
+    free_bytes: int
+    host_tier_bytes: int
+
+
+def main_memory(settings: Settings, free_bytes: int) -> MainMemory:
+    """Looked at once: what workers take by and by is no reason for other budgets at each start."""
+    free_shm_bytes = machine.free_shm_bytes()
+    host_bytes = host_tier_bytes(settings.host_tier_bytes, free_bytes, free_shm_bytes)
+    return MainMemory(free_bytes, host_bytes)
 
 
 class WorkerLauncher:
@@ -41,24 +57,28 @@ class WorkerLauncher:
     def __init__(
         self,
         settings: Settings,
+        slot: WorkerSlot,
+        memory: MainMemory,
         command: Sequence[str],
         on_exit: Callable[[str, str], None],
-        early: EarlyWorker | None = None,
+        early: Process | None = None,
     ) -> None:
         self._settings = settings
+        self._slot = slot
         self._weights: Mapping[str, int] = {}
-        # What its imports take by and by is no reason for another budget at each start.
-        self._free_bytes = early.free_bytes if early else machine.free_memory_bytes()
+        self._memory = memory
         self._arena_bytes = 0
-        self.endpoint = _endpoint(settings, WORKER_ID)
+        self._num_threads = slot.threads or settings.num_threads
+        self.worker_id = slot.worker_id
+        self.endpoint = _endpoint(settings, slot.worker_id)
         self.process = ChildProcess(
-            WORKER_ID,
+            slot.worker_id,
             self.config,
-            worker_environment(settings.num_threads),
+            worker_environment(self._num_threads),
             settings.worker_restart_backoff_s,
-            on_exit=partial(on_exit, WORKER_ID),
+            on_exit=partial(on_exit, slot.worker_id),
             command=command,
-            early=early.process if early else None,
+            early=early,
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
@@ -68,28 +88,26 @@ class WorkerLauncher:
             max(weights.values(), default=0) > self._arena_bytes // 2
         ):
             # The demo's own budget is too small for other models: once more, with more.
-            logger.info("restarting the worker with a larger device budget")
+            logger.info("restarting %s with a larger device budget", self.worker_id)
             self.process.restart()
 
     def config(self) -> str:
         """See `_config`."""
-        settings = self._settings
+        settings, slot = self._settings, self._slot
         self._arena_bytes = self._device_budget()
-        host_bytes = host_tier_bytes(
-            settings.host_tier_bytes, self._free_bytes, machine.free_shm_bytes()
-        )
-        left_bytes = self._free_bytes - self._arena_bytes - host_bytes
+        free_bytes, host_bytes = self._memory
+        left_bytes = (free_bytes - host_bytes) // slot.num_in_memory - self._arena_bytes
         engine = {
             "arena_bytes": self._arena_bytes,
             "page_bytes": settings.page_bytes,
             "host_tier_bytes": host_bytes,
-            "host_tier_when_crowded": (settings.host_tier_bytes < 0 and settings.device == "cpu"),
+            "host_tier_when_crowded": settings.host_tier_bytes < 0 and slot.device == "cpu",
             "reserve_bytes": reserve_bytes(settings.device_reserve_bytes, left_bytes),
             "shm_dir": str(machine.SHM_DIR),
             "shm_prefix": shm_prefix(settings),
             "max_num_seqs": settings.max_num_seqs,
             "max_batch_tokens": settings.max_batch_tokens,
-            "num_threads": settings.num_threads,
+            "num_threads": self._num_threads,
             "native_kernels": settings.native_kernels,
             "load_threads": settings.load_threads,
             "verify_packs": settings.verify_packs,
@@ -99,10 +117,12 @@ class WorkerLauncher:
         }
         return _config(
             settings,
-            WORKER_ID,
+            self.worker_id,
             engine,
-            device=settings.device,
-            device_arena_bytes=settings.device_budget_bytes,
+            device=slot.device,
+            device_arena_bytes=slot.memory_bytes or settings.device_budget_bytes,
+            cpus=slot.cpus,
+            num_workers=slot.num_workers,
             device_reserve_bytes=settings.device_reserve_bytes,
             shutdown_timeout_s=settings.shutdown_timeout_s,
         )
@@ -110,8 +130,8 @@ class WorkerLauncher:
     def _device_budget(self) -> int:
         demo = DEMO_MODELS_DIR.iterdir() if self._settings.demo else ()
         return device_budget_bytes(
-            self._settings.device_budget_bytes,
-            self._free_bytes,
+            self._slot.memory_bytes or self._settings.device_budget_bytes,
+            self._memory.free_bytes // self._slot.num_in_memory,
             self._weights,
             frozenset(path.name for path in demo),
         )

@@ -1,4 +1,11 @@
 """The settings of a server, with their bounds and descriptions, and where their values come
 from."""
 
-__all__ = ["base_settings", "config", "http_settings", "oidc_settings", "settings"]
+__all__ = [
+    "base_settings",
+    "config",
+    "http_settings",
+    "oidc_settings",
+    "settings",
+    "worker_settings",
+]

@@ -185,6 +185,8 @@ def _parse_env(name: str, text: str) -> Any:
     if kind is str:
         return text
     try:
+        if kind not in (int, float):  # a list: as JSON
+            return msgspec.json.decode(text)
         return int(text) if kind is int else float(text)
     except ValueError:
         return text

@@ -1,8 +1,29 @@
 """Settings of workers, and of registering the models that they run."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from gateway.settings.base_settings import setting
+
+DEVICE = r"\A(|auto|cpu|[a-z]+:[0-9]+)\Z"
+MAX_WORKERS = 64
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table `[[workers]]` of polyhost.toml. Empty and 0: as the settings say for every worker.
+
+    device        as the setting `device`
+    memory_bytes  of its arena, as `device_budget_bytes`
+    threads       as `num_threads`
+    labels        words of the operator's that `polyhost workers list` shows
+    """
+
+    device: Annotated[str, msgspec.Meta(pattern=DEVICE)] = ""
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    threads: Annotated[int, msgspec.Meta(ge=0)] = 0
+    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +61,30 @@ class WorkerSettings:
     device: str = setting(
         "cpu",
         "Device that runs the models: `cpu`; a GPU by its PyTorch name and number, separated by "
-        "a colon; or `auto`, the first GPU if there is one, else the CPU. No GPU has run this "
-        "build yet.",
+        "a colon; or `auto`: GPUs if there are some, else the CPU.",
         pattern=r"\A(auto|cpu|[a-z]+:[0-9]+)\Z",
+    )
+    num_workers: int = setting(
+        0,
+        "Number of worker processes, each with a device and memory of its own. 0: as many as "
+        "`workers` lists; without it, with `device` auto one per GPU, with `device` cpu one per "
+        "NUMA node. Several workers on the CPU share its cores and the memory chosen for one.",
+        ge=0,
+        le=MAX_WORKERS,
+    )
+    workers: tuple[WorkerSpec, ...] = setting(
+        (),
+        "The workers one by one, as tables `[[workers]]` in polyhost.toml with `device`, "
+        "`memory_bytes` (of its arena), `threads` and `labels`. What a table leaves out is as "
+        "the other settings say.",
+        max_length=MAX_WORKERS,
     )
     device_budget_bytes: int = setting(
         0,
-        "Memory for the weights and KV cache of all models (the arena). 0: a quarter of the "
-        "memory free at startup; with `demo` and no other models, just enough for two of the "
-        "three; on a GPU, all free memory except the reserve and the recorded steps.",
+        "Memory for the weights and KV cache of all models (the arena), for each worker. 0: a "
+        "quarter of the memory free at startup, divided by the workers on the CPU; with `demo` "
+        "and no other models, just enough for two of the three; on a GPU, all free memory except "
+        "the reserve and the recorded steps.",
         ge=0,
     )
     page_bytes: int = setting(
@@ -60,18 +96,22 @@ class WorkerSettings:
     device_reserve_bytes: int = setting(
         -1,
         "Memory outside the arena for activations and logits. A model whose steps may need more "
-        "is not loaded. 0: not checked. -1: half of the memory that the arena and the host tier "
-        "leave free. On a GPU, both mean a sixteenth of its free memory.",
+        "is not loaded. 0: not checked. -1: half of the memory that the arenas and the host tier "
+        "leave free, divided by the workers on the CPU. On a GPU, both mean a sixteenth of its "
+        "free memory.",
         ge=-1,
     )
     host_tier_bytes: int = setting(
         -1,
-        "Shared memory that keeps copies of packs for fast loading (the host tier). 0: none. -1: "
+        "Shared memory that keeps copies of packs for fast loading (the host tier), one for all "
+        "workers. 0: none. -1: "
         "an eighth of the free memory, but at most half of /dev/shm; with `device` cpu, it is "
         "used only if there are several packs and they take more than half of the arena.",
         ge=-1,
     )
-    num_threads: int = setting(0, "CPU threads for one operator. 0: chosen automatically.", ge=0)
+    num_threads: int = setting(
+        0, "CPU threads for one operator, in each worker. 0: chosen automatically.", ge=0
+    )
     native_kernels: bool = setting(True, "Use C++ kernels on the CPU for the models they support.")
     load_threads: int = setting(2, "Threads that read one pack.", ge=1)
     max_num_seqs: int = setting(

@@ -61,6 +61,27 @@ def test_threads_leave_the_gateway_room(cores: int, threads: int) -> None:
 
 def test_available_cores_is_positive() -> None:
     assert available_cores() >= 1
+    assert available_cores(1000, has_own=False) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="keeps to cores by a call of Linux")
+def test_all_threads_keep_to_the_cores_they_are_told() -> None:
+    """In a process of its own: it would slow down all tests after it."""
+    program = """
+import os, threading
+from engine.worker.main import keep_to
+event = threading.Event()
+threading.Thread(target=event.wait, daemon=True).start()
+allowed = os.sched_getaffinity(0)
+keep_to([10**6])
+print(os.sched_getaffinity(0) == allowed)
+keep_to([min(allowed), 10**6])
+tasks = [int(name) for name in os.listdir("/proc/self/task")]
+print(len(tasks) > 1, {tuple(os.sched_getaffinity(task)) for task in tasks} == {(min(allowed),)})
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="waits on the parent's death by Linux's signal")

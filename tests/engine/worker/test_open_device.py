@@ -31,7 +31,7 @@ def config(device: str = "cpu", **settings: Any) -> WorkerConfig:
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_the_cpu_is_taken(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choose, "num_devices", lambda: 0)
+    monkeypatch.setattr(choose, "gpu_names", lambda: [])
     opened = open_device(config(device))
     assert isinstance(opened.backend, CpuBackend)
     assert opened.config == config().engine
@@ -42,7 +42,7 @@ def test_auto_never_falls_back_from_a_gpu_that_is_there(monkeypatch: pytest.Monk
     def refuse(index: int) -> None:
         raise DeviceUnusable("too old")
 
-    monkeypatch.setattr(choose, "num_devices", lambda: 2)
+    monkeypatch.setattr(choose, "gpu_names", lambda: ["cuda:0", "cuda:1"])
     monkeypatch.setattr(choose, "CudaDevice", refuse)
     with pytest.raises(DeviceUnusable, match="too old"):
         open_device(config("auto"))

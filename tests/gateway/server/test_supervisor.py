@@ -1,6 +1,7 @@
 """The whole gateway process around a scripted worker: up, ready, restarts, down in order."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import pytest
 from admin.context.data_folder import bind_database
 from gateway.ipc import machine
 from gateway.server.startup_banner import startup_banner
-from gateway.server.supervisor import serve
+from gateway.server.supervisor import ServerFailed, serve
 from gateway.settings.settings import Settings
 from registry.locks import SERVER_LOCK, LockBusy, is_held
 from registry.schema import upgrade
@@ -54,6 +55,16 @@ def children() -> list[int]:
         with suppress(OSError):
             if b"scripted_worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
+    return found
+
+
+def workers() -> dict[str, int]:
+    """Their process ids by name."""
+    found = {}
+    for pid in children():
+        with suppress(OSError):
+            config = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[-2]
+            found[json.loads(config)["worker_id"]] = pid
     return found
 
 
@@ -179,3 +190,25 @@ def test_sockets_lie_where_their_paths_fit(tmp_path: Path) -> None:
     assert len(str(path)) < 108
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.parent.rmdir()
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+async def test_several_workers_start_serve_and_end(tmp_path: Path, num_processes: int) -> None:
+    """Each has a process, a socket and a home of its own; one that dies comes again alone."""
+    settings = settings_in(tmp_path, num_workers=3, gateway_processes=num_processes)
+    async with server(settings):
+        url = f"http://127.0.0.1:{settings.port}/health/ready"
+        await until(lambda: status_of(url) == 200 and len(workers()) == 3)
+        before = workers()
+        os.kill(before["worker-1"], signal.SIGKILL)
+        await until(lambda: workers().get("worker-1", 0) not in (0, before["worker-1"]))
+        after = workers()
+        assert {name for name in after if after[name] == before[name]} == {"worker-0", "worker-2"}
+        assert await asyncio.to_thread(status_of, url) == 200
+    assert not workers()
+
+
+async def test_devices_that_are_not_there_end_the_start_with_one_line(tmp_path: Path) -> None:
+    settings = settings_in(tmp_path, num_workers=2, device="cuda:0")
+    with pytest.raises(ServerFailed, match="2 workers are to use cuda:0"):
+        await serve(settings, WORKER)

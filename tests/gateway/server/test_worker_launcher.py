@@ -1,4 +1,4 @@
-"""The workers of a server: how much memory each gets, and when one begins anew with more."""
+"""The workers of a server: what memory and device each gets, when one begins anew with more."""
 
 import asyncio
 import json
@@ -17,14 +17,22 @@ from gateway.server.worker_launcher import (
     EmbedderLauncher,
     WorkerLauncher,
     embedder_connection,
+    main_memory,
 )
+from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.settings import Settings
 
+FREE_BYTES = 16 << 30
 SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 def settings_of(folder: Path, **more: object) -> Settings:
     return Settings(data_dir=str(folder), cache_embedder="bag", **more)  # type: ignore[arg-type]
+
+
+def launcher(settings: Settings, slot: WorkerSlot) -> WorkerLauncher:
+    memory = main_memory(settings, FREE_BYTES)
+    return WorkerLauncher(settings, slot, memory, WORKER_COMMAND, lambda name, reason: None)
 
 
 @asynccontextmanager
@@ -88,7 +96,7 @@ def test_the_demo_s_small_budget_grows_for_other_models(
     restarts: list[str] = []
     monkeypatch.setattr(ChildProcess, "restart", lambda self: restarts.append("restart"))
     settings = Settings(demo=True, data_dir=str(tmp_path))
-    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason: None)
+    home = launcher(settings, WorkerSlot("worker-0", "cpu"))
     demo = {"python": 9 << 20, "shakespeare": 8 << 20, "sherlock": 7 << 20}
     home.set_weights(demo)
     assert json.loads(home.config())["engine"]["arena_bytes"] == 24 << 20
@@ -108,6 +116,29 @@ def test_the_demo_s_small_budget_grows_for_other_models(
 def test_a_cpu_that_was_told_nothing_copies_weights_only_when_crowded(
     tmp_path: Path, device: str, host_tier_bytes: int, expected: bool
 ) -> None:
-    settings = Settings(data_dir=str(tmp_path), device=device, host_tier_bytes=host_tier_bytes)
-    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason: None)
+    settings = Settings(data_dir=str(tmp_path), host_tier_bytes=host_tier_bytes)
+    home = launcher(settings, WorkerSlot("worker-0", device))
     assert json.loads(home.config())["engine"]["host_tier_when_crowded"] is expected
+
+
+def test_workers_of_one_machine_divide_what_is_chosen_for_one(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path), host_tier_bytes=1 << 30)
+    slots = [WorkerSlot(f"worker-{n}", "cpu", (n,), num_workers=2, num_in_memory=2) for n in (0, 1)]
+    one = decode_worker_config(launcher(settings, WorkerSlot("worker-0", "cpu")).config())
+    first, second = (decode_worker_config(launcher(settings, slot).config()) for slot in slots)
+    assert first.engine.arena_bytes * 2 == one.engine.arena_bytes
+    assert first.engine.reserve_bytes * 2 == one.engine.reserve_bytes
+    # One host tier: both know it by the same name and size.
+    assert first.engine.host_tier_bytes == one.engine.host_tier_bytes == 1 << 30
+    assert first.engine.shm_prefix == second.engine.shm_prefix
+    assert (first.worker_id, second.worker_id) == ("worker-0", "worker-1")
+    assert first.endpoint != second.endpoint
+    assert ((first.cpus, second.cpus), first.num_workers) == (([0], [1]), 2)
+
+
+def test_a_table_of_its_own_goes_before_what_holds_for_all(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path), num_threads=2, device_budget_bytes=1 << 30)
+    slot = WorkerSlot("worker-1", "cuda:1", (), memory_bytes=2 << 30, threads=5)
+    config = decode_worker_config(launcher(settings, slot).config())
+    assert (config.device, config.device_arena_bytes) == ("cuda:1", 2 << 30)
+    assert config.engine.num_threads == 5

@@ -10,6 +10,7 @@ import pytest
 from gateway.settings import config
 from gateway.settings.config import SettingsError, load_settings
 from gateway.settings.settings import Settings, settings_reference
+from gateway.settings.worker_settings import WorkerSpec
 
 
 def test_later_sources_win(tmp_path: Path) -> None:
@@ -91,14 +92,27 @@ def test_every_setting_may_come_from_the_environment_and_from_a_file(tmp_path: P
     assert {row.name for row in rows} == {field.name for field in fields(Settings)}
     plain = {row.name: row.default for row in rows}
     environ = {
-        row.env: str(row.default).lower() if row.type == "bool" else str(row.default)
-        for row in rows
+        row.env: row.default if row.type == "str" else json.dumps(row.default) for row in rows
     }
     assert load_settings(environ=environ) == Settings()
     file = tmp_path / "polyhost.toml"
     lines = [f"{name} = {json.dumps(value)}" for name, value in plain.items()]
     file.write_text("\n".join(lines))
     assert load_settings(file, environ={}) == Settings()
+
+
+def test_workers_are_tables_of_the_file_or_json(tmp_path: Path) -> None:
+    file = tmp_path / "polyhost.toml"
+    file.write_text('[[workers]]\ndevice = "cuda:1"\nlabels = ["big"]\n[[workers]]\nthreads = 2\n')
+    listed = (WorkerSpec(device="cuda:1", labels=("big",)), WorkerSpec(threads=2))
+    settings = load_settings(file, environ={})
+    assert settings.workers == listed
+    assert config.decode_settings(msgspec.json.encode(settings)) == settings
+    text = '[{"device": "cuda:1", "labels": ["big"]}, {"threads": 2}]'
+    assert load_settings(environ={"POLYHOST_WORKERS": text}).workers == listed
+    for wrong in ('{"device": "cpu"}', "2", '[{"devices": "cpu"}]', '[{"device": "gpu"}]', "["):
+        with pytest.raises(SettingsError, match="workers"):
+            load_settings(environ={"POLYHOST_WORKERS": wrong})
 
 
 def test_the_reference_describes_every_field_with_its_default() -> None:

@@ -1,0 +1,117 @@
+"""The homes of this machine's workers: what starts their processes, and starts them again.
+
+    open_homes -> run (all of them, until `stop`) -> on_exit(worker_id, reason) at each end
+                  set_weights, restart, kill
+
+Between what a server wants to run (worker_slots.py) and one process (child_process.py). Whoever
+puts a server together knows only this: the workers' names and endpoints, and how a process of them
+ended. Which worker gets which request or model is the dispatcher's. The embedding model's worker
+has its home here too, and no dispatcher.
+"""
+
+import asyncio
+import subprocess
+from collections.abc import Callable, Sequence
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter
+
+from gateway.ipc import machine
+from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
+from gateway.server.worker_launcher import EmbedderLauncher, WorkerLauncher, main_memory
+from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
+from gateway.settings.config import worker_environment
+from gateway.settings.settings import Settings
+
+_ASK_S = 60.0
+
+
+def slots_here(settings: Settings) -> list[WorkerSlot]:
+    """What the settings want of this machine. Raises NoSuchWorkers."""
+    names = {settings.device, *(spec.device for spec in settings.workers)}
+    gpus = _gpus() if "auto" in names and machine.may_have_gpus() else ()
+    here = Machine(machine.cpu_nodes(), gpus)
+    return plan_slots(settings.workers, settings.num_workers, settings.device, here)
+
+
+def _gpus() -> list[str]:
+    """Asked of a process with torch, which a server has not. Raises NoSuchWorkers."""
+    command = [*WORKER_COMMAND[:-1], "--devices"]
+    environment = worker_environment(0)
+    try:
+        answer = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, timeout=_ASK_S, check=True
+        )
+        return msgspec.json.decode(answer.stdout, type=list[str])
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
+        text = "set device to cpu, or list the workers with their devices as [[workers]]"
+        raise NoSuchWorkers(f"cannot find out which GPUs there are ({error}): {text}") from error
+
+
+class LocalHomes:
+    """All of them. `on_exit(worker_id, reason)`, also while they are being stopped; `early` is
+    child_process.py's, of the first worker."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        slots: Sequence[WorkerSlot],
+        command: Sequence[str],
+        on_exit: Callable[[str, str], None],
+        registry: CollectorRegistry,
+        early: EarlyWorker | None = None,
+    ) -> None:
+        self._on_exit = on_exit
+        self._is_stopping = False
+        free_bytes = early.free_bytes if early else machine.free_memory_bytes()
+        memory = main_memory(settings, free_bytes)
+        self._workers = [
+            WorkerLauncher(
+                settings,
+                slot,
+                memory,
+                command,
+                self._ended,
+                early.process if early and not index else None,
+            )
+            for index, slot in enumerate(slots)
+        ]
+        self._embedder = EmbedderLauncher(settings, command, self._ended)
+        self._restarts = Counter(
+            "polyhost_worker_restarts",
+            "Worker processes that ended while the server ran and were started again.",
+            ["worker"],
+            registry=registry,
+        )
+
+    @property
+    def endpoints(self) -> list[tuple[str, str]]:
+        """(worker id, endpoint) of each that serves."""
+        return [(worker.worker_id, worker.endpoint) for worker in self._workers]
+
+    def set_weights(self, weights: dict[str, int]) -> None:
+        """Bytes of each ready model's weights."""
+        for worker in self._workers:
+            worker.set_weights(weights)
+        self._embedder.set_weights(weights)
+
+    def restart(self, worker_id: str) -> None:
+        """Let it drain, then start it anew; nothing happens where there is no such worker."""
+        for worker in self._workers:
+            if worker.worker_id == worker_id:
+                worker.process.restart()
+
+    async def run(self) -> None:
+        """Keep all alive. Raises OSError if a process cannot be started at all."""
+        await asyncio.gather(self._embedder.run(), *(one.process.run() for one in self._workers))
+
+    async def stop(self) -> None:
+        """Returns when all are gone."""
+        self._is_stopping = True
+        processes = [self._embedder.process, *(worker.process for worker in self._workers)]
+        await asyncio.gather(*(process.stop(WORKER_STOP_TIMEOUT_S) for process in processes))
+
+    def _ended(self, worker_id: str, reason: str) -> None:
+        self._on_exit(worker_id, reason)
+        if not self._is_stopping:
+            self._restarts.labels(worker_id).inc()
