@@ -15,7 +15,7 @@ from registry import audit
 from registry.accounts import api_keys, identities, quotas, tenants, user_sessions, users
 from registry.base import Base
 from registry.errors import RegistryError, SchemaError
-from registry.models import catalog, floors, residency_requests, revisions
+from registry.models import catalog, floors, residency_requests, revisions, worker_orders
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
 from registry.session import schema_connection
 
@@ -38,12 +38,13 @@ TABLE_MODULES = (
     tenants,
     user_sessions,
     users,
+    worker_orders,
 )
 
 metadata: MetaData = Base.metadata
 
 # The newest migration. A test holds it to what migrations/versions says.
-HEAD = "0017"
+HEAD = "0018"
 
 
 def applied(connection: Connection) -> str | None:

@@ -24,7 +24,8 @@ from registry import audit
 from registry.accounts import api_keys, quotas, tenants
 from registry.accounts.api_keys import KeyRecord
 from registry.accounts.quotas import UNLIMITED, Limits
-from registry.models import catalog, floors
+from registry.models import catalog, floors, worker_orders
+from registry.models.worker_orders import WorkerOrder
 from registry.money import plans, prices
 from registry.money.prices import PRICE_NAMES, PriceRecord
 
@@ -111,6 +112,7 @@ class Catalog:
     weights   bytes of each ready model's weights
     reserved  what tenants have of each worker
     book      prices, plans and terms, past and to come
+    orders    what operators want of workers
     """
 
     models: Sequence[HostedModel]
@@ -118,6 +120,7 @@ class Catalog:
     limits: Limits
     reserved: dict[str, float]
     book: PriceBook
+    orders: dict[str, WorkerOrder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ def _catalog(session: Session, data_path: Path) -> Catalog:
         limits=quotas.get_limits(session, "gateway"),
         reserved=tenants.reserved_shares(session),
         book=price_book(session),
+        orders=worker_orders.all_orders(session),
     )
 
 

@@ -24,6 +24,7 @@ from gateway.limits.store import LimitStore
 from gateway.types import HostedModel
 from registry.models import residency_requests
 from registry.models.residency_requests import ResidencyRequest
+from registry.models.worker_orders import WorkerOrder
 from registry.money.ledger import Posting
 from registry.session import reading, writing
 
@@ -41,7 +42,8 @@ MIN_PAUSE_S = 0.02
 
 class RegistryPoll:
     """Calls `on_models(models, weights)` when the catalog changed, `on_request` for each request of
-    an operator, and `on_reserved(shares by tenant id)` with every catalog. `gateway_id`: of a
+    an operator, and `on_reserved(shares by tenant id)` and `on_orders(what is wanted of workers)`
+    with every catalog. `gateway_id`: of a
     process with a ledger of its own, whose earlier life may have left requests open."""
 
     def __init__(
@@ -55,6 +57,7 @@ class RegistryPoll:
         limit_store: LimitStore,
         wall_clock: Callable[[], float] = time.time,
         on_reserved: Callable[[dict[str, float]], None] = lambda shares: None,
+        on_orders: Callable[[dict[str, WorkerOrder]], None] = lambda orders: None,
         clock: Callable[[], float] = time.monotonic,
         *,
         takes_requests: bool = True,
@@ -70,6 +73,7 @@ class RegistryPoll:
         self._on_residency_request = on_request
         self._wall_clock = wall_clock
         self._on_reserved = on_reserved
+        self._on_orders = on_orders
         self._restore = LimitRestore(
             engine, limit_store, directory.unread, gateway_id, wall_clock, clock
         )
@@ -153,6 +157,7 @@ class RegistryPoll:
             self._models = found.models
             self._on_models(found.models, found.weights)
         self._on_reserved(found.reserved)
+        self._on_orders(found.orders)
 
     async def _pass_requests_on(self) -> None:
         """Wishes come with a change of the catalog; where they could not be taken, later."""

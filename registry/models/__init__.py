@@ -1,4 +1,5 @@
-"""The catalog: hosted models, their revisions and registrations, where their weights should be."""
+"""The catalog: hosted models, their revisions and registrations, where their weights should be;
+what is wanted of workers."""
 
 __all__ = [
     "catalog",
@@ -6,4 +7,5 @@ __all__ = [
     "registrations",
     "residency_requests",
     "revisions",
+    "worker_orders",
 ]

@@ -1,0 +1,60 @@
+"""What operators want of workers: that one takes no requests (`drain`), or begins anew (`restart`).
+
+A row a worker, kept until the order is taken back (`resume`): a drained worker is drained after
+a restart of the server too. The dispatcher reads the rows with the catalog and does the rest. A
+restart is the instant at which it was asked for: a process that began later has been restarted, so
+an order that is read twice, or by another dispatcher, restarts nothing twice.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sqlalchemy import String, select
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from registry import audit
+from registry.base import Base, Instant
+
+WorkerAction: TypeAlias = Literal["drain", "resume", "restart"]
+MAX_NAME_LEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOrder:
+    """`drained`: it takes no requests. `restart_at`: processes that began before are replaced; 0:
+    none is."""
+
+    drained: bool = False
+    restart_at: float = 0.0
+
+
+class WorkerOrderRow(Base):
+    """See WorkerOrder."""
+
+    __tablename__ = "worker_orders"
+
+    worker_id: Mapped[str] = mapped_column(String(MAX_NAME_LEN), primary_key=True)
+    drained: Mapped[bool]
+    restart_at: Mapped[Instant]
+
+
+def order(session: Session, worker_id: str, action: WorkerAction, *, now_at: float) -> WorkerOrder:
+    """What holds from now on. A restart leaves a drained worker drained."""
+    row = session.get(WorkerOrderRow, worker_id)
+    if row is None:
+        row = WorkerOrderRow(worker_id=worker_id, drained=False, restart_at=0.0)
+        session.add(row)
+    before = {"drained": row.drained}
+    if action == "restart":
+        row.restart_at = now_at
+    else:
+        row.drained = action == "drain"
+    session.flush()
+    audit.record(session, now_at, f"worker.{action}", worker_id, before, {"drained": row.drained})
+    return WorkerOrder(row.drained, row.restart_at)
+
+
+def all_orders(session: Session) -> dict[str, WorkerOrder]:
+    """By worker; those that nothing was ever wanted of are not there."""
+    rows = session.scalars(select(WorkerOrderRow)).all()
+    return {row.worker_id: WorkerOrder(row.drained, row.restart_at) for row in rows}
