@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Final
 
 from admin.context.operation import ATTRIBUTE, Operation
-from admin.live import load_plan
+from admin.live import load_plan, workers
 from admin.operations import (
     cache,
     export_jobs,
@@ -29,7 +29,7 @@ from admin.registration import preflight
 
 MODULES: Final = (
     *(tenants, keys, limits, users, sessions),
-    *(models, preflight, load_plan, cache, server),
+    *(models, preflight, load_plan, workers, cache, server),
     *(prices, usage, export_jobs, invoices),
 )
 

@@ -427,7 +427,7 @@ class WorkerStatus(_Message, frozen=True):
     gateway have had so far, so that they count while they run. A peer that observes hears of all
     running requests there, and in `taken` which Submits have come since its previous status.
     `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
-    None: as sent before.
+    None: as sent before. `started_at`: when the process began, epoch seconds.
     """
 
     epoch: str
@@ -448,6 +448,7 @@ class WorkerStatus(_Message, frozen=True):
     service: list[RequestService] = []
     taken: list[tuple[str, int]] = []
     layout: Layout | None = None
+    started_at: float = 0.0
 
 
 class Welcome(_Message, frozen=True):

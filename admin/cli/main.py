@@ -26,6 +26,7 @@ from registry.errors import InvalidValue, RegistryError
 GROUPS = {
     "serve": ("server", "configure_serve", "start the gateway"),
     "models": ("models", "configure", "register and manage hosted models"),
+    "workers": ("workers", "configure", "show, drain and restart the server's workers"),
     "tenants": ("accounts", "configure_tenants", "manage tenants and their models' floors"),
     "keys": ("keys", "configure", "manage API keys"),
     "limits": (

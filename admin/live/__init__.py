@@ -8,4 +8,5 @@ __all__ = [
     "rates",
     "residency",
     "troubles",
+    "workers",
 ]

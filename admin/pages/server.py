@@ -12,11 +12,14 @@ import msgspec
 from starlette.responses import Response
 
 from admin.context.policy.permissions import INSTALLATION, Verb
+from admin.live import workers
 from admin.live.host import host_facts
 from admin.operations import server as verbs
 from admin.rendering.templating import may_any, path
 from admin.web.headers import PREFIX
 from admin.web.request import PageRequest, PageRoute, StreamRoute
+from registry.errors import NotFound
+from registry.models.worker_orders import WorkerAction
 
 MAX_SEARCH_LEN = 128
 WHERE: Mapping[str, str] = {
@@ -87,15 +90,72 @@ def show_settings(request: PageRequest) -> Response:
     return request.page("settings.html", found=found, num_set=num_set, text=text)
 
 
+class OrderText(msgspec.Struct, frozen=True):
+    """What a page can ask of a worker; `text`: what happens then."""
+
+    label: str
+    done: str
+    text: str
+
+
+WORKER_ORDERS: Mapping[WorkerAction, OrderText] = {
+    "drain": OrderText(
+        "Drain",
+        "{name} is being drained.",
+        "It gets no more requests. Models in demand that only it has are loaded on other workers "
+        "first; what still runs after that continues on another worker. It stays drained, also "
+        "after a restart of the server, until it is resumed.",
+    ),
+    "resume": OrderText("Resume", "{name} gets requests again.", "It gets requests again."),
+    "restart": OrderText(
+        "Restart",
+        "{name} is drained and then restarted.",
+        "It is drained first; running requests continue on another worker. Several restarts "
+        "happen one after another.",
+    ),
+}
+
+
+def confirm_worker(request: PageRequest) -> Response:
+    """What will happen, and a button."""
+    action, name = request.path_params["action"], request.path_params["name"]
+    order = _order(action)
+    return request.page(
+        "confirm.html",
+        title=f"{order.label} {name}?",
+        text=order.text,
+        button=order.label,
+        danger=False,
+        action=f"/worker/do/{action}/{path(name)}",
+        fields={},
+        back="/health",
+    )
+
+
+def order_worker(request: PageRequest) -> Response:
+    """Do it."""
+    action, name = request.path_params["action"], request.path_params["name"]
+    order = _order(action)
+    workers.order_workers(request.operator, [name], action)
+    return request.redirect("/health", order.done.format(name=name))
+
+
+def _order(action: str) -> OrderText:
+    for known, order in WORKER_ORDERS.items():
+        if known == action:
+            return order
+    raise NotFound("unknown worker action")
+
+
 def _figures(request: PageRequest) -> dict[str, Any]:
     fleet = request.context.fleet.look()
-    here = {worker.worker_id for worker in request.live.workers}
-    lost = {} if fleet is None else fleet.lost
     return {
         "database": verbs.database_health(request.operator),
         "live": request.live,
         "has_redis": bool(request.context.settings.redis_url),
-        "lost": {name: at for name, at in lost.items() if name not in here},
+        "workers": workers.list_workers(request.operator, fleet) if fleet else [],
+        "may_order": may_any(request.me, "models.write"),
+        "states": workers.STATES,
         "host": host_facts(request.context.settings.data_path),
     }
 
@@ -161,6 +221,8 @@ ROUTES = (
     PageRoute("GET", "/", home),
     PageRoute("GET", "/overview", show_overview),
     PageRoute("GET", "/health", show_health),
+    PageRoute("GET", "/worker/confirm/{action}/{name}", confirm_worker),
+    PageRoute("POST", "/worker/do/{action}/{name}", order_worker),
     PageRoute("GET", "/settings", show_settings),
     PageRoute("GET", "/search", as_page),
     PageRoute("GET", "/search.json", as_json),

@@ -10,6 +10,7 @@ The engine's status is asked for only when one of these may be true. Sending is 
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -69,6 +70,7 @@ class StatusBoard:
         self._due = True
         self._look_again = False
         self._layout: Layout | None = None  # as last reported
+        self._started_at = time.time()
         self._next_layout_s = 0.0
         self._swaps: list[SwapRecord] = []
         self._choices: list[SwapChoice] = []
@@ -189,4 +191,5 @@ class StatusBoard:
             counters={**status.counters, **self._worker_counters()},
             choices=choices,
             layout=layout,
+            started_at=self._started_at,
         )

@@ -1,6 +1,6 @@
 """Where a server's processes meet: one answer to /metrics, who is ready, news of workers.
 
-    child -> parent    Here, MetricsReport, Scrape, Weights
+    child -> parent    Here, MetricsReport, Scrape, Weights, RestartWorker
     parent -> child    Collect, Scraped, WorkerEnded
 
 The hub is in the process that started the others (process_group.py); each of them has a `HubLink`.
@@ -148,6 +148,12 @@ class Weights(_Message, frozen=True):
     weights: dict[str, int]
 
 
+class RestartWorker(_Message, frozen=True):
+    """A worker is empty and is to begin anew, from the dispatcher's process."""
+
+    worker_id: str
+
+
 class Collect(_Message, frozen=True):
     """Answer with MetricsReport."""
 
@@ -168,7 +174,7 @@ class WorkerEnded(_Message, frozen=True):
     reason: str
 
 
-ToParent: TypeAlias = Here | MetricsReport | Scrape | Weights
+ToParent: TypeAlias = Here | MetricsReport | Scrape | Weights | RestartWorker
 ToChild: TypeAlias = Collect | Scraped | WorkerEnded
 
 to_parent: "msgspec.msgpack.Decoder[list[ToParent]]" = msgspec.msgpack.Decoder(list[ToParent])
@@ -204,11 +210,13 @@ class ProcessHub:
         silence_s: float,
         on_weights: Callable[[dict[str, int]], None],
         on_silent: Callable[[str], None],
+        on_restart: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._silence_s = silence_s
         self._on_weights = on_weights
         self._on_silent = on_silent
+        self._on_restart = on_restart
         self._children: set[_Child] = set()
         self._retired = Retired()
         self._call = 0
@@ -279,6 +287,8 @@ class ProcessHub:
             self._answered.set()
         elif isinstance(message, Weights):
             self._on_weights(message.weights)
+        elif isinstance(message, RestartWorker):
+            self._on_restart(message.worker_id)
         else:
             task = asyncio.create_task(self._scrape(child, message.call))
             self._scraping.add(task)
@@ -327,6 +337,10 @@ class HubLink:
     def send_weights(self, weights: dict[str, int]) -> None:
         """Of the models that are ready."""
         self._channel.send(Weights(weights))
+
+    def restart_worker(self, worker_id: str) -> None:
+        """It is empty: end it, and start it again."""
+        self._channel.send(RestartWorker(worker_id))
 
     async def scrape(self) -> bytes:
         """Prometheus' text, of all processes. Raises ApiError UNAVAILABLE."""

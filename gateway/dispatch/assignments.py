@@ -127,6 +127,10 @@ class GrantedTickets:
             logger.exception("cannot send request=%s", request.request_id)
             raise Unsendable from error
 
+    def num_on(self, worker_id: str) -> int:
+        """How many a worker has."""
+        return sum(ticket.worker_id == worker_id for ticket in self)
+
     def lost_with(self, worker_id: str, epoch: str) -> list[Ticket]:
         """Those that a worker process had, in the order of their arrival."""
         mine = [t for t in self if (t.worker_id, t.epoch) == (worker_id, epoch)]

@@ -74,6 +74,8 @@ class WorkerCapacity:
         self.worker_id = worker_id
         self.epoch = epoch
         self.status: WorkerStatus | None = None
+        self.takes_loads = self.takes_requests = True
+        """Not where the worker leaves: worker_drains.py."""
         self._connected_s = now_s
         self._received_s = now_s
         self._leases: dict[str, Lease] = {}
@@ -124,11 +126,12 @@ class WorkerCapacity:
 
     def leased(self, model_id: str, now_s: float) -> bool:
         """Whether the worker offers the model at all, full or not."""
-        return model_id in self._leases and self._fresh(now_s)
+        return model_id in self._leases and self.takes_requests and self._fresh(now_s)
 
     def has_room(self, now_s: float) -> bool:
         """Whether anything at all could be granted."""
-        return self._fresh(now_s) and self._free_requests() > 0 and bool(self._leases)
+        has_room = self._free_requests() > 0 and bool(self._leases)
+        return has_room and self.takes_requests and self._fresh(now_s)
 
     def fits(self, ticket: Ticket, now_s: float) -> bool:
         """Whether the ticket may be granted now."""

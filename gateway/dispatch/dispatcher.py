@@ -49,6 +49,7 @@ from gateway.dispatch.tickets import (
     unsendable,
 )
 from gateway.dispatch.usage_accounting import UsageAccounting
+from gateway.dispatch.worker_drains import WorkerDrains
 from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
@@ -97,6 +98,13 @@ class Dispatcher:
             self._left_worker,
             claim_orphan,
             send,
+        )
+        self.drains = WorkerDrains(
+            self._fleet,
+            self._running.num_on,
+            self.move_off,
+            self._queue.by_model,
+            settings.worker_drain_timeout_s,
         )
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
@@ -237,6 +245,10 @@ class Dispatcher:
             reason = self._quarantine.reason(model.name, model.revision, self._clock())
         return reason or self._fleet.failure(model_name)
 
+    def num_on(self, worker_id: str) -> int:
+        """Requests that a worker has."""
+        return self._running.num_on(worker_id)
+
     def ack_usage(self, request_ids: Iterable[str]) -> None:
         """Their usage is durable: the workers may forget it."""
         self._running.unacked.ack(request_ids)
@@ -269,6 +281,7 @@ class Dispatcher:
             wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s()
             end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
             self._end_waiting(ticket, end)
+        self.drains.tick(now_s)
         self._pump()
 
     def snapshot(self) -> DispatcherSnapshot:
@@ -344,6 +357,7 @@ class Dispatcher:
         now_s = self._clock()
         changes = self._fleet.update(worker, status, now_s)
         self._running.progress(worker, status.service)
+        self.drains.look(worker, now_s)
         if changes.states:
             self._book.status(worker_id, status, now_s)
         self.decisions.add_choices(worker_id, status.choices, now_s)

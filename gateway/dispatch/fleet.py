@@ -136,6 +136,10 @@ class Fleet:
             return []
         return [worker for worker in offering.values() if worker.leased(model_id, now_s)]
 
+    def is_elsewhere(self, model_id: str) -> bool:
+        """Whether a worker that stays has the model."""
+        return any(worker.takes_loads and worker.state(model_id) == "resident" for worker in self)
+
     def send(self, worker_id: str, message: ToWorker) -> bool:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
         try:
@@ -342,7 +346,8 @@ class Fleet:
 
     def views(self) -> list[WorkerView]:
         """The workers that have sent a status, as policies see them."""
-        return [view for worker in self if (view := self._view(worker)) is not None]
+        views = (self._view(worker) for worker in self if worker.takes_loads)
+        return [view for view in views if view is not None]
 
     def _view(self, worker: WorkerCapacity) -> WorkerView | None:
         view = worker.view(self._models)

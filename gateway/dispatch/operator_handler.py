@@ -15,9 +15,10 @@ changed here.
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -26,22 +27,29 @@ from engine.protocol import Layout, WorkerStatus
 from gateway.dispatch.decisions import DecisionRecord, Move, Swapped
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.explain import WaitReason
+from gateway.dispatch.worker_drains import WorkerState
 from gateway.protocols import DispatcherSnapshot
 
 MAX_WAITING_GROUPS = 20
 MAX_EVICTIONS = 3
 _MAX_LOADS = 500
 """Models on devices that show why they were loaded."""
+Labels: TypeAlias = Mapping[str, tuple[str, ...]]
+"""By worker, as the settings have them."""
 _ON_DEVICE: Final = ("resident", "loading", "draining")
 
 
 class Worker(msgspec.Struct, frozen=True):
     """One that is connected. `since`: model -> when it came into the state it is in, where that was
-    seen; what lies where may be not known yet."""
+    seen; what lies where may be not known yet. `state`: whether it serves or leaves
+    (worker_drains.py). `num_running`: requests it has been granted."""
 
     status: WorkerStatus
     layout: Layout | None
     since: dict[str, float]
+    state: WorkerState = "serving"
+    num_running: int = 0
+    labels: tuple[str, ...] = ()
 
 
 class WaitingReport(msgspec.Struct, frozen=True):
@@ -88,7 +96,9 @@ def decode(packed: bytes) -> FleetReport:
     return _unpacker.decode(packed)
 
 
-def fleet_report(dispatcher: Dispatcher, now_s: float, offset_s: float) -> FleetReport:
+def fleet_report(
+    dispatcher: Dispatcher, now_s: float, offset_s: float, labels: Labels
+) -> FleetReport:
     """The fleet as of now. `offset_s`: from the dispatcher's clock to the wall's."""
     history = dispatcher.history
     statuses = dispatcher.worker_statuses()
@@ -121,6 +131,9 @@ def fleet_report(dispatcher: Dispatcher, now_s: float, offset_s: float) -> Fleet
                 replace(status, swaps=[], choices=[], service=[], taken=[]),
                 history.layout(status.worker_id),
                 {name: s + offset_s for name, s in history.since(status.worker_id).items()},
+                dispatcher.drains.state(status.worker_id),
+                dispatcher.num_on(status.worker_id),
+                labels.get(status.worker_id, ()),
             )
             for status in statuses
         ],
@@ -166,11 +179,13 @@ class OperatorHandler:
         self,
         dispatcher: Dispatcher,
         knows_model: Callable[[str], bool],
+        labels: Labels = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._dispatcher = dispatcher
         self._knows_model = knows_model
+        self._labels = labels
         self._clock = clock
         self._wall_clock = wall_clock
 
@@ -187,7 +202,8 @@ class OperatorHandler:
             found = self._decisions(question.model, limit)
         elif question.ask == "fleet":
             now_s = self._clock()
-            fleet = fleet_report(self._dispatcher, now_s, self._wall_clock() - now_s)
+            offset_s = self._wall_clock() - now_s
+            fleet = fleet_report(self._dispatcher, now_s, offset_s, self._labels)
             found = {"fleet": encode(fleet)}
         else:
             found = {"error": f"unknown request {question.ask!r}: ask why, decisions or fleet"}

@@ -107,6 +107,7 @@ class Active:
             self._dispatcher.fulfil,
             self._store,
             on_reserved=self._dispatcher.set_reserved_shares,
+            on_orders=self._dispatcher.drains.set_orders,
         )
         self.clients = {
             worker_id: ZmqWorkerClient(
@@ -123,6 +124,8 @@ class Active:
         self._look: asyncio.Task[None] | None = None
         self.weights: dict[str, int] = {}
         self.on_weights: Callable[[], None] = lambda: None
+        self._dispatcher.drains.on_restart = lambda worker_id: self.on_restart(worker_id)
+        self.on_restart: Callable[[str], None] = lambda worker_id: None
         self._dispatcher.add_swap_listener(Metrics(registry).on_swap)
         registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0))
         Gauge(
@@ -145,7 +148,9 @@ class Active:
             self._dispatcher.add_worker(client)
         await self._await_workers()
         handler = OperatorHandler(
-            self._dispatcher, lambda name: self._directory.find_model(name) is not None
+            self._dispatcher,
+            lambda name: self._directory.find_model(name) is not None,
+            settings.worker_labels,
         )
         async with (
             listening(operator_socket(settings.data_path), handler),
@@ -265,6 +270,7 @@ async def run(name: str, config: ProcessConfig) -> None:
                 logger.info("this dispatcher is active now name=%s epoch=%d", name, epoch)
                 one = Active(config, epoch, engine, context, registry)
                 one.on_weights = lambda: hub.send_weights(one.weights)
+                one.on_restart = hub.restart_worker
                 active.append(one)
                 await one.run(stop)
     finally:

@@ -90,6 +90,7 @@ class ProcessGroup:
             settings.dispatcher_timeout_s,
             self._on_weights,
             self._on_silent,
+            self._homes.restart,
         )
 
     async def run(self, demo: DemoAccess | None, admin_password: str = "") -> None:

@@ -162,12 +162,14 @@ class Server:
             self._dispatcher.fulfil,
             self._limit_store,
             on_reserved=self._dispatcher.set_reserved_shares,
+            on_orders=self._dispatcher.drains.set_orders,
             gateway_id=owner_of(settings.data_path, GATEWAY_ID),
         )
         self._stop_asked = asyncio.Event()
         self._metrics_registry = CollectorRegistry()
         about = (settings, slots, worker_command, self._on_worker_exit, self._metrics_registry)
         self._homes = LocalHomes(*about, early)
+        self._dispatcher.drains.on_restart = self._homes.restart
         self._clients = {
             worker_id: ZmqWorkerClient(
                 context, worker_id, endpoint, GATEWAY_ID, settings.worker_heartbeat_timeout_s
@@ -196,7 +198,9 @@ class Server:
             self._tick(listener, demo),
         )
         handler = OperatorHandler(
-            self._dispatcher, lambda name: self._directory.find_model(name) is not None
+            self._dispatcher,
+            lambda name: self._directory.find_model(name) is not None,
+            self._settings.worker_labels,
         )
         async with (
             listening(operator_socket(self._settings.data_path), handler),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gateway.ipc.machine import Core
-from gateway.settings.worker_settings import WorkerSpec
+from gateway.settings.worker_settings import WorkerSpec, worker_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def plan_slots(
     cpus = dict(zip(on_cpu, _parts(machine.nodes, len(on_cpu)), strict=True))
     return [
         WorkerSlot(
-            f"worker-{index}",
+            worker_name(index),
             name,
             cpus.get(index, ()),
             spec.memory_bytes,

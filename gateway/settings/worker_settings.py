@@ -26,6 +26,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: tuple[str, ...] = ()
 
 
+def worker_name(index: int) -> str:
+    """Of the worker that is listed in this place, from 0 on."""
+    return f"worker-{index}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class RegistrationSettings:
     """Where models come from, and what is kept of them."""
@@ -156,10 +161,23 @@ class WorkerSettings:
         gt=0.0,
     )
 
+    worker_drain_timeout_s: float = setting(
+        30.0,
+        "How long running requests may continue on a worker that is drained or restarted by an "
+        "operator. After that they continue on another worker.",
+        gt=0.0,
+    )
+
     @property
     def lease_ttl_s(self) -> float:
         """How long a worker's offer of capacity holds without news from it."""
         return 20 * self.status_interval_s
+
+    @property
+    def worker_labels(self) -> dict[str, tuple[str, ...]]:
+        """By worker, of those that have some."""
+        listed = enumerate(self.workers)
+        return {worker_name(index): spec.labels for index, spec in listed if spec.labels}
 
     def check_worker(self) -> None:
         """Raises ValueError where fields contradict one another."""

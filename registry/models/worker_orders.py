@@ -28,6 +28,9 @@ class WorkerOrder:
     restart_at: float = 0.0
 
 
+NO_ORDER = WorkerOrder()
+
+
 class WorkerOrderRow(Base):
     """See WorkerOrder."""
 

@@ -1,0 +1,79 @@
+"""`polyhost workers list|drain|resume|restart`: the workers of the running server."""
+
+import argparse
+import time
+from dataclasses import asdict
+
+from admin.cli.common import add_command, add_commands, call, instant, show_rows, size
+from admin.live.workers import STATES, WorkerView, list_workers, order_workers
+from registry.models.worker_orders import WorkerAction
+
+LOOK_S = 0.5
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The group's commands."""
+    commands = add_commands(parser)
+    add_command(commands, "list", "list the workers and what they do", _list, with_json=True)
+    for action, summary in (
+        ("drain", "give workers no more requests; their models are loaded elsewhere"),
+        ("resume", "give drained workers requests again"),
+        ("restart", "drain and restart workers, one after another"),
+    ):
+        command = add_command(commands, action, summary, _order)
+        command.add_argument("names", metavar="NAME", nargs="*", help="worker, such as worker-0")
+        command.add_argument("--all", action="store_true", help="all workers")
+        command.add_argument(
+            "--wait", action="store_true", help="return when it is done, and say what happens"
+        )
+        command.set_defaults(action=action)
+
+
+def _list(options: argparse.Namespace) -> int:
+    return show_rows(
+        options,
+        call(options, list_workers),
+        asdict,
+        ("WORKER", "STATE", "RUNNING", "MODELS", "MEMORY", "FREE", "STARTED (UTC)", "LABELS"),
+        lambda view: (
+            view.name,
+            STATES[view.state] + (", restart pending" if view.restarts else ""),
+            view.num_running,
+            view.num_models,
+            size(view.memory_bytes) if view.memory_bytes else "-",
+            size(view.free_bytes) if view.memory_bytes else "-",
+            instant(view.started_at) if view.started_at else "-",
+            ", ".join(view.labels) or "-",
+        ),
+    )
+
+
+def _order(options: argparse.Namespace) -> int:
+    action: WorkerAction = options.action
+    if bool(options.names) == options.all:
+        raise SystemExit(_usage(action))
+    call(options, order_workers, options.names, action)
+    print(f"asked the server to {action} {', '.join(options.names) or 'all workers'}")
+    if options.wait:
+        _wait(options)
+    return 0
+
+
+def _usage(action: str) -> str:
+    return f"polyhost: name the workers to {action}, or give --all"
+
+
+def _wait(options: argparse.Namespace) -> None:
+    """Until all of them are as they were ordered to be. Each change is a line."""
+    said: dict[str, str] = {}
+    while True:
+        views: list[WorkerView] = call(options, list_workers)
+        mine = [view for view in views if options.all or view.name in options.names]
+        for view in mine:
+            text = STATES[view.state]
+            if said.get(view.name) != text:
+                said[view.name] = text
+                print(f"{view.name}: {text}", flush=True)
+        if all(view.is_settled for view in mine):
+            return
+        time.sleep(LOOK_S)
