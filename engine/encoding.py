@@ -105,7 +105,8 @@ def check_encode(submit: Submit, index: PackIndex) -> None:
     if encode is None or record is None:
         what = "generates text" if record is None else f"does not generate text ({index.task})"
         raise _wrong(f"model {submit.model_id!r} {what}")
-    if submit.max_tokens or submit.constraint is not None or submit.stop_token_ids:
+    text = submit.max_tokens or submit.stop_token_ids or submit.generated
+    if text or submit.constraint is not None:
         raise _wrong("encoders generate no text: max_tokens must be 0")
     if max(submit.logprobs, submit.prompt_logprobs) >= 0:
         raise _wrong("encoders have no logprobs")

@@ -382,17 +382,20 @@ class Engine:
         token = sampled.token
         logprobs = [] if sampled.logprobs is None else [sampled.logprobs]
         request.token_ids.append(token)
-        num_generated = request.num_generated
-        if num_generated == 1:
+        if request.has_one_new:
             self._counters["prompt_tokens"] += request.num_prompt
         self._counters["generation_tokens"] += 1
         if token in request.submit.stop_token_ids:
             self._finish(request, [token], "stop", now_s, logprobs=logprobs)
-        elif num_generated >= request.submit.max_tokens:
+        elif request.num_generated >= request.submit.max_tokens:
             self._finish(request, [token], "length", now_s, logprobs=logprobs)
+        elif request.has_one_new:
+            scores, cached = request.prompt_scores, request.cached_tokens or 0
+            self._deltas.append(
+                TokenDelta(*request.key, [token], None, logprobs, scores, cached_tokens=cached)
+            )
         else:
-            scores = request.prompt_scores if num_generated == 1 else []
-            self._deltas.append(TokenDelta(*request.key, [token], None, logprobs, scores))
+            self._deltas.append(TokenDelta(*request.key, [token], None, logprobs))
 
     def _end_with_error(self, request: Request, now_s: float, error: str) -> None:
         self._finish(request, [], "error", now_s, error)
@@ -410,7 +413,7 @@ class Engine:
         self._constrained.close(request)
         finish = Finish(reason, request.usage, error)
         # With its first delta, which is the last one where it has one token.
-        scores = request.prompt_scores if tokens and request.num_generated == 1 else []
+        scores = request.prompt_scores if tokens and request.has_one_new else []
         done = request.encoding if reason == "stop" else None
         vectors = b"" if done is None else done.vectors()
         self._deltas.append(

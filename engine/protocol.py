@@ -40,7 +40,7 @@ MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 PACK_VERSION = 2
 """Of the packs' format (engine/pack.py): what workers of this build read."""
 MAX_ENCODE_INPUTS = 2048
@@ -273,6 +273,8 @@ class Submit(_Message, frozen=True):
     one step; 0: no bound of its own (EngineConfig.request_timeout_s holds anyhow).
     `encode` is set for a model that embeds or classifies, and for no other; `max_tokens` is 0 then,
     and the answer is one delta with `vectors`.
+    `generated`: tokens that earlier attempts have made, fewer than `max_tokens`, which counts them.
+    The request goes on behind them; `cached_tokens` is what the first attempt found of its prompt.
     """
 
     request_id: str
@@ -288,6 +290,8 @@ class Submit(_Message, frozen=True):
     constraint: Constraint | None = None
     timeout_s: float = 0.0
     encode: EncodeInputs | None = None
+    generated: list[int] = []
+    cached_tokens: int = 0
 
 
 class Abort(_Message, frozen=True):
@@ -339,7 +343,8 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     device_s: seconds of the device charged to it. service_s, what fair shares count: these, or the
     time of the device multiplied by the share of the arena it held, where that is the larger.
     cached_tokens: prompt tokens whose KV was already there when it was first admitted; at most
-    prompt_tokens - 1. What it finds again after a preemption is not counted.
+    prompt_tokens - 1. What it finds after a preemption or in a later attempt is not.
+    generated_tokens: those of earlier attempts (Submit.generated) among them.
     prefill_s: of device_s, the part for prompt tokens; the rest is for those generated.
     load_s: of its model's load, what it has paid; known to the dispatcher, 0 from a worker.
     """
@@ -385,6 +390,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     nothing precedes.
     `vectors`: with the finish (reason `stop`) of an encoder request, float32 little-endian, a row
     for each input in their order: the pooled vector, or a classifier's logits as they are.
+    `cached_tokens`: with the first tokens, as in the Usage, which may never come.
     """
 
     request_id: str
@@ -394,6 +400,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
     vectors: bytes = b""
+    cached_tokens: int = 0
 
 
 class StepOutput(_Message, frozen=True):

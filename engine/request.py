@@ -255,6 +255,7 @@ class Request:
     num_lost       leading positions that a preemption threw away: computing them again is free
     key            the name under which messages speak of it
     num_prompt     prompt tokens
+    num_resumed    tokens behind the prompt that earlier attempts have made
     max_total_tokens  tokens it may reach; the last one's KV is never needed, its slot is reserved
     """
 
@@ -285,12 +286,14 @@ class Request:
     # Asked many times a step of every row.
     key: tuple[str, int] = field(init=False)
     num_prompt: int = field(init=False)
+    num_resumed: int = field(init=False)
     max_total_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         """What follows from the Submit, which never changes."""
         self.key = self.submit.request_id, self.submit.attempt
         self.num_prompt = len(self.submit.prompt_token_ids)
+        self.num_resumed = len(self.submit.generated)
         self.max_total_tokens = self.num_prompt + self.submit.max_tokens
 
     @classmethod
@@ -299,6 +302,8 @@ class Request:
     ) -> "Request":
         """A new waiting request of `instance_id` (the model's own name where no pack is shared).
 
+        One that goes on from an earlier attempt is like one that was preempted: its tokens are
+        there, and their KV is to be computed.
         `timeout_s` bounds what the Submit asks for; 0: it does not.
         """
         # 0 is no bound, and neither is what is no number; a negative one is over at once.
@@ -306,18 +311,25 @@ class Request:
         return cls(
             submit=submit,
             arrival_s=now_s,
-            token_ids=list(submit.prompt_token_ids),
+            token_ids=[*submit.prompt_token_ids, *submit.generated],
             sampling=SamplingState(
                 submit.sampling, submit.prompt_token_ids, submit.stop_token_ids, submit.logprobs
             ),
             instance_id=instance_id or submit.model_id,
             deadline_s=now_s + min(asked_s, timeout_s or math.inf),
+            # What it finds now is not the first attempt's hit: that one is billed.
+            cached_tokens=submit.cached_tokens if submit.generated else None,
         )
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far, as far as known."""
+        """Tokens generated so far, as far as known, those of earlier attempts included."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def has_one_new(self) -> bool:
+        """Whether the last token is the first that this attempt has made."""
+        return self.num_generated == self.num_resumed + 1
 
     @property
     def num_tokens(self) -> int:
@@ -362,9 +374,10 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether some logprobs of its prompt are still to come. Cached KV would have none."""
+        """Whether some logprobs of its prompt are still to come. Cached KV would have none; of
+        a request that goes on all have come with its first token."""
         wanted = self.num_prompt - 1 if self.submit.prompt_logprobs >= 0 else 0
-        return len(self.prompt_scores) < wanted
+        return len(self.prompt_scores) < wanted and not self.num_resumed
 
     @property
     def matchable_ids(self) -> Sequence[int]:

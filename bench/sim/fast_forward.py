@@ -337,7 +337,7 @@ def _decodes(request: Request) -> bool:
     """The first token is waited for: the step that makes it is not skipped, though after a hit on
     all of the prompt but its last token it is a step like any other."""
     return (
-        request.num_generated > 0
+        request.num_generated > request.num_resumed
         and request.num_runnable == 1
         and not request.num_pending
         and request.num_uncomputed == 1

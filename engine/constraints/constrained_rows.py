@@ -79,13 +79,14 @@ class ConstrainedRows:
         self._counts = {"constraints_refused": 0.0, "constraints_broken": 0.0}
 
     def open(self, request: Request, constraint: Constraint, source: TokenizerSource) -> None:
-        """Begin to compile. Raises RequestRefused where that is known to be in vain."""
+        """Begin to compile, to go on behind what was generated before. Raises RequestRefused where
+        that is known to be in vain."""
         with self._lock:
             if self._constraints is None:
                 self._constraints = Constraints(self._max_sessions)
             try:
                 session = self._constraints.open(
-                    source, constraint, tenant=request.submit.tenant_id
+                    source, constraint, request.submit.generated, request.submit.tenant_id
                 )
             except RequestRefused as error:
                 self._counts["constraints_refused"] += error.code == "invalid_constraint"

@@ -198,7 +198,8 @@ class ModelManager:
                 f"{total} tokens need {num_kv_pages * self.pool.page_bytes} bytes of KV cache, "
                 "more than the device has beside the weights of this model and of pinned models",
             )
-        ids = request.prompt_token_ids
+        _check_generated(request)
+        ids = [*request.prompt_token_ids, *request.generated]
         if min(ids) < 0 or max(ids) >= index.vocab_size:
             raise RequestRefused(
                 "context_length_exceeded",
@@ -311,3 +312,18 @@ class ModelManager:
     def _fail_queue(self, instance_id: str, reason: str) -> None:
         for request in list(self.scheduler.queue(instance_id).requests()):
             self._end_request(request, self._now_s, reason)
+
+
+def _check_generated(request: Submit) -> None:
+    """Raises RequestRefused where a request cannot go on from what earlier attempts have made."""
+    num_prompt, num_generated = len(request.prompt_token_ids), len(request.generated)
+    if num_generated >= request.max_tokens:
+        raise RequestRefused(
+            "context_length_exceeded",
+            f"{num_generated} tokens were generated before, of {request.max_tokens} at most",
+        )
+    if not 0 <= request.cached_tokens < num_prompt:
+        raise RequestRefused(
+            "context_length_exceeded",
+            f"{request.cached_tokens} cached tokens of a prompt of {num_prompt}",
+        )

@@ -298,7 +298,7 @@ class Scheduler:
     def _start(self, queue: ModelQueue, request: Request) -> None:
         self._admission.let_pass(request)
         if request.cached_tokens is None:
-            # What it finds again after a preemption is its own doing, and nobody's hit.
+            # What it finds again after a preemption, or in a later attempt, is nobody's hit.
             request.cached_tokens = request.num_computed
             self.num_prefix_queries += len(request.token_ids)
             self.num_prefix_hits += request.num_computed

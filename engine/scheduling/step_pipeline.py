@@ -327,7 +327,7 @@ class Charges:
                 self._counters["recompute_seconds"] += lost_s
                 share -= lost_s
             request.device_s += share
-            if row.first < request.num_prompt:
+            if row.first < request.num_prompt + request.num_resumed:
                 request.prefill_s += share
             if request.state == "running":
                 since_s = began_s if request.held_since_s is None else request.held_since_s
