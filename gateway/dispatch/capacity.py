@@ -219,6 +219,10 @@ class WorkerCapacity:
             return 0
         return self.status.free_kv_bytes - self._kv_bytes_under_way
 
+    def runs(self, model_id: str) -> bool:
+        """Whether it has been granted a request for the model that has not ended."""
+        return model_id in self._num_running
+
     def num_running(self) -> int:
         """Requests granted to the worker that have not ended."""
         return self._num_running_all

@@ -71,6 +71,7 @@ class ScriptedWorker:
     reasons: dict[str, str] = field(default_factory=dict)
     block_tokens: int = 1
     sequence_bytes: int = 0  # of states, however long a request is
+    started_at: float = 0.0
 
     # WorkerClient.
 
@@ -171,6 +172,7 @@ class ScriptedWorker:
             ],
             swaps=swaps,
             counters={},
+            started_at=self.started_at,
         )
 
     def tokens(
