@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from admin.cli.common import add_command, add_commands, call, instant, show_rows, size
 from admin.live.workers import STATES, WorkerView, list_workers, order_workers
+from registry.errors import InvalidValue
 from registry.models.worker_orders import WorkerAction
 
 LOOK_S = 0.5
@@ -51,16 +52,12 @@ def _list(options: argparse.Namespace) -> int:
 def _order(options: argparse.Namespace) -> int:
     action: WorkerAction = options.action
     if bool(options.names) == options.all:
-        raise SystemExit(_usage(action))
+        raise InvalidValue(f"name the workers to {action}, or give --all")
     call(options, order_workers, options.names, action)
     print(f"asked the server to {action} {', '.join(options.names) or 'all workers'}")
     if options.wait:
         _wait(options)
     return 0
-
-
-def _usage(action: str) -> str:
-    return f"polyhost: name the workers to {action}, or give --all"
 
 
 def _wait(options: argparse.Namespace) -> None:

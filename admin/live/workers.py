@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeAlias
 from admin.context.operation import operation
 from admin.context.operator_context import OperatorContext
 from admin.live.fleet_watch import ask_fleet
+from engine.protocol import WorkerStatus
 from gateway.dispatch.operator_handler import FleetReport, Worker
 from registry.errors import NotFound, RegistryError
 from registry.models import worker_orders
@@ -92,16 +93,24 @@ def order_workers(context: OperatorContext, names: Sequence[str], action: Worker
 
 
 def _view(worker: Worker) -> WorkerView:
-    status = worker.status
-    return WorkerView(
-        name=status.worker_id,
+    return replace(
+        connected(worker.status),
         state=worker.state,
         device=worker.layout.device if worker.layout else "",
+        num_running=worker.num_running,
+        labels=worker.labels,
+    )
+
+
+def connected(status: WorkerStatus) -> WorkerView:
+    """As far as its status tells: where the dispatcher says no more."""
+    return WorkerView(
+        name=status.worker_id,
+        state="serving",
         memory_bytes=status.num_pages * status.page_bytes,
         free_bytes=status.pages.get("free", 0) * status.page_bytes,
         num_models=sum(model.state in ON_DEVICE for model in status.models),
-        num_running=worker.num_running,
+        num_running=sum(model.num_running for model in status.models),
         free_requests=status.free_requests,
         started_at=status.started_at,
-        labels=worker.labels,
     )

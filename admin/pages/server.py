@@ -153,7 +153,9 @@ def _figures(request: PageRequest) -> dict[str, Any]:
         "database": verbs.database_health(request.operator),
         "live": request.live,
         "has_redis": bool(request.context.settings.redis_url),
-        "workers": workers.list_workers(request.operator, fleet) if fleet else [],
+        "workers": workers.list_workers(request.operator, fleet)
+        if fleet is not None
+        else [workers.connected(status) for status in request.live.workers],
         "may_order": may_any(request.me, "models.write"),
         "states": workers.STATES,
         "host": host_facts(request.context.settings.data_path),

@@ -149,9 +149,10 @@ class Weights(_Message, frozen=True):
 
 
 class RestartWorker(_Message, frozen=True):
-    """A worker is empty and is to begin anew, from the dispatcher's process."""
+    """A worker is empty and is to begin anew, or it hangs: from the dispatcher's process."""
 
     worker_id: str
+    hangs: bool
 
 
 class Collect(_Message, frozen=True):
@@ -210,7 +211,7 @@ class ProcessHub:
         silence_s: float,
         on_weights: Callable[[dict[str, int]], None],
         on_silent: Callable[[str], None],
-        on_restart: Callable[[str], None],
+        on_restart: Callable[[str, bool], None],
     ) -> None:
         self._registry = registry
         self._silence_s = silence_s
@@ -288,7 +289,7 @@ class ProcessHub:
         elif isinstance(message, Weights):
             self._on_weights(message.weights)
         elif isinstance(message, RestartWorker):
-            self._on_restart(message.worker_id)
+            self._on_restart(message.worker_id, message.hangs)
         else:
             task = asyncio.create_task(self._scrape(child, message.call))
             self._scraping.add(task)
@@ -340,7 +341,11 @@ class HubLink:
 
     def restart_worker(self, worker_id: str) -> None:
         """It is empty: end it, and start it again."""
-        self._channel.send(RestartWorker(worker_id))
+        self._channel.send(RestartWorker(worker_id, hangs=False))
+
+    def kill_worker(self, worker_id: str) -> None:
+        """It hangs: end it hard, and start it again."""
+        self._channel.send(RestartWorker(worker_id, hangs=True))
 
     async def scrape(self) -> bytes:
         """Prometheus' text, of all processes. Raises ApiError UNAVAILABLE."""

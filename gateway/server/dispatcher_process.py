@@ -126,6 +126,7 @@ class Active:
         self.on_weights: Callable[[], None] = lambda: None
         self._dispatcher.drains.on_restart = lambda worker_id: self.on_restart(worker_id)
         self.on_restart: Callable[[str], None] = lambda worker_id: None
+        self.on_hangs: Callable[[str], None] = lambda worker_id: None
         self._dispatcher.add_swap_listener(Metrics(registry).on_swap)
         registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0))
         Gauge(
@@ -184,6 +185,9 @@ class Active:
             await asyncio.sleep(TICK_S)
             self._dispatcher.tick()
             self._server.tick()
+            for client in self.clients.values():
+                if client.hangs():
+                    self.on_hangs(client.worker_id)
 
     async def _read_again(self) -> None:
         for pause_s in READ_AGAIN_S:
@@ -271,6 +275,7 @@ async def run(name: str, config: ProcessConfig) -> None:
                 one = Active(config, epoch, engine, context, registry)
                 one.on_weights = lambda: hub.send_weights(one.weights)
                 one.on_restart = hub.restart_worker
+                one.on_hangs = hub.kill_worker
                 active.append(one)
                 await one.run(stop)
     finally:

@@ -10,6 +10,7 @@ has its home here too, and no dispatcher.
 """
 
 import asyncio
+import logging
 import subprocess
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,8 @@ from gateway.server.worker_launcher import EmbedderLauncher, WorkerLauncher, mai
 from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
 
@@ -100,6 +103,13 @@ class LocalHomes:
         for worker in self._workers:
             if worker.worker_id == worker_id:
                 worker.process.restart()
+
+    def kill(self, worker_id: str) -> None:
+        """End one hard that hangs; it is started again as after any other end."""
+        for worker in self._workers:
+            if worker.worker_id == worker_id:
+                logger.error("worker hangs and is killed worker=%s", worker_id)
+                worker.process.kill()
 
     async def run(self) -> None:
         """Keep all alive. Raises OSError if a process cannot be started at all."""

@@ -90,7 +90,7 @@ class ProcessGroup:
             settings.dispatcher_timeout_s,
             self._on_weights,
             self._on_silent,
-            self._homes.restart,
+            self._on_restart,
         )
 
     async def run(self, demo: DemoAccess | None, admin_password: str = "") -> None:
@@ -164,6 +164,12 @@ class ProcessGroup:
 
     def _on_worker_exit(self, worker_id: str, reason: str) -> None:
         self._hub.worker_ended(worker_id, reason)
+
+    def _on_restart(self, worker_id: str, hangs: bool) -> None:
+        if hangs:
+            self._homes.kill(worker_id)
+        else:
+            self._homes.restart(worker_id)
 
     def _on_weights(self, weights: dict[str, int]) -> None:
         self._homes.set_weights(weights)

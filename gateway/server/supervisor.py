@@ -254,6 +254,9 @@ class Server:
         while True:
             await asyncio.sleep(TICK_S)
             self._dispatcher.tick()
+            for client in self._clients.values():
+                if client.hangs():
+                    self._homes.kill(client.worker_id)
             if self._dispatcher.ready and not announced:
                 announced = True
                 host, port = listener.getsockname()[:2]

@@ -144,12 +144,23 @@ class WorkerConnection:
         self._listener: WorkerListener | None = None
         self._epoch = ""
         self._last_heard_s = 0.0
+        self._silent_s: float | None = None
         self.state: ClientState = "new"
 
     @property
     def check_interval_s(self) -> float:
         """How often `check` should be called."""
         return min(HELLO_INTERVAL_S, self._heartbeat_timeout_s) / 4
+
+    def hangs(self) -> bool:
+        """The worker was lost by its silence, has been silent for as long again, and nobody has
+        told that its process ended: what it holds, it holds for nobody. Said once in such a time.
+        """
+        now_s = self._clock()
+        if self._silent_s is None or now_s - self._silent_s <= self._heartbeat_timeout_s:
+            return False
+        self._silent_s = now_s
+        return True
 
     @property
     def patient_until_s(self) -> float:
@@ -171,6 +182,7 @@ class WorkerConnection:
 
     def lose(self, reason: str) -> None:
         """Give the connection up, tell the listener and connect anew."""
+        self._silent_s = None
         if self.state in ("new", "closed"):
             return
         if self._connect():
@@ -188,6 +200,7 @@ class WorkerConnection:
         silent_s = self._clock() - self._last_heard_s
         if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
             self.lose(f"silent for {silent_s:.1f} s")
+            self._silent_s = self._clock()
         elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
             self._connect()
 
@@ -230,6 +243,7 @@ class WorkerConnection:
             self.refuse(f"it speaks protocol {welcome.protocol_version}, not {PROTOCOL_VERSION}")
         elif self.state == "connecting":
             self._on("welcome")
+            self._silent_s = None
             self._epoch = welcome.epoch
             logger.info("worker connected worker=%s device=%s", self._worker_id, welcome.device)
             assert self._listener is not None
@@ -285,6 +299,10 @@ class ZmqWorkerClient:
     def state(self) -> ClientState:
         """Where the connection is."""
         return self._connection.state
+
+    def hangs(self) -> bool:
+        """As there."""
+        return self._connection.hangs()
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect; keeps trying until `close`. Needs the running event loop."""

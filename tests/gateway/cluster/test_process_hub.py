@@ -66,6 +66,7 @@ class Told:
         self.ended: list[tuple[str, str]] = []
         self.weights: list[dict[str, int]] = []
         self.silent: list[str] = []
+        self.restarts: list[tuple[str, bool]] = []
         self.orphaned = 0
 
     def orphan(self) -> None:
@@ -73,7 +74,13 @@ class Told:
 
     def hub(self, silence_s: float = 60.0) -> ProcessHub:
         own = registry(100, 0)
-        return ProcessHub(own, silence_s, self.weights.append, self.silent.append)
+        return ProcessHub(
+            own,
+            silence_s,
+            self.weights.append,
+            self.silent.append,
+            lambda worker_id, hangs: self.restarts.append((worker_id, hangs)),
+        )
 
     def link(self, name: str, own: CollectorRegistry, *, ready: bool = True) -> HubLink:
         return HubLink(
@@ -114,7 +121,10 @@ async def test_a_scrape_at_any_process_is_of_all(tmp_path: Path) -> None:
 
         two.send_weights({"m": 5})
         meeting.worker_ended("worker-0", "killed")
-        await until(lambda: told.weights and told.ended)
+        two.restart_worker("worker-0")
+        two.kill_worker("worker-1")
+        await until(lambda: told.weights and told.ended and len(told.restarts) == 2)
+        assert told.restarts == [("worker-0", False), ("worker-1", True)]
         assert told.weights == [{"m": 5}]
         assert told.ended == [("worker-0", "killed")]
         assert told.orphaned == 0

@@ -37,7 +37,7 @@ def handler_of(rig: Rig) -> OperatorHandler:
     def wall_clock() -> float:
         return WALL_S + rig.clock.now_s
 
-    return OperatorHandler(rig.dispatcher, {"m", "n"}.__contains__, rig.clock, wall_clock)
+    return OperatorHandler(rig.dispatcher, {"m", "n"}.__contains__, {}, rig.clock, wall_clock)
 
 
 def waiting_rig(tenant: str = "t") -> Rig:

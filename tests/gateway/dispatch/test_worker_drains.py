@@ -150,7 +150,7 @@ async def test_restarts_go_one_after_another() -> None:
     asked: list[str] = []
     rig.dispatcher.drains.on_restart = asked.append
     restart(rig, *workers)
-    done = []
+    done: list[str] = []
     while len(asked) < 3 or asked[-1] not in done:
         (name,) = [name for name in asked if name not in done]
         states = {other: rig.dispatcher.drains.state(other) for other in workers}

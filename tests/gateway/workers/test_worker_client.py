@@ -199,6 +199,35 @@ def test_a_state_changes_by_the_table_or_not_at_all(state: ClientState, event: C
     assert connection.state == state
 
 
+def test_a_worker_hangs_that_stays_silent_and_has_not_ended() -> None:
+    """After one time-out it is lost, after a second one it is called hung, once in each."""
+    now = [0.0]
+    connection = WorkerConnection("w", "g", 10.0, NoWire(), lambda: now[0])
+    heard = Recorder()
+    connection.start(heard)
+
+    def wait(seconds: float) -> bool:
+        now[0] += seconds
+        connection.check()
+        return connection.hangs()
+
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e1", "cpu"))
+    assert not wait(9.0)
+    assert not wait(2.0)
+    assert heard.events[-1] == "lost e1: silent for 11.0 s"
+    assert not wait(9.0)
+    assert wait(2.0)
+    assert not wait(9.0)
+    assert wait(2.0)
+    connection.lose("its process ended")
+    assert not wait(30.0)  # its successor may take its time
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e2", "cpu"))
+    assert not wait(11.0)  # lost again
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e2", "cpu"))
+    assert not wait(9.0)  # it came back by itself
+    assert not wait(9.0)
+
+
 @on_both_loops
 async def test_hello_welcome_and_messages_both_ways(context: Context, tmp_path: Path) -> None:
     async with pair(context, tmp_path) as it:
