@@ -78,7 +78,7 @@ def bodies() -> list[dict[str, Any]]:
             "max_tokens": 120,
             "temperature": 0,
             "stream_options": {"include_usage": True},
-            "logit_bias": {"2": -100},  # they do not end early
+            "logit_bias": {"1": -100, "5": -100},  # they do not end early
         }
         for n, prompt in enumerate(PROMPTS)
     ]
