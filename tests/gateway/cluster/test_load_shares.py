@@ -3,7 +3,7 @@
 import pytest
 
 from engine.protocol import Finish
-from gateway.cluster.remote_dispatcher import WAIT_S
+from gateway.cluster.load_shares import WAIT_S
 from gateway.dispatch.tickets import RequestStream
 from tests.gateway.cluster.several_kit import Several
 
