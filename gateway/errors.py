@@ -2,7 +2,7 @@
 
     ApiError                 ends in OpenAI's error object with a stable `code`
     ClientGone               nobody waits for the answer any more
-    WorkerLost               the worker died after tokens had been sent: an error event, no bill
+    WorkerLost               workers died with it too often, after tokens: an error event, no bill
     IllegalTransition        a bug: an event that a state table does not allow
 
 Messages tell the caller what to do. `retry_after_s` is set only where waiting helps.
@@ -17,7 +17,7 @@ _PATH = re.compile(r"(?<![\w.])/\w")
 
 
 class WorkerLost(Exception):
-    """The worker that was running this request is gone."""
+    """The worker that was running this request is gone, and it is not tried again."""
 
 
 class IllegalTransition(Exception):

@@ -60,7 +60,9 @@ class DispatcherSnapshot:
     num_queue_rejections: int = 0
     num_queue_timeouts: int = 0
     num_retries: int = 0
-    """Requests sent a second time after their worker died."""
+    """Requests sent again that had no token when their worker died or was emptied."""
+    num_resumed: int = 0
+    """The same of requests with tokens: they went on behind these."""
     num_clients_too_slow: int = 0
     """Requests aborted because nobody read their tokens."""
     num_workers_lost: int = 0

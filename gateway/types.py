@@ -191,7 +191,8 @@ class RunningRequest(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Which try the events belong to (1, or 2 after a worker died before the first token)."""
+        """Which try the events belong to: one more for each worker that was lost or emptied. A
+        later one goes on where the one before ended."""
 
     @property
     def queue_s(self) -> float:
@@ -203,7 +204,7 @@ class RunningRequest(Protocol):
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         """Events until one carries `finish`. Raises errors.ApiError if it is refused before any
-        token, and errors.WorkerLost if the worker dies after some."""
+        token, and errors.WorkerLost if workers died with it too often after some."""
 
     @property
     def has_event(self) -> bool:

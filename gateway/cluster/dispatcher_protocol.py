@@ -6,7 +6,7 @@ and whose it is, never what it asks.
 
     gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
-    dispatcher -> gateway   Welcome, Granted, Denied, LoadShare, State, Done
+    dispatcher -> gateway   Welcome, Granted, Moved, Denied, LoadShare, State, Done
 
     gateway                      dispatcher                    worker
        |-- Ask ------------------>| waits in the fair queue
@@ -28,8 +28,9 @@ was cut.
 **Fencing.** Dispatchers are numbered by `epoch`, which rises each time one takes over (it is kept
 in the lock file, under the lock that makes one of them the active one). A gateway that has seen an
 epoch speaks to no smaller one. Grants are named by (request id, attempt); a gateway takes one only
-for a request that still waits for just that, and says Leave or Returned to any other. Tokens never
-pass the dispatcher, so what streams does not notice when it dies.
+for a request that waits for just that, or whose earlier attempt it then gives up, and says Leave or
+Returned to any other. Tokens never pass the dispatcher, so what streams does not notice when it
+dies: how many there were is said, and which ones only their gateway knows.
 
 Bounded: a frame, what may lie unsent (the connection ends beyond it), and the queue by its own
 settings. Frames are described in ipc.py.
@@ -44,7 +45,7 @@ from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -56,7 +57,9 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A request that waits. Times are the machine's monotonic clock, which processes share."""
+    """A request that waits. Times are the machine's monotonic clock, which processes share.
+
+    `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py)."""
 
     request_id: str
     attempt: int
@@ -71,10 +74,14 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     deadline_s: float
     ends_by_s: float
     continues: bool
+    queued_s: float
+    num_before: int = 0
+    num_losses: int = 0
 
 
 class RunningSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A request that some dispatcher granted and that has not ended."""
+    """A request that some dispatcher granted and that has not ended. `num_tokens`: of this
+    attempt."""
 
     ticket: TicketSpec
     worker_id: str
@@ -103,15 +110,15 @@ class Ask(_Message, frozen=True):
 
 
 class Leave(_Message, frozen=True):
-    """The request is over, in whatever state it was: its client left, its worker was lost
-    (`is_lost`) after tokens, or the gateway does not know it."""
+    """The request is over, in whatever state it was: its client left, it lost its worker
+    (`is_lost`) for the last time, or the gateway does not know it."""
 
     request_id: str
     is_lost: bool = False
 
 
 class Tokens(_Message, frozen=True):
-    """(request id, attempt, tokens so far) of requests that run."""
+    """(request id, attempt, tokens of this attempt so far) of requests that run."""
 
     counts: list[tuple[str, int, int]]
 
@@ -127,8 +134,9 @@ class Ended(_Message, frozen=True):
 
 
 class Returned(_Message, frozen=True):
-    """A grant came to nothing and no token was made: the worker refused it, or (None) was lost.
-    `ticket`: as it waits now, for a dispatcher that did not know that it ran."""
+    """This attempt is over and the request waits again: its worker refused it, or (None) was lost,
+    perhaps after tokens. `ticket`: as it waits now, also for a dispatcher that did not know that it
+    ran."""
 
     request_id: str
     attempt: int
@@ -198,14 +206,23 @@ class Welcome(_Message, frozen=True):
 
 
 class Granted(_Message, frozen=True):
-    """Submit it there, now. `owes_load`: its model's load is not paid back yet, so the request may
-    have to bear a share of it."""
+    """Submit it there, now, behind the tokens that it has; an earlier attempt that still runs is
+    aborted first. `owes_load`: its model's load is not paid back yet, so the request may have to
+    bear a share of it. `num_losses`: as counted here."""
 
     request_id: str
     attempt: int
     worker_id: str
     worker_epoch: str
     owes_load: bool = False
+    num_losses: int = 0
+
+
+class Moved(_Message, frozen=True):
+    """Its worker is to be emptied: abort this attempt there. It waits here as the next one."""
+
+    request_id: str
+    attempt: int
 
 
 class LoadShare(_Message, frozen=True):
@@ -279,7 +296,7 @@ ToDispatcher: TypeAlias = (
     | Add
     | Ping
 )
-ToGateway: TypeAlias = Welcome | Granted | Denied | LoadShare | State | Done
+ToGateway: TypeAlias = Welcome | Granted | Moved | Denied | LoadShare | State | Done
 LimitCall: TypeAlias = Reserve | Close | Figure | Carry | Restore | Add
 
 to_dispatcher: "msgspec.msgpack.Decoder[list[ToDispatcher]]" = msgspec.msgpack.Decoder(

@@ -36,6 +36,7 @@ from gateway.cluster.dispatcher_protocol import (
     Hello,
     Leave,
     LoadShare,
+    Moved,
     Reserve,
     Restore,
     Returned,
@@ -310,8 +311,13 @@ class ConnectedGateway:
         """See GatewayPeer."""
         if self.channel.closed:
             return False
-        self.channel.send(Granted(*ticket.key, worker.worker_id, worker.epoch, owes_load))
+        place = worker.worker_id, worker.epoch
+        self.channel.send(Granted(*ticket.key, *place, owes_load, ticket.num_losses))
         return True
+
+    def recall(self, ticket: Ticket) -> None:
+        """See GatewayPeer."""
+        self.channel.send(Moved(*ticket.key))
 
     def deny(self, request_id: str, error: ApiError) -> None:
         """See GatewayPeer."""

@@ -15,10 +15,18 @@ What may cross, and what becomes of it:
     a grant for a request whose client has left      Leave: the dispatcher's books are cleared
     a grant whose worker is not connected here       Returned, as if the worker had refused it
     the worker dies between grant and Submit         the same; or lost, and tried a second time
+    the worker dies, whoever sees it first           Returned: it waits as the next attempt, behind
+                                                     the tokens it has; both count one loss
     a grant of attempt 2 while attempt 1 runs        the dispatcher saw a worker die that did not:
-    (no token yet)                                   attempt 1 is aborted, attempt 2 submitted
-    a grant for a request that streams               Leave: it goes on, off the dispatcher's books
-    a refusal (Denied) for a request that runs       nothing: the same
+                                                     attempt 1 is aborted, attempt 2 submitted from
+                                                     the tokens that have come until then
+    tokens, or the end, of attempt 1 after that      late: dropped, acknowledged, nobody's
+    the end of attempt 1 before that                 Ended; the grant finds nobody: Leave
+    Moved for an attempt that has ended, was lost    nothing: what was said of it (Ended, Returned)
+    or is being aborted                              is on its way; the next grant says the rest
+    a refusal (Denied) for a request that runs       nothing: it goes on, off the dispatcher's books
+    another dispatcher                               is told the attempt, the tokens of the attempts
+                                                     before, and the losses (TicketSpec)
 
 Of a model whose load is not paid back yet, a request's end waits for what the dispatcher says of
 its share (`LoadShares`).
@@ -47,6 +55,7 @@ from gateway.cluster.dispatcher_protocol import (
     Granted,
     Leave,
     LoadShare,
+    Moved,
     Returned,
     RunningSpec,
     State,
@@ -56,8 +65,9 @@ from gateway.cluster.dispatcher_protocol import (
 )
 from gateway.cluster.load_shares import LoadShares
 from gateway.dispatch.assignments import (
-    ABORTED_UNUSED,
     GrantedTickets,
+    aborted_end,
+    check_tokens,
     end_without_tokens,
     loss_of,
     refusal_of,
@@ -252,18 +262,22 @@ class RemoteDispatcher(GrantedTickets):
         ]
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless reports and the count of who waits are of live tickets."""
+        """Raises IntegrityError unless reports, tokens and the count of who waits are of live
+        tickets."""
         running = {ticket.key for ticket in self}
         if self._reported.keys() - running:
             raise IntegrityError(f"running {sorted(running)}, reported {sorted(self._reported)}")
         if self._num_waiting != len(self.live) - len(running):
             raise IntegrityError(f"{self._num_waiting} of {len(self.live)} requests wait?")
+        check_tokens(self.live.values())
 
     # What the dispatcher says.
 
     def _on_message(self, message: ToGateway) -> None:
         if isinstance(message, Granted):
             self._granted(message)
+        elif isinstance(message, Moved):
+            self._moved(message)
         elif isinstance(message, Denied):
             self._denied(message)
         elif isinstance(message, LoadShare):
@@ -285,22 +299,20 @@ class RemoteDispatcher(GrantedTickets):
     def _granted(self, grant: Granted) -> None:
         """Submit it, unless something has come in between: see the module."""
         ticket = self.live.get(grant.request_id)
-        if ticket is None or ticket.state in ("streaming", "ended") or ticket.aborted:
+        if ticket is None or ticket.aborted:
             self._link.send(Leave(grant.request_id))
             return
-        if ticket.state == "granted":
+        if ticket.is_on_worker:
             if grant.attempt <= ticket.attempt:
                 return  # said twice
-            before = ticket.worker_id, Abort(*ticket.key)
-            self._change(ticket, "worker_lost")
-            self._fleet.send(*before)
+            self._give_up_attempt(ticket, "worker_lost")
         if grant.attempt < ticket.attempt:  # of a worker that was lost meanwhile
             self._link.send(Returned(grant.request_id, grant.attempt, None, _spec(ticket)))
             return
-        if grant.attempt > ticket.attempt:
-            ticket.attempt = grant.attempt
-            ticket.stream.retry(grant.attempt)
         now_s = self._clock()
+        ticket.num_losses = max(ticket.num_losses, grant.num_losses)
+        if grant.attempt > ticket.attempt:
+            ticket.next_attempt(now_s, grant.attempt)
         worker = self._fleet.get(grant.worker_id, grant.worker_epoch)
         try:
             is_sent = worker is not None and self._submit(ticket, worker, now_s)
@@ -315,6 +327,19 @@ class RemoteDispatcher(GrantedTickets):
         ticket.grant(grant.worker_id, grant.worker_epoch, now_s)
         self._num_waiting -= 1
         ticket.owes_load = grant.owes_load
+
+    def _moved(self, moved: Moved) -> None:
+        """It waits for another worker, unless something has come in between: see the module."""
+        ticket = self.find(moved.request_id, moved.attempt)
+        if ticket is not None and not ticket.aborted:
+            self._give_up_attempt(ticket, "move")
+            ticket.next_attempt(self._clock())
+
+    def _give_up_attempt(self, ticket: Ticket, event: TicketEvent) -> None:
+        """Its worker may be there all the same."""
+        before = ticket.worker_id, Abort(*ticket.key)
+        self._change(ticket, event)
+        self._fleet.send(*before)
 
     # What workers say (worker_client.WorkerListener).
 
@@ -344,7 +369,8 @@ class RemoteDispatcher(GrantedTickets):
         self._change(ticket, "refuse" if waits else "give_up")
         self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
         if not waits:
-            self._leave(ticket, ABORTED_UNUSED if ticket.aborted else refusal_of(ticket, refused))
+            end = aborted_end(ticket) if ticket.aborted else refusal_of(ticket, refused)
+            self._leave(ticket, end)
 
     def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
         """A worker process is gone, with all it was running."""
@@ -352,8 +378,9 @@ class RemoteDispatcher(GrantedTickets):
         for ticket in self.lost_with(worker_id, epoch):
             key, (event, end) = ticket.key, loss_of(ticket, reason)
             self._change(ticket, event)
+            ticket.num_losses += 1
             if end is not None:
-                self._leave(ticket, end, is_lost=end is not ABORTED_UNUSED)
+                self._leave(ticket, end, is_lost=not ticket.aborted)
             else:
                 ticket.next_attempt(self._clock())
                 self._link.send(Returned(*key, None, _spec(ticket)))
@@ -368,7 +395,7 @@ class RemoteDispatcher(GrantedTickets):
     def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
         request_id = ticket.request.request_id
         self._change(ticket, "finish")
-        has_output = ticket.num_tokens > 0 or bool(vectors)
+        has_output = ticket.has_tokens or bool(vectors)
         asks_load = ticket.owes_load and has_output and self._link.is_up
         self._link.send(Ended(*ticket.key, finish, ticket.num_tokens, asks_load))
         if has_output:
@@ -386,7 +413,7 @@ class RemoteDispatcher(GrantedTickets):
     def _abort(self, ticket: Ticket) -> None:
         """Its client wants it no more."""
         if ticket.state == "waiting":
-            self._give_up(ticket, ABORTED_UNUSED)
+            self._give_up(ticket, aborted_end(ticket))
         elif ticket.state != "ended":
             self.abort(ticket)
 
@@ -398,8 +425,6 @@ class RemoteDispatcher(GrantedTickets):
         self._reported.pop(ticket.key, None)
         if ticket.state == "ended":
             del self.live[ticket.request.request_id]
-        else:
-            ticket.num_tokens = 0
 
     def _give_up(self, ticket: Ticket, end: StreamEnd) -> None:
         self._change(ticket, "give_up")
@@ -435,4 +460,7 @@ def _spec(ticket: Ticket) -> TicketSpec:
         deadline_s=ticket.deadline_s,
         ends_by_s=ticket.ends_by_s,
         continues=request.continues,
+        queued_s=ticket.queued_s,
+        num_before=ticket.num_before,
+        num_losses=ticket.num_losses,
     )

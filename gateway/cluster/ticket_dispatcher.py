@@ -6,8 +6,9 @@ that process's word. The worker says the rest: what has reached it, what it stil
 there (`Hello.observes`).
 
 Where the two disagree about a request, the gateway process is right: it has the connection of the
-client and the tokens. Where this process saw a worker die first, a request may wait here again
-while its gateway already streams it; the grant of its second attempt is then declined.
+client and the tokens. Where this process saw a worker die first, a request waits here again while
+its gateway still streams it; the grant of its next attempt takes the place of that stream. If it
+has ended meanwhile, it leaves.
 
 Knows no connections: `GatewayPeer` is one gateway process as it is seen from here.
 """
@@ -33,10 +34,13 @@ _PLACES = 1 << 20
 
 
 class GatewayPeer(Protocol):
-    """A gateway process. Both are said over its connection."""
+    """A gateway process. All of it is said over its connection."""
 
     def grant(self, ticket: Ticket, worker: WorkerCapacity, owes_load: bool) -> bool:
         """Submit it there. False: it is gone."""
+
+    def recall(self, ticket: Ticket) -> None:
+        """Abort this attempt; it waits again."""
 
     def deny(self, request_id: str, error: ApiError) -> None:
         """It will not be granted."""
@@ -88,7 +92,9 @@ class TicketDispatcher(Dispatcher):
         clock: Callable[[], float] = time.monotonic,
         share: TenantOrder | None = None,
     ) -> None:
-        super().__init__(settings, clock, share=share, send=self._send_grant)
+        super().__init__(
+            settings, clock, share=share, send=self._send_grant, recall=self._send_recall
+        )
         self._peers: dict[str, GatewayPeer] = {}  # by request id, of live tickets
 
     def ask(self, peer: GatewayPeer, spec: TicketSpec, *, is_new: bool = True) -> None:
@@ -169,9 +175,10 @@ class TicketDispatcher(Dispatcher):
         refused: Refused | None,
         spec: TicketSpec,
     ) -> None:
-        """Its worker did not take it, or was lost before any token. Where it was not known to run,
-        it waits from now on."""
+        """Its worker did not take it, or was lost. Where it was not known to run, it waits from now
+        on."""
         ticket = self._running.find(request_id, attempt)
+        self._learn(peer, spec, is_over=ticket is None or refused is not None)
         if ticket is None or self._peers.get(request_id) is not peer:
             self._running.counts.late += 1
             self.ask(peer, spec, is_new=False)
@@ -195,6 +202,18 @@ class TicketDispatcher(Dispatcher):
             raise AssertionError(
                 f"{len(self._peers)} peers' tickets, {len(self._running.live)} live"
             )
+
+    def _learn(self, peer: GatewayPeer, spec: TicketSpec, *, is_over: bool) -> None:
+        """Tokens and losses that its gateway has counted. `is_over`: the attempt is over here, too;
+        otherwise its tokens and its loss are among them and are yet to be counted."""
+        ticket = self._of(peer, spec.request_id)
+        if ticket is None:
+            return
+        ticket.num_losses = max(ticket.num_losses, spec.num_losses - (not is_over))
+        if is_over:
+            ticket.num_before = max(ticket.num_before, spec.num_before)
+        else:
+            ticket.num_tokens = max(ticket.num_tokens, spec.num_before - ticket.num_before)
 
     def _ticket(self, peer: GatewayPeer, spec: TicketSpec) -> Ticket | ApiError:
         model = self._models.get(spec.model)
@@ -221,6 +240,9 @@ class TicketDispatcher(Dispatcher):
             prediction=self._predict(request, spec.tenant_id),
             stream=PeerStream(peer, spec.request_id),
             attempt=spec.attempt,
+            num_losses=spec.num_losses,
+            queued_s=spec.queued_s,
+            num_before=spec.num_before,
         )
 
     def _place_of(self, arrival_s: float) -> int:
@@ -234,6 +256,12 @@ class TicketDispatcher(Dispatcher):
     def _send_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
         owes_load = self._book.owes_load(worker.worker_id, ticket.model_name)
         return self._peers[ticket.request.request_id].grant(ticket, worker, owes_load)
+
+    def _send_recall(self, ticket: Ticket) -> None:
+        self._peers[ticket.request.request_id].recall(ticket)
+        worker = self._fleet.get(ticket.worker_id, ticket.epoch)
+        if worker is not None:  # nobody knows whether its Submit will ever be sent
+            worker.withdraw(ticket.key)
 
     def _forget(self, ticket: Ticket) -> None:
         super()._forget(ticket)

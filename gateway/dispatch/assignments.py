@@ -2,9 +2,13 @@
 
     granted --tokens--> streaming        put into the request's stream
     granted --Refused(retryable)--> waiting, at its old place
-    granted --worker lost--> waiting as attempt 2, once; then ended with UNAVAILABLE
-    streaming --worker lost--> ended with WorkerLost
-    granted, streaming --finish--> ended
+    granted, streaming --worker lost--> waiting as the next attempt, once
+                       --lost again--> ended: with WorkerLost after tokens, else UNAVAILABLE
+                       --moved-------> waiting as the next attempt, however often
+                       --finish------> ended
+
+The next attempt goes on behind the tokens that the client has. The lost one's service is the
+system's: the request is billed as if one attempt had made all of it.
 
 Messages are matched by (request_id, attempt) and the worker's epoch; what matches nothing is late
 and dropped, a late finish is acknowledged so that the worker forgets it. Service is charged when a
@@ -14,7 +18,7 @@ ticket is granted (predicted), while it runs and when it leaves: see usage_accou
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -51,7 +55,8 @@ from gateway.types import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 2
+MAX_LOSSES = 2
+"""A request that so many workers died with is not tried again: it may be what they died of."""
 NOTHING_USED = Usage(0, 0, 0, 0.0)
 ABORTED_UNUSED = Finish("abort", NOTHING_USED)
 """The end of a request that was aborted before it used anything."""
@@ -62,6 +67,7 @@ class AssignmentCounts:
     """Running totals for metrics."""
 
     retries: int = 0
+    resumed: int = 0
     late: int = 0
     too_slow: int = 0
 
@@ -121,7 +127,8 @@ class GrantedTickets:
         assert isinstance(request, PreparedRequest)  # what waits in this process
         try:
             left_s = ticket.timeout_s(now_s)
-            submit = submit_of(request, ticket.tenant_id, ticket.attempt, left_s)
+            made = ticket.generated, ticket.cached_tokens
+            submit = submit_of(request, ticket.tenant_id, ticket.attempt, left_s, *made)
             return self._fleet.send(worker.worker_id, submit)
         except Exception as error:  # one request must not end the round of all others
             logger.exception("cannot send request=%s", request.request_id)
@@ -143,7 +150,10 @@ class GrantedTickets:
     def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
         if ticket.state == "granted":
             ticket.on("token")
+            if not ticket.has_tokens:
+                ticket.cached_tokens = delta.cached_tokens
         ticket.num_tokens += len(delta.token_ids)
+        ticket.generated.extend(delta.token_ids)
         taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
         if not taken and not ticket.aborted:
             self.counts.too_slow += 1
@@ -184,14 +194,17 @@ class Assignments(GrantedTickets):
         on_left: Callable[[Ticket], None],
         claim_orphan: Callable[[str, Finish], bool],
         send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
+        recall: Callable[[Ticket], None] | None = None,
     ) -> None:
-        """`send` has a granted request submitted; without one it is done from here."""
+        """`send` has a granted request submitted, `recall` has it aborted where it is; without
+        them it is done from here."""
         super().__init__(fleet, claim_orphan)
         self._book = book
         self._estimator = estimator
         self._quarantine = quarantine
         self._on_left = on_left
         self._send = send or self._submit
+        self._recall = recall or self._abort_there
         self._adopted: set[tuple[str, int]] = set()
         self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
         self._headroom = headroom
@@ -208,8 +221,12 @@ class Assignments(GrantedTickets):
     def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
         request = ticket.request
         ticket.grant(worker.worker_id, worker.epoch, now_s)
+        made = ticket.num_before
         ticket.prediction = self._estimator.predict(
-            ticket.tenant_id, ticket.model_name, request.num_prompt_tokens, request.max_tokens
+            ticket.tenant_id,
+            ticket.model_name,
+            request.num_prompt_tokens + made,
+            request.max_tokens - made,
         )
         self._book.grant(ticket)
         room = worker.room(ticket, now_s)
@@ -251,9 +268,10 @@ class Assignments(GrantedTickets):
         self._book.fail(ticket)
         if waits:
             logger.info("refused request=%s code=%s: requeued", refused.request_id, refused.code)
-            self._requeue(ticket)
+            self._on_left(ticket)
         else:
-            self._end(ticket, ABORTED_UNUSED if ticket.aborted else refusal_of(ticket, refused))
+            end = aborted_end(ticket) if ticket.aborted else refusal_of(ticket, refused)
+            self._end(ticket, end)
 
     def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
         """A worker process is gone. Returns the (model, revision) pairs it was running."""
@@ -263,8 +281,22 @@ class Assignments(GrantedTickets):
         reported = self._lost_there.pop((worker_id, epoch), set())
         return {(t.model_name, t.request.model.revision) for t in mine} | reported
 
+    def move(self, ticket: Ticket, now_s: float) -> bool:
+        """Take it off its worker, which is to be emptied: it waits at its old place and goes on
+        elsewhere. That is nobody's failure and may happen any number of times. False: it is on no
+        worker, or about to end. The caller has seen to it that the worker gets nothing new."""
+        if not ticket.is_on_worker or ticket.aborted:
+            return False
+        self._recall(ticket)
+        ticket.on("move")
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
+        self._again(ticket, now_s)
+        return True
+
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless keys, states and workers' counts agree."""
+        """Raises IntegrityError unless keys, states, tokens and workers' counts agree."""
+        check_tokens(self.live.values())
         running: dict[tuple[str, str], int] = {}
         for ticket in self:
             if ticket.state == "granted" and ticket.num_tokens:
@@ -304,7 +336,7 @@ class Assignments(GrantedTickets):
         self._end(ticket, finish)
 
     def reported_lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
-        """Its worker was lost where it is, before any token."""
+        """Its worker was lost where it is."""
         self._blame(ticket)
         self._withdraw(ticket)
         self._lost(ticket, reason, now_s)
@@ -333,14 +365,25 @@ class Assignments(GrantedTickets):
     def _lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
         event, end = loss_of(ticket, reason)
         ticket.on(event)
+        ticket.num_losses += 1
         self._take_back(ticket, now_s)
         self._book.fail(ticket)
         if end is not None:
             self._end(ticket, end)
         else:
-            ticket.next_attempt(now_s)
+            self._again(ticket, now_s)
+
+    def _again(self, ticket: Ticket, now_s: float) -> None:
+        """It waits as the next attempt."""
+        if ticket.has_tokens:
+            self.counts.resumed += 1
+        else:
             self.counts.retries += 1
-            self._requeue(ticket)
+        ticket.next_attempt(now_s)
+        self._on_left(ticket)
+
+    def _abort_there(self, ticket: Ticket) -> None:
+        self._fleet.send(ticket.worker_id, Abort(*ticket.key))
 
     def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
         ticket.on("finish")
@@ -349,7 +392,7 @@ class Assignments(GrantedTickets):
             usage = msgspec.structs.replace(finish.usage, load_s=ticket.load_s)
             finish = msgspec.structs.replace(finish, usage=usage)
         request_id = ticket.request.request_id
-        if ticket.num_tokens or vectors:
+        if ticket.has_tokens or vectors:
             self.unacked.expect(request_id, ticket.attempt, ticket.worker_id, ticket.epoch)
             self._end(ticket, finish, vectors)
         else:
@@ -368,6 +411,7 @@ class Assignments(GrantedTickets):
         model = ticket.request.model
         if finish.reason in ("stop", "length"):
             self._quarantine.served(model.name, model.revision)
+        if finish.reason in ("stop", "length") and not ticket.num_before:
             uncached = usage.prompt_tokens - usage.cached_tokens
             self._estimator.observe(
                 ticket.tenant_id, model.name, uncached, usage.generated_tokens, usage.service_s
@@ -384,10 +428,6 @@ class Assignments(GrantedTickets):
         if worker is not None:
             worker.release(ticket.model_name, now_s)
 
-    def _requeue(self, ticket: Ticket) -> None:
-        ticket.num_tokens = 0
-        self._on_left(ticket)
-
     def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
         ticket.stream.finish(end, vectors)
         self._on_left(ticket)
@@ -395,14 +435,32 @@ class Assignments(GrantedTickets):
 
 def loss_of(ticket: Ticket, reason: str) -> tuple[TicketEvent, StreamEnd | None]:
     """What the loss of its worker is for a ticket, and how it ends; None: it is tried once more."""
-    if ticket.state == "streaming":
-        return "worker_lost", WorkerLost(reason)
     if ticket.aborted:
-        return "give_up", ABORTED_UNUSED
-    if ticket.attempt < MAX_ATTEMPTS:
+        return "give_up", aborted_end(ticket)
+    if ticket.num_losses + 1 < MAX_LOSSES:
         return "worker_lost", None
-    message = f"{MAX_ATTEMPTS} workers stopped while running the request: try again later"
+    if ticket.has_tokens:
+        return "give_up", WorkerLost(reason)
+    message = f"{MAX_LOSSES} workers stopped while running the request: try again later"
     return "give_up", ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
+
+
+def aborted_end(ticket: Ticket) -> Finish:
+    """The end of a request that is aborted while no worker has it, or whose worker was lost before
+    it said so: what its attempts have made is used, and the times are the system's."""
+    if not ticket.has_tokens:
+        return ABORTED_UNUSED
+    num_tokens = ticket.num_before + ticket.num_tokens
+    num_prompt = ticket.request.num_prompt_tokens
+    return Finish("abort", Usage(num_prompt, ticket.cached_tokens, num_tokens, 0.0))
+
+
+def check_tokens(tickets: Iterable[Ticket]) -> None:
+    """Raises IntegrityError where the tokens kept of one are not those that were counted."""
+    for ticket in tickets:
+        counted = ticket.num_before + ticket.num_tokens
+        if ticket.generated and len(ticket.generated) != counted:
+            raise IntegrityError(f"{ticket.key} has {len(ticket.generated)} tokens of {counted}")
 
 
 def refusal_of(ticket: Ticket, refused: Refused) -> ApiError:

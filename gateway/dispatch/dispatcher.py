@@ -12,9 +12,10 @@ head that does not fit:
 - If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
   in the fair order, and placement (dispatch/policy/placement.py) has the model loaded.
 
-A dead worker loses no waiting ticket. What was granted there and had no token waits again as
-attempt 2, at its old place; what had tokens ends with WorkerLost. Messages are matched by
-(request_id, attempt) and the worker's epoch; others are late and dropped.
+A dead worker loses no ticket. What was granted there waits again as attempt 2, at its old place,
+and goes on behind the tokens that its client has; what a second worker dies with ends. A worker can
+be emptied in the same way without any loss (`move_off`). Messages are matched by (request_id,
+attempt) and the worker's epoch; others are late and dropped.
 
 Everything runs on the event loop in plain calls. Time comes from the `clock` given; `tick` must be
 called every TICK_S for time-outs, expired leases and loads.
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.assignments import ABORTED_UNUSED, Assignments
+from gateway.dispatch.assignments import Assignments, aborted_end
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
@@ -74,7 +75,9 @@ class Dispatcher:
         share: TenantOrder | None = None,
         placement: Placer | None = None,
         send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
+        recall: Callable[[Ticket], None] | None = None,
     ) -> None:
+        """`send`, `recall`: see Assignments."""
         self._settings = settings
         self._clock = clock
         self.decisions = DecisionLog()
@@ -97,6 +100,7 @@ class Dispatcher:
             self._left_worker,
             claim_orphan,
             send,
+            recall,
         )
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
@@ -224,6 +228,15 @@ class Dispatcher:
             self._decide("quarantine", "lifted", name)
         self._fleet.load(self._clock(), name)
 
+    def move_off(self, worker_id: str) -> int:
+        """Empty a worker that takes nothing new: its requests go on elsewhere, from the tokens that
+        they have. Returns how many there were; those that are about to end, end there."""
+        now_s = self._clock()
+        there = [ticket for ticket in self._running if ticket.worker_id == worker_id]
+        num_moved = sum(self._running.move(ticket, now_s) for ticket in there)
+        self._pump()
+        return num_moved
+
     def unload_model(self, name: str) -> None:
         """An operator wants its pages back. Waiting requests or a pin load it again."""
         self._loads.unloaded(name)
@@ -259,9 +272,9 @@ class Dispatcher:
         now_s = self._clock()
         for ticket in self._queue.overdue(now_s):
             self._num_timeouts += 1
-            waited_s = now_s - ticket.arrival_s
+            waited_s = now_s - ticket.queued_s
             figures = DecisionFigures(
-                waited_s=waited_s, bound_s=ticket.deadline_s - ticket.arrival_s
+                waited_s=waited_s, bound_s=ticket.deadline_s - ticket.queued_s
             )
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
@@ -284,6 +297,7 @@ class Dispatcher:
             num_queue_rejections=self._num_rejections,
             num_queue_timeouts=self._num_timeouts,
             num_retries=running.counts.retries,
+            num_resumed=running.counts.resumed,
             num_clients_too_slow=running.counts.too_slow,
             num_workers_lost=self._num_workers_lost,
             num_late_messages=running.counts.late,
@@ -454,7 +468,7 @@ class Dispatcher:
 
     def _abort(self, ticket: Ticket) -> None:
         if ticket.state == "waiting":
-            self._end_waiting(ticket, ABORTED_UNUSED)
+            self._end_waiting(ticket, aborted_end(ticket))
         elif ticket.state != "ended":
             self._running.abort(ticket)
 

@@ -157,7 +157,7 @@ class Look:
             request_id=ticket.request.request_id,
             tenant_id=ticket.tenant_id,
             model=ticket.model_name,
-            waited_s=self._now_s - ticket.arrival_s,
+            waited_s=self._now_s - ticket.queued_s,
             left_s=ticket.deadline_s - self._now_s,
             code=cause.code,
             text=cause.text,
@@ -194,13 +194,13 @@ class Look:
         granted_s = self._now_s if ticket.granted_s is None else ticket.granted_s
         text = (
             f"running on {ticket.worker_id} for {self._now_s - granted_s:.1f} s, "
-            f"{ticket.num_tokens} tokens generated so far"
+            f"{ticket.num_before + ticket.num_tokens} tokens generated so far"
         )
         return WaitReason(
             ticket.request.request_id,
             ticket.tenant_id,
             ticket.model_name,
-            granted_s - ticket.arrival_s,
+            ticket.queue_s(self._now_s),
             ticket.ends_by_s - self._now_s,
             "running",
             text,

@@ -151,7 +151,7 @@ class Loads:
 
     def _refusal(self, now_s: float, ticket: Ticket, outlook: Outlook) -> ApiError:
         eta_s = outlook.at_s - now_s
-        bound_s = min(ticket.deadline_s, ticket.ends_by_s) - ticket.arrival_s
+        bound_s = min(ticket.deadline_s, ticket.ends_by_s) - ticket.queued_s
         come_s = max(1.0, eta_s - outlook.load_s - EARLY_SHARE * bound_s)
         place, until_s = self._places.get(ticket.model_name, (ticket.seq, 0.0))
         until_s = max(until_s, now_s + come_s + bound_s)
@@ -167,7 +167,7 @@ class Loads:
                 DecisionFigures(
                     eta_s=eta_s,
                     bound_s=bound_s,
-                    waited_s=now_s - ticket.arrival_s,
+                    waited_s=now_s - ticket.queued_s,
                     retry_after_s=come_s,
                 ),
                 ticket.tenant_id,
@@ -206,8 +206,8 @@ def demands(
         counters[name] = min(counters.get(name, counter), counter)
         oldest[name] = min(oldest.get(name, ticket.seq), ticket.seq)
         backlog_s[name] = backlog_s.get(name, 0.0) + ticket.prediction.service_s
-        arrived_s[name] = min(arrived_s.get(name, ticket.arrival_s), ticket.arrival_s)
-        waited_s[name] = waited_s.get(name, 0.0) + now_s - ticket.arrival_s
+        arrived_s[name] = min(arrived_s.get(name, ticket.queued_s), ticket.queued_s)
+        waited_s[name] = waited_s.get(name, 0.0) + now_s - ticket.queued_s
     num_waiting = queue.by_model()
     return [
         Demand(

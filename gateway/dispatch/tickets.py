@@ -1,28 +1,30 @@
 """A ticket: one request as the dispatcher sees it, its states, and the stream of its events (stage
 5).
 
-                 grant     token       refuse    worker_lost   finish   give_up
-    waiting      granted                                                ended
-    granted                streaming   waiting   waiting       ended    ended
-    streaming              streaming             ended         ended    ended
+                 grant     token       refuse    worker_lost   move      finish   give_up
+    waiting      granted                                                          ended
+    granted                streaming   waiting   waiting       waiting   ended    ended
+    streaming              streaming             waiting       waiting   ended    ended
     ended
 
-A worker refuses a ticket or is lost: before its first token the ticket waits again. `give_up` is
-every end that no worker tells: an abort, a time-out, an error for the client. A ticket changes its
-state only through `Ticket.on`.
+A worker refuses a ticket, is lost, or is to be emptied (`move`): the ticket waits again, after a
+refusal as the same attempt, otherwise as the next one. What it has streamed stays with its client:
+the next attempt goes on behind it (`generated`). `give_up` is every end that no worker tells: an
+abort, a time-out, an error for the client. A ticket changes its state only through `Ticket.on`.
 
 `RequestStream` is what the pipeline holds meanwhile. The queue is ticket_queue.py's.
 """
 
 import asyncio
 import math
+from array import array
 from collections.abc import (
     AsyncIterator,
     Callable,
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias
 
 from engine.protocol import Finish, Submit, TokenLogprobs
@@ -135,7 +137,7 @@ class RequestStream:
     # The dispatcher's side.
 
     def retry(self, attempt: int) -> None:
-        """The events from now on are those of another try; no token has been put yet."""
+        """The events from now on are those of another try, which goes on where this one ended."""
         self._attempt = attempt
 
     def put(
@@ -196,7 +198,9 @@ class RequestStream:
 
 
 TicketState: TypeAlias = Literal["waiting", "granted", "streaming", "ended"]
-TicketEvent: TypeAlias = Literal["grant", "token", "refuse", "worker_lost", "finish", "give_up"]
+TicketEvent: TypeAlias = Literal[
+    "grant", "token", "refuse", "worker_lost", "move", "finish", "give_up"
+]
 
 TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
     "waiting": {"grant": "granted", "give_up": "ended"},
@@ -204,12 +208,14 @@ TRANSITIONS: Final[Mapping[TicketState, Mapping[TicketEvent, TicketState]]] = {
         "token": "streaming",
         "refuse": "waiting",
         "worker_lost": "waiting",
+        "move": "waiting",
         "finish": "ended",
         "give_up": "ended",
     },
     "streaming": {
         "token": "streaming",
-        "worker_lost": "ended",
+        "worker_lost": "waiting",
+        "move": "waiting",
         "finish": "ended",
         "give_up": "ended",
     },
@@ -229,7 +235,7 @@ class TicketStream(Protocol):
     """Where a ticket's events go: `RequestStream`, or another process."""
 
     def retry(self, attempt: int) -> None:
-        """The events from now on are those of another try; no token has been put yet."""
+        """The events from now on are those of another try, which goes on where this one ended."""
 
     def put(
         self,
@@ -248,7 +254,8 @@ class Ticket:
     """One request as the dispatcher sees it, over all its attempts.
 
     `seq` is the order of arrival; `kv_tokens` the most it may hold (prompt plus max_tokens).
-    `deadline_s` bounds its wait in the queue, `ends_by_s` the whole request, over all its attempts.
+    `deadline_s` bounds its wait in the queue, which began at `queued_s`; `ends_by_s` bounds the
+    whole request, over all its attempts. `num_losses` counts workers that died while they had it.
     `worker_id` and `epoch` name the worker process that has it, while it is granted or streaming.
     """
 
@@ -263,6 +270,11 @@ class Ticket:
     ends_by_s: float = math.inf
     state: TicketState = "waiting"
     attempt: int = 1
+    num_losses: int = 0
+    queued_s: float = math.nan
+    """Its arrival, if nothing else is said."""
+    waited_s: float = 0.0
+    """In the queue, for earlier attempts."""
     granted_s: float | None = None
     worker_id: str = ""
     epoch: str = ""
@@ -271,6 +283,12 @@ class Ticket:
     aborted: bool = False
     num_tokens: int = 0
     """Tokens delivered so far (of this attempt)."""
+    num_before: int = 0
+    """Those of earlier attempts: the client has them."""
+    generated: "array[int]" = field(default_factory=lambda: array("I"))
+    """All of them, in the process that has the client's connection; elsewhere it is empty."""
+    cached_tokens: int = 0
+    """Of the prompt, as the attempt with the first token found it."""
     reported: UsedService = NOTHING
     reported_device_s: float = 0.0
     """What its worker has reported of this attempt, and has been charged."""
@@ -280,6 +298,11 @@ class Ticket:
     """Of a dispatcher in another process: whether it will have a `load_s` to tell at the end."""
     expected: UsedService = NOTHING
     """What is left of its prediction."""
+
+    def __post_init__(self) -> None:
+        """It waits from its arrival on."""
+        if math.isnan(self.queued_s):
+            self.queued_s = self.arrival_s
 
     @property
     def model_name(self) -> str:
@@ -297,6 +320,11 @@ class Ticket:
         return self.state == "granted" or self.state == "streaming"
 
     @property
+    def has_tokens(self) -> bool:
+        """Some attempt has made some."""
+        return self.num_before + self.num_tokens > 0
+
+    @property
     def place(self) -> tuple[int, int]:
         """Its place among its tenant's."""
         return self.request.priority, self.seq
@@ -309,6 +337,11 @@ class Ticket:
     def misfit(self, model: HostedModel | None) -> ApiError | None:
         """As the function below."""
         return misfit(self.request, model)
+
+    def queue_s(self, now_s: float) -> float:
+        """Seconds in the queue, for all attempts."""
+        until_s = now_s if self.granted_s is None else self.granted_s
+        return self.waited_s + until_s - self.queued_s
 
     def timeout_s(self, now_s: float) -> float:
         """What is left of its time, as a Submit says it: 0 none, negative: it is over."""
@@ -327,10 +360,16 @@ class Ticket:
         self.granted_s = now_s
         self.worker_id, self.epoch = worker_id, epoch
 
-    def next_attempt(self, now_s: float) -> None:
-        """It is tried once more, and may wait in the queue as long as at first."""
-        self.attempt += 1
-        self.deadline_s = now_s + (self.deadline_s - self.arrival_s)
+    def next_attempt(self, now_s: float, attempt: int = 0) -> None:
+        """It is tried once more, behind the tokens that it has, and may wait in the queue as long
+        as at first. `attempt`: as another process counts them."""
+        self.attempt = attempt or self.attempt + 1
+        self.num_before += self.num_tokens
+        self.num_tokens = 0
+        self.waited_s = self.queue_s(now_s)
+        self.granted_s = None
+        self.deadline_s = now_s + (self.deadline_s - self.queued_s)
+        self.queued_s = now_s
         self.stream.retry(self.attempt)
 
 
@@ -353,8 +392,15 @@ def check_hosted(request: Asked, model: HostedModel | None, *, is_stopping: bool
         raise error
 
 
-def submit_of(request: PreparedRequest, tenant_id: str, attempt: int, timeout_s: float) -> Submit:
-    """`timeout_s` as `Ticket.timeout_s` says it."""
+def submit_of(
+    request: PreparedRequest,
+    tenant_id: str,
+    attempt: int,
+    timeout_s: float,
+    generated: Sequence[int] = (),
+    cached_tokens: int = 0,
+) -> Submit:
+    """`timeout_s` as `Ticket.timeout_s` says it; `generated`, `cached_tokens`: as the ticket's."""
     return Submit(
         request_id=request.request_id,
         attempt=attempt,
@@ -369,6 +415,8 @@ def submit_of(request: PreparedRequest, tenant_id: str, attempt: int, timeout_s:
         constraint=request.constraint,
         timeout_s=timeout_s,
         encode=request.encode,
+        generated=list(generated),
+        cached_tokens=cached_tokens,
     )
 
 
@@ -397,8 +445,7 @@ def new_ticket(
     """A waiting ticket with its stream, in no queue yet. `abort` is what its reader may ask."""
 
     def queue_s() -> float:
-        until_s = clock() if ticket.granted_s is None else ticket.granted_s
-        return until_s - ticket.arrival_s
+        return ticket.queue_s(clock())
 
     now_s = clock()
     stream = RequestStream(

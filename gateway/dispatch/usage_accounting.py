@@ -73,8 +73,10 @@ class UsageAccounting:
 
     def progress(self, ticket: Ticket, so_far: RequestService) -> None:
         """It has had so much and goes on."""
-        prompt_tokens = ticket.request.num_prompt_tokens if ticket.num_tokens else 0
-        units = units_of(prompt_tokens, ticket.num_tokens)
+        units = 0.0
+        if ticket.num_tokens:  # an earlier attempt's were given back, and its tokens are not lost
+            num_tokens = ticket.num_before + ticket.num_tokens
+            units = units_of(ticket.request.num_prompt_tokens, num_tokens)
         service_s = self._sound(so_far.service_s, ticket.reported.service_s)
         device_s = self._sound(so_far.device_s, ticket.reported_device_s)
         self._true_up(ticket, UsedService(service_s, units), device_s)

@@ -359,8 +359,10 @@ def _dispatcher_metrics(state: DispatcherSnapshot) -> Iterator[Metric]:
     yield _total("queue_rejections", doc, state.num_queue_rejections)
     doc = "Requests that waited too long for a worker."
     yield _total("queue_timeouts", doc, state.num_queue_timeouts)
-    doc = "Requests sent again after a worker was lost."
+    doc = "Requests sent again, before a first token, after a worker was lost or emptied."
     yield _total("request_retries", doc, state.num_retries)
+    doc = "Requests continued elsewhere, after tokens, when a worker was lost or emptied."
+    yield _total("request_resumes", doc, state.num_resumed)
     doc = "Workers whose process or connection ended."
     yield _total("workers_lost", doc, state.num_workers_lost)
     doc = "Requests aborted because the client read too slowly."
