@@ -88,7 +88,7 @@ class SharedWorker:
     """A worker with several peers that keeps true books. Refuses what is beyond its capacity.
 
     A request's tokens are FIRST_TOKEN, the next number and so on: what its client gets shows
-    whether attempts have gone on where the one before ended. `made` has how many there are of what runs.
+    whether attempts have gone on where the one before ended. `made`: tokens of what runs.
     """
 
     def __init__(self, num_requests: int) -> None:
