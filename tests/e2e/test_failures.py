@@ -220,7 +220,10 @@ def check_chats(seen: Sequence[Answer], posted: Mapping[str, Any]) -> None:
 
 async def test_a_stream_outlives_its_worker(prepared: Prepared, narrow: Server) -> None:
     """Cut in mid-answer, on a server of one worker: the text is that of an undisturbed answer."""
-    kinds = [{"temperature": 0}, {"temperature": 1.1, "seed": 5, "frequency_penalty": 0.4}]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.1, "seed": 5, "frequency_penalty": 0.4},
+    ]
     bodies = [with_usage({**CHAT, "max_tokens": 200, **kind}) for kind in kinds]
     key = prepared.keys["killed"]
     async with client.new_session() as session:

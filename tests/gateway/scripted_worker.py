@@ -343,7 +343,7 @@ class Rig:
         self.dispatcher.tick()
         self.dispatcher.check_integrity()
 
-    def _orphan(self, request_id: str, finish: Finish) -> bool:
+    def _orphan(self, request_id: str, finish: Finish, _attempt: int) -> bool:
         self.orphans.append((request_id, finish))
         return self.claims
 

@@ -453,15 +453,17 @@ async def test_what_a_killed_server_left_open_is_closed_for_nothing(engine: Engi
 async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     await killed_with_open(engine, "a", "b", "c", "d", "e", "f")
     acked, recovered = list[str](), list[Posting]()
-    ledger = ledger_on(engine, acked, recovered, ledger_recovery_wait_s=3600.0)
+    ledger = ledger_on(engine, acked, recovered, ledger_recovery_wait_s=0.05)
     async with started(ledger):
         assert ledger.claim("a", finish("stop"))
-        assert not ledger.claim("a", finish("stop"))  # told again: closed already
+        assert ledger.claim("a", finish("stop"))  # told again
         assert ledger.claim("b", finish("error"))
         assert ledger.claim("d", finish("timeout"))
         assert ledger.claim("e", finish("refused", generated=0))
         assert ledger.claim("f", finish("refused"))  # its own form cost too much to go on with
         assert not ledger.claim("unknown", finish("stop"))
+        await ledger.recovered()
+        assert not ledger.claim("a", finish("stop"))  # closed already
     rows = postings_in(engine)
     assert (rows["a"].outcome, rows["a"].completion_tokens) == ("disconnected", 5)
     assert rows["a"].cost_nanos == 5 * 10 + 2 * 1 + 5 * 100
@@ -469,10 +471,39 @@ async def test_a_finish_that_a_worker_kept_is_billed(engine: Engine) -> None:
     assert (rows["d"].outcome, rows["d"].cost_nanos) == ("failed", 0)
     assert (rows["e"].outcome, rows["e"].cost_nanos) == ("failed", 0)
     assert (rows["f"].outcome, rows["f"].cost_nanos) == ("disconnected", rows["a"].cost_nanos)
-    assert sorted(acked) == ["a", "b", "d", "e", "f"]
+    assert (rows["c"].outcome, rows["c"].cost_nanos) == ("failed", 0)
+    assert sorted(acked) == ["a", "b", "c", "d", "e", "f"]
     bills = {posting.request_id: posting.cost_nanos for posting in recovered}
     assert bills == {name: row.cost_nanos for name, row in rows.items()}  # for the limits
-    assert open_in(engine) == ["c"]  # its wait was not over: the next start closes it
+    assert open_in(engine) == []
+
+
+async def test_a_wait_that_was_not_over_is_left_to_the_next_start(engine: Engine) -> None:
+    await killed_with_open(engine, "a", "b")
+    async with started(ledger_on(engine, ledger_recovery_wait_s=3600.0)) as ledger:
+        assert ledger.claim("a", finish("stop"))
+    assert open_in(engine) == ["a", "b"]
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        assert ledger.claim("a", finish("stop"))  # its worker has not been told to forget it
+        await ledger.recovered()
+    assert postings_in(engine)["a"].completion_tokens == 5
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+async def test_of_attempts_that_ended_the_last_one_is_billed(
+    engine: Engine, order: tuple[int, int]
+) -> None:
+    """The first one's worker woke up and had made more by then than its client was sent."""
+    await killed_with_open(engine, "a", "b")
+    ends = {1: finish("abort", generated=50), 2: finish("stop", generated=30)}
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        for attempt in order:
+            assert ledger.claim("a", ends[attempt], attempt)
+            assert ledger.claim("b#0", ends[attempt], attempt)
+        assert ledger.claim("b#1", finish("stop", generated=7))
+        await ledger.recovered()
+    rows = postings_in(engine)
+    assert (rows["a"].completion_tokens, rows["b"].completion_tokens) == (30, 37)
 
 
 async def test_a_stream_whose_time_was_up_is_billed_by_what_its_worker_kept(
@@ -541,8 +572,9 @@ async def test_an_encoders_kept_finish_costs_nothing(engine: Engine) -> None:
 
 async def test_a_model_that_is_gone_costs_nothing(engine: Engine) -> None:
     await killed_with_open(engine, "a", model="gone")
-    async with started(ledger_on(engine, ledger_recovery_wait_s=3600.0)) as ledger:
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
         assert ledger.claim("a", finish("stop"))
+        await ledger.recovered()
     assert postings_in(engine)["a"].cost_nanos == 0
 
 
