@@ -16,7 +16,6 @@ from gateway.errors import (
     SERVER_ERROR,
     UNAVAILABLE,
     ApiError,
-    WorkerLost,
 )
 from gateway.settings.settings import Settings
 from gateway.types import TokenEvent
@@ -178,123 +177,6 @@ async def test_a_dead_worker_s_requests_are_tried_once_more(first: str) -> None:
     assert fresh.attempt == begun.attempt == 2
     snapshot = several.dispatcher.snapshot()
     assert (snapshot.num_running, snapshot.num_retries, snapshot.num_resumed) == (0, 1, 1)
-
-
-@pytest.mark.parametrize("first", ["gateway-0", "dispatcher"])
-async def test_a_stream_that_two_workers_died_with_ends(first: str) -> None:
-    several = Several()
-    one, _ = several.gateways
-    stream = several.ask(one, "r")
-    for attempt in (1, 2):
-        several.worker.tokens("r", attempt)
-        several.worker.die(first)
-        several.deliver()
-        several.worker.start()
-        several.deliver()
-    assert several.worker.submitted == [("r", 1), ("r", 2)]
-    with pytest.raises(WorkerLost):
-        await rest(stream)
-    snapshot = several.dispatcher.snapshot()
-    assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
-
-
-async def test_a_worker_is_emptied_without_a_loss_however_often() -> None:
-    several = Several()
-    one, two = several.gateways
-    streams = several.ask(one, "begun"), several.ask(two, "fresh")
-    several.worker.tokens("begun")
-    several.deliver()
-    for attempt in range(2, 6):
-        assert several.dispatcher.move_off("w") == 2
-        several.settle()
-        assert sorted(several.worker.running) == [("begun", attempt), ("fresh", attempt)]
-        several.worker.tokens("begun", attempt)
-        several.deliver()
-    several.worker.die()
-    several.worker.start()
-    several.settle()  # the first loss
-    assert several.worker.submits["begun", 6].generated == [7, 8, 9, 10, 11]
-    for name in ("begun", "fresh"):
-        several.worker.finish(name, 6)
-    several.deliver()
-    assert tokens_of(await rest(streams[0])) == [7, 8, 9, 10, 11, 12]
-    assert tokens_of(await rest(streams[1])) == [7]
-    snapshot = several.dispatcher.snapshot()
-    assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
-    assert snapshot.quarantined == {}
-
-
-@pytest.mark.parametrize("crossing", ["end", "abort", "loss", "refusal", "dispatcher"])
-async def test_what_crosses_a_move(crossing: str) -> None:
-    several = Several()
-    one, _ = several.gateways
-    stream = several.ask(one, "r")
-    if crossing != "refusal":
-        several.worker.tokens("r")
-        several.deliver()
-    several.dispatcher.move_off("w")  # of which its gateway has not heard
-    if crossing == "end":
-        several.worker.finish("r")
-    elif crossing == "abort":
-        stream.abort()
-    elif crossing == "loss":
-        several.worker.die("gateway-0")
-        several.worker.start()
-    elif crossing == "refusal":
-        peer = several.worker.running.pop(("r", 1))
-        peer.heard.on_refused("w", Refused(several.worker.epoch, "r", 1, "draining", "", True))
-    else:
-        several.kill_dispatcher()
-        several.take_over()
-    several.deliver()
-    several.settle()
-    for request_id, attempt in list(several.worker.running):
-        several.worker.finish(request_id, attempt)
-    several.deliver()
-    wanted = {"abort": [7], "refusal": [7]}.get(crossing, [7, 8])
-    assert tokens_of(await rest(stream)) == wanted
-    # It was granted to the same worker again, which the dispatcher saw die after that.
-    assert stream.attempt == {"refusal": 2, "loss": 3}.get(crossing, 1)
-    snapshot = several.dispatcher.snapshot()
-    assert (snapshot.num_running, snapshot.num_waiting) == (0, 0)
-
-
-async def test_a_client_that_leaves_between_attempts_is_told_what_was_used() -> None:
-    several = Several()
-    stream = several.ask(several.gateways[0], "r")
-    several.worker.tokens("r")
-    several.worker.die()
-    several.deliver()
-    stream.abort()
-    several.deliver()
-    events = await rest(stream)
-    assert events[-1].finish is not None
-    assert events[-1].finish.reason == "abort"
-    assert events[-1].finish.usage.generated_tokens == 1
-    several.worker.start()
-    several.settle()
-    assert several.worker.submitted == [("r", 1)]
-
-
-async def test_another_dispatcher_knows_what_was_lost_before() -> None:
-    several = Several()
-    one, _ = several.gateways
-    stream = several.ask(one, "r")
-    several.worker.tokens("r")
-    several.worker.die()
-    several.deliver()
-    several.kill_dispatcher()
-    several.worker.start()
-    several.take_over()
-    several.settle()
-    assert several.worker.submits["r", 2].generated == [7]
-    several.worker.die("dispatcher")
-    several.deliver()
-    several.worker.start()
-    several.settle()
-    assert several.worker.submitted[-1] == ("r", 2)
-    with pytest.raises(WorkerLost):
-        await rest(stream)
 
 
 async def test_models_of_a_worker_that_dies_twice_are_quarantined_whoever_sees_it_first() -> None:
