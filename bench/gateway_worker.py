@@ -99,11 +99,15 @@ class Worker:
             self._next_status_s = 0.0
         elif isinstance(message, Submit):
             self._peers[peer] = self._peers.get(peer, 0) + 1
-            self._running[peer, message.request_id, message.attempt] = (message, 0)
+            self._running[peer, message.request_id, message.attempt] = (
+                message,
+                len(message.generated),
+            )
             for taken in self._taken.values():
                 taken.append((message.request_id, message.attempt))
             if message.model_id.startswith("instant"):
-                self._say(peer, message, 0, message.max_tokens)
+                done = len(message.generated)
+                self._say(peer, message, done, message.max_tokens - done)
         elif isinstance(message, Abort):
             running = self._running.pop((peer, message.request_id, message.attempt), None)
             if running is not None:

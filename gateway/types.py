@@ -191,8 +191,8 @@ class RunningRequest(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Which try the events belong to: one more for each worker that died with it or was emptied.
-        A later one goes on where the one before ended."""
+        """Which try the events belong to: one more for each worker that was lost or emptied. A
+        later one goes on where the one before ended."""
 
     @property
     def queue_s(self) -> float:

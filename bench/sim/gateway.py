@@ -263,7 +263,7 @@ class SimGateway:
         elif client.hold is not None:
             self._postings.void(client.request_id)
 
-    def _claim(self, request_id: str, finish: Finish) -> bool:
+    def _claim(self, request_id: str, _finish: Finish, _attempt: int) -> bool:
         if not self._postings.claim(request_id):
             return False
         self._ack(request_id)

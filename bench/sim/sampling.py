@@ -44,7 +44,7 @@ class Sampler:
         if gateway is not None:
             snapshot = gateway.dispatcher.snapshot()
             counters["messages"] = sum(c.cable.num_messages for c in gateway.worker_clients)
-            counters["retries"] = snapshot.num_retries
+            counters["retries"] = snapshot.num_retries + snapshot.num_resumed
             counters["queue_timeouts"] = snapshot.num_queue_timeouts
             counters["queue_rejections"] = snapshot.num_queue_rejections
             counters["late_messages"] = snapshot.num_late_messages

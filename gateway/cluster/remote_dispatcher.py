@@ -70,6 +70,7 @@ from gateway.dispatch.assignments import (
     check_tokens,
     end_without_tokens,
     loss_of,
+    nobodys,
     refusal_of,
 )
 from gateway.dispatch.decisions import DecisionLog
@@ -114,7 +115,7 @@ class RemoteDispatcher(GrantedTickets):
         settings: Settings,
         link: DispatcherLink,
         clock: Callable[[], float] = time.monotonic,
-        claim_orphan: Callable[[str, Finish], bool] = lambda _request_id, _finish: False,
+        claim_orphan: Callable[[str, Finish, int], bool] = nobodys,
     ) -> None:
         placement = Placement(settings.max_load_share, settings.gather_wait_s)
         super().__init__(RemoteWorkers(placement, DecisionLog()), claim_orphan)

@@ -178,7 +178,7 @@ class TicketDispatcher(Dispatcher):
         """Its worker did not take it, or was lost. Where it was not known to run, it waits from now
         on."""
         ticket = self._running.find(request_id, attempt)
-        self._learn(peer, spec, is_counted=ticket is None or refused is not None)
+        self._learn(peer, spec, is_over=ticket is None or refused is not None)
         if ticket is None or self._peers.get(request_id) is not peer:
             self._running.counts.late += 1
             self.ask(peer, spec, is_new=False)
@@ -203,13 +203,17 @@ class TicketDispatcher(Dispatcher):
                 f"{len(self._peers)} peers' tickets, {len(self._running.live)} live"
             )
 
-    def _learn(self, peer: GatewayPeer, spec: TicketSpec, *, is_counted: bool) -> None:
-        """What its gateway has counted: losses that were not seen here, the latest included unless
-        it is yet to be counted (`is_counted`)."""
+    def _learn(self, peer: GatewayPeer, spec: TicketSpec, *, is_over: bool) -> None:
+        """Tokens and losses that its gateway has counted. `is_over`: the attempt is over here, too;
+        otherwise its tokens and its loss are among them and are yet to be counted."""
         ticket = self._of(peer, spec.request_id)
-        if ticket is not None:
-            num_losses = spec.num_losses if is_counted else spec.num_losses - 1
-            ticket.num_losses = max(ticket.num_losses, num_losses)
+        if ticket is None:
+            return
+        ticket.num_losses = max(ticket.num_losses, spec.num_losses - (not is_over))
+        if is_over:
+            ticket.num_before = max(ticket.num_before, spec.num_before)
+        else:
+            ticket.num_tokens = max(ticket.num_tokens, spec.num_before - ticket.num_before)
 
     def _ticket(self, peer: GatewayPeer, spec: TicketSpec) -> Ticket | ApiError:
         model = self._models.get(spec.model)
@@ -255,6 +259,9 @@ class TicketDispatcher(Dispatcher):
 
     def _send_recall(self, ticket: Ticket) -> None:
         self._peers[ticket.request.request_id].recall(ticket)
+        worker = self._fleet.get(ticket.worker_id, ticket.epoch)
+        if worker is not None:  # nobody knows whether its Submit will ever be sent
+            worker.withdraw(ticket.key)
 
     def _forget(self, ticket: Ticket) -> None:
         super()._forget(ticket)

@@ -62,6 +62,11 @@ ABORTED_UNUSED = Finish("abort", NOTHING_USED)
 """The end of a request that was aborted before it used anything."""
 
 
+def nobodys(_request_id: str, _finish: Finish, _attempt: int) -> bool:
+    """Of a finish that no request waits for, where no ledger could claim it."""
+    return False
+
+
 @dataclass(slots=True)
 class AssignmentCounts:
     """Running totals for metrics."""
@@ -78,10 +83,10 @@ class GrantedTickets:
     `live` has the waiting ones too: it is the one table of a process' tickets that have not ended,
     and its owner puts them in and takes them out. Iteration and `len` are of the granted and the
     streaming. The part that is the same wherever the fair queue is (cluster/remote_dispatcher.py).
-    `claim_orphan(request_id, finish)`: see dispatcher.py.
+    `claim_orphan(request_id, finish, attempt)`: see dispatcher.py.
     """
 
-    def __init__(self, fleet: Fleet, claim_orphan: Callable[[str, Finish], bool]) -> None:
+    def __init__(self, fleet: Fleet, claim_orphan: Callable[[str, Finish, int], bool]) -> None:
         self.counts = AssignmentCounts()
         self.unacked = UsageOutbox(fleet)
         self._fleet = fleet
@@ -176,7 +181,7 @@ class GrantedTickets:
         if delta.finish is None or self.unacked.expects(delta.request_id, delta.attempt):
             return
         self._unclaimed((delta.request_id, delta.attempt), delta.finish.usage)
-        if self._claim_orphan(delta.request_id, delta.finish):
+        if self._claim_orphan(delta.request_id, delta.finish, delta.attempt):
             self.unacked.expect(delta.request_id, delta.attempt, worker_id, epoch)
         else:
             self.unacked.ack_now(delta.request_id, delta.attempt, worker_id)
@@ -196,7 +201,7 @@ class Assignments(GrantedTickets):
         estimator: ServiceEstimator,
         quarantine: Quarantine,
         on_left: Callable[[Ticket], None],
-        claim_orphan: Callable[[str, Finish], bool],
+        claim_orphan: Callable[[str, Finish, int], bool],
         send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
         recall: Callable[[Ticket], None] | None = None,
     ) -> None:

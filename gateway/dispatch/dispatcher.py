@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.assignments import Assignments, aborted_end
+from gateway.dispatch.assignments import Assignments, aborted_end, nobodys
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
@@ -64,7 +64,7 @@ TICK_S = 0.05
 class Dispatcher:
     """Implements protocols.RequestDispatcher and worker_client.WorkerListener.
 
-    `claim_orphan(request_id, finish)` is asked about a finish that no request here waits for; True
+    `claim_orphan(request_id, finish, attempt)` is asked of a finish no request here waits for; True
     means that its usage will be posted and acknowledged through `ack_usage`.
     """
 
@@ -72,7 +72,7 @@ class Dispatcher:
         self,
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
-        claim_orphan: Callable[[str, Finish], bool] = lambda _request_id, _finish: False,
+        claim_orphan: Callable[[str, Finish, int], bool] = nobodys,
         share: TenantOrder | None = None,
         placement: Placer | None = None,
         send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,

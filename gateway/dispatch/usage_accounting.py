@@ -198,8 +198,9 @@ class UsageOutbox:
 
     A worker keeps every Finish until it is acknowledged. Those that owe nothing (no token was ever
     delivered) are acknowledged at once; the others when the ledger says that their posting is
-    durable. The ledger speaks of a request once, also where its choices were several requests to
-    the workers.
+    durable. Where several attempts of a request have ended, the last one stands for all of them,
+    and the others are acknowledged at once. The ledger speaks of a request once, also where its
+    choices were several requests to the workers.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -212,7 +213,13 @@ class UsageOutbox:
     def expect(self, request_id: str, attempt: int, worker_id: str, epoch: str) -> None:
         """The ledger will speak of this request."""
         names = self._entries.setdefault(base_id(request_id), {})
-        names[request_id] = (worker_id, epoch, attempt)
+        place = (worker_id, epoch, attempt)
+        other = names.get(request_id, place)
+        if other[2] > attempt:
+            place, other = other, place
+        if other[2] != place[2]:
+            self.ack_now(request_id, other[2], other[0])
+        names[request_id] = place
         if len(self._entries) > MAX_UNACKED:
             self._entries.popitem(last=False)
 

@@ -16,8 +16,9 @@ closed like what a kill leaves open, for its open record is there: never to the 
 Recovery. At a start the journal's rest goes into the database first; what is open there as this
 gateway's (ledger_recovery.py) was left by a process that died (one process per journal holds its
 lock). Workers that outlived it send their unacknowledged finishes again at Hello, within
-ledger_recovery_wait_s. What is posted then is ledger_recovery.py's to say. Choices of one request
-finish one by one; what has arrived by the end of the wait is summed up.
+ledger_recovery_wait_s. What is posted then is ledger_recovery.py's to say, by what has arrived when
+that wait is over: choices of one request finish one by one, and so may attempts of one of them, of
+which the last one counts (it goes on with the tokens of those before, as far as they were sent).
 """
 
 import asyncio
@@ -174,7 +175,8 @@ class Ledger:
         self._open: set[str] = set()
         """Requests whose end must still fit into the journal."""
         self._left: dict[str, OpenRecord] = {}
-        self._parts: dict[str, dict[str, Finish]] = {}
+        self._parts: dict[str, dict[str, tuple[int, Finish]]] = {}
+        """By request and name at the worker: the latest attempt that ended, and how."""
         self._openings = PendingOpens(settings.ledger_open_timeout_s, self._give_up_open)
         self._recovery: asyncio.Task[None] | None = None
         self._num_recovered = 0
@@ -258,18 +260,18 @@ class Ledger:
         self._on_durable([request_id])
         return DONE
 
-    def claim(self, request_id: str, finish: Finish) -> bool:
+    def claim(self, request_id: str, finish: Finish, attempt: int = 1) -> bool:
         """A worker reported the end of a request that nobody here waits for.
 
-        True if its record was left open: then it is posted, and `on_durable` will name it.
+        True if its record was left open: then it is posted when the wait is over, and `on_durable`
+        will name it.
         """
         owner = base_id(request_id)
         if owner not in self._left:
             return False
-        if owner == request_id:
-            self._close(self._left.pop(owner), finish)
-        else:
-            self._parts.setdefault(owner, {})[request_id] = finish
+        parts = self._parts.setdefault(owner, {})
+        if attempt >= parts.get(request_id, (0, finish))[0]:
+            parts[request_id] = attempt, finish
         return True
 
     async def recovered(self) -> None:
@@ -402,7 +404,7 @@ class Ledger:
         for record in list(self._left.values()):
             del self._left[record.request_id]
             parts = self._parts.pop(record.request_id, {})
-            self._close(record, together(list(parts.values())))
+            self._close(record, together([finish for _, finish in parts.values()]))
 
     def _close(self, record: OpenRecord, finish: Finish | None) -> None:
         rates = self._find_rates(record.tenant_id, record.model, record.opened_at)

@@ -81,7 +81,7 @@ class GatewayProcess:
         self._dispatcher = RemoteDispatcher(
             settings,
             self._link,
-            claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish),
+            claim_orphan=lambda *finish: self._ledger.claim(*finish),
         )
         self._link.hello = lambda: Hello(
             PROTOCOL_VERSION,

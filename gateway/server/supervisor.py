@@ -142,7 +142,7 @@ class Server:
         self._share_file = CounterCheckpoint(settings.data_path, share)
         self._dispatcher = Dispatcher(
             settings,
-            claim_orphan=lambda request_id, finish: self._ledger.claim(request_id, finish),
+            claim_orphan=lambda *finish: self._ledger.claim(*finish),
             share=share,
         )
         self._ledger = Ledger(

@@ -138,6 +138,34 @@ async def test_a_killed_gateway_takes_only_its_own_with_it(
     assert sum(waiting) == 0
 
 
+async def test_a_killed_worker_breaks_no_stream(
+    prepared: Prepared, several: Server, session: aiohttp.ClientSession
+) -> None:
+    key = prepared.keys["revoked"]
+    undisturbed, ended = await ask_all(several, key, session)
+    await ended
+    seen, ended = await ask_all(several, key, session)
+    (pid,) = several.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    await ended
+    assert all(one.end == "done" and one.chunks for one in seen), seen
+    assert [one.text for one in seen] == [one.text for one in undisturbed]
+    assert several.metrics()["request_resumes_total"] >= 1
+    several.wait_until(several.has_posted)
+    rows = usage_rows(several.data_dir, polyhost_process, tenant="revoked")
+    counts = Counter(row["request_id"] for row in rows)
+    assert counts == Counter(one.request_id for one in (*undisturbed, *seen))
+    assert {row["outcome"] for row in rows} == {"finished"}
+    before = {one.text: row_of(rows, one)["completion_tokens"] for one in undisturbed}
+    assert {one.text: row_of(rows, one)["completion_tokens"] for one in seen} == before
+
+
+def row_of(rows: list[dict[str, Any]], answer: Answer) -> dict[str, Any]:
+    """Its posting."""
+    (row,) = [row for row in rows if row["request_id"] == answer.request_id]
+    return row
+
+
 async def test_a_price_of_loads_is_billed_though_the_dispatcher_is_elsewhere(
     prepared: Prepared, several: Server
 ) -> None:

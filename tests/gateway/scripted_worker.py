@@ -220,10 +220,16 @@ class ScriptedWorker:
         self.heard.on_deltas(self.worker_id, self.epoch, [delta])
 
     def refuse(
-        self, request_id: str, code: RefusalCode, *, retryable: bool, message: str = "because"
+        self,
+        request_id: str,
+        code: RefusalCode,
+        *,
+        retryable: bool,
+        message: str = "because",
+        attempt: int = 0,
     ) -> None:
-        """A Submit was not taken."""
-        (key,) = [key for key in self.running if key[0] == request_id]
+        """A Submit was not taken; of several attempts that are there, this one."""
+        (key,) = [key for key in self.running if key[0] == request_id and attempt in (0, key[1])]
         del self.running[key]
         self.heard.on_refused(self.worker_id, Refused(self.epoch, *key, code, message, retryable))
 
@@ -339,7 +345,7 @@ class Rig:
         self.dispatcher.tick()
         self.dispatcher.check_integrity()
 
-    def _orphan(self, request_id: str, finish: Finish) -> bool:
+    def _orphan(self, request_id: str, finish: Finish, _attempt: int) -> bool:
         self.orphans.append((request_id, finish))
         return self.claims
 

@@ -85,12 +85,18 @@ class Peer:
 
 
 class SharedWorker:
-    """A worker with several peers that keeps true books. Refuses what is beyond its capacity."""
+    """A worker with several peers that keeps true books. Refuses what is beyond its capacity.
+
+    A request's tokens are FIRST_TOKEN, the next number and so on: what its client gets shows
+    whether attempts have gone on where the one before ended. `made`: tokens of what runs.
+    """
 
     def __init__(self, num_requests: int) -> None:
         self.num_requests = num_requests
         self.peers: dict[str, Peer] = {}
         self.running: dict[tuple[str, int], Peer] = {}
+        self.made: dict[tuple[str, int], int] = {}
+        self.submits: dict[tuple[str, int], Submit] = {}
         self.submitted: list[tuple[str, int]] = []
         self.num_refused = 0
         self.refusals: list[tuple[Peer, Refused]] = []
@@ -139,7 +145,11 @@ class SharedWorker:
                 self.refusals.append((peer, refused))
                 return
             self.submitted.append(key)
+            self.submits[key] = message
             self.running[key] = peer
+            self.made[key] = len(message.generated)
+            assert message.generated == tokens_upto(len(message.generated))
+            assert len(message.generated) < message.max_tokens
             self.most_running = max(self.most_running, len(self.running))
         elif isinstance(message, Abort):
             key = (message.request_id, message.attempt)
@@ -187,8 +197,14 @@ class SharedWorker:
         )
 
     def tokens(self, request_id: str, attempt: int = 1) -> None:
-        """One more token."""
-        self._tell(TokenDelta(request_id, attempt, [7]))
+        """One more token, which ends it where it is the last one that was asked for."""
+        key = request_id, attempt
+        if self.made[key] + 1 >= self.submits[key].max_tokens:
+            self.finish(*key, reason="length")
+            return
+        self.made[key] += 1
+        delta = TokenDelta(*key, tokens_upto(self.made[key])[-1:])
+        self.running[key].heard.on_deltas("w", self.epoch, [delta])
 
     def finish(
         self,
@@ -198,16 +214,21 @@ class SharedWorker:
         generated: int = 1,
         service_s: float = 0.1,
     ) -> None:
-        """It has ended."""
-        finish = Finish(reason, Usage(4, 0, generated, service_s))
-        peer = self.running[request_id, attempt]
-        delta = TokenDelta(request_id, attempt, [8] if generated else [], finish)
-        del self.running[request_id, attempt]
+        """It has ended, with so many tokens more."""
+        key = request_id, attempt
+        made = self.made[key] = self.made[key] + generated
+        finish = Finish(reason, Usage(4, 0, made, service_s))
+        delta = TokenDelta(*key, tokens_upto(made)[made - generated :], finish)
+        peer = self.running.pop(key)
         peer.heard.on_deltas("w", self.epoch, [delta])
 
-    def _tell(self, delta: TokenDelta) -> None:
-        peer = self.running[delta.request_id, delta.attempt]
-        peer.heard.on_deltas("w", self.epoch, [delta])
+
+FIRST_TOKEN = 7
+
+
+def tokens_upto(count: int) -> list[int]:
+    """The first tokens of any request."""
+    return list(range(FIRST_TOKEN, FIRST_TOKEN + count))
 
 
 class MemoryLink:

@@ -16,7 +16,6 @@ from gateway.errors import (
     SERVER_ERROR,
     UNAVAILABLE,
     ApiError,
-    WorkerLost,
 )
 from gateway.settings.settings import Settings
 from gateway.types import TokenEvent
@@ -27,6 +26,10 @@ from tests.gateway.scripted_worker import hosted, prepared, principal
 async def rest(stream: RequestStream) -> list[TokenEvent]:
     """All that is left; raises what ended it."""
     return [event async for event in stream]
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [token for event in events for token in event.token_ids]
 
 
 def ended(stream: RequestStream) -> bool:
@@ -158,18 +161,22 @@ async def test_a_dead_worker_s_requests_are_tried_once_more(first: str) -> None:
     fresh, begun = one.ask("fresh"), two.ask("begun", "b")
     several.deliver()
     several.worker.tokens("begun")
+    several.deliver()
     several.worker.die(first)
     several.deliver()
-    with pytest.raises(WorkerLost):
-        await rest(begun)
     several.worker.start()
     several.deliver()
-    assert several.worker.submitted == [("fresh", 1), ("begun", 1), ("fresh", 2)]
-    several.worker.finish("fresh", 2)
+    before = [("fresh", 1), ("begun", 1)]
+    assert several.worker.submitted == [*before, ("fresh", 2), ("begun", 2)]
+    assert several.worker.submits["begun", 2].generated == [7]
+    for name in ("fresh", "begun"):
+        several.worker.finish(name, 2)
     several.deliver()
-    await rest(fresh)
-    assert fresh.attempt == 2
-    assert several.dispatcher.snapshot().num_running == 0
+    assert tokens_of(await rest(fresh)) == [7]
+    assert tokens_of(await rest(begun)) == [7, 8]
+    assert fresh.attempt == begun.attempt == 2
+    snapshot = several.dispatcher.snapshot()
+    assert (snapshot.num_running, snapshot.num_retries, snapshot.num_resumed) == (0, 1, 1)
 
 
 async def test_models_of_a_worker_that_dies_twice_are_quarantined_whoever_sees_it_first() -> None:
@@ -202,18 +209,24 @@ async def test_a_second_grant_while_the_first_runs_takes_its_place() -> None:
     assert list(several.worker.running) == [("r", 2)]
 
 
-async def test_a_second_grant_of_what_streams_is_declined() -> None:
+async def test_a_second_grant_of_what_streams_takes_its_place_too() -> None:
     several = Several(num_requests=2)
     one, _ = several.gateways
     stream = several.ask(one, "r")
     several.worker.tokens("r")  # the dispatcher has not heard of it yet
     several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+    several.worker.tokens("r")  # nor will it
     several.dispatcher.on_connected("w", several.worker.epoch)
     several.settle()
-    assert several.worker.submitted == [("r", 1)]
-    several.worker.finish("r")
+    assert several.worker.submitted == [("r", 1), ("r", 2)]
+    assert list(several.worker.running) == [("r", 2)], "the first is aborted"
+    assert several.worker.submits["r", 2].generated == [7, 8]
+    several.worker.finish("r", 2)
     several.deliver()
-    assert len(await rest(stream)) == 1
+    events = await rest(stream)
+    assert tokens_of(events) == [7, 8, 9]
+    assert events[-1].finish is not None
+    assert events[-1].finish.usage.generated_tokens == 3
     assert several.dispatcher.snapshot().num_running == 0
 
 
@@ -243,7 +256,7 @@ async def test_another_dispatcher_takes_over_what_waits_runs_and_is_on_its_way()
     several.worker.tokens("streams")
     several.worker.finish("streams")
     late = two.ask("asked of nobody", "e")
-    assert [token for event in await rest(streams[0]) for token in event.token_ids] == [7, 7, 8]
+    assert [token for event in await rest(streams[0]) for token in event.token_ids] == [7, 8, 9]
     several.take_over()
     several.settle()
     assert several.worker.num_refused == 0

@@ -12,7 +12,7 @@ import pytest
 from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError, WorkerLost
 from gateway.settings.settings import Settings
-from tests.gateway.cluster.several_kit import Several
+from tests.gateway.cluster.several_kit import Several, tokens_upto
 
 NUM_GATEWAYS = 3
 NUM_REQUESTS = 3
@@ -43,6 +43,8 @@ class History:
             (0.3, self.kill_dispatcher),
             (0.2, self.kill_gateway),
             (0.2, self.kill_worker),
+            (0.2, self.lose_worker),
+            (0.4, self.move),
             (0.2, self.cut),
             (1, self.time),
             (2, self.greet),
@@ -109,6 +111,17 @@ class History:
         self.several.worker.start()
         self.greeted = True
 
+    def lose_worker(self) -> None:
+        """The dispatcher alone does not hear it for a while."""
+        if self.greeted:
+            several = self.several
+            several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+            self.greeted = False
+
+    def move(self) -> None:
+        """The worker is to be emptied; it is the only one, and takes them again."""
+        self.several.dispatcher.move_off("w")
+
     def cut(self) -> None:
         self.random.choice(self.several.gateways).link.connect(self.several.server)
 
@@ -149,12 +162,17 @@ async def test_each_request_ends_once_whatever_dies(seed: int) -> None:
     for request_id, stream in history.streams.items():
         try:
             async with asyncio.timeout(1.0):
+                tokens: list[int] = []
                 async for event in stream:
-                    billed_s += event.finish.usage.load_s if event.finish else 0.0
+                    tokens += event.token_ids
+                    if event.finish is not None:
+                        billed_s += event.finish.usage.load_s
+                        assert event.finish.usage.generated_tokens == len(tokens)
         except (ApiError, WorkerLost):
             pass
         except TimeoutError:
             raise AssertionError(f"{request_id} has no end") from None
+        assert tokens == tokens_upto(len(tokens)), request_id
     assert billed_s <= history.loaded_s + 1e-9
     several = history.several
     assert len(several.worker.submitted) == len(set(several.worker.submitted))

@@ -295,6 +295,19 @@ async def test_finishes_nobody_waits_for_go_to_the_ledger_or_are_acknowledged() 
     assert rig.dispatcher.snapshot().num_late_messages == 2
 
 
+@pytest.mark.parametrize("attempts", [(1, 2), (2, 1)])
+async def test_of_several_attempts_that_nobody_waits_for_the_last_is_kept(
+    attempts: tuple[int, int],
+) -> None:
+    rig, worker = served()
+    rig.claims = True
+    for attempt in attempts:
+        worker.finish("old", attempt=attempt)
+    assert worker.acked == [("old", 1)]
+    rig.dispatcher.ack_usage(["old"])
+    assert worker.acked == [("old", 1), ("old", 2)]
+
+
 async def test_an_engine_failure_before_tokens_is_an_error_and_after_them_an_end() -> None:
     rig, worker = served()
     early = rig.ask("a")

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.protocol import FinishReason
+from engine.protocol import Abort, FinishReason
 from gateway.dispatch.tickets import RequestStream
 from gateway.errors import ApiError, WorkerLost
 from gateway.settings.settings import Settings
@@ -32,6 +32,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.workers: list[ScriptedWorker] = []
         self.streams: dict[str, RequestStream] = {}
         self.num_refused = 0
+        self.made: dict[tuple[str, str, int], int] = {}
 
     def teardown(self) -> None:
         self.loop.close()
@@ -57,19 +58,40 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(which=WORKERS, tokens=st.integers(1, 3))
     def step(self, which: int, tokens: int) -> None:
-        """Every request on the worker gets tokens."""
-        for request_id, attempt in list(self.workers[which].running):
-            self.workers[which].tokens(request_id, *range(tokens), attempt=attempt)
+        """Every request on the worker gets tokens: the numbers from 0 on, over all attempts."""
+        worker = self.workers[which]
+        for (request_id, attempt), submit in list(worker.running.items()):
+            made = self.made_by(worker, request_id, attempt)
+            until = min(made + tokens, submit.max_tokens - 1)
+            self.made[worker.epoch, request_id, attempt] = max(made, until)
+            if until > made:
+                worker.tokens(request_id, *range(made, until), attempt=attempt)
+
+    def made_by(self, worker: ScriptedWorker, request_id: str, attempt: int) -> int:
+        """Tokens of the request that the worker knows of."""
+        submit = worker.running[request_id, attempt]
+        assert submit.generated == list(range(len(submit.generated)))
+        assert len(submit.generated) < submit.max_tokens
+        return self.made.get((worker.epoch, request_id, attempt), len(submit.generated))
+
+    def end(
+        self,
+        worker: ScriptedWorker,
+        key: tuple[str, int],
+        reason: FinishReason,
+        service_s: float = 0.1,
+    ) -> None:
+        """The worker ends it."""
+        made = self.made_by(worker, *key)
+        reason = "abort" if Abort(*key) in worker.sent else reason
+        worker.finish(key[0], reason, attempt=key[1], generated=made, service_s=service_s)
 
     @rule(which=WORKERS, pick=st.integers(0, 9), service_s=st.floats(0.0, 2.0))
     def finish(self, which: int, pick: int, service_s: float) -> None:
         worker = self.workers[which]
         if worker.running:
-            request_id, attempt = list(worker.running)[pick % len(worker.running)]
-            reason: FinishReason = "error" if pick == 9 else "stop"
-            if request_id in worker.aborted:
-                reason = "abort"
-            worker.finish(request_id, reason, attempt=attempt, service_s=service_s)
+            key = list(worker.running)[pick % len(worker.running)]
+            self.end(worker, key, "error" if pick == 9 else "stop", service_s)
 
     @rule(which=WORKERS, lag=st.integers(0, 2))
     def heartbeat(self, which: int, lag: int) -> None:
@@ -83,9 +105,14 @@ class DispatcherMachine(RuleBasedStateMachine):
     def refuse(self, which: int, pick: int) -> None:
         worker = self.workers[which]
         if worker.running:
-            request_id, _ = list(worker.running)[pick % len(worker.running)]
-            if self._has_no_token(request_id):
-                worker.refuse(request_id, "overloaded", retryable=pick % 2 == 0)
+            key = list(worker.running)[pick % len(worker.running)]
+            if self._has_no_token(*key):
+                worker.refuse(key[0], "overloaded", retryable=pick % 2 == 0, attempt=key[1])
+
+    @rule(which=WORKERS)
+    def move(self, which: int) -> None:
+        """It is to be emptied."""
+        self.rig.dispatcher.move_off(self.workers[which].worker_id)
 
     @rule(which=WORKERS)
     def die(self, which: int) -> None:
@@ -140,9 +167,9 @@ class DispatcherMachine(RuleBasedStateMachine):
                 largest[submit.model_id] = max(largest.get(submit.model_id, 0), tokens[key])
             assert sum(tokens.values()) <= worker.kv_tokens + sum(largest.values())
 
-    def _has_no_token(self, request_id: str) -> bool:
+    def _has_no_token(self, request_id: str, attempt: int) -> bool:
         return any(
-            ticket.request.request_id == request_id and not ticket.num_tokens
+            ticket.key == (request_id, attempt) and not ticket.num_tokens
             for ticket in self.rig.dispatcher._running
         )
 
@@ -168,10 +195,8 @@ class RunOutMachine(DispatcherMachine):
                     worker.connect()
                 for name in worker.loads[-3:]:
                     worker.states[name] = "resident"
-                for request_id, attempt in list(worker.running):
-                    aborted = request_id in worker.aborted
-                    reason: FinishReason = "abort" if aborted else "stop"
-                    worker.finish(request_id, reason, attempt=attempt)
+                for key in list(worker.running):
+                    self.end(worker, key, "stop")
                 worker.status()
             self.rig.dispatcher.tick()
         snapshot = self.rig.dispatcher.snapshot()
@@ -187,12 +212,17 @@ class RunOutMachine(DispatcherMachine):
 async def _ends(stream: RequestStream) -> int:
     """How often the stream ended: by a finish or by an error."""
     ends = 0
+    tokens: list[int] = []
     try:
         async for event in stream:
             assert isinstance(event, TokenEvent)
+            tokens += event.token_ids
             ends += event.finish is not None
+            if event.finish is not None and not stream.overflowed:
+                assert event.finish.usage.generated_tokens == len(tokens)
     except (ApiError, WorkerLost):
         ends += 1
+    assert tokens == list(range(len(tokens)))
     return ends
 
 

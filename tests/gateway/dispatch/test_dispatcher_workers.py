@@ -2,9 +2,15 @@
 
 import pytest
 
+from engine.protocol import Finish, TokenDelta, Usage
 from gateway.errors import MODEL_FAILED, UNAVAILABLE, ApiError, WorkerLost
 from gateway.settings.settings import Settings
-from tests.gateway.scripted_worker import Rig, hosted, served
+from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, served
+
+
+def heard(worker: ScriptedWorker, delta: TokenDelta) -> None:
+    """The worker says just that."""
+    worker.heard.on_deltas(worker.worker_id, worker.epoch, [delta])
 
 
 async def test_without_a_token_it_is_sent_again_once_at_its_old_place() -> None:
@@ -29,14 +35,149 @@ async def test_without_a_token_it_is_sent_again_once_at_its_old_place() -> None:
     assert caught.value.kind is MODEL_FAILED
 
 
-async def test_with_tokens_it_ends_as_lost() -> None:
+async def test_with_tokens_it_goes_on_behind_them() -> None:
+    rig, worker = served()
+    stream = rig.ask("a")
+    heard(worker, TokenDelta("a", 1, [1, 2], cached_tokens=3))
+    heard(worker, TokenDelta("a", 1, [3]))
+    worker.die()
+    rig.dispatcher.check_integrity()
+    worker.connect()
+    submit = worker.running["a", 2]
+    assert (submit.generated, submit.cached_tokens) == ([1, 2, 3], 3)
+    heard(worker, TokenDelta("a", 2, [4], cached_tokens=1))
+    worker.finish("a", attempt=2, token_ids=(5,), generated=5)
+    events = [event async for event in stream]
+    assert [token for event in events for token in event.token_ids] == [1, 2, 3, 4, 5]
+    assert stream.attempt == 2
+    rig.dispatcher.ack_usage(["a"])
+    assert worker.acked == [("a", 2)]
+    snapshot = rig.dispatcher.snapshot()
+    assert (snapshot.num_retries, snapshot.num_resumed) == (0, 1)
+    assert snapshot.service_s_by_tenant == {"t": 0.1}
+
+
+async def test_with_tokens_a_second_death_ends_it_as_lost() -> None:
     rig, worker = served()
     stream = rig.ask("a")
     worker.tokens("a", 1, 2)
+    worker.die()
+    worker.connect()  # before another token
     worker.die("killed by signal 9")
     assert (await anext(stream)).token_ids == [1, 2]
     with pytest.raises(WorkerLost, match="signal 9"):
         await anext(stream)
+
+
+async def test_an_end_before_another_token_is_one_after_tokens() -> None:
+    """What the first attempt has made is billed: the worker's word waits for its posting."""
+    rig, worker = served()
+    stream = rig.ask("a")
+    worker.tokens("a", 1)
+    worker.die()
+    worker.connect()
+    worker.finish("a", "error", attempt=2, generated=1)
+    assert (await anext(stream)).finish is not None
+    assert worker.acked == []
+    rig.dispatcher.ack_usage(["a"])
+    assert worker.acked == [("a", 2)]
+
+
+@pytest.mark.parametrize("moment", ["waits", "dies", "refused"])
+async def test_a_client_that_leaves_between_attempts_is_told_what_was_used(moment: str) -> None:
+    rig, worker = served()
+    stream = rig.ask("a")
+    heard(worker, TokenDelta("a", 1, [1, 2], cached_tokens=3))
+    if moment == "dies":
+        stream.abort()
+    worker.die()
+    if moment == "waits":
+        stream.abort()
+    elif moment == "refused":
+        worker.connect()
+        stream.abort()
+        worker.refuse("a", "draining", retryable=True)
+    events = [event async for event in stream]
+    assert events[-1].finish == Finish("abort", Usage(4, 3, 2, 0.0))
+    assert rig.dispatcher.snapshot().num_running == 0
+
+
+async def test_a_worker_that_wakes_up_finds_its_attempts_given_up() -> None:
+    """It was stopped for a while: what it says of attempt 1 is acknowledged and nobody's."""
+    rig, worker = served()
+    stream = rig.ask("a")
+    worker.tokens("a", 1)
+    epoch = worker.epoch
+    worker.die("silent for 5.0 s")
+    worker.reachable, worker.epoch = True, epoch
+    worker.heard.on_connected("w", epoch)
+    worker.status()
+    assert worker.submitted == ["a", "a/2"]
+    assert worker.running["a", 2].generated == [1]
+    worker.tokens("a", 66, attempt=1)
+    worker.finish("a", "length", attempt=1, token_ids=(67,), generated=3, service_s=7.0)
+    assert worker.acked == [("a", 1)]
+    worker.finish("a", attempt=2, token_ids=(2,), generated=2)
+    events = [event async for event in stream]
+    assert [token for event in events for token in event.token_ids] == [1, 2]
+    assert events[-1].finish is not None
+    assert events[-1].finish.usage.generated_tokens == 2
+    assert [name for name, _ in rig.orphans] == ["a"]
+    assert rig.dispatcher.snapshot().service_s_by_tenant == {"t": 0.1}
+
+
+async def test_a_worker_is_emptied_without_a_loss() -> None:
+    rig = Rig()
+    one = rig.worker("one")
+    streams = {name: rig.ask(name) for name in ("begun", "fresh", "leaves")}
+    one.tokens("begun", 1, 2)
+    streams["leaves"].abort()
+    two = rig.worker("two")
+    one.states = {"m": "draining"}
+    one.status()
+    assert rig.dispatcher.move_off("one") == 2
+    rig.dispatcher.check_integrity()
+    assert one.aborted == ["leaves", "begun", "fresh"]
+    assert two.submitted == ["begun/2", "fresh/2"]
+    assert two.running["begun", 2].generated == [1, 2]
+    for name in one.aborted:  # their ends, of which one is awaited
+        one.finish(name, "abort", generated=2 if name == "begun" else 0)
+    assert set(one.acked) == {("leaves", 1), ("begun", 1), ("fresh", 1)}
+    # Neither a strike of its model nor a loss of its own: a death is survived after that.
+    two.die()
+    two.connect()
+    assert two.submitted[-2:] == ["begun/3", "fresh/3"]
+    assert rig.dispatcher.snapshot().quarantined == {}
+    assert rig.dispatcher.snapshot().num_resumed == 2
+    assert rig.dispatcher.move_off("one") == 0
+
+
+async def test_time_in_the_queue_is_what_was_waited_and_not_what_was_streamed() -> None:
+    rig, worker = served(Settings(queue_timeout_s=10.0))
+    stream = rig.ask("a")
+    worker.tokens("a", 1)
+    rig.clock.now_s += 300.0
+    worker.status()
+    worker.die()
+    rig.advance(4.0)
+    assert rig.dispatcher.explain("a")[0].waited_s == 4.0
+    worker.connect()
+    rig.clock.now_s += 50.0
+    assert stream.queue_s == 4.0
+    rig.dispatcher.move_off("w")  # which has not been heard of for a while
+    rig.clock.now_s += 3.0
+    assert stream.queue_s == 7.0
+    worker.status()
+    assert worker.submitted[-1] == "a/3"
+    worker.states = {"m": "draining"}
+    worker.status()
+    rig.dispatcher.move_off("w")
+    rig.advance(9.0)
+    assert rig.dispatcher.snapshot().num_waiting == 1
+    rig.advance(1.0)
+    assert stream.take() is not None
+    with pytest.raises(ApiError, match="waited 10 s in the queue"):
+        stream.take()
 
 
 async def test_an_aborted_request_is_not_sent_again() -> None:
@@ -94,11 +235,13 @@ async def test_service_of_lost_work_is_not_charged() -> None:
     rig.ask("a2", "a")
     worker.die()
     worker.connect()
-    assert worker.submitted == ["a", "b"]
+    assert worker.submitted == ["a", "a/2"]
+    worker.finish("a", "abort", attempt=2, service_s=0.0)
+    worker.status()
     worker.finish("b", service_s=5.0)
     worker.status()
-    assert worker.submitted == ["a", "b", "a2"]
-    assert rig.dispatcher.snapshot().service_s_by_tenant == {"b": 5.0}
+    assert worker.submitted == ["a", "a/2", "b", "a2"]
+    assert rig.dispatcher.snapshot().service_s_by_tenant == {"a": 0.0, "b": 5.0}
 
 
 async def test_waiting_starts_anew_after_a_death() -> None:

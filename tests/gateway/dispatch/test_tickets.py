@@ -60,6 +60,22 @@ def test_a_second_attempt_may_wait_as_long_as_the_first() -> None:
     assert (ticket.state, ticket.key, ticket.deadline_s) == ("waiting", ("a", 2), 50.0)
     assert isinstance(ticket.stream, RequestStream)
     assert (ticket.stream.attempt, ticket.ends_by_s) == (2, 605.0)
+    ticket.next_attempt(100.0, 5)
+    assert (ticket.key, ticket.deadline_s) == (("a", 5), 130.0)
+
+
+def test_a_later_attempt_has_the_tokens_and_the_waits_of_those_before() -> None:
+    ticket = ticket_in("waiting")
+    assert not ticket.has_tokens
+    for now_s in (10.0, 50.0):
+        ticket.grant("w", "e", now_s)
+        ticket.on("token")
+        ticket.num_tokens += 3
+        assert ticket.queue_s(now_s + 30.0) == ticket.waited_s + now_s - ticket.queued_s
+        ticket.on("move")
+        ticket.next_attempt(now_s + 30.0)
+    assert (ticket.num_tokens, ticket.num_before, ticket.has_tokens) == (0, 6, True)
+    assert (ticket.waited_s, ticket.queue_s(82.0)) == (5.0 + 10.0, 17.0)
 
 
 STOP = Finish("stop", Usage(3, 0, 2, 0.5))

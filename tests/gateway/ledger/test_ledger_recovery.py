@@ -186,3 +186,39 @@ async def test_a_power_cut_takes_a_posting_and_its_open_record_tells(engine: Eng
         "d": ("failed", 0),
     }
     assert open_in(engine) == []
+
+
+async def test_a_wait_that_was_not_over_is_left_to_the_next_start(engine: Engine) -> None:
+    await killed_with_open(engine, "a", "b")
+    async with started(ledger_on(engine, ledger_recovery_wait_s=3600.0)) as ledger:
+        assert ledger.claim("a", finish("stop"))
+    assert open_in(engine) == ["a", "b"]
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        assert ledger.claim("a", finish("stop"))  # its worker has not been told to forget it
+        await ledger.recovered()
+    assert postings_in(engine)["a"].completion_tokens == 5
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+async def test_of_attempts_that_ended_the_last_one_is_billed(
+    engine: Engine, order: tuple[int, int]
+) -> None:
+    """The first one's worker woke up and had made more by then than its client was sent."""
+    await killed_with_open(engine, "a", "b")
+    ends = {1: finish("abort", generated=50), 2: finish("stop", generated=30)}
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        for attempt in order:
+            assert ledger.claim("a", ends[attempt], attempt)
+            assert ledger.claim("b#0", ends[attempt], attempt)
+        assert ledger.claim("b#1", finish("stop", generated=7))
+        await ledger.recovered()
+    rows = postings_in(engine)
+    assert (rows["a"].completion_tokens, rows["b"].completion_tokens) == (30, 37)
+
+
+async def test_a_model_that_is_gone_costs_nothing(engine: Engine) -> None:
+    await killed_with_open(engine, "a", model="gone")
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        assert ledger.claim("a", finish("stop"))
+        await ledger.recovered()
+    assert postings_in(engine)["a"].cost_nanos == 0
