@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.dispatch.policy.fleet_view import ModelView, WorkerView
+from gateway.dispatch.policy.kept_worker import lacking_lifetimes
 from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.types import HostedModel
 
@@ -81,6 +82,7 @@ class WorkerCapacity:
         self._in_flight: deque[_Grant] = deque()
         self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
         self._kv_bytes_under_way = 0
+        self._kv_bytes_used = 0  # as of the last status
         self._num_sent = 0
         self._num_received_before = 0
         self._num_running: dict[str, int] = {}
@@ -102,6 +104,7 @@ class WorkerCapacity:
         self._models = {model.model_id: model for model in status.models}
         self._kv_short = False
         self._view = None
+        self._kv_bytes_used = sum(model.kv_bytes_used for model in status.models)
         for model in status.models:
             busy = model.num_running or model.num_waiting or model.state != "resident"
             if busy or model.model_id in self._num_running:
@@ -165,6 +168,21 @@ class WorkerCapacity:
             wanted_tokens=wanted_tokens,
             free_kv_bytes=self.free_kv_bytes(),
             wanted_kv_bytes=_kv_bytes(wanted_tokens, lease),
+        )
+
+    def lack(self, ticket: Ticket) -> float:
+        """How long until it fits here: policy/kept_worker.py. Its model must be on offer."""
+        lease = self._leases[ticket.model_name]
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        kv_tokens = _kv_tokens(ticket, lease)
+        kv_bytes = _kv_bytes(kv_tokens, lease)
+        beyond = max(0, kv_tokens - lease.kv_tokens + under_way.kv_tokens)
+        free_requests = min(self._free_requests(), lease.num_requests - under_way.num_requests)
+        return lacking_lifetimes(
+            1 - free_requests,
+            self._num_running_all,
+            max(kv_bytes - self.free_kv_bytes(), beyond * lease.kv_bytes_per_token),
+            self._kv_bytes_used + self._kv_bytes_under_way,
         )
 
     def grant(self, ticket: Ticket) -> None:

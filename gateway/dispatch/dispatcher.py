@@ -6,9 +6,9 @@ Tickets wait here and are granted at the last moment. Of the waiting tenants the
 smallest counter goes first (dispatch/policy/fair_share.py), with its oldest ticket. The rule for a
 head that does not fit:
 
-- If some worker offers its model (a lease, even a used-up one), that worker is kept for it: no
-  ticket behind it is granted there until it fits. It is waited for and never overtaken on a worker
-  that could run it; workers that do not have its model go on.
+- If workers offer its model (a lease, even a used-up one), the one where it is expected first is
+  kept for it: no ticket behind it is granted there until it fits. All other workers go on, and
+  where it fits on one of them sooner it goes there (dispatch/policy/kept_worker.py).
 - If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
   in the fair order, and placement (dispatch/policy/placement.py) has the model loaded.
 
@@ -31,13 +31,14 @@ from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.loads import Loads
+from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
 from gateway.dispatch.policy.fleet_view import Placer
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator, estimate_wait_s
-from gateway.dispatch.ticket_queue import TicketQueue, grant_round, place_alone
+from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import (
     IntegrityError,
     RequestStream,
@@ -57,6 +58,8 @@ from gateway.workers.worker_client import WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
+FEW_WORKERS = 64
+"""Of so many each one is looked at where all are asked for; of more, those with room by model."""
 
 
 class Dispatcher:
@@ -109,7 +112,7 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """A request could be served now: a worker answers and the gateway is not stopping."""
-        return not self._stopping and bool(self._fleet.statuses())
+        return not self._stopping and self._fleet.is_heard
 
     @property
     def stopping(self) -> bool:
@@ -184,9 +187,8 @@ class Dispatcher:
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         if self._queue.num_of_model(name) == 1 or self._queue.is_new_tenant(ticket.tenant_id):
             # Behind others it waits for the next status or tick, as they do.
-            offering = self._fleet.offering(name, now_s)
-            self._match(now_s, offering)
-            if not offering:
+            self._match(now_s, self._fleet.open(name, now_s, MOST_LOOKED))
+            if not self._fleet.is_offered(name, now_s):
                 self._place(now_s)
 
     def add_worker(self, client: WorkerClient) -> None:
@@ -392,18 +394,21 @@ class Dispatcher:
     def _pump(self) -> None:
         """Grant what can be granted, then see to the models that nobody offers."""
         now_s = self._clock()
-        self._match(now_s, list(self._fleet))
+        self._match(now_s, self._fleet if len(self._fleet) <= FEW_WORKERS else None)
         self._place(now_s)
 
-    def _match(self, now_s: float, workers: Sequence[WorkerCapacity]) -> None:
-        """Grant what these workers can take; where KV memory is short, make room."""
+    def _match(self, now_s: float, workers: Iterable[WorkerCapacity] | None) -> None:
+        """Grant what these workers can take (None: all, of a large fleet); where KV memory is
+        short, make room."""
         if not len(self._queue):
             return
-        with_room = [worker for worker in workers if worker.has_room(now_s)]
-        if with_room:
-            offering, may = self._fleet.offering, self._running.may_take
-            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant, may)
-            self._loads.relieve(now_s, with_room)
+        with_room = None if workers is None else [w for w in workers if w.has_room(now_s)]
+        if with_room is None or with_room:
+            about = (self._queue, self._share, self._fleet, now_s)
+            matching = GrantRound(*about, self._grant, self._running.may_take, with_room)
+            matching.run()
+            looked = with_room or matching.looked.values()
+            self._loads.relieve(now_s, looked)
 
     def _place(self, now_s: float) -> None:
         """Loads for models that wait: at news of models, and every tick for what time changes."""
@@ -423,7 +428,7 @@ class Dispatcher:
 
     def _pass(self, ticket: Ticket, now_s: float) -> bool:
         """Grant it without a queue, where nobody waits."""
-        offering = self._fleet.offering(ticket.model_name, now_s)
+        offering = self._fleet.open(ticket.model_name, now_s, FIRST_LOOK)
         worker = place_alone(ticket, offering, now_s, self._running.may_take)
         if worker is None:
             return False

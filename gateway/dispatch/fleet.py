@@ -65,6 +65,9 @@ class Fleet:
         self._pack_of: dict[str, str] = {}  # of models that share theirs
         # By model, in the order in which the workers came.
         self._offering: dict[str, dict[str, WorkerCapacity]] = {}
+        # Of these, workers that had room when they were last looked at; the next look at one that
+        # has none takes it out, its next status puts it in again.
+        self._open: dict[str, dict[str, WorkerCapacity]] = {}
         self._failed: dict[str, dict[str, str]] = {}  # worker -> why
         self._num_heard = 0  # workers with a status
         self._largest_arena_bytes = 0
@@ -117,6 +120,9 @@ class Fleet:
         self.history.note(status, changes.states, now_s)
         if changes.offers:
             self._note_offers(worker, offered)
+        if worker.has_room(now_s):
+            for model_id in worker.offers:
+                self._open.setdefault(model_id, {})[worker.worker_id] = worker
         if changes.states:
             self._note_failures(worker, failed)
         for swap in status.swaps:
@@ -135,6 +141,38 @@ class Fleet:
         if offering is None:
             return []
         return [worker for worker in offering.values() if worker.leased(model_id, now_s)]
+
+    def is_offered(self, model_id: str, now_s: float) -> bool:
+        """Whether a worker offers the model, full or not."""
+        workers = self._offering.get(model_id, {})
+        return any(worker.leased(model_id, now_s) for worker in workers.values())
+
+    def open(self, model_id: str, now_s: float, most: int) -> list[WorkerCapacity]:
+        """So many workers with room that offer the model, at most; other ones each time, where
+        there are more."""
+        known = self._open.get(model_id, {})
+        found, full = [], []
+        for worker in known.values():
+            if not (worker.has_room(now_s) and worker.leased(model_id, now_s)):
+                full.append(worker.worker_id)
+                continue
+            found.append(worker)
+            if len(found) == most:
+                break
+        for worker_id in full:
+            _drop(self._open, model_id, worker_id)
+        if len(found) < len(known):
+            for worker in found:
+                known[worker.worker_id] = known.pop(worker.worker_id)
+        return found
+
+    def open_models(self, model_ids: Iterable[str]) -> list[str]:
+        """Of these models, those that a worker with room may offer."""
+        return [model_id for model_id in model_ids if model_id in self._open]
+
+    def connected(self, worker_id: str) -> WorkerCapacity | None:
+        """The worker, if it is connected."""
+        return self._connected.get(worker_id)
 
     def send(self, worker_id: str, message: ToWorker) -> bool:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
@@ -160,6 +198,11 @@ class Fleet:
     def claimed_on(self, model_name: str) -> str | None:
         """The worker that has been told to load the model and has not done so yet."""
         return self._placement.claimed_on(model_name)
+
+    @property
+    def is_heard(self) -> bool:
+        """A worker has sent a status."""
+        return self._num_heard > 0
 
     def statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
@@ -298,6 +341,9 @@ class Fleet:
                 failed.setdefault(model.model_id, set()).add(worker.worker_id)
         kept = {model_id: set(workers) for model_id, workers in self._offering.items()}
         kept_failed = {model_id: set(workers) for model_id, workers in self._failed.items()}
+        for model_id, workers in self._open.items():
+            if not workers or not workers.keys() <= kept.get(model_id, set()):
+                raise IntegrityError(f"{model_id} has room on {workers.keys()} and is not offered")
         if (kept, kept_failed) != (offering, failed):
             raise IntegrityError(f"offers {offering}, failures {failed}: kept are {kept}")
         if self._num_heard != len(self.statuses()):
@@ -310,6 +356,7 @@ class Fleet:
         self._num_heard -= 1
         for model_id in worker.offers:
             _drop(self._offering, model_id, worker_id)
+            _drop(self._open, model_id, worker_id)
         for model in worker.failures:
             _drop(self._failed, model.model_id, worker_id)
         statuses = self.statuses()
@@ -320,6 +367,7 @@ class Fleet:
         for model_id in before:
             if model_id not in offered:
                 _drop(self._offering, model_id, worker.worker_id)
+                _drop(self._open, model_id, worker.worker_id)
         for model_id in worker.offers:
             self._offering.setdefault(model_id, {})[worker.worker_id] = worker
 

@@ -1,21 +1,16 @@
-"""The fair queue: tickets that wait, and one round of grants over them.
+"""The fair queue: tickets that wait.
 
 Tickets are ordered per (tenant, model): the lowest `priority` first, then by arrival; a ticket that
 comes back from a worker takes its old place. A priority is among one tenant's requests and nothing
 between tenants: which tenant is next is dispatch/policy/fair_share.py's.
 
-The rule for a head that does not fit is in dispatcher.py's docstring; `grant_round` is that rule.
-It reads the queue, the counters and the workers' capacities; `grant` does the rest.
+matching.py has a round of grants over it.
 """
 
-import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator
 
-from gateway.dispatch.capacity import WorkerCapacity
-from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.tickets import IntegrityError, Ticket
 
 FEW_TENANTS = 64
@@ -156,97 +151,3 @@ class TicketQueue:
             raise IntegrityError(f"tenants by model {self._tenants_of_model}, found {tenants_of}")
         if counted != self._num_by_model or sum(counted.values()) != self._num_total:
             raise IntegrityError(f"counts {self._num_by_model} are not those of {counted}")
-
-
-Offering: TypeAlias = Callable[[str, float], list[WorkerCapacity]]
-"""(model, now) -> the workers that offer it, full or not."""
-MayTake: TypeAlias = Callable[[Ticket, WorkerCapacity, float, bool], bool]
-"""(ticket, worker, now, whether its tenant is the first) -> it leaves what is kept for others."""
-
-
-def grant_round(
-    queue: TicketQueue,
-    share: TenantOrder,
-    workers: Sequence[WorkerCapacity],
-    offering: Offering,
-    now_s: float,
-    grant: Callable[[Ticket, WorkerCapacity], bool],
-    may_take: MayTake = lambda ticket, worker, now_s, first: True,
-) -> None:
-    """Smallest counter first, until every worker is full or kept for a head that does not fit.
-
-    `workers` are those with room that the round is about; who offers a model says `offering`. Only
-    tenants that want something of theirs are asked. `grant` takes the ticket out of the queue and
-    charges its tenant; where the worker cannot be reached it puts the ticket back and returns
-    False. `may_take` says whether it leaves what is kept for others: a head that may not take the
-    room there is keeps no worker from those behind it. Costs O((tenants + grants) log tenants):
-    capacity only falls within a round, so a tenant whose heads do not fit is not asked again.
-    """
-
-    names = {worker.worker_id for worker in workers}
-    offered = {model_id for worker in workers for model_id in worker.offers}
-    tenants = [place_of(queue, share, tenant_id) for tenant_id in queue.tenants_of(offered)]
-    heapq.heapify(tenants)
-    kept_back: set[str] = set()
-    first = True
-    while tenants and len(kept_back) < len(workers):
-        tenant_id = heapq.heappop(tenants)[2]
-        heads = queue.heads(tenant_id)
-        granted = _grant_head(heads, names, offering, kept_back, now_s, grant, may_take, first)
-        first &= granted  # who comes next in order after one that had to leave its room is second
-        if granted and queue.heads(tenant_id):
-            heapq.heappush(tenants, place_of(queue, share, tenant_id))
-
-
-def place_of(queue: TicketQueue, share: TenantOrder, tenant_id: str) -> tuple[float, int, str]:
-    """What waiting tenants are ordered by; its last part is the tenant."""
-    return share.counter(tenant_id), queue.oldest_seq(tenant_id), tenant_id
-
-
-def place_alone(
-    ticket: Ticket, offering: Sequence[WorkerCapacity], now_s: float, may_take: MayTake
-) -> WorkerCapacity | None:
-    """What a round comes to where nobody else waits: as `_grant_head`, without its books. None: it
-    is to wait; also where KV memory is short, for then idle models are to make room, too."""
-    allowed = [
-        worker
-        for worker in offering
-        if worker.fits(ticket, now_s)
-        and not worker.is_kv_short
-        and may_take(ticket, worker, now_s, True)
-    ]
-    return _least_busy(allowed) if allowed else None
-
-
-def _grant_head(
-    heads: Sequence[Ticket],
-    names: set[str],
-    offering: Offering,
-    kept_back: set[str],
-    now_s: float,
-    grant: Callable[[Ticket, WorkerCapacity], bool],
-    may_take: MayTake,
-    first: bool,
-) -> bool:
-    """Grant the oldest head that fits somewhere; keep workers back for those before it."""
-    for ticket in heads:
-        candidates = [
-            worker
-            for worker in offering(ticket.model_name, now_s)
-            if worker.worker_id in names and worker.worker_id not in kept_back
-        ]
-        fitting = [worker for worker in candidates if worker.fits(ticket, now_s)]
-        allowed = [worker for worker in fitting if may_take(ticket, worker, now_s, first)]
-        if allowed and grant(ticket, _least_busy(allowed)):
-            return True
-        # Where it fits and may not go, the room is for others: it does not stand in their way.
-        kept_back.update(
-            worker.worker_id for worker in candidates if worker in allowed or worker not in fitting
-        )
-    return False
-
-
-def _least_busy(workers: Sequence[WorkerCapacity]) -> WorkerCapacity:
-    if len(workers) == 1:
-        return workers[0]
-    return min(workers, key=lambda worker: (worker.num_running(), worker.worker_id))
