@@ -33,7 +33,7 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.loads import Loads
 from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
-from gateway.dispatch.policy.fleet_view import Placer
+from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
@@ -344,6 +344,7 @@ class Dispatcher:
         if worker is None:
             return
         now_s = self._clock()
+        is_first = worker.status is None
         changes = self._fleet.update(worker, status, now_s)
         self._running.progress(worker, status.service)
         if changes.states:
@@ -352,8 +353,10 @@ class Dispatcher:
         for swap in status.swaps:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
-        if changes.states:
-            self._fail_hopeless()
+        if is_first:
+            self._fail_hopeless(self._queue.model_names)
+        elif changes.states:
+            self._fail_hopeless(model.model_id for model in worker.failures)
         self._match(now_s, [worker])
         if changes.states:
             self._place(now_s)
@@ -374,7 +377,7 @@ class Dispatcher:
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
         for name in self._quarantine.worker_died(blamed, reason, self._clock()):
             self._decide("quarantine", "workers crashed", name, detail=reason)
-        self._fail_hopeless()
+        self._fail_hopeless(self._queue.model_names)
         self._pump()
 
     # The queue.
@@ -473,10 +476,10 @@ class Dispatcher:
     def _forget(self, ticket: Ticket) -> None:
         del self._running.live[ticket.request.request_id]
 
-    def _fail_hopeless(self) -> None:
-        """End waiting tickets of models that failed to load or are quarantined."""
-        for name in list(self._queue.model_names):
-            failure = self.model_failure(name)
+    def _fail_hopeless(self, names: Iterable[str]) -> None:
+        """End waiting tickets of those of these models that failed to load or are quarantined."""
+        for name in list(names):
+            failure = self.model_failure(name) if self._queue.num_of_model(name) else None
             if failure is not None:
-                for ticket in [t for t in self._queue if t.model_name == name]:
+                for ticket in list(self._queue.of_model(name)):
                     self._end_waiting(ticket, model_failed(name, failure))

@@ -265,7 +265,7 @@ class Look:
         return self._held(model, said)
 
     def _loading_on(self, model: str) -> str:
-        claimed = self._fleet.claimed_on(model)
+        claimed = self._fleet.claimed_on(model, self._now_s)
         if claimed is not None:
             return claimed
         return next((w.worker_id for w in self._fleet if w.state(model) == "loading"), "")

@@ -10,7 +10,7 @@ hands out other ones each time.
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol, TypeAlias
 
 from gateway.dispatch.capacity import WorkerCapacity
@@ -76,19 +76,20 @@ class GrantRound:
     def run(self) -> None:
         """Grant what can be granted."""
         queue, share = self._queue, self._share
-        tenants = [place_of(queue, share, t) for t in queue.tenants_of(self._offered())]
+        offered = self._offered()
+        tenants = [place_of(queue, share, t) for t in queue.tenants_of(offered)]
         heapq.heapify(tenants)
         first = True
         while tenants and not self._all_kept():
             tenant_id = heapq.heappop(tenants)[2]
-            granted = self._grant_one(queue.heads(tenant_id), first)
+            granted = self._grant_one(queue.heads(tenant_id, offered), first)
             first &= granted  # who comes next after one that had to leave its room is second
-            if granted and queue.heads(tenant_id):
+            if granted and queue.num_of_tenant(tenant_id):
                 heapq.heappush(tenants, place_of(queue, share, tenant_id))
 
-    def _offered(self) -> Iterable[str]:
+    def _offered(self) -> Collection[str]:
         if self._workers is None:
-            return self._fleet.open_models(self._queue.model_names)
+            return set(self._fleet.open_models(self._queue.model_names))
         return {model_id for worker in self._workers for model_id in worker.offers}
 
     def _all_kept(self) -> bool:
@@ -158,9 +159,10 @@ def kept_for(
     model."""
     lacks = {w.worker_id: w.lack(ticket) for w in lacking if w.worker_id not in kept}
     before = fleet.connected(ticket.kept_on) if ticket.kept_on else None
-    if before is not None and before.worker_id not in kept:
-        if before.leased(ticket.model_name, now_s):
-            lacks[before.worker_id] = before.lack(ticket)
+    if before is None or before.worker_id in kept:
+        return expected_first(lacks, "")
+    if before.leased(ticket.model_name, now_s):
+        lacks[before.worker_id] = before.lack(ticket)
     return expected_first(lacks, ticket.kept_on)
 
 

@@ -47,7 +47,7 @@ def test_the_choice_stays_unless_another_lacks_clearly_less() -> None:
     )
 )
 def test_it_cannot_wander_for_ever(looks: list[dict[str, float]]) -> None:
-    """Whatever happens on others: what the kept one lacks falls, and a change at least halves it."""
+    """What the kept one lacks falls, whatever happens on others, and a change halves it."""
     kept, lack = "", 1.0
     num_changes = 0
     for look in looks:
