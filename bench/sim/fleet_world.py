@@ -56,6 +56,7 @@ class FleetWorld:
         seed: int = 0,
     ) -> None:
         self.loop = Loop()
+        self.sizes = sizes
         self.rng = random.Random(f"fleet {seed}")
         self.dispatcher = Dispatcher(settings or Settings(), self.loop.clock)
         self.seen = Seen()

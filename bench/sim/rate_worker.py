@@ -17,7 +17,7 @@ with the engine says what those are worth.
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -178,6 +178,15 @@ class RateWorker:
         self._epoch = f"{self.worker_id}.{self._num_epochs}"
         assert self._listener is not None
         self._listener.on_connected(self.worker_id, self._epoch)
+        self._change()
+
+    def preload(self, names: Iterable[str]) -> None:
+        """Have the first of these resident, as many as fit, as if loaded long ago."""
+        for name in names:
+            self._models[name] = _Held("resident", self.loop.now_s)
+            self._used_bytes += self.sizes[name]
+            if self.free_bytes < max(self.sizes.values()):
+                break
         self._change()
 
     @property

@@ -5,7 +5,7 @@ when somebody looks and kept until it changes, and policy/fleet_index.py is kept
 come. So a decision about one model costs the same in a fleet of ten workers and of a thousand.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -77,9 +77,14 @@ class Candidates:
         """Where it is warm, or in a few other places: loads from the disk take the same in most."""
         return least_load_s(demand, self._views(self._index.nearest(demand.model_id)))
 
-    def has_room(self, demand: Demand) -> bool:
-        """Whether some worker had so many free bytes, by its last status."""
-        return self._index.most_free_bytes >= demand.weight_bytes
+    def with_room(self, demand: Demand) -> Iterator[WorkerView]:
+        """Workers that had so many free bytes, by their last status."""
+        for worker_id in list(
+            islice(self._index.with_room(demand.model_id, demand.weight_bytes), MOST_CANDIDATES)
+        ):
+            view = self.view(worker_id)
+            if view is not None:
+                yield view
 
     @property
     def is_large(self) -> bool:

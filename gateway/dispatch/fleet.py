@@ -32,7 +32,6 @@ from gateway.dispatch.policy.fleet_view import (
     Demand,
     LoadDecision,
     Outlook,
-    load_seconds,
 )
 from gateway.dispatch.policy.model_history import Prefetch
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
@@ -292,15 +291,12 @@ class Fleet:
         known = known or self._placement.outlooks.get(model_name)
         if known is not None:
             return known
-        demanded = self.demand_of([model_name])
-        models = [
-            view.model(demand)
-            for demand in demanded
-            for view in self.candidates.candidates(demand)
-            if view.may_load(demand)
-        ]
-        load_s = min((load_seconds(model) for model in models), default=math.inf)
+        load_s = min(map(self.candidates.load_s, self.demand_of([model_name])), default=math.inf)
         return Outlook(model_name, now_s + load_s)
+
+    def held_back(self, model_name: str) -> Outlook | None:
+        """When a load that waits is expected to be through; None: none waits."""
+        return self._placement.outlooks.get(model_name)
 
     def residency(self, model_name: str) -> str:
         """Where its weights are, on the worker that has it nearest."""

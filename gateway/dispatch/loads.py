@@ -142,11 +142,11 @@ class Loads:
     def _hopeless(self, now_s: float, wanted: Iterable[Demand]) -> list[tuple[Ticket, ApiError]]:
         late: dict[str, Outlook] = {}
         for demand in wanted:
-            offered = self._fleet.is_offered(demand.model_id, now_s)
-            if not offered and self._fleet.claimed_on(demand.model_id, now_s) is None:
-                outlook = self._fleet.outlook(demand.model_id, now_s)
-                if outlook.sure and now_s < outlook.at_s < math.inf:
-                    late[demand.model_id] = outlook
+            outlook = self._fleet.held_back(demand.model_id)
+            if outlook is None or not outlook.sure or not now_s < outlook.at_s < math.inf:
+                continue
+            if not self._fleet.is_offered(demand.model_id, now_s):
+                late[demand.model_id] = outlook
         found = []
         for name, there in late.items():
             for ticket in self._queue.of_model(name):

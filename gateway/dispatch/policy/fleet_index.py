@@ -102,10 +102,21 @@ class FleetIndex:
             return list(self._states)
         return list(islice(self.having(model_id, "warm") or self.candidates(model_id), 2))
 
-    @property
-    def most_free_bytes(self) -> int:
-        """Of the worker that had most."""
-        return self._by_free.largest
+    def with_room(self, model_id: str, num_bytes: int) -> Iterator[str]:
+        """Where a load of so many bytes may find them free: warm copies, then the emptiest."""
+        scanned = 0
+        for worker_id in self.having(model_id, "warm"):
+            scanned += 1
+            if self._by_free.size(worker_id) >= num_bytes:
+                yield worker_id
+            if scanned == MOST_SCANNED:
+                break
+        for worker_id in self._by_free.descending():
+            scanned += 1
+            if self._by_free.size(worker_id) < num_bytes or scanned > 2 * MOST_SCANNED:
+                return
+            if self._states[worker_id].get(model_id) not in _NOT_LOADABLE:
+                yield worker_id
 
     def spread(self, number: int) -> list[str]:
         """The emptiest workers, and as many others, other ones each time."""
@@ -179,13 +190,6 @@ class _BySize:
         size = self._sizes.pop(name, None)
         if size is not None:
             self._take_out(name, _class_of(size))
-
-    @property
-    def largest(self) -> int:
-        """The largest size; 0 of nobody."""
-        if not self._order:
-            return 0
-        return max(map(self._sizes.__getitem__, self._classes[self._order[-1]]))
 
     def descending(self) -> Iterator[str]:
         """All names, the largest class first."""

@@ -6,7 +6,7 @@ is the seam behind which the policy can be another.
 """
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from gateway.dispatch.policy.fleet_view import (
@@ -43,8 +43,8 @@ class FleetSight(Protocol):
         """What a load would take where it takes least; inf where there is no candidate."""
         ...
 
-    def has_room(self, demand: Demand) -> bool:
-        """Whether some worker may have so many free bytes."""
+    def with_room(self, demand: Demand) -> Iterator[WorkerView]:
+        """Of a large fleet: workers that may have so many free bytes, the best first."""
         ...
 
     @property
@@ -93,9 +93,9 @@ class AllWorkers:
         """Among all."""
         return least_load_s(demand, self._workers)
 
-    def has_room(self, demand: Demand) -> bool:
-        """All are judged anyway."""
-        return True
+    def with_room(self, demand: Demand) -> Iterator[WorkerView]:
+        """None first: all are judged anyway."""
+        return iter(())
 
     @property
     def is_large(self) -> bool:

@@ -63,7 +63,7 @@ EPSILON_S = 1e-6
 REJUDGE_S = 1.0
 """In a large fleet a load that is held back stays with its worker for so long, unless it would come
 later there than was expected, or somewhere pages are free."""
-MOST_JUDGED = 160
+MOST_JUDGED = 96
 """Workers that are judged in one look, of a large fleet, for loads that have none yet."""
 AGAIN_S = 0.05
 """What is known to go on, and not for how long, is expected to last so long."""
@@ -92,11 +92,11 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of a load that is held back: where, since when, and when it was to begin."""
+    """Of a load that is held back: since when it is where it is, for whom, and what was said."""
 
-    worker_id: str
     judged_s: float
-    start_s: float
+    num_waiting: int
+    outlook: Outlook
 
 
 class _Look:
@@ -129,6 +129,15 @@ class _Look:
         found = [(r, m) for r in map(self._room, views) if (m := r.loadable(demand)) is not None]
         found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
         return found
+
+    def free_room(self, demand: Demand) -> WeightRoom | None:
+        """Where it has room that costs nobody, if there is any."""
+        for view in self.sight.with_room(demand):
+            room = self._room(view)
+            model = room.loadable(demand)
+            if model is not None and room.free_bytes >= model.weight_bytes:
+                return room
+        return None
 
     def option(self, demand: Demand, worker_id: str) -> list[_Option]:
         """The same of one worker."""
@@ -254,6 +263,10 @@ class Placement:
         if copies and demand.backlog_s / copies <= look.sight.load_s(demand):
             return None
         if look.sight.is_large:
+            room = look.free_room(demand)
+            if room is not None:
+                reason: Reason = "replica" if copies else "free memory"
+                return self._claim(now_s, room, demand, reason, look)
             if kept is not None and self._is_as_expected(now_s, demand, look, kept):
                 return None
             if look.num_judged >= MOST_JUDGED:
@@ -262,15 +275,24 @@ class Placement:
 
     def _is_as_expected(self, now_s: float, demand: Demand, look: _Look, kept: _Kept) -> bool:
         """Whether a load that is held back stays where it was, with an outlook as of now."""
-        due = now_s - kept.judged_s >= REJUDGE_S and look.num_judged < MOST_JUDGED
-        if due or look.sight.has_room(demand):
+        # Half of the look is left to those who have not been judged yet.
+        if now_s - kept.judged_s >= REJUDGE_S and 2 * look.num_judged < MOST_JUDGED:
             return False
-        for room, model in look.option(demand, kept.worker_id):
+        until_s = kept.outlook.until_s
+        if (
+            kept.outlook.reason == _TOO_FEW
+            and kept.num_waiting == demand.num_waiting
+            and until_s > now_s + AGAIN_S
+        ):  # nothing but time changes that
+            self._kept[demand.model_id] = kept
+            self._outlooks[demand.model_id] = kept.outlook
+            return True
+        for room, model in look.option(demand, kept.outlook.worker_id):
             pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is None or not pushed.num_in_demand:
                 return False
             turn = self._turn(now_s, demand, room, model, pushed, 0, look)
-            if turn.start_s <= now_s or turn.start_s > max(kept.start_s, now_s) + AGAIN_S:
+            if turn.start_s <= now_s or turn.start_s > max(until_s, now_s) + AGAIN_S:
                 return False
             self._take(now_s, demand, turn, look, kept.judged_s)
             return True
@@ -359,8 +381,7 @@ class Placement:
         if turn.gathered_s <= now_s:
             look.buckets[worker_id] = turn.bucket.taken(charge_s, turn.start_s)
         if turn.start_s > now_s:
-            self._kept[demand.model_id] = _Kept(worker_id, judged_s, turn.start_s)
-            self._outlooks[demand.model_id] = Outlook(
+            outlook = Outlook(
                 demand.model_id,
                 turn.start_s + load_s,
                 turn.reason,
@@ -369,6 +390,8 @@ class Placement:
                 load_s,
                 self._budget.is_sure(worker_id),
             )
+            self._outlooks[demand.model_id] = outlook
+            self._kept[demand.model_id] = _Kept(judged_s, demand.num_waiting, outlook)
             return None
         self._budget.take(worker_id, demand.model_id, charge_s, now_s)
         reason: Reason = "next in line"
