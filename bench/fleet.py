@@ -3,7 +3,8 @@
     python -m bench.fleet [scaling] [look] [day] [crowd] [choices] [--quick] --output FILE
 
     scaling   clients that ask all the time, a world of one worker against 10, 100 and 1,000 times
-              as much of everything: output tokens a second over N times those of one
+              as much of everything: output tokens a second of the second half of the run, over
+              N times those of one (mean of 32 worlds)
     look      1,000 workers without free room, 100 models waited for: processor time of one look at
               placement
     day       1,000 workers, ten minutes, 500 requests a second
@@ -110,9 +111,12 @@ def _closed(num_workers: int, seconds: float, seed: int) -> Row:
     began_s = time.perf_counter()
     for _ in range(24 * num_workers):
         world.keep_asking(draw, seconds)
+    world.loop.run(seconds / 2)
+    before = world.seen.tokens
     world.loop.run(seconds)
     world.dispatcher.check_integrity()
-    return figures(world, seconds, began_s)
+    row = figures(world, seconds, began_s)
+    return row | {"tokens_per_s": round(2 * (world.seen.tokens - before) / seconds, 1)}
 
 
 def day(share: float) -> Row:

@@ -41,7 +41,7 @@ from engine.protocol import (
     WarmModel,
     WorkerStatus,
 )
-from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 
 PLAIN_TOKEN = 3
 STATUS_GAP_S = 0.02
@@ -159,12 +159,12 @@ class RateWorker:
         elif isinstance(message, Abort):
             self._abort((message.request_id, message.attempt))
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """The process ended."""
         self._stop()
         epoch, self._epoch = self._epoch, ""
         assert self._listener is not None
-        self._listener.on_lost(self.worker_id, epoch, reason)
+        self._listener.on_lost(self.worker_id, epoch, reason, cause)
 
     def close(self) -> None:
         """Say nothing more."""

@@ -54,7 +54,7 @@ from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
 from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
@@ -146,14 +146,15 @@ class Dispatcher:
         """Raises QUEUE_FULL, with the estimated wait, where the queue takes no more of it."""
         mine, all_ = self._queue.num_of_tenant(tenant_id), len(self._queue)
         settings = self._settings
+        most = settings.max_queue_total * max(1, len(self._fleet))
         own = mine >= settings.max_queue_per_tenant
-        if not own and all_ < settings.max_queue_total:
+        if not own and all_ < most:
             return
         self._num_rejections += 1
-        wait_s = self._wait_estimate_s()
+        wait_s = self._wait_estimate_s(model_name)
         figures = DecisionFigures(
             num_waiting=mine if own else all_,
-            queue_limit=settings.max_queue_per_tenant if own else settings.max_queue_total,
+            queue_limit=settings.max_queue_per_tenant if own else most,
             retry_after_s=wait_s,
         )
         reason: Reason = "tenant queue full" if own else "queue full"
@@ -165,10 +166,16 @@ class Dispatcher:
             retry_after_s=wait_s,
         )
 
-    def _wait_estimate_s(self) -> float:
-        """Seconds until the queue as it stands is worked off."""
+    def _wait_estimate_s(self, model_name: str) -> float:
+        """Seconds until the queue as it stands is worked off, by all workers and, as far as it is
+        for this model, by those that offer it."""
         longest_s = self._settings.queue_timeout_s
-        return estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s)
+        waiting = self._queue.backlog_of(model_name)
+        own_s = 0.0 if waiting is None else waiting.service_s
+        return max(
+            estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s),
+            estimate_wait_s(own_s, self._fleet.num_offering(model_name), longest_s),
+        )
 
     def _predict(self, request: Asked, tenant_id: str) -> Prediction:
         """What it will use, as far as is known now."""
@@ -268,7 +275,7 @@ class Dispatcher:
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
             text = f"the request waited {waited_s:.0f} s in the queue and no worker was free"
-            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s()
+            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s(ticket.model_name)
             end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
             self._end_waiting(ticket, end)
         self._pump()
@@ -369,13 +376,15 @@ class Dispatcher:
         """A Submit that was not taken."""
         self._running.refused(worker_id, refused, self._clock())
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        """A worker process is gone, with all it was running."""
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
+        """A worker process is gone, with all it was running. Only one that ended by itself says
+        anything about its models."""
         self._num_workers_lost += 1
         self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
-        for name in self._quarantine.worker_died(blamed, reason, self._clock()):
+        blamed = blamed if cause == "process" else set()
+        for name in self._quarantine.worker_died(blamed, reason, worker_id, self._clock()):
             self._decide("quarantine", "workers crashed", name, detail=reason)
         self._fail_hopeless(self._queue.model_names)
         self._pump()

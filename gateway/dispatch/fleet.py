@@ -134,6 +134,10 @@ class Fleet:
             return []
         return [worker for worker in offering.values() if worker.leased(model_id, now_s)]
 
+    def num_offering(self, model_id: str) -> int:
+        """Workers that offer the model, full or not, by their last status."""
+        return len(self._offering.get(model_id, ()))
+
     def is_offered(self, model_id: str, now_s: float) -> bool:
         """Whether a worker offers the model, full or not."""
         workers = self._offering.get(model_id, {})

@@ -35,6 +35,7 @@ from gateway.server.worker_launcher import WORKER_ID, EmbedderLauncher, WorkerLa
 from gateway.settings.config import child_environment
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
+from gateway.workers.worker_client import LossCause
 from registry.models import catalog
 from registry.session import make_engine, reading
 
@@ -151,7 +152,7 @@ class ProcessGroup:
             lambda: str(self._config_path),
             child_environment(),
             self._settings.worker_restart_backoff_s,
-            lambda reason: self._on_exit(name),
+            lambda _reason, _cause: self._on_exit(name),
             command=(sys.executable, "-m", module, name),
         )
 
@@ -167,8 +168,8 @@ class ProcessGroup:
             if child.name == name:
                 child.kill()
 
-    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
-        self._hub.worker_ended(worker_id, reason)
+    def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
+        self._hub.worker_ended(worker_id, reason, cause)
         if not self._stop_asked.is_set():
             self._worker_restarts.labels(worker_id).inc()
 

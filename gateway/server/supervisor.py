@@ -57,7 +57,7 @@ from gateway.server.worker_launcher import (
 )
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
 from registry.errors import RegistryError
 from registry.schema import upgrade
@@ -272,11 +272,11 @@ class Server:
         if self._embedding is not None:
             self._embedding.set_models(models)
 
-    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
+    def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
         if worker_id == WORKER_ID:
-            self._client.lose(f"its process ended: {reason}")
+            self._client.lose(f"its process ended: {reason}", cause)
         elif self._embedding is not None:
-            self._embedding.lose(f"its process ended: {reason}")
+            self._embedding.lose(f"its process ended: {reason}", cause)
         if not self._dispatcher.stopping:
             self._restarts.labels(worker_id).inc()
 

@@ -22,7 +22,7 @@ from gateway.server.policy.memory_budget import device_budget_bytes, host_tier_b
 from gateway.settings.base_settings import MIB
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,14 @@ EMBEDDER_BATCH_TOKENS = 512
 
 
 class WorkerLauncher:
-    """One worker. `on_exit(worker_id, reason)` hears how a process of it ended; `early` is
+    """One worker. `on_exit(worker_id, reason, cause)` hears how a process of it ended; `early` is
     child_process.py's."""
 
     def __init__(
         self,
         settings: Settings,
         command: Sequence[str],
-        on_exit: Callable[[str, str], None],
+        on_exit: Callable[[str, str, LossCause], None],
         early: EarlyWorker | None = None,
     ) -> None:
         self._settings = settings
@@ -145,7 +145,10 @@ class EmbedderLauncher:
     """
 
     def __init__(
-        self, settings: Settings, command: Sequence[str], on_exit: Callable[[str, str], None]
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        on_exit: Callable[[str, str, LossCause], None],
     ) -> None:
         self._settings = settings
         self._weight_bytes = 0

@@ -34,7 +34,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.tickets import RequestStream
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 from registry.accounts.quotas import Limits
 
 KV_BYTES = 10
@@ -85,8 +85,8 @@ class ScriptedWorker:
         if isinstance(message, Submit):
             self.running[message.request_id, message.attempt] = message
 
-    def lose(self, reason: str) -> None:
-        self.die(reason)
+    def lose(self, reason: str, cause: LossCause) -> None:
+        self.die(reason, cause)
 
     def close(self) -> None:
         self.reachable = False
@@ -110,10 +110,10 @@ class ScriptedWorker:
         if status:
             self.status()
 
-    def die(self, reason: str = "killed") -> None:
+    def die(self, reason: str = "killed", cause: LossCause = "process") -> None:
         """The process is gone."""
         self.reachable = False
-        self.heard.on_lost(self.worker_id, self.epoch, reason)
+        self.heard.on_lost(self.worker_id, self.epoch, reason, cause)
 
     def status(
         self, num_received: int | None = None, swaps: list[SwapRecord] | None = None

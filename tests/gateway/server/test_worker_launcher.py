@@ -58,7 +58,7 @@ def test_a_worker_would_take_its_configuration(tmp_path: Path) -> None:
 async def test_it_starts_when_its_model_is_there_and_again_for_a_larger_one(
     tmp_path: Path,
 ) -> None:
-    home = EmbedderLauncher(settings_of(tmp_path), SLEEP, lambda worker_id, reason: None)
+    home = EmbedderLauncher(settings_of(tmp_path), SLEEP, lambda worker_id, reason, cause: None)
     async with running(home):
         home.set_weights({"other": 5})
         await asyncio.sleep(0.05)
@@ -88,7 +88,7 @@ def test_the_demo_s_small_budget_grows_for_other_models(
     restarts: list[str] = []
     monkeypatch.setattr(ChildProcess, "restart", lambda self: restarts.append("restart"))
     settings = Settings(demo=True, data_dir=str(tmp_path))
-    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason: None)
+    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason, cause: None)
     demo = {"python": 9 << 20, "shakespeare": 8 << 20, "sherlock": 7 << 20}
     home.set_weights(demo)
     assert json.loads(home.config())["engine"]["arena_bytes"] == 24 << 20
@@ -109,5 +109,5 @@ def test_a_cpu_that_was_told_nothing_copies_weights_only_when_crowded(
     tmp_path: Path, device: str, host_tier_bytes: int, expected: bool
 ) -> None:
     settings = Settings(data_dir=str(tmp_path), device=device, host_tier_bytes=host_tier_bytes)
-    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason: None)
+    home = WorkerLauncher(settings, WORKER_COMMAND, lambda worker_id, reason, cause: None)
     assert json.loads(home.config())["engine"]["host_tier_when_crowded"] is expected

@@ -29,6 +29,7 @@ from gateway.workers.worker_client import (
     TRANSITIONS,
     ClientEvent,
     ClientState,
+    LossCause,
     WorkerConnection,
     WorkerUnavailable,
     ZmqWorkerClient,
@@ -58,8 +59,8 @@ class Recorder:
     def on_refused(self, worker_id: str, refused: Refused) -> None:
         self._add(f"refused {refused.request_id}")
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        self._add(f"lost {epoch}: {reason}")
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
+        self._add(f"lost {epoch}: {reason} ({cause})")
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -255,8 +256,8 @@ async def test_a_process_known_dead_is_left_at_once(context: Context, tmp_path: 
     async with pair(context, tmp_path) as it:
         await it.heard.saw("connected e1")
         it.peer.restart("e2")
-        it.client.lose("killed by signal 9")
-        assert it.heard.events[-1] == "lost e1: killed by signal 9"
+        it.client.lose("killed by signal 9", "process")
+        assert it.heard.events[-1] == "lost e1: killed by signal 9 (process)"
         await it.heard.saw("connected e2")
 
 
@@ -293,7 +294,7 @@ async def test_another_protocol_version_ends_it(context: Context, tmp_path: Path
         with pytest.raises(WorkerUnavailable, match="refused"):
             it.client.send(Abort("a", 1))
         it.peer.version = PROTOCOL_VERSION
-        it.client.lose("its process ended")  # the next one may be of our build
+        it.client.lose("its process ended", "process")  # the next one may be of our build
         await it.heard.saw("connected")
 
 

@@ -218,3 +218,38 @@ def test_models_that_a_floor_keeps_at_rest_make_no_room() -> None:
     spared = worker("w", 5, mine=mine, spare=mine, busy=held(10))
     (decision,) = placement.decide(0.0, [demand("other", mb=30)], AllWorkers([spared]))
     assert decision.reason == "idle models evicted", "one of the two is enough for the floor"
+
+
+def test_claims_double_with_the_copies_that_have_the_bytes() -> None:
+    """A crowd that needs a copy on every worker: 1, 1, 2, 4, 8 at a time."""
+    placement = Placement(0.2)
+    there: set[str] = set()
+    rounds = []
+    for turn in range(6):
+        views = [
+            worker(f"w{n:02}", 50, a=model("resident" if f"w{n:02}" in there else "cold"))
+            for n in range(16)
+        ]
+        found = placement.decide(
+            10.0 * turn, [demand("a", waiting=99, backlog_s=1000.0)], AllWorkers(views)
+        )
+        rounds.append(len(found))
+        assert all(d.reason == ("replica" if there else "free memory") for d in found)
+        there |= {decision.worker_id for decision in found}
+    assert rounds == [1, 1, 2, 4, 8, 0]
+
+
+def test_no_more_copies_than_the_backlog_needs() -> None:
+    placement = Placement(0.2)
+    views = [
+        worker(f"w{n}", 50, a=model("resident" if n < 4 else "cold", load_s=1.0)) for n in range(9)
+    ]
+    found = placement.decide(0.0, [demand("a", backlog_s=5.5)], AllWorkers(views))
+    assert len(found) == 2, "5.5 s of work over six copies is less than a load of 1 s"
+
+
+def test_warm_copies_count_as_those_that_have_the_bytes() -> None:
+    placement = Placement(0.2)
+    views = [worker(f"w{n}", 50, a=model("warm" if n < 3 else "cold")) for n in range(9)]
+    found = placement.decide(0.0, [demand("a", waiting=99, backlog_s=1000.0)], AllWorkers(views))
+    assert sorted(decision.worker_id for decision in found) == ["w0", "w1", "w2"]
