@@ -49,6 +49,7 @@ POPULARITY = (0.28, 0.2, 0.16, 0.13, 0.12, 0.1, 0.01)
 MODEL_BYTES = 10 * GIB
 COLD_BYTES = 12 * GIB
 NUM_TENANTS = 16
+NUM_WORKERS = (1, 10, 100, 1000)
 
 Row = dict[str, Any]
 
@@ -91,8 +92,8 @@ def figures(world: FleetWorld, seconds: float, began_s: float) -> Row:
 def scaling(share: float) -> list[Row]:
     """Weak scaling, closed loop."""
     rows: list[Row] = []
-    for num_workers in (1, 10, 100, 1000):
-        seconds = max(20.0, (240.0 if num_workers < 1000 else 120.0) * share)
+    for num_workers in NUM_WORKERS:
+        seconds = max(20.0, 60.0 * share)
         seeds = range(max(1, round(32 * share))) if num_workers == 1 else range(1)
         runs = [_closed(num_workers, seconds, seed) for seed in seeds]
         row = runs[0] | {"tokens_per_s": statistics.mean(run["tokens_per_s"] for run in runs)}

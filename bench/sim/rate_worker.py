@@ -287,7 +287,10 @@ class RateWorker:
     def _end(self, key: tuple[str, int], run: _Run, reason: FinishReason) -> TokenDelta:
         del self._runs[key]
         submit = run.submit
-        self._hold(self._models[submit.model_id], -1, run.kv_bytes)
+        held = self._models[submit.model_id]
+        self._hold(held, -1, run.kv_bytes)
+        if held.state == "draining" and not held.num_running:
+            self._evict(submit.model_id, held)
         service_s = self._service_s - run.service_from_s
         num_tokens = submit.max_tokens if reason == "length" else int(run.has_token)
         self.counts.tokens += num_tokens

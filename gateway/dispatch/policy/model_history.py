@@ -228,9 +228,10 @@ class Quarantine:
     that model; a request of it that ends by itself clears everything held against it. Two deaths in
     a row, with nothing served between, and the model is quarantined: for FIRST_TERM_S, then on
     trial, where one more death is enough and the term is twice the last. A worker that is silent,
-    or was told to end, is no strike, and workers of one machine that die within MOMENT_S are one: what ends several
-    processes at once is seldom a model. A worker that is killed from outside may so cost a model a
-    minute; a model that kills every worker it touches is kept from them ever longer.
+    or was told to end, is no strike, and workers of one machine that die within MOMENT_S are one:
+    what ends several processes at once is seldom a model. A worker that is killed from outside may
+    so cost a model a minute; a model that kills every worker it touches is kept from them ever
+    longer.
     A new revision, or an operator who loads it, ends a term at once.
     """
 

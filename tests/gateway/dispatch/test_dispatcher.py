@@ -550,11 +550,11 @@ async def test_the_expected_wait_is_by_the_workers_that_offer_the_model() -> Non
     rig = Rig(Settings(max_queue_total=3, max_queue_per_tenant=3, queue_timeout_s=600.0))
     for name, model in (("one", "m"), ("two", "n"), ("three", "n")):
         rig.worker(name, num_requests=0, states={model: "resident"})
-    waits_s = {}
+    waits_s: dict[str, float] = {}
     for number in range(9):
         rig.ask(f"m{number}", f"t{number}", prompt=4, max_tokens=10_000)
     for model in "mn":
         with pytest.raises(ApiError) as caught:
             rig.ask("one more", "late", model)
-        waits_s[model] = caught.value.retry_after_s
+        waits_s[model] = caught.value.retry_after_s or 0.0
     assert waits_s["m"] == pytest.approx(3 * waits_s["n"])
