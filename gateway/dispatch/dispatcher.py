@@ -58,7 +58,7 @@ from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
-FEW_WORKERS = 64
+FEW_WORKERS = 16
 """Of so many each one is looked at where all are asked for; of more, those with room by model."""
 
 

@@ -103,13 +103,15 @@ class GrantRound:
         for ticket in heads:
             lacking: list[WorkerCapacity] = []
             for candidates in self._looks(ticket.model_name):
-                fitting = [w for w in candidates if w.fits(ticket, self._now_s)]
-                # Where it fits and may not go, the room is for others: it keeps nobody from it.
-                allowed = [w for w in fitting if self._may_take(ticket, w, self._now_s, first)]
-                if self._grant_to(ticket, allowed):
-                    ticket.kept_on = ""
-                    return True
-                lacking += [w for w in candidates if w not in fitting]
+                for worker in by_load(candidates):
+                    if not worker.fits(ticket, self._now_s):
+                        lacking.append(worker)
+                    # Where it fits and may not go, the room is for others: it keeps nobody from it.
+                    elif self._may_take(ticket, worker, self._now_s, first):
+                        if self._grant(ticket, worker):
+                            ticket.kept_on = ""
+                            return True
+                        self._kept.add(worker.worker_id)  # it cannot be reached, whoever asks
             self._keep(ticket, lacking)
         return False
 
@@ -130,15 +132,6 @@ class GrantRound:
         for worker in found:
             self.looked[worker.worker_id] = worker
         return found
-
-    def _grant_to(self, ticket: Ticket, allowed: list[WorkerCapacity]) -> bool:
-        while allowed:
-            worker = least_busy(allowed)
-            if self._grant(ticket, worker):
-                return True
-            allowed.remove(worker)
-            self._kept.add(worker.worker_id)  # it cannot be reached, whoever asks
-        return False
 
     def _keep(self, ticket: Ticket, lacking: Sequence[WorkerCapacity]) -> None:
         """Keep one worker for a head that fits nowhere."""
@@ -176,18 +169,15 @@ def place_alone(
 ) -> WorkerCapacity | None:
     """What a round comes to where nobody else waits: as `GrantRound`, without its books. None: it
     is to wait; also where KV memory is short, for then idle models are to make room, too."""
-    allowed = [
-        worker
-        for worker in offering
-        if worker.fits(ticket, now_s)
-        and not worker.is_kv_short
-        and may_take(ticket, worker, now_s, True)
-    ]
-    return least_busy(allowed) if allowed else None
+    for worker in by_load(offering):
+        fits = worker.fits(ticket, now_s) and not worker.is_kv_short
+        if fits and may_take(ticket, worker, now_s, True):
+            return worker
+    return None
 
 
-def least_busy(workers: Sequence[WorkerCapacity]) -> WorkerCapacity:
-    """Of one worker or more."""
+def by_load(workers: Sequence[WorkerCapacity]) -> Sequence[WorkerCapacity]:
+    """The least busy one first."""
     if len(workers) == 1:
-        return workers[0]
-    return min(workers, key=lambda worker: (worker.num_running(), worker.worker_id))
+        return workers
+    return sorted(workers, key=lambda worker: (worker.num_running(), worker.worker_id))
