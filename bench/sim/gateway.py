@@ -25,7 +25,7 @@ from gateway.limits.limits import Limiter
 from gateway.limits.store import MemoryStore
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerConnection, WorkerListener
+from gateway.workers.worker_client import LossCause, WorkerConnection, WorkerListener
 
 T = TypeVar("T")
 
@@ -127,9 +127,9 @@ class SimWorkerClient:
         if type(message) is Submit:
             self._on_submit(message, self.worker.number)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """It is known that the worker process ended."""
-        self.connection.lose(reason)
+        self.connection.lose(reason, cause)
 
     def close(self) -> None:
         """Say nothing more."""
@@ -235,7 +235,7 @@ class SimGateway:
 
     def worker_ended(self, number: int, reason: str) -> None:
         """The supervisor has seen a worker process end."""
-        self.worker_clients[number].lose(reason)
+        self.worker_clients[number].lose(reason, "process")
 
     def _tick(self) -> None:
         self._tick_event = self.loop.after(TICK_S, self._tick)

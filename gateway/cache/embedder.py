@@ -37,7 +37,7 @@ from gateway.errors import ApiError
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import EncoderInput, EncodeTexts, Inputs
 from gateway.types import HostedModel
-from gateway.workers.worker_client import WorkerClient, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerClient, WorkerUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,9 @@ class EmbeddingWorker:
         self._client.close()
         self._fail_all()
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """Its process is known to have ended."""
-        self._client.lose(reason)
+        self._client.lose(reason, cause)
 
     def set_models(self, models: Iterable[HostedModel]) -> None:
         """All that are hosted now."""
@@ -151,7 +151,7 @@ class EmbeddingWorker:
         """Not now."""
         self._end(refused.request_id, b"")
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
         """What was asked is not answered any more."""
         self._is_loaded = False
         self._fail_all()

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ipc import ipc
+from gateway.workers.worker_client import LossCause
 
 MAX = frozenset(
     {
@@ -173,6 +174,7 @@ class WorkerEnded(_Message, frozen=True):
 
     worker_id: str
     reason: str
+    cause: LossCause
 
 
 ToParent: TypeAlias = Here | MetricsReport | Scrape | Weights | RestartWorker
@@ -237,10 +239,10 @@ class ProcessHub:
         channel.on_lost = lambda reason: self._lost(child)
         return channel
 
-    def worker_ended(self, worker_id: str, reason: str) -> None:
+    def worker_ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
         """Tell everybody."""
         for child in self._children:
-            child.channel.send(WorkerEnded(worker_id, reason))
+            child.channel.send(WorkerEnded(worker_id, reason, cause))
 
     async def run(self) -> None:
         """Ask everybody, for ever."""
@@ -305,14 +307,14 @@ class ProcessHub:
 
 
 class HubLink:
-    """A child's end. `on_worker_ended(worker_id, reason)`, `on_orphaned()` are its news."""
+    """A child's end. `on_worker_ended(worker_id, reason, cause)`, `on_orphaned()` are its news."""
 
     def __init__(
         self,
         name: str,
         registry: CollectorRegistry,
         is_ready: Callable[[], bool],
-        on_worker_ended: Callable[[str, str], None],
+        on_worker_ended: Callable[[str, str, LossCause], None],
         on_orphaned: Callable[[], None],
     ) -> None:
         self._name = name
@@ -367,7 +369,7 @@ class HubLink:
         if isinstance(message, Collect):
             self._report(message.call)
         elif isinstance(message, WorkerEnded):
-            self._on_worker_ended(message.worker_id, message.reason)
+            self._on_worker_ended(message.worker_id, message.reason, message.cause)
         else:
             answer = self._scrapes.get(message.call)
             if answer is not None and not answer.done():

@@ -93,7 +93,7 @@ from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_client import LossCause, WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class RemoteDispatcher(GrantedTickets):
             end = aborted_end(ticket) if ticket.aborted else refusal_of(ticket, refused)
             self._leave(ticket, end)
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
         """A worker process is gone, with all it was running."""
         self._fleet.lose(worker_id, self._clock())
         for ticket in self.lost_with(worker_id, epoch):

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.dispatch.policy.fleet_view import ModelView, WorkerView
+from gateway.dispatch.policy.kept_worker import lacking_lifetimes
+from gateway.dispatch.policy.relief import IdleCopy
 from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.types import HostedModel
 
@@ -83,6 +85,8 @@ class WorkerCapacity:
         self._in_flight: deque[_Grant] = deque()
         self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
         self._kv_bytes_under_way = 0
+        self._kv_bytes_used = 0  # as of the last status
+        self._unpromised_bytes = self._rest_bytes = 0
         self._num_sent = 0
         self._num_received_before = 0
         self._num_running: dict[str, int] = {}
@@ -104,8 +108,16 @@ class WorkerCapacity:
         self._models = {model.model_id: model for model in status.models}
         self._kv_short = False
         self._view = None
+        self._kv_bytes_used = self._rest_bytes = 0
+        self._unpromised_bytes = self.free_kv_bytes()
         for model in status.models:
             busy = model.num_running or model.num_waiting or model.state != "resident"
+            self._kv_bytes_used += model.kv_bytes_used
+            if not busy:
+                self._rest_bytes += model.weight_bytes
+            if model.state == "loading":
+                held = status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes
+                self._unpromised_bytes -= max(0, model.weight_bytes - held)
             if busy or model.model_id in self._num_running:
                 self._idle_since_s[model.model_id] = now_s
         num_received = status.num_received - self._num_received_before
@@ -168,6 +180,21 @@ class WorkerCapacity:
             wanted_tokens=wanted_tokens,
             free_kv_bytes=self.free_kv_bytes(),
             wanted_kv_bytes=_kv_bytes(wanted_tokens, lease),
+        )
+
+    def lack(self, ticket: Ticket) -> float:
+        """How long until it fits here: policy/kept_worker.py. Its model must be on offer."""
+        lease = self._leases[ticket.model_name]
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        kv_tokens = _kv_tokens(ticket, lease)
+        kv_bytes = _kv_bytes(kv_tokens, lease)
+        beyond = max(0, kv_tokens - lease.kv_tokens + under_way.kv_tokens)
+        free_requests = min(self._free_requests(), lease.num_requests - under_way.num_requests)
+        return lacking_lifetimes(
+            1 - free_requests,
+            self._num_running_all,
+            max(kv_bytes - self.free_kv_bytes(), beyond * lease.kv_bytes_per_token),
+            self._kv_bytes_used + self._kv_bytes_under_way,
         )
 
     def grant(self, ticket: Ticket) -> None:
@@ -251,6 +278,25 @@ class WorkerCapacity:
         model = self._models.get(model_id)
         return "cold" if model is None else model.state
 
+    def states(self) -> dict[str, str]:
+        """Of all models that are not cold, as of the last status."""
+        return {name: model.state for name, model in self._models.items()}
+
+    def idle_copy(self, model_id: str) -> IdleCopy | None:
+        """The model here, where it is resident and runs nothing."""
+        model = self._models.get(model_id)
+        if model is None or model.state != "resident" or self._is_at_work(model):
+            return None
+        since_s = self._idle_since_s.get(model_id, self._connected_s)
+        return IdleCopy(self.worker_id, since_s, max(0.0, model.load_s_estimate))
+
+    def _is_at_work(self, model: ModelStatus) -> bool:
+        return bool(model.num_running or model.num_waiting or self._num_running.get(model.model_id))
+
+    def room_bytes(self) -> tuple[int, int]:
+        """Free bytes that no load on its way has been promised, and these with idle models'."""
+        return self._unpromised_bytes, self._unpromised_bytes + self._rest_bytes
+
     def view(self, hosted: Mapping[str, HostedModel]) -> WorkerView | None:
         """The worker as placement sees it; None before its first status. Kept until it changes, or
         another catalog comes."""
@@ -269,12 +315,7 @@ class WorkerCapacity:
                 state=model.state,
                 weight_bytes=model.weight_bytes,
                 load_s=model.load_s_estimate,
-                idle=not (
-                    model.num_running
-                    or model.num_waiting
-                    or self._num_running.get(model.model_id)
-                    or model.model_id in pinned
-                ),
+                idle=not (self._is_at_work(model) or model.model_id in pinned),
                 idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
                 pinned=model.model_id in pinned,
                 held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,

@@ -6,9 +6,9 @@ Tickets wait here and are granted at the last moment. Of the waiting tenants the
 smallest counter goes first (dispatch/policy/fair_share.py), with its oldest ticket. The rule for a
 head that does not fit:
 
-- If some worker offers its model (a lease, even a used-up one), that worker is kept for it: no
-  ticket behind it is granted there until it fits. It is waited for and never overtaken on a worker
-  that could run it; workers that do not have its model go on.
+- If workers offer its model (a lease, even a used-up one), the one where it is expected first is
+  kept for it: no ticket behind it is granted there until it fits. All other workers go on, and
+  where it fits on one of them sooner it goes there (dispatch/policy/kept_worker.py).
 - If no worker offers its model, it holds nobody up. It makes a demand for its model, in its place
   in the fair order, and placement (dispatch/policy/placement.py) has the model loaded.
 
@@ -32,13 +32,14 @@ from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.loads import Loads
+from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
-from gateway.dispatch.policy.fleet_view import Placer
+from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator, estimate_wait_s
-from gateway.dispatch.ticket_queue import TicketQueue, grant_round, place_alone
+from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import (
     IntegrityError,
     RequestStream,
@@ -55,10 +56,12 @@ from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
 from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerClient
+from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
+FEW_WORKERS = 16
+"""Of so many each one is looked at where all are asked for; of more, those with room by model."""
 
 
 class Dispatcher:
@@ -121,7 +124,7 @@ class Dispatcher:
     @property
     def ready(self) -> bool:
         """A request could be served now: a worker answers and the gateway is not stopping."""
-        return not self._stopping and bool(self._fleet.statuses())
+        return not self._stopping and self._fleet.is_heard
 
     @property
     def stopping(self) -> bool:
@@ -155,14 +158,15 @@ class Dispatcher:
         """Raises QUEUE_FULL, with the estimated wait, where the queue takes no more of it."""
         mine, all_ = self._queue.num_of_tenant(tenant_id), len(self._queue)
         settings = self._settings
+        most = settings.max_queue_total * max(1, len(self._fleet))
         own = mine >= settings.max_queue_per_tenant
-        if not own and all_ < settings.max_queue_total:
+        if not own and all_ < most:
             return
         self._num_rejections += 1
-        wait_s = self._wait_estimate_s()
+        wait_s = self._wait_estimate_s(model_name)
         figures = DecisionFigures(
             num_waiting=mine if own else all_,
-            queue_limit=settings.max_queue_per_tenant if own else settings.max_queue_total,
+            queue_limit=settings.max_queue_per_tenant if own else most,
             retry_after_s=wait_s,
         )
         reason: Reason = "tenant queue full" if own else "queue full"
@@ -174,10 +178,16 @@ class Dispatcher:
             retry_after_s=wait_s,
         )
 
-    def _wait_estimate_s(self) -> float:
-        """Seconds until the queue as it stands is worked off."""
+    def _wait_estimate_s(self, model_name: str) -> float:
+        """Seconds until the queue as it stands is worked off, by all workers and, as far as it is
+        for this model, by those that offer it."""
         longest_s = self._settings.queue_timeout_s
-        return estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s)
+        waiting = self._queue.backlog_of(model_name)
+        own_s = 0.0 if waiting is None else waiting.service_s
+        return max(
+            estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s),
+            estimate_wait_s(own_s, self._fleet.num_offering(model_name), longest_s),
+        )
 
     def _predict(self, request: Asked, tenant_id: str) -> Prediction:
         """What it will use, as far as is known now."""
@@ -196,9 +206,8 @@ class Dispatcher:
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         if self._queue.num_of_model(name) == 1 or self._queue.is_new_tenant(ticket.tenant_id):
             # Behind others it waits for the next status or tick, as they do.
-            offering = self._fleet.offering(name, now_s)
-            self._match(now_s, offering)
-            if not offering:
+            self._match(now_s, self._fleet.open(name, now_s, MOST_LOOKED))
+            if not self._fleet.is_offered(name, now_s):
                 self._place(now_s)
 
     def add_worker(self, client: WorkerClient) -> None:
@@ -291,7 +300,7 @@ class Dispatcher:
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
             text = f"the request waited {waited_s:.0f} s in the queue and no worker was free"
-            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s()
+            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s(ticket.model_name)
             end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
             self._end_waiting(ticket, end)
         self.drains.tick(now_s)
@@ -369,6 +378,7 @@ class Dispatcher:
         if worker is None:
             return
         now_s = self._clock()
+        is_first = worker.status is None
         changes = self._fleet.update(worker, status, now_s)
         self._running.progress(worker, status.service)
         self.drains.look(worker, now_s)
@@ -378,8 +388,10 @@ class Dispatcher:
         for swap in status.swaps:
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
-        if changes.states:
-            self._fail_hopeless()
+        if is_first:
+            self._fail_hopeless(self._queue.model_names)
+        elif changes.states:
+            self._fail_hopeless(model.model_id for model in worker.failures)
         self._match(now_s, [worker])
         if changes.states:
             self._place(now_s)
@@ -392,15 +404,17 @@ class Dispatcher:
         """A Submit that was not taken."""
         self._running.refused(worker_id, refused, self._clock())
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        """A worker process is gone, with all it was running."""
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
+        """A worker process is gone, with all it was running. Only one that ended by itself says
+        anything about its models."""
         self._num_workers_lost += 1
         self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
         blamed = self._running.lost(worker_id, epoch, reason, self._clock())
-        for name in self._quarantine.worker_died(blamed, reason, self._clock()):
+        blamed = blamed if cause == "process" else set()
+        for name in self._quarantine.worker_died(blamed, reason, worker_id, self._clock()):
             self._decide("quarantine", "workers crashed", name, detail=reason)
-        self._fail_hopeless()
+        self._fail_hopeless(self._queue.model_names)
         self._pump()
 
     # The queue.
@@ -420,18 +434,21 @@ class Dispatcher:
     def _pump(self) -> None:
         """Grant what can be granted, then see to the models that nobody offers."""
         now_s = self._clock()
-        self._match(now_s, list(self._fleet))
+        self._match(now_s, self._fleet if len(self._fleet) <= FEW_WORKERS else None)
         self._place(now_s)
 
-    def _match(self, now_s: float, workers: Sequence[WorkerCapacity]) -> None:
-        """Grant what these workers can take; where KV memory is short, make room."""
+    def _match(self, now_s: float, workers: Iterable[WorkerCapacity] | None) -> None:
+        """Grant what these workers can take (None: all, of a large fleet); where KV memory is
+        short, make room."""
         if not len(self._queue):
             return
-        with_room = [worker for worker in workers if worker.has_room(now_s)]
-        if with_room:
-            offering, may = self._fleet.offering, self._running.may_take
-            grant_round(self._queue, self._share, with_room, offering, now_s, self._grant, may)
-            self._loads.relieve(now_s, with_room)
+        with_room = None if workers is None else [w for w in workers if w.has_room(now_s)]
+        if with_room is None or with_room:
+            about = (self._queue, self._share, self._fleet, now_s)
+            matching = GrantRound(*about, self._grant, self._running.may_take, with_room)
+            matching.run()
+            looked = with_room or matching.looked.values()
+            self._loads.relieve(now_s, looked)
 
     def _place(self, now_s: float) -> None:
         """Loads for models that wait: at news of models, and every tick for what time changes."""
@@ -451,7 +468,7 @@ class Dispatcher:
 
     def _pass(self, ticket: Ticket, now_s: float) -> bool:
         """Grant it without a queue, where nobody waits."""
-        offering = self._fleet.offering(ticket.model_name, now_s)
+        offering = self._fleet.open(ticket.model_name, now_s, FIRST_LOOK)
         worker = place_alone(ticket, offering, now_s, self._running.may_take)
         if worker is None:
             return False
@@ -496,10 +513,10 @@ class Dispatcher:
     def _forget(self, ticket: Ticket) -> None:
         del self._running.live[ticket.request.request_id]
 
-    def _fail_hopeless(self) -> None:
-        """End waiting tickets of models that failed to load or are quarantined."""
-        for name in list(self._queue.model_names):
-            failure = self.model_failure(name)
+    def _fail_hopeless(self, names: Iterable[str]) -> None:
+        """End waiting tickets of those of these models that failed to load or are quarantined."""
+        for name in list(names):
+            failure = self.model_failure(name) if self._queue.num_of_model(name) else None
             if failure is not None:
-                for ticket in [t for t in self._queue if t.model_name == name]:
+                for ticket in list(self._queue.of_model(name)):
                     self._end_waiting(ticket, model_failed(name, failure))

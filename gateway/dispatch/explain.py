@@ -25,9 +25,10 @@ from typing import Final
 from gateway.dispatch.capacity import Room
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.matching import MayTake, kept_for, place_of
 from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.policy.reasons import OUTCOMES, WaitCode
-from gateway.dispatch.ticket_queue import MayTake, TicketQueue, place_of
+from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
 
 _ON_OFFER: Final[Collection[WaitCode]] = frozenset(
@@ -221,22 +222,26 @@ class Look:
         return self._causes.get(key) or self._not_offered(ticket.model_name)
 
     def _look_at(self, head: Ticket, *, is_first: bool) -> None:
-        """At one whose model is on offer: what keeps it, and which workers it keeps."""
+        """At one whose model is on offer: what keeps it, and which worker it keeps."""
         offering = self._fleet.offering(head.model_name, self._now_s)
         if not offering:
             return
-        kept_for, may = self._kept_for, self._may_take
+        kept, may = self._kept_for, self._may_take
         rooms = [room for w in offering if (room := w.room(head, self._now_s))]
-        free = [room for room in rooms if room.worker_id not in kept_for]
+        free = [room for room in rooms if room.worker_id not in kept]
         fitting = {room.worker_id for room in free if lacks(room) is None}
         allowed = {
             w.worker_id
             for w in offering
             if w.worker_id in fitting and may(head, w, self._now_s, is_first)
         }
-        cause = _on_offer(head, rooms, free, allowed, kept_for)
+        cause = _on_offer(head, rooms, free, allowed, kept)
         if cause.code != "next":
-            kept_for.update({r.worker_id: head for r in free if lacks(r) is not None})
+            lacking = {room.worker_id for room in free if lacks(room) is not None}
+            those = [w for w in offering if w.worker_id in lacking]
+            worker_id = kept_for(head, those, self._fleet, kept, self._now_s)
+            if worker_id:
+                kept[worker_id] = head
         self._causes[head.tenant_id, head.model_name] = cause
 
     def _not_offered(self, model: str) -> _Cause:
@@ -260,7 +265,7 @@ class Look:
         return self._held(model, said)
 
     def _loading_on(self, model: str) -> str:
-        claimed = self._fleet.claimed_on(model)
+        claimed = self._fleet.claimed_on(model, self._now_s)
         if claimed is not None:
             return claimed
         return next((w.worker_id for w in self._fleet if w.state(model) == "loading"), "")

@@ -23,20 +23,19 @@ from engine.protocol import (
     WarmModel,
     WorkerStatus,
 )
+from gateway.dispatch.candidates import Candidates
 from gateway.dispatch.capacity import Changes, WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord, ResidencyLog
+from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
     LoadDecision,
     Outlook,
-    Placer,
-    WorkerView,
-    load_seconds,
 )
 from gateway.dispatch.policy.model_history import Prefetch
-from gateway.dispatch.policy.placement import relieve, unplaceable
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
+from gateway.dispatch.policy.relief import relieve, surplus, unplaceable
 from gateway.dispatch.tickets import IntegrityError
 from gateway.types import HostedModel
 from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
@@ -44,9 +43,6 @@ from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUn
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_NEAREST = ("resident", "loading", "draining", "warm", "failed")
-"""States of a model, from the nearest to serving; cold is what is left."""
 
 
 class Fleet:
@@ -61,10 +57,12 @@ class Fleet:
         self._models: dict[str, HostedModel] = {}
         self._specs: list[ModelSpec] = []
         self._pinned: frozenset[str] = frozenset()
-        self._packs: dict[str, list[str]] = {}
-        self._pack_of: dict[str, str] = {}  # of models that share theirs
+        self.candidates = Candidates(self._connected)
         # By model, in the order in which the workers came.
         self._offering: dict[str, dict[str, WorkerCapacity]] = {}
+        # Of these, workers that had room when they were last looked at; the next look at one that
+        # has none takes it out, its next status puts it in again.
+        self._open: dict[str, dict[str, WorkerCapacity]] = {}
         self._failed: dict[str, dict[str, str]] = {}  # worker -> why
         self._num_heard = 0  # workers with a status
         self._largest_arena_bytes = 0
@@ -86,11 +84,7 @@ class Fleet:
         self._models = {model.name: model for model in models}
         self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight, m.floors) for m in models]
         self._pinned = frozenset(m.name for m in models if m.pinned)
-        packs: dict[str, list[str]] = {}
-        for model in models:
-            packs.setdefault(model.pack_dir, []).append(model.name)
-        self._packs = {pack: names for pack, names in packs.items() if len(names) > 1}
-        self._pack_of = {name: pack for pack, names in self._packs.items() for name in names}
+        self.candidates.set_catalog(models)
         for worker_id in self._connected:
             self.send(worker_id, SetCatalog(self._specs))
 
@@ -117,8 +111,11 @@ class Fleet:
         self.history.note(status, changes.states, now_s)
         if changes.offers:
             self._note_offers(worker, offered)
+        if worker.has_room(now_s):
+            self._note_open(worker)
         if changes.states:
             self._note_failures(worker, failed)
+        self.candidates.note(worker, states=changes.states)
         for swap in status.swaps:
             if swap.kind == "load":
                 self._placement.loaded(worker.worker_id, swap.model_id, swap.duration_s, now_s)
@@ -138,7 +135,55 @@ class Fleet:
 
     def is_elsewhere(self, model_id: str) -> bool:
         """Whether a worker that stays has the model."""
-        return any(worker.takes_loads and worker.state(model_id) == "resident" for worker in self)
+        return bool(self.candidates.having(model_id, "resident"))
+
+    def let(self, worker: WorkerCapacity, *, load: bool, serve: bool) -> None:
+        """Whether the worker may be given loads, and requests: not where it leaves. Nothing is
+        changed for a process that is gone."""
+        if self._connected.get(worker.worker_id) is not worker:
+            return
+        if serve and not worker.takes_requests:
+            self._note_open(worker)
+        worker.takes_requests = serve
+        if worker.takes_loads != load:
+            worker.takes_loads = load
+            self.candidates.note(worker, states=True)
+
+    def num_offering(self, model_id: str) -> int:
+        """Workers that offer the model, full or not, by their last status."""
+        return len(self._offering.get(model_id, ()))
+
+    def is_offered(self, model_id: str, now_s: float) -> bool:
+        """Whether a worker offers the model, full or not."""
+        workers = self._offering.get(model_id, {})
+        return any(worker.leased(model_id, now_s) for worker in workers.values())
+
+    def open(self, model_id: str, now_s: float, most: int) -> list[WorkerCapacity]:
+        """So many workers with room that offer the model, at most; other ones each time, where
+        there are more."""
+        known = self._open.get(model_id, {})
+        found, full = [], []
+        for worker in known.values():
+            if not (worker.has_room(now_s) and worker.leased(model_id, now_s)):
+                full.append(worker.worker_id)
+                continue
+            found.append(worker)
+            if len(found) == most:
+                break
+        for worker_id in full:
+            _drop(self._open, model_id, worker_id)
+        if len(found) < len(known):
+            for worker in found:
+                known[worker.worker_id] = known.pop(worker.worker_id)
+        return found
+
+    def open_models(self, model_ids: Iterable[str]) -> list[str]:
+        """Of these models, those that a worker with room may offer."""
+        return [model_id for model_id in model_ids if model_id in self._open]
+
+    def connected(self, worker_id: str) -> WorkerCapacity | None:
+        """The worker, if it is connected."""
+        return self._connected.get(worker_id)
 
     def send(self, worker_id: str, message: ToWorker) -> bool:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
@@ -161,9 +206,15 @@ class Fleet:
         worker = self._connected.get(worker_id)
         return worker if worker is not None and worker.epoch == epoch else None
 
-    def claimed_on(self, model_name: str) -> str | None:
-        """The worker that has been told to load the model and has not done so yet."""
-        return self._placement.claimed_on(model_name)
+    def claimed_on(self, model_name: str, now_s: float) -> str | None:
+        """The worker that has been told to load the model and is expected to have done so first."""
+        claim = self._placement.claimed(model_name, now_s)
+        return None if claim is None else claim.worker_id
+
+    @property
+    def is_heard(self) -> bool:
+        """A worker has sent a status."""
+        return self._num_heard > 0
 
     def statuses(self) -> list[WorkerStatus]:
         """The last status of each connected worker."""
@@ -178,13 +229,21 @@ class Fleet:
         return unplaceable(model.weight_bytes if model else 0, self._largest_arena_bytes)
 
     def wanting(self, model_names: Iterable[str], now_s: float) -> frozenset[str]:
-        """Those that some worker does not offer and that nobody has been told to load."""
+        """Those that some worker does not offer, and that more workers may be told to load."""
         return frozenset(
             name
             for name in model_names
-            if self._placement.claimed_on(name) is None
-            and len(self.offering(name, now_s)) < len(self._connected)
+            if self._placement.num_claims(name) < max(1, self._num_sources(name))
+            and (
+                len(self._offering.get(name, ())) < len(self._connected)
+                or len(self.offering(name, now_s)) < len(self._connected)
+            )
         )
+
+    def _num_sources(self, model_name: str) -> int:
+        """Workers that have its bytes at hand."""
+        having = self.candidates.having
+        return len(having(model_name, "resident")) + len(having(model_name, "warm"))
 
     def place(
         self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str], asks_s: AskRate
@@ -194,16 +253,17 @@ class Fleet:
         Models somebody is `waiting` for are not idle anywhere. Returns whether any load is wanted
         or under way.
         """
-        self._placement.drop_claims(now_s, self._state_of)
+        self._placement.drop_claims(now_s, self.candidates.state)
         demanded = {demand.model_id for demand in demands}
         unserved = (m for m in sorted(self._pinned - demanded) if m not in self._offering)
         pins = self.demand_of(unserved)
         if demands or pins or self._placement.outlooks:
-            wanted = self._with_packs(waiting)
+            wanted = self.candidates.with_packs(waiting)
             hosted = [(demand, self._models[demand.model_id]) for demand in demands]
             sized = [replace(d, weight_bytes=m.weight_bytes, floors=m.floors) for d, m in hosted]
             all_ = [*sized, *pins]
-            for decision in self._placement.decide(now_s, all_, self.views(), wanted, asks_s):
+            sight = self.candidates
+            for decision in self._placement.decide(now_s, all_, sight, wanted, asks_s):
                 self._load(decision, now_s)
             for demand in sized:
                 outlook = self._placement.outlooks.get(demand.model_id)
@@ -244,22 +304,22 @@ class Fleet:
 
     def outlook(self, model_name: str, now_s: float) -> Outlook:
         """When the model is there for a request that comes now; `reason` where a load waits."""
-        views = [view for view in self.views() if model_name in self._models]
-        if any(view.state(model_name) == "resident" for view in views):
+        if model_name in self._models and self.candidates.having(model_name, "resident"):
             return Outlook(model_name, now_s)
         known = self._placement.claimed(model_name, now_s)
         known = known or self._placement.outlooks.get(model_name)
         if known is not None:
             return known
-        (demand,) = self.demand_of([model_name]) or [Demand(model_name, 0, 0.0, False)]
-        models = [view.model(demand) for view in views if view.may_load(demand)]
-        load_s = min((load_seconds(model) for model in models), default=math.inf)
+        load_s = min(map(self.candidates.load_s, self.demand_of([model_name])), default=math.inf)
         return Outlook(model_name, now_s + load_s)
+
+    def held_back(self, model_name: str) -> Outlook | None:
+        """When a load that waits is expected to be through; None: none waits."""
+        return self._placement.outlooks.get(model_name)
 
     def residency(self, model_name: str) -> str:
         """Where its weights are, on the worker that has it nearest."""
-        found = {worker.state(model_name) for worker in self}
-        return next((state for state in _NEAREST if state in found), "cold")
+        return self.candidates.residency(model_name)
 
     def relieve(
         self,
@@ -271,16 +331,28 @@ class Fleet:
         """Where KV memory is short, idle models make room."""
         short = [worker for worker in workers if worker.is_kv_short]
         if short:
-            views = [view for worker in short if (view := self._view(worker)) is not None]
-            for decision in relieve(views, now_s, self._with_packs(waiting), asks_s):
+            views = [v for worker in short if (v := self.candidates.view_of(worker)) is not None]
+            for decision in relieve(views, now_s, self.candidates.with_packs(waiting), asks_s):
                 self._unload(decision, now_s)
+
+    def give_up(self, now_s: float, model_name: str, busy_share: float) -> bool:
+        """Have one copy leave that its rate does not need: device seconds a second, of all copies.
+        Nobody may wait for it. Returns whether one was told to."""
+        if self.is_pinned(model_name) or self._placement.num_claims(model_name):
+            return False
+        num_copies = len(self.candidates.having(model_name, "resident"))
+        idle = self.candidates.idle_copies(model_name)
+        decision = surplus(model_name, num_copies, busy_share, idle, now_s)
+        if decision is not None:
+            self._unload(decision, now_s)
+        return decision is not None
 
     def load(self, now_s: float, model_name: str) -> None:
         """An operator's request; nothing happens where it is resident or cannot be."""
         if model_name not in self._models:
             return
         (demand,) = self.demand_of([model_name])
-        decision = self._placement.claim(now_s, demand, self.views())
+        decision = self._placement.claim(now_s, demand, self.candidates)
         if decision is not None:
             self._load(decision, now_s)
 
@@ -302,8 +374,12 @@ class Fleet:
                 failed.setdefault(model.model_id, set()).add(worker.worker_id)
         kept = {model_id: set(workers) for model_id, workers in self._offering.items()}
         kept_failed = {model_id: set(workers) for model_id, workers in self._failed.items()}
+        for model_id, workers in self._open.items():
+            if not workers or not workers.keys() <= kept.get(model_id, set()):
+                raise IntegrityError(f"{model_id} has room on {workers.keys()} and is not offered")
         if (kept, kept_failed) != (offering, failed):
             raise IntegrityError(f"offers {offering}, failures {failed}: kept are {kept}")
+        self.candidates.check_integrity()
         if self._num_heard != len(self.statuses()):
             raise IntegrityError(f"{self._num_heard} workers have sent a status")
 
@@ -311,19 +387,26 @@ class Fleet:
         worker = self._connected.pop(worker_id, None)
         if worker is None or worker.status is None:
             return
+        self.candidates.lose(worker_id)
         self._num_heard -= 1
         for model_id in worker.offers:
             _drop(self._offering, model_id, worker_id)
+            _drop(self._open, model_id, worker_id)
         for model in worker.failures:
             _drop(self._failed, model.model_id, worker_id)
         statuses = self.statuses()
         self._largest_arena_bytes = max((s.num_pages * s.page_bytes for s in statuses), default=0)
+
+    def _note_open(self, worker: WorkerCapacity) -> None:
+        for model_id in worker.offers:
+            self._open.setdefault(model_id, {})[worker.worker_id] = worker
 
     def _note_offers(self, worker: WorkerCapacity, before: Iterable[str]) -> None:
         offered = set(worker.offers)
         for model_id in before:
             if model_id not in offered:
                 _drop(self._offering, model_id, worker.worker_id)
+                _drop(self._open, model_id, worker.worker_id)
         for model_id in worker.offers:
             self._offering.setdefault(model_id, {})[worker.worker_id] = worker
 
@@ -339,37 +422,6 @@ class Fleet:
                     model.model_id,
                     model.reason,
                 )
-
-    def _state_of(self, worker_id: str, model_id: str) -> str | None:
-        worker = self._connected.get(worker_id)
-        return None if worker is None else worker.state(model_id)
-
-    def views(self) -> list[WorkerView]:
-        """The workers that have sent a status, as policies see them."""
-        views = (self._view(worker) for worker in self if worker.takes_loads)
-        return [view for view in views if view is not None]
-
-    def _view(self, worker: WorkerCapacity) -> WorkerView | None:
-        view = worker.view(self._models)
-        return view if view is None or not self._packs else self._by_pack(view)
-
-    def _by_pack(self, view: WorkerView) -> WorkerView:
-        """Models of one pack share its weights: idle together, and then counted once."""
-        models = dict(view.models)
-        # A worker tells of a few models, the catalog may have thousands of packs.
-        packs = {self._pack_of[name]: None for name in models if name in self._pack_of}
-        for pack in packs:
-            known = [name for name in self._packs[pack] if name in models]
-            all_idle = all(models[name].idle for name in known)
-            for name in known[1:] if all_idle else known:
-                models[name] = replace(models[name], idle=False)
-        return replace(view, models=models)
-
-    def _with_packs(self, names: Iterable[str]) -> frozenset[str]:
-        """These models and those that share their weights."""
-        names = list(names)
-        packs = {self._pack_of[name] for name in names if name in self._pack_of}
-        return frozenset([*names, *(name for pack in packs for name in self._packs[pack])])
 
     def _load(self, decision: LoadDecision, now_s: float) -> None:
         figures = DecisionFigures(

@@ -27,7 +27,7 @@ from gateway.errors import UNAVAILABLE, ApiError
 from gateway.types import HostedModel, ModelOutlook
 
 PREFETCH_S = 1.0
-"""How often something may be fetched ahead of need."""
+"""How often something may be fetched ahead of need, and surplus copies leave."""
 EARLY_SHARE = 0.5
 """Who is refused is told to come so much of the time that it may wait before its load's turn."""
 LOOK_PAUSE_S = 0.05
@@ -89,9 +89,11 @@ class Loads:
             wanted = demands(self._queue, self._share, wanting, is_pinned, now_s, places)
 
         busy = self._fleet.place(now_s, wanted, waiting, self._asks(now_s))
-        if not busy and now_s - self._prefetched_s >= PREFETCH_S:
+        if now_s - self._prefetched_s >= PREFETCH_S:
             self._prefetched_s = now_s
-            self._fetch_ahead(now_s)
+            if not busy:
+                self._fetch_ahead(now_s)
+            self._give_up(now_s)
         return self._hopeless(now_s, wanted)
 
     def relieve(self, now_s: float, workers: Iterable[WorkerCapacity]) -> None:
@@ -108,7 +110,7 @@ class Loads:
         """Of the models that somebody waits for and that are not there: seconds until they are."""
         found = {}
         for name in self._queue.model_names:
-            if not self._fleet.offering(name, now_s):
+            if not self._fleet.is_offered(name, now_s):
                 eta_s = self.outlook(name, now_s).load_eta_s
                 if eta_s is not None:
                     found[name] = eta_s
@@ -118,35 +120,39 @@ class Loads:
         return lambda model_id: self._popularity.asks_s(model_id, now_s)
 
     def _fetch_ahead(self, now_s: float) -> None:
-        candidates = self._fleet.demand_of(self._popularity.known())
-        views = self._fleet.views()
+        there = self._fleet.candidates.is_on_device
+        asked = [name for name in self._popularity.known() if not there(name)]
+        candidates, views = self._fleet.demand_of(asked), self._fleet.candidates.for_prefetch()
         for prefetch in self._prefetcher.decide(now_s, self._popularity, candidates, views):
             self._fleet.fetch(now_s, prefetch)
+
+    def _give_up(self, now_s: float) -> None:
+        """Copies that the rate of their model does not need: one of each model."""
+        for name in self._fleet.candidates.replicated():
+            if not self._queue.num_of_model(name):
+                self._fleet.give_up(now_s, name, self._popularity.service_rate(name, now_s))
 
     def _kept_places(self, now_s: float) -> dict[str, int]:
         """Until a load begins, or those who were told to come have not."""
         for name, (_, until_s) in list(self._places.items()):
-            if now_s >= until_s or self._fleet.claimed_on(name) is not None:
+            if now_s >= until_s or self._fleet.claimed_on(name, now_s) is not None:
                 del self._places[name]
         return {name: place for name, (place, _) in self._places.items()}
 
     def _hopeless(self, now_s: float, wanted: Iterable[Demand]) -> list[tuple[Ticket, ApiError]]:
         late: dict[str, Outlook] = {}
         for demand in wanted:
-            if not self._fleet.offering(demand.model_id, now_s):
-                outlook = self._fleet.outlook(demand.model_id, now_s)
-                if outlook.sure and now_s < outlook.at_s < math.inf:
-                    late[demand.model_id] = outlook
-        if not late:
-            return []
-        found = []
-        for ticket in self._queue:
-            there = late.get(ticket.model_name)
-            if there is None:
+            outlook = self._fleet.held_back(demand.model_id)
+            if outlook is None or not outlook.sure or not now_s < outlook.at_s < math.inf:
                 continue
-            # Not where the load would have begun by then: expected times are not that exact.
-            if there.at_s - there.load_s > min(ticket.deadline_s, ticket.ends_by_s):
-                found.append((ticket, self._refusal(now_s, ticket, there)))
+            if not self._fleet.is_offered(demand.model_id, now_s):
+                late[demand.model_id] = outlook
+        found = []
+        for name, there in late.items():
+            for ticket in self._queue.of_model(name):
+                # Not where the load would have begun by then: expected times are not that exact.
+                if there.at_s - there.load_s > min(ticket.deadline_s, ticket.ends_by_s):
+                    found.append((ticket, self._refusal(now_s, ticket, there)))
         return found
 
     def _refusal(self, now_s: float, ticket: Ticket, outlook: Outlook) -> ApiError:
@@ -193,30 +199,20 @@ def demands(
     Equal counters (one tenant that waits for several models, or one that came back and was lifted)
     go by the oldest ticket, or by the place that a model has kept.
     """
-    oldest = dict(places)
-    counters: dict[str, float] = {}
-    backlog_s: dict[str, float] = {}
-    arrived_s: dict[str, float] = {}
-    waited_s: dict[str, float] = {}
-    for ticket in queue:
-        name = ticket.model_name
-        if name not in wanting:
+    counters, oldest, found = {}, {}, {}
+    for name in wanting:
+        waiting = queue.backlog_of(name)
+        if waiting is None:
             continue
-        counter = share.counter(ticket.tenant_id)
-        counters[name] = min(counters.get(name, counter), counter)
-        oldest[name] = min(oldest.get(name, ticket.seq), ticket.seq)
-        backlog_s[name] = backlog_s.get(name, 0.0) + ticket.prediction.service_s
-        arrived_s[name] = min(arrived_s.get(name, ticket.queued_s), ticket.queued_s)
-        waited_s[name] = waited_s.get(name, 0.0) + now_s - ticket.queued_s
-    num_waiting = queue.by_model()
-    return [
-        Demand(
+        first = queue.oldest_of_model(name)
+        counters[name] = min(map(share.counter, waiting.tenants))
+        oldest[name] = min(first.seq, places.get(name, first.seq))
+        found[name] = Demand(
             name,
-            num_waiting[name],
-            backlog_s[name],
+            waiting.num,
+            max(0.0, waiting.service_s),
             is_pinned(name),
-            oldest_s=arrived_s[name],
-            waited_s=waited_s[name],
+            oldest_s=first.queued_s,
+            waited_s=max(0.0, waiting.num * now_s - waiting.arrived_s),
         )
-        for name in sorted(counters, key=lambda name: (counters[name], oldest[name]))
-    ]
+    return [found[name] for name in sorted(found, key=lambda n: (counters[n], oldest[n]))]

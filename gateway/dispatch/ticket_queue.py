@@ -1,25 +1,40 @@
-"""The fair queue: tickets that wait, and one round of grants over them.
+"""The fair queue: tickets that wait.
 
 Tickets are ordered per (tenant, model): the lowest `priority` first, then by arrival; a ticket that
 comes back from a worker takes its old place. A priority is among one tenant's requests and nothing
 between tenants: which tenant is next is dispatch/policy/fair_share.py's.
 
-The rule for a head that does not fit is in dispatcher.py's docstring; `grant_round` is that rule.
-It reads the queue, the counters and the workers' capacities; `grant` does the rest.
+matching.py has a round of grants over it.
 """
 
 import heapq
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from gateway.dispatch.capacity import WorkerCapacity
-from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.tickets import IntegrityError, Ticket
 
 FEW_TENANTS = 64
 """Among so many that wait, somebody's first ticket is looked at as soon as it comes."""
+
+MOST_GONE = 64
+"""Arrivals of tickets that have gone, kept for each tenant beside as many as wait."""
+
+
+@dataclass(slots=True)
+class ModelBacklog:
+    """What waits for one model. Sums, so that a look at what is in demand costs no walk.
+
+    service_s   predicted
+    arrived_s   sum of the times of arrival
+    tenants     whose tickets these are
+    """
+
+    num: int = 0
+    service_s: float = 0.0
+    arrived_s: float = 0.0
+    tenants: dict[str, None] = field(default_factory=dict)
 
 
 class TicketQueue:
@@ -27,8 +42,12 @@ class TicketQueue:
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, list[Ticket]]] = {}
-        self._num_by_model: dict[str, int] = {}
-        self._tenants_of_model: dict[str, dict[str, None]] = {}
+        self._by_model: dict[str, ModelBacklog] = {}
+        self._num_of_tenant: dict[str, int] = {}
+        # Arrivals by tenant, the oldest first; those of tickets that have gone leave when they
+        # come to the front.
+        self._arrivals: dict[str, list[tuple[int, int, Ticket]]] = {}
+        self._num_added = 0
         self._num_total = 0
         self._next_deadline_s = math.inf  # no ticket's is earlier
         self.backlog_s = 0.0
@@ -47,10 +66,18 @@ class TicketQueue:
         """Queue at its place by arrival."""
         models = self._tenants.setdefault(ticket.tenant_id, {})
         insort(models.setdefault(ticket.model_name, []), ticket, key=lambda t: t.place)
-        self._tenants_of_model.setdefault(ticket.model_name, {})[ticket.tenant_id] = None
+        about = self._by_model.setdefault(ticket.model_name, ModelBacklog())
+        about.num += 1
+        about.service_s += ticket.prediction.service_s
+        about.arrived_s += ticket.queued_s
+        about.tenants[ticket.tenant_id] = None
+        self._num_of_tenant[ticket.tenant_id] = self.num_of_tenant(ticket.tenant_id) + 1
+        self._num_added += 1
+        arrivals = self._arrivals.setdefault(ticket.tenant_id, [])
+        heapq.heappush(arrivals, (ticket.seq, self._num_added, ticket))
+        ticket.is_queued = True
         self.backlog_s += ticket.prediction.service_s
         self._next_deadline_s = min(self._next_deadline_s, ticket.deadline_s)
-        self._num_by_model[ticket.model_name] = self._num_by_model.get(ticket.model_name, 0) + 1
         self._num_total += 1
 
     def remove(self, ticket: Ticket) -> None:
@@ -58,26 +85,40 @@ class TicketQueue:
         models = self._tenants[ticket.tenant_id]
         tickets = models[ticket.model_name]
         tickets.remove(ticket)
+        ticket.is_queued = False
+        about = self._by_model[ticket.model_name]
+        about.num -= 1
+        about.service_s -= ticket.prediction.service_s
+        about.arrived_s -= ticket.queued_s
+        self._num_of_tenant[ticket.tenant_id] -= 1
         if not tickets:
             del models[ticket.model_name]
-            tenants = self._tenants_of_model[ticket.model_name]
-            del tenants[ticket.tenant_id]
-            if not tenants:
-                del self._tenants_of_model[ticket.model_name]
+            del about.tenants[ticket.tenant_id]
+        if not about.num:
+            del self._by_model[ticket.model_name]
         if not models:
             del self._tenants[ticket.tenant_id]
-        self._num_by_model[ticket.model_name] -= 1
-        if not self._num_by_model[ticket.model_name]:
-            del self._num_by_model[ticket.model_name]
+            del self._num_of_tenant[ticket.tenant_id]
+            del self._arrivals[ticket.tenant_id]
+        else:
+            self._tidy_arrivals(ticket.tenant_id)
         self._num_total -= 1
         # Sums of floats drift; an empty queue has none.
         self.backlog_s = self.backlog_s - ticket.prediction.service_s if self._num_total else 0.0
+
+    def _tidy_arrivals(self, tenant_id: str) -> None:
+        """An old ticket at the front keeps all that have gone behind it."""
+        arrivals = self._arrivals[tenant_id]
+        if len(arrivals) > 2 * self._num_of_tenant[tenant_id] + MOST_GONE:
+            arrivals[:] = [entry for entry in arrivals if entry[2].is_queued]
+            heapq.heapify(arrivals)
 
     def tenants_of(self, model_names: Iterable[str]) -> list[str]:
         """Tenants that wait for one of these models."""
         tenants: dict[str, None] = {}
         for name in model_names:
-            tenants.update(self._tenants_of_model.get(name, {}))
+            if name in self._by_model:
+                tenants.update(self._by_model[name].tenants)
         return list(tenants)
 
     def overdue(self, now_s: float) -> list[Ticket]:
@@ -89,20 +130,46 @@ class TicketQueue:
         )
         return [ticket for ticket in self if now_s >= ticket.deadline_s]
 
-    def heads(self, tenant_id: str) -> list[Ticket]:
-        """The tenant's first ticket of each model, in its own order."""
+    def heads(self, tenant_id: str, among: Collection[str] | None = None) -> list[Ticket]:
+        """The tenant's first ticket of each model (`among` these), in its own order."""
         models = self._tenants.get(tenant_id, {})
-        return sorted((tickets[0] for tickets in models.values()), key=lambda t: t.place)
+        names: Iterable[str] = models
+        if among is not None:
+            names = among if len(among) < len(models) else (m for m in models if m in among)
+        found = [tickets[0] for name in names if (tickets := models.get(name))]
+        found.sort(key=lambda ticket: ticket.place)
+        return found
 
     def oldest_seq(self, tenant_id: str) -> int:
         """The arrival of the tenant's oldest ticket, whatever its priority."""
-        return min(
+        arrivals = self._arrivals[tenant_id]
+        while not arrivals[0][2].is_queued:
+            heapq.heappop(arrivals)
+        return arrivals[0][0]
+
+    def oldest_of_model(self, model_name: str) -> Ticket:
+        """The first to have come of those that wait for the model."""
+        mine = [
+            self._tenants[tenant_id][model_name] for tenant_id in self._by_model[model_name].tenants
+        ]
+        oldest = (
             # Of one priority all: the first is the oldest.
-            tickets[0].seq
+            tickets[0]
             if tickets[0].request.priority == tickets[-1].request.priority
-            else min(ticket.seq for ticket in tickets)
-            for tickets in self._tenants[tenant_id].values()
+            else min(tickets, key=lambda ticket: ticket.seq)
+            for tickets in mine
         )
+        return min(oldest, key=lambda ticket: ticket.seq)
+
+    def of_model(self, model_name: str) -> Iterator[Ticket]:
+        """All tickets that wait for the model."""
+        if model_name in self._by_model:
+            for tenant_id in self._by_model[model_name].tenants:
+                yield from self._tenants[tenant_id][model_name]
+
+    def backlog_of(self, model_name: str) -> ModelBacklog | None:
+        """What waits for the model, if anything does."""
+        return self._by_model.get(model_name)
 
     def num_ahead(self, ticket: Ticket) -> int:
         """Tickets of its tenant for its model that go before it, of a ticket that waits."""
@@ -114,7 +181,7 @@ class TicketQueue:
 
     def num_of_tenant(self, tenant_id: str) -> int:
         """Tickets of one tenant."""
-        return sum(len(tickets) for tickets in self._tenants.get(tenant_id, {}).values())
+        return self._num_of_tenant.get(tenant_id, 0)
 
     def is_new_tenant(self, tenant_id: str) -> bool:
         """Whether one ticket is all that the tenant waits for, among FEW_TENANTS."""
@@ -122,20 +189,21 @@ class TicketQueue:
 
     def num_of_model(self, model_name: str) -> int:
         """Tickets for one model."""
-        return self._num_by_model.get(model_name, 0)
+        about = self._by_model.get(model_name)
+        return 0 if about is None else about.num
 
     @property
     def model_names(self) -> Collection[str]:
         """Models that tickets wait for, as of now."""
-        return self._num_by_model.keys()
+        return self._by_model.keys()
 
     def by_model(self) -> dict[str, int]:
         """Tickets by model, only models that have some."""
-        return dict(self._num_by_model)
+        return {name: about.num for name, about in self._by_model.items()}
 
     def by_tenant(self) -> dict[str, int]:
         """Tickets by tenant, only tenants that have some."""
-        return {tenant_id: self.num_of_tenant(tenant_id) for tenant_id in self._tenants}
+        return dict(self._num_of_tenant)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless order, states and counts agree."""
@@ -152,101 +220,26 @@ class TicketQueue:
             name: {tenant for tenant, models in self._tenants.items() if name in models}
             for name in counted
         }
-        if tenants_of != {name: set(kept) for name, kept in self._tenants_of_model.items()}:
-            raise IntegrityError(f"tenants by model {self._tenants_of_model}, found {tenants_of}")
-        if counted != self._num_by_model or sum(counted.values()) != self._num_total:
-            raise IntegrityError(f"counts {self._num_by_model} are not those of {counted}")
+        if tenants_of != {name: set(about.tenants) for name, about in self._by_model.items()}:
+            raise IntegrityError(f"tenants by model {self._by_model}, found {tenants_of}")
+        if counted != self.by_model() or sum(counted.values()) != self._num_total:
+            raise IntegrityError(f"counts {self.by_model()} are not those of {counted}")
+        for name, about in self._by_model.items():
+            service_s = sum(ticket.prediction.service_s for ticket in self.of_model(name))
+            arrived_s = sum(ticket.queued_s for ticket in self.of_model(name))
+            if not (_nearly(service_s, about.service_s) and _nearly(arrived_s, about.arrived_s)):
+                raise IntegrityError(f"sums of {name}: {about}, found {service_s}, {arrived_s}")
+        by_tenant = {
+            tenant_id: sum(map(len, models.values())) for tenant_id, models in self._tenants.items()
+        }
+        if by_tenant != self._num_of_tenant:
+            raise IntegrityError(f"counts {self._num_of_tenant}, found {by_tenant}")
+        for tenant_id, models in self._tenants.items():
+            oldest = min(ticket.seq for tickets in models.values() for ticket in tickets)
+            if self.oldest_seq(tenant_id) != oldest:
+                raise IntegrityError(f"the oldest ticket of {tenant_id} is {oldest}")
 
 
-Offering: TypeAlias = Callable[[str, float], list[WorkerCapacity]]
-"""(model, now) -> the workers that offer it, full or not."""
-MayTake: TypeAlias = Callable[[Ticket, WorkerCapacity, float, bool], bool]
-"""(ticket, worker, now, whether its tenant is the first) -> it leaves what is kept for others."""
-
-
-def grant_round(
-    queue: TicketQueue,
-    share: TenantOrder,
-    workers: Sequence[WorkerCapacity],
-    offering: Offering,
-    now_s: float,
-    grant: Callable[[Ticket, WorkerCapacity], bool],
-    may_take: MayTake = lambda ticket, worker, now_s, first: True,
-) -> None:
-    """Smallest counter first, until every worker is full or kept for a head that does not fit.
-
-    `workers` are those with room that the round is about; who offers a model says `offering`. Only
-    tenants that want something of theirs are asked. `grant` takes the ticket out of the queue and
-    charges its tenant; where the worker cannot be reached it puts the ticket back and returns
-    False. `may_take` says whether it leaves what is kept for others: a head that may not take the
-    room there is keeps no worker from those behind it. Costs O((tenants + grants) log tenants):
-    capacity only falls within a round, so a tenant whose heads do not fit is not asked again.
-    """
-
-    names = {worker.worker_id for worker in workers}
-    offered = {model_id for worker in workers for model_id in worker.offers}
-    tenants = [place_of(queue, share, tenant_id) for tenant_id in queue.tenants_of(offered)]
-    heapq.heapify(tenants)
-    kept_back: set[str] = set()
-    first = True
-    while tenants and len(kept_back) < len(workers):
-        tenant_id = heapq.heappop(tenants)[2]
-        heads = queue.heads(tenant_id)
-        granted = _grant_head(heads, names, offering, kept_back, now_s, grant, may_take, first)
-        first &= granted  # who comes next in order after one that had to leave its room is second
-        if granted and queue.heads(tenant_id):
-            heapq.heappush(tenants, place_of(queue, share, tenant_id))
-
-
-def place_of(queue: TicketQueue, share: TenantOrder, tenant_id: str) -> tuple[float, int, str]:
-    """What waiting tenants are ordered by; its last part is the tenant."""
-    return share.counter(tenant_id), queue.oldest_seq(tenant_id), tenant_id
-
-
-def place_alone(
-    ticket: Ticket, offering: Sequence[WorkerCapacity], now_s: float, may_take: MayTake
-) -> WorkerCapacity | None:
-    """What a round comes to where nobody else waits: as `_grant_head`, without its books. None: it
-    is to wait; also where KV memory is short, for then idle models are to make room, too."""
-    allowed = [
-        worker
-        for worker in offering
-        if worker.fits(ticket, now_s)
-        and not worker.is_kv_short
-        and may_take(ticket, worker, now_s, True)
-    ]
-    return _least_busy(allowed) if allowed else None
-
-
-def _grant_head(
-    heads: Sequence[Ticket],
-    names: set[str],
-    offering: Offering,
-    kept_back: set[str],
-    now_s: float,
-    grant: Callable[[Ticket, WorkerCapacity], bool],
-    may_take: MayTake,
-    first: bool,
-) -> bool:
-    """Grant the oldest head that fits somewhere; keep workers back for those before it."""
-    for ticket in heads:
-        candidates = [
-            worker
-            for worker in offering(ticket.model_name, now_s)
-            if worker.worker_id in names and worker.worker_id not in kept_back
-        ]
-        fitting = [worker for worker in candidates if worker.fits(ticket, now_s)]
-        allowed = [worker for worker in fitting if may_take(ticket, worker, now_s, first)]
-        if allowed and grant(ticket, _least_busy(allowed)):
-            return True
-        # Where it fits and may not go, the room is for others: it does not stand in their way.
-        kept_back.update(
-            worker.worker_id for worker in candidates if worker in allowed or worker not in fitting
-        )
-    return False
-
-
-def _least_busy(workers: Sequence[WorkerCapacity]) -> WorkerCapacity:
-    if len(workers) == 1:
-        return workers[0]
-    return min(workers, key=lambda worker: (worker.num_running(), worker.worker_id))
+def _nearly(one: float, other: float) -> bool:
+    """Sums of floats drift."""
+    return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6)

@@ -298,6 +298,9 @@ class Ticket:
     """Of a dispatcher in another process: whether it will have a `load_s` to tell at the end."""
     expected: UsedService = NOTHING
     """What is left of its prediction."""
+    is_queued: bool = False
+    kept_on: str = ""
+    """While it waits: the worker that is kept for it, because it fits nowhere yet."""
 
     def __post_init__(self) -> None:
         """It waits from its arrival on."""

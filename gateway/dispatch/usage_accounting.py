@@ -40,6 +40,7 @@ class UsageAccounting:
         self._share = share
         self._queue = queue
         self._pack_of: dict[str, str] = {}
+        self._names_of: dict[str, list[str]] = {}
         self._loaded_s: dict[str, float] = {}  # when the last load ended, by worker
         self.loads = LoadCosts()
         self.service_s: dict[str, float] = {}
@@ -54,6 +55,9 @@ class UsageAccounting:
     def set_models(self, models: Iterable[HostedModel]) -> None:
         """Models of one pack are loaded together."""
         self._pack_of = {model.name: model.pack_dir for model in models}
+        self._names_of = {}
+        for name, pack in self._pack_of.items():
+            self._names_of.setdefault(pack, []).append(name)
 
     def accounts(self) -> Accounts:
         """For metrics."""
@@ -174,8 +178,8 @@ class UsageAccounting:
     def _backlog_s(self, residency: Residency) -> Mapping[str, float]:
         """Predicted service that waits for the pack, by tenant."""
         backlog_s: dict[str, float] = {}
-        for ticket in self._queue:
-            if ticket.request.model.pack_dir == residency[1]:
+        for name in self._names_of.get(residency[1], ()):
+            for ticket in self._queue.of_model(name):
                 _add(backlog_s, ticket.tenant_id, ticket.prediction.service_s)
         return backlog_s
 

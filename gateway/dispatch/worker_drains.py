@@ -97,8 +97,8 @@ class WorkerDrains:
         elif self._drains.pop(worker_id, None) is not None:
             logger.info("worker serves again worker=%s", worker_id)
         state = self.state(worker_id)
-        worker.takes_loads = state == "serving"
-        worker.takes_requests = state in ("serving", "handing_over")
+        serves = state in ("serving", "handing_over")
+        self._fleet.let(worker, load=state == "serving", serve=serves)
 
     def _is_wanted(self, worker: WorkerCapacity) -> bool:
         order = self._orders.get(worker.worker_id, NO_ORDER)
@@ -117,7 +117,7 @@ class WorkerDrains:
 
     def _go_on(self, worker: WorkerCapacity, drain: _Drain, now_s: float) -> None:
         if drain.state == "handing_over":
-            worker.takes_loads = False
+            self._fleet.let(worker, load=False, serve=True)
             if self._hand_over(worker, now_s) and now_s - drain.since_s < HANDOVER_S:
                 return
             drain.state, drain.since_s = "draining", now_s
@@ -125,7 +125,7 @@ class WorkerDrains:
             logger.info("worker drained worker=%s", worker.worker_id)
             drain.state, drain.since_s = "drained", now_s
         if drain.state == "draining":
-            worker.takes_requests = False
+            self._fleet.let(worker, load=False, serve=False)
             late = now_s - drain.since_s >= self._timeout_s
             if late and (self._restarts(worker) or self._num_staying()):
                 self._move_off(worker.worker_id)
@@ -152,5 +152,5 @@ class WorkerDrains:
             if not self._fleet.is_elsewhere(name):
                 self._fleet.load(now_s, name)
                 # Where no other worker can have it, nobody waits for that.
-                left |= self._fleet.claimed_on(name) not in (None, worker.worker_id)
+                left |= self._fleet.claimed_on(name, now_s) not in (None, worker.worker_id)
         return left

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from gateway.ipc import machine
+from gateway.workers.worker_client import LossCause
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ChildProcess:
         make_config: Callable[[], str],
         environment: Mapping[str, str],
         backoff_s: float,
-        on_exit: Callable[[str], None],
+        on_exit: Callable[[str, LossCause], None],
         command: Sequence[str] = WORKER_COMMAND,
         early: Process | None = None,
     ) -> None:
@@ -93,7 +94,8 @@ class ChildProcess:
         while not self._stopping:
             started_s = time.monotonic()
             reason = await self._run_once()
-            self._on_exit(reason)
+            is_planned = self._stopping or self._restart
+            self._on_exit(reason, "planned" if is_planned else "process")
             if self._stopping:
                 return
             if self._restart:

@@ -56,7 +56,7 @@ from gateway.server.process_setup import (
     settle,
 )
 from gateway.types import HostedModel
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
 
 logger = logging.getLogger(__name__)
@@ -259,9 +259,9 @@ async def run(name: str, config: ProcessConfig) -> None:
     registry = CollectorRegistry()
     active: list[Active] = []
 
-    def worker_ended(worker_id: str, reason: str) -> None:
+    def worker_ended(worker_id: str, reason: str, cause: LossCause) -> None:
         for one in active:
-            _lose(one.clients.items(), worker_id, reason)
+            _lose(one.clients.items(), worker_id, reason, cause)
 
     hub = HubLink(name, registry, lambda: any(one.ready for one in active), worker_ended, stop.set)
     await hub.connect(hub_socket(config.settings))
@@ -303,10 +303,12 @@ async def _warm_up(config: ProcessConfig, engine: Engine) -> None:
         logger.warning("cannot read the registry database, trying again: %s", error)
 
 
-def _lose(clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason: str) -> None:
+def _lose(
+    clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason: str, cause: LossCause
+) -> None:
     for name, client in clients:
         if name == worker_id:
-            client.lose(f"its process ended: {reason}")
+            client.lose(f"its process ended: {reason}", cause)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from gateway.server.process_setup import (
 )
 from gateway.server.worker_launcher import EMBEDDER_ID, embedder_connection
 from gateway.types import HostedModel
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
 
 logger = logging.getLogger(__name__)
@@ -185,12 +185,12 @@ class GatewayProcess:
         if self._embedding is not None:
             self._embedding.set_models(models)
 
-    def _on_worker_ended(self, worker_id: str, reason: str) -> None:
+    def _on_worker_ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
         client = self._clients.get(worker_id)
         if client is not None:
-            client.lose(f"its process ended: {reason}")
+            client.lose(f"its process ended: {reason}", cause)
         if worker_id == EMBEDDER_ID and self._embedding is not None:
-            self._embedding.lose(f"its process ended: {reason}")
+            self._embedding.lose(f"its process ended: {reason}", cause)
 
     def _on_orphaned(self) -> None:
         """Nobody brings the others back: what runs is not waited for, its ledger is written."""

@@ -1,7 +1,7 @@
 """The homes of this machine's workers: what starts their processes, and starts them again.
 
-    open_homes -> run (all of them, until `stop`) -> on_exit(worker_id, reason) at each end
-                  set_weights, restart, kill
+    run (all of them, until `stop`) -> on_exit(worker_id, reason, cause) at each end
+    set_weights, restart, kill
 
 Between what a server wants to run (worker_slots.py) and one process (child_process.py). Whoever
 puts a server together knows only this: the workers' names and endpoints, and how a process of them
@@ -23,6 +23,7 @@ from gateway.server.worker_launcher import EmbedderLauncher, WorkerLauncher, mai
 from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
+from gateway.workers.worker_client import LossCause
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +53,15 @@ def _gpus() -> list[str]:
 
 
 class LocalHomes:
-    """All of them. `on_exit(worker_id, reason)`, also while they are being stopped; `early` is
-    child_process.py's, of the first worker."""
+    """All of them. `on_exit(worker_id, reason, cause)`, also while they are being stopped; `early`
+    is child_process.py's, of the first worker."""
 
     def __init__(
         self,
         settings: Settings,
         slots: Sequence[WorkerSlot],
         command: Sequence[str],
-        on_exit: Callable[[str, str], None],
+        on_exit: Callable[[str, str, LossCause], None],
         registry: CollectorRegistry,
         early: EarlyWorker | None = None,
     ) -> None:
@@ -121,7 +122,7 @@ class LocalHomes:
         processes = [self._embedder.process, *(worker.process for worker in self._workers)]
         await asyncio.gather(*(process.stop(WORKER_STOP_TIMEOUT_S) for process in processes))
 
-    def _ended(self, worker_id: str, reason: str) -> None:
-        self._on_exit(worker_id, reason)
+    def _ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
+        self._on_exit(worker_id, reason, cause)
         if not self._is_stopping:
             self._restarts.labels(worker_id).inc()

@@ -36,6 +36,7 @@ from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.config import child_environment
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
+from gateway.workers.worker_client import LossCause
 from registry.models import catalog
 from registry.session import make_engine, reading
 
@@ -146,7 +147,7 @@ class ProcessGroup:
             lambda: str(self._config_path),
             child_environment(),
             self._settings.worker_restart_backoff_s,
-            lambda reason: self._on_exit(name),
+            lambda _reason, _cause: self._on_exit(name),
             command=(sys.executable, "-m", module, name),
         )
 
@@ -162,8 +163,8 @@ class ProcessGroup:
             if child.name == name:
                 child.kill()
 
-    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
-        self._hub.worker_ended(worker_id, reason)
+    def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
+        self._hub.worker_ended(worker_id, reason, cause)
 
     def _on_restart(self, worker_id: str, hangs: bool) -> None:
         if hangs:

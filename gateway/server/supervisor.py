@@ -53,7 +53,7 @@ from gateway.server.worker_launcher import embedder_connection, shm_prefix
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
 from registry.errors import RegistryError
 from registry.schema import upgrade
@@ -271,12 +271,12 @@ class Server:
         if self._embedding is not None:
             self._embedding.set_models(models)
 
-    def _on_worker_exit(self, worker_id: str, reason: str) -> None:
+    def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
         client = self._clients.get(worker_id)
         if client is not None:
-            client.lose(f"its process ended: {reason}")
+            client.lose(f"its process ended: {reason}", cause)
         elif self._embedding is not None:
-            self._embedding.lose(f"its process ended: {reason}")
+            self._embedding.lose(f"its process ended: {reason}", cause)
 
     @contextlib.contextmanager
     def _signals(self, http: HttpServer) -> Iterator[None]:

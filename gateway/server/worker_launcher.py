@@ -25,7 +25,7 @@ from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.base_settings import MIB
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
-from gateway.workers.worker_client import ZmqWorkerClient
+from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def main_memory(settings: Settings, free_bytes: int) -> MainMemory:
 
 
 class WorkerLauncher:
-    """One worker. `on_exit(worker_id, reason)` hears how a process of it ended; `early` is
+    """One worker. `on_exit(worker_id, reason, cause)` hears how a process of it ended; `early` is
     child_process.py's."""
 
     def __init__(
@@ -60,7 +60,7 @@ class WorkerLauncher:
         slot: WorkerSlot,
         memory: MainMemory,
         command: Sequence[str],
-        on_exit: Callable[[str, str], None],
+        on_exit: Callable[[str, str, LossCause], None],
         early: Process | None = None,
     ) -> None:
         self._settings = settings
@@ -165,7 +165,10 @@ class EmbedderLauncher:
     """
 
     def __init__(
-        self, settings: Settings, command: Sequence[str], on_exit: Callable[[str, str], None]
+        self,
+        settings: Settings,
+        command: Sequence[str],
+        on_exit: Callable[[str, str, LossCause], None],
     ) -> None:
         self._settings = settings
         self._weight_bytes = 0

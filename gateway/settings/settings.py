@@ -144,8 +144,8 @@ class QueueSettings:
     )
     max_queue_total: int = setting(
         1024,
-        "Maximum number of requests, of all tenants, that wait for a worker. Further requests "
-        "get 429 queue_full.",
+        "Maximum number of requests, of all tenants, that wait for a worker, for each worker that "
+        "is connected. Further requests get 429 queue_full.",
         ge=1,
     )
     queue_timeout_s: float = setting(

@@ -53,6 +53,11 @@ class WorkerUnavailable(Exception):
     """The message was not sent: there is no connection, or the worker does not read."""
 
 
+LossCause: TypeAlias = Literal["process", "silence", "planned"]
+"""Why a worker process is lost: it ended by itself under a home that lives; nothing is heard of it
+(its machine, its link, or the process stands still); it was told to end."""
+
+
 class WorkerListener(Protocol):
     """Who hears what a worker says. All calls come on the event loop and must not block."""
 
@@ -68,7 +73,7 @@ class WorkerListener(Protocol):
     def on_refused(self, worker_id: str, refused: Refused) -> None:
         """A Submit that was not taken."""
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
         """The connected epoch is gone, with all it was running."""
 
 
@@ -85,7 +90,7 @@ class WorkerClient(Protocol):
     def send(self, message: ToWorker) -> None:
         """Queue a message. Raises WorkerUnavailable."""
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """It is known that the worker process ended: tell the listener now and connect anew."""
 
     def close(self) -> None:
@@ -180,7 +185,7 @@ class WorkerConnection:
         if not self._wire.send(message):
             raise WorkerUnavailable(f"worker {self._worker_id} does not read")
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """Give the connection up, tell the listener and connect anew."""
         self._silent_s = None
         if self.state in ("new", "closed"):
@@ -188,7 +193,7 @@ class WorkerConnection:
         if self._connect():
             logger.warning("worker lost worker=%s: %s", self._worker_id, reason)
             assert self._listener is not None
-            self._listener.on_lost(self._worker_id, self._epoch, reason)
+            self._listener.on_lost(self._worker_id, self._epoch, reason, cause)
 
     def close(self) -> None:
         """Say nothing more."""
@@ -199,7 +204,7 @@ class WorkerConnection:
         """See whether the worker has been silent for too long."""
         silent_s = self._clock() - self._last_heard_s
         if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
-            self.lose(f"silent for {silent_s:.1f} s")
+            self.lose(f"silent for {silent_s:.1f} s", "silence")
             self._silent_s = self._clock()
         elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
             self._connect()
@@ -219,7 +224,7 @@ class WorkerConnection:
         self._wire.drop()
         if was_connected:
             assert self._listener is not None
-            self._listener.on_lost(self._worker_id, self._epoch, reason)
+            self._listener.on_lost(self._worker_id, self._epoch, reason, "planned")
 
     def _on(self, event: ClientEvent) -> bool:
         """Change the state by the table. True: a worker was connected. Raises IllegalTransition,
@@ -249,12 +254,12 @@ class WorkerConnection:
             assert self._listener is not None
             self._listener.on_connected(self._worker_id, welcome.epoch)
         elif welcome.epoch != self._epoch:
-            self.lose("another process answers in its place")
+            self.lose("another process answers in its place", "process")
 
     def _deliver(self, message: FromWorker) -> None:
         assert self._listener is not None
         if isinstance(message, Welcome) or message.epoch != self._epoch:
-            self.lose("another process answers in its place")
+            self.lose("another process answers in its place", "process")
         elif isinstance(message, StepOutput):
             self._listener.on_deltas(self._worker_id, message.epoch, message.deltas)
         elif isinstance(message, WorkerStatus):
@@ -313,9 +318,9 @@ class ZmqWorkerClient:
         """Queue a message. Raises WorkerUnavailable (a pipe that is full ends the connection)."""
         self._connection.send(message)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, cause: LossCause) -> None:
         """Give the connection up, tell the listener and connect anew."""
-        self._connection.lose(reason)
+        self._connection.lose(reason, cause)
 
     def close(self) -> None:
         """Say nothing more and free the socket; what is queued gets 0.1 s to leave."""
@@ -342,7 +347,7 @@ class ZmqWorkerClient:
         self._connection.receive(message)
 
     def _full(self) -> None:
-        self._connection.lose("it does not read its messages")
+        self._connection.lose("it does not read its messages", "silence")
 
 
 class _ZmqWire:

@@ -34,7 +34,7 @@ from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.tickets import RequestStream
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
-from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 from registry.accounts.quotas import Limits
 
 KV_BYTES = 10
@@ -86,8 +86,8 @@ class ScriptedWorker:
         if isinstance(message, Submit):
             self.running[message.request_id, message.attempt] = message
 
-    def lose(self, reason: str) -> None:
-        self.die(reason)
+    def lose(self, reason: str, cause: LossCause) -> None:
+        self.die(reason, cause)
 
     def close(self) -> None:
         self.reachable = False
@@ -111,10 +111,10 @@ class ScriptedWorker:
         if status:
             self.status()
 
-    def die(self, reason: str = "killed") -> None:
+    def die(self, reason: str = "killed", cause: LossCause = "process") -> None:
         """The process is gone."""
         self.reachable = False
-        self.heard.on_lost(self.worker_id, self.epoch, reason)
+        self.heard.on_lost(self.worker_id, self.epoch, reason, cause)
 
     def status(
         self, num_received: int | None = None, swaps: list[SwapRecord] | None = None
@@ -131,7 +131,7 @@ class ScriptedWorker:
         submits = [m for m in self.sent if isinstance(m, Submit)][self.num_sent_earlier :]
         taken = {(s.request_id, s.attempt) for s in submits[: self.num_received]}
         inside = [s for key, s in self.running.items() if key in taken]
-        used_tokens = sum(len(s.prompt_token_ids) + s.max_tokens for s in inside)
+        used_tokens = sum(map(_num_tokens, inside))
         state_bytes = self.sequence_bytes * len(inside)
         free_requests = max(0, self.num_requests - len(inside))
         free_tokens = max(0, self.kv_tokens - used_tokens)
@@ -150,7 +150,8 @@ class ScriptedWorker:
                     model_id=name,
                     state=state,
                     weight_bytes=WEIGHT_BYTES,
-                    kv_bytes_used=0,
+                    kv_bytes_used=KV_BYTES
+                    * sum(_num_tokens(s) for s in inside if s.model_id == name),
                     num_running=sum(s.model_id == name for s in inside),
                     num_waiting=0,
                     load_s_estimate=0.5,
@@ -265,6 +266,10 @@ class ScriptedWorker:
         """The models of the last SetCatalog."""
         sent = [m for m in self.sent if isinstance(m, SetCatalog)]
         return [spec.model_id for spec in sent[-1].models]
+
+
+def _num_tokens(submit: Submit) -> int:
+    return len(submit.prompt_token_ids) + submit.max_tokens
 
 
 def hosted(name: str, revision: str = "r1", *, pinned: bool = False, pack: str = "") -> HostedModel:

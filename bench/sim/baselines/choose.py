@@ -24,7 +24,7 @@ from bench.sim.baselines.sharing import Fcfs, Quota, RoundRobin, TokenCounter
 from engine.residency.policy.eviction import EvictionPolicy
 from engine.residency.policy.eviction_rules import EvictionParams
 from gateway.dispatch.policy.fair_share import TenantOrder
-from gateway.dispatch.policy.fleet_view import Placer
+from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.policy.placement import Placement
 
 OURS = "ours"

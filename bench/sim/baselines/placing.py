@@ -8,12 +8,12 @@ and a worker that is idle never helps another.
 
 from collections.abc import Callable, Container, Mapping, Sequence
 
+from gateway.dispatch.policy.fleet_sight import AllWorkers, FleetSight
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
     LoadDecision,
     Outlook,
-    WorkerView,
     nobody_asks,
 )
 from gateway.dispatch.policy.placement import Placement
@@ -44,32 +44,30 @@ class StaticSplit:
         self,
         now_s: float,
         demands: Sequence[Demand],
-        workers: Sequence[WorkerView],
+        sight: FleetSight,
         wanted: Container[str] = frozenset(),
         asks_s: AskRate = nobody_asks,
     ) -> list[LoadDecision]:
         """Loads at home; a model whose home is away waits for it."""
         del asks_s  # nothing is held back
-        views = {worker.worker_id: worker for worker in workers}
         by_home: dict[str, list[Demand]] = {}
         for demand in demands:
             by_home.setdefault(self._homes[demand.model_id], []).append(demand)
         return [
             decision
             for worker_id, mine in by_home.items()
-            if worker_id in views
+            if (view := sight.view(worker_id)) is not None
             for decision in self._placements[worker_id].decide(
-                now_s, mine, [views[worker_id]], wanted
+                now_s, mine, AllWorkers([view]), wanted
             )
         ]
 
-    def claim(
-        self, now_s: float, demand: Demand, workers: Sequence[WorkerView]
-    ) -> LoadDecision | None:
+    def claim(self, now_s: float, demand: Demand, sight: FleetSight) -> LoadDecision | None:
         """An operator's request, at home only."""
         home = self._homes[demand.model_id]
-        views = [worker for worker in workers if worker.worker_id == home]
-        return self._placements[home].claim(now_s, demand, views)
+        view = sight.view(home)
+        there = AllWorkers([] if view is None else [view])
+        return self._placements[home].claim(now_s, demand, there)
 
     def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
         """End claims that are done or too old."""
@@ -81,9 +79,9 @@ class StaticSplit:
         if worker_id in self._placements:
             self._placements[worker_id].lose_worker(worker_id)
 
-    def claimed_on(self, model_id: str) -> str | None:
-        """Its home, if a claim stands."""
-        return self._placements[self._homes[model_id]].claimed_on(model_id)
+    def num_claims(self, model_id: str) -> int:
+        """One, if its home is to load it."""
+        return self._placements[self._homes[model_id]].num_claims(model_id)
 
     def claimed(self, model_id: str, now_s: float) -> Outlook | None:
         """When its load at home is expected to end."""

@@ -31,7 +31,7 @@ from bench.sim.packs import SimPacks
 from bench.sim.run import Simulation
 from bench.sim.scenarios.options import Figures, Options
 from bench.sim.types import Arrival, SimModel, SimTenant, Swap, World
-from gateway.dispatch.policy.placement import BURST_S
+from gateway.dispatch.policy.load_budget import BURST_S
 from gateway.settings.settings import Settings
 
 SHAPE = "meta-llama/Llama-3.1-8B"

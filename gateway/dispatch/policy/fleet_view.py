@@ -1,12 +1,12 @@
 """Workers, models and demands as placement sees them, and what it answers (pure).
 
-`Placer` is the seam behind which the policy can be another. Workers say nothing of models that are
+Workers say nothing of models that are
 cold there; what a load of one takes follows from its size. `outlook` says what would have to leave
 a worker for a new model, for people.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
@@ -177,20 +177,21 @@ class WeightRoom:
     def _unused_bytes(self) -> int:
         return 0 if self.view.kv_short else self.view.free_bytes
 
-    def may_load(self, demand: Demand) -> bool:
-        """Whether it would have room there at least once all had left that may.
+    def loadable(self, demand: Demand) -> ModelView | None:
+        """The model, where it would have room at least once all had left that may; else None.
 
         What is pinned or kept by others' floors stays however long somebody waits: a load against
         that would stand in the way of all loads behind it, again and again, and come to nothing.
         """
-        if not self.view.may_load(demand):
-            return False
+        model = self.view.model(demand)
+        if model.state not in _LOADABLE or model.weight_bytes >= self.view.arena_bytes:
+            return None
         if self._pinned_bytes is None:
             models = self.view.models.values()
-            self._pinned_bytes = sum(model.held_bytes for model in models if model.pinned)
+            self._pinned_bytes = sum(other.held_bytes for other in models if other.pinned)
         kept = sum(self.view.models[name].held_bytes for name in self._kept(demand))
-        num_bytes = self.view.model(demand).weight_bytes
-        return num_bytes <= self.view.arena_bytes - self._pinned_bytes - kept
+        fits = model.weight_bytes <= self.view.arena_bytes - self._pinned_bytes - kept
+        return model if fits else None
 
     def _kept(self, demand: Demand) -> set[str]:
         """What others' floors keep, if models leave in the order of `push_out`. The worker judges
@@ -216,13 +217,12 @@ class WeightRoom:
                     spare[tenant_id] -= leaver.num_bytes
         return kept
 
-    def push_out(self, demand: Demand, share: float) -> "PushedOut | None":
-        """What goes for its load, least loss first; None where even all would not do.
+    def push_out(self, model: ModelView, demand: Demand, share: float) -> "PushedOut | None":
+        """What goes for the load of `model`, least loss first; None where even all would not do.
 
         A model is in demand where somebody waits for it or it runs, or where swapping it out and
         in again at the rate it is asked for would take more than `share` of the worker's time.
         """
-        model = self.view.model(demand)
         num_bytes, load_s = model.weight_bytes, load_seconds(model)
         spare, kept = self._unused_bytes - self.claimed_bytes, self._kept(demand)
         loss_s, worth, in_demand, used = 0.0, 0.0, 0, 0
@@ -301,57 +301,6 @@ class PushedOut:
 def load_seconds(model: ModelView) -> float:
     """What a load is expected to take there."""
     return model.load_s if 0 <= model.load_s < math.inf else UNKNOWN_LOAD_S
-
-
-class Placer(Protocol):
-    """Who loads what. `placement.Placement` is ours; `bench/sim/baselines` has one to compare."""
-
-    def decide(
-        self,
-        now_s: float,
-        demands: Sequence[Demand],
-        workers: Sequence[WorkerView],
-        wanted: Container[str] = frozenset(),
-        asks_s: AskRate = nobody_asks,
-    ) -> list[LoadDecision]:
-        """Loads to start now."""
-        ...
-
-    def claim(
-        self, now_s: float, demand: Demand, workers: Sequence[WorkerView]
-    ) -> LoadDecision | None:
-        """An operator's request."""
-        ...
-
-    def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
-        """End claims that are done or too old."""
-        ...
-
-    def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
-        """A load has ended."""
-        ...
-
-    def lose_worker(self, worker_id: str) -> None:
-        """A worker is gone."""
-        ...
-
-    def claimed_on(self, model_id: str) -> str | None:
-        """The worker that is to load the model."""
-        ...
-
-    def claimed(self, model_id: str, now_s: float) -> Outlook | None:
-        """When the claimed load is expected to end."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether any claim stands."""
-        ...
-
-    @property
-    def outlooks(self) -> Mapping[str, Outlook]:
-        """Of the models that `decide` was asked about last and that are not claimed."""
-        ...
 
 
 Fit: TypeAlias = Literal["free", "evicts", "never"]

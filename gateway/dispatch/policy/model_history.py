@@ -191,6 +191,8 @@ class Prefetcher:
 STRIKES = 2
 FIRST_TERM_S = 60.0
 LONGEST_TERM_S = 3600.0
+MOMENT_S = 3.0
+"""Deaths on one machine within this time have one cause."""
 
 Key = tuple[str, str]
 """Model name and revision."""
@@ -202,27 +204,50 @@ class _Record:
     num_terms: int = 0
     until_s: float = 0.0
     reason: str = ""
+    last_worker: str = ""
+    last_s: float = -math.inf
+
+    def is_same_death(self, worker_id: str, now_s: float) -> bool:
+        """Whether another worker of that machine has died just now."""
+        return (
+            worker_id != self.last_worker
+            and machine_of(worker_id) == machine_of(self.last_worker)
+            and now_s - self.last_s < MOMENT_S
+        )
+
+
+def machine_of(worker_id: str) -> str:
+    """Of a worker called MACHINE/SLOT; workers without one are all of this machine."""
+    return worker_id.rpartition("/")[0]
 
 
 class Quarantine:
     """What is held against models, by (model, revision).
 
-    A worker that dies with requests of a model in its hands is a strike against that model; a
-    request of it that ends by itself clears everything held against it. Two deaths in a row, with
-    nothing served between, and the model is quarantined: for FIRST_TERM_S, then on trial, where one
-    more death is enough and the term is twice the last. A worker that is killed from outside may so
-    cost a model a minute; a model that kills every worker it touches is kept from them ever longer.
+    A worker process that ends by itself with requests of a model in its hands is a strike against
+    that model; a request of it that ends by itself clears everything held against it. Two deaths in
+    a row, with nothing served between, and the model is quarantined: for FIRST_TERM_S, then on
+    trial, where one more death is enough and the term is twice the last. A worker that is silent,
+    or was told to end, is no strike, and workers of one machine that die within MOMENT_S are one:
+    what ends several processes at once is seldom a model. A worker that is killed from outside may
+    so cost a model a minute; a model that kills every worker it touches is kept from them ever
+    longer.
     A new revision, or an operator who loads it, ends a term at once.
     """
 
     def __init__(self) -> None:
         self._records: dict[Key, _Record] = {}
 
-    def worker_died(self, models: Iterable[Key], reason: str, now_s: float) -> list[str]:
+    def worker_died(
+        self, models: Iterable[Key], reason: str, worker_id: str, now_s: float
+    ) -> list[str]:
         """`models` had requests there. Returns the names that are quarantined from now on."""
         newly = []
         for key in sorted(set(models)):
             record = self._records.setdefault(key, _Record())
+            if record.is_same_death(worker_id, now_s):
+                continue
+            record.last_worker, record.last_s = worker_id, now_s
             record.strikes += 1
             if record.strikes >= STRIKES and now_s >= record.until_s:
                 term_s = min(LONGEST_TERM_S, FIRST_TERM_S * 2**record.num_terms)

@@ -3,8 +3,10 @@
 A model is wanted where tickets wait for it and no worker offers a lease, or where it is pinned. Of
 the wanted ones, in the order of their heads in the fair queue:
 
-1. One claim per model at a time: no herd of workers loads the same model. A claim ends when the
-   model is resident or failed there, when the worker is lost, or when it expires.
+1. As many claims of a model at a time as workers have its bytes, on the device or in host memory,
+   and one at least: no herd of workers loads the same model, and a crowd that needs 32 copies has
+   them after five or six loads. A claim ends when the model is resident or failed there, when the
+   worker is lost, or when it expires.
 2. Room that costs nobody is taken at once: free pages, and pages of models that are not in demand:
    nobody waits for them, nothing runs, and they are asked for so seldom that swapping them out and
    in again each time would keep within `max_load_share` (`fleet_view.WeightRoom.push_out`).
@@ -20,23 +22,24 @@ the wanted ones, in the order of their heads in the fair queue:
    forth; the worker judges it by its own margin and residence. It takes nothing out of the budget:
    a debt for it is waited off by those who come after, beyond their bound.
 4. Loads that are held back also keep within `max_load_share` of the worker's time
-   (`LoadBudget`), in the fair order; they are `forced`: the worker makes room whatever its
-   models are worth.
-5. A second worker takes a model that is resident elsewhere only when the backlog would take longer
-   than the load, and only room that costs nobody.
+   (`load_budget.LoadBudget`), in the fair order; they are `forced`: the worker makes room whatever
+   its models are worth.
+5. Another worker takes a model that is resident elsewhere only while the backlog of each copy, of
+   those on their way too, would take longer than the load, and only room that costs nobody. What is
+   not needed any more leaves: `relief.surplus`.
 
 Every model that waits has an `Outlook`: when it is expected, and why not yet.
 
-A model larger than every worker's arena is never claimed; `unplaceable` says why.
-
-KV pressure: where a worker is out of KV memory while a model that nobody uses lies beside it, that
-model goes (`relieve`), one at a time, the least worth first; no load takes free pages there.
+Not every worker is judged for every model: `FleetSight.candidates` has those worth it.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
+from gateway.dispatch.policy.claims import Claims
+from gateway.dispatch.policy.fleet_sight import FleetSight
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
@@ -49,127 +52,27 @@ from gateway.dispatch.policy.fleet_view import (
     load_seconds,
     nobody_asks,
 )
+from gateway.dispatch.policy.load_budget import Bucket, LoadBudget
 from gateway.dispatch.policy.reasons import Reason
+from gateway.dispatch.policy.relief import idle_room
 
-MIN_TIMED = 3
-"""Loads that have to end on a worker before anybody is refused for what loads take there."""
-UNTIMED_S = 1.0
-"""A load takes at most so much out of the bucket before, the rest when it has ended."""
-BURST_S = 10.0
-"""Unused share is kept for so long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One worker's, as of `at_s`: what it holds, and what it holds at most."""
-
-    share: float
-    level_s: float
-    at_s: float
-
-    @property
-    def most_s(self) -> float:
-        """When it is full."""
-        return self.share * BURST_S
-
-    def level(self, now_s: float) -> float:
-        """What it holds at a later time."""
-        return min(self.most_s, self.level_s + self.share * max(0.0, now_s - self.at_s))
-
-    def ready_s(self, load_s: float, now_s: float) -> float:
-        """When a load that takes so long may begin, if none begins before it."""
-        lacking_s = min(load_s, self.most_s) - self.level(now_s)
-        # A hair of tolerance: levels are sums of many small additions.
-        return now_s if lacking_s <= 1e-9 else now_s + lacking_s / self.share
-
-    def taken(self, load_s: float, at_s: float) -> "Bucket":
-        """After a load of so many seconds has begun."""
-        return Bucket(self.share, self.level(at_s) - load_s, max(at_s, self.at_s))
-
-
-class LoadBudget:
-    """The share of a worker's time that loads against models in demand may take, by worker.
-
-    A bucket of load seconds: it fills by `share` seconds a second, up to BURST_S of that, and a
-    load takes what it is estimated to last. A load may begin when the bucket holds what it takes,
-    or is full: one that takes more than the bucket holds is not shut out for ever, and leaves a
-    debt that is filled up first. So within any window of T seconds the loads begun take at most
-
-        share * T + max(share * BURST_S, the longest load)
-
-    seconds. When a load has ended, what it really took is settled (`settle`), and one that came to
-    nothing gives back what it took. A worker's first estimates are guesses, so its first loads take
-    little beforehand, the rest when they have ended. A worker that comes begins with a full bucket.
-    """
-
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._buckets: dict[str, Bucket] = {}
-        self._charged: dict[tuple[str, str], float] = {}
-        self._num_timed: dict[str, int] = {}
-
-    def bucket(self, worker_id: str, now_s: float) -> Bucket:
-        """As of now."""
-        bucket = self._buckets.get(worker_id)
-        return bucket or Bucket(self._share, self._share * BURST_S, now_s)
-
-    def take(self, worker_id: str, model_id: str, load_s: float, now_s: float) -> None:
-        """A load begins."""
-        self._buckets[worker_id] = self.bucket(worker_id, now_s).taken(load_s, now_s)
-        self._charged[worker_id, model_id] = load_s
-
-    def settle(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
-        """A load has ended: it took so long. Loads that took nothing out of the bucket are free."""
-        self._num_timed[worker_id] = self._num_timed.get(worker_id, 0) + 1
-        charged_s = self._charged.pop((worker_id, model_id), None)
-        if charged_s is not None:
-            self._buckets[worker_id] = self.bucket(worker_id, now_s).taken(
-                took_s - charged_s, now_s
-            )
-
-    def call_off(self, worker_id: str, model_id: str, now_s: float) -> None:
-        """A load came to nothing: what it took is given back."""
-        charged_s = self._charged.pop((worker_id, model_id), None)
-        if charged_s is not None:
-            self._buckets[worker_id] = self.bucket(worker_id, now_s).taken(-charged_s, now_s)
-
-    def is_sure(self, worker_id: str) -> bool:
-        """Whether what loads take there has been measured: the first estimates are guesses."""
-        return self._num_timed.get(worker_id, 0) >= MIN_TIMED
-
-    def charge_s(self, worker_id: str, load_s: float) -> float:
-        """What a load that is expected to last so long takes out of the bucket beforehand."""
-        return load_s if self.is_sure(worker_id) else min(load_s, UNTIMED_S)
-
-    def forget(self, worker_ids: Iterable[str]) -> None:
-        """Workers that are gone."""
-        gone = set(worker_ids)
-        self._buckets = {w: bucket for w, bucket in self._buckets.items() if w not in gone}
-        self._num_timed = {w: num for w, num in self._num_timed.items() if w not in gone}
-        self._charged = {key: s for key, s in self._charged.items() if key[0] not in gone}
-
-
-MIN_CLAIM_S = 5.0
-MIN_IDLE_S = 1.0
-"""A model goes for others' KV when nobody has used it for so long."""
 MARGIN = 1.5
 """A model is worth more than those it pushes out from so many times their worth on."""
 EPSILON_S = 1e-6
 """Sums of waits are not exact."""
+REJUDGE_S = 1.0
+"""In a large fleet a load that is held back stays with its worker for so long, unless it would come
+later there than was expected, or somewhere pages are free."""
+MOST_JUDGED = 96
+"""Workers that are judged in one look, of a large fleet, for loads that have none yet."""
 AGAIN_S = 0.05
 """What is known to go on, and not for how long, is expected to last so long."""
-CLAIM_LOADS = 4.0
-"""A claim lives this many estimated loads, and MIN_CLAIM_S at least."""
 
+_USED_UP: Reason = "load budget used up"
+_MOVING: Reason = "other loads in progress"
+_TOO_FEW: Reason = "too few requests waiting"
 
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    worker_id: str
-    expires_s: float
-    weight_bytes: int
-    ready_s: float  # when the load is expected to end
-    load_s: float
-    forced: bool
+_Option: TypeAlias = tuple[WeightRoom, ModelView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +90,84 @@ class _Turn:
     bucket: Bucket
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Of a load that is held back: since when it is where it is, for whom, and what was said."""
+
+    judged_s: float
+    num_waiting: int
+    outlook: Outlook
+
+
+class _Look:
+    """One round of decisions: rooms of the workers that were looked at, and loads planned there."""
+
+    def __init__(
+        self,
+        sight: FleetSight,
+        claims: Claims,
+        wanted: Container[str],
+        asks_s: AskRate,
+        in_debt: Container[str],
+    ) -> None:
+        self.sight = sight
+        self.asks_s = asks_s
+        self.buckets: dict[str, Bucket] = {}
+        """As loads that are planned in this round leave them."""
+        self.moved_s: dict[str, float] = {}
+        """When what is under way on a worker is through."""
+        self.num_judged = 0
+        self._claims = claims
+        self._wanted = wanted
+        self._in_debt = in_debt
+        self._rooms: dict[str, WeightRoom] = {}
+
+    def options(self, demand: Demand) -> list[_Option]:
+        """Where the load could go: a warm copy loads sooner than a cold one, then the emptier."""
+        views = self.sight.candidates(demand, self)
+        self.num_judged += len(views)
+        found = [(r, m) for r in map(self._room, views) if (m := r.loadable(demand)) is not None]
+        found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
+        return found
+
+    def free_room(self, demand: Demand) -> WeightRoom | None:
+        """Where it has room that costs nobody, if there is any."""
+        for view in self.sight.with_room(demand):
+            room = self._room(view)
+            model = room.loadable(demand)
+            if model is not None and room.free_bytes >= model.weight_bytes:
+                return room
+        return None
+
+    def option(self, demand: Demand, worker_id: str) -> list[_Option]:
+        """The same of one worker."""
+        view = self.sight.view(worker_id)
+        room = None if view is None else self._room(view)
+        model = None if room is None else room.loadable(demand)
+        return [] if room is None or model is None else [(room, model)]
+
+    def __contains__(self, worker_id: object) -> bool:
+        """Of workers to avoid: a load is planned there, or an earlier one not paid off."""
+        return worker_id in self.buckets or worker_id in self._in_debt
+
+    def _room(self, view: WorkerView) -> WeightRoom:
+        room = self._rooms.get(view.worker_id)
+        if room is None:
+            claimed = self._claimed_bytes(view)
+            room = WeightRoom(view, claimed, self._wanted, self.asks_s)
+            self._rooms[view.worker_id] = room
+        return room
+
+    def _claimed_bytes(self, view: WorkerView) -> int:
+        """What its claims have been promised and have not got."""
+        missing = 0
+        for model_id, claim in self._claims.on(view.worker_id).items():
+            model = view.models.get(model_id)
+            held = 0 if model is None else model.held_bytes
+            missing += max(0, claim.weight_bytes - held)
+        return missing
+
+
 class Placement:
     """Claims, the loads' share of each worker's time, and what waits for what."""
 
@@ -194,8 +175,9 @@ class Placement:
         self._max_load_share = max_load_share
         self._gather_wait_s = gather_wait_s
         self._budget = LoadBudget(max_load_share)
-        self._claims: dict[str, _Claim] = {}
+        self._claims = Claims()
         self._outlooks: dict[str, Outlook] = {}
+        self._kept: dict[str, _Kept] = {}
 
     @property
     def outlooks(self) -> Mapping[str, Outlook]:
@@ -206,7 +188,7 @@ class Placement:
         self,
         now_s: float,
         demands: Sequence[Demand],
-        workers: Sequence[WorkerView],
+        sight: FleetSight,
         wanted: Container[str] = frozenset(),
         asks_s: AskRate = nobody_asks,
     ) -> list[LoadDecision]:
@@ -214,46 +196,36 @@ class Placement:
 
         Models that are `wanted` by somebody are not idle, whatever a worker says.
         """
-        by_id = {worker.worker_id: worker for worker in workers}
-        self.drop_claims(
-            now_s, lambda w, model_id: by_id[w].state(model_id) if w in by_id else None
-        )
-        claimed = self._claimed_bytes(by_id)
-        rooms = [
-            WeightRoom(worker, claimed.get(worker.worker_id, 0), wanted, asks_s)
-            for worker in workers
-        ]
-        self._outlooks = {}
-        buckets: dict[str, Bucket] = {}
+        self.drop_claims(now_s, sight.state)
+        look = _Look(sight, self._claims, wanted, asks_s, self._budget.in_debt(now_s))
+        self._outlooks, before, self._kept = {}, self._kept, {}
         decisions = []
         for demand in demands:
-            if demand.model_id in self._claims:
-                continue
-            decision = self._place(now_s, demand, rooms, buckets, asks_s)
-            if decision is not None:
+            num_sources = len(sight.having(demand.model_id, "resident"))
+            num_sources += len(sight.having(demand.model_id, "warm"))
+            while self.num_claims(demand.model_id) < max(1, num_sources):
+                decision = self._place(now_s, demand, look, before.get(demand.model_id))
+                if decision is None:
+                    break
                 decisions.append(decision)
         return decisions
 
-    def claim(
-        self, now_s: float, demand: Demand, workers: Sequence[WorkerView]
-    ) -> LoadDecision | None:
+    def claim(self, now_s: float, demand: Demand, sight: FleetSight) -> LoadDecision | None:
         """An operator's request: place it now, whatever the share; None where it cannot be."""
-        options = [w for w in workers if w.may_load(demand, and_failed=True)]
-        if not options or any(w.has(demand.model_id) for w in workers):
+        model_id = demand.model_id
+        options = [w for w in sight.candidates(demand) if w.may_load(demand, and_failed=True)]
+        there = sight.having(model_id, "resident") or sight.having(model_id, "loading")
+        if not options or there:
             return None
-        worker = max(options, key=lambda w: (_idle_room(w, demand.model_id), w.worker_id))
-        return self._claim(
-            now_s, WeightRoom(worker, 0, frozenset(), nobody_asks), demand, "operator"
-        )
+        worker = max(options, key=lambda w: (idle_room(w, model_id), w.worker_id))
+        room = WeightRoom(worker, 0, frozenset(), nobody_asks)
+        look = _Look(sight, self._claims, frozenset(), nobody_asks, frozenset())
+        return self._claim(now_s, room, demand, "operator", look)
 
     def drop_claims(self, now_s: float, state_of: Callable[[str, str], str | None]) -> None:
         """End those that are done or too old. `state_of(worker, model)`: None: no such worker."""
-        for model_id, claim in list(self._claims.items()):
-            state = state_of(claim.worker_id, model_id)
-            if state in (None, "resident", "failed") or now_s >= claim.expires_s:
-                del self._claims[model_id]
-                if state not in (None, "resident", "failed", "loading"):
-                    self._budget.call_off(claim.worker_id, model_id, now_s)
+        for claim in self._claims.drop_ended(now_s, state_of):
+            self._budget.call_off(claim.worker_id, claim.model_id, now_s)
 
     def loaded(self, worker_id: str, model_id: str, took_s: float, now_s: float) -> None:
         """A load has ended: the budget is charged what it took, not what was expected."""
@@ -262,17 +234,16 @@ class Placement:
 
     def lose_worker(self, worker_id: str) -> None:
         """Its claims are void."""
-        self._claims = {m: c for m, c in self._claims.items() if c.worker_id != worker_id}
+        self._claims.lose_worker(worker_id)
         self._budget.forget([worker_id])
 
-    def claimed_on(self, model_id: str) -> str | None:
-        """The worker that is to load the model, if a claim stands."""
-        claim = self._claims.get(model_id)
-        return None if claim is None else claim.worker_id
+    def num_claims(self, model_id: str) -> int:
+        """Workers that are to load the model."""
+        return len(self._claims.of(model_id))
 
     def claimed(self, model_id: str, now_s: float) -> Outlook | None:
-        """When the claimed load is expected to end; None where no claim stands."""
-        claim = self._claims.get(model_id)
+        """When the first claimed load is expected to end; None where no claim stands."""
+        claim = min(self._claims.of(model_id).values(), key=lambda c: c.ready_s, default=None)
         if claim is None:
             return None
         sure, there_s = self._budget.is_sure(claim.worker_id), max(now_s, claim.ready_s)
@@ -283,60 +254,95 @@ class Placement:
         """Whether any claim stands."""
         return bool(self._claims)
 
-    def _claimed_bytes(self, by_id: Mapping[str, WorkerView]) -> dict[str, int]:
-        """By worker: what its claims have been promised and have not got."""
-        claimed: dict[str, int] = {}
-        for model_id, claim in self._claims.items():
-            view = by_id.get(claim.worker_id)
-            model = None if view is None else view.models.get(model_id)
-            held = 0 if model is None else model.held_bytes
-            missing = max(0, claim.weight_bytes - held)
-            claimed[claim.worker_id] = claimed.get(claim.worker_id, 0) + missing
-        return claimed
-
     def _place(
+        self, now_s: float, demand: Demand, look: _Look, kept: _Kept | None
+    ) -> LoadDecision | None:
+        copies = self._num_copies(demand.model_id, look.sight)
+        if copies and not demand.num_waiting:
+            return None
+        if copies and demand.backlog_s / copies <= look.sight.load_s(demand):
+            return None
+        if look.sight.is_large:
+            room = look.free_room(demand)
+            if room is not None:
+                reason: Reason = "replica" if copies else "free memory"
+                return self._claim(now_s, room, demand, reason, look)
+            if kept is not None and self._is_as_expected(now_s, demand, look, kept):
+                return None
+            if look.num_judged >= MOST_JUDGED:
+                return None  # the next look goes on
+        return self._judge(now_s, demand, look, look.options(demand), copies)
+
+    def _is_as_expected(self, now_s: float, demand: Demand, look: _Look, kept: _Kept) -> bool:
+        """Whether a load that is held back stays where it was, with an outlook as of now."""
+        # Half of the look is left to those who have not been judged yet.
+        if now_s - kept.judged_s >= REJUDGE_S and 2 * look.num_judged < MOST_JUDGED:
+            return False
+        until_s = kept.outlook.until_s
+        if (
+            kept.outlook.reason == _TOO_FEW
+            and kept.num_waiting == demand.num_waiting
+            and until_s > now_s + AGAIN_S
+        ):  # nothing but time changes that
+            self._kept[demand.model_id] = kept
+            self._outlooks[demand.model_id] = kept.outlook
+            return True
+        for room, model in look.option(demand, kept.outlook.worker_id):
+            pushed = room.push_out(model, demand, self._max_load_share)
+            if pushed is None or not pushed.num_in_demand:
+                return False
+            turn = self._turn(now_s, demand, room, model, pushed, 0, look)
+            if turn.start_s <= now_s or turn.start_s > max(until_s, now_s) + AGAIN_S:
+                return False
+            self._take(now_s, demand, turn, look, kept.judged_s)
+            return True
+        return False
+
+    def _judge(
         self,
         now_s: float,
         demand: Demand,
-        rooms: Sequence[WeightRoom],
-        buckets: dict[str, Bucket],
-        asks_s: AskRate,
+        look: _Look,
+        options: Sequence[_Option],
+        copies: int,
     ) -> LoadDecision | None:
         model_id = demand.model_id
-        options = [(room, room.view.model(demand)) for room in rooms if room.may_load(demand)]
-        copies = sum(room.view.has(model_id) for room in rooms)
         if not options:
             if not copies:
-                leaving = any(room.view.state(model_id) == "draining" for room in rooms)
+                leaving = look.sight.having(model_id, "draining")
                 reason: Reason = "other loads in progress" if leaving else "not enough memory"
-                reason = reason if rooms else "no worker connected"
+                reason = reason if len(look.sight) else "no worker connected"
                 self._outlooks[model_id] = Outlook(model_id, math.inf, reason)
             return None
-        load_s = min(load_seconds(model) for _, model in options)
-        if copies and (demand.backlog_s / copies <= load_s or not demand.num_waiting):
-            return None
-        # A warm copy loads sooner than a cold one; then the emptier worker.
-        options.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
+        reason = "replica" if copies else "free memory"
         for room, model in options:
             if room.free_bytes >= model.weight_bytes:
-                return self._claim(now_s, room, demand, "replica" if copies else "free memory")
+                return self._claim(now_s, room, demand, reason, look)
         turns = []
         for place, (room, model) in enumerate(options):
-            pushed = room.push_out(demand, self._max_load_share)
+            pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is not None and not pushed.num_in_demand:
                 reason = "replica" if copies else "idle models evicted"
-                return self._claim(now_s, room, demand, reason)
-            gain = asks_s(model_id) * load_seconds(model)
-            if pushed is not None and not copies and gain > MARGIN * pushed.worth:
-                return self._claim(now_s, room, demand, "higher value")
-            if not copies and demand.num_waiting:
-                turns.append(self._turn(now_s, demand, room, model, pushed, place, buckets))
+                return self._claim(now_s, room, demand, reason, look)
+            if copies:
+                continue  # a replica pushes nobody out
+            gain = look.asks_s(model_id) * load_seconds(model)
+            if pushed is not None and gain > MARGIN * pushed.worth:
+                return self._claim(now_s, room, demand, "higher value", look)
+            if demand.num_waiting:
+                turns.append(self._turn(now_s, demand, room, model, pushed, place, look))
         if not turns:
             if not copies:
                 self._outlooks[model_id] = Outlook(model_id, math.inf, "not enough memory")
-            return None  # a replica, or a pin nobody waits for, pushes nobody out
+            return None  # nor does a pin nobody waits for
         turn = min(turns, key=lambda t: (t.start_s, t.loss_s, t.place))
-        return self._take(now_s, demand, turn, buckets)
+        return self._take(now_s, demand, turn, look, now_s)
+
+    def _num_copies(self, model_id: str, sight: FleetSight) -> int:
+        """On a device, or on their way there."""
+        loading, claims = sight.having(model_id, "loading"), self._claims.of(model_id)
+        on_the_way = len(loading) + sum(worker_id not in loading for worker_id in claims)
+        return len(sight.having(model_id, "resident")) + on_the_way
 
     def _turn(
         self,
@@ -346,35 +352,36 @@ class Placement:
         model: ModelView,
         pushed: PushedOut | None,
         place: int,
-        buckets: dict[str, Bucket],
+        look: _Look,
     ) -> _Turn:
         """When the load may begin there against models in demand."""
         worker_id = room.view.worker_id
         loss_s = math.inf if pushed is None else pushed.loss_s
         rests = pushed is not None and not pushed.num_used
         gathered_s = now_s if rests else self._gathered_s(now_s, demand, loss_s)
-        moved_s = self._moved_s(now_s, room.view)
-        bucket = buckets.get(worker_id) or self._budget.bucket(worker_id, now_s)
+        moved_s = look.moved_s.get(worker_id)
+        if moved_s is None:
+            moved_s = look.moved_s[worker_id] = self._moved_s(now_s, room.view)
+        bucket = look.buckets.get(worker_id) or self._budget.bucket(worker_id, now_s)
         charge_s = self._budget.charge_s(worker_id, load_seconds(model))
         afforded_s = bucket.ready_s(charge_s, max(now_s, bucket.at_s))
-        waits: list[tuple[float, Reason]] = [
-            (afforded_s, "load budget used up"),
-            (moved_s, "other loads in progress"),
-            (gathered_s, "too few requests waiting"),
-        ]
-        start_s, reason = max(waits, key=lambda wait: wait[0])
+        start_s, reason = afforded_s, _USED_UP
+        if moved_s > start_s:
+            start_s, reason = moved_s, _MOVING
+        if gathered_s > start_s:
+            start_s, reason = gathered_s, _TOO_FEW
         return _Turn(start_s, loss_s, place, room, model, reason, rests, gathered_s, bucket)
 
     def _take(
-        self, now_s: float, demand: Demand, turn: _Turn, buckets: dict[str, Bucket]
+        self, now_s: float, demand: Demand, turn: _Turn, look: _Look, judged_s: float
     ) -> LoadDecision | None:
         """Begin the load, or say when. What is due keeps its place before all behind it."""
         load_s, worker_id = load_seconds(turn.model), turn.room.view.worker_id
         charge_s = self._budget.charge_s(worker_id, load_s)
         if turn.gathered_s <= now_s:
-            buckets[worker_id] = turn.bucket.taken(charge_s, turn.start_s)
+            look.buckets[worker_id] = turn.bucket.taken(charge_s, turn.start_s)
         if turn.start_s > now_s:
-            self._outlooks[demand.model_id] = Outlook(
+            outlook = Outlook(
                 demand.model_id,
                 turn.start_s + load_s,
                 turn.reason,
@@ -383,6 +390,8 @@ class Placement:
                 load_s,
                 self._budget.is_sure(worker_id),
             )
+            self._outlooks[demand.model_id] = outlook
+            self._kept[demand.model_id] = _Kept(judged_s, demand.num_waiting, outlook)
             return None
         self._budget.take(worker_id, demand.model_id, charge_s, now_s)
         reason: Reason = "next in line"
@@ -390,7 +399,7 @@ class Placement:
             overdue = now_s - demand.oldest_s >= self._gather_wait_s
             reason = "maximum wait reached" if overdue else "enough requests waiting"
             reason = "inactive models evicted" if turn.rests else reason
-        return self._claim(now_s, turn.room, demand, reason, forced=True)
+        return self._claim(now_s, turn.room, demand, reason, look, forced=True)
 
     def _gathered_s(self, now_s: float, demand: Demand, loss_s: float) -> float:
         """When waiting for more tickets ends, if no more come."""
@@ -402,11 +411,7 @@ class Placement:
 
     def _moved_s(self, now_s: float, view: WorkerView) -> float:
         """When the forced load, or the drain, under way there is expected to be through."""
-        ends = [
-            claim.ready_s
-            for claim in self._claims.values()
-            if claim.forced and claim.worker_id == view.worker_id
-        ]
+        ends = [claim.ready_s for claim in self._claims.on(view.worker_id).values() if claim.forced]
         if not ends and not any(model.state == "draining" for model in view.models.values()):
             return now_s
         # Nothing is known of a drain, or of a load that lasts: look again soon.
@@ -418,21 +423,15 @@ class Placement:
         room: WeightRoom,
         demand: Demand,
         reason: Reason,
+        look: _Look,
         forced: bool = False,
     ) -> LoadDecision:
         worker, model = room.view, room.view.model(demand)
-        load_s = load_seconds(model)
-        # Loads of one worker share its way to the disk: one after the other, as seen from here.
-        before = [c.ready_s for c in self._claims.values() if c.worker_id == worker.worker_id]
-        self._claims[demand.model_id] = _Claim(
-            worker.worker_id,
-            now_s + max(MIN_CLAIM_S, CLAIM_LOADS * load_s),
-            model.weight_bytes,
-            max([now_s, *before]) + load_s,
-            load_s,
-            forced,
-        )
-        room.claimed_bytes += model.weight_bytes
+        load_s, num_bytes = load_seconds(model), model.weight_bytes
+        look.moved_s.pop(worker.worker_id, None)
+        self._claims.add(demand.model_id, worker.worker_id, num_bytes, load_s, now_s, forced=forced)
+        room.claimed_bytes += num_bytes
+        look.sight.taken(worker.worker_id, num_bytes)
         return LoadDecision(
             demand.model_id,
             worker.worker_id,
@@ -443,54 +442,3 @@ class Placement:
             load_s=load_s,
             num_waiting=demand.num_waiting,
         )
-
-
-def relieve(
-    workers: Sequence[WorkerView],
-    now_s: float,
-    wanted: Container[str] = frozenset(),
-    asks_s: AskRate = nobody_asks,
-) -> list[LoadDecision]:
-    """Idle models that should make room for others' KV; one a worker, and none while one moves.
-
-    The one whose way back costs least for what it holds, at the rate it is asked for; of those that
-    nobody asks for, the longest idle.
-    """
-    decisions = []
-    for worker in workers:
-        if not worker.kv_short or worker.is_moving:
-            continue
-        idle = [
-            (
-                asks_s(model_id) * load_seconds(model) / max(1, model.weight_bytes),
-                model.idle_since_s,
-                model_id,
-            )
-            for model_id, model in worker.models.items()
-            if model.state == "resident"
-            and model.idle
-            and model_id not in wanted
-            and now_s - model.idle_since_s >= MIN_IDLE_S
-        ]
-        if idle:
-            decisions.append(LoadDecision(min(idle)[2], worker.worker_id, "kv"))
-    return decisions
-
-
-def unplaceable(weight_bytes: int, largest_arena_bytes: int) -> str | None:
-    """Why no worker could ever hold a model; None if some could, or nothing is known (0)."""
-    if not largest_arena_bytes or weight_bytes < largest_arena_bytes:
-        return None
-    return (
-        f"its weights take {weight_bytes} bytes, more than the largest device budget of "
-        f"{largest_arena_bytes} bytes"
-    )
-
-
-def _idle_room(worker: WorkerView, model_id: str) -> int:
-    """Free bytes and those of idle models other than this one."""
-    return worker.free_bytes + sum(
-        model.weight_bytes
-        for name, model in worker.models.items()
-        if model.idle and model.state == "resident" and name != model_id
-    )

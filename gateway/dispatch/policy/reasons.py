@@ -30,6 +30,7 @@ Reason: TypeAlias = Literal[
     # unload, eviction
     "kv",  # other models need KV memory
     "load",  # another model needs memory for its weights
+    "surplus replica",  # the other copies are enough for what the model is asked for
     # refusal
     "tenant queue full",
     "queue full",

@@ -21,7 +21,7 @@ from engine.protocol import (
 )
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.types import HostedModel
-from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 from tests.gateway.edge_kit import PLENTY, Kit, make_kit
 
 NAME = "bag"
@@ -66,8 +66,8 @@ class ScriptedWorker:
         elif isinstance(message, Submit) and self.answers:
             asyncio.get_running_loop().call_soon(self.answer, message)
 
-    def lose(self, reason: str) -> None:
-        self.listener.on_lost(self.worker_id, "e1", reason)
+    def lose(self, reason: str, cause: LossCause) -> None:
+        self.listener.on_lost(self.worker_id, "e1", reason, cause)
 
     def close(self) -> None:
         self.is_connected = False

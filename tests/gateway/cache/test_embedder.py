@@ -114,7 +114,7 @@ async def test_a_worker_that_is_lost_ends_what_waits(tmp_path: Path) -> None:
     waiting = asyncio.create_task(rig.embedder.embed(["hours"]))
     while not rig.client.count(Submit):  # noqa: ASYNC110
         await asyncio.sleep(0)
-    rig.worker.lose("killed")
+    rig.worker.lose("killed", "process")
     assert await waiting is None
     rig.client.answers = True
     rig.client.listener.on_connected("w", "e2")

@@ -43,7 +43,7 @@ from gateway.ipc.ipc import Channel
 from gateway.limits.store import MemoryStore
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
-from gateway.workers.worker_client import WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
 from tests.gateway.scripted_worker import KV_BYTES, Clock, hosted, prepared, principal
 
 PEER = "dispatcher"
@@ -77,8 +77,8 @@ class Peer:
         encode(message)
         self.worker.receive(self, message)
 
-    def lose(self, reason: str) -> None:
-        self.heard.on_lost("w", self.worker.epoch, reason)
+    def lose(self, reason: str, cause: LossCause) -> None:
+        self.heard.on_lost("w", self.worker.epoch, reason, cause)
 
     def close(self) -> None:
         self.worker.leave(self)
@@ -126,7 +126,7 @@ class SharedWorker:
         names = [*first, *(name for name in self.peers if name not in first)]
         for name in names:
             self.peers[name].taken.clear()
-            self.peers[name].heard.on_lost("w", epoch, "killed")
+            self.peers[name].heard.on_lost("w", epoch, "killed", "process")
 
     def leave(self, peer: Peer) -> None:
         """A connection is gone: what it asked for is aborted."""

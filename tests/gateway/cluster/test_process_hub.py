@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from gateway.cluster import process_hub as hub
 from gateway.cluster.process_hub import Family, HubLink, ProcessHub, Retired, families_of, merge
 from gateway.ipc import ipc
+from gateway.workers.worker_client import LossCause
 from tests.gateway.ipc.test_ipc import until
 
 
@@ -63,7 +64,7 @@ class Told:
     """What links and hub were told."""
 
     def __init__(self) -> None:
-        self.ended: list[tuple[str, str]] = []
+        self.ended: list[tuple[str, str, LossCause]] = []
         self.weights: list[dict[str, int]] = []
         self.silent: list[str] = []
         self.restarts: list[tuple[str, bool]] = []
@@ -87,7 +88,7 @@ class Told:
             name,
             own,
             lambda: ready,
-            lambda worker, reason: self.ended.append((worker, reason)),
+            lambda worker, reason, cause: self.ended.append((worker, reason, cause)),
             self.orphan,
         )
 
@@ -120,13 +121,13 @@ async def test_a_scrape_at_any_process_is_of_all(tmp_path: Path) -> None:
         assert sample(body, "polyhost_open") == 3
 
         two.send_weights({"m": 5})
-        meeting.worker_ended("worker-0", "killed")
+        meeting.worker_ended("worker-0", "killed", "process")
         two.restart_worker("worker-0")
         two.kill_worker("worker-1")
         await until(lambda: told.weights and told.ended and len(told.restarts) == 2)
         assert told.restarts == [("worker-0", False), ("worker-1", True)]
         assert told.weights == [{"m": 5}]
-        assert told.ended == [("worker-0", "killed")]
+        assert told.ended == [("worker-0", "killed", "process")]
         assert told.orphaned == 0
 
 

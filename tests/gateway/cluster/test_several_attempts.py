@@ -92,7 +92,7 @@ async def test_a_loss_that_only_the_dispatcher_saw_is_one_for_all() -> None:
     stream = several.ask(several.gateways[0], "r")
     several.worker.tokens("r")
     several.deliver()
-    several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+    several.dispatcher.on_lost("w", several.worker.epoch, "silent", "silence")
     several.dispatcher.on_connected("w", several.worker.epoch)
     several.settle()
     assert list(several.worker.running) == [("r", 2)]

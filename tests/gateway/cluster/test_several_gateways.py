@@ -202,7 +202,7 @@ async def test_a_second_grant_while_the_first_runs_takes_its_place() -> None:
     several = Several(num_requests=2)
     one, _ = several.gateways
     several.ask(one, "r")
-    several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+    several.dispatcher.on_lost("w", several.worker.epoch, "silent", "silence")
     several.dispatcher.on_connected("w", several.worker.epoch)
     several.settle()
     assert several.worker.submitted == [("r", 1), ("r", 2)]
@@ -214,7 +214,7 @@ async def test_a_second_grant_of_what_streams_takes_its_place_too() -> None:
     one, _ = several.gateways
     stream = several.ask(one, "r")
     several.worker.tokens("r")  # the dispatcher has not heard of it yet
-    several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+    several.dispatcher.on_lost("w", several.worker.epoch, "silent", "silence")
     several.worker.tokens("r")  # nor will it
     several.dispatcher.on_connected("w", several.worker.epoch)
     several.settle()
@@ -284,8 +284,8 @@ async def test_what_a_new_dispatcher_does_not_know_to_run_waits_again_when_it_co
     two.peer.heard.on_refused("w", refused)
     several.deliver()
     assert several.dispatcher.snapshot().num_waiting == 1
-    one.peer.heard.on_lost("w", epoch, "killed")
-    two.peer.heard.on_lost("w", epoch, "killed")
+    one.peer.heard.on_lost("w", epoch, "killed", "process")
+    two.peer.heard.on_lost("w", epoch, "killed", "process")
     several.worker.running.clear()
     several.worker.start()
     several.deliver()

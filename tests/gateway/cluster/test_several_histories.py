@@ -115,7 +115,7 @@ class History:
         """The dispatcher alone does not hear it for a while."""
         if self.greeted:
             several = self.several
-            several.dispatcher.on_lost("w", several.worker.epoch, "silent")
+            several.dispatcher.on_lost("w", several.worker.epoch, "silent", "silence")
             self.greeted = False
 
     def move(self) -> None:

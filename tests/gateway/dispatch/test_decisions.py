@@ -245,7 +245,7 @@ async def test_the_handler_tells_all_of_it_in_a_form_that_pages_read() -> None:
     }
     assert fleet.dispatcher.waiting_by_model == {"m": 1, "n": 1}
     rig.clock.now_s += 1.0
-    rig.dispatcher.on_lost("w", rig.dispatcher.worker_statuses()[0].epoch, "gone")
+    rig.dispatcher.on_lost("w", rig.dispatcher.worker_statuses()[0].epoch, "gone", "process")
     after = decode(answer(rig, ask="fleet")["fleet"])
     assert (after.workers, after.lost) == ([], {"w": WALL_S + rig.clock.now_s})
     assert [(m.model, m.state) for m in after.moves][-1] == ("m", "cold")

@@ -546,3 +546,28 @@ async def test_a_short_request_with_a_large_state_is_not_cheap() -> None:
     worker.finish("a")
     worker.status()
     assert worker.submitted == ["a", "b", "c"]
+
+
+async def test_the_bound_of_the_queue_is_for_each_worker() -> None:
+    rig = Rig(Settings(max_queue_total=2, max_queue_per_tenant=2))
+    for name in ("one", "two", "three"):
+        rig.worker(name, num_requests=0)
+    for number in range(6):
+        rig.ask(f"r{number}", f"t{number}")
+    with pytest.raises(ApiError, match="6 in total") as caught:
+        rig.ask("r6", "t6")
+    assert caught.value.kind is QUEUE_FULL
+
+
+async def test_the_expected_wait_is_by_the_workers_that_offer_the_model() -> None:
+    rig = Rig(Settings(max_queue_total=3, max_queue_per_tenant=3, queue_timeout_s=600.0))
+    for name, model in (("one", "m"), ("two", "n"), ("three", "n")):
+        rig.worker(name, num_requests=0, states={model: "resident"})
+    waits_s: dict[str, float] = {}
+    for number in range(9):
+        rig.ask(f"m{number}", f"t{number}", prompt=4, max_tokens=10_000)
+    for model in "mn":
+        with pytest.raises(ApiError) as caught:
+            rig.ask("one more", "late", model)
+        waits_s[model] = caught.value.retry_after_s or 0.0
+    assert waits_s["m"] == pytest.approx(3 * waits_s["n"])

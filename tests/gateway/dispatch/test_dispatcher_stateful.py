@@ -1,10 +1,11 @@
-"""The dispatcher under random histories: two workers, four tenants, everything that can happen.
+"""The dispatcher under random histories: two to five workers, four tenants, whatever can happen.
 
 After every step check_integrity() holds and no worker holds more than it offered. At the end
 everything is let run out: every request ends exactly once, and the queue is empty.
 """
 
 import asyncio
+from unittest import mock
 
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared,
 
 TENANTS = st.sampled_from(["a", "b", "c", "d"])
 MODELS = st.sampled_from(["m", "n", "o"])
-WORKERS = st.integers(0, 1)
+WORKERS = st.integers(0, 4)
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -37,13 +38,20 @@ class DispatcherMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.loop.close()
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(num_workers=st.integers(2, 5))
+    def start(self, num_workers: int) -> None:
         self.rig.dispatcher.set_catalog([hosted("m"), hosted("n"), hosted("o")])
         self.workers = [
             self.rig.worker("one", num_requests=3, kv_tokens=60, states=_states("m", "n", "o")),
             self.rig.worker("two", num_requests=2, kv_tokens=40, states=_states("n", "m", "o")),
         ]
+        for number in range(2, num_workers):
+            states = _states("mno"[number % 3], *"mno".replace("mno"[number % 3], ""))
+            more = self.rig.worker(f"w{number}", num_requests=2, kv_tokens=30, states=states)
+            self.workers.append(more)
+
+    def _at(self, which: int) -> ScriptedWorker:
+        return self.workers[which % len(self.workers)]
 
     @rule(tenant=TENANTS, model=MODELS, prompt=st.integers(1, 30), max_tokens=st.integers(1, 20))
     def arrive(self, tenant: str, model: str, prompt: int, max_tokens: int) -> None:
@@ -59,7 +67,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(which=WORKERS, tokens=st.integers(1, 3))
     def step(self, which: int, tokens: int) -> None:
         """Every request on the worker gets tokens: the numbers from 0 on, over all attempts."""
-        worker = self.workers[which]
+        worker = self._at(which)
         for (request_id, attempt), submit in list(worker.running.items()):
             made = self.made_by(worker, request_id, attempt)
             until = min(made + tokens, submit.max_tokens - 1)
@@ -88,7 +96,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(which=WORKERS, pick=st.integers(0, 9), service_s=st.floats(0.0, 2.0))
     def finish(self, which: int, pick: int, service_s: float) -> None:
-        worker = self.workers[which]
+        worker = self._at(which)
         if worker.running:
             key = list(worker.running)[pick % len(worker.running)]
             self.end(worker, key, "error" if pick == 9 else "stop", service_s)
@@ -96,14 +104,14 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(which=WORKERS, lag=st.integers(0, 2))
     def heartbeat(self, which: int, lag: int) -> None:
         """A status, perhaps from before the last Submits arrived."""
-        worker = self.workers[which]
+        worker = self._at(which)
         if worker.reachable:
             sent = len(worker.submitted) - worker.num_sent_earlier
             worker.status(num_received=max(worker.num_received, sent - lag))
 
     @rule(which=WORKERS, pick=st.integers(0, 9))
     def refuse(self, which: int, pick: int) -> None:
-        worker = self.workers[which]
+        worker = self._at(which)
         if worker.running:
             key = list(worker.running)[pick % len(worker.running)]
             if self._has_no_token(*key):
@@ -112,22 +120,22 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(which=WORKERS)
     def move(self, which: int) -> None:
         """It is to be emptied."""
-        self.rig.dispatcher.move_off(self.workers[which].worker_id)
+        self.rig.dispatcher.move_off(self._at(which).worker_id)
 
     @rule(which=WORKERS)
     def die(self, which: int) -> None:
-        if self.workers[which].reachable:
-            self.workers[which].die()
+        if self._at(which).reachable:
+            self._at(which).die()
 
     @rule(which=WORKERS)
     def come_back(self, which: int) -> None:
-        if not self.workers[which].reachable:
-            self.workers[which].connect()
+        if not self._at(which).reachable:
+            self._at(which).connect()
 
     @rule(which=WORKERS, model=MODELS)
     def swap(self, which: int, model: str) -> None:
         """The worker obeys its loads and drops another model."""
-        worker = self.workers[which]
+        worker = self._at(which)
         for name in worker.loads[-2:]:
             worker.states[name] = "resident"
         if not any(submit.model_id == model for submit in worker.running.values()):
@@ -226,5 +234,28 @@ async def _ends(stream: RequestStream) -> int:
     return ends
 
 
+class LargeFleetMachine(RunOutMachine):
+    """The same by the rules of a fleet that is too large to look at each worker."""
+
+    def __init__(self) -> None:
+        self._patches = [
+            mock.patch("gateway.dispatch.dispatcher.FEW_WORKERS", 0),
+            mock.patch("gateway.dispatch.matching.FIRST_LOOK", 1),
+            mock.patch("gateway.dispatch.matching.MOST_LOOKED", 2),
+        ]
+        for patch in self._patches:
+            patch.start()
+        super().__init__()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            for patch in self._patches:
+                patch.stop()
+
+
 TestDispatcher = RunOutMachine.TestCase
 TestDispatcher.settings = hypothesis_settings(max_examples=60, stateful_step_count=50)
+TestLargeFleet = LargeFleetMachine.TestCase
+TestLargeFleet.settings = hypothesis_settings(max_examples=30, stateful_step_count=50)

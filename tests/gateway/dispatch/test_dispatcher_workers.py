@@ -5,6 +5,7 @@ import pytest
 from engine.protocol import Finish, TokenDelta, Usage
 from gateway.errors import MODEL_FAILED, UNAVAILABLE, ApiError, WorkerLost
 from gateway.settings.settings import Settings
+from gateway.workers.worker_client import LossCause
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, served
 
 
@@ -283,6 +284,18 @@ async def test_a_model_that_kills_two_workers_in_a_row_is_quarantined() -> None:
     rig.dispatcher.load_model("m")
     rig.ask("c")
     assert worker.submitted[-1] == "c"
+
+
+@pytest.mark.parametrize("cause", ["silence", "planned"])
+async def test_only_a_process_that_ended_by_itself_is_a_strike(cause: LossCause) -> None:
+    rig, worker = served()
+    for number in range(3):
+        rig.ask(f"a{number}")
+        worker.die("gone", cause)
+        worker.connect()
+    assert rig.dispatcher.snapshot().quarantined == {}
+    worker.die("killed by signal 11")
+    assert rig.dispatcher.snapshot().quarantined == {}, "the first strike"
 
 
 async def test_work_done_between_two_kills_clears_the_strike() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol import LoadModel, SwapRecord, WarmModel
 from gateway.dispatch.policy.fleet_view import Demand
-from gateway.dispatch.policy.placement import MIN_TIMED
+from gateway.dispatch.policy.load_budget import MIN_TIMED
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.settings.settings import Settings
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, served

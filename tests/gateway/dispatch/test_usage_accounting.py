@@ -48,7 +48,7 @@ async def test_what_a_lost_worker_did_is_given_back() -> None:
     rig, worker = served()
     rig.ask("a")
     tell(worker, RequestService("a", 1, 5.0, 4.0))
-    worker.heard.on_lost("w", worker.epoch, "it died")
+    worker.heard.on_lost("w", worker.epoch, "it died", "process")
     share = share_of(rig)
     assert share.counter("t") == pytest.approx(0.0)
     accounts = rig.dispatcher.snapshot().accounts

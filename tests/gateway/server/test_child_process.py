@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from gateway.server.child_process import ChildProcess, EarlyWorker, start_early
+from gateway.workers.worker_client import LossCause
 
 SLEEPS = "import time\ntime.sleep(600)"
 IGNORES_TERM = (
@@ -45,17 +46,22 @@ class Watched:
         early: EarlyWorker | None = None,
     ) -> None:
         self.ends: list[str] = []
+        self.causes: list[LossCause] = []
         self.configs: list[str] = []
         self.process = ChildProcess(
             "w",
             self._config,
             dict(os.environ),
             backoff_s,
-            self.ends.append,
+            self._ended,
             command=(sys.executable, "-c", program, *arguments),
             early=early.process if early else None,
         )
         self.task = asyncio.create_task(self.process.run())
+
+    def _ended(self, reason: str, cause: LossCause) -> None:
+        self.ends.append(reason)
+        self.causes.append(cause)
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         for _ in range(20_000):
@@ -93,6 +99,7 @@ async def test_a_worker_that_keeps_failing_is_tried_ever_more_slowly(
 ) -> None:
     watched = Watched("import sys\nsys.exit(2)", backoff_s=0.001)
     await watched.until(lambda: len(watched.ends) >= 4)
+    assert set(watched.causes) == {"process"}
     await watched.process.stop(timeout_s=1.0)
     watched.task.cancel()
     assert watched.ends[0] == "exit status 2"
@@ -107,7 +114,7 @@ async def test_a_restart_takes_a_fresh_configuration_and_no_pause() -> None:
     watched.process.restart()
     await watched.started(times=2)
     assert watched.configs == ["config 0", "config 1"]
-    assert len(watched.ends) == 1
+    assert watched.causes == ["planned"]
     await watched.process.stop(timeout_s=20.0)
     await watched.task
 
@@ -208,6 +215,8 @@ async def test_one_that_nobody_takes_ends_with_its_pipe(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_started_is_an_error() -> None:
-    process = ChildProcess("w", str, {}, 0.01, lambda _: None, command=("/does/not/exist",))
+    process = ChildProcess(
+        "w", str, {}, 0.01, lambda reason, cause: None, command=("/does/not/exist",)
+    )
     with pytest.raises(OSError, match="exist"):
         await process.run()

@@ -32,7 +32,7 @@ def settings_of(folder: Path, **more: object) -> Settings:
 
 def launcher(settings: Settings, slot: WorkerSlot) -> WorkerLauncher:
     memory = main_memory(settings, FREE_BYTES)
-    return WorkerLauncher(settings, slot, memory, WORKER_COMMAND, lambda name, reason: None)
+    return WorkerLauncher(settings, slot, memory, WORKER_COMMAND, lambda *told: None)
 
 
 @asynccontextmanager
@@ -66,7 +66,7 @@ def test_a_worker_would_take_its_configuration(tmp_path: Path) -> None:
 async def test_it_starts_when_its_model_is_there_and_again_for_a_larger_one(
     tmp_path: Path,
 ) -> None:
-    home = EmbedderLauncher(settings_of(tmp_path), SLEEP, lambda worker_id, reason: None)
+    home = EmbedderLauncher(settings_of(tmp_path), SLEEP, lambda worker_id, reason, cause: None)
     async with running(home):
         home.set_weights({"other": 5})
         await asyncio.sleep(0.05)

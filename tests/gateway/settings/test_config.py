@@ -92,7 +92,7 @@ def test_every_setting_may_come_from_the_environment_and_from_a_file(tmp_path: P
     assert {row.name for row in rows} == {field.name for field in fields(Settings)}
     plain = {row.name: row.default for row in rows}
     environ = {
-        row.env: row.default if row.type == "str" else json.dumps(row.default) for row in rows
+        row.env: str(row.default) if row.type == "str" else json.dumps(row.default) for row in rows
     }
     assert load_settings(environ=environ) == Settings()
     file = tmp_path / "polyhost.toml"

@@ -29,6 +29,7 @@ from gateway.workers.worker_client import (
     TRANSITIONS,
     ClientEvent,
     ClientState,
+    LossCause,
     WorkerConnection,
     WorkerUnavailable,
     ZmqWorkerClient,
@@ -58,8 +59,8 @@ class Recorder:
     def on_refused(self, worker_id: str, refused: Refused) -> None:
         self._add(f"refused {refused.request_id}")
 
-    def on_lost(self, worker_id: str, epoch: str, reason: str) -> None:
-        self._add(f"lost {epoch}: {reason}")
+    def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
+        self._add(f"lost {epoch}: {reason} ({cause})")
 
     async def until(self, predicate: Callable[[], bool]) -> None:
         async with asyncio.timeout(20):
@@ -214,12 +215,12 @@ def test_a_worker_hangs_that_stays_silent_and_has_not_ended() -> None:
     connection.receive(Welcome(PROTOCOL_VERSION, "w", "e1", "cpu"))
     assert not wait(9.0)
     assert not wait(2.0)
-    assert heard.events[-1] == "lost e1: silent for 11.0 s"
+    assert heard.events[-1] == "lost e1: silent for 11.0 s (silence)"
     assert not wait(9.0)
     assert wait(2.0)
     assert not wait(9.0)
     assert wait(2.0)
-    connection.lose("its process ended")
+    connection.lose("its process ended", "process")
     assert not wait(30.0)  # its successor may take its time
     connection.receive(Welcome(PROTOCOL_VERSION, "w", "e2", "cpu"))
     assert not wait(11.0)  # lost again
@@ -284,8 +285,8 @@ async def test_a_process_known_dead_is_left_at_once(context: Context, tmp_path: 
     async with pair(context, tmp_path) as it:
         await it.heard.saw("connected e1")
         it.peer.restart("e2")
-        it.client.lose("killed by signal 9")
-        assert it.heard.events[-1] == "lost e1: killed by signal 9"
+        it.client.lose("killed by signal 9", "process")
+        assert it.heard.events[-1] == "lost e1: killed by signal 9 (process)"
         await it.heard.saw("connected e2")
 
 
@@ -322,7 +323,7 @@ async def test_another_protocol_version_ends_it(context: Context, tmp_path: Path
         with pytest.raises(WorkerUnavailable, match="refused"):
             it.client.send(Abort("a", 1))
         it.peer.version = PROTOCOL_VERSION
-        it.client.lose("its process ended")  # the next one may be of our build
+        it.client.lose("its process ended", "process")  # the next one may be of our build
         await it.heard.saw("connected")
 
 

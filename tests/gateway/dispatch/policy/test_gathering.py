@@ -7,15 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.dispatch.policy.fleet_sight import AllWorkers
 from gateway.dispatch.policy.fleet_view import Demand, LoadDecision, ModelView, WorkerView
-from gateway.dispatch.policy.placement import (
+from gateway.dispatch.policy.load_budget import (
     BURST_S,
     MIN_TIMED,
     UNTIMED_S,
     Bucket,
     LoadBudget,
-    Placement,
 )
+from gateway.dispatch.policy.placement import Placement
 
 MB = 1 << 20
 
@@ -74,10 +75,14 @@ def test_a_model_that_is_seldom_asked_for_is_no_reason_to_wait() -> None:
     # Out and in again takes 2 s: at less than one ask in ten seconds that is within 20 %.
     idle = view(idle=True, a="cold", b="resident")
     placement = Placement(0.2, 5.0)
-    found = placement.decide(0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 0.099}))
+    found = placement.decide(
+        0.0, [waits("a", 0.0, 0.0)], AllWorkers([idle]), asks_s=asks({"b": 0.099})
+    )
     assert first(found) == ("idle models evicted", False)
     placement = Placement(0.2, 5.0)
-    found = placement.decide(0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 0.101}))
+    found = placement.decide(
+        0.0, [waits("a", 0.0, 0.0)], AllWorkers([idle]), asks_s=asks({"b": 0.101})
+    )
     assert first(found) == ("inactive models evicted", True), "and the budget pays for it"
 
 
@@ -86,12 +91,14 @@ def test_nobody_gathers_while_what_gives_way_is_at_rest() -> None:
     placement = Placement(0.2, 5.0)
     timed(placement, "w")
     at_work = view(load_s=3.0, a="cold", b="resident", c="cold")
-    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], [at_work], asks_s=often)
+    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([at_work]), asks_s=often)
     assert placement.outlooks["a"].reason == "too few requests waiting"
     resting = view(idle=True, load_s=3.0, a="cold", b="resident", c="cold")
     line = [waits("a", 0.1, 0.0)]
-    assert not placement.decide(0.1, line, [resting], wanted={"b"}, asks_s=often), "b is waited for"
-    found = placement.decide(0.1, line, [resting], asks_s=often)
+    assert not placement.decide(0.1, line, AllWorkers([resting]), wanted={"b"}, asks_s=often), (
+        "b is waited for"
+    )
+    found = placement.decide(0.1, line, AllWorkers([resting]), asks_s=often)
     assert first(found) == ("inactive models evicted", True)
     placement.drop_claims(3.1, lambda worker_id, model_id: "resident")
     placement.loaded("w", "a", 3.0, 3.1)
@@ -105,28 +112,30 @@ def test_the_budget_holds_while_what_gives_way_is_at_rest() -> None:
     placement._budget.take("w", "before", 2.0, 0.0)
     resting = view(idle=True, load_s=1.0, a="cold", b="resident")
     for now_s in (0.0, 2.5, 4.9):
-        assert not placement.decide(now_s, [waits("a", now_s, 0.0)], [resting], asks_s=often)
+        assert not placement.decide(
+            now_s, [waits("a", now_s, 0.0)], AllWorkers([resting]), asks_s=often
+        )
         assert placement.outlooks["a"].reason == "load budget used up"
         assert placement.outlooks["a"].at_s == pytest.approx(6.0)
-    found = placement.decide(5.0, [waits("a", 5.0, 0.0)], [resting], asks_s=often)
+    found = placement.decide(5.0, [waits("a", 5.0, 0.0)], AllWorkers([resting]), asks_s=often)
     assert first(found) == ("inactive models evicted", True)
 
 
 def test_the_load_begins_when_the_waiting_has_cost_what_the_swap_costs() -> None:
     busy = view(a="warm", b="resident")  # 1 s for a, 1 s for b to come back
     placement = Placement(0.2, 60.0)
-    assert not placement.decide(1.9, [waits("a", 1.9, 0.0)], [busy])
+    assert not placement.decide(1.9, [waits("a", 1.9, 0.0)], AllWorkers([busy]))
     assert placement.outlooks["a"].until_s == pytest.approx(2.0)
     assert placement.outlooks["a"].at_s == pytest.approx(3.0)
-    assert first(placement.decide(2.0, [waits("a", 2.0, 0.0)], [busy])) == (
+    assert first(placement.decide(2.0, [waits("a", 2.0, 0.0)], AllWorkers([busy]))) == (
         "enough requests waiting",
         True,
     )
     # Ten that wait pay ten times as soon.
     placement = Placement(0.2, 60.0)
     many = [0.0] * 10
-    assert not placement.decide(0.19, [waits("a", 0.19, *many)], [busy])
-    assert first(placement.decide(0.2, [waits("a", 0.2, *many)], [busy])) == (
+    assert not placement.decide(0.19, [waits("a", 0.19, *many)], AllWorkers([busy]))
+    assert first(placement.decide(0.2, [waits("a", 0.2, *many)], AllWorkers([busy]))) == (
         "enough requests waiting",
         True,
     )
@@ -135,9 +144,9 @@ def test_the_load_begins_when_the_waiting_has_cost_what_the_swap_costs() -> None
 def test_nobody_gathers_beyond_the_bound() -> None:
     busy = view(a="warm", b="resident", load_s=4.0)  # the swap takes 8 s
     placement = Placement(0.2, 3.0)
-    assert not placement.decide(2.9, [waits("a", 2.9, 0.0)], [busy])
+    assert not placement.decide(2.9, [waits("a", 2.9, 0.0)], AllWorkers([busy]))
     assert placement.outlooks["a"].until_s == pytest.approx(3.0)
-    assert first(placement.decide(3.0, [waits("a", 3.0, 0.0)], [busy])) == (
+    assert first(placement.decide(3.0, [waits("a", 3.0, 0.0)], AllWorkers([busy]))) == (
         "maximum wait reached",
         True,
     )
@@ -145,7 +154,7 @@ def test_nobody_gathers_beyond_the_bound() -> None:
 
 def test_0_switches_gathering_off() -> None:
     busy = view(a="warm", b="resident")
-    assert first(Placement(0.2).decide(0.0, [waits("a", 0.0, 0.0)], [busy])) == (
+    assert first(Placement(0.2).decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([busy]))) == (
         "next in line",
         True,
     )
@@ -156,22 +165,22 @@ def test_the_less_wanted_of_two_is_taken_for_what_goes() -> None:
     placement = Placement(0.2, 5.0)
     placement._budget.take("w", "before", 5.0, 0.0)
     found = placement.decide(
-        0.0, [waits("a", 0.0, 0.0)], [idle], asks_s=asks({"b": 3.0, "c": 0.01})
+        0.0, [waits("a", 0.0, 0.0)], AllWorkers([idle]), asks_s=asks({"b": 3.0, "c": 0.01})
     )
     assert first(found) == ("idle models evicted", False)
     # c is promised to a: d would push out b.
     assert not placement.decide(
-        0.1, [waits("d", 0.1, 0.1)], [idle], asks_s=asks({"b": 3.0, "c": 0.01})
+        0.1, [waits("d", 0.1, 0.1)], AllWorkers([idle]), asks_s=asks({"b": 3.0, "c": 0.01})
     )
     assert placement.outlooks["d"].reason == "load budget used up"
 
 
 def test_a_load_that_has_its_pages_is_not_counted_twice() -> None:
     placement = Placement(0.2, 5.0)
-    assert placement.decide(0.0, [waits("a", 0.0, 0.0)], [view(free_mb=20, a="cold")])
+    assert placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([view(free_mb=20, a="cold")]))
     models = {"a": ModelView("loading", 10 * MB, 1.0, False, held_bytes=10 * MB)}
     loading = WorkerView("w", 10 * MB, 100 * MB, models)
-    found = placement.decide(0.1, [waits("d", 0.1, 0.1)], [loading])
+    found = placement.decide(0.1, [waits("d", 0.1, 0.1)], AllWorkers([loading]))
     assert first(found) == ("free memory", False)
 
 
@@ -190,7 +199,7 @@ def test_what_is_due_keeps_its_place_in_the_budget() -> None:
         )
         both = [waits("long", now_s, -9.0), waits("short", now_s, -9.0)]
         demands = both if now_s else [waits("x", now_s, -9.0)]
-        return [d.model_id for d in placement.decide(now_s, demands, [busy])]
+        return [d.model_id for d in placement.decide(now_s, demands, AllWorkers([busy]))]
 
     placement = Placement(0.2, 2.0)
     timed(placement, "w")
@@ -209,11 +218,11 @@ def test_what_is_due_keeps_its_place_in_the_budget() -> None:
 def test_the_worker_that_can_begin_first_is_taken() -> None:
     placement = Placement(0.2, 1.0)
     one, two = view("one", a="warm", b="resident"), view("two", a="warm", c="resident")
-    found = placement.decide(9.0, [waits("a", 9.0, 0.0)], [one])
+    found = placement.decide(9.0, [waits("a", 9.0, 0.0)], AllWorkers([one]))
     assert found[0].worker_id == "one"
     placement.drop_claims(9.1, lambda w, m: "resident")
     for _ in range(2):  # 2 s in the bucket of each
-        (decision,) = placement.decide(9.1, [waits("a", 9.1, 0.0)], [one, two])
+        (decision,) = placement.decide(9.1, [waits("a", 9.1, 0.0)], AllWorkers([one, two]))
         placement.drop_claims(9.1, lambda w, m: "resident")
     assert decision.worker_id == "two"
 
@@ -225,10 +234,10 @@ def test_first_estimates_are_guesses_that_refuse_nobody() -> None:
         budget.settle("w", "a", 1.0, 0.0)
     assert (budget.is_sure("w"), budget.charge_s("w", 30.0)) == (True, 30.0)
     placement, busy = Placement(0.2, 5.0), view(a="warm", b="resident")
-    placement.decide(0.0, [waits("a", 0.0, 0.0)], [busy])
+    placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([busy]))
     assert not placement.outlooks["a"].sure
     timed(placement, "w")
-    placement.decide(0.1, [waits("a", 0.1, 0.0)], [busy])
+    placement.decide(0.1, [waits("a", 0.1, 0.0)], AllWorkers([busy]))
     assert placement.outlooks["a"].sure
 
 
@@ -236,9 +245,9 @@ def test_what_is_worth_more_by_a_margin_does_not_wait_for_its_turn() -> None:
     busy = view(a="warm", b="resident")
     rates = {"a": 0.9, "b": 0.61}
     placement = Placement(0.2, 5.0)
-    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], [busy], asks_s=asks(rates))
+    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([busy]), asks_s=asks(rates))
     rates["b"] = 0.59
-    found = placement.decide(0.0, [waits("a", 0.0, 0.0)], [busy], asks_s=asks(rates))
+    found = placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([busy]), asks_s=asks(rates))
     assert first(found) == ("higher value", False)
 
 
@@ -247,7 +256,7 @@ def test_a_load_that_comes_to_nothing_gives_its_share_back(came: bool) -> None:
     placement = Placement(0.2, 0.0)
     timed(placement, "w")
     busy = view(a="warm", b="resident", load_s=2.0)
-    assert placement.decide(0.0, [waits("a", 0.0, -1.0)], [busy])
+    assert placement.decide(0.0, [waits("a", 0.0, -1.0)], AllWorkers([busy]))
     placement.drop_claims(8.5, lambda w, m: "resident" if came else "warm")
     level_s = placement._budget.bucket("w", 0.0).level(0.0)
     assert level_s == pytest.approx(0.0 if came else BURST_S * 0.2)
@@ -257,9 +266,9 @@ def test_a_replica_costs_nobody_anything() -> None:
     there, idle = view("one", a="resident"), view("two", idle=True, a="cold", b="resident")
     queue = waits("a", 9.0, *[0.0] * 9, backlog_s=50.0)
     placement = Placement(0.2, 1.0)
-    assert not placement.decide(9.0, [queue], [there, idle], asks_s=asks({"b": 1.0}))
+    assert not placement.decide(9.0, [queue], AllWorkers([there, idle]), asks_s=asks({"b": 1.0}))
     assert not placement.outlooks, "it is there: nobody waits for a load"
-    (decision,) = placement.decide(9.0, [queue], [there, idle])
+    (decision,) = placement.decide(9.0, [queue], AllWorkers([there, idle]))
     assert (decision.worker_id, decision.reason, decision.forced) == ("two", "replica", False)
 
 
@@ -267,21 +276,21 @@ def test_a_pinned_model_is_never_what_goes() -> None:
     models = {"b": ModelView("resident", 10 * MB, 1.0, False, pinned=True)}
     placement = Placement(0.2, 2.0)
     wait = waits("a", 0.0, 0.0)
-    placement.decide(0.0, [wait], [WorkerView("w", 0, 100 * MB, models)])
+    placement.decide(0.0, [wait], AllWorkers([WorkerView("w", 0, 100 * MB, models)]))
     # Nothing that may go would do: only the worker knows whether its KV would.
     assert placement.outlooks["a"].until_s == pytest.approx(2.0)
 
 
 def test_decisions_say_what_they_were_based_on() -> None:
     busy = view(a="warm", b="resident")
-    (decision,) = Placement(0.2, 2.0).decide(5.0, [waits("a", 5.0, 1.0, 2.0)], [busy])
+    (decision,) = Placement(0.2, 2.0).decide(5.0, [waits("a", 5.0, 1.0, 2.0)], AllWorkers([busy]))
     assert (decision.waited_s, decision.load_s, decision.num_waiting) == (4.0, 1.0, 2)
 
 
 def test_a_claim_says_when_the_load_is_expected_to_end() -> None:
     placement = Placement(0.2, 2.0)
     free = view(free_mb=50, a="cold", c="cold", load_s=3.0)
-    placement.decide(1.0, [waits("a", 1.0, 1.0), waits("c", 1.0, 1.0)], [free])
+    placement.decide(1.0, [waits("a", 1.0, 1.0), waits("c", 1.0, 1.0)], AllWorkers([free]))
     at_s = [there.at_s for name in "ac" if (there := placement.claimed(name, 1.0)) is not None]
     assert at_s == [4.0, 7.0]
     assert placement.claimed("nobody", 1.0) is None
@@ -290,7 +299,7 @@ def test_a_claim_says_when_the_load_is_expected_to_end() -> None:
 
 def test_without_a_worker_there_is_no_outlook() -> None:
     placement = Placement(0.2, 2.0)
-    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], [])
+    assert not placement.decide(0.0, [waits("a", 0.0, 0.0)], AllWorkers([]))
     assert placement.outlooks["a"].reason == "no worker connected"
     assert placement.outlooks["a"].at_s == math.inf
 
@@ -375,7 +384,7 @@ class Life:
             waits(name, self.now_s, *times)
             for name, times in sorted(self.waiting.items(), key=lambda item: item[1])
         ]
-        for decision in self.placement.decide(self.now_s, demands, self.views()):
+        for decision in self.placement.decide(self.now_s, demands, AllWorkers(self.views())):
             assert decision.worker_id not in self.ends, "one forced load at a time"
             loading = [name for _, name in self.ends.values()]
             assert decision.model_id not in [*loading, *there], "no herd"
@@ -401,7 +410,7 @@ def test_claims_never_herd_and_who_waits_beyond_the_bound_waits_for_the_budget(
         for name, times in world.waiting.items():
             outlook = world.placement.outlooks.get(name)
             if outlook is None:
-                assert world.placement.claimed_on(name) is not None
+                assert world.placement.num_claims(name) == 1
             elif world.now_s - min(times) > gather_s:
                 assert outlook.reason in ("load budget used up", "other loads in progress")
                 assert outlook.at_s > world.now_s

@@ -11,6 +11,7 @@ from gateway.dispatch.policy.model_history import (
     FIRST_TERM_S,
     KV_RESERVE_SHARE,
     LONGEST_TERM_S,
+    MOMENT_S,
     PREFETCH_PAUSE_S,
     SLOW_HALF_LIFE_S,
     Popularity,
@@ -110,8 +111,8 @@ KEY = ("m", "r1")
 
 def test_two_deaths_in_a_row_are_a_term_that_ends() -> None:
     quarantine = Quarantine()
-    assert quarantine.worker_died([KEY, KEY], "killed", 10.0) == []
-    assert quarantine.worker_died([KEY, ("n", "r1")], "killed", 20.0) == ["m"]
+    assert quarantine.worker_died([KEY, KEY], "killed", "w", 10.0) == []
+    assert quarantine.worker_died([KEY, ("n", "r1")], "killed", "w", 20.0) == ["m"]
     assert quarantine.reason("n", "r1", 20.0) is None
     reason = quarantine.reason(*KEY, 20.0)
     assert reason is not None
@@ -125,9 +126,9 @@ def test_two_deaths_in_a_row_are_a_term_that_ends() -> None:
 def test_one_more_death_after_a_term_is_a_term_twice_as_long_up_to_a_bound() -> None:
     quarantine = Quarantine()
     now_s = 0.0
-    quarantine.worker_died([KEY], "", now_s)
+    quarantine.worker_died([KEY], "", "w", now_s)
     for number in range(12):
-        assert quarantine.worker_died([KEY], "", now_s) == ["m"]
+        assert quarantine.worker_died([KEY], "", "w", now_s) == ["m"]
         term_s = min(LONGEST_TERM_S, FIRST_TERM_S * 2**number)
         assert quarantine.reason(*KEY, now_s + term_s - 1) is not None
         now_s += term_s
@@ -136,16 +137,16 @@ def test_one_more_death_after_a_term_is_a_term_twice_as_long_up_to_a_bound() -> 
 
 def test_work_that_ended_between_two_deaths_clears_the_first() -> None:
     quarantine = Quarantine()
-    quarantine.worker_died([KEY], "", 0.0)
+    quarantine.worker_died([KEY], "", "w", 0.0)
     quarantine.served(*KEY)
-    assert quarantine.worker_died([KEY], "", 1.0) == []
+    assert quarantine.worker_died([KEY], "", "w", 1.0) == []
 
 
 def test_requests_that_were_still_running_add_no_second_term() -> None:
     quarantine = Quarantine()
-    quarantine.worker_died([KEY], "", 0.0)
-    assert quarantine.worker_died([KEY], "", 1.0) == ["m"]
-    assert quarantine.worker_died([KEY], "", 2.0) == []
+    quarantine.worker_died([KEY], "", "w", 0.0)
+    assert quarantine.worker_died([KEY], "", "w", 1.0) == ["m"]
+    assert quarantine.worker_died([KEY], "", "w", 2.0) == []
 
 
 def test_an_operator_or_a_new_revision_ends_it_at_once() -> None:
@@ -155,8 +156,25 @@ def test_an_operator_or_a_new_revision_ends_it_at_once() -> None:
     ]
     for end in ends:
         quarantine = Quarantine()
-        quarantine.worker_died([KEY], "", 0.0)
-        quarantine.worker_died([KEY], "", 0.0)
+        quarantine.worker_died([KEY], "", "w", 0.0)
+        quarantine.worker_died([KEY], "", "w", 0.0)
         end(quarantine)
         assert quarantine.reason(*KEY, 0.0) is None
-        assert quarantine.worker_died([KEY], "", 0.0) == []
+        assert quarantine.worker_died([KEY], "", "w", 0.0) == []
+
+
+def test_two_workers_of_one_machine_that_die_together_are_one_strike() -> None:
+    quarantine = Quarantine()
+    quarantine.worker_died([KEY], "killed", "one/0", 10.0)
+    assert quarantine.worker_died([KEY], "killed", "one/1", 10.0 + MOMENT_S / 2) == []
+    assert quarantine.worker_died([KEY], "killed", "two/0", 11.0) == ["m"]
+
+
+@pytest.mark.parametrize(
+    ("worker_id", "later_s"), [("one/1", MOMENT_S), ("one/0", 0.1), ("other/1", 0.1)]
+)
+def test_others_are_strikes_of_their_own(worker_id: str, later_s: float) -> None:
+    """Later on that machine, the same worker once more, another machine."""
+    quarantine = Quarantine()
+    quarantine.worker_died([KEY], "killed", "one/0", 10.0)
+    assert quarantine.worker_died([KEY], "killed", worker_id, 10.0 + later_s) == ["m"]

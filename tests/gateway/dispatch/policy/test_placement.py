@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from gateway.dispatch.policy.fleet_sight import AllWorkers
 from gateway.dispatch.policy.fleet_view import Demand, ModelView, WorkerView
-from gateway.dispatch.policy.placement import Placement, relieve, unplaceable
+from gateway.dispatch.policy.placement import Placement
+from gateway.dispatch.policy.relief import relieve, unplaceable
 
 MB = 1 << 20
 
@@ -30,7 +32,7 @@ def demand(name: str, waiting: int = 1, backlog_s: float = 0.1, mb: int = 10) ->
 
 def decided(placement: Placement, now_s: float, demands: list[Demand], *workers: WorkerView) -> str:
     """Decisions as text."""
-    found = placement.decide(now_s, demands, workers)
+    found = placement.decide(now_s, demands, AllWorkers(workers))
     return " ".join(f"{d.model_id}@{d.worker_id}" for d in found)
 
 
@@ -39,9 +41,9 @@ def test_a_model_is_claimed_once_until_it_is_resident() -> None:
     cold = worker("w", 50, a=model("cold"))
     assert decided(placement, 0.0, [demand("a")], cold) == "a@w"
     assert decided(placement, 0.1, [demand("a")], cold) == ""
-    assert placement.claimed_on("a") == "w"
+    assert placement.num_claims("a") == 1
     assert decided(placement, 0.2, [demand("a")], worker("w", 40, a=model("resident"))) == ""
-    assert placement.claimed_on("a") is None
+    assert placement.num_claims("a") == 0
     assert decided(placement, 0.3, [demand("a")], cold) == "a@w"
 
 
@@ -58,7 +60,7 @@ def test_a_claim_expires_and_dies_with_its_worker() -> None:
 def test_claims_of_one_round_share_the_free_pages() -> None:
     placement = Placement(0.2)
     views = worker("w", 25, a=model("cold"), b=model("cold"), c=model("cold"), r=model("resident"))
-    found = placement.decide(0.0, [demand("a"), demand("b"), demand("c")], [views])
+    found = placement.decide(0.0, [demand("a"), demand("b"), demand("c")], AllWorkers([views]))
     assert [(d.model_id, d.reason) for d in found] == [
         ("a", "free memory"),
         ("b", "free memory"),
@@ -69,7 +71,7 @@ def test_claims_of_one_round_share_the_free_pages() -> None:
 def test_idle_models_make_room_before_busy_ones_are_asked() -> None:
     placement = Placement(0.2)
     idle = worker("w", 0, a=model("cold"), b=model("resident", idle=True), c=model("resident"))
-    (decision,) = placement.decide(0.0, [demand("a")], [idle])
+    (decision,) = placement.decide(0.0, [demand("a")], AllWorkers([idle]))
     assert decision.reason == "idle models evicted"
 
 
@@ -108,10 +110,13 @@ def test_failed_models_wait_for_the_operator() -> None:
     failed = worker("w", 50, a=model("failed"))
     placement = Placement(0.2)
     assert decided(placement, 0.0, [demand("a")], failed) == ""
-    decision = placement.claim(0.0, demand("a"), [failed])
+    decision = placement.claim(0.0, demand("a"), AllWorkers([failed]))
     assert decision is not None
     assert decision.worker_id == "w"
-    assert placement.claim(0.0, demand("a"), [worker("w", 50, a=model("resident"))]) is None
+    assert (
+        placement.claim(0.0, demand("a"), AllWorkers([worker("w", 50, a=model("resident"))]))
+        is None
+    )
 
 
 def test_what_no_arena_can_hold_is_never_claimed_and_says_why() -> None:
@@ -137,7 +142,7 @@ def test_models_that_workers_say_nothing_of_are_cold_there() -> None:
 def test_a_model_somebody_waits_for_is_not_idle() -> None:
     view = worker("w", 0, a=model("cold"), b=model("resident", idle=True), c=model("resident"))
     placement = Placement(0.2)
-    (decision,) = placement.decide(0.0, [demand("a")], [view], wanted={"b"})
+    (decision,) = placement.decide(0.0, [demand("a")], AllWorkers([view]), wanted={"b"})
     assert decision.reason == "next in line"
     short = worker("w", 0, kv_short=True, b=model("resident", idle=True))
     assert relieve([short], 0.0, wanted={"b"}) == []
@@ -168,7 +173,9 @@ def test_kv_pressure_takes_the_least_wanted_and_no_load_takes_what_it_gave() -> 
     rates = {"a": 1.0, "b": 0.05}
     assert [d.model_id for d in relieve([short], 0.0, asks_s=lambda m: rates[m])] == ["b"]
     placement = Placement(0.2)
-    decision = placement.decide(0.0, [demand("c")], [short], asks_s=lambda m: rates.get(m, 0.0))
+    decision = placement.decide(
+        0.0, [demand("c")], AllWorkers([short]), asks_s=lambda m: rates.get(m, 0.0)
+    )
     assert [d.reason for d in decision] == ["idle models evicted"]
 
 
@@ -191,12 +198,14 @@ def test_what_can_never_have_room_stands_in_nobodys_way(kept: str) -> None:
     loaded = [
         decision.model_id
         for tick in range(100)
-        for decision in placement.decide(tick * 0.25, wanted, [view])
+        for decision in placement.decide(tick * 0.25, wanted, AllWorkers([view]))
     ]
     assert set(loaded) == {"small"}
     assert placement.outlooks["large"].reason == "not enough memory"
     own = replace(wanted[0], floors=floors)
-    found = [decision.model_id for decision in Placement(0.2).decide(0.0, [own], [view])]
+    found = [
+        decision.model_id for decision in Placement(0.2).decide(0.0, [own], AllWorkers([view]))
+    ]
     assert found == (["large"] if floors else []), "one's own floor gives way"
 
 
@@ -204,8 +213,43 @@ def test_models_that_a_floor_keeps_at_rest_make_no_room() -> None:
     placement = Placement(0.2, gather_wait_s=5.0)
     mine = replace(held(40, floors=(("acme", 1),)), idle=True)
     view = worker("w", 5, mine=mine, busy=held(50))
-    assert placement.decide(0.0, [demand("other", mb=30)], [view]) == []
+    assert placement.decide(0.0, [demand("other", mb=30)], AllWorkers([view])) == []
     assert placement.outlooks["other"].reason == "too few requests waiting"
     spared = worker("w", 5, mine=mine, spare=mine, busy=held(10))
-    (decision,) = placement.decide(0.0, [demand("other", mb=30)], [spared])
+    (decision,) = placement.decide(0.0, [demand("other", mb=30)], AllWorkers([spared]))
     assert decision.reason == "idle models evicted", "one of the two is enough for the floor"
+
+
+def test_claims_double_with_the_copies_that_have_the_bytes() -> None:
+    """A crowd that needs a copy on every worker: 1, 1, 2, 4, 8 at a time."""
+    placement = Placement(0.2)
+    there: set[str] = set()
+    rounds = []
+    for turn in range(6):
+        views = [
+            worker(f"w{n:02}", 50, a=model("resident" if f"w{n:02}" in there else "cold"))
+            for n in range(16)
+        ]
+        found = placement.decide(
+            10.0 * turn, [demand("a", waiting=99, backlog_s=1000.0)], AllWorkers(views)
+        )
+        rounds.append(len(found))
+        assert all(d.reason == ("replica" if there else "free memory") for d in found)
+        there |= {decision.worker_id for decision in found}
+    assert rounds == [1, 1, 2, 4, 8, 0]
+
+
+def test_no_more_copies_than_the_backlog_needs() -> None:
+    placement = Placement(0.2)
+    views = [
+        worker(f"w{n}", 50, a=model("resident" if n < 4 else "cold", load_s=1.0)) for n in range(9)
+    ]
+    found = placement.decide(0.0, [demand("a", backlog_s=5.5)], AllWorkers(views))
+    assert len(found) == 2, "5.5 s of work over six copies is less than a load of 1 s"
+
+
+def test_warm_copies_count_as_those_that_have_the_bytes() -> None:
+    placement = Placement(0.2)
+    views = [worker(f"w{n}", 50, a=model("warm" if n < 3 else "cold")) for n in range(9)]
+    found = placement.decide(0.0, [demand("a", waiting=99, backlog_s=1000.0)], AllWorkers(views))
+    assert sorted(decision.worker_id for decision in found) == ["w0", "w1", "w2"]

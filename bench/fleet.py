@@ -1,0 +1,284 @@
+"""The dispatcher over 1 to 1,000 workers, in simulated time: `python -m bench.fleet`.
+
+    python -m bench.fleet [scaling] [look] [day] [crowd] [choices] [--quick] --output FILE
+
+    scaling   clients that ask all the time, a world of one worker against 10, 100 and 1,000 times
+              as much of everything: output tokens a second of the second half of the run, over
+              N times those of one (mean of 32 worlds)
+    look      1,000 workers without free room, 100 models waited for: processor time of one look at
+              placement
+    day       1,000 workers, ten minutes, 500 requests a second
+    crowd     one model that nobody has, asked for by 2,048 clients at once on 64 workers
+    choices   100 workers: start and load seconds of the loads chosen among candidates, against
+              those chosen among all workers
+
+Workers serve by rate (bench/sim/rate_worker.py), the dispatcher is the product's. All but the times
+of `look` and `wall_s` are simulated and repeat exactly. Without a name all are run; --quick is a
+tenth of each.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import command
+from bench.sim.fleet_world import Ask, FleetWorld, percentile
+from bench.sim.rate_worker import Rates
+from gateway.dispatch.policy.fleet_sight import AllWorkers, FleetSight
+from gateway.dispatch.policy.fleet_view import AskRate, Demand
+from gateway.dispatch.policy.placement import Placement
+from gateway.settings.settings import Settings
+
+GIB = 1 << 30
+SETTINGS = Settings(
+    max_queue_total=1 << 20,
+    max_queue_per_tenant=1 << 20,
+    worker_heartbeat_timeout_s=30.0,
+    queue_timeout_s=60.0,
+)
+POPULARITY = (0.28, 0.2, 0.16, 0.13, 0.12, 0.1, 0.01)
+"""Of the seven models of one worker's world; six of them fit."""
+MODEL_BYTES = 10 * GIB
+COLD_BYTES = 12 * GIB
+NUM_TENANTS = 16
+NUM_WORKERS = (1, 10, 100, 1000)
+
+Row = dict[str, Any]
+
+
+def sizes_of(num_workers: int) -> dict[str, int]:
+    """As many models as so many worlds of one worker have."""
+    return {f"m{n}": MODEL_BYTES for n in range(len(POPULARITY) * num_workers)}
+
+
+def drawing(world: FleetWorld, num_workers: int) -> Callable[[], Ask]:
+    """Requests over all these models."""
+    rng, own = world.rng, range(len(POPULARITY))
+
+    def draw() -> Ask:
+        place = rng.randrange(num_workers) * len(POPULARITY) + rng.choices(own, POPULARITY)[0]
+        return Ask(rng.randrange(NUM_TENANTS), f"m{place}", 256, rng.randrange(50, 150))
+
+    return draw
+
+
+def figures(world: FleetWorld, seconds: float, began_s: float) -> Row:
+    """What a run came to."""
+    counts = [worker.counts for worker in world.workers]
+    first = world.seen.first_token_s
+    return {
+        "workers": len(world.workers),
+        "simulated_s": seconds,
+        "wall_s": round(time.perf_counter() - began_s, 1),
+        "requests": sum(world.seen.ended.values()),
+        "ended": dict(world.seen.ended),
+        "tokens_per_s": round(world.seen.tokens / seconds, 1),
+        "first_token_p50_s": round(percentile(first, 0.5), 3),
+        "first_token_p99_s": round(percentile(first, 0.99), 3),
+        "loads": sum(count.loads for count in counts),
+        "statuses": sum(count.statuses for count in counts),
+        "refused_by_workers": sum(count.refused for count in counts),
+    }
+
+
+def scaling(share: float) -> list[Row]:
+    """Weak scaling, closed loop."""
+    rows: list[Row] = []
+    for num_workers in NUM_WORKERS:
+        seconds = max(20.0, 60.0 * share)
+        seeds = range(max(1, round(32 * share))) if num_workers == 1 else range(1)
+        runs = [_closed(num_workers, seconds, seed) for seed in seeds]
+        row = runs[0] | {"tokens_per_s": statistics.mean(run["tokens_per_s"] for run in runs)}
+        rows.append(row)
+        one = rows[0]["tokens_per_s"] * num_workers
+        row["of_n_times_one"] = round(row["tokens_per_s"] / one, 4)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def _closed(num_workers: int, seconds: float, seed: int) -> Row:
+    world = FleetWorld(
+        num_workers, sizes_of(num_workers), NUM_TENANTS, settings=SETTINGS, seed=seed
+    )
+    draw = drawing(world, num_workers)
+    began_s = time.perf_counter()
+    for _ in range(24 * num_workers):
+        world.keep_asking(draw, seconds)
+    world.loop.run(seconds / 2)
+    before = world.seen.tokens
+    world.loop.run(seconds)
+    world.dispatcher.check_integrity()
+    row = figures(world, seconds, began_s)
+    return row | {"tokens_per_s": round(2 * (world.seen.tokens - before) / seconds, 1)}
+
+
+def day(share: float) -> Row:
+    """A thousand workers by the clock."""
+    num_workers, seconds = 1000, 600.0 * share
+    world = FleetWorld(num_workers, sizes_of(num_workers), NUM_TENANTS, settings=SETTINGS)
+    began_s = time.perf_counter()
+    world.arrive(drawing(world, num_workers), 0.5 * num_workers, seconds)
+    world.loop.run(seconds)
+    world.dispatcher.check_integrity()
+    row = figures(world, seconds, began_s)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def crowd(share: float) -> Row:
+    """How long one model takes to be on as many workers as a crowd needs."""
+    num_workers, seconds = 64, 120.0
+    world = FleetWorld(num_workers, {"m": MODEL_BYTES}, NUM_TENANTS, settings=SETTINGS)
+    began_s = time.perf_counter()
+    copies: list[tuple[float, int]] = []
+
+    def count() -> None:
+        now = world.copies("m")
+        if not copies or copies[-1][1] != now:
+            copies.append((round(world.loop.now_s, 2), now))
+        world.loop.after(0.05, count)
+
+    world.loop.after(0.0, count)
+
+    def ask() -> None:
+        for number in range(max(256, int(4096 * share))):
+            world.ask(Ask(number % NUM_TENANTS, "m", 256, 1000))
+
+    world.loop.after(2.0, ask)
+    world.loop.run(seconds)
+    world.dispatcher.check_integrity()
+    most = max(number for _, number in copies)
+    row = figures(world, seconds, began_s) | {
+        "asked_at_s": 2.0,
+        "load_s": round(Rates().load_overhead_s + MODEL_BYTES / Rates().disk_bytes_per_s, 2),
+        "most_copies": most,
+        "copies": copies,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def full_world(num_workers: int, num_cold: int) -> FleetWorld:
+    """Every worker has five to seven models and no room for another one; `cold0`... are nowhere."""
+    names = sizes_of(num_workers)
+    sizes = names | {f"cold{n}": COLD_BYTES for n in range(num_cold)}
+    world = FleetWorld(num_workers, sizes, NUM_TENANTS, settings=SETTINGS)
+    rng = world.rng
+    for name in names:
+        sizes[name] = rng.randrange(8 * GIB, 12 * GIB)
+    world.loop.run(2.0)  # all have connected
+    rest = iter(rng.sample(sorted(names), len(names)))
+    for worker in world.workers:
+        worker.preload(rest)
+    world.loop.run(4.0)
+    return world
+
+
+def cold_demand(number: int, waited_s: float, now_s: float) -> Demand:
+    """A model that is nowhere, and that one request has waited for since then."""
+    oldest_s = now_s - waited_s
+    return Demand(f"cold{number}", 1, 0.5, False, COLD_BYTES, oldest_s=oldest_s, waited_s=waited_s)
+
+
+def ask_rates(world: FleetWorld) -> AskRate:
+    """Asks a second of each model, from never to often."""
+    rng = random.Random("rates")
+    rates = {name: 10 ** rng.uniform(-4, 0) for name in sorted(world.sizes)}
+    return lambda model_id: 0.0 if model_id.startswith("cold") else rates[model_id]
+
+
+def look(share: float) -> Row:
+    """Time of `decide`, with nothing started: every look is at all that waits."""
+    world = full_world(1000, 100)
+    fleet, asks = world.dispatcher._fleet, ask_rates(world)
+    now_s = world.loop.now_s
+    wanted = frozenset(sizes_of(1000))  # somebody waits for whatever would have to leave
+    placement = Placement(SETTINGS.max_load_share, 1e9)
+    times_ms: list[float] = []
+    gc.collect()
+    for turn in range(max(50, int(500 * share))):
+        now_s += 0.05
+        for worker in world.workers[turn % 2 :: 2]:  # statuses since the last look
+            connected = fleet.connected(worker.worker_id)
+            assert connected is not None
+            fleet.update(connected, worker.status(), now_s)
+        # Requests come and go: none waits for so long that its load pays.
+        demands = [cold_demand(n, (now_s + n / 33) % 3.0, now_s) for n in range(100)]
+        began_s = time.thread_time()
+        found = placement.decide(now_s, demands, fleet.candidates, wanted, asks)
+        times_ms.append((time.thread_time() - began_s) * 1e3)
+        assert not found, found[0]
+    first, later = times_ms[:20], times_ms[20:]
+    row = {
+        "workers": 1000,
+        "models_waiting": 100,
+        "with_outlook": len(placement.outlooks),
+        "looks": len(later),
+        "p50_ms": round(percentile(later, 0.5), 2),
+        "p99_ms": round(percentile(later, 0.99), 2),
+        "first_20_mean_ms": round(statistics.mean(first), 2),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def choices(share: float) -> Row:
+    """What the loads chosen cost, of the same demands, among candidates and among all."""
+    num_demands = max(100, int(1000 * share))
+    world = full_world(100, num_demands)
+    fleet, now_s, asks = world.dispatcher._fleet, world.loop.now_s, ask_rates(world)
+    sights: dict[str, FleetSight] = {
+        "candidates": fleet.candidates,
+        "all": AllWorkers(fleet.candidates.all()),
+    }
+    sums: dict[str, float] = {}
+    for name, sight in sights.items():
+        placement = Placement(SETTINGS.max_load_share, SETTINGS.gather_wait_s)
+        total_s = 0.0
+        for first in range(0, num_demands, 4):
+            at_s = now_s + first / 20
+            demands = [cold_demand(n, 0.2, at_s) for n in range(first, first + 4)]
+            found = placement.decide(at_s, demands, sight, frozenset(), asks)
+            total_s += sum(decision.load_s for decision in found)
+            total_s += sum(outlook.at_s - at_s for outlook in placement.outlooks.values())
+            assert len(found) + len(placement.outlooks) == len(demands)
+        sums[name] = round(total_s, 3)
+    row: Row = {"workers": 100, "demands": num_demands, "start_and_load_s": sums}
+    row["candidates_over_all"] = round(sums["candidates"] / sums["all"], 4)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+PARTS: dict[str, Callable[[float], Any]] = {
+    "scaling": scaling,
+    "look": look,
+    "day": day,
+    "crowd": crowd,
+    "choices": choices,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.fleet")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    parser.add_argument("--quick", action="store_true", help="a tenth of each")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(argv)
+    logging.disable(logging.ERROR)  # what workers and dispatcher say of themselves
+    share = 0.1 if options.quick else 1.0
+    result = {name: PARTS[name](share) for name in options.parts or PARTS}
+    command.keep(result, options.output, "sim-fleet")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
