@@ -68,7 +68,8 @@ def attend_chosen_ref(
     for row, part in pieces(num_rows, q_len, each):
         places = positions[row, :, part]
         key, value = _gather(arena, geometry, chunk_table, rows, row, places)
-        own = query[row, :, part].transpose(1, 2).unflatten(2, (layer.num_kv_heads, -1))
+        own = query[row, :, part].transpose(1, 2)
+        own = own.reshape(*own.shape[:2], layer.num_kv_heads, -1, layer.k_dim)
         # [R, n, kv_heads, group, dim] over [R, n, kv_heads, k, dim]
         scores = torch.matmul(own, key.transpose(-1, -2)).float().mul_(scale)
         if softcap:
@@ -79,7 +80,8 @@ def attend_chosen_ref(
         else:
             sink = sinks.float().view(layer.num_kv_heads, -1, 1).expand(*scores.shape[:-1], 1)
             weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-        out[row, :, part] = torch.matmul(weights.to(value.dtype), value).flatten(2, 3).transpose(1, 2)
+        attended = torch.matmul(weights.to(value.dtype), value)
+        out[row, :, part] = attended.flatten(2, 3).transpose(1, 2)
     return out
 
 

@@ -112,13 +112,14 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
 
 def _indexer_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
     """Keys of the rows at hand, also as float32; scores of some queries, one at least; what is
-    chosen for the step; and what attention gathers of it, which is no more than the scores."""
+    chosen for the step. What attention gathers of that is less than all it could attend to."""
     item, context = _item_bytes(index.kv_dtype), index.max_context
     heads = max((e.shape[0] for e in index.tensors if HEAD_WEIGHTS in e.name), default=LEAST_HEAD)
     arena_tokens = config.arena_bytes // (group.values_per_token * item) + 1
     cached = max(context, min(config.max_num_seqs * context, PADDING * arena_tokens))
     keys = cached * group.k_dim * (item + 4)
-    scores = max(PIECE_BYTES, heads * context * 4 * SCORE_TENSORS)
+    query = heads * context * 4 * SCORE_TENSORS
+    scores = max(query, min(PIECE_BYTES, config.max_batch_tokens * query))
     chosen = config.max_batch_tokens * min(context, CHOSEN) * 16
     return keys + scores + chosen
 

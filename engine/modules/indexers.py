@@ -24,6 +24,7 @@ also to later layers that share it. Rows with short contexts attend to everythin
 An indexer is found by what its code asks its cache for, never by its name. Does not know steps.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -84,14 +85,17 @@ def indexers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def read_indexer(module: Any) -> Indexer | None:
     """Its measures; None: it is not built as expected."""
     keys = next((getattr(module, name, None) for name in _KEYS if hasattr(module, name)), None)
-    width, unit = getattr(module, "head_dim", None), getattr(module, "block_size", 1)
-    chosen = getattr(module, "index_topk", None) or getattr(module, "topk_blocks", None)
-    heads = getattr(module, "n_heads", None) or getattr(module, "num_heads", None)
-    if not all(isinstance(value, int) for value in (width, unit, chosen, heads)):
+    measures = (
+        getattr(module, "head_dim", None),
+        getattr(module, "index_topk", None) or getattr(module, "topk_blocks", None),
+        getattr(module, "block_size", 1),
+        getattr(module, "n_heads", None) or getattr(module, "num_heads", None),
+    )
+    if not all(isinstance(value, int) for value in measures) or hasattr(module, _POOLED):
         return None
-    if getattr(keys, "out_features", None) != width or hasattr(module, _POOLED):
+    width, chosen, unit, heads = (int(value) for value in measures if value is not None)
+    if getattr(keys, "out_features", None) != width:
         return None
-    assert width is not None and chosen is not None and heads is not None
     return Indexer(module.layer_idx, width, chosen * unit, unit, heads)
 
 
@@ -199,10 +203,8 @@ class _PagedIndexer:
         given = self._signature.bind(*args, **kwargs)
         where = self._pages().of(indexer_layer(self._measures.layer))
         write = partial(self._write, where)
-        try:
+        with contextlib.suppress(_KeysGiven):
             self._call(given, None, None, _Keys(write))
-        except _KeysGiven:
-            pass
         return Chosen(tuple(self._choose(given, where, rows) for rows in where[2].rows))
 
     def _write(
@@ -230,10 +232,10 @@ class _PagedIndexer:
         chosen: torch.Tensor | None = None
         each = SCORE_TENSORS * 4 * self._measures.heads * len(span)
         for row, part in pieces(num_rows, q_len, each):
-            known = keys[row, 0]
+            known = _Keys(partial(_instead, keys[row, 0]))
             seen = span <= last[row, part, None]
             index = rows.token_index[row, part]
-            found = self._call(given, index, seen, _Keys(lambda new, known=known: known))
+            found = self._call(given, index, seen, known)
             found = self._positions(found, last[row, part])
             if chosen is None:
                 shape = (num_rows, found.shape[1], q_len, found.shape[3])
@@ -268,6 +270,11 @@ class _PagedIndexer:
             arguments["attention_mask"] = NO_MASK[0] if mask is None else mask
         arguments[self._cache] = keys
         return self._forward(**arguments)
+
+
+def _instead(known: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """The keys of the context, which are in their pages, the new ones too."""
+    return known
 
 
 def _cut(value: Any, index: torch.Tensor, num_tokens: int) -> Any:
@@ -306,7 +313,7 @@ def attend_sparse(
         own = query[:, rows.token_index.flatten()]
         if is_latent(module):
             own = absorb(module, own)
-        own = own.unflatten(1, (num_rows, q_len)).transpose(0, 1)
+        own = own.view(len(own), num_rows, q_len, -1).transpose(0, 1)
         attended = attend_chosen_ref(*where, rows, positions, own, scale, softcap, sinks)
         flat = attended.transpose(0, 1).flatten(1, 2)  # [heads, R * q_len, dim]
         if is_latent(module):

@@ -115,7 +115,7 @@ def paged_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
         assert slopes is None, "kernels know no slopes: such models are not loaded"
-        assert indices is None and block_indices is None, "kernels attend to whole contexts"
+        assert (indices or block_indices) is None, "kernels attend to whole contexts"
         own = absorb(module, query[0]) if is_latent(module) else query[0]
         flat = [tensor.transpose(0, 1) for tensor in (own, key[0], value[0])]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)

@@ -98,7 +98,7 @@ class Rest:
     """Memory while nothing runs. Pages by owner; snapshots are cached slots of states."""
 
     at_s: float
-    rss_mib: float
+    memory_mib: float
     num_objects: int
     weight_pages: int
     kv_pages: int
@@ -115,10 +115,10 @@ def short_snapshots() -> AbstractContextManager[object]:
     return mock.patch("engine.memory.kv_cache.ValueParams", few)
 
 
-def rss_mib() -> float:
-    """Of this process."""
+def memory_mib() -> float:
+    """Of this process, without pages of files: the system takes those when others need memory."""
     for line in Path("/proc/self/status").read_text("ascii").splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
     return 0.0
 
@@ -159,7 +159,7 @@ class MemorySoak:
         self.problems: list[str] = []
         self.events: Counter[str] = Counter()
         self.rests: list[Rest] = []
-        self._popularity = {name: 1.0 for name in book.models}
+        self._popularity = dict.fromkeys(book.models, 1.0)
         self._gap_s = GAPS_S[0]
         self._start_s = time.monotonic()
         self._next_s = self._pace_s = 0.0
@@ -205,7 +205,7 @@ class MemorySoak:
             self.problems.append(f"{live} blocks are live while nothing runs")
         found = Rest(
             at_s=round(self.now_s, 1),
-            rss_mib=round(rss_mib(), 2),
+            memory_mib=round(memory_mib(), 2),
             num_objects=len(gc.get_objects()),
             weight_pages=pages["weights"],
             kv_pages=pages["kv"],
@@ -237,7 +237,7 @@ class MemorySoak:
         self.events["snapshots taken"] = int(
             self.engine.status(self.now_s).counters["state_snapshots"]
         )
-        memory = growth([rest.rss_mib for rest in self.rests])
+        memory = growth([rest.memory_mib for rest in self.rests])
         problems = [*self.problems]
         if memory["ratio"] > MAX_GROWTH:
             problems.append(f"memory grew by {memory['ratio']:.3f}")

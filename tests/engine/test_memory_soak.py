@@ -40,9 +40,9 @@ def test_a_few_seconds_of_it(book: Book) -> None:
     one.close()
     assert one.problems == []
     assert result["events"]["requests"] > 20
-    assert result["events"]["swaps"] and result["events"]["hit tokens"]
     assert len(result["rests"]) >= 2
-    assert result["events"]["snapshots taken"]
+    for event in ("swaps", "hit tokens", "snapshots taken"):
+        assert result["events"][event], event
     assert result["arena_pages"] < result["pages_of_all_weights"]
 
 
