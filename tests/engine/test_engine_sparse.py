@@ -1,11 +1,12 @@
 """The whole engine with models that choose what they see: token for token what transformers says.
 
 What tests/engine/test_engine_latent.py shows of latents, with contexts well beyond what is chosen
-of them: prefixes whose keys are found, preemption, blocks that move, mixes of everything.
+of them: prefixes whose keys are found, preemption, blocks that move, mixes of everything. No token
+is padding: one whose embedding is zero scores all positions alike, and of equal scores the
+library's cached pass chooses others than its full pass.
 """
 
 import random
-from typing import Any
 
 import pytest
 
@@ -19,17 +20,9 @@ from tests.engine.tiny_models import TinyModel, make_tiny_models
 FAMILIES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "minimax_m3_vl_text")
 
 
-def sparse_config(family: str) -> Any:
-    """No token is padding: one whose embedding is zero scores all positions alike, and of equal
-    scores the library's cached pass chooses others than its full pass."""
-    config = tiny_config(family)
-    config.pad_token_id = None
-    return config
-
-
 @pytest.fixture(scope="module")
 def sparse_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
-    configs = {family: sparse_config(family) for family in FAMILIES}
+    configs = {family: tiny_config(family) for family in FAMILIES}
     return make_tiny_models(tmp_path_factory.mktemp("sparse"), configs)
 
 
