@@ -15,6 +15,8 @@ they are texts of as many tokens.
     --hybrid         a model most of whose layers keep a state instead, with the prefix cache, too:
                      what it costs where nothing is found, and what it saves where 576 of 640 tokens
                      are shared
+    --bbh DATA       with --hybrid: instead, the time to the first token on BIG-Bench Hard, whose
+                     tasks' questions share three examples (`cpu_bbh.py`)
     --recurrent      only the kernels of recurrent mixers, beside the library's functions: a layer's
                      decode step of 1 and 16 rows, and a chunk of 512 tokens
     --short          batch 1 and 16 of the 0.5B and the 135M model, prompts of 128
@@ -40,7 +42,7 @@ from typing import Any
 
 import torch
 
-from bench import command, machine, recurrent_cases, servers, shapes, stats
+from bench import command, cpu_bbh, machine, recurrent_cases, servers, shapes, stats
 from kernels.native_calls import library
 from kernels.native_recurrent import NativeRecurrent
 
@@ -52,6 +54,7 @@ EXPERTS = ("eager", "grouped_mm", "batched_mm")
 # Ours, and llama.cpp's of as many bits a weight.
 QUANTIZED = (("int8", "q8_0"), ("int4", "q4_0"))
 AS_WORKERS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+BBH_TASKS, BBH_ROUNDS = 5, 5
 COLUMNS = ("prefill", "decode", "end_to_end")
 
 
@@ -303,6 +306,33 @@ def recurrent(threads: int, repeats: int) -> str:
         return recurrent_cases.on_processor(runs, repeats, torch.float32)
 
 
+def bbh(args: argparse.Namespace, work: Path) -> None:
+    """Real prompts of the hybrid: with the prefix cache and without."""
+    folder = work / HYBRID.replace("/", "-")
+    shapes.build_once(HYBRID, folder)
+    questions = cpu_bbh.rounds(args.bbh, BBH_TASKS, BBH_ROUNDS)
+    positions = max(len(question.ids) for one in questions for question in one) + 32
+    made = commands(folder, args, BBH_TASKS, positions)
+    with ExitStack() as closing:
+        engines: dict[str, cpu_bbh.Ask] = {}
+        for name in ("ours", "ours, prefix cache"):
+            child = Child(name, made[name], work / "children.log")
+            closing.callback(child.close)
+            child.wait_ready()
+            child.run([list(range(16))], 4)
+            engines[name] = functools.partial(_first_token_s, child)
+        found = cpu_bbh.measure(questions, engines)
+    print(cpu_bbh.table(found["ttft_s"], "ours"))
+    if args.output:
+        document = {"machine": machine.facts(), "model": HYBRID, **found}
+        args.output.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+
+
+def _first_token_s(child: Child, ids: Sequence[int]) -> float:
+    seconds: float = child.run([list(ids)], 1)["seconds"]
+    return seconds
+
+
 def missing(case: Case, done: Mapping[str, Any], args: argparse.Namespace) -> bool:
     """Whether some engine still lacks repeats."""
     found = done.get(case.name, {})
@@ -327,6 +357,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--mixture", action="store_true", help="a mixture of experts instead")
     parser.add_argument("--hybrid", action="store_true", help="a model with states instead")
+    parser.add_argument("--bbh", type=Path, metavar="DATA", help="with --hybrid: real prompts")
     parser.add_argument("--recurrent", action="store_true", help="only kernels of mixers")
     parser.add_argument("--only", action="append", default=[], help="cases whose name has this")
     parser.add_argument("--quantized", action="store_true", help="int8 and int4 too")
@@ -349,6 +380,10 @@ def main() -> None:
     args = parse()
     if args.recurrent:
         print(recurrent(args.threads, 10 * args.repeats))
+        return
+    if args.bbh:
+        with command.working_in(args.work_dir) as work:
+            bbh(args, work)
         return
     deadline_s = time.monotonic() + args.budget
     done: dict[str, Any] = {}

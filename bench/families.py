@@ -25,15 +25,19 @@ from typing import Any
 import torch
 import transformers
 
-from bench.family_configs import MODEL_TYPES, tiny_config
+from bench.family_configs import MODEL_TYPES, WRAPPERS, tiny_config
 from engine.errors import RegistrationRefused
 from engine.modules.transformers_backend import bind_weights, build_skeleton
-from engine.registration.blueprint import Blueprint
+from engine.pack import is_indexer
+from engine.registration.blueprint import Blueprint, kv_groups
 from engine.registration.encoder_blueprint import plan_model
 from engine.registration.parity import TOLERANCE, draw_weights, probe_model
+from engine.registration.probe_size import probe_configs
 from engine.registration.source import load_config
 
 LEAST_TOKENS = 3  # fewer than any window
+INDEXER_KEYS = ("indexer_keys", "idx_keys")
+"""What layers of the library's cache call them."""
 PLAIN, TEXT_CLASS, FLAT = "plain modules", "text class", "flat wrapper"
 
 _HOSTED_HEAD = (
@@ -149,7 +153,11 @@ def judge(family: str) -> Verdict:
         error = probe_model(found)
     except RegistrationRefused as refusal:
         return Refused(family, step, refusal.code, _short(str(refusal)))
-    kv_bytes = sum(g.values_per_token for g in found.kv_groups) * torch.float32.itemsize
+    groups = found.kv_groups
+    if WRAPPERS.get(family, {}).get("text", {}) is None:  # it is as large as it is published
+        config = next(probe_configs(config.get_text_config()))
+        groups = kv_groups(config)
+    kv_bytes = sum(g.values_per_token for g in groups) * torch.float32.itemsize
     how = PLAIN
     if found.wrapper is not None:
         how = TEXT_CLASS if found.is_text_class else FLAT
@@ -177,6 +185,8 @@ def least_bytes(config: Any) -> tuple[int, int]:
     layers = cache.layers
     attending = [layer for layer in layers if getattr(layer, "keys", None) is not None]
     held = sum(layer.keys.numel() + layer.values.numel() for layer in attending)
+    chosen = [getattr(layer, name, None) for layer in attending for name in INDEXER_KEYS]
+    held += sum(keys.numel() for keys in chosen if keys is not None)
     states = [state for layer in layers for state in _states(layer)]
     states += [state for state in getattr(cache, "linear_cache", ()) if len(state)]
     kept = sum(state.numel() * state.element_size() for state in states)
@@ -199,7 +209,8 @@ def _short(message: str) -> str:
 
 def _tried(found: Blueprint) -> str:
     names = " ".join(found.tensors)
-    groups = found.kv_groups
+    groups = [group for group in found.kv_groups if not is_indexer(group.layers[0])]
+    num_indexers = sum(len(g.layers) for g in found.kv_groups if is_indexer(g.layers[0]))
     num_layers = found.config.get_text_config().num_hidden_layers
     keeping = {layer for group in found.state_groups(torch.float32) for layer, _ in group.states}
     parts = [f"states in {len(keeping)} of {num_layers} layers"] if keeping else []
@@ -212,6 +223,8 @@ def _tried(found: Blueprint) -> str:
     parts += [
         f"chunks in {len(group.layers)} of {num_layers} layers" for group in groups if group.chunk
     ]
+    if num_indexers:
+        parts.append(f"indexers in {num_indexers} of {num_layers} layers")
     num_readers = sum(len(group.readers) for group in groups)
     if num_readers:
         parts.append(f"KV of others read by {num_readers} of {num_layers} layers")

@@ -1,6 +1,8 @@
 """`python -m bench.soak --minutes 30`: does the real server stay the same for as long as it runs?
+With `--memory`: does one engine, whose models are of every kind of memory?
 
-The drill is that of tests/e2e/soak.py; here are its command and its result file.
+The drills are those of tests/e2e/soak.py and tests/engine/memory_soak.py; here are their command
+and their result files.
 """
 
 import argparse
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 
 from bench import command
 from tests.e2e.soak import run
+from tests.engine import memory_soak
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,8 +22,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--callers", type=int, default=10)
     parser.add_argument("--max-growth-mib", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--memory", action="store_true", help="an engine alone, with models of every kind of memory"
+    )
     command.add_options(parser)
     args = parser.parse_args(argv)
+    if args.memory:
+        return _soak_memory(args)
     with command.working_in(args.work_dir) as work_dir:
         result = run(
             work_dir,
@@ -39,6 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{who}: {row['last_mib']:.1f}, {row['slope_mib_per_hour']:+.2f} MiB/h")
     print(*(result["problems"] or ["nothing wrong"]), sep="\n")
     command.keep(result, args.output, "soak")
+    return 0 if result["ok"] else 1
+
+
+def _soak_memory(args: argparse.Namespace) -> int:
+    with command.working_in(args.work_dir) as work_dir:
+        result = memory_soak.soak(work_dir, args.minutes, args.seed)
+    events, memory = result["events"], result["memory"]
+    print(*(f"{name}: {count}" for name, count in events.items()), sep=", ")
+    print(f"memory: {memory['middle']:.1f} MiB, at last {memory['last']:.1f} ({memory['ratio']})")
+    print(*(result["problems"] or ["nothing wrong"]), sep="\n")
+    command.keep(result, args.output, "memory-soak")
     return 0 if result["ok"] else 1
 
 

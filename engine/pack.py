@@ -87,8 +87,23 @@ class Chunk(msgspec.Struct, frozen=True):
     xxh3: int
 
 
+_INDEXERS = 1 << 16
+
+
+def indexer_layer(layer: int) -> int:
+    """The number, among the layers of KV, of the keys that the indexer of a layer keeps: a layer of
+    their own, of one head and of K alone (engine/modules/indexers.py)."""
+    return _INDEXERS + layer
+
+
+def is_indexer(layer: int) -> bool:
+    """Whether it is such a number."""
+    return layer >= _INDEXERS
+
+
 class KvGroup(msgspec.Struct, frozen=True):
     """Layers with one KV geometry. window and chunk 0: full attention. Widths are per KV head.
+    Keys of indexers are layers too, with numbers of their own (`indexer_layer`).
 
     v_in_k    V is the first v_dim values of K (layers that cache latents): K alone is kept
     chunk     positions are cut into chunks of so many, and a query sees only its own one's

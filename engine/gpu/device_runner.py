@@ -36,6 +36,7 @@ from engine.gpu.device_step import (
 from engine.gpu.graphs import GraphKey, StepGraphs
 from engine.memory import KvPlan, Owner, PagePool
 from engine.modules.experts import use_operation
+from engine.modules.indexers import has_indexers
 from engine.modules.own_attention import has_slopes
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates
@@ -105,6 +106,8 @@ class DeviceRunner:
         self._model: Any = build_skeleton(pack_dir, getattr(torch, index.dtype))
         if has_slopes(self._model):
             raise ValueError("positions are slopes (ALiBi), which the kernels do not know")
+        if has_indexers(self._model):
+            raise ValueError("an indexer chooses what it attends to, which the kernels do not know")
         replace_modules(self._model, schemes_in(index))
         buffers_to(self._model, tools.device.torch_device)
         self._body = ModelBody(self._model)

@@ -11,13 +11,15 @@ import math
 import torch
 
 from engine.config import EngineConfig
+from engine.modules.indexers import SCORE_TENSORS
 from engine.modules.latent import SLICE_BYTES
 from engine.modules.state_mixers import CONV
-from engine.pack import KvGroup, PackIndex
+from engine.pack import KvGroup, PackIndex, is_indexer
 from engine.sampling import PROMPT_SLICE
 from engine.scheduling import STEP_TOKENS
 from kernels.expert_products import BETWEEN_BYTES
 from kernels.int4_blocks import COLUMNS, FORMS, ROWS
+from kernels.sparse_attention import PIECE_BYTES
 
 # Alive at once around a gated MLP: gate, up, the activated gate, their product.
 WIDE_TENSORS = 4
@@ -38,6 +40,8 @@ LEAST_HEAD = 64
 # As wide as a latent a head, alive at once: the query absorbed, joined and gathered, the result as
 # attention gives it, cut, and laid out for the product behind it.
 LATENT_TENSORS = 6
+# Of indexers: what weighs their heads, and the positions that published models choose at most.
+HEAD_WEIGHTS, CHOSEN = "indexer.weights_proj.weight", 2048
 LAYERS_TABLE = "embed_tokens_per_layer."
 # Decode rows are padded to the longest table of their group, at most twice their own.
 PADDING = 2
@@ -83,6 +87,8 @@ def _encoder_bytes(index: PackIndex, config: EngineConfig) -> int:
 
 def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
     """A prefill chunk over the whole context, or decode rows over all KV there can be."""
+    if is_indexer(group.layers[0]):
+        return _indexer_bytes(group, config, index)
     item = _item_bytes(index.kv_dtype)
     context = index.max_context
     chunk = min(config.max_batch_tokens, context)
@@ -104,6 +110,20 @@ def _attention_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> 
     return max(context * per_token + mask, cached * per_token + scores)
 
 
+def _indexer_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
+    """Keys of the rows at hand, also as float32; scores of some queries, one at least; what is
+    chosen for the step. What attention gathers of that is less than all it could attend to."""
+    item, context = _item_bytes(index.kv_dtype), index.max_context
+    heads = max((e.shape[0] for e in index.tensors if HEAD_WEIGHTS in e.name), default=LEAST_HEAD)
+    arena_tokens = config.arena_bytes // (group.values_per_token * item) + 1
+    cached = max(context, min(config.max_num_seqs * context, PADDING * arena_tokens))
+    keys = cached * group.k_dim * (item + 4)
+    query = heads * context * 4 * SCORE_TENSORS
+    scores = max(query, min(PIECE_BYTES, config.max_batch_tokens * query))
+    chosen = config.max_batch_tokens * min(context, CHOSEN) * 16
+    return keys + scores + chosen
+
+
 def _state_bytes(index: PackIndex, config: EngineConfig) -> int:
     """Copies of one layer's states of all rows: as they are read, and as they will be written.
 
@@ -123,7 +143,7 @@ def _state_bytes(index: PackIndex, config: EngineConfig) -> int:
 
 def _latent_bytes(group: KvGroup, config: EngineConfig, index: PackIndex) -> int:
     """Queries and results that are as wide as latents."""
-    if not group.v_in_k:
+    if not group.v_in_k or is_indexer(group.layers[0]):
         return 0
     heads = latent_heads(group, index)
     return config.max_batch_tokens * heads * group.k_dim * _item_bytes(index.dtype) * LATENT_TENSORS

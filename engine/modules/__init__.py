@@ -5,6 +5,7 @@ Does not know steps, schedules or where weights come from.
 
 __all__ = [
     "experts",
+    "indexers",
     "latent",
     "native_linears",
     "own_attention",

@@ -53,7 +53,7 @@ CONV, RECURRENT = "conv", "recurrent"
 
 def mixers(model: nn.Module) -> Iterator[Any]:
     """Modules that keep a state of their layer."""
-    return _modules_using(model, _PROTOCOL)
+    return modules_using(model, _PROTOCOL)
 
 
 @functools.cache
@@ -66,10 +66,10 @@ def may_keep_states(modelling: ModuleType) -> bool:
 
 def attending_layers(model: nn.Module) -> set[int]:
     """Layers with a module that calls attention through the library's interface."""
-    return {module.layer_idx for module in _modules_using(model, frozenset({_ATTENTION}))}
+    return {module.layer_idx for module in modules_using(model, frozenset({_ATTENTION}))}
 
 
-def _modules_using(model: nn.Module, names: frozenset[str]) -> Iterator[Any]:
+def modules_using(model: nn.Module, names: frozenset[str]) -> Iterator[Any]:
     """Modules of one layer whose code uses one of these names."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int) and _speaks(type(module), names):

@@ -33,6 +33,7 @@ from engine.errors import IntegrityError
 from engine.memory import KvPlan
 from engine.modules.experts import EXPERTS_NAME, register_experts
 from engine.modules.flat_mixers import run_mixers
+from engine.modules.indexers import Pages, attend_sparse, run_indexers
 from engine.modules.latent import absorb, attend_latents, is_latent, keep_latents, project
 from engine.modules.own_attention import install, takes_interface
 from engine.modules.repairs import repair
@@ -41,6 +42,7 @@ from engine.modules.state_mixers import StepStates
 from engine.modules.text_part import from_config, parameters_on_meta
 from kernels.decoder_layer import LayerForm, LayerStep, Operations
 from kernels.paged_attention import PagedBatch, paged_attention_ref, write_kv_ref
+from kernels.sparse_attention import Chosen
 
 ATTENTION_NAME = "polyhost_paged"
 
@@ -92,9 +94,13 @@ def paged_attention_forward(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    indices: Chosen | None = None,
+    block_indices: Chosen | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: [1, heads, T, dim] after RoPE -> [1, T, heads, dim].
+
+    `indices` or `block_indices`: what an indexer has chosen (indexers.py).
 
     A layer that reads the KV of an earlier one is given that one's keys and values of this step,
     which are in their pages already.
@@ -109,6 +115,7 @@ def paged_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if step.attended is not None and step.operations is not None:
         assert slopes is None, "kernels know no slopes: such models are not loaded"
+        assert (indices or block_indices) is None, "kernels attend to whole contexts"
         own = absorb(module, query[0]) if is_latent(module) else query[0]
         flat = [tensor.transpose(0, 1) for tensor in (own, key[0], value[0])]
         form, where = step.attended(layer, flat[0], scale, softcap or 0.0, s_aux)
@@ -126,7 +133,10 @@ def paged_attention_forward(
             step.arena, geometry, table, batch, key[0].transpose(0, 1), value[0].transpose(0, 1)
         )
     where_kv = (step.arena, geometry, table, batch, query[0], scale, softcap or 0.0, s_aux)
-    if is_latent(module):
+    chosen = indices or block_indices
+    if chosen is not None:
+        out = attend_sparse(module, *where_kv, chosen)
+    elif is_latent(module):
         out = attend_latents(module, *where_kv)
     else:
         out = paged_attention_ref(*where_kv, slopes)
@@ -163,6 +173,7 @@ def build_skeleton(
         replace_blocks(model)
         keep_latents(model)
         run_mixers(model, _step_states)
+        run_indexers(model, _step_pages)
         if is_own:
             install(model, attention)
     return model.eval()
@@ -172,6 +183,11 @@ def _step_states() -> StepStates:
     states = _STEP.get().states
     assert states is not None, "a step without states"
     return states
+
+
+def _step_pages() -> Pages:
+    step = _STEP.get()
+    return Pages(step.arena, step.plan, step.groups)
 
 
 def buffers_to(model: nn.Module, device: torch.device) -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from engine.errors import RegistrationRefused
+from engine.modules.indexers import indexers, key_geometry, read_indexer
 from engine.modules.latent import latent_geometry, latent_layers
 from engine.modules.own_attention import (
     kv_heads_of,
@@ -39,14 +40,23 @@ from engine.modules.state_mixers import (
     state_shapes,
 )
 from engine.modules.text_part import from_config, is_wrapper
-from engine.pack import EncoderRecord, KvGroup, StateGroup, StateKey, Task
+from engine.pack import (
+    EncoderRecord,
+    KvGroup,
+    StateGroup,
+    StateKey,
+    Task,
+    indexer_layer,
+    is_indexer,
+)
 from engine.registration.kv_sharing import kv_sources, shares_kv
 from engine.registration.wrapper import Wrapped, class_config, text_names
 from kernels.paged_attention import LayerGeometry
 
 REST = "rest"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks)\.(\d+)\.")
-_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_INDEXED = frozenset({"indexed_attention", "minimax_m3_sparse"})
+_KNOWN_LAYER_TYPES = _INDEXED | {"full_attention", "sliding_attention", "chunked_attention"}
 UNBOUNDED_CONTEXT = 131_072
 """Positions of a model that has no bound of its own, as recurrent ones have none."""
 MAX_COUNT = (1 << 31) - 1
@@ -140,7 +150,19 @@ def config_geometries(
         elif layer.model_type == "jetmoe":  # repeats K and V for each expert before it attends
             kv_heads, dim = kv_heads * layer.num_experts_per_tok, layer.kv_channels
         geometries[number] = LayerGeometry(kv_heads, dim, dim, window, chunk=chunk)
-    return geometries
+    return geometries | _indexer_geometries(config)
+
+
+def _indexer_geometries(config: Any) -> dict[int, LayerGeometry]:
+    """Of the keys of layers that choose what they see, but for those that share a choice."""
+    width = field_of(config, "index_head_dim")
+    kinds = field_of(config, "layer_types") or ()
+    own = field_of(config, "indexer_types") or ["full"] * len(kinds)
+    return {
+        indexer_layer(layer): key_geometry(width)
+        for layer, (kind, choice) in enumerate(zip(kinds, own, strict=True))
+        if width and kind in _INDEXED and choice == "full"
+    }
 
 
 def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]:
@@ -160,6 +182,7 @@ def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]
         seen.add(layer)
         window = geometries[layer].window
         geometries[layer] = latent_geometry(module.kv_lora_rank, module.qk_rope_head_dim, window)
+    seen |= _check_indexers(model, geometries)
     if any(known.v_in_k and layer not in seen for layer, known in geometries.items()):
         raise _strange("its attention caches latents in an unknown way")
     for name, layer, module in _projections(model):
@@ -188,6 +211,21 @@ def module_geometries(model: nn.Module, config: Any) -> dict[int, LayerGeometry]
     for reader, source in kv_sources(config).items():
         geometries[reader] = geometries[source]
     return geometries
+
+
+def _check_indexers(model: nn.Module, geometries: Mapping[int, LayerGeometry]) -> set[int]:
+    """The layers of their keys, each as `geometries` has it."""
+    found: set[int] = set()
+    for _, module in indexers(model):
+        measures = read_indexer(module)
+        if measures is None or indexer_layer(measures.layer) in found:
+            raise _strange("its attention is sparse in an unknown way")
+        found.add(indexer_layer(measures.layer))
+        if geometries.get(indexer_layer(measures.layer)) != key_geometry(measures.width):
+            raise _strange("its indexers are not those that its configuration names")
+    if found != {layer for layer in geometries if is_indexer(layer)}:
+        raise _strange("its indexers are not those that its configuration names")
+    return found
 
 
 def layer_configs(config: Any) -> list[Any]:

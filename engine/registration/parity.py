@@ -35,6 +35,7 @@ from engine.encoders import FAMILIES, EncoderModel, build_encoder, build_encoder
 from engine.encoding import Encoding
 from engine.errors import RegistrationRefused
 from engine.memory import KvCache, KvPlan, Owner, PagePool, plan_pack
+from engine.modules.indexers import NO_MASK
 from engine.modules.latent import absorb, is_latent
 from engine.modules.quantized import replace_modules
 from engine.modules.state_mixers import StepStates, mixers, state_shapes
@@ -45,7 +46,7 @@ from engine.modules.transformers_backend import (
     paged_attention_forward,
     step_context,
 )
-from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task
+from engine.pack import SCALE_SUFFIX, EncoderRecord, Schemes, Task, is_indexer
 from engine.protocol import EncodeInputs, SamplingParams, Submit
 from engine.registration.blueprint import (
     Blueprint,
@@ -77,7 +78,10 @@ SEEDS = (0, 1)
 
 # What modules say to attention beside its tensors; anything else must be empty.
 UNDERSTOOD = frozenset(
-    {"dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "slopes"}
+    {
+        *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "slopes"),
+        *("indices", "block_indices"),
+    }
 )
 ENCODER_WINDOW = 8
 ENCODER_VOCAB = 128
@@ -124,7 +128,7 @@ class _Watched:
             for name, said in kwargs.items()
             if name not in UNDERSTOOD and said is not None and not isinstance(said, bool)
         )
-        if attention_mask is not None or strange:
+        if (attention_mask is not None and attention_mask is not NO_MASK) or strange:
             raise Differs(f"uses an attention mask of its own ({_named(strange)})")
         return paged_attention_forward(module, query, key, value, None, **kwargs)
 
@@ -299,7 +303,8 @@ class _Paged:
         bind_weights(self.model, {names[name]: tensor for name, tensor in weights.items()})
         text = config.get_text_config()
         layers = module_geometries(self.model, text)
-        self.watched = _Watched(layers)
+        attending = {layer: kept for layer, kept in layers.items() if not is_indexer(layer)}
+        self.watched = _Watched(attending)
         shapes = state_shapes(self.model, config.get_text_config().hidden_size, torch.float32)
         # Of a block, or of one head of a state.
         largest = max(

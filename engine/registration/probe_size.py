@@ -31,6 +31,8 @@ KV_HEADS = (2, 4, 0)
 MAX_EXPERTS = 8
 MAX_CHOSEN = 3
 MLP_WIDTH = 64
+CHOSEN_BLOCKS, CHOSEN_BLOCK = 2, 4
+"""Of an indexer that chooses blocks: fewer positions than the prompts have."""
 WIDTH_STEP = 64
 
 _LENGTHS = re.compile(
@@ -51,6 +53,8 @@ _SSM_WIDTHS = ("mamba_headdim", "mamba_d_head", "mamba_head_dim", "head_dim")
 _SSM_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
 _LAYER_NUMBERS = ("moe_layers",)
 _KV_HEADS = ("num_key_value_heads", "kv_n_heads")
+_BLOCK_HEADS = "index_n_heads"
+"""Where blocks are chosen, as many as KV heads."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -146,6 +150,8 @@ def _truncated(config: Any, layers: list[int], kv_heads: int) -> Any:
     for name, value in vars(config).items():
         if _is_count(value) and _LENGTHS.search(name) and value > WINDOW:
             _set(small, name, WINDOW)
+    if _is_count(field_of(config, "index_block_size")):
+        small.index_block_size, small.index_topk_blocks = CHOSEN_BLOCK, CHOSEN_BLOCKS
     rope = getattr(small, "rope_parameters", None) or {}
     if "llama_4_scaling_beta" in rope:  # scales queries from this position on
         rope["original_max_position_embeddings"] = WINDOW
@@ -222,6 +228,8 @@ def _set_heads(small: Any, heads: int, new_heads: int, new_kv: int) -> None:
         for name in _KV_HEADS:
             if getattr(part, name, None):
                 _set(part, name, new_kv)
+        if getattr(part, "index_block_size", None):
+            _set(part, _BLOCK_HEADS, new_kv)
         if getattr(part, "hidden_size", None) == hidden:
             _cut_stream(part, new_hidden)
     if getattr(small, "word_embed_proj_dim", None) == hidden:

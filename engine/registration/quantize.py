@@ -30,6 +30,7 @@ from torch import nn
 
 from engine.errors import RegistrationRefused
 from engine.modules.experts import as_linears, expert_weights, linear_shape
+from engine.modules.indexers import indexer_linears
 from engine.modules.latent import read_weights
 from engine.modules.quantized import is_lookup, kept_shape, scale_dtype
 from engine.modules.state_mixers import read_linears
@@ -114,7 +115,7 @@ def layer_linears(model: nn.Module) -> frozenset[str]:
         and layer_of(f"{prefix}.weight") != REST
         and prefix.rpartition(".")[2] not in _ROUTERS
     )
-    return found - read_weights(model) - read_linears(model)
+    return found - read_weights(model) - read_linears(model) - indexer_linears(model)
 
 
 def vocabulary(model: nn.Module, tied: Mapping[str, str], names: Collection[str]) -> str:

@@ -1,20 +1,28 @@
 """Packs of any geometry for `stamp_runner.py`: real files, random bytes for weights, no model.
 
 What is drawn: 1 to 80 layers in one to three groups (interleaved as families do it, with windows or
-without), 1 to 16 KV heads, K and V of unlike widths, fp32 or bf16; in half of them some layers keep
-states, beside KV or instead of it. Rows are whole 8 bytes, because
-stamps are.
+without), 1 to 16 KV heads, K and V of unlike widths, fp32 or bf16. In a quarter some layers keep
+keys of an indexer, in half some keep states, beside KV or instead of it. Rows are whole 8 bytes,
+because stamps are.
 """
 
 import hashlib
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from engine.pack import SEGMENT_ALIGN, KvGroup, StateGroup, read_index, write_index
+from engine.pack import (
+    SEGMENT_ALIGN,
+    KvGroup,
+    StateGroup,
+    indexer_layer,
+    read_index,
+    write_index,
+)
 from tests.engine.pack_rig import random_pack
 from tests.engine.stamp_states import random_states
 
@@ -87,6 +95,7 @@ def random_shape(
                 break
         is_latent = heads == 1 and v_dim < k_dim  # as layers that cache latents have it
         groups.append(KvGroup(tuple(layers), heads, k_dim, v_dim, rng.choice(WINDOWS), is_latent))
+    groups += indexer_groups(groups, block_tokens * size, page_bytes)
     states: tuple[StateGroup, ...] = ()
     if stateful and rng.random() < stateful:
         states = random_states(rng, num_layers, page_bytes)
@@ -101,6 +110,17 @@ def random_shape(
         segment_bytes=tuple(rng.choice(units) * SEGMENT_ALIGN for _ in range(num_layers + 1)),
         states=states,
     )
+
+
+def indexer_groups(groups: Sequence[KvGroup], row_bytes: int, page_bytes: int) -> list[KvGroup]:
+    """Of one shape in four: keys of some layers' indexers, K alone. By a generator of its own, so
+    that shapes are otherwise those of their seed. `row_bytes`: of one value of a block."""
+    rng = random.Random(repr(groups))
+    width = rng.choice([width for width in WIDTHS if width * row_bytes <= page_bytes])
+    layers = sorted(layer for group in groups for layer in group.layers if rng.random() < 0.5)
+    if not layers or rng.random() < 0.75:
+        return []
+    return [KvGroup(tuple(map(indexer_layer, layers)), 1, width, width, v_in_k=True)]
 
 
 def stamp_pack(folder: Path, shape: Shape, seed: int) -> Path:

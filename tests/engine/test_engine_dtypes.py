@@ -1,4 +1,4 @@
-"""Models that keep states or latents, in every form a pack may have: each request comes to its end.
+"""Models with other memory than K and V, in every form of pack: each request comes to its end.
 
 The probe compares in float32. What a family keeps in float32 beside bfloat16, and which types the
 kernels take, shows here.
@@ -21,6 +21,7 @@ DTYPES: tuple[DtypeChoice, ...] = ("bfloat16", "float16", "int8", "int4", "fp8")
 FAMILIES = {
     **state_configs(),
     **{name: tiny_config(name) for name in ("bailing_hybrid", "jamba", "minimax", "deepseek_v3")},
+    **{name: tiny_config(name) for name in ("deepseek_v32", "minimax_m3_vl_text")},
 }
 
 

@@ -3,6 +3,8 @@
 The mixes of tests/engine/gpu/test_device_engine.py, with references in the kernels' places.
 """
 
+from pathlib import Path
+
 import pytest
 
 from bench.family_configs import tiny_config
@@ -30,3 +32,13 @@ def test_greedy_tokens_are_those_of_transformers(
         assert total[event], event
     assert total["forced kv moves"]
     assert not total["graphs_refused"]
+
+
+def test_a_model_that_chooses_what_it_sees_is_not_loaded(tmp_path: Path) -> None:
+    models = make_tiny_models(tmp_path, {"deepseek_v32": tiny_config("deepseek_v32")})
+    mix = DeviceMix(Book(models, {"deepseek_v32": [[5]]}), 0)
+    mix.engine.load("deepseek_v32", 0.0)
+    mix._until(lambda: mix._state("deepseek_v32") == "failed")
+    (row,) = mix.engine.status(mix.now_s).models
+    assert "an indexer chooses what it attends to" in row.reason
+    mix._empty()

@@ -24,6 +24,8 @@ from tests.engine.test_engine import Driver, Models
 from tests.engine.tiny_models import MAX_CONTEXT, make_tiny_models
 from tests.engine.unusual_models import own_configs, shared_configs
 
+SPARSE = ("deepseek_v32", "minimax_m3_vl_text")
+
 
 class PeakMeter:
     """Runs steps under the profiler; `peak_bytes` is the most that was alive at once."""
@@ -49,11 +51,14 @@ class PeakMeter:
 
 @pytest.fixture(scope="module")
 def measured(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    configs = {"minicpm3": tiny_config("minicpm3")}
+    configs = {family: tiny_config(family) for family in ("minicpm3", *SPARSE)}
+    for family in SPARSE:  # what experts take would hide all else
+        configs[family].mlp_layer_types = ["dense", "dense"]
+    configs["minimax_m3_vl_text"].dense_intermediate_size = 96
     return tiny_models | make_tiny_models(tmp_path_factory.mktemp("latent"), configs)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "minicpm3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "minicpm3", *SPARSE])
 def test_no_step_takes_more_than_was_estimated(
     measured: Models, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
