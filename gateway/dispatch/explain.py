@@ -3,10 +3,10 @@
 Nothing here decides or changes anything. The walk over the queue is a round of ticket_queue.py that
 grants nothing: what it comes to is what held the last round up.
 
-    a model that no worker offers  no worker connected | loading | too few requests waiting |
-                                   load budget used up | not enough memory |
-                                   other loads in progress | no model can be evicted |
-                                   load not decided yet
+    a model that no worker offers  no worker connected | workers drained | loading |
+                                   too few requests waiting | load budget used up |
+                                   not enough memory | other loads in progress |
+                                   no model can be evicted | load not decided yet
     a model on offer               behind older requests | worker held | capacity reserved |
                                    worker full | not enough KV memory | next
     either                         worker not responding | model failed; running: it does not wait
@@ -42,6 +42,7 @@ _HELD: Final[Mapping[WaitCode, str]] = {
     "other loads in progress": "other models are being moved on {where}{when}",
     "no model can be evicted": "every model on {where} is worth more than {model}",
     "no worker connected": "no worker is connected to the dispatcher",
+    "workers drained": "every worker is drained or about to restart",
 }
 
 FRESH_S = 1.0
@@ -253,9 +254,11 @@ class Look:
         loading = self._loading_on(model)
         if loading:
             return self._loading(model, loading)
+        if not any(worker.takes_loads for worker in self._fleet):
+            return _Cause("workers drained", _HELD["workers drained"])
         for worker in self._fleet:
             state = worker.state(model)
-            if state == "resident":
+            if state == "resident" and worker.takes_requests:
                 text = f"{worker.worker_id} has {model} but offers no capacity at the moment"
                 return _Cause("worker not responding", text, worker.worker_id)
         said = self._last_said(model)

@@ -44,6 +44,7 @@ Reason: TypeAlias = Literal[
 
 WaitCode: TypeAlias = Literal[
     "no worker connected",
+    "workers drained",
     "model failed",
     "loading",
     "too few requests waiting",

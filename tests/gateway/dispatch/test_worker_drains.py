@@ -107,6 +107,18 @@ async def test_alone_it_keeps_what_it_runs_but_for_a_restart() -> None:
     assert rig.dispatcher.drains.state("one") == "serving"
 
 
+async def test_why_says_that_every_worker_is_drained() -> None:
+    rig, one, other = two()
+    drain(rig, "one", "other")
+    rig.ask("a")
+    (reason,) = rig.dispatcher.explain("a")
+    assert (reason.code, reason.text) == (
+        "workers drained",
+        "every worker is drained or about to restart",
+    )
+    assert one.submitted == other.submitted == []
+
+
 async def test_models_in_demand_are_loaded_elsewhere_first() -> None:
     rig, one, other = two(m="cold")
     running = rig.ask("a")
