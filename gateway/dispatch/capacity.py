@@ -138,17 +138,17 @@ class WorkerCapacity:
 
     def leased(self, model_id: str, now_s: float) -> bool:
         """Whether the worker offers the model at all, full or not."""
-        return model_id in self._leases and self.takes_requests and self._fresh(now_s)
+        return model_id in self._leases and self.takes_requests and self.is_fresh(now_s)
 
     def has_room(self, now_s: float) -> bool:
         """Whether anything at all could be granted."""
         has_room = self._free_requests() > 0 and bool(self._leases)
-        return has_room and self.takes_requests and self._fresh(now_s)
+        return has_room and self.takes_requests and self.is_fresh(now_s)
 
     def fits(self, ticket: Ticket, now_s: float) -> bool:
         """Whether the ticket may be granted now."""
         lease = self._leases.get(ticket.model_name)
-        if lease is None or not self._fresh(now_s) or self._free_requests() < 1:
+        if lease is None or not self.is_fresh(now_s) or self._free_requests() < 1:
             return False
         kv_tokens = _kv_tokens(ticket, lease)
         under_way = self._under_way.get(lease.model_id, _NOTHING)
@@ -171,7 +171,7 @@ class WorkerCapacity:
         wanted_tokens = _kv_tokens(ticket, lease)
         return Room(
             worker_id=self.worker_id,
-            fresh=self._fresh(now_s),
+            fresh=self.is_fresh(now_s),
             running=self._num_running_all,
             running_model=self._num_running.get(lease.model_id, 0),
             free_requests=self._free_requests(),
@@ -246,9 +246,10 @@ class WorkerCapacity:
             return 0
         return self.status.free_kv_bytes - self._kv_bytes_under_way
 
-    def runs(self, model_id: str) -> bool:
-        """Whether it has been granted a request for the model that has not ended."""
-        return model_id in self._num_running
+    @property
+    def running(self) -> Mapping[str, int]:
+        """By model: requests granted to the worker that have not ended."""
+        return self._num_running
 
     def num_running(self) -> int:
         """Requests granted to the worker that have not ended."""
@@ -363,7 +364,8 @@ class WorkerCapacity:
             )
         self._kv_bytes_under_way -= grant.kv_bytes
 
-    def _fresh(self, now_s: float) -> bool:
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether it was heard of lately."""
         return self.status is not None and now_s - self._received_s <= self.status.lease_ttl_s
 
     def _free_requests(self) -> int:

@@ -38,7 +38,8 @@ from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
-from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator, estimate_wait_s
+from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator
+from gateway.dispatch.queue_bounds import QueueBounds
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import (
     IntegrityError,
@@ -52,7 +53,7 @@ from gateway.dispatch.tickets import (
 )
 from gateway.dispatch.usage_accounting import UsageAccounting
 from gateway.dispatch.worker_drains import WorkerDrains
-from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
+from gateway.errors import UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
 from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
@@ -91,6 +92,8 @@ class Dispatcher:
         self.history = self._fleet.history
         self._queue = TicketQueue()
         self._share = share or FairShare(settings.fair_share_max_lead_s)
+        about = (self._queue, self._fleet, self.decisions, clock)
+        self._bounds = QueueBounds(settings, *about)
         self._loads = Loads(self._queue, self._share, self._fleet, self.decisions)
         self._book = UsageAccounting(self._share, self._queue)
         self._estimator = ServiceEstimator()
@@ -117,7 +120,7 @@ class Dispatcher:
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._stopping = False
         self._last_seq = 0
-        self._num_timeouts = self._num_workers_lost = self._num_rejections = 0
+        self._num_timeouts = self._num_workers_lost = 0
 
     # What the edge and the supervisor call.
 
@@ -152,42 +155,7 @@ class Dispatcher:
         if request.request_id in self._running.live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not request.continues:  # what was admitted is not refused half way
-            self._check_bounds(tenant_id, name)
-
-    def _check_bounds(self, tenant_id: str, model_name: str) -> None:
-        """Raises QUEUE_FULL, with the estimated wait, where the queue takes no more of it."""
-        mine, all_ = self._queue.num_of_tenant(tenant_id), len(self._queue)
-        settings = self._settings
-        most = settings.max_queue_total * max(1, len(self._fleet))
-        own = mine >= settings.max_queue_per_tenant
-        if not own and all_ < most:
-            return
-        self._num_rejections += 1
-        wait_s = self._wait_estimate_s(model_name)
-        figures = DecisionFigures(
-            num_waiting=mine if own else all_,
-            queue_limit=settings.max_queue_per_tenant if own else most,
-            retry_after_s=wait_s,
-        )
-        reason: Reason = "tenant queue full" if own else "queue full"
-        self._decide("refusal", reason, model_name, tenant_id, figures)
-        raise ApiError(
-            QUEUE_FULL,
-            f"the queue of {'your tenant' if own else 'this server'} is full ({mine} requests of "
-            f"your tenant are waiting, {all_} in total): try again later",
-            retry_after_s=wait_s,
-        )
-
-    def _wait_estimate_s(self, model_name: str) -> float:
-        """Seconds until the queue as it stands is worked off, by all workers and, as far as it is
-        for this model, by those that offer it."""
-        longest_s = self._settings.queue_timeout_s
-        waiting = self._queue.backlog_of(model_name)
-        own_s = 0.0 if waiting is None else waiting.service_s
-        return max(
-            estimate_wait_s(self._queue.backlog_s, len(self._fleet), longest_s),
-            estimate_wait_s(own_s, self._fleet.num_offering(model_name), longest_s),
-        )
+            self._bounds.check(tenant_id, name)
 
     def _predict(self, request: Asked, tenant_id: str) -> Prediction:
         """What it will use, as far as is known now."""
@@ -300,7 +268,7 @@ class Dispatcher:
             self._decide("refusal", "queue timeout", ticket.model_name, ticket.tenant_id, figures)
             eta_s = self._loads.outlook(ticket.model_name, now_s).load_eta_s
             text = f"the request waited {waited_s:.0f} s in the queue and no worker was free"
-            wait_s = max(1.0, eta_s) if eta_s else self._wait_estimate_s(ticket.model_name)
+            wait_s = max(1.0, eta_s) if eta_s else self._bounds.wait_estimate_s(ticket.model_name)
             end = ApiError(UNAVAILABLE, f"{text}: try again later", retry_after_s=wait_s)
             self._end_waiting(ticket, end)
         self.drains.tick(now_s)
@@ -316,7 +284,7 @@ class Dispatcher:
             running_by_model=dict(Counter(ticket.model_name for ticket in running)),
             waiting_by_tenant=queue.by_tenant(),
             service_s_by_tenant=dict(self._book.service_s),
-            num_queue_rejections=self._num_rejections,
+            num_queue_rejections=self._bounds.num_rejections,
             num_queue_timeouts=self._num_timeouts,
             num_retries=running.counts.retries,
             num_resumed=running.counts.resumed,

@@ -35,7 +35,7 @@ from gateway.dispatch.policy.fleet_view import (
 )
 from gateway.dispatch.policy.model_history import Prefetch
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
-from gateway.dispatch.policy.relief import relieve, surplus, unplaceable
+from gateway.dispatch.policy.relief import relieve, unplaceable
 from gateway.dispatch.tickets import IntegrityError
 from gateway.types import HostedModel
 from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
@@ -284,10 +284,14 @@ class Fleet:
             figures,
         )
         self._decisions.add(record)
-        message: ToWorker = WarmModel(prefetch.model_id)
         if on_device:
-            message = LoadModel(prefetch.model_id, prefetch=True)
-        self.send(prefetch.worker_id, message)
+            self.load_ahead(prefetch.worker_id, prefetch.model_id)
+        else:
+            self.send(prefetch.worker_id, WarmModel(prefetch.model_id))
+
+    def load_ahead(self, worker_id: str, model_name: str) -> None:
+        """Nobody waits for it there: only where that costs nobody."""
+        self.send(worker_id, LoadModel(model_name, prefetch=True))
 
     def demand_of(self, model_names: Iterable[str]) -> list[Demand]:
         """Hosted ones of these, with their sizes; nobody waits."""
@@ -333,19 +337,7 @@ class Fleet:
         if short:
             views = [v for worker in short if (v := self.candidates.view_of(worker)) is not None]
             for decision in relieve(views, now_s, self.candidates.with_packs(waiting), asks_s):
-                self._unload(decision, now_s)
-
-    def give_up(self, now_s: float, model_name: str, busy_share: float) -> bool:
-        """Have one copy leave that its rate does not need: device seconds a second, of all copies.
-        Nobody may wait for it. Returns whether one was told to."""
-        if self.is_pinned(model_name) or self._placement.num_claims(model_name):
-            return False
-        num_copies = len(self.candidates.having(model_name, "resident"))
-        idle = self.candidates.idle_copies(model_name)
-        decision = surplus(model_name, num_copies, busy_share, idle, now_s)
-        if decision is not None:
-            self._unload(decision, now_s)
-        return decision is not None
+                self.unload_copy(now_s, decision)
 
     def load(self, now_s: float, model_name: str) -> None:
         """An operator's request; nothing happens where it is resident or cannot be."""
@@ -360,7 +352,7 @@ class Fleet:
         """An operator's request, for every worker that has it."""
         for worker in self:
             if worker.state(model_name) in ("resident", "loading"):
-                self._unload(LoadDecision(model_name, worker.worker_id, "operator"), now_s)
+                self.unload_copy(now_s, LoadDecision(model_name, worker.worker_id, "operator"))
 
     def check_integrity(self) -> None:
         """Raises IntegrityError if a worker's books, or what is kept by model, do not agree."""
@@ -439,7 +431,8 @@ class Fleet:
         )
         self.send(decision.worker_id, message)
 
-    def _unload(self, decision: LoadDecision, now_s: float) -> None:
+    def unload_copy(self, now_s: float, decision: LoadDecision) -> None:
+        """Have a model leave a worker."""
         self._decisions.add(_record(now_s, "unload", decision))
         self.send(decision.worker_id, UnloadModel(decision.model_id))
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 from gateway.dispatch.capacity import WorkerCapacity
+from gateway.dispatch.copies import Copies
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.policy.fair_share import TenantOrder
@@ -27,7 +28,7 @@ from gateway.errors import UNAVAILABLE, ApiError
 from gateway.types import HostedModel, ModelOutlook
 
 PREFETCH_S = 1.0
-"""How often something may be fetched ahead of need, and surplus copies leave."""
+"""How often something may be fetched ahead of need or get one more copy, and surplus ones leave."""
 EARLY_SHARE = 0.5
 """Who is refused is told to come so much of the time that it may wait before its load's turn."""
 LOOK_PAUSE_S = 0.05
@@ -49,6 +50,7 @@ class Loads:
         self._decisions = decisions
         self._popularity = Popularity()
         self._prefetcher = Prefetcher()
+        self._copies = Copies(queue, fleet, self._popularity, decisions)
         self._prefetched_s = -math.inf
         self._next_look_s = -math.inf
         # Of models whose requests were refused: the place of the first, and how long it is kept.
@@ -93,7 +95,8 @@ class Loads:
             self._prefetched_s = now_s
             if not busy:
                 self._fetch_ahead(now_s)
-            self._give_up(now_s)
+                self._copies.spread(now_s)
+            self._copies.give_up(now_s)
         return self._hopeless(now_s, wanted)
 
     def relieve(self, now_s: float, workers: Iterable[WorkerCapacity]) -> None:
@@ -125,12 +128,6 @@ class Loads:
         candidates, views = self._fleet.demand_of(asked), self._fleet.candidates.for_prefetch()
         for prefetch in self._prefetcher.decide(now_s, self._popularity, candidates, views):
             self._fleet.fetch(now_s, prefetch)
-
-    def _give_up(self, now_s: float) -> None:
-        """Copies that the rate of their model does not need: one of each model."""
-        for name in self._fleet.candidates.replicated():
-            if not self._queue.num_of_model(name):
-                self._fleet.give_up(now_s, name, self._popularity.service_rate(name, now_s))
 
     def _kept_places(self, now_s: float) -> dict[str, int]:
         """Until a load begins, or those who were told to come have not."""

@@ -147,7 +147,7 @@ class WorkerDrains:
             name = model.model_id
             if model.state not in ("resident", "loading"):
                 continue
-            if not (worker.runs(name) or waiting.get(name) or self._fleet.is_pinned(name)):
+            if not (name in worker.running or waiting.get(name) or self._fleet.is_pinned(name)):
                 continue
             if not self._fleet.is_elsewhere(name):
                 self._fleet.load(now_s, name)

@@ -11,6 +11,7 @@ from gateway.dispatch.policy.fleet_view import Demand
 from gateway.dispatch.policy.load_budget import MIN_TIMED
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.settings.settings import Settings
+from registry.models.worker_orders import WorkerOrder
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, served
 
 TIGHT = 50
@@ -201,3 +202,33 @@ def test_nothing_is_fetched_while_somebody_waits_for_a_load() -> None:
     for _ in range(3):
         rig.advance(0.1)
     assert not [m for m in worker.sent if isinstance(m, WarmModel | LoadModel)]
+
+
+async def test_a_busy_model_gets_a_copy_on_a_worker_that_rests() -> None:
+    rig = Rig()
+    one = rig.worker("one", num_requests=16, kv_tokens=10_000)
+    other = rig.worker("other", states={"m": "warm", "n": "cold"})
+    for number in range(8):
+        rig.ask(f"r{number}")
+    assert len(one.submitted) == 8
+    for _ in range(5):
+        rig.advance(1.0)
+        one.status()
+        other.status()
+    assert other.loads == ["m"]
+    record = rig.dispatcher.decisions.last("load", "m")[0]
+    assert (record.reason, record.worker) == ("replica", "other")
+
+
+async def test_a_busy_model_gets_none_on_a_worker_that_leaves() -> None:
+    rig = Rig()
+    one = rig.worker("one", num_requests=16, kv_tokens=10_000)
+    other = rig.worker("other", states={"m": "warm", "n": "cold"})
+    rig.dispatcher.drains.set_orders({"other": WorkerOrder(drained=True)})
+    for number in range(8):
+        rig.ask(f"r{number}")
+    for _ in range(5):
+        rig.advance(1.0)
+        one.status()
+        other.status()
+    assert other.loads == []
