@@ -52,7 +52,7 @@ class WorkerView:
     @property
     def restarts(self) -> bool:
         """Whether its process is still to be replaced."""
-        return self.state != "down" and self.started_at < self.order.restart_at
+        return self.state != "down" and self.started_at == self.order.restart_of > 0
 
     @property
     def is_settled(self) -> bool:
@@ -82,14 +82,18 @@ def list_workers(context: OperatorContext, fleet: FleetReport | None = None) -> 
 def order_workers(context: OperatorContext, names: Sequence[str], action: WorkerAction) -> None:
     """Have workers drained, restarted one after another, or serve again; no names: all of them.
     Raises NotFound, and RegistryError where no server runs."""
-    known = [view.name for view in list_workers(context)]
-    for name in names:
-        if name not in known:
-            raise NotFound(f"there is no worker {name!r}; the server has: {', '.join(known)}")
+    known = {view.name: view for view in list_workers(context)}
     now_at = context.clock()
     with context.writing() as session:
+        ordered = worker_orders.all_orders(session)
+        for name in names:
+            # What was wanted of a worker that is not configured any more can be taken back.
+            if name not in known and not (action == "resume" and name in ordered):
+                text = f"there is no worker {name!r}; the server has: {', '.join(known)}"
+                raise NotFound(text)
         for name in names or known:
-            worker_orders.order(session, name, action, now_at=now_at)
+            began_at = known[name].started_at if name in known else 0.0
+            worker_orders.order(session, name, action, now_at=now_at, started_at=began_at)
 
 
 def _view(worker: Worker) -> WorkerView:

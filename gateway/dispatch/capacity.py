@@ -247,6 +247,11 @@ class WorkerCapacity:
         return self.status.free_kv_bytes - self._kv_bytes_under_way
 
     @property
+    def has_work(self) -> bool:
+        """Whether it says itself that something runs or waits there."""
+        return any(model.num_running or model.num_waiting for model in self._models.values())
+
+    @property
     def running(self) -> Mapping[str, int]:
         """By model: requests granted to the worker that have not ended."""
         return self._num_running

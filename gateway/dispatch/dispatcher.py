@@ -126,8 +126,10 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """A request could be served now: a worker answers and the gateway is not stopping."""
-        return not self._stopping and self._fleet.is_heard
+        """A request could be served now: a worker takes some and the gateway is not stopping."""
+        return not self._stopping and any(
+            worker.takes_requests and worker.status is not None for worker in self._fleet
+        )
 
     @property
     def stopping(self) -> bool:
@@ -213,14 +215,16 @@ class Dispatcher:
             self._decide("quarantine", "lifted", name)
         self._fleet.load(self._clock(), name)
 
-    def move_off(self, worker_id: str) -> int:
-        """Empty a worker that takes nothing new: its requests go on elsewhere, from the tokens that
-        they have. Returns how many there were; those that are about to end, end there."""
+    def move_off(self, worker_id: str, which: Callable[[str], bool] = lambda model: True) -> int:
+        """Empty a worker that takes nothing new: its requests, for `which` models, go on elsewhere,
+        from the tokens that they have. Returns how many there were; those that are about to end,
+        end there."""
         now_s = self._clock()
         there = [ticket for ticket in self._running if ticket.worker_id == worker_id]
-        num_moved = sum(self._running.move(ticket, now_s) for ticket in there)
-        self._pump()
-        return num_moved
+        moved = [self._running.move(t, now_s) for t in there if which(t.model_name)]
+        if any(moved):
+            self._pump()
+        return sum(moved)
 
     def unload_model(self, name: str) -> None:
         """An operator wants its pages back. Waiting requests or a pin load it again."""

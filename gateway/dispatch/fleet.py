@@ -10,7 +10,7 @@ are kept by model, as statuses change them.
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -71,6 +71,16 @@ class Fleet:
         """Begin to connect to one more worker."""
         self._clients[client.worker_id] = client
         client.start(listener)
+
+    @property
+    def worker_ids(self) -> Collection[str]:
+        """All of them, connected or not."""
+        return self._clients.keys()
+
+    def is_here(self, worker_id: str) -> bool:
+        """Whether it is connected, and has sent a status."""
+        worker = self._connected.get(worker_id)
+        return worker is not None and worker.status is not None
 
     def close(self) -> None:
         """Close every connection."""

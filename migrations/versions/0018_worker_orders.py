@@ -18,7 +18,7 @@ def upgrade() -> None:
         "worker_orders",
         sa.Column("worker_id", sa.String(64), nullable=False),
         sa.Column("drained", sa.Boolean(), nullable=False),
-        sa.Column("restart_at", sa.Double(), nullable=False),
+        sa.Column("restart_of", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("worker_id", name="pk_worker_orders"),
     )
 

@@ -71,7 +71,8 @@ class ScriptedWorker:
     reasons: dict[str, str] = field(default_factory=dict)
     block_tokens: int = 1
     sequence_bytes: int = 0  # of states, however long a request is
-    started_at: float = 0.0
+    started_at: float = 1.0
+    num_foreign: int = 0  # requests for each resident model that another dispatcher granted
 
     # WorkerClient.
 
@@ -152,7 +153,8 @@ class ScriptedWorker:
                     weight_bytes=WEIGHT_BYTES,
                     kv_bytes_used=KV_BYTES
                     * sum(_num_tokens(s) for s in inside if s.model_id == name),
-                    num_running=sum(s.model_id == name for s in inside),
+                    num_running=sum(s.model_id == name for s in inside)
+                    + self.num_foreign * (state == "resident"),
                     num_waiting=0,
                     load_s_estimate=0.5,
                     reason=self.reasons.get(name, ""),

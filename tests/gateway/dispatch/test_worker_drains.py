@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from gateway.dispatch.worker_drains import HANDOVER_S, RESTART_AGAIN_S
+from engine.protocol import Abort
+from gateway.dispatch.worker_drains import AWAY_S, HANDOVER_S, LONGEST_S, RESTART_AGAIN_S
 from gateway.settings.settings import Settings
 from registry.models.worker_orders import WorkerOrder
 from tests.gateway.scripted_worker import Rig, ScriptedWorker
@@ -27,7 +28,7 @@ def drain(rig: Rig, *names: str) -> None:
 
 
 def restart(rig: Rig, *names: str) -> None:
-    rig.dispatcher.drains.set_orders({name: WorkerOrder(False, 50.0) for name in names})
+    rig.dispatcher.drains.set_orders({name: WorkerOrder(False, 1.0) for name in names})
     rig.dispatcher.tick()
 
 
@@ -36,7 +37,15 @@ def pass_time(rig: Rig, seconds: float, *workers: ScriptedWorker) -> None:
     for _ in range(max(1, round(seconds))):
         rig.advance(seconds / max(1, round(seconds)))
         for worker in workers:
-            worker.status()
+            report(worker)
+
+
+def report(worker: ScriptedWorker) -> None:
+    """A heartbeat of a worker that has obeyed."""
+    for message in worker.sent:
+        if isinstance(message, Abort):
+            worker.running.pop((message.request_id, message.attempt), None)
+    worker.status()
 
 
 async def test_a_drained_worker_gets_nothing_until_it_is_resumed() -> None:
@@ -98,7 +107,7 @@ async def test_alone_it_keeps_what_it_runs_but_for_a_restart() -> None:
     rig.dispatcher.drains.on_restart = asked.append
     restart(rig, "one")
     assert one.aborted == ["a"]
-    one.status()
+    report(one)
     assert asked == ["one"]
     one.started_at = 60.0
     one.die("planned")
@@ -117,6 +126,59 @@ async def test_why_says_that_every_worker_is_drained() -> None:
         "every worker is drained or about to restart",
     )
     assert one.submitted == other.submitted == []
+
+
+async def test_what_a_dispatcher_before_granted_is_waited_for() -> None:
+    """It is in nobody's books here until its gateway says hello; a restart waits for a while."""
+    rig, one, other = two()
+    one.num_foreign = 2
+    one.status()
+    asked: list[str] = []
+    rig.dispatcher.drains.on_restart = asked.append
+    restart(rig, "one")
+    pass_time(rig, TIMEOUT_S + LONGEST_S - 5, one, other)
+    assert (rig.dispatcher.drains.state("one"), asked) == ("draining", [])
+    one.num_foreign = 0
+    one.status()
+    assert asked == ["one"]
+
+
+async def test_what_no_other_worker_can_take_stays() -> None:
+    rig, one, other = two(m="failed")
+    rig.ask("a")
+    drain(rig, "one")
+    pass_time(rig, HANDOVER_S + 2 * TIMEOUT_S, one, other)
+    assert rig.dispatcher.drains.state("one") == "draining"
+    assert one.aborted == []
+
+
+async def test_a_load_elsewhere_is_asked_for_once() -> None:
+    rig, one, other = two(m="cold")
+    rig.ask("a")
+    drain(rig, "one")
+    pass_time(rig, 4.0, one, other)
+    assert other.loads == ["m"]
+
+
+async def test_nobody_restarts_while_another_is_away_unless_it_never_comes() -> None:
+    rig, one, other = two()
+    asked: list[str] = []
+    rig.dispatcher.drains.on_restart = asked.append
+    other.die()
+    restart(rig, "one")
+    pass_time(rig, AWAY_S - 2, one)
+    assert asked == []
+    pass_time(rig, 4, one)
+    assert asked == ["one"]
+
+
+async def test_no_request_could_be_served_where_all_are_drained() -> None:
+    rig, _, _ = two()
+    assert rig.dispatcher.ready
+    drain(rig, "one", "other")
+    assert not rig.dispatcher.ready
+    drain(rig, "one")
+    assert rig.dispatcher.ready
 
 
 async def test_models_in_demand_are_loaded_elsewhere_first() -> None:
@@ -144,9 +206,9 @@ async def test_nobody_waits_for_a_model_that_cannot_be_had_elsewhere() -> None:
     rig, one, other = two(m="failed")
     rig.ask("a")
     drain(rig, "one")
-    assert rig.dispatcher.drains.state("one") in ("handing_over", "draining")
-    pass_time(rig, HANDOVER_S + 1, one, other)
-    assert rig.dispatcher.drains.state("one") in ("draining", "drained")
+    other.status()
+    pass_time(rig, 6, one, other)  # as long as a claim stands
+    assert rig.dispatcher.drains.state("one") == "draining"
 
 
 async def test_nothing_is_loaded_on_a_worker_that_leaves() -> None:
@@ -232,9 +294,9 @@ async def test_at_random_nothing_is_lost(seed: int) -> None:
         if action < 2:
             streams.append(rig.ask(f"r{step}", tenant_id=rng.choice("tu")))
         elif action == 2:
-            orders[name] = WorkerOrder(not order.drained, order.restart_at)
+            orders[name] = WorkerOrder(not order.drained, order.restart_of)
         elif action == 3:
-            orders[name] = WorkerOrder(order.drained, wall)
+            orders[name] = WorkerOrder(order.drained, worker.started_at)
         elif action < 6 and worker.running:
             key = rng.choice(list(worker.running))
             worker.tokens(key[0], step, attempt=key[1])

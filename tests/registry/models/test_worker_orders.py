@@ -8,20 +8,20 @@ from registry.models.worker_orders import WorkerOrder
 from registry.session import reading, writing
 
 
-def test_orders_last_and_a_restart_is_an_instant(engine: Engine) -> None:
+def test_orders_last_and_a_restart_names_a_process(engine: Engine) -> None:
     with writing(engine, "test") as session:
         assert worker_orders.all_orders(session) == {}
         worker_orders.order(session, "worker-1", "drain", now_at=10.0)
-        worker_orders.order(session, "worker-0", "restart", now_at=11.0)
-        worker_orders.order(session, "worker-1", "restart", now_at=12.0)
+        worker_orders.order(session, "worker-0", "restart", now_at=11.0, started_at=5.0)
+        worker_orders.order(session, "worker-1", "restart", now_at=12.0, started_at=6.0)
     with reading(engine) as session:
         assert worker_orders.all_orders(session) == {
-            "worker-0": WorkerOrder(False, 11.0),
-            "worker-1": WorkerOrder(True, 12.0),
+            "worker-0": WorkerOrder(False, 5.0),
+            "worker-1": WorkerOrder(True, 6.0),
         }
     with writing(engine, "test") as session:
         found = worker_orders.order(session, "worker-1", "resume", now_at=13.0)
-        assert found == WorkerOrder(False, 12.0)
+        assert found == WorkerOrder(False, 6.0)
 
 
 def test_orders_are_in_the_audit_log_and_make_gateways_look(engine: Engine) -> None:
