@@ -6,10 +6,12 @@ from dataclasses import asdict
 
 from admin.cli.common import add_command, add_commands, call, instant, show_rows, size
 from admin.live.workers import STATES, WorkerView, list_workers, order_workers
-from registry.errors import InvalidValue
+from registry.errors import InvalidValue, RegistryError
 from registry.models.worker_orders import WorkerAction
 
 LOOK_S = 0.5
+PATIENCE_S = 15.0
+"""A server that does not say how its workers are is asked for so long."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,15 +64,23 @@ def _order(options: argparse.Namespace) -> int:
 
 def _wait(options: argparse.Namespace) -> None:
     """Until all of them are as they were ordered to be. Each change is a line."""
-    said: dict[str, str] = {}
+    shown: dict[str, str] = {}
+    num_failed = 0
     while True:
-        views: list[WorkerView] = call(options, list_workers)
+        try:
+            views: list[WorkerView] = call(options, list_workers)
+            num_failed = 0
+        except RegistryError:  # another dispatcher takes over
+            num_failed += 1
+            if num_failed * LOOK_S > PATIENCE_S:
+                raise
+            views = []
         mine = [view for view in views if options.all or view.name in options.names]
         for view in mine:
             text = STATES[view.state]
-            if said.get(view.name) != text:
-                said[view.name] = text
+            if shown.get(view.name) != text:
+                shown[view.name] = text
                 print(f"{view.name}: {text}", flush=True)
-        if all(view.is_settled for view in mine):
+        if mine and all(view.is_settled for view in mine):
             return
         time.sleep(LOOK_S)

@@ -1,16 +1,11 @@
 """The warm tier: whole packs in shared memory, in files that outlive the worker. It is the
 machine's: all of its workers of one prefix fill it, read it and keep within its bound.
 
-    <shm_dir>/<prefix>-<revision>.pack               complete and verified
-    <shm_dir>/<prefix>-<revision>.pack.tmp-<pid>     being written, as long as it will be
-    <shm_dir>/<prefix>-<revision>.pack.old-<pid>-<n> dropped, on its way to be deleted
-    <shm_dir>/<prefix>-worth-<pid>                   what packs are worth to that worker
-    <shm_dir>/<prefix>-lock                          held by who decides what comes in
-
 **The folder is the books.** Nobody owns the tier, so nobody's death loses it: what is there is what
-the names say, and a worker reads them again when the folder has changed (`look`). Deciding which
-packs make room for another one is the one thing that two must not do at once; that is done under
-the lock, without waiting: where it is taken, the pack stays out. Everything else is a rename.
+the names of the files say (tier_folder.py), and a worker reads them again when the folder has
+changed (`look`). Deciding which packs make room for another one is the one thing that two must not
+do at once; that is done under the lock, without waiting: where it is taken, the pack stays out.
+Everything else is a rename.
 
 A file gets its final name only when every byte of it was verified, so a name that is there can be
 trusted if the file is this user's: shared memory does not survive the machine, only the process,
@@ -31,28 +26,23 @@ descriptor.
 """
 
 import contextlib
-import fcntl
 import math
 import mmap
 import os
-import re
-import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-import msgspec
+from typing import Protocol
 
 from engine.errors import IntegrityError
 from engine.packs.policy.host_tier import HeldPack, choose_drops
+from engine.packs.tier_folder import TierFolder, is_alive
 
 # Linux 5.14; missing from Python's mmap module.
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 8 << 20
-_REVISION = "[0-9a-f]+"
 _TICK_NS = 50_000_000
 _WORTH_S = 1.0
 """Between two writings of what packs are worth here."""
@@ -111,17 +101,6 @@ class Fill:
         self.map = filled
 
 
-class _Name(NamedTuple):
-    """A file of the tier. `pid`: of who writes or deletes it; None: complete."""
-
-    path: Path
-    revision: str
-    num_bytes: int
-    used_at: float
-    pid: int | None
-    is_old: bool
-
-
 class HostTier:
     """Bounded by `capacity_bytes`; 0: no tier. `num_changes` counts packs that came or went."""
 
@@ -141,7 +120,7 @@ class HostTier:
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         self._protection = mmap.PROT_READ if pinning is None else writable
         self._directory = directory
-        self._prefix = prefix
+        self._folder = TierFolder(directory, prefix, self._pid)
         self._capacity = capacity_bytes
         self._slabs: dict[str, Slab] = {}
         self._fills: dict[str, Fill] = {}
@@ -150,15 +129,16 @@ class HostTier:
         self._seen_ns = -1
         self._clock = 0
         self._next_worth_s = -math.inf
+        self._hosted: frozenset[str] = frozenset()
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
         self._deletions: list[Future[None]] = []
         self._num_dropped = 0
         self.num_changes = 0
         self.worth: Callable[[str], float] = lambda revision: 0.0
         """Of keeping a pack, a byte, for this worker."""
-        self._clear_up()
+        self._folder.clear_up()
         self.look()
-        self._make_room(0, math.inf)
+        self._make_room(0, math.inf, self._folder.worth_elsewhere())
 
     @property
     def used_bytes(self) -> int:
@@ -179,18 +159,22 @@ class HostTier:
             seen_ns = self._directory.stat().st_mtime_ns
         except OSError:  # no such folder, and no tier
             return
-        if seen_ns == self._seen_ns:
-            return
+        if seen_ns == self._seen_ns and not (self._theirs or self._others_delete):
+            return  # a worker that dies changes nothing in the folder
         # What changes within the same tick of the clock leaves the folder's time as it is.
         self._seen_ns = seen_ns if time.time_ns() - seen_ns > _TICK_NS else -1
         complete, self._theirs, self._others_delete = {}, {}, False
-        for name in self._names():
+        for name in self._folder.names():
             if name.pid is None:
                 complete[name.revision] = name
-            elif name.pid != self._pid and _is_alive(name.pid):
-                self._others_delete |= name.is_old
-                if not name.is_old:
-                    self._theirs[name.revision] = name.num_bytes
+            elif name.pid == self._pid:
+                continue
+            elif not is_alive(name.pid):
+                name.path.unlink(missing_ok=True)
+            elif name.is_old:
+                self._others_delete = True
+            else:
+                self._theirs[name.revision] = name.num_bytes
         for slab in [slab for slab in self._slabs.values() if slab.revision not in complete]:
             self._forget(slab)
         for name in sorted(complete.values(), key=lambda name: name.used_at):
@@ -199,18 +183,15 @@ class HostTier:
                 self._slabs[name.revision] = Slab(*about, self._tick())
                 self.num_changes += 1
 
-    def tell_worth(self, now_s: float) -> None:
+    def report_worth(self, now_s: float) -> None:
         """Write down what packs are worth here, for the other workers; once a second."""
-        if now_s < self._next_worth_s or not self._slabs:
+        if now_s < self._next_worth_s or not (self._slabs or self._hosted):
             return
         self._next_worth_s = now_s + _WORTH_S
-        told = {
-            s.revision: -1.0 if s.num_readers else self.worth(s.revision)
-            for s in self._slabs.values()
-        }
-        path = self._directory / f"{self._prefix}-worth-{self._pid}"
-        with contextlib.suppress(OSError):
-            _write(path, msgspec.json.encode(told))
+        worth = {revision: self.worth(revision) for revision in {*self._hosted, *self._slabs}}
+        read = {slab.revision: -1.0 for slab in self._slabs.values() if slab.num_readers}
+        known = {revision: value for revision, value in worth.items() if value > 0} | read
+        self._folder.report_worth(known)
 
     def has(self, revision: str) -> bool:
         """Whether a load of `revision` would find it here, as of the last look."""
@@ -229,8 +210,10 @@ class HostTier:
             try:
                 slab.map = _map(slab.path, num_bytes, self._protection)
                 self._hold(slab.map)
-            except (OSError, ValueError):  # removed by hand, or of another size
+            except (FileNotFoundError, ValueError):  # removed by hand, or of another size
                 self._drop(slab)
+                return None
+            except OSError:  # nothing is wrong with the pack
                 return None
         slab.num_readers += 1
         slab.last_used = self._tick()
@@ -250,13 +233,16 @@ class HostTier:
         another worker decides about its own just now."""
         if not 0 < num_bytes <= self._capacity:
             return None
-        with self._deciding() as is_mine:
+        with self._folder.deciding() as is_mine:
             if not is_mine:
                 return None
+            self._seen_ns = -1  # sizes change without the folder's time
             self.look()
             if revision in self._slabs or self.is_filling(revision):
                 return None
-            if not self._make_room(num_bytes, self.worth(revision)):
+            theirs = self._folder.worth_elsewhere()
+            worth = self.worth(revision) + theirs.get(revision, 0.0)
+            if not self._make_room(num_bytes, worth, theirs):
                 return None
             return self._new_fill(revision, num_bytes)
 
@@ -265,7 +251,7 @@ class HostTier:
 
         The fill must then be abandoned.
         """
-        final = self._directory / f"{self._prefix}-{fill.revision}.pack"
+        final = self._folder.path(f"{fill.revision}.pack")
         fill.path.rename(final)
         del self._fills[fill.revision]
         os.close(fill.descriptor)
@@ -285,6 +271,7 @@ class HostTier:
 
     def keep_only(self, revisions: Collection[str]) -> None:
         """Drop packs no hosted model has (those being read go later)."""
+        self._hosted = frozenset(revisions)
         for slab in list(self._slabs.values()):
             if slab.revision not in revisions and not slab.num_readers:
                 self._drop(slab)
@@ -302,99 +289,36 @@ class HostTier:
                 self._drop(slab)
         for name in (f"worth-{self._pid}", *(() if keep else ("lock",))):
             with contextlib.suppress(OSError):
-                (self._directory / f"{self._prefix}-{name}").unlink()
+                self._folder.path(name).unlink()
         self._deleter.shutdown(wait=True)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError where the books are wrong."""
-        if self.used_bytes > self._capacity:
-            raise IntegrityError(f"host tier holds {self.used_bytes} of {self._capacity} bytes")
+        """Raises IntegrityError where this worker's books are wrong. What all workers hold together
+        is for the next of them that fills to bring within the bound."""
+        own = sum(fill.num_bytes for fill in self._fills.values())
+        if own > self._capacity:
+            raise IntegrityError(f"host tier fills {own} of {self._capacity} bytes")
         for slab in self._slabs.values():
             if slab.num_readers < 0:
                 raise IntegrityError(f"host tier: {slab.revision} was released too often")
 
-    def _names(self) -> Iterator[_Name]:
-        """The tier's files that are this user's; those that go meanwhile are left out."""
-        prefix = re.escape(self._prefix)
-        form = re.compile(rf"{prefix}-({_REVISION})\.pack(?:\.tmp-(\d+)|\.old-(\d+)-\d+)?")
-        if not self._directory.is_dir():
-            return
-        for path in self._directory.iterdir():
-            match = form.fullmatch(path.name)
-            if match is None:
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                status = path.lstat()
-                if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-                    revision, writer, deleter = match.groups()
-                    pid = writer or deleter
-                    about = (path, revision, status.st_size, status.st_mtime)
-                    yield _Name(*about, None if pid is None else int(pid), deleter is not None)
-
-    def _clear_up(self) -> None:
-        """Remove what workers that are gone have left behind."""
-        left = [(name.path, name.pid) for name in self._names() if name.pid is not None]
-        if self._directory.is_dir():
-            left += list(self._worth_files())
-        for path, pid in left:
-            if pid == self._pid or not _is_alive(pid):  # an earlier process had our number
-                path.unlink(missing_ok=True)
-
-    def _worth_files(self) -> Iterator[tuple[Path, int]]:
-        head = f"{self._prefix}-worth-"
-        for path in self._directory.glob(f"{head}*"):
-            if path.name.removeprefix(head).isdigit():
-                yield path, int(path.name.removeprefix(head))
-
-    def _worth_elsewhere(self) -> dict[str, float]:
-        """Of packs, to the other workers together; infinite where one reads it."""
-        total: dict[str, float] = {}
-        for path, pid in self._worth_files():
-            if pid == self._pid or not _is_alive(pid):
-                continue
-            try:
-                told = msgspec.json.decode(_read(path), type=dict[str, float])
-            except (OSError, msgspec.DecodeError):  # gone, or just being written
-                continue
-            for revision, worth in told.items():
-                total[revision] = total.get(revision, 0.0) + (math.inf if worth < 0 else worth)
-        return total
-
-    @contextlib.contextmanager
-    def _deciding(self) -> Iterator[bool]:
-        """Whether nobody else decides meanwhile. Never waits: steps must go on."""
-        try:
-            lock = os.open(
-                self._directory / f"{self._prefix}-lock",
-                os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC,
-                0o600,
-            )
-        except OSError:
-            yield False
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_mine = True
-        except OSError:
-            is_mine = False
-        try:
-            yield is_mine
-        finally:
-            os.close(lock)
-
     def _new_fill(self, revision: str, num_bytes: int) -> Fill | None:
-        path = self._directory / f"{self._prefix}-{revision}.pack.tmp-{self._pid}"
+        path = self._folder.path(f"{revision}.pack.tmp-{self._pid}")
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         except OSError:
             return None
-        os.ftruncate(descriptor, num_bytes)  # so others see what it will take
+        try:
+            os.ftruncate(descriptor, num_bytes)  # so others see what it will take
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            return None
         fill = Fill(revision, path, num_bytes, descriptor, protection=self._protection)
         self._fills[revision] = fill
         return fill
 
-    def _make_room(self, num_bytes: int, worth: float) -> bool:
-        theirs = self._worth_elsewhere() if self._slabs else {}
+    def _make_room(self, num_bytes: int, worth: float, theirs: Mapping[str, float]) -> bool:
         held = [
             HeldPack(
                 slab.revision,
@@ -466,32 +390,3 @@ def _map(path: Path, num_bytes: int, protection: int) -> mmap.mmap:
         if os.fstat(file.fileno()).st_size != num_bytes:
             raise ValueError(f"{path} is not of {num_bytes} bytes")
         return mmap.mmap(file.fileno(), num_bytes, prot=protection)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """In place: a rename would have every worker look at the folder. Raises OSError."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(descriptor, data, 0)
-        os.ftruncate(descriptor, len(data))
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> bytes:
-    """Raises OSError, also where it is not this user's."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as file:
-        if os.fstat(descriptor).st_uid != os.geteuid():
-            raise PermissionError(path)
-        return file.read()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

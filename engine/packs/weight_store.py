@@ -200,9 +200,9 @@ class DiskWeightStore:
 
     def poll(self) -> None:
         """Start the fills that wait for memory, commit those that have ended; see what the host
-        tier's other workers have done, and tell them what packs are worth here."""
+        tier's other workers have done, and report to them what packs are worth here."""
         self._host.look()
-        self._host.tell_worth(time.monotonic())
+        self._host.report_worth(time.monotonic())
         if self._held_back and not self._host.is_deleting:
             for job in self._held_back:
                 self._loader.start_slowly(job)

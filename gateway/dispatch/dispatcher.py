@@ -23,7 +23,7 @@ called every TICK_S for time-outs, expired leases and loads.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
 from gateway.dispatch.assignments import Assignments, aborted_end, nobodys
@@ -238,6 +238,11 @@ class Dispatcher:
         if model is not None:
             reason = self._quarantine.reason(model.name, model.revision, self._clock())
         return reason or self._fleet.failure(model_name)
+
+    @property
+    def worker_ids(self) -> Collection[str]:
+        """All workers, connected or not."""
+        return self._fleet.worker_ids
 
     def num_on(self, worker_id: str) -> int:
         """Requests that a worker has."""

@@ -66,8 +66,8 @@ class WaitingReport(msgspec.Struct, frozen=True):
 class FleetReport(msgspec.Struct, frozen=True):
     """All of it. Instants are epoch seconds; `since_at`: from when on moves are known.
 
-    `lost`: workers that are gone -> since when. `loads`: why models on a device were
-    loaded last.
+    `lost`: workers that are not connected -> since when; 0: never seen. `loads`: why models on a
+    device were loaded last.
     """
 
     at: float
@@ -103,6 +103,7 @@ def fleet_report(
     history = dispatcher.history
     statuses = dispatcher.worker_statuses()
     snapshot = dispatcher.snapshot()
+    here = {status.worker_id for status in statuses}
     waiting = []
     if snapshot.num_waiting:
         groups = dispatcher.look().groups(None, None, most=MAX_WAITING_GROUPS)
@@ -137,7 +138,10 @@ def fleet_report(
             )
             for status in statuses
         ],
-        lost={worker: at_s + offset_s for worker, at_s in history.lost.items()},
+        lost={
+            worker: history.lost[worker] + offset_s if worker in history.lost else 0.0
+            for worker in {*history.lost, *dispatcher.worker_ids} - here
+        },
         moves=[replace(move, at=move.at + offset_s) for move in history.moves(now_s)],
         swaps=[replace(swapped, at=swapped.at + offset_s) for swapped in history.swaps()],
         evictions=[

@@ -120,7 +120,7 @@ class WorkerDrains:
 
     def _restarts(self, worker: WorkerCapacity) -> bool:
         order = self._orders.get(worker.worker_id, NO_ORDER)
-        return worker.status is not None and worker.status.started_at == order.restart_of
+        return worker.status is not None and worker.status.started_at == order.restart_of > 0
 
     def _my_turn(self, worker_id: str, now_s: float) -> bool:
         """Nobody else that is to serve is on its way out, or away."""

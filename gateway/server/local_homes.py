@@ -19,7 +19,12 @@ from prometheus_client import CollectorRegistry, Counter
 
 from gateway.ipc import machine
 from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
-from gateway.server.worker_launcher import EmbedderLauncher, WorkerLauncher, main_memory
+from gateway.server.worker_launcher import (
+    EmbedderLauncher,
+    WorkerLauncher,
+    clear_host_tier,
+    main_memory,
+)
 from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
@@ -67,6 +72,7 @@ class LocalHomes:
     ) -> None:
         self._on_exit = on_exit
         self._is_stopping = False
+        clear_host_tier(settings)
         free_bytes = early.free_bytes if early else machine.free_memory_bytes()
         memory = main_memory(settings, free_bytes)
         self._workers = [

@@ -6,6 +6,7 @@ child_process.py; who talks to them is not known here. local_homes.py has all of
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -154,6 +155,15 @@ def _config(settings: Settings, worker_id: str, engine: Mapping[str, object], **
 def shm_prefix(settings: Settings) -> str:
     """First part of the host tier's file names: this data folder's alone."""
     return f"polyhost-{machine.data_dir_id(settings.data_path)}"
+
+
+def clear_host_tier(settings: Settings) -> None:
+    """What workers of an earlier life were writing and deleting. Their process ids may be others'
+    by now, so that no worker could tell. Whole packs stay."""
+    for form in ("*.pack.tmp-*", "*.pack.old-*", "worth-*"):
+        for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-{form}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 class EmbedderLauncher:

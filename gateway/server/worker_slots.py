@@ -91,7 +91,7 @@ def _devices(names: Sequence[str], machine: Machine) -> list[str]:
     if names.count("auto") > len(free):
         raise NoSuchWorkers(
             f"{len(names)} workers are asked for, and this machine has {len(machine.gpus)} GPUs: "
-            "lower num_workers"
+            "lower num_workers, or list fewer [[workers]]"
         )
     return [free.pop(0) if name == "auto" else name for name in names]
 

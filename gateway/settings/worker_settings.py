@@ -7,7 +7,11 @@ import msgspec
 
 from gateway.settings.base_settings import setting
 
-DEVICE = r"\A(|auto|cpu|[a-z]+:[0-9]+)\Z"
+_NAMED = r"auto|cpu|(?!cpu:)[a-z]+:(?:0|[1-9][0-9]*)"
+DEVICE = rf"\A(?:{_NAMED})\Z"
+DEVICE_OR_NONE = rf"\A(?:{_NAMED})?\Z"
+LABEL = r"\A[ -~]{1,64}\Z"
+MAX_LABELS = 16
 MAX_WORKERS = 64
 
 
@@ -20,10 +24,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels        words of the operator's that `polyhost workers list` shows
     """
 
-    device: Annotated[str, msgspec.Meta(pattern=DEVICE)] = ""
+    device: Annotated[str, msgspec.Meta(pattern=DEVICE_OR_NONE)] = ""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     threads: Annotated[int, msgspec.Meta(ge=0)] = 0
-    labels: tuple[str, ...] = ()
+    labels: Annotated[
+        tuple[Annotated[str, msgspec.Meta(pattern=LABEL)], ...], msgspec.Meta(max_length=MAX_LABELS)
+    ] = ()
 
 
 def worker_name(index: int) -> str:
@@ -67,7 +73,7 @@ class WorkerSettings:
         "cpu",
         "Device that runs the models: `cpu`; a GPU by its PyTorch name and number, separated by "
         "a colon; or `auto`: GPUs if there are some, else the CPU.",
-        pattern=r"\A(auto|cpu|[a-z]+:[0-9]+)\Z",
+        pattern=DEVICE,
     )
     num_workers: int = setting(
         0,

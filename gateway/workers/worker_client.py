@@ -45,6 +45,8 @@ from gateway.errors import IllegalTransition
 
 logger = logging.getLogger(__name__)
 
+START_S = 300.0
+"""A worker's process answers by then, however slow its imports and its device are."""
 HELLO_INTERVAL_S = 1.0
 """How long a Welcome may take before the connection is made anew."""
 
@@ -149,7 +151,8 @@ class WorkerConnection:
         self._listener: WorkerListener | None = None
         self._epoch = ""
         self._last_heard_s = 0.0
-        self._silent_s: float | None = None
+        self._silent_s = 0.0
+        self._was_lost = False
         self.state: ClientState = "new"
 
     @property
@@ -158,11 +161,12 @@ class WorkerConnection:
         return min(HELLO_INTERVAL_S, self._heartbeat_timeout_s) / 4
 
     def hangs(self) -> bool:
-        """The worker was lost by its silence, has been silent for as long again, and nobody has
-        told that its process ended: what it holds, it holds for nobody. Said once in such a time.
-        """
+        """Nobody has said that the worker's process ended, and it was lost by its silence and has
+        been silent for as long again, or has not answered for START_S since it was first called:
+        what it holds, it holds for nobody. Said once in such a time."""
         now_s = self._clock()
-        if self._silent_s is None or now_s - self._silent_s <= self._heartbeat_timeout_s:
+        bound_s = self._heartbeat_timeout_s if self._was_lost else START_S
+        if self.state != "connecting" or now_s - self._silent_s <= bound_s:
             return False
         self._silent_s = now_s
         return True
@@ -176,6 +180,7 @@ class WorkerConnection:
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect."""
         self._listener = listener
+        self._silent_s = self._clock()
         self._connect()
 
     def send(self, message: ToWorker) -> None:
@@ -187,7 +192,7 @@ class WorkerConnection:
 
     def lose(self, reason: str, cause: LossCause) -> None:
         """Give the connection up, tell the listener and connect anew."""
-        self._silent_s = None
+        self._silent_s, self._was_lost = self._clock(), cause == "silence"
         if self.state in ("new", "closed"):
             return
         if self._connect():
@@ -205,7 +210,6 @@ class WorkerConnection:
         silent_s = self._clock() - self._last_heard_s
         if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
             self.lose(f"silent for {silent_s:.1f} s", "silence")
-            self._silent_s = self._clock()
         elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
             self._connect()
 
@@ -248,7 +252,7 @@ class WorkerConnection:
             self.refuse(f"it speaks protocol {welcome.protocol_version}, not {PROTOCOL_VERSION}")
         elif self.state == "connecting":
             self._on("welcome")
-            self._silent_s = None
+            self._was_lost = False
             self._epoch = welcome.epoch
             logger.info("worker connected worker=%s device=%s", self._worker_id, welcome.device)
             assert self._listener is not None

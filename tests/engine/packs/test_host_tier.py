@@ -269,18 +269,18 @@ def test_packs_are_worth_what_they_are_to_all_workers(tmp_path: Path) -> None:
     other.look()
     other.worth = lambda revision: 5.0 if revision == "aa" else 0.0
     one.worth = lambda revision: 1.0 if revision == "cc" else 0.0
-    other.tell_worth(0.0)
+    other.report_worth(0.0)
     assert put(one, "cc")
     assert [r for r in ("aa", "bb", "cc") if one.has(r)] == ["aa", "cc"]
     other.worth = lambda revision: 9.0 if revision == "cc" else 0.0
-    other.tell_worth(0.5)  # too early to say it again
+    other.report_worth(0.5)  # too early to say it again
     one.worth = lambda revision: 5.5 if revision == "dd" else 0.0
     other.look()
     slab = get(other, "aa")
-    other.tell_worth(1.0)
+    other.report_worth(1.0)
     assert not put(one, "dd")  # one is being read, the other worth more
     other.release(slab)
-    other.tell_worth(2.0)
+    other.report_worth(2.0)
     assert put(one, "dd")
     assert [r for r in ("aa", "cc", "dd") if one.has(r)] == ["cc", "dd"]
     other.close(keep=True)
@@ -289,7 +289,7 @@ def test_packs_are_worth_what_they_are_to_all_workers(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_another_s_decision(tmp_path: Path) -> None:
     one, other = two(tmp_path, PACK)
-    with one._deciding() as is_mine:
+    with one._folder.deciding() as is_mine:
         assert is_mine
         assert other.begin_fill("aa", PACK) is None
     assert put(other, "aa")
@@ -301,13 +301,74 @@ def test_what_a_dead_worker_said_and_left_does_not_count(tmp_path: Path) -> None
     dead = HostTier(tmp_path, "w", 2 * PACK, pid=gone.pid)
     assert put(dead, "aa")
     dead.worth = lambda revision: 100.0
-    dead.tell_worth(0.0)
+    dead.report_worth(0.0)
     assert dead.begin_fill("bb", PACK) is not None
     one = HostTier(tmp_path, "w", 2 * PACK)
     assert names(tmp_path) == ["w-aa.pack"]
     one.worth = lambda revision: 1.0
     assert put(one, "cc", 2 * PACK)
     assert names(tmp_path) == ["w-cc.pack"]
+
+
+def test_a_pack_that_several_want_comes_in_for_what_it_is_worth_to_all(tmp_path: Path) -> None:
+    one, other = two(tmp_path, PACK)
+    put(one, "aa")
+    for tier in (one, other):
+        tier.look()
+        tier.keep_only(["aa", "bb"])
+        tier.worth = lambda revision: {"aa": 0.5, "bb": 0.9}[revision]
+    one.worth = lambda revision: {"aa": 1.0, "bb": 0.9}[revision]
+    assert not put(one, "bb")
+    other.report_worth(0.0)
+    assert put(one, "bb")  # 1.8 against 1.5
+
+
+def test_what_a_worker_was_writing_when_it_died_goes_at_the_next_look(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    dying = HostTier(tmp_path, "w", 2 * PACK, pid=child.pid)
+    assert dying.begin_fill("aa", PACK) is not None
+    one = HostTier(tmp_path, "w", 2 * PACK)
+    assert one.used_bytes == PACK
+    child.kill()
+    child.wait()
+    child.stdin.close()  # type: ignore[union-attr]
+    one.look()
+    assert (one.used_bytes, names(tmp_path)) == (0, [])
+
+
+def test_a_file_that_is_renamed_while_the_folder_is_read_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = two(tmp_path, 2 * PACK)
+    fill = one.begin_fill("aa", PACK)
+    assert fill is not None
+    lstat = Path.lstat
+
+    def commits(path: Path) -> os.stat_result:
+        if ".tmp-" in path.name and fill.path.exists():
+            one.commit(fill)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", commits)
+    assert other.begin_fill("bb", 2 * PACK) is None or not other.has("aa")
+    assert other.used_bytes <= 2 * PACK
+
+
+def test_a_pack_that_cannot_be_mapped_now_is_still_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = HostTier(tmp_path, "w", PACK)
+    put(tier, "aa")
+    tier.close(keep=True)
+    tier = HostTier(tmp_path, "w", PACK)
+
+    def no_descriptors(*_: object, **__: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mmap, "mmap", no_descriptors)
+        assert tier.acquire("aa", PACK) is None
+    tier.release(get(tier, "aa"))
 
 
 def test_two_workers_at_random_keep_one_book(tmp_path: Path) -> None:
@@ -338,7 +399,7 @@ def test_two_workers_at_random_keep_one_book(tmp_path: Path) -> None:
             elif action == 4:
                 worths[revision] = rng.random()
                 tier.worth = lambda revision, of=dict(worths): of[revision]  # type: ignore[misc]
-                tier.tell_worth(float(2 * step))
+                tier.report_worth(float(2 * step))
             else:
                 tier.look()
             on_disk = sum(p.stat().st_size for p in folder.glob("w-*.pack"))
