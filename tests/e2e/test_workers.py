@@ -175,9 +175,11 @@ async def test_a_drained_worker_stays_out_until_it_is_resumed(
 
 
 def test_a_model_is_warm_once_for_both(prepared: Prepared, pair: Server) -> None:
-    """Whichever worker has copied a pack to the host tier, there is one file of it."""
+    """Whichever worker has copied a pack to the host tier, both load from that one file."""
     prefix = f"polyhost-{machine.data_dir_id(pair.data_dir)}"
     files = [path.name for path in machine.SHM_DIR.glob(f"{prefix}-*.pack")]
-    assert files
     packs = {polyhost_json(pair.data_dir, "models", "show", name)["revision"] for name in NAMES}
     assert {name.removeprefix(f"{prefix}-").removesuffix(".pack") for name in files} <= packs
+    assert len(files) >= 2  # of the two models that were asked for all the time
+    loads = total(pair.metrics(), "swap_duration_seconds_count", 'tier="host"')
+    assert loads >= 2  # workers that began anew have read them there
