@@ -26,7 +26,7 @@ from engine.protocol import (
 from gateway.dispatch.candidates import Candidates
 from gateway.dispatch.capacity import Changes, WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord, ResidencyLog
-from gateway.dispatch.policy.fleet_sight import Placer
+from gateway.dispatch.policy.fleet_sight import Placer, most_claims
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
@@ -233,17 +233,12 @@ class Fleet:
         return frozenset(
             name
             for name in model_names
-            if self._placement.num_claims(name) < max(1, self._num_sources(name))
+            if self._placement.num_claims(name) < most_claims(self.candidates, name)
             and (
                 len(self._offering.get(name, ())) < len(self._connected)
                 or len(self.offering(name, now_s)) < len(self._connected)
             )
         )
-
-    def _num_sources(self, model_name: str) -> int:
-        """Workers that have its bytes at hand."""
-        having = self.candidates.having
-        return len(having(model_name, "resident")) + len(having(model_name, "warm"))
 
     def place(
         self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str], asks_s: AskRate

@@ -61,6 +61,11 @@ class FleetSight(Protocol):
         ...
 
 
+def most_claims(sight: FleetSight, model_id: str) -> int:
+    """Workers that may be told to load a model at a time: as many as have its bytes, and one."""
+    return max(1, len(sight.having(model_id, "resident")) + len(sight.having(model_id, "warm")))
+
+
 def least_load_s(demand: Demand, workers: Iterable[WorkerView]) -> float:
     """What a load takes where it takes least; inf where it can be nowhere."""
     models = (worker.model(demand) for worker in workers if worker.may_load(demand))
@@ -107,7 +112,7 @@ class AllWorkers:
         return [w.worker_id for w in self._workers if w.state(model_id) == state]
 
     def taken(self, worker_id: str, num_bytes: int) -> None:
-        """They are all shown anyway."""
+        """Changes nothing: every worker is judged, and the caller counts what it has claimed."""
 
 
 class Placer(Protocol):

@@ -4,9 +4,9 @@ A model is wanted where tickets wait for it and no worker offers a lease, or whe
 the wanted ones, in the order of their heads in the fair queue:
 
 1. As many claims of a model at a time as workers have its bytes, on the device or in host memory,
-   and one at least: no herd of workers loads the same model, and a crowd that needs 32 copies has
-   them after five or six loads. A claim ends when the model is resident or failed there, when the
-   worker is lost, or when it expires.
+   and one at least, each on another worker: no herd of workers loads the same model, and where one
+   worker has it a crowd that needs 32 copies has them after five rounds of loads. A claim ends when
+   the model is resident or failed there, when the worker is lost, or when it expires.
 2. Room that costs nobody is taken at once: free pages, and pages of models that are not in demand:
    nobody waits for them, nothing runs, and they are asked for so seldom that swapping them out and
    in again each time would keep within `max_load_share` (`fleet_view.WeightRoom.push_out`).
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gateway.dispatch.policy.claims import Claims
-from gateway.dispatch.policy.fleet_sight import FleetSight
+from gateway.dispatch.policy.fleet_sight import FleetSight, most_claims
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
@@ -126,7 +126,7 @@ class _Look:
         """Where the load could go: a warm copy loads sooner than a cold one, then the emptier."""
         views = self.sight.candidates(demand, self)
         self.num_judged += len(views)
-        found = [(r, m) for r in map(self._room, views) if (m := r.loadable(demand)) is not None]
+        found = [(r, m) for r in map(self._room, views) if (m := self._loadable(r, demand))]
         found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
         return found
 
@@ -134,7 +134,7 @@ class _Look:
         """Where it has room that costs nobody, if there is any."""
         for view in self.sight.with_room(demand):
             room = self._room(view)
-            model = room.loadable(demand)
+            model = self._loadable(room, demand)
             if model is not None and room.free_bytes >= model.weight_bytes:
                 return room
         return None
@@ -143,12 +143,18 @@ class _Look:
         """The same of one worker."""
         view = self.sight.view(worker_id)
         room = None if view is None else self._room(view)
-        model = None if room is None else room.loadable(demand)
+        model = None if room is None else self._loadable(room, demand)
         return [] if room is None or model is None else [(room, model)]
 
     def __contains__(self, worker_id: object) -> bool:
         """Of workers to avoid: a load is planned there, or an earlier one not paid off."""
         return worker_id in self.buckets or worker_id in self._in_debt
+
+    def _loadable(self, room: WeightRoom, demand: Demand) -> ModelView | None:
+        """Not where the worker has been told to load it already and does not say so yet."""
+        if demand.model_id in self._claims.on(room.view.worker_id):
+            return None
+        return room.loadable(demand)
 
     def _room(self, view: WorkerView) -> WeightRoom:
         room = self._rooms.get(view.worker_id)
@@ -201,9 +207,7 @@ class Placement:
         self._outlooks, before, self._kept = {}, self._kept, {}
         decisions = []
         for demand in demands:
-            num_sources = len(sight.having(demand.model_id, "resident"))
-            num_sources += len(sight.having(demand.model_id, "warm"))
-            while self.num_claims(demand.model_id) < max(1, num_sources):
+            while self.num_claims(demand.model_id) < most_claims(sight, demand.model_id):
                 decision = self._place(now_s, demand, look, before.get(demand.model_id))
                 if decision is None:
                     break
@@ -211,11 +215,13 @@ class Placement:
         return decisions
 
     def claim(self, now_s: float, demand: Demand, sight: FleetSight) -> LoadDecision | None:
-        """An operator's request: place it now, whatever the share; None where it cannot be."""
+        """An operator's request: place it now, whatever the share; None where it cannot be, or
+        is there or on its way."""
         model_id = demand.model_id
+        self.drop_claims(now_s, sight.state)
         options = [w for w in sight.candidates(demand) if w.may_load(demand, and_failed=True)]
         there = sight.having(model_id, "resident") or sight.having(model_id, "loading")
-        if not options or there:
+        if not options or there or self.num_claims(model_id):
             return None
         worker = max(options, key=lambda w: (idle_room(w, model_id), w.worker_id))
         room = WeightRoom(worker, 0, frozenset(), nobody_asks)
