@@ -62,7 +62,8 @@ EPSILON_S = 1e-6
 """Sums of waits are not exact."""
 REJUDGE_S = 1.0
 """In a large fleet a load that is held back stays with its worker for so long, unless it would come
-later there than was expected, or somewhere pages are free."""
+later there than was expected, or somewhere pages are free. One that can go nowhere is looked at
+again after as long: those behind it have their turn before."""
 MOST_JUDGED = 96
 """Workers that are judged in one look, of a large fleet, for loads that have none yet."""
 AGAIN_S = 0.05
@@ -92,11 +93,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of a load that is held back: since when it is where it is, for whom, and what was said."""
+    """Of a load that is held back: since when it is where it is, for whom, and what was said. One
+    that can go nowhere has no worker; one more copy that can go nowhere has no outlook either."""
 
     judged_s: float
     num_waiting: int
-    outlook: Outlook
+    outlook: Outlook | None
 
 
 class _Look:
@@ -273,6 +275,8 @@ class Placement:
             if room is not None:
                 reason: Reason = "replica" if copies else "free memory"
                 return self._claim(now_s, room, demand, reason, look)
+            if kept is not None and (kept.outlook is None) != (copies > 0):
+                kept = None  # what was found out is not of a first copy, or not of one more
             if kept is not None and self._is_as_expected(now_s, demand, look, kept):
                 return None
             if look.num_judged >= MOST_JUDGED:
@@ -284,16 +288,19 @@ class Placement:
         # Half of the look is left to those who have not been judged yet.
         if now_s - kept.judged_s >= REJUDGE_S and 2 * look.num_judged < MOST_JUDGED:
             return False
-        until_s = kept.outlook.until_s
+        outlook = kept.outlook
+        if outlook is None:
+            return self._stays(demand, kept)
+        if not outlook.worker_id:
+            return bool(kept.num_waiting) == bool(demand.num_waiting) and self._stays(demand, kept)
+        until_s = outlook.until_s
         if (
-            kept.outlook.reason == _TOO_FEW
+            outlook.reason == _TOO_FEW
             and kept.num_waiting == demand.num_waiting
             and until_s > now_s + AGAIN_S
         ):  # nothing but time changes that
-            self._kept[demand.model_id] = kept
-            self._outlooks[demand.model_id] = kept.outlook
-            return True
-        for room, model in look.option(demand, kept.outlook.worker_id):
+            return self._stays(demand, kept)
+        for room, model in look.option(demand, outlook.worker_id):
             pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is None or not pushed.num_in_demand:
                 return False
@@ -303,6 +310,12 @@ class Placement:
             self._take(now_s, demand, turn, look, kept.judged_s)
             return True
         return False
+
+    def _stays(self, demand: Demand, kept: _Kept) -> bool:
+        self._kept[demand.model_id] = kept
+        if kept.outlook is not None:
+            self._outlooks[demand.model_id] = kept.outlook
+        return True
 
     def _judge(
         self,
@@ -314,11 +327,10 @@ class Placement:
     ) -> LoadDecision | None:
         model_id = demand.model_id
         if not options:
-            if not copies:
-                leaving = look.sight.having(model_id, "draining")
-                reason: Reason = "other loads in progress" if leaving else "not enough memory"
-                reason = reason if len(look.sight) else "no worker connected"
-                self._outlooks[model_id] = Outlook(model_id, math.inf, reason)
+            leaving = look.sight.having(model_id, "draining")
+            reason: Reason = "other loads in progress" if leaving else "not enough memory"
+            reason = reason if len(look.sight) else "no worker connected"
+            self._nowhere(now_s, demand, copies, reason)
             return None
         reason = "replica" if copies else "free memory"
         for room, model in options:
@@ -337,12 +349,18 @@ class Placement:
                 return self._claim(now_s, room, demand, "higher value", look)
             if demand.num_waiting:
                 turns.append(self._turn(now_s, demand, room, model, pushed, place, look))
-        if not turns:
-            if not copies:
-                self._outlooks[model_id] = Outlook(model_id, math.inf, "not enough memory")
-            return None  # nor does a pin nobody waits for
+        if not turns:  # nor does a pin nobody waits for push anybody out
+            self._nowhere(now_s, demand, copies, "not enough memory")
+            return None
         turn = min(turns, key=lambda t: (t.start_s, t.loss_s, t.place))
         return self._take(now_s, demand, turn, look, now_s)
+
+    def _nowhere(self, now_s: float, demand: Demand, copies: int, reason: Reason) -> None:
+        """Of those looked at no worker can load it, or none at nobody's cost."""
+        outlook = None if copies else Outlook(demand.model_id, math.inf, reason)
+        if outlook is not None:
+            self._outlooks[demand.model_id] = outlook
+        self._kept[demand.model_id] = _Kept(now_s, demand.num_waiting, outlook)
 
     def _num_copies(self, model_id: str, sight: FleetSight) -> int:
         """On a device, or on their way there."""
