@@ -86,7 +86,8 @@ class WorkerCapacity:
         self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
         self._kv_bytes_under_way = 0
         self._kv_bytes_used = 0  # as of the last status
-        self._unpromised_bytes = self._rest_bytes = 0
+        self._unpromised_bytes = 0
+        self._resting_bytes: dict[str, int] = {}  # of models that run nothing
         self._num_sent = 0
         self._num_received_before = 0
         self._num_running: dict[str, int] = {}
@@ -108,13 +109,14 @@ class WorkerCapacity:
         self._models = {model.model_id: model for model in status.models}
         self._kv_short = False
         self._view = None
-        self._kv_bytes_used = self._rest_bytes = 0
+        self._kv_bytes_used = 0
+        self._resting_bytes = {}
         self._unpromised_bytes = self.free_kv_bytes()
         for model in status.models:
             busy = model.num_running or model.num_waiting or model.state != "resident"
             self._kv_bytes_used += model.kv_bytes_used
             if not busy:
-                self._rest_bytes += model.weight_bytes
+                self._resting_bytes[model.model_id] = model.weight_bytes
             if model.state == "loading":
                 held = status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes
                 self._unpromised_bytes -= max(0, model.weight_bytes - held)
@@ -294,9 +296,12 @@ class WorkerCapacity:
     def _is_at_work(self, model: ModelStatus) -> bool:
         return bool(model.num_running or model.num_waiting or self._num_running.get(model.model_id))
 
-    def room_bytes(self) -> tuple[int, int]:
-        """Free bytes that no load on its way has been promised, and these with idle models'."""
-        return self._unpromised_bytes, self._unpromised_bytes + self._rest_bytes
+    def room_bytes(self, hosted: Mapping[str, HostedModel]) -> tuple[int, int]:
+        """Free bytes that no load on its way has been promised, and these with the weights of idle
+        models that are not pinned."""
+        resting = self._resting_bytes.items()
+        rest = sum(num_bytes for name, num_bytes in resting if not _is_pinned(hosted, name))
+        return self._unpromised_bytes, self._unpromised_bytes + rest
 
     def view(self, hosted: Mapping[str, HostedModel]) -> WorkerView | None:
         """The worker as placement sees it; None before its first status. Kept until it changes, or

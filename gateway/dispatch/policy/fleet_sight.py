@@ -35,8 +35,15 @@ class FleetSight(Protocol):
         """Where the model is there; None: the worker is gone."""
         ...
 
-    def candidates(self, demand: Demand, avoid: Container[str] = ()) -> Sequence[WorkerView]:
-        """Where a load might go. `avoid`: loads against models in demand are due there already."""
+    def candidates(
+        self, demand: Demand, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> Sequence[WorkerView]:
+        """Where a load might go. `avoid`: loads against models in demand are due there already;
+        `and_failed`: also where an earlier load has failed."""
+        ...
+
+    def none_loadable(self, demand: Demand) -> None:
+        """None of its candidates could load it: show others next time, if there are any."""
         ...
 
     def load_s(self, demand: Demand) -> float:
@@ -90,9 +97,14 @@ class AllWorkers:
         view = self.view(worker_id)
         return None if view is None else view.state(model_id)
 
-    def candidates(self, demand: Demand, avoid: Container[str] = ()) -> Sequence[WorkerView]:
+    def candidates(
+        self, demand: Demand, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> Sequence[WorkerView]:
         """All of them."""
         return self._workers
+
+    def none_loadable(self, demand: Demand) -> None:
+        """There are no others."""
 
     def load_s(self, demand: Demand) -> float:
         """Among all."""

@@ -129,6 +129,8 @@ class _Look:
         views = self.sight.candidates(demand, self)
         self.num_judged += len(views)
         found = [(r, m) for r in map(self._room, views) if (m := self._loadable(r, demand))]
+        if not found:
+            self.sight.none_loadable(demand)
         found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
         return found
 
@@ -221,7 +223,8 @@ class Placement:
         is there or on its way."""
         model_id = demand.model_id
         self.drop_claims(now_s, sight.state)
-        options = [w for w in sight.candidates(demand) if w.may_load(demand, and_failed=True)]
+        views = sight.candidates(demand, and_failed=True)
+        options = [w for w in views if w.may_load(demand, and_failed=True)]
         there = sight.having(model_id, "resident") or sight.having(model_id, "loading")
         if not options or there or self.num_claims(model_id):
             return None
