@@ -53,7 +53,7 @@ class Candidates:
             return
         if states:
             self._index.note_states(worker.worker_id, worker.states())
-        self._index.note_bytes(worker.worker_id, *worker.room_bytes(self._models))
+        self._index.note_bytes(worker.worker_id, *worker.room_bytes())
 
     def lose(self, worker_id: str) -> None:
         """A worker is gone."""

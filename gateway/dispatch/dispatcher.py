@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.assignments import Assignments, aborted_end, nobodys
+from gateway.dispatch.assignments import Assignments, nobodys
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
@@ -40,6 +40,7 @@ from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator
 from gateway.dispatch.queue_bounds import QueueBounds
+from gateway.dispatch.ticket_ends import aborted_end
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import (
     IntegrityError,

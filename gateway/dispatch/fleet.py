@@ -36,7 +36,7 @@ from gateway.dispatch.policy.fleet_view import (
 from gateway.dispatch.policy.model_history import Prefetch
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
 from gateway.dispatch.policy.relief import relieve, unplaceable
-from gateway.dispatch.tickets import IntegrityError
+from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.types import HostedModel
 from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
 
@@ -85,13 +85,15 @@ class Fleet:
         self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight, m.floors) for m in models]
         self._pinned = frozenset(m.name for m in models if m.pinned)
         self.candidates.set_catalog(models)
-        for worker_id in self._connected:
-            self.send(worker_id, SetCatalog(self._specs))
+        for worker in self:
+            worker.pinned = self._pinned
+            self.send(worker.worker_id, SetCatalog(self._specs))
 
     def connect(self, worker_id: str, epoch: str, now_s: float) -> None:
         """A worker process answered. It offers nothing before its first status."""
         self._forget(worker_id)
-        self._connected[worker_id] = WorkerCapacity(worker_id, epoch, now_s)
+        self._connected[worker_id] = worker = WorkerCapacity(worker_id, epoch, now_s)
+        worker.pinned = self._pinned
         self.send(worker_id, SetCatalog(self._specs))
 
     def lose(self, worker_id: str, now_s: float) -> None:
@@ -157,6 +159,10 @@ class Fleet:
         """Whether a worker offers the model, full or not."""
         workers = self._offering.get(model_id, {})
         return any(worker.leased(model_id, now_s) for worker in workers.values())
+
+    def can_hold(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether a worker that offers its model could ever hold a request."""
+        return any(worker.can_hold(ticket) for worker in self.offering(ticket.model_name, now_s))
 
     def open(self, model_id: str, now_s: float, most: int) -> list[WorkerCapacity]:
         """So many workers with room that offer the model, at most; other ones each time, where
