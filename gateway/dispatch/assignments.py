@@ -21,6 +21,7 @@ ticket is granted (predicted), while it runs and when it leaves: see usage_accou
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -64,6 +65,20 @@ class AssignmentCounts:
     resumed: int = 0
     late: int = 0
     too_slow: int = 0
+
+
+class Lost(NamedTuple):
+    """Of a request that its worker was lost with: its model and revision, and whether it had lost a
+    worker before."""
+
+    model: tuple[str, str]
+    is_again: bool
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "Lost":
+        """Before this loss is counted."""
+        model = ticket.request.model
+        return cls((model.name, model.revision), ticket.num_losses > 0)
 
 
 class GrantedTickets:
@@ -214,7 +229,7 @@ class Assignments(GrantedTickets):
         self._send = send or self._submit
         self._recall = recall or self._abort_there
         self._adopted: set[tuple[str, int]] = set()
-        self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        self._lost_there: dict[tuple[str, str], list[Lost]] = {}
         self._headroom = headroom
 
     def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
@@ -280,13 +295,13 @@ class Assignments(GrantedTickets):
         else:
             self._end(ticket, end)
 
-    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
-        """A worker process is gone. Returns the (model, revision) pairs it was running."""
+    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> list[Lost]:
+        """A worker process is gone. Returns whose requests it was running."""
         mine = self.lost_with(worker_id, epoch)
+        found = [Lost.of(ticket) for ticket in mine]
         for ticket in mine:
             self._lost(ticket, reason, now_s)
-        reported = self._lost_there.pop((worker_id, epoch), set())
-        return {(t.model_name, t.request.model.revision) for t in mine} | reported
+        return found + self._lost_there.pop((worker_id, epoch), [])
 
     def move(self, ticket: Ticket, now_s: float) -> bool:
         """Take it off its worker, which is to be emptied: it waits at its old place and goes on
@@ -360,9 +375,8 @@ class Assignments(GrantedTickets):
 
     def _blame(self, ticket: Ticket) -> None:
         """Others may see a worker die before this process does."""
-        model = ticket.request.model
         place = ticket.worker_id, ticket.epoch
-        self._lost_there.setdefault(place, set()).add((model.name, model.revision))
+        self._lost_there.setdefault(place, []).append(Lost.of(ticket))
 
     def _withdraw(self, ticket: Ticket) -> None:
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)

@@ -379,10 +379,13 @@ class Dispatcher:
         self._num_workers_lost += 1
         self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
-        blamed = self._running.lost(worker_id, epoch, reason, self._clock())
-        blamed = blamed if cause == "process" else set()
-        for name in self._quarantine.worker_died(blamed, reason, worker_id, self._clock()):
-            self._decide("quarantine", "workers crashed", name, detail=reason)
+        lost = self._running.lost(worker_id, epoch, reason, self._clock())
+        if cause == "process":
+            blamed = {one.model for one in lost}
+            again = {one.model for one in lost if one.is_again}
+            about = (blamed, reason, worker_id, self._clock(), again)
+            for name in self._quarantine.worker_died(*about):
+                self._decide("quarantine", "workers crashed", name, detail=reason)
         self._fail_hopeless(self._queue.model_names)
         self._pump()
 

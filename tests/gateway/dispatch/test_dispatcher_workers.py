@@ -286,6 +286,27 @@ async def test_a_model_that_kills_two_workers_in_a_row_is_quarantined() -> None:
     assert worker.submitted[-1] == "c"
 
 
+async def test_a_request_that_kills_two_workers_at_once_is_no_accident() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"worker-{number}") for number in range(3)]
+    rig.ask("a")
+    for _ in range(2):
+        (busy,) = [worker for worker in workers if worker.running and worker.reachable]
+        busy.die("killed by signal 11")
+        rig.advance(0.1)
+    assert set(rig.dispatcher.snapshot().quarantined) == {"m"}
+
+
+async def test_two_workers_that_die_together_are_one_strike() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"worker-{number}", num_requests=1) for number in range(2)]
+    for number in range(2):
+        rig.ask(f"a{number}")
+    for worker in workers:
+        worker.die("killed by signal 9")
+    assert rig.dispatcher.snapshot().quarantined == {}
+
+
 @pytest.mark.parametrize("cause", ["silence", "planned"])
 async def test_only_a_process_that_ended_by_itself_is_a_strike(cause: LossCause) -> None:
     rig, worker = served()
