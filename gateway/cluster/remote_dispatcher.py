@@ -64,19 +64,17 @@ from gateway.cluster.dispatcher_protocol import (
     Tokens,
 )
 from gateway.cluster.load_shares import LoadShares
-from gateway.dispatch.assignments import (
-    GrantedTickets,
-    aborted_end,
-    check_tokens,
-    end_without_tokens,
-    loss_of,
-    nobodys,
-    refusal_of,
-)
+from gateway.dispatch.assignments import GrantedTickets, nobodys
 from gateway.dispatch.decisions import DecisionLog
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.service_costs import Prediction
+from gateway.dispatch.ticket_ends import (
+    aborted_end,
+    check_tokens,
+    end_without_tokens,
+    loss_of,
+)
 from gateway.dispatch.tickets import (
     RESTART_WAIT_S,
     IntegrityError,
@@ -366,11 +364,10 @@ class RemoteDispatcher(GrantedTickets):
         ticket = self._refused(worker_id, refused)
         if ticket is None:
             return
-        waits = refused.retryable and not ticket.aborted
-        self._change(ticket, "refuse" if waits else "give_up")
+        event, end = self._refusal(ticket, refused, self._clock())
+        self._change(ticket, event)
         self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
-        if not waits:
-            end = aborted_end(ticket) if ticket.aborted else refusal_of(ticket, refused)
+        if end is not None:
             self._leave(ticket, end)
 
     def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:

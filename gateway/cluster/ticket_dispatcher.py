@@ -20,10 +20,10 @@ from typing import Protocol
 
 from engine.protocol import Finish, Refused, TokenLogprobs
 from gateway.cluster.dispatcher_protocol import RunningSpec, TicketSpec
-from gateway.dispatch.assignments import ABORTED_UNUSED
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.ticket_ends import ABORTED_UNUSED
 from gateway.dispatch.tickets import StreamEnd, Ticket
 from gateway.errors import ApiError, model_gone, model_replaced
 from gateway.settings.settings import Settings

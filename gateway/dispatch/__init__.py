@@ -9,6 +9,7 @@ __all__ = [
     "fleet",
     "operator_handler",
     "policy",
+    "ticket_ends",
     "ticket_queue",
     "tickets",
     "usage_accounting",

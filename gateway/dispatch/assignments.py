@@ -1,7 +1,8 @@
 """Tickets in the workers' hands: granting them, and what workers say about them (stage 5 -> 6).
 
     granted --tokens--> streaming        put into the request's stream
-    granted --Refused(retryable)--> waiting, at its old place
+    granted --Refused-> waiting, at its old place, where the refusal is `retryable`, or the client
+                        has tokens and another worker offers the model; otherwise ended
     granted, streaming --worker lost--> waiting as the next attempt, once
                        --lost again--> ended: with WorkerLost after tokens, else UNAVAILABLE
                        --moved-------> waiting as the next attempt, however often
@@ -18,8 +19,9 @@ ticket is granted (predicted), while it runs and when it leaves: see usage_accou
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,8 +31,14 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.policy.fair_share import FRESH_S, Headroom, UsedService, Wanted
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.service_costs import ServiceEstimator
+from gateway.dispatch.ticket_ends import (
+    ABORTED_UNUSED,
+    check_tokens,
+    end_without_tokens,
+    loss_of,
+    refusal_of,
+)
 from gateway.dispatch.tickets import (
-    RESTART_WAIT_S,
     IntegrityError,
     StreamEnd,
     Ticket,
@@ -39,27 +47,9 @@ from gateway.dispatch.tickets import (
     submit_of,
 )
 from gateway.dispatch.usage_accounting import UsageAccounting, UsageOutbox
-from gateway.errors import (
-    CONTEXT_LENGTH,
-    INVALID_REQUEST,
-    MODEL_NOT_FOUND,
-    SERVER_ERROR,
-    UNAVAILABLE,
-    WRONG_TASK,
-    ApiError,
-    WorkerLost,
-    for_tenants,
-    unenforceable,
-)
 from gateway.types import PreparedRequest
 
 logger = logging.getLogger(__name__)
-
-MAX_LOSSES = 2
-"""A request that so many workers died with is not tried again: it may be what they died of."""
-NOTHING_USED = Usage(0, 0, 0, 0.0)
-ABORTED_UNUSED = Finish("abort", NOTHING_USED)
-"""The end of a request that was aborted before it used anything."""
 
 
 def nobodys(_request_id: str, _finish: Finish, _attempt: int) -> bool:
@@ -75,6 +65,20 @@ class AssignmentCounts:
     resumed: int = 0
     late: int = 0
     too_slow: int = 0
+
+
+class Lost(NamedTuple):
+    """Of a request that its worker was lost with: its model and revision, and whether it had lost a
+    worker before."""
+
+    model: tuple[str, str]
+    is_again: bool
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "Lost":
+        """Before this loss is counted."""
+        model = ticket.request.model
+        return cls((model.name, model.revision), ticket.num_losses > 0)
 
 
 class GrantedTickets:
@@ -156,6 +160,16 @@ class GrantedTickets:
             return None
         return ticket
 
+    def _refusal(
+        self, ticket: Ticket, refused: Refused, now_s: float
+    ) -> tuple[TicketEvent, StreamEnd | None]:
+        """What a refusal is for it, as the workers of this process are."""
+        if not refused.retryable:
+            ticket.refused_by |= {ticket.worker_id}
+        offering = self._fleet.offering(ticket.model_name, now_s)
+        others = any(worker.worker_id not in ticket.refused_by for worker in offering)
+        return refusal_of(ticket, refused, others_offer=others)
+
     def _tokens(self, ticket: Ticket, delta: TokenDelta) -> None:
         if ticket.state == "granted":
             ticket.on("token")
@@ -215,7 +229,7 @@ class Assignments(GrantedTickets):
         self._send = send or self._submit
         self._recall = recall or self._abort_there
         self._adopted: set[tuple[str, int]] = set()
-        self._lost_there: dict[tuple[str, str], set[tuple[str, str]]] = {}
+        self._lost_there: dict[tuple[str, str], list[Lost]] = {}
         self._headroom = headroom
 
     def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
@@ -268,27 +282,26 @@ class Assignments(GrantedTickets):
         ticket = self._refused(worker_id, refused)
         if ticket is None:
             return
-        waits = refused.retryable and not ticket.aborted
-        ticket.on("refuse" if waits else "give_up")
+        event, end = self._refusal(ticket, refused, now_s)
+        ticket.on(event)
         worker = self._fleet.get(worker_id, refused.epoch)
         if worker is not None:
             self._fleet.refuse(worker, ticket.key, ticket.model_name)
         self._take_back(ticket, now_s)
         self._book.fail(ticket)
-        if waits:
+        if end is None:
             logger.info("refused request=%s code=%s: requeued", refused.request_id, refused.code)
             self._on_left(ticket)
         else:
-            end = aborted_end(ticket) if ticket.aborted else refusal_of(ticket, refused)
             self._end(ticket, end)
 
-    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> set[tuple[str, str]]:
-        """A worker process is gone. Returns the (model, revision) pairs it was running."""
+    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> list[Lost]:
+        """A worker process is gone. Returns whose requests it was running."""
         mine = self.lost_with(worker_id, epoch)
+        found = [Lost.of(ticket) for ticket in mine]
         for ticket in mine:
             self._lost(ticket, reason, now_s)
-        reported = self._lost_there.pop((worker_id, epoch), set())
-        return {(t.model_name, t.request.model.revision) for t in mine} | reported
+        return found + self._lost_there.pop((worker_id, epoch), [])
 
     def move(self, ticket: Ticket, now_s: float) -> bool:
         """Take it off its worker, which is to be emptied: it waits at its old place and goes on
@@ -362,9 +375,8 @@ class Assignments(GrantedTickets):
 
     def _blame(self, ticket: Ticket) -> None:
         """Others may see a worker die before this process does."""
-        model = ticket.request.model
         place = ticket.worker_id, ticket.epoch
-        self._lost_there.setdefault(place, set()).add((model.name, model.revision))
+        self._lost_there.setdefault(place, []).append(Lost.of(ticket))
 
     def _withdraw(self, ticket: Ticket) -> None:
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
@@ -440,60 +452,3 @@ class Assignments(GrantedTickets):
     def _end(self, ticket: Ticket, end: StreamEnd, vectors: bytes = b"") -> None:
         ticket.stream.finish(end, vectors)
         self._on_left(ticket)
-
-
-def loss_of(ticket: Ticket, reason: str) -> tuple[TicketEvent, StreamEnd | None]:
-    """What the loss of its worker is for a ticket, and how it ends; None: it is tried once more."""
-    if ticket.aborted:
-        return "give_up", aborted_end(ticket)
-    if ticket.num_losses + 1 < MAX_LOSSES:
-        return "worker_lost", None
-    if ticket.has_tokens:
-        return "give_up", WorkerLost(reason)
-    message = f"{MAX_LOSSES} workers stopped while running the request: try again later"
-    return "give_up", ApiError(UNAVAILABLE, message, retry_after_s=RESTART_WAIT_S)
-
-
-def aborted_end(ticket: Ticket) -> Finish:
-    """The end of a request that is aborted while no worker has it, or whose worker was lost before
-    it said so: what its attempts have made is used, and the times are the system's."""
-    if not ticket.has_tokens:
-        return ABORTED_UNUSED
-    num_tokens = ticket.num_before + ticket.num_tokens
-    num_prompt = ticket.request.num_prompt_tokens
-    return Finish("abort", Usage(num_prompt, ticket.cached_tokens, num_tokens, 0.0))
-
-
-def check_tokens(tickets: Iterable[Ticket]) -> None:
-    """Raises IntegrityError where the tokens kept of one are not those that were counted."""
-    for ticket in tickets:
-        counted = ticket.num_before + ticket.num_tokens
-        if ticket.generated and len(ticket.generated) != counted:
-            raise IntegrityError(f"{ticket.key} has {len(ticket.generated)} tokens of {counted}")
-
-
-def refusal_of(ticket: Ticket, refused: Refused) -> ApiError:
-    """How a request ends that a worker refused for good."""
-    if refused.code == "context_length_exceeded":
-        return ApiError(CONTEXT_LENGTH, f"the request does not fit the model: {refused.message}")
-    if refused.code == "invalid_constraint":
-        return unenforceable(refused.message)
-    if refused.code == "invalid_sampling":
-        return ApiError(INVALID_REQUEST, f"invalid sampling parameters: {refused.message}")
-    if refused.code == "wrong_task":
-        return ApiError(
-            WRONG_TASK, f"the model does not support this task: {refused.message}", "model"
-        )
-    if refused.code == "unknown_model":
-        return ApiError(MODEL_NOT_FOUND, f"the model {ticket.model_name!r} is no longer available")
-    return ApiError(UNAVAILABLE, f"no worker accepts the request: {for_tenants(refused.message)}")
-
-
-def end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
-    """How a request ends that its worker ended before any token."""
-    if finish.reason == "refused":  # what was asked for was compiled beside the prompt
-        return unenforceable(finish.error)
-    if finish.reason == "error":
-        text = f"the model {ticket.model_name!r} failed while processing the request"
-        return ApiError(SERVER_ERROR, text)
-    return finish

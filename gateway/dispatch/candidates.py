@@ -5,6 +5,7 @@ when somebody looks and kept until it changes, and policy/fleet_index.py is kept
 come. So a decision about one model costs the same in a fleet of ten workers and of a thousand.
 """
 
+import math
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -73,13 +74,26 @@ class Candidates:
         worker = self._connected.get(worker_id)
         return None if worker is None else worker.state(model_id)
 
-    def candidates(self, demand: Demand, avoid: Container[str] = ()) -> list[WorkerView]:
+    def candidates(
+        self, demand: Demand, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> list[WorkerView]:
         """Where a load might go."""
-        return self._views(self._index.candidates(demand.model_id, avoid))
+        names = self._index.candidates(demand.model_id, avoid, and_failed=and_failed)
+        return self._views(names)
+
+    def none_loadable(self, demand: Demand) -> None:
+        """None of its candidates could load it: others are shown next time."""
+        if self.is_large:
+            self._index.none_loadable(demand.model_id)
 
     def load_s(self, demand: Demand) -> float:
-        """Where it is warm, or in a few other places: loads from the disk take the same in most."""
-        return least_load_s(demand, self._views(self._index.nearest(demand.model_id)))
+        """Where it is warm, or in a few other places: loads from the disk take the same in most.
+        Where none of these can load it, the first worker that can is asked; inf: there is none."""
+        found_s = least_load_s(demand, self._views(self._index.nearest(demand.model_id)))
+        if found_s < math.inf or not self.is_large:
+            return found_s
+        each_s = (least_load_s(demand, [view]) for view in map(self.view, self._connected) if view)
+        return next((load_s for load_s in each_s if load_s < math.inf), math.inf)
 
     def with_room(self, demand: Demand) -> Iterator[WorkerView]:
         """Workers that had so many free bytes, by their last status."""

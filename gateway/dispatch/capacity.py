@@ -5,9 +5,11 @@ in its figures and are subtracted here, from the model's lease and from what all
 status too old (`lease_ttl_s`) offers nothing. A model the worker refused offers nothing until the
 next status, so that a refusal is not asked for again at once.
 
-One rule goes beyond the lease: a model that has nothing on the worker may always send one request,
-whatever the KV figures say. Otherwise a request larger than what is free beside other models would
-wait for ever. Where KV memory was short, `view` says so, and placement has idle models make room.
+One rule goes beyond the lease: a model that has nothing on the worker may send one request that
+could be held there once all others had left, whatever the KV figures say. Otherwise a request
+larger than what is free beside other models would wait for ever. What no worker that offers the
+model could ever hold is refused by one of them: `may_refuse`. Where KV memory is short, `view` says
+so, and placement has idle models make room.
 """
 
 from collections import deque
@@ -52,6 +54,8 @@ class Room(NamedTuple):
 
     fresh            the worker was heard of lately: an old status offers nothing
     leased_*         left of the model's own lease; the others are of all models together
+    can_hold         it would fit if all models left that may
+    has_refused      the worker has said that it never will
     """
 
     worker_id: str
@@ -64,6 +68,8 @@ class Room(NamedTuple):
     wanted_tokens: int
     free_kv_bytes: int
     wanted_kv_bytes: int
+    can_hold: bool
+    has_refused: bool
 
 
 _NOTHING = _UnderWay(0, 0)
@@ -78,6 +84,8 @@ class WorkerCapacity:
         self.status: WorkerStatus | None = None
         self.takes_loads = self.takes_requests = True
         """Not where the worker leaves: worker_drains.py."""
+        self.pinned: frozenset[str] = frozenset()
+        """Models that do not leave the worker once they are there."""
         self._connected_s = now_s
         self._received_s = now_s
         self._leases: dict[str, Lease] = {}
@@ -86,7 +94,8 @@ class WorkerCapacity:
         self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
         self._kv_bytes_under_way = 0
         self._kv_bytes_used = 0  # as of the last status
-        self._unpromised_bytes = self._rest_bytes = 0
+        self._unpromised_bytes = 0
+        self._resting_bytes: dict[str, int] = {}  # of models that run nothing
         self._num_sent = 0
         self._num_received_before = 0
         self._num_running: dict[str, int] = {}
@@ -108,13 +117,14 @@ class WorkerCapacity:
         self._models = {model.model_id: model for model in status.models}
         self._kv_short = False
         self._view = None
-        self._kv_bytes_used = self._rest_bytes = 0
+        self._kv_bytes_used = 0
+        self._resting_bytes = {}
         self._unpromised_bytes = self.free_kv_bytes()
         for model in status.models:
             busy = model.num_running or model.num_waiting or model.state != "resident"
             self._kv_bytes_used += model.kv_bytes_used
             if not busy:
-                self._rest_bytes += model.weight_bytes
+                self._resting_bytes[model.model_id] = model.weight_bytes
             if model.state == "loading":
                 held = status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes
                 self._unpromised_bytes -= max(0, model.weight_bytes - held)
@@ -148,19 +158,55 @@ class WorkerCapacity:
     def fits(self, ticket: Ticket, now_s: float) -> bool:
         """Whether the ticket may be granted now."""
         lease = self._leases.get(ticket.model_name)
-        if lease is None or not self.is_fresh(now_s) or self._free_requests() < 1:
+        if lease is None or self.worker_id in ticket.refused_by:
             return False
+        if not self._has_slot(lease, now_s):
+            return False
+        alone = lease.model_id not in self._num_running
+        return self._kv_fits(ticket, lease) or (alone and self.can_hold(ticket))
+
+    def may_refuse(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether the ticket, which can be held nowhere, may be sent to have the worker say so."""
+        lease = self._leases.get(ticket.model_name)
+        alone = ticket.model_name not in self._num_running or self.worker_id in ticket.refused_by
+        return alone and lease is not None and self._has_slot(lease, now_s)
+
+    def can_hold(self, ticket: Ticket) -> bool:
+        """Whether its KV memory fits beside the weights of its model and of those that are pinned,
+        and the worker has not refused it. Its model must be on offer."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None or self.status is None or self.worker_id in ticket.refused_by:
+            return False
+        stay_bytes = sum(
+            model.weight_bytes
+            for name, model in self._models.items()
+            if name == lease.model_id or (name in self.pinned and model.state == "resident")
+        )
+        room_bytes = self.status.num_pages * self.status.page_bytes - stay_bytes
+        return _kv_bytes(_kv_tokens(ticket, lease), lease) <= room_bytes
+
+    def lacks_kv(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether KV memory is what the ticket lacks here, and nothing else. What an encoder's
+        lease lacks is time; nobody's memory would help."""
+        lease = self._leases.get(ticket.model_name)
+        if lease is None or not self._has_slot(lease, now_s):
+            return False
+        return _kv_bytes(_kv_tokens(ticket, lease), lease) > 0 and not self._kv_fits(ticket, lease)
+
+    def note_kv_short(self) -> None:
+        """A request that is to run here lacks KV memory: until the next status."""
+        self._kv_short = True
+
+    def _has_slot(self, lease: Lease, now_s: float) -> bool:
+        under_way = self._under_way.get(lease.model_id, _NOTHING)
+        free = min(self._free_requests(), lease.num_requests - under_way.num_requests)
+        return free >= 1 and self.is_fresh(now_s)
+
+    def _kv_fits(self, ticket: Ticket, lease: Lease) -> bool:
         kv_tokens = _kv_tokens(ticket, lease)
         under_way = self._under_way.get(lease.model_id, _NOTHING)
-        if lease.num_requests - under_way.num_requests < 1:
-            return False
-        kv_bytes = _kv_bytes(kv_tokens, lease)
-        kv_fits = (
-            kv_tokens <= lease.kv_tokens - under_way.kv_tokens and kv_bytes <= self.free_kv_bytes()
-        )
-        # What an encoder's lease lacks is time; nobody's memory would help.
-        self._kv_short |= not kv_fits and kv_bytes > 0
-        return kv_fits or lease.model_id not in self._num_running
+        in_lease = kv_tokens <= lease.kv_tokens - under_way.kv_tokens
+        return in_lease and _kv_bytes(kv_tokens, lease) <= self.free_kv_bytes()
 
     def room(self, ticket: Ticket, now_s: float) -> "Room | None":
         """The figures that `fits` goes by, for explanations; None without a lease."""
@@ -180,6 +226,8 @@ class WorkerCapacity:
             wanted_tokens=wanted_tokens,
             free_kv_bytes=self.free_kv_bytes(),
             wanted_kv_bytes=_kv_bytes(wanted_tokens, lease),
+            can_hold=self.can_hold(ticket),
+            has_refused=self.worker_id in ticket.refused_by,
         )
 
     def lack(self, ticket: Ticket) -> float:
@@ -272,7 +320,7 @@ class WorkerCapacity:
 
     @property
     def is_kv_short(self) -> bool:
-        """A request lacked KV memory there since the last status."""
+        """A request that is to run there lacked KV memory since the last status."""
         return self._kv_short
 
     def model(self, model_id: str) -> ModelStatus | None:
@@ -300,8 +348,11 @@ class WorkerCapacity:
         return bool(model.num_running or model.num_waiting or self._num_running.get(model.model_id))
 
     def room_bytes(self) -> tuple[int, int]:
-        """Free bytes that no load on its way has been promised, and these with idle models'."""
-        return self._unpromised_bytes, self._unpromised_bytes + self._rest_bytes
+        """Free bytes that no load on its way has been promised, and these with the weights of idle
+        models that are not pinned."""
+        resting = self._resting_bytes.items()
+        rest = sum(num_bytes for name, num_bytes in resting if name not in self.pinned)
+        return self._unpromised_bytes, self._unpromised_bytes + rest
 
     def view(self, hosted: Mapping[str, HostedModel]) -> WorkerView | None:
         """The worker as placement sees it; None before its first status. Kept until it changes, or
@@ -315,15 +366,14 @@ class WorkerCapacity:
         return self._view
 
     def _look(self, status: WorkerStatus, hosted: Mapping[str, HostedModel]) -> WorkerView:
-        pinned = {row.model_id for row in status.models if _is_pinned(hosted, row.model_id)}
         models = {
             model.model_id: ModelView(
                 state=model.state,
                 weight_bytes=model.weight_bytes,
                 load_s=model.load_s_estimate,
-                idle=not (self._is_at_work(model) or model.model_id in pinned),
+                idle=not (self._is_at_work(model) or model.model_id in self.pinned),
                 idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
-                pinned=model.model_id in pinned,
+                pinned=model.model_id in self.pinned,
                 held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,
                 floors=hosted[model.model_id].floors if model.model_id in hosted else (),
             )
@@ -377,11 +427,6 @@ class WorkerCapacity:
         if self.status is None:
             return 0
         return self.status.free_requests - len(self._in_flight)
-
-
-def _is_pinned(hosted: Mapping[str, HostedModel], name: str) -> bool:
-    model = hosted.get(name)
-    return model is not None and model.pinned
 
 
 def _kv_tokens(ticket: Ticket, lease: Lease) -> int:

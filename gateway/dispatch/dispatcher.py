@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.assignments import Assignments, aborted_end, nobodys
+from gateway.dispatch.assignments import Assignments, nobodys
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
@@ -40,6 +40,7 @@ from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator
 from gateway.dispatch.queue_bounds import QueueBounds
+from gateway.dispatch.ticket_ends import aborted_end
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import (
     IntegrityError,
@@ -387,10 +388,13 @@ class Dispatcher:
         self._num_workers_lost += 1
         self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
-        blamed = self._running.lost(worker_id, epoch, reason, self._clock())
-        blamed = blamed if cause == "process" else set()
-        for name in self._quarantine.worker_died(blamed, reason, worker_id, self._clock()):
-            self._decide("quarantine", "workers crashed", name, detail=reason)
+        lost = self._running.lost(worker_id, epoch, reason, self._clock())
+        if cause == "process":
+            blamed = {one.model for one in lost}
+            again = {one.model for one in lost if one.is_again}
+            about = (blamed, reason, worker_id, self._clock(), again)
+            for name in self._quarantine.worker_died(*about):
+                self._decide("quarantine", "workers crashed", name, detail=reason)
         self._fail_hopeless(self._queue.model_names)
         self._pump()
 

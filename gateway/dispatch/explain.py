@@ -345,13 +345,14 @@ def lacks(room: Room) -> WaitCode | None:
     if room.free_requests < 1 or room.leased_requests < 1:
         return "worker full"
     short = room.wanted_tokens > room.leased_tokens or room.wanted_kv_bytes > room.free_kv_bytes
-    return "not enough KV memory" if short and room.running_model else None
+    waits = room.running_model or not room.can_hold
+    return "not enough KV memory" if room.has_refused or (short and waits) else None
 
 
-def _distance(room: Room) -> tuple[bool, bool]:
+def _distance(room: Room) -> tuple[bool, bool, bool]:
     """How far a worker is from taking a request: the least is the nearest."""
     lacking = lacks(room)
-    return lacking != "not enough KV memory", lacking == "worker not responding"
+    return lacking != "not enough KV memory", lacking == "worker not responding", not room.can_hold
 
 
 def _on_offer(

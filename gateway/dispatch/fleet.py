@@ -26,7 +26,7 @@ from engine.protocol import (
 from gateway.dispatch.candidates import Candidates
 from gateway.dispatch.capacity import Changes, WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord, ResidencyLog
-from gateway.dispatch.policy.fleet_sight import Placer
+from gateway.dispatch.policy.fleet_sight import Placer, most_claims
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
@@ -36,7 +36,7 @@ from gateway.dispatch.policy.fleet_view import (
 from gateway.dispatch.policy.model_history import Prefetch
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind
 from gateway.dispatch.policy.relief import relieve, unplaceable
-from gateway.dispatch.tickets import IntegrityError
+from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.types import HostedModel
 from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
 
@@ -95,13 +95,15 @@ class Fleet:
         self._specs = [ModelSpec(m.name, m.pack_dir, m.pinned, m.weight, m.floors) for m in models]
         self._pinned = frozenset(m.name for m in models if m.pinned)
         self.candidates.set_catalog(models)
-        for worker_id in self._connected:
-            self.send(worker_id, SetCatalog(self._specs))
+        for worker in self:
+            worker.pinned = self._pinned
+            self.send(worker.worker_id, SetCatalog(self._specs))
 
     def connect(self, worker_id: str, epoch: str, now_s: float) -> None:
         """A worker process answered. It offers nothing before its first status."""
         self._forget(worker_id)
-        self._connected[worker_id] = WorkerCapacity(worker_id, epoch, now_s)
+        self._connected[worker_id] = worker = WorkerCapacity(worker_id, epoch, now_s)
+        worker.pinned = self._pinned
         self.send(worker_id, SetCatalog(self._specs))
 
     def lose(self, worker_id: str, now_s: float) -> None:
@@ -167,6 +169,10 @@ class Fleet:
         """Whether a worker offers the model, full or not."""
         workers = self._offering.get(model_id, {})
         return any(worker.leased(model_id, now_s) for worker in workers.values())
+
+    def can_hold(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether a worker that offers its model could ever hold a request."""
+        return any(worker.can_hold(ticket) for worker in self.offering(ticket.model_name, now_s))
 
     def open(self, model_id: str, now_s: float, most: int) -> list[WorkerCapacity]:
         """So many workers with room that offer the model, at most; other ones each time, where
@@ -243,17 +249,12 @@ class Fleet:
         return frozenset(
             name
             for name in model_names
-            if self._placement.num_claims(name) < max(1, self._num_sources(name))
+            if self._placement.num_claims(name) < most_claims(self.candidates, name)
             and (
                 len(self._offering.get(name, ())) < len(self._connected)
                 or len(self.offering(name, now_s)) < len(self._connected)
             )
         )
-
-    def _num_sources(self, model_name: str) -> int:
-        """Workers that have its bytes at hand."""
-        having = self.candidates.having
-        return len(having(model_name, "resident")) + len(having(model_name, "warm"))
 
     def place(
         self, now_s: float, demands: Sequence[Demand], waiting: Iterable[str], asks_s: AskRate

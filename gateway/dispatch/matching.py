@@ -40,6 +40,9 @@ class Offers(Protocol):
     def connected(self, worker_id: str) -> WorkerCapacity | None:
         """The worker, if it is connected."""
 
+    def can_hold(self, ticket: Ticket, now_s: float) -> bool:
+        """Whether a worker that offers its model could ever hold it."""
+
 
 class GrantRound:
     """Smallest counter first, until every worker is full or kept for a head that does not fit.
@@ -106,14 +109,34 @@ class GrantRound:
                 for worker in by_load(candidates):
                     if not worker.fits(ticket, self._now_s):
                         lacking.append(worker)
-                    # Where it fits and may not go, the room is for others: it keeps nobody from it.
-                    elif self._may_take(ticket, worker, self._now_s, first):
-                        if self._grant(ticket, worker):
-                            ticket.kept_on = ""
-                            return True
-                        self._kept.add(worker.worker_id)  # it cannot be reached, whoever asks
+                    elif self._grant_there(ticket, worker, first):
+                        return True
+            if self._grant_to_refuse(ticket, lacking, first):
+                return True
             self._keep(ticket, lacking)
         return False
+
+    def _grant_to_refuse(
+        self, ticket: Ticket, lacking: Sequence[WorkerCapacity], first: bool
+    ) -> bool:
+        """What no worker can ever hold goes to one that says so, in its own words."""
+        asked = [worker for worker in lacking if worker.may_refuse(ticket, self._now_s)]
+        if not asked or self._fleet.can_hold(ticket, self._now_s):
+            return False
+        return any(self._grant_there(ticket, worker, first) for worker in asked)
+
+    def _grant_there(self, ticket: Ticket, worker: WorkerCapacity, first: bool) -> bool:
+        # Where it fits and may not go, the room is for others: it keeps nobody from it.
+        if not self._may_take(ticket, worker, self._now_s, first):
+            return False
+        is_short = worker.lacks_kv(ticket, self._now_s)
+        if not self._grant(ticket, worker):
+            self._kept.add(worker.worker_id)  # it cannot be reached, whoever asks
+            return False
+        if is_short:
+            worker.note_kv_short()
+        ticket.kept_on = ""
+        return True
 
     def _looks(self, model_id: str) -> Iterable[list[WorkerCapacity]]:
         """The workers that offer the model and are not kept, first a few of them."""
@@ -136,8 +159,14 @@ class GrantRound:
     def _keep(self, ticket: Ticket, lacking: Sequence[WorkerCapacity]) -> None:
         """Keep one worker for a head that fits nowhere."""
         ticket.kept_on = kept_for(ticket, lacking, self._fleet, self._kept, self._now_s)
-        if ticket.kept_on:
-            self._kept.add(ticket.kept_on)
+        if not ticket.kept_on:
+            return
+        self._kept.add(ticket.kept_on)
+        worker = self._fleet.connected(ticket.kept_on)
+        # No other worker makes room for it.
+        if worker is not None and worker.lacks_kv(ticket, self._now_s):
+            worker.note_kv_short()
+            self.looked[worker.worker_id] = worker
 
 
 def kept_for(
@@ -148,14 +177,17 @@ def kept_for(
     now_s: float,
 ) -> str:
     """The worker to keep for a head that fits on none of those `lacking`; empty: there is none. Of
-    those `kept` for others none is taken; the one it had before is, as long as it offers the
-    model."""
-    lacks = {w.worker_id: w.lack(ticket) for w in lacking if w.worker_id not in kept}
+    those `kept` for others none is taken, nor any that can never hold it while one that offers its
+    model can; the one it had before is, as long as it offers the model."""
+    free = [w for w in lacking if w.worker_id not in kept]
     before = fleet.connected(ticket.kept_on) if ticket.kept_on else None
-    if before is None or before.worker_id in kept:
-        return expected_first(lacks, "")
-    if before.leased(ticket.model_name, now_s):
-        lacks[before.worker_id] = before.lack(ticket)
+    if before is not None:
+        is_free = before.worker_id not in kept and before.leased(ticket.model_name, now_s)
+        free += [before] if is_free else []
+    fit = [w for w in free if w.can_hold(ticket)]
+    if len(fit) < len(free) and fleet.can_hold(ticket, now_s):
+        free = fit
+    lacks = {w.worker_id: w.lack(ticket) for w in free}
     return expected_first(lacks, ticket.kept_on)
 
 
@@ -168,9 +200,10 @@ def place_alone(
     ticket: Ticket, offering: Sequence[WorkerCapacity], now_s: float, may_take: MayTake
 ) -> WorkerCapacity | None:
     """What a round comes to where nobody else waits: as `GrantRound`, without its books. None: it
-    is to wait; also where KV memory is short, for then idle models are to make room, too."""
+    is to wait; also where KV memory is short, for then idle models are to make room, too: a round
+    sees to that."""
     for worker in by_load(offering):
-        fits = worker.fits(ticket, now_s) and not worker.is_kv_short
+        fits = worker.fits(ticket, now_s) and not worker.lacks_kv(ticket, now_s)
         if fits and may_take(ticket, worker, now_s, True):
             return worker
     return None

@@ -299,6 +299,8 @@ class Ticket:
     expected: UsedService = NOTHING
     """What is left of its prediction."""
     is_queued: bool = False
+    refused_by: frozenset[str] = frozenset()
+    """Workers that will never take it, as they have said."""
     kept_on: str = ""
     """While it waits: the worker that is kept for it, because it fits nowhere yet."""
 

@@ -59,7 +59,9 @@ class Claims:
         forced: bool,
     ) -> None:
         """A load has been decided. Loads of one worker share its way to the disk: one after the
-        other, as seen from here."""
+        other, as seen from here. Raises ValueError where the worker is to load it already."""
+        if model_id in self.on(worker_id):
+            raise ValueError(f"{worker_id} has been told to load {model_id!r}")
         before = [claim.ready_s for claim in self.on(worker_id).values()]
         claim = Claim(
             model_id,

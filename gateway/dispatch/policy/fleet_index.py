@@ -1,9 +1,10 @@
 """Which few workers are worth a look for a load, of a fleet of any size (pure).
 
 Kept up as statuses come: which worker has which model in which state, and workers by bytes, free
-and at rest (free, or of models that run nothing). Bytes are kept by size class, eight to a
-doubling, so a status that changes little changes nothing here. What is handed out are names to be
-judged exactly: figures may be one status old.
+and at rest (free, or of models that run nothing and may leave). Bytes are kept by size class, eight
+to a doubling, so a status that changes little changes nothing here. What is handed out are names to
+be judged exactly: figures may be one status old. Where none of them will do, the next look is at
+others (`none_loadable`).
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +18,11 @@ OF_EACH = 8
 MOST_SCANNED = 64
 """Names that are passed over while so many are looked for."""
 
-_NOT_LOADABLE = frozenset({"resident", "loading", "draining"})
+MOST_TURNED = 1000
+"""Models of which it is remembered how far the look has gone on."""
+
+_THERE = frozenset({"resident", "loading", "draining"})
+_NOT_LOADABLE = _THERE | {"failed"}
 _NONE: Mapping[str, None] = {}
 
 
@@ -29,6 +34,8 @@ class FleetIndex:
         self._holders: dict[tuple[str, str], dict[str, None]] = {}  # (model, state) -> workers
         self._by_free = _BySize()
         self._by_rest = _BySize()
+        self._turned: dict[str, int] = {}  # by model: names of `_by_rest` that were of no use
+        self._seen = ("", 0)  # the model that was asked about last, and the names seen for it
 
     def __len__(self) -> int:
         return len(self._states)
@@ -48,7 +55,7 @@ class FleetIndex:
         self._states[worker_id] = dict(states)
 
     def note_bytes(self, worker_id: str, free_bytes: int, rest_bytes: int) -> None:
-        """Its free memory, and that with models which run nothing."""
+        """Its free memory, and that with models which run nothing and may leave."""
         self._by_free.put(worker_id, free_bytes)
         self._by_rest.put(worker_id, rest_bytes)
 
@@ -81,23 +88,44 @@ class FleetIndex:
             if state == "resident" and len(workers) > 1
         ]
 
-    def candidates(self, model_id: str, avoid: Container[str] = ()) -> list[str]:
-        """Where a load of it might go: warm copies, the emptiest, those most at rest.
+    def candidates(
+        self, model_id: str, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> list[str]:
+        """Where a load of it might go: warm copies, the emptiest, those most at rest; of a small
+        fleet all.
 
         Of the last, none of those to `avoid`: loads against models in demand are due or planned
-        there already.
+        there already. `and_failed`: also where it has failed.
         """
         if len(self._states) <= MOST_CANDIDATES:
             return list(self._states)
         warm = list(islice(self.having(model_id, "warm"), MOST_SCANNED))
         warm.sort(key=lambda worker_id: (-self._by_free.size(worker_id), worker_id))
         chosen = dict.fromkeys(warm[:OF_EACH])
-        self._add(chosen, self._by_free.descending(), len(chosen) + OF_EACH, model_id, ())
-        self._add(chosen, self._by_rest.descending(), MOST_CANDIDATES, model_id, avoid)
+        unfit = _THERE if and_failed else _NOT_LOADABLE
+        up_to = len(chosen) + OF_EACH
+        self._add(chosen, self._by_free.descending(), up_to, model_id, (), unfit)
+        turned = self._turned.get(model_id, 0)
+        rest = islice(self._by_rest.descending(), turned, None)
+        seen = self._add(chosen, rest, MOST_CANDIDATES, model_id, avoid, unfit)
+        self._seen = model_id, turned + seen
         return list(chosen)
 
+    def none_loadable(self, model_id: str) -> None:
+        """The candidates that were named last are of no use for it: other ones next time, and these
+        again once all have had their turn."""
+        name, seen = self._seen
+        if name != model_id:
+            return
+        self._turned.pop(model_id, None)
+        if seen < len(self._states):
+            if len(self._turned) >= MOST_TURNED:
+                del self._turned[next(iter(self._turned))]
+            self._turned[model_id] = seen
+
     def nearest(self, model_id: str) -> list[str]:
-        """Workers by which to tell what a load takes: warm ones, else any; all of a few."""
+        """Workers by which to tell what a load takes: two warm ones, else two candidates; all of a
+        small fleet."""
         if len(self._states) <= MOST_CANDIDATES:
             return list(self._states)
         return list(islice(self.having(model_id, "warm") or self.candidates(model_id), 2))
@@ -147,16 +175,19 @@ class FleetIndex:
         up_to: int,
         model_id: str,
         avoid: Container[str],
-    ) -> None:
-        scanned = 0
-        for worker_id in workers:
+        unfit: Container[str | None],
+    ) -> int:
+        """Returns how many of the names were seen."""
+        seen = scanned = 0
+        for seen, worker_id in enumerate(workers):
             if len(chosen) >= up_to or scanned >= MOST_SCANNED:
-                return
+                return seen
             if worker_id in avoid:
                 continue
             scanned += 1
-            if self._states[worker_id].get(model_id) not in _NOT_LOADABLE:
+            if self._states[worker_id].get(model_id) not in unfit:
                 chosen[worker_id] = None
+        return seen + 1  # all
 
 
 class _BySize:

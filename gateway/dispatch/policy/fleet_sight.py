@@ -35,8 +35,15 @@ class FleetSight(Protocol):
         """Where the model is there; None: the worker is gone."""
         ...
 
-    def candidates(self, demand: Demand, avoid: Container[str] = ()) -> Sequence[WorkerView]:
-        """Where a load might go. `avoid`: loads against models in demand are due there already."""
+    def candidates(
+        self, demand: Demand, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> Sequence[WorkerView]:
+        """Where a load might go. `avoid`: loads against models in demand are due there already;
+        `and_failed`: also where an earlier load has failed."""
+        ...
+
+    def none_loadable(self, demand: Demand) -> None:
+        """None of its candidates could load it: show others next time, if there are any."""
         ...
 
     def load_s(self, demand: Demand) -> float:
@@ -59,6 +66,11 @@ class FleetSight(Protocol):
     def taken(self, worker_id: str, num_bytes: int) -> None:
         """A load of so many bytes has been claimed there."""
         ...
+
+
+def most_claims(sight: FleetSight, model_id: str) -> int:
+    """Workers that may be told to load a model at a time: as many as have its bytes, and one."""
+    return max(1, len(sight.having(model_id, "resident")) + len(sight.having(model_id, "warm")))
 
 
 def least_load_s(demand: Demand, workers: Iterable[WorkerView]) -> float:
@@ -85,9 +97,14 @@ class AllWorkers:
         view = self.view(worker_id)
         return None if view is None else view.state(model_id)
 
-    def candidates(self, demand: Demand, avoid: Container[str] = ()) -> Sequence[WorkerView]:
+    def candidates(
+        self, demand: Demand, avoid: Container[str] = (), *, and_failed: bool = False
+    ) -> Sequence[WorkerView]:
         """All of them."""
         return self._workers
+
+    def none_loadable(self, demand: Demand) -> None:
+        """There are no others."""
 
     def load_s(self, demand: Demand) -> float:
         """Among all."""
@@ -107,7 +124,7 @@ class AllWorkers:
         return [w.worker_id for w in self._workers if w.state(model_id) == state]
 
     def taken(self, worker_id: str, num_bytes: int) -> None:
-        """They are all shown anyway."""
+        """Changes nothing: every worker is judged, and the caller counts what it has claimed."""
 
 
 class Placer(Protocol):

@@ -5,7 +5,7 @@ keeps models that take workers down from being served for a while.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -192,7 +192,8 @@ STRIKES = 2
 FIRST_TERM_S = 60.0
 LONGEST_TERM_S = 3600.0
 MOMENT_S = 3.0
-"""Deaths on one machine within this time have one cause."""
+"""Deaths on one machine within this time have one cause, unless a request of the model was there
+both times."""
 
 Key = tuple[str, str]
 """Model name and revision."""
@@ -208,7 +209,7 @@ class _Record:
     last_s: float = -math.inf
 
     def is_same_death(self, worker_id: str, now_s: float) -> bool:
-        """Whether another worker of that machine has died just now."""
+        """Whether another worker of that machine had died just before."""
         return (
             worker_id != self.last_worker
             and machine_of(worker_id) == machine_of(self.last_worker)
@@ -228,10 +229,12 @@ class Quarantine:
     that model; a request of it that ends by itself clears everything held against it. Two deaths in
     a row, with nothing served between, and the model is quarantined: for FIRST_TERM_S, then on
     trial, where one more death is enough and the term is twice the last. A worker that is silent,
-    or was told to end, is no strike, and workers of one machine that die within MOMENT_S are one:
-    what ends several processes at once is seldom a model. A worker that is killed from outside may
-    so cost a model a minute; a model that kills every worker it touches is kept from them ever
-    longer.
+    or was told to end, is no strike. Workers of one machine that die within MOMENT_S of each other
+    are one strike together: what ends several processes at once is seldom a model. But where a
+    request that had lost a worker before was on the next one, that death counts by itself: a
+    request that kills is sent on at once, to a worker of the same machine as a rule. A worker that
+    is killed from outside may so cost a model a minute; a model that kills every worker it touches
+    is kept from them ever longer.
     A new revision, or an operator who loads it, ends a term at once.
     """
 
@@ -239,13 +242,19 @@ class Quarantine:
         self._records: dict[Key, _Record] = {}
 
     def worker_died(
-        self, models: Iterable[Key], reason: str, worker_id: str, now_s: float
+        self,
+        models: Iterable[Key],
+        reason: str,
+        worker_id: str,
+        now_s: float,
+        again: Container[Key] = (),
     ) -> list[str]:
-        """`models` had requests there. Returns the names that are quarantined from now on."""
+        """`models` had requests there, those `again` one that had lost a worker before. Returns the
+        names that are quarantined from now on."""
         newly = []
         for key in sorted(set(models)):
             record = self._records.setdefault(key, _Record())
-            if record.is_same_death(worker_id, now_s):
+            if key not in again and record.is_same_death(worker_id, now_s):
                 continue
             record.last_worker, record.last_s = worker_id, now_s
             record.strikes += 1

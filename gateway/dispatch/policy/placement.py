@@ -4,9 +4,9 @@ A model is wanted where tickets wait for it and no worker offers a lease, or whe
 the wanted ones, in the order of their heads in the fair queue:
 
 1. As many claims of a model at a time as workers have its bytes, on the device or in host memory,
-   and one at least: no herd of workers loads the same model, and a crowd that needs 32 copies has
-   them after five or six loads. A claim ends when the model is resident or failed there, when the
-   worker is lost, or when it expires.
+   and one at least, each on another worker: no herd of workers loads the same model, and where one
+   worker has it a crowd that needs 32 copies has them after five rounds of loads. A claim ends when
+   the model is resident or failed there, when the worker is lost, or when it expires.
 2. Room that costs nobody is taken at once: free pages, and pages of models that are not in demand:
    nobody waits for them, nothing runs, and they are asked for so seldom that swapping them out and
    in again each time would keep within `max_load_share` (`fleet_view.WeightRoom.push_out`).
@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gateway.dispatch.policy.claims import Claims
-from gateway.dispatch.policy.fleet_sight import FleetSight
+from gateway.dispatch.policy.fleet_sight import FleetSight, most_claims
 from gateway.dispatch.policy.fleet_view import (
     AskRate,
     Demand,
@@ -62,7 +62,8 @@ EPSILON_S = 1e-6
 """Sums of waits are not exact."""
 REJUDGE_S = 1.0
 """In a large fleet a load that is held back stays with its worker for so long, unless it would come
-later there than was expected, or somewhere pages are free."""
+later there than was expected, or somewhere pages are free. One that can go nowhere is looked at
+again after as long: those behind it have their turn before."""
 MOST_JUDGED = 96
 """Workers that are judged in one look, of a large fleet, for loads that have none yet."""
 AGAIN_S = 0.05
@@ -92,11 +93,12 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Of a load that is held back: since when it is where it is, for whom, and what was said."""
+    """Of a load that is held back: since when it is where it is, for whom, and what was said. One
+    that can go nowhere has no worker; one more copy that can go nowhere has no outlook either."""
 
     judged_s: float
     num_waiting: int
-    outlook: Outlook
+    outlook: Outlook | None
 
 
 class _Look:
@@ -126,7 +128,9 @@ class _Look:
         """Where the load could go: a warm copy loads sooner than a cold one, then the emptier."""
         views = self.sight.candidates(demand, self)
         self.num_judged += len(views)
-        found = [(r, m) for r in map(self._room, views) if (m := r.loadable(demand)) is not None]
+        found = [(r, m) for r in map(self._room, views) if (m := self._loadable(r, demand))]
+        if not found:
+            self.sight.none_loadable(demand)
         found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
         return found
 
@@ -134,7 +138,7 @@ class _Look:
         """Where it has room that costs nobody, if there is any."""
         for view in self.sight.with_room(demand):
             room = self._room(view)
-            model = room.loadable(demand)
+            model = self._loadable(room, demand)
             if model is not None and room.free_bytes >= model.weight_bytes:
                 return room
         return None
@@ -143,12 +147,18 @@ class _Look:
         """The same of one worker."""
         view = self.sight.view(worker_id)
         room = None if view is None else self._room(view)
-        model = None if room is None else room.loadable(demand)
+        model = None if room is None else self._loadable(room, demand)
         return [] if room is None or model is None else [(room, model)]
 
     def __contains__(self, worker_id: object) -> bool:
         """Of workers to avoid: a load is planned there, or an earlier one not paid off."""
         return worker_id in self.buckets or worker_id in self._in_debt
+
+    def _loadable(self, room: WeightRoom, demand: Demand) -> ModelView | None:
+        """Not where the worker has been told to load it already and does not say so yet."""
+        if demand.model_id in self._claims.on(room.view.worker_id):
+            return None
+        return room.loadable(demand)
 
     def _room(self, view: WorkerView) -> WeightRoom:
         room = self._rooms.get(view.worker_id)
@@ -201,9 +211,7 @@ class Placement:
         self._outlooks, before, self._kept = {}, self._kept, {}
         decisions = []
         for demand in demands:
-            num_sources = len(sight.having(demand.model_id, "resident"))
-            num_sources += len(sight.having(demand.model_id, "warm"))
-            while self.num_claims(demand.model_id) < max(1, num_sources):
+            while self.num_claims(demand.model_id) < most_claims(sight, demand.model_id):
                 decision = self._place(now_s, demand, look, before.get(demand.model_id))
                 if decision is None:
                     break
@@ -211,11 +219,14 @@ class Placement:
         return decisions
 
     def claim(self, now_s: float, demand: Demand, sight: FleetSight) -> LoadDecision | None:
-        """An operator's request: place it now, whatever the share; None where it cannot be."""
+        """An operator's request: place it now, whatever the share; None where it cannot be, or
+        is there or on its way."""
         model_id = demand.model_id
-        options = [w for w in sight.candidates(demand) if w.may_load(demand, and_failed=True)]
+        self.drop_claims(now_s, sight.state)
+        views = sight.candidates(demand, and_failed=True)
+        options = [w for w in views if w.may_load(demand, and_failed=True)]
         there = sight.having(model_id, "resident") or sight.having(model_id, "loading")
-        if not options or there:
+        if not options or there or self.num_claims(model_id):
             return None
         worker = max(options, key=lambda w: (idle_room(w, model_id), w.worker_id))
         room = WeightRoom(worker, 0, frozenset(), nobody_asks)
@@ -267,6 +278,8 @@ class Placement:
             if room is not None:
                 reason: Reason = "replica" if copies else "free memory"
                 return self._claim(now_s, room, demand, reason, look)
+            if kept is not None and (kept.outlook is None) != (copies > 0):
+                kept = None  # what was found out is not of a first copy, or not of one more
             if kept is not None and self._is_as_expected(now_s, demand, look, kept):
                 return None
             if look.num_judged >= MOST_JUDGED:
@@ -278,16 +291,19 @@ class Placement:
         # Half of the look is left to those who have not been judged yet.
         if now_s - kept.judged_s >= REJUDGE_S and 2 * look.num_judged < MOST_JUDGED:
             return False
-        until_s = kept.outlook.until_s
+        outlook = kept.outlook
+        if outlook is None:
+            return self._stays(demand, kept)
+        if not outlook.worker_id:
+            return bool(kept.num_waiting) == bool(demand.num_waiting) and self._stays(demand, kept)
+        until_s = outlook.until_s
         if (
-            kept.outlook.reason == _TOO_FEW
+            outlook.reason == _TOO_FEW
             and kept.num_waiting == demand.num_waiting
             and until_s > now_s + AGAIN_S
         ):  # nothing but time changes that
-            self._kept[demand.model_id] = kept
-            self._outlooks[demand.model_id] = kept.outlook
-            return True
-        for room, model in look.option(demand, kept.outlook.worker_id):
+            return self._stays(demand, kept)
+        for room, model in look.option(demand, outlook.worker_id):
             pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is None or not pushed.num_in_demand:
                 return False
@@ -297,6 +313,12 @@ class Placement:
             self._take(now_s, demand, turn, look, kept.judged_s)
             return True
         return False
+
+    def _stays(self, demand: Demand, kept: _Kept) -> bool:
+        self._kept[demand.model_id] = kept
+        if kept.outlook is not None:
+            self._outlooks[demand.model_id] = kept.outlook
+        return True
 
     def _judge(
         self,
@@ -308,11 +330,10 @@ class Placement:
     ) -> LoadDecision | None:
         model_id = demand.model_id
         if not options:
-            if not copies:
-                leaving = look.sight.having(model_id, "draining")
-                reason: Reason = "other loads in progress" if leaving else "not enough memory"
-                reason = reason if len(look.sight) else "no worker connected"
-                self._outlooks[model_id] = Outlook(model_id, math.inf, reason)
+            leaving = look.sight.having(model_id, "draining")
+            reason: Reason = "other loads in progress" if leaving else "not enough memory"
+            reason = reason if len(look.sight) else "no worker connected"
+            self._nowhere(now_s, demand, copies, reason)
             return None
         reason = "replica" if copies else "free memory"
         for room, model in options:
@@ -331,12 +352,18 @@ class Placement:
                 return self._claim(now_s, room, demand, "higher value", look)
             if demand.num_waiting:
                 turns.append(self._turn(now_s, demand, room, model, pushed, place, look))
-        if not turns:
-            if not copies:
-                self._outlooks[model_id] = Outlook(model_id, math.inf, "not enough memory")
-            return None  # nor does a pin nobody waits for
+        if not turns:  # nor does a pin nobody waits for push anybody out
+            self._nowhere(now_s, demand, copies, "not enough memory")
+            return None
         turn = min(turns, key=lambda t: (t.start_s, t.loss_s, t.place))
         return self._take(now_s, demand, turn, look, now_s)
+
+    def _nowhere(self, now_s: float, demand: Demand, copies: int, reason: Reason) -> None:
+        """Of those looked at no worker can load it, or none at nobody's cost."""
+        outlook = None if copies else Outlook(demand.model_id, math.inf, reason)
+        if outlook is not None:
+            self._outlooks[demand.model_id] = outlook
+        self._kept[demand.model_id] = _Kept(now_s, demand.num_waiting, outlook)
 
     def _num_copies(self, model_id: str, sight: FleetSight) -> int:
         """On a device, or on their way there."""

@@ -6,6 +6,7 @@ from engine.protocol import Abort, Refused, ToWorker
 from gateway.errors import WorkerLost
 from tests.gateway.cluster.several_kit import Peer, Several
 from tests.gateway.cluster.test_several_gateways import ended, rest, tokens_of
+from tests.gateway.scripted_worker import ScriptedWorker
 
 
 @pytest.mark.parametrize("first", ["gateway-0", "dispatcher"])
@@ -178,3 +179,29 @@ async def test_another_dispatcher_knows_what_was_lost_before() -> None:
     assert several.worker.submitted[-1] == ("r", 2)
     with pytest.raises(WorkerLost):
         await rest(stream)
+
+
+async def test_what_a_worker_refuses_half_way_goes_to_another() -> None:
+    several = Several()
+    one = several.gateways[0]
+    stream = several.ask(one, "r")
+    several.worker.tokens("r")
+    several.deliver()
+    several.worker.die()
+    several.worker.start()
+    several.settle()
+    peer = several.worker.running.pop(("r", 2))
+    others = [ScriptedWorker("v", states={"m": "resident"}) for _ in range(2)]
+    several.dispatcher.add_worker(others[0])
+    one.dispatcher.add_worker(others[1])
+    for other in others:
+        other.connect()
+    refused = Refused(several.worker.epoch, "r", 2, "context_length_exceeded", "too long", False)
+    peer.heard.on_refused("w", refused)
+    several.deliver()
+    several.advance(0.05)
+    assert others[1].submitted == ["r/2"]
+    others[1].tokens("r", 8, attempt=2)
+    others[1].finish("r", attempt=2, generated=2)
+    several.deliver()
+    assert tokens_of(await rest(stream)) == [7, 8]

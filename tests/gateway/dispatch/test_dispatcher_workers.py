@@ -286,6 +286,27 @@ async def test_a_model_that_kills_two_workers_in_a_row_is_quarantined() -> None:
     assert worker.submitted[-1] == "c"
 
 
+async def test_a_request_that_kills_two_workers_at_once_is_no_accident() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"worker-{number}") for number in range(3)]
+    rig.ask("a")
+    for _ in range(2):
+        (busy,) = [worker for worker in workers if worker.running and worker.reachable]
+        busy.die("killed by signal 11")
+        rig.advance(0.1)
+    assert set(rig.dispatcher.snapshot().quarantined) == {"m"}
+
+
+async def test_two_workers_that_die_together_are_one_strike() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"worker-{number}", num_requests=1) for number in range(2)]
+    for number in range(2):
+        rig.ask(f"a{number}")
+    for worker in workers:
+        worker.die("killed by signal 9")
+    assert rig.dispatcher.snapshot().quarantined == {}
+
+
 @pytest.mark.parametrize("cause", ["silence", "planned"])
 async def test_only_a_process_that_ended_by_itself_is_a_strike(cause: LossCause) -> None:
     rig, worker = served()
@@ -347,3 +368,42 @@ async def test_a_gateway_that_comes_back_counts_submits_from_where_the_worker_is
     for name in "abc":
         rig.ask(name)
     assert worker.submitted == ["a", "b"]
+
+
+async def test_what_has_tokens_goes_on_where_a_refusal_is_for_good() -> None:
+    rig, worker = served()
+    stream = rig.ask("a", max_tokens=50)
+    worker.tokens("a", 7)
+    worker.die()
+    worker.connect()
+    assert "a/2" in worker.submitted
+    other = rig.worker("other")
+    worker.refuse("a", "context_length_exceeded", retryable=False)
+    rig.advance(0.05)
+    rig.dispatcher.check_integrity()
+    assert other.submitted == ["a/2"], "at once, and not to the same again"
+    worker.status()
+    assert other.running["a", 2].generated == [7]
+    other.refuse("a", "context_length_exceeded", retryable=False)
+    assert (await anext(stream)).token_ids == [7]
+    with pytest.raises(ApiError, match="does not fit the model"):  # nobody is left
+        await anext(stream)
+
+
+async def test_what_every_worker_left_has_refused_is_refused_again() -> None:
+    rig, worker = served()
+    stream = rig.ask("a", max_tokens=50)
+    worker.tokens("a", 7)
+    worker.die()
+    worker.connect()
+    other = rig.worker("other", num_requests=0)
+    worker.refuse("a", "context_length_exceeded", retryable=False)
+    other.die()
+    for _ in range(3):
+        worker.status()
+        rig.advance(0.05)
+    assert ("a", 2) in worker.running, "nobody else can say"
+    worker.refuse("a", "context_length_exceeded", retryable=False)
+    assert (await anext(stream)).token_ids == [7]
+    with pytest.raises(ApiError, match="does not fit the model"):
+        await anext(stream)

@@ -8,7 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from gateway.settings.settings import Settings
-from tests.gateway.scripted_worker import Rig, ScriptedWorker
+from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted
 
 STATES = {"m": "resident", "n": "cold"}
 
@@ -110,3 +110,67 @@ def test_a_flood_of_small_ones_does_not_starve_it(
         if len(visited) == num_workers:
             assert any("large" in w.submitted for w in workers)
         rig.dispatcher.check_integrity()
+
+
+@pytest.mark.parametrize("few", [0, 64])
+async def test_only_the_worker_that_is_kept_makes_room(few: int) -> None:
+    states = {"m": "resident", "n": "resident"}
+    with mock.patch("gateway.dispatch.dispatcher.FEW_WORKERS", few):
+        rig = Rig(Settings(queue_timeout_s=600.0))
+        workers = [
+            rig.worker(f"w{number:02}", num_requests=99, kv_tokens=40, states=dict(states))
+            for number in range(20)
+        ]
+        for number in range(80):
+            rig.ask(f"s{number}", "small", prompt=5, max_tokens=5)
+        for _ in range(20):  # `n` rests
+            rig.advance(0.1)
+            for worker in workers:
+                worker.status()
+        rig.ask("large", "big", prompt=35, max_tokens=5)
+        for _ in range(5):
+            for worker in workers:
+                worker.status()
+            rig.advance(0.05)
+        (ticket,) = rig.dispatcher._queue
+        assert {w.worker_id for w in workers if "n" in w.unloads} == {ticket.kept_on}
+
+
+async def test_a_worker_that_can_never_hold_it_is_passed_over() -> None:
+    rig = Rig()
+    small = rig.worker("a-small", kv_tokens=20, arena_bytes=1200)
+    big = rig.worker("big", kv_tokens=210)
+    rig.ask("first", prompt=100, max_tokens=100)
+    for worker in (small, big):
+        worker.status()
+    rig.ask("second", prompt=100, max_tokens=100)
+    assert (small.submitted, big.submitted) == ([], ["first"])
+    (ticket,) = rig.dispatcher._queue
+    assert ticket.kept_on == "big"
+    reason = rig.dispatcher.explain("second")[0]
+    assert (reason.code, reason.worker) == ("not enough KV memory", "big")
+    end_one(big)
+    assert big.submitted == ["first", "second"]
+    rig.dispatcher.check_integrity()
+
+
+async def test_what_nobody_can_ever_hold_is_refused_by_a_worker() -> None:
+    rig = Rig()
+    workers = [rig.worker(name, kv_tokens=20, arena_bytes=1200) for name in ("a", "b")]
+    rig.ask("large", prompt=100, max_tokens=100)
+    assert sum("large" in worker.submitted for worker in workers) == 1
+
+
+async def test_pinned_weights_leave_no_room() -> None:
+    rig = Rig()
+    rig.dispatcher.set_catalog([hosted("m"), hosted("n", pinned=True)])
+    states = {"m": "resident", "n": "resident"}
+    small = rig.worker("a", kv_tokens=20, arena_bytes=3200, states=dict(states))
+    big = rig.worker("b", kv_tokens=20, arena_bytes=5000, states=dict(states))
+    rig.ask("first", prompt=5, max_tokens=5)
+    rig.ask("large", prompt=100, max_tokens=100)  # 2000 bytes, beside 2000 of weights
+    assert (small.submitted, big.submitted) == (["first"], ["large"])
+    small.finish("first")
+    small.status()
+    rig.ask("another", prompt=100, max_tokens=100)
+    assert small.submitted == ["first"], "it runs nothing and cannot hold it"

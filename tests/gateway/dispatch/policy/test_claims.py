@@ -1,5 +1,7 @@
 """Claims: by model and by worker, and how they end."""
 
+import pytest
+
 from gateway.dispatch.policy.claims import CLAIM_LOADS, MIN_CLAIM_S, Claims
 
 
@@ -35,3 +37,10 @@ def test_one_that_comes_to_nothing_is_given_back() -> None:
     assert claims.drop_ended(7.9, lambda w, m: "cold") == []
     assert [claim.model_id for claim in claims.drop_ended(8.0, lambda w, m: "cold")] == ["a"]
     assert claims.drop_ended(9.0, lambda w, m: None) == []
+
+
+def test_a_worker_is_told_to_load_a_model_once() -> None:
+    claims = claimed("a@w")
+    with pytest.raises(ValueError, match="has been told to load 'a'"):
+        claims.add("a", "w", 10, 2.0, 1.0, forced=False)
+    assert claims.of("a")["w"].ready_s == 2.0

@@ -80,3 +80,27 @@ def test_spreading_comes_to_everybody() -> None:
     index = filled(100)
     seen = {name for _ in range(10) for name in index.spread(12)}
     assert len(seen) == 100
+
+
+def test_where_a_model_has_failed_it_is_loaded_by_operators_only() -> None:
+    index = filled(200)
+    for place in range(190):
+        index.note_states(f"w{place:03}", {"m": "failed"})
+    shown = set[str]()
+    for _ in range(8):
+        shown.update(index.candidates("m"))
+        index.none_loadable("m")
+    assert shown == {f"w{place}" for place in range(190, 200)}
+    assert "w000" in index.candidates("m", and_failed=True)
+
+
+def test_others_are_shown_where_none_of_the_candidates_can_load_it() -> None:
+    index, seen = filled(1000), set[str]()
+    assert index.candidates("m") == index.candidates("m")
+    for _ in range(70):
+        seen.update(index.candidates("m"))
+        index.none_loadable("m")
+    assert len(seen) == 1000
+    index.candidates("n")
+    index.none_loadable("m")  # not asked about last
+    assert set(index.candidates("n")) <= {f"w{place:03}" for place in range(40)}

@@ -178,3 +178,10 @@ def test_others_are_strikes_of_their_own(worker_id: str, later_s: float) -> None
     quarantine = Quarantine()
     quarantine.worker_died([KEY], "killed", "one/0", 10.0)
     assert quarantine.worker_died([KEY], "killed", worker_id, 10.0 + later_s) == ["m"]
+
+
+def test_a_request_that_kills_one_worker_after_the_other_counts_each_time() -> None:
+    quarantine = Quarantine()
+    quarantine.worker_died([KEY], "killed", "worker-0", 10.0)
+    assert quarantine.worker_died([KEY], "killed", "worker-1", 10.3, again=()) == []
+    assert quarantine.worker_died([KEY], "killed", "worker-2", 10.6, again={KEY}) == ["m"]

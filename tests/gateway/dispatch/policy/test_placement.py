@@ -253,3 +253,34 @@ def test_warm_copies_count_as_those_that_have_the_bytes() -> None:
     views = [worker(f"w{n}", 50, a=model("warm" if n < 3 else "cold")) for n in range(9)]
     found = placement.decide(0.0, [demand("a", waiting=99, backlog_s=1000.0)], AllWorkers(views))
     assert sorted(decision.worker_id for decision in found) == ["w0", "w1", "w2"]
+
+
+def crowd(num_bytes: int = 10 * MB) -> Demand:
+    return Demand("a", 1000, 1000.0, False, num_bytes, oldest_s=0.0, waited_s=100.0)
+
+
+def test_claims_of_one_look_go_to_workers_of_their_own() -> None:
+    copies = [worker(f"r{n}", 0, a=model("resident")) for n in range(4)]
+    unequal = [worker(f"c{n}", 90 - 20 * n) for n in range(5)]
+    placement = Placement(0.2, 1.0)
+    assert decided(placement, 1.0, [crowd()], *copies, *unequal) == "a@c0 a@c1 a@c2 a@c3"
+    assert decided(placement, 1.1, [crowd()], *copies, *unequal) == ""
+
+
+def test_a_warm_copy_is_claimed_once_and_a_cold_one_beside_it() -> None:
+    warm, resident = worker("w", 90, a=model("warm")), worker("r", 90, a=model("resident"))
+    placement = Placement(0.2, 1.0)
+    found = decided(placement, 1.0, [crowd()], resident, warm, worker("c", 50), worker("d", 40))
+    assert found == "a@w a@c"
+
+
+def test_a_model_without_weights_is_claimed_as_often_as_there_are_workers() -> None:
+    copies = [worker(f"r{n}", 50, a=model("resident", mb=0)) for n in range(2)]
+    assert decided(Placement(0.2, 1.0), 1.0, [crowd(0)], *copies, worker("c", 50)) == "a@c"
+
+
+def test_an_operator_asks_once_for_what_is_on_its_way() -> None:
+    placement, cold = Placement(0.2), AllWorkers([worker("w", 50), worker("v", 50)])
+    assert placement.claim(0.0, demand("a"), cold) is not None
+    assert placement.claim(0.1, demand("a"), cold) is None
+    assert placement.claim(9.0, demand("a"), cold) is not None  # the first came to nothing
