@@ -132,15 +132,34 @@ class Candidates:
         """The emptiest workers and some others, other ones each time."""
         return self._views(self._index.spread(_FEW))
 
-    def replicated(self) -> list[str]:
-        """Models that are resident on two workers and more."""
-        return self._index.replicated()
+    def replicated(self) -> list[list[str]]:
+        """Models that are resident on two workers and more; those of one pack together."""
+        names = self._index.replicated()
+        packs = dict.fromkeys(self._pack_of[name] for name in names if name in self._pack_of)
+        alone = [[name] for name in names if name not in self._pack_of]
+        return [*alone, *(self._packs[pack] for pack in packs)]
 
-    def idle_copies(self, model_id: str) -> list[IdleCopy]:
-        """Of those workers' copies that are looked at, those that run nothing."""
-        seen = islice(self.having(model_id, "resident"), _COPIES_SEEN)
-        copies = (self._connected[worker_id].idle_copy(model_id) for worker_id in seen)
+    def idle_copies(self, names: Sequence[str]) -> list[IdleCopy]:
+        """Copies of this model, or of these of one pack, that run nothing: of the first
+        _COPIES_SEEN workers that have it."""
+        copies = (
+            self._idle_copy(self._connected[worker_id], names)
+            for worker_id in islice(self.copies(names), _COPIES_SEEN)
+        )
         return [copy for copy in copies if copy is not None]
+
+    def copies(self, names: Sequence[str]) -> Collection[str]:
+        """Workers where the weights of these models of one pack are on the device."""
+        if len(names) == 1:
+            return self.having(names[0], "resident")
+        return {worker_id: None for n in names for worker_id in self.having(n, "resident")}.keys()
+
+    def _idle_copy(self, worker: WorkerCapacity, names: Sequence[str]) -> IdleCopy | None:
+        there = [name for name in names if worker.state(name) == "resident"]
+        copies = [copy for name in there if (copy := worker.idle_copy(name)) is not None]
+        if not copies or len(copies) < len(there):
+            return None
+        return max(copies, key=lambda copy: copy.idle_since_s)
 
     def is_on_device(self, model_id: str) -> bool:
         """Whether any worker has it, or is loading it."""

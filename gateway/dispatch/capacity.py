@@ -342,7 +342,11 @@ class WorkerCapacity:
         if model is None or model.state != "resident" or self._is_at_work(model):
             return None
         since_s = self._idle_since_s.get(model_id, self._connected_s)
-        return IdleCopy(self.worker_id, since_s, max(0.0, model.load_s_estimate))
+        free_share = 0.0
+        if self.status is not None and not self._kv_short:
+            arena_bytes = max(1, self.status.num_pages * self.status.page_bytes)
+            free_share = self.free_kv_bytes() / arena_bytes
+        return IdleCopy(self.worker_id, since_s, max(0.0, model.load_s_estimate), free_share)
 
     def _is_at_work(self, model: ModelStatus) -> bool:
         return bool(model.num_running or model.num_waiting or self._num_running.get(model.model_id))

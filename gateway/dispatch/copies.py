@@ -5,6 +5,8 @@ model's rate does not need it (policy/relief.py). Loads for those who wait are p
 """
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
@@ -14,6 +16,9 @@ from gateway.dispatch.policy.reasons import DecisionFigures
 from gateway.dispatch.policy.relief import surplus
 from gateway.dispatch.policy.spreading import BusyModel, Spreading
 from gateway.dispatch.ticket_queue import TicketQueue
+
+AGAIN_S = 10.0
+"""A copy is told to leave at most so often."""
 
 
 class Copies:
@@ -27,6 +32,7 @@ class Copies:
         self._popularity = popularity
         self._decisions = decisions
         self._spreading = Spreading()
+        self._told_s: dict[tuple[str, str], float] = {}  # (model, worker) -> when it was to leave
 
     def spread(self, now_s: float) -> None:
         """Copies of models whose copies are busy, on workers that do nothing."""
@@ -52,18 +58,38 @@ class Copies:
 
     def give_up(self, now_s: float) -> None:
         """Copies that the rate of their model does not need: one of each model, and none that
-        somebody waits for."""
-        for name in self._fleet.candidates.replicated():
-            if self._queue.num_of_model(name) or self._fleet.is_pinned(name):
+        somebody waits for. Models that share a pack share its copies. The last copy stays, pinned
+        or not."""
+        self._told_s = {key: at for key, at in self._told_s.items() if now_s - at < AGAIN_S}
+        held = self._fleet.held_back_on()
+        for names in self._fleet.candidates.replicated():
+            name = self._leader(names)
+            if name is None or any(self._is_wanted(one, now_s) for one in names):
                 continue
-            if self._fleet.claimed_on(name, now_s) is not None:
-                continue
-            num_copies = len(self._fleet.candidates.having(name, "resident"))
-            idle = self._fleet.candidates.idle_copies(name)
-            busy_share = self._popularity.service_rate(name, now_s)
-            decision = surplus(name, num_copies, busy_share, idle, now_s)
+            copies = self._fleet.candidates.copies(names)
+            told = {worker_id for worker_id in copies if (name, worker_id) in self._told_s}
+            idle = [
+                replace(copy, free_share=0.0) if {"", copy.worker_id} & held else copy
+                for copy in self._fleet.candidates.idle_copies(names)
+                if copy.worker_id not in told
+            ]
+            busy_share = sum(self._popularity.service_rate(one, now_s) for one in names)
+            decision = surplus(name, len(copies) - len(told), busy_share, idle, now_s)
             if decision is not None:
+                self._told_s[name, decision.worker_id] = now_s
                 self._fleet.unload_copy(now_s, decision)
+
+    def _is_wanted(self, name: str, now_s: float) -> bool:
+        waits = self._queue.num_of_model(name) > 0
+        return waits or self._fleet.claimed_on(name, now_s) is not None
+
+    def _leader(self, names: Sequence[str]) -> str | None:
+        """By which name a worker lets these models of one pack go: it keeps what another name is
+        pinned for (engine/models/catalog.py). None: two are."""
+        pinned = [name for name in names if self._fleet.is_pinned(name)]
+        if len(pinned) > 1:
+            return None
+        return pinned[0] if pinned else names[0]
 
     def _num_copies(self, model_name: str) -> int:
         """Workers that have it, or are about to."""

@@ -332,6 +332,10 @@ class Fleet:
         """When a load that waits is expected to be through; None: none waits."""
         return self._placement.outlooks.get(model_name)
 
+    def held_back_on(self) -> frozenset[str]:
+        """The workers that loads wait for; an empty name: one waits for memory on any."""
+        return frozenset(outlook.worker_id for outlook in self._placement.outlooks.values())
+
     def residency(self, model_name: str) -> str:
         """Where its weights are, on the worker that has it nearest."""
         return self.candidates.residency(model_name)

@@ -24,6 +24,8 @@ REPLICA_IDLE_LOADS = 4.0
 """And for so many of its load times: what is wanted again soon would be loaded again."""
 MOST_BUSY_SHARE = 0.5
 """The copies that stay are expected to be busy for no more than this share of their time."""
+ENOUGH_FREE = 0.25
+"""Of a worker's arena: where so much is free nobody needs the bytes of a surplus copy."""
 
 
 def relieve(
@@ -60,11 +62,13 @@ def relieve(
 
 @dataclass(frozen=True, slots=True)
 class IdleCopy:
-    """A resident model that runs nothing, on one worker."""
+    """A resident model that runs nothing, on one worker. `free_share`: of the worker's arena, what
+    is free and needed by nobody; 0 where a load or KV waits for memory there."""
 
     worker_id: str
     idle_since_s: float
     load_s: float
+    free_share: float = 0.0
 
 
 def surplus(
@@ -74,8 +78,8 @@ def surplus(
 
     busy_share   device seconds a second that the model takes, over all copies
 
-    The longest idle one of those seen. None while the rest would be busy for too much of their
-    time.
+    The longest idle one of those seen, where its bytes may be needed: what a burst has loaded then
+    serves the next one. None while the rest would be busy for too much of their time.
     """
     if num_copies < 2 or busy_share > MOST_BUSY_SHARE * (num_copies - 1):
         return None
@@ -83,6 +87,7 @@ def surplus(
         copy
         for copy in idle
         if now_s - copy.idle_since_s >= max(MIN_REPLICA_IDLE_S, REPLICA_IDLE_LOADS * copy.load_s)
+        and copy.free_share < ENOUGH_FREE
     ]
     if not gone:
         return None

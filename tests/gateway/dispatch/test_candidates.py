@@ -3,12 +3,13 @@
 import math
 from dataclasses import replace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 from msgspec import structs
 
 from engine.protocol import ResidencyState, SwapRecord, WorkerStatus
-from gateway.dispatch.policy.fleet_view import Demand
+from gateway.dispatch.policy.fleet_view import Demand, Outlook
 from gateway.dispatch.policy.relief import MIN_REPLICA_IDLE_S
 from gateway.dispatch.tickets import IntegrityError
 from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted
@@ -28,7 +29,7 @@ async def test_views_follow_statuses_and_losses() -> None:
     }
     two.states["m"] = "resident"
     two.status()
-    assert candidates.replicated() == ["m"]
+    assert candidates.replicated() == [["m"]]
     one.die()
     assert list(candidates.having("m", "resident")) == ["two"]
     assert candidates.view("one") is None
@@ -64,14 +65,81 @@ async def test_idle_copies_leave_one_by_one_and_the_last_one_stays() -> None:
     assert {r.reason for r in records if r.kind == "unload"} == {"surplus replica"}
 
 
-async def test_copies_stay_where_somebody_waits_or_the_model_is_pinned() -> None:
+async def run_on(
+    rig: Rig, workers: list[ScriptedWorker], seconds: int, *, obeys: bool = True
+) -> list[str]:
+    """Statuses and ticks; whose copies of what were told to leave, in that order."""
+    told: list[str] = []
+    for _ in range(seconds):
+        for worker in workers:
+            for name in worker.unloads[sum(one.startswith(worker.worker_id) for one in told) :]:
+                told.append(f"{worker.worker_id} {name}")
+                if obeys:
+                    for one in worker.states:
+                        worker.states[one] = "warm"
+            worker.status()
+        rig.advance(1.0)
+    return told
+
+
+async def test_of_a_pinned_model_one_copy_stays() -> None:
     rig = Rig()
-    workers = [rig.worker(f"w{n}", num_requests=1, states={"m": "resident"}) for n in range(2)]
     rig.dispatcher.set_catalog([hosted("m", pinned=True), hosted("n")])
+    workers = [rig.worker(f"w{n}", states={"m": "resident"}) for n in range(3)]
+    assert len(await run_on(rig, workers, 30)) == 2
+    assert sum(worker.states["m"] == "resident" for worker in workers) == 1
+
+
+async def test_copies_stay_where_somebody_waits() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"w{n}", num_requests=0, states={"m": "resident"}) for n in range(2)]
+    rig.ask("waits")
+    assert not await run_on(rig, workers, int(MIN_REPLICA_IDLE_S) + 5)
+
+
+async def test_a_copy_is_told_once_in_a_while_and_the_last_one_never() -> None:
+    rig = Rig()
+    workers = [rig.worker(f"w{n}", states={"m": "resident"}) for n in range(2)]
+    told = await run_on(rig, workers, 30, obeys=False)
+    assert 2 <= len(told) <= 3
+    assert len(set(told)) == 1
+
+
+async def test_a_copy_stays_where_memory_is_free_until_a_load_waits_for_it() -> None:
+    rig = Rig()
+    big = {"kv_tokens": 1000, "arena_bytes": 20_000}
+    workers = [rig.worker(f"w{n}", states={"m": "resident"}, **big) for n in range(2)]
+    assert not await run_on(rig, workers, 20)
+    outlook = Outlook("n", math.inf, "not enough memory")
+    fleet = rig.dispatcher._fleet
+    with mock.patch.object(type(fleet._placement), "outlooks", {"n": outlook}):
+        rig.dispatcher._loads._copies.give_up(rig.clock.now_s)
+    assert [worker.unloads for worker in workers] in ([["m"], []], [[], ["m"]])
+
+
+@pytest.mark.parametrize("pinned", ["", "a", "b"])
+async def test_models_of_one_pack_leave_together(pinned: str) -> None:
+    rig = Rig()
+    models = [hosted(name, pack="p", pinned=name == pinned) for name in ("a", "b")]
+    rig.dispatcher.set_catalog(models)
+    states = {"a": "resident", "b": "resident"}
+    workers = [rig.worker(f"w{n}", states=dict(states)) for n in range(3)]
+    for number in range(3):
+        rig.ask(f"b{number}", model="b")
+    assert not await run_on(rig, workers, 10), "the other model of the pack is at work"
     for worker in workers:
-        worker.status()
-    rig.advance(MIN_REPLICA_IDLE_S + 5.0)
-    assert not any(worker.unloads for worker in workers)
+        for request_id, attempt in list(worker.running):
+            worker.finish(request_id, attempt=attempt)
+    told = await run_on(rig, workers, 60)
+    assert [order.split()[1] for order in told] == [pinned or "a"] * 2
+
+
+async def test_two_pins_of_one_pack_keep_all_its_copies() -> None:
+    rig = Rig()
+    rig.dispatcher.set_catalog([hosted(name, pack="p", pinned=True) for name in ("a", "b")])
+    states = {"a": "resident", "b": "resident"}
+    workers = [rig.worker(f"w{n}", states=dict(states)) for n in range(3)]
+    assert not await run_on(rig, workers, 20)
 
 
 class PartlyFull(ScriptedWorker):

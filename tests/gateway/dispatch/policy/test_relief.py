@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.dispatch.policy.relief import (
+    ENOUGH_FREE,
     MIN_REPLICA_IDLE_S,
     REPLICA_IDLE_LOADS,
     IdleCopy,
@@ -35,3 +36,11 @@ def test_one_that_was_just_used_stays() -> None:
     assert surplus("m", 9, 0.0, [short], MIN_REPLICA_IDLE_S) is not None
     assert surplus("m", 9, 0.0, [long], REPLICA_IDLE_LOADS * 10.0 - 0.1) is None
     assert surplus("m", 9, 0.0, [long], REPLICA_IDLE_LOADS * 10.0) is not None
+
+
+def test_one_stays_where_nobody_needs_its_bytes() -> None:
+    spare = IdleCopy("a", 0.0, 1.0, free_share=ENOUGH_FREE)
+    assert surplus("m", 3, 0.0, [spare], 100.0) is None
+    decision = surplus("m", 3, 0.0, [spare, IdleCopy("b", 9.0, 1.0, ENOUGH_FREE - 0.01)], 100.0)
+    assert decision is not None
+    assert decision.worker_id == "b"
