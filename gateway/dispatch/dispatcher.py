@@ -99,24 +99,11 @@ class Dispatcher:
         self._book = UsageAccounting(self._share, self._queue)
         self._estimator = ServiceEstimator()
         self._quarantine = Quarantine()
-        self._running = Assignments(
-            self._fleet,
-            self._book,
-            self.headroom,
-            self._estimator,
-            self._quarantine,
-            self._left_worker,
-            claim_orphan,
-            send,
-            recall,
-        )
-        self.drains = WorkerDrains(
-            self._fleet,
-            self._running.num_on,
-            self.move_off,
-            self._queue.by_model,
-            settings.worker_drain_timeout_s,
-        )
+        books = (self._book, self.headroom, self._estimator, self._quarantine)
+        said = (self._left_worker, claim_orphan, send, recall)
+        self._running = Assignments(self._fleet, *books, *said)
+        ways = (self._running.num_on, self.move_off, self._queue.by_model)
+        self.drains = WorkerDrains(self._fleet, *ways, settings.worker_drain_timeout_s)
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._stopping = False
