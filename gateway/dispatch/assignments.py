@@ -71,7 +71,7 @@ class AssignmentCounts:
     too_slow: int = 0
 
 
-class Lost(NamedTuple):
+class LostRequest(NamedTuple):
     """Of a request that its worker was lost with: its model and revision, and whether it had lost a
     worker before."""
 
@@ -79,7 +79,7 @@ class Lost(NamedTuple):
     is_again: bool
 
     @classmethod
-    def of(cls, ticket: Ticket) -> "Lost":
+    def of(cls, ticket: Ticket) -> "LostRequest":
         """Before this loss is counted."""
         model = ticket.request.model
         return cls((model.name, model.revision), ticket.num_losses > 0)
@@ -244,7 +244,7 @@ class Assignments(GrantedTickets):
         self._send = send or self._submit
         self._recall = recall or self._abort_there
         self._adopted: set[tuple[str, int]] = set()
-        self._lost_there: dict[tuple[str, str], list[Lost]] = {}
+        self._lost_there: dict[tuple[str, str], list[LostRequest]] = {}
         self._headroom = headroom
 
     def grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
@@ -312,11 +312,11 @@ class Assignments(GrantedTickets):
 
     def lost(
         self, worker_id: str, epoch: str, reason: str, now_s: float, *, is_silent: bool = False
-    ) -> list[Lost]:
+    ) -> list[LostRequest]:
         """A worker process is gone. Returns whose requests it was running. Where others have their
         streams, one that is silent here may be heard there: they say whether that is the end."""
         mine = self.lost_with(worker_id, epoch)
-        found = [Lost.of(ticket) for ticket in mine]
+        found = [LostRequest.of(ticket) for ticket in mine]
         for ticket in mine:
             self._lost(ticket, reason, now_s, may_live=is_silent and self._is_elsewhere)
         return found + self._lost_there.pop((worker_id, epoch), [])
@@ -401,7 +401,7 @@ class Assignments(GrantedTickets):
     def _blame(self, ticket: Ticket) -> None:
         """Others may see a worker die before this process does."""
         place = ticket.worker_id, ticket.epoch
-        self._lost_there.setdefault(place, []).append(Lost.of(ticket))
+        self._lost_there.setdefault(place, []).append(LostRequest.of(ticket))
 
     def _withdraw(self, ticket: Ticket) -> None:
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
