@@ -170,7 +170,8 @@ class RemoteDispatcher(GrantedTickets):
         return stream
 
     def _check_bound(self) -> None:
-        if self._num_waiting >= self._settings.max_queue_total:
+        """For each connected worker, as the dispatcher's (dispatch/queue_bounds.py)."""
+        if self._num_waiting >= self._settings.max_queue_total * max(1, len(self._fleet)):
             text = f"the queue of this server is full ({self._num_waiting} requests wait)"
             raise ApiError(QUEUE_FULL, f"{text}: try again later", retry_after_s=RESTART_WAIT_S)
 
@@ -407,6 +408,10 @@ class RemoteDispatcher(GrantedTickets):
             ticket.stream.finish(end_without_tokens(ticket, finish))
         if finish.reason == "error":
             logger.error("worker failed request=%s: %s", request_id, finish.error)
+
+    def _fail(self, ticket: Ticket, end: StreamEnd, now_s: float) -> None:
+        self._give_up(ticket, end)
+        self._fleet.send(ticket.worker_id, Abort(*ticket.key))
 
     def _abort(self, ticket: Ticket) -> None:
         """Its client wants it no more."""

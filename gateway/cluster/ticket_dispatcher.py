@@ -24,7 +24,7 @@ from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.ticket_ends import ABORTED_UNUSED
-from gateway.dispatch.tickets import StreamEnd, Ticket
+from gateway.dispatch.tickets import IntegrityError, StreamEnd, Ticket
 from gateway.errors import ApiError, model_gone, model_replaced
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
@@ -78,7 +78,8 @@ class PeerStream:
         raise NotImplementedError
 
     def finish(self, end: StreamEnd, vectors: bytes = b"") -> None:
-        """Every other end is one that the gateway process has told, or sees itself."""
+        """Every other end is one that the gateway process has told, or sees itself: what silence
+        here alone would end waits again (assignments.py, `lost`)."""
         if isinstance(end, ApiError):
             self.peer.deny(self.request_id, end)
 
@@ -199,7 +200,7 @@ class TicketDispatcher(Dispatcher):
         """Raises IntegrityError too where a live ticket is nobody's, or a dead one somebody's."""
         super().check_integrity()
         if self._peers.keys() != self._running.live.keys():
-            raise AssertionError(
+            raise IntegrityError(
                 f"{len(self._peers)} peers' tickets, {len(self._running.live)} live"
             )
 

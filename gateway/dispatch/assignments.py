@@ -4,7 +4,9 @@
     granted --Refused-> waiting, at its old place, where the refusal is `retryable`, or the client
                         has tokens and another worker offers the model; otherwise ended
     granted, streaming --worker lost--> waiting as the next attempt, once
-                       --lost again--> ended: with WorkerLost after tokens, else UNAVAILABLE
+                       --lost again--> ended: with WorkerLost after tokens, else UNAVAILABLE;
+                                       waiting once more if that is silence and others have its
+                                       stream
                        --moved-------> waiting as the next attempt, however often
                        --finish------> ended
 
@@ -19,6 +21,7 @@ ticket is granted (predicted), while it runs and when it leaves: see usage_accou
 """
 
 import logging
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,6 +38,7 @@ from gateway.dispatch.ticket_ends import (
     ABORTED_UNUSED,
     check_tokens,
     end_without_tokens,
+    failed_end,
     loss_of,
     refusal_of,
 )
@@ -126,6 +130,13 @@ class GrantedTickets:
                 self._late(worker_id, epoch, delta)
                 continue
             if delta.token_ids:
+                try:
+                    token_ids = array("I", delta.token_ids)
+                except OverflowError:  # one request must not lose the step of all others
+                    logger.error("token ids out of range request=%s", delta.request_id)
+                    self._fail(ticket, failed_end(ticket), now_s)
+                    continue
+                ticket.generated.extend(token_ids)
                 self._tokens(ticket, delta)
             if delta.finish is not None:
                 self._finish(ticket, delta.finish, delta.vectors, now_s)
@@ -176,7 +187,6 @@ class GrantedTickets:
             if not ticket.has_tokens:
                 ticket.cached_tokens = delta.cached_tokens
         ticket.num_tokens += len(delta.token_ids)
-        ticket.generated.extend(delta.token_ids)
         taken = ticket.stream.put(delta.token_ids, delta.logprobs, delta.prompt_logprobs)
         if not taken and not ticket.aborted:
             self.counts.too_slow += 1
@@ -187,6 +197,10 @@ class GrantedTickets:
 
     def _finish(self, ticket: Ticket, finish: Finish, vectors: bytes, now_s: float) -> None:
         """Its worker has ended it."""
+        raise NotImplementedError
+
+    def _fail(self, ticket: Ticket, end: StreamEnd, now_s: float) -> None:
+        """Its worker says what cannot be: it is aborted there and ends here."""
         raise NotImplementedError
 
     def _late(self, worker_id: str, epoch: str, delta: TokenDelta) -> None:
@@ -226,6 +240,7 @@ class Assignments(GrantedTickets):
         self._estimator = estimator
         self._quarantine = quarantine
         self._on_left = on_left
+        self._is_elsewhere = send is not None
         self._send = send or self._submit
         self._recall = recall or self._abort_there
         self._adopted: set[tuple[str, int]] = set()
@@ -244,12 +259,12 @@ class Assignments(GrantedTickets):
     def _book_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
         request = ticket.request
         ticket.grant(worker.worker_id, worker.epoch, now_s)
-        made = ticket.num_before
         ticket.prediction = self._estimator.predict(
             ticket.tenant_id,
             ticket.model_name,
-            request.num_prompt_tokens + made,
-            request.max_tokens - made,
+            request.num_prompt_tokens,
+            request.max_tokens,
+            ticket.num_before,
         )
         self._book.grant(ticket)
         room = worker.room(ticket, now_s)
@@ -295,12 +310,15 @@ class Assignments(GrantedTickets):
         else:
             self._end(ticket, end)
 
-    def lost(self, worker_id: str, epoch: str, reason: str, now_s: float) -> list[LostRequest]:
-        """A worker process is gone. Returns whose requests it was running."""
+    def lost(
+        self, worker_id: str, epoch: str, reason: str, now_s: float, *, is_silent: bool = False
+    ) -> list[LostRequest]:
+        """A worker process is gone. Returns whose requests it was running. Where others have their
+        streams, one that is silent here may be heard there: they say whether that is the end."""
         mine = self.lost_with(worker_id, epoch)
         found = [LostRequest.of(ticket) for ticket in mine]
         for ticket in mine:
-            self._lost(ticket, reason, now_s)
+            self._lost(ticket, reason, now_s, may_live=is_silent and self._is_elsewhere)
         return found + self._lost_there.pop((worker_id, epoch), [])
 
     def move(self, ticket: Ticket, now_s: float) -> bool:
@@ -373,6 +391,13 @@ class Assignments(GrantedTickets):
         self._book.fail(ticket)
         self._end(ticket, ABORTED_UNUSED)
 
+    def _fail(self, ticket: Ticket, end: StreamEnd, now_s: float) -> None:
+        ticket.on("give_up")
+        self._take_back(ticket, now_s)
+        self._book.fail(ticket)
+        self._end(ticket, end)
+        self._abort_there(ticket)
+
     def _blame(self, ticket: Ticket) -> None:
         """Others may see a worker die before this process does."""
         place = ticket.worker_id, ticket.epoch
@@ -383,8 +408,10 @@ class Assignments(GrantedTickets):
         if worker is not None:
             worker.withdraw(ticket.key)
 
-    def _lost(self, ticket: Ticket, reason: str, now_s: float) -> None:
+    def _lost(self, ticket: Ticket, reason: str, now_s: float, *, may_live: bool = False) -> None:
         event, end = loss_of(ticket, reason)
+        if may_live and not ticket.aborted:
+            event, end = "worker_lost", None
         ticket.on(event)
         ticket.num_losses += 1
         self._take_back(ticket, now_s)

@@ -375,7 +375,8 @@ class Dispatcher:
         self._num_workers_lost += 1
         self._fleet.lose(worker_id, self._clock())
         self._book.loads.lose_worker(worker_id)
-        lost = self._running.lost(worker_id, epoch, reason, self._clock())
+        about_loss = (worker_id, epoch, reason, self._clock())
+        lost = self._running.lost(*about_loss, is_silent=cause == "silence")
         if cause == "process":
             blamed = {one.model for one in lost}
             again = {one.model for one in lost if one.is_again}

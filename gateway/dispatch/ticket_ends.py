@@ -97,7 +97,10 @@ def end_without_tokens(ticket: Ticket, finish: Finish) -> StreamEnd:
     """How a request ends that its worker ended before any token."""
     if finish.reason == "refused":  # what was asked for was compiled beside the prompt
         return unenforceable(finish.error)
-    if finish.reason == "error":
-        text = f"the model {ticket.model_name!r} failed while processing the request"
-        return ApiError(SERVER_ERROR, text)
-    return finish
+    return failed_end(ticket) if finish.reason == "error" else finish
+
+
+def failed_end(ticket: Ticket) -> ApiError:
+    """How a request ends that its worker could not serve."""
+    text = f"the model {ticket.model_name!r} failed while processing the request"
+    return ApiError(SERVER_ERROR, text)

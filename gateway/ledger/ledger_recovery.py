@@ -16,7 +16,8 @@ What the database does not take in time stays where it is, for the next start.
 `closing`: what is posted for a request that an earlier process left open. No clock, no database:
 
     a Finish of a worker        posted as `disconnected`, billed by its usage: the connection ended,
-                                up to there it was served
+                                up to there it was served; and by the last checkpoint, where that
+                                has more tokens
     a Finish that is a failure  posted as `failed` at no cost; where its time was up and its client
                                 had been sent some of it, as `disconnected`
     none, but a checkpoint      the worker is lost too: `disconnected`, billed for what the client
@@ -34,6 +35,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import msgspec
 from sqlalchemy import Engine
 
 from engine.protocol import Finish, Usage
@@ -75,6 +77,8 @@ def closing(record: OpenRecord, finish: Finish | None, rates: Rates, posted_at: 
     """See the module. An encoder's answer goes out whole, behind its posting: where there is none,
     neither went."""
     usage = _checkpointed(record) if finish is None else finish.usage
+    if usage.generated_tokens < record.streamed_tokens:  # earlier attempts have made the rest
+        usage = msgspec.structs.replace(usage, generated_tokens=record.streamed_tokens)
     is_late = finish is not None and finish.reason == "timeout" and record.streamed_tokens > 0
     failed = finish is not None and is_unserved(finish) and not is_late
     served = not failed and usage.generated_tokens > 0

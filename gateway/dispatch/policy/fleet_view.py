@@ -1,8 +1,7 @@
 """Workers, models and demands as placement sees them, and what it answers (pure).
 
-Workers say nothing of models that are
-cold there; what a load of one takes follows from its size. `outlook` says what would have to leave
-a worker for a new model, for people.
+Workers say nothing of models that are cold there; what a load of one takes follows from its size.
+`outlook` says what would have to leave a worker for a new model, for people.
 """
 
 import math
@@ -114,7 +113,8 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """Load `model_id` on `worker_id`; from `relieve`: unload it there.
+    """Load `model_id` on `worker_id`; from relief.py (`relieve`, `surplus`), or where an operator
+    wants its memory back: unload it there.
 
     forced     it pushes models in demand out, within the load budget
     waited_s   of its oldest ticket

@@ -42,15 +42,16 @@ class ServiceEstimator:
         self._unit_s: dict[str, float] = {}
 
     def predict(
-        self, tenant_id: str, model_id: str, prompt_tokens: int, max_tokens: int
+        self, tenant_id: str, model_id: str, prompt_tokens: int, max_tokens: int, made: int = 0
     ) -> Prediction:
-        """Before a grant. The output is between 1 and `max_tokens`; none for an encoder (0)."""
+        """Before a grant. The output is between 1 and `max_tokens`; none for an encoder (0). Of a
+        request that goes on behind `made` tokens: what is left; what is there is read again."""
         usual = self._outputs.get((tenant_id, model_id))
         if usual is None:
             usual = self._model_outputs.get(model_id, float(max_tokens))
-        output = min(max_tokens, max(1, round(usual)))
+        output = min(max_tokens - made, max(1, round(usual) - made))
         unit_s = self._unit_s.get(model_id, DEFAULT_UNIT_S)
-        units = units_of(prompt_tokens, output)
+        units = units_of(prompt_tokens + made, output)
         return Prediction(output, unit_s * units, units)
 
     def observe(

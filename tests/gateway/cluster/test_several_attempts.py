@@ -2,8 +2,9 @@
 
 import pytest
 
-from engine.protocol import Abort, Refused, ToWorker
-from gateway.errors import WorkerLost
+from engine.protocol import Abort, Refused, TokenDelta, ToWorker
+from gateway.errors import ApiError, WorkerLost
+from gateway.settings.settings import Settings
 from tests.gateway.cluster.several_kit import Peer, Several
 from tests.gateway.cluster.test_several_gateways import ended, rest, tokens_of
 from tests.gateway.scripted_worker import ScriptedWorker
@@ -205,3 +206,49 @@ async def test_what_a_worker_refuses_half_way_goes_to_another() -> None:
     others[1].finish("r", attempt=2, generated=2)
     several.deliver()
     assert tokens_of(await rest(stream)) == [7, 8]
+
+
+async def test_a_second_silence_that_only_the_dispatcher_hears_ends_nothing() -> None:
+    several = Several()
+    stream = several.ask(several.gateways[0], "r")
+    for attempt in (1, 2, 3):
+        several.worker.tokens("r", attempt)
+        several.deliver()
+        several.dispatcher.on_lost("w", several.worker.epoch, "silent", "silence")
+        several.dispatcher.on_connected("w", several.worker.epoch)
+        several.settle()
+        assert list(several.worker.running) == [("r", attempt + 1)]
+        assert list(several.dispatcher._running.live) == ["r"]
+    several.worker.die()
+    several.worker.start()
+    several.settle()
+    with pytest.raises(WorkerLost):
+        await rest(stream)
+    assert list(several.dispatcher._running.live) == []
+
+
+async def test_token_ids_that_cannot_be_end_their_request_alone() -> None:
+    several = Several()
+    one = several.gateways[0]
+    streams = [several.ask(one, name) for name in ("bad", "good")]
+    deltas = [TokenDelta("bad", 1, [7, 1 << 32]), TokenDelta("good", 1, [7])]
+    several.worker.running["bad", 1].heard.on_deltas("w", several.worker.epoch, deltas)
+    several.deliver()
+    assert list(several.worker.running) == [("good", 1)]
+    with pytest.raises(ApiError, match="failed while processing"):
+        await rest(streams[0])
+    assert streams[1].has_event
+    assert list(several.dispatcher._running.live) == ["good"]
+
+
+async def test_the_queue_of_a_gateway_is_as_long_as_its_workers_allow() -> None:
+    several = Several(settings=Settings(max_queue_total=2, max_queue_per_tenant=2), num_requests=1)
+    gateway = several.gateways[0]
+    for number in range(3):
+        worker = ScriptedWorker(f"v{number}", num_requests=0, states={"m": "resident"})
+        gateway.dispatcher.add_worker(worker)
+        worker.connect()
+    for number in range(8):
+        gateway.ask(f"r{number}", f"t{number}")
+    with pytest.raises(ApiError, match="the queue of this server is full"):
+        gateway.ask("last", "t")

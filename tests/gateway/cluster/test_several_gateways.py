@@ -9,7 +9,7 @@ import pytest
 from engine.protocol import Refused, RequestService
 from gateway.cluster.dispatcher_protocol import Granted, Leave, Returned
 from gateway.cluster.remote_dispatcher import RemoteDispatcher
-from gateway.dispatch.tickets import RequestStream, Ticket
+from gateway.dispatch.tickets import IntegrityError, RequestStream, Ticket
 from gateway.errors import (
     MODEL_NOT_FOUND,
     QUEUE_FULL,
@@ -426,3 +426,12 @@ async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     several.settle()
     assert await rest(served)
     assert several.dispatcher.snapshot().num_running == 0
+
+
+async def test_a_ticket_that_is_nobodys_is_found() -> None:
+    several = Several()
+    several.ask(several.gateways[0], "r")
+    peer = several.dispatcher._peers.pop("r")
+    with pytest.raises(IntegrityError, match="0 peers' tickets, 1 live"):
+        several.dispatcher.check_integrity()
+    several.dispatcher._peers["r"] = peer

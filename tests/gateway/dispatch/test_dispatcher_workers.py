@@ -407,3 +407,18 @@ async def test_what_every_worker_left_has_refused_is_refused_again() -> None:
     assert (await anext(stream)).token_ids == [7]
     with pytest.raises(ApiError, match="does not fit the model"):
         await anext(stream)
+
+
+@pytest.mark.parametrize("token_id", [-1, 1 << 32])
+async def test_token_ids_that_cannot_be_end_their_request_alone(token_id: int) -> None:
+    rig, worker = served()
+    bad, good = rig.ask("bad"), rig.ask("good")
+    deltas = [TokenDelta("bad", 1, [7, token_id]), TokenDelta("good", 1, [8])]
+    worker.heard.on_deltas("w", worker.epoch, deltas)
+    assert (await anext(good)).token_ids == [8]
+    with pytest.raises(ApiError, match="failed while processing"):
+        await anext(bad)
+    assert worker.aborted == ["bad"]
+    worker.finish("bad", "abort")
+    worker.status()
+    rig.dispatcher.check_integrity()

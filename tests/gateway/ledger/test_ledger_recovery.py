@@ -155,6 +155,25 @@ def test_an_owner_is_the_same_at_every_start(tmp_path: Path) -> None:
     assert len(replace(opened("a"), gateway_id=owner_of(first, "gateway-31")).gateway_id) <= 64
 
 
+async def test_a_finish_with_fewer_tokens_than_the_client_had_is_billed_by_those(
+    engine: Engine,
+) -> None:
+    ledger = ledger_on(engine)
+    await ledger.start()
+    for name in ("fewer", "more"):
+        await ledger.open(opened(name))
+    ledger.checkpoint("fewer", 64)
+    ledger.checkpoint("more", 2)
+    await ledger.open(opened("last"))  # takes the hints along
+    await killed(ledger)
+    async with started(ledger_on(engine, ledger_recovery_wait_s=0.05)) as ledger:
+        for name in ("fewer", "more"):
+            assert ledger.claim(name, finish("stop"))
+        await ledger.recovered()
+    told = {name: r.completion_tokens for name, r in postings_in(engine).items()}
+    assert told == {"fewer": 64, "more": 5, "last": 0}
+
+
 async def test_a_power_cut_takes_a_posting_and_its_open_record_tells(engine: Engine) -> None:
     """Written and not synced: nobody pays too much, and no worker has forgotten."""
     acked: list[str] = []

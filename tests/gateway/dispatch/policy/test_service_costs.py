@@ -4,7 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dispatch.policy.service_costs import LoadCosts, Transfer
+from gateway.dispatch.policy.service_costs import (
+    OUTPUT_UNITS,
+    LoadCosts,
+    ServiceEstimator,
+    Transfer,
+)
 
 PLACE = ("w", "pack")
 
@@ -85,3 +90,13 @@ def test_all_charges_together_are_the_load_whoever_uses_it(
     assert sum(account.charged_s.values()) == pytest.approx(took_s)
     others = sum(s for name, s in account.charged_s.items() if name not in backlog)
     assert 0 <= others <= took_s + 1e-9
+
+
+def test_of_what_goes_on_the_rest_is_predicted() -> None:
+    estimator = ServiceEstimator()
+    estimator.observe("t", "m", 10, 50, 0.0)
+    assert estimator.predict("t", "m", 10, 100).output_tokens == 50
+    resumed = estimator.predict("t", "m", 10, 100, 30)
+    assert (resumed.output_tokens, resumed.units) == (20, 40 + OUTPUT_UNITS * 20)
+    assert estimator.predict("t", "m", 10, 100, 80).output_tokens == 1
+    assert estimator.predict("t", "e", 10, 0).output_tokens == 0
