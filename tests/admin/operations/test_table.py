@@ -185,6 +185,7 @@ ELSEWHERE = frozenset(
         *("usage.correct_usage", "prices.withdraw_price"),
         *("prices.withdraw_plan_entry", "prices.withdraw_terms"),
         "usage.keep_usage_from",
+        "workers.order_workers",
     }
 )
 
