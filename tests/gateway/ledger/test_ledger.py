@@ -415,10 +415,11 @@ async def test_without_a_finish_the_last_checkpoint_is_billed(engine: Engine) ->
     """Gateway and worker both died. Nobody knows what of the prompt was cached: all of it."""
     ledger = ledger_on(engine)
     await ledger.start()
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "e"):
         await ledger.open(opened(name))
     ledger.checkpoint("a", 64)
-    ledger.checkpoint("b", 64)
+    ledger.checkpoint("b", 4)
+    ledger.checkpoint("e", 64)
     await ledger.written()  # "a" and "b" were in the database before they went on
     ledger.checkpoint("a", 128)
     ledger.checkpoint("never opened", 64)
@@ -427,6 +428,7 @@ async def test_without_a_finish_the_last_checkpoint_is_billed(engine: Engine) ->
     ledger = ledger_on(engine, ledger_recovery_wait_s=0.05)
     async with started(ledger):
         assert ledger.claim("b", finish("stop"))  # its worker still knows better
+        assert ledger.claim("e", finish("stop"))  # of an earlier attempt: more was sent since
         await ledger.recovered()
     rows = postings_in(engine)
     told = {name: (r.outcome, r.completion_tokens, r.cost_nanos) for name, r in rows.items()}
@@ -434,6 +436,7 @@ async def test_without_a_finish_the_last_checkpoint_is_billed(engine: Engine) ->
         "a": ("disconnected", 128, 7 * 1 + 128 * 100),
         "b": ("disconnected", 5, 5 * 10 + 2 * 1 + 5 * 100),
         "c": ("failed", 0, 0),
+        "e": ("disconnected", 64, 5 * 10 + 2 * 1 + 64 * 100),
         "d": ("failed", 0, 0),
     }
 
