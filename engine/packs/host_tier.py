@@ -44,6 +44,9 @@ from engine.packs.tier_folder import TierFolder, is_alive
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 8 << 20
 _TICK_NS = 50_000_000
+_LOOK_S = 0.2
+"""While another worker writes or deletes, whether it still lives is looked at so often."""
+_MOST_REFUSED = 64
 _WORTH_S = 1.0
 """Between two writings of what packs are worth here."""
 
@@ -128,8 +131,8 @@ class HostTier:
         self._others_delete = False
         self._seen_ns = -1
         self._clock = 0
-        self._next_worth_s = -math.inf
-        self._hosted: frozenset[str] = frozenset()
+        self._next_worth_s = self._next_look_s = -math.inf
+        self._refused: dict[str, None] = {}  # that were not worth their room, the latest last
         self._deleter = ThreadPoolExecutor(1, thread_name_prefix="host-tier")
         self._deletions: list[Future[None]] = []
         self._num_dropped = 0
@@ -159,8 +162,12 @@ class HostTier:
             seen_ns = self._directory.stat().st_mtime_ns
         except OSError:  # no such folder, and no tier
             return
-        if seen_ns == self._seen_ns and not (self._theirs or self._others_delete):
-            return  # a worker that dies changes nothing in the folder
+        now_s = time.monotonic()
+        # A worker that dies changes nothing in the folder.
+        is_due = (self._theirs or self._others_delete) and now_s >= self._next_look_s
+        if seen_ns == self._seen_ns and not is_due:
+            return
+        self._next_look_s = now_s + _LOOK_S
         # What changes within the same tick of the clock leaves the folder's time as it is.
         self._seen_ns = seen_ns if time.time_ns() - seen_ns > _TICK_NS else -1
         complete, self._theirs, self._others_delete = {}, {}, False
@@ -184,11 +191,12 @@ class HostTier:
                 self.num_changes += 1
 
     def report_worth(self, now_s: float) -> None:
-        """Write down what packs are worth here, for the other workers; once a second."""
-        if now_s < self._next_worth_s or not (self._slabs or self._hosted):
+        """Write down what packs are worth here, for the other workers: those held, and the latest
+        that were refused, which others may want too. Once a second."""
+        if now_s < self._next_worth_s or not (self._slabs or self._refused):
             return
         self._next_worth_s = now_s + _WORTH_S
-        worth = {revision: self.worth(revision) for revision in {*self._hosted, *self._slabs}}
+        worth = {revision: self.worth(revision) for revision in {*self._refused, *self._slabs}}
         read = {slab.revision: -1.0 for slab in self._slabs.values() if slab.num_readers}
         known = {revision: value for revision, value in worth.items() if value > 0} | read
         self._folder.report_worth(known)
@@ -242,7 +250,11 @@ class HostTier:
                 return None
             theirs = self._folder.worth_elsewhere()
             worth = self.worth(revision) + theirs.get(revision, 0.0)
+            self._refused.pop(revision, None)
             if not self._make_room(num_bytes, worth, theirs):
+                self._refused[revision] = None
+                if len(self._refused) > _MOST_REFUSED:
+                    del self._refused[next(iter(self._refused))]
                 return None
             return self._new_fill(revision, num_bytes)
 
@@ -271,7 +283,7 @@ class HostTier:
 
     def keep_only(self, revisions: Collection[str]) -> None:
         """Drop packs no hosted model has (those being read go later)."""
-        self._hosted = frozenset(revisions)
+        self._refused = {name: None for name in self._refused if name in revisions}
         for slab in list(self._slabs.values()):
             if slab.revision not in revisions and not slab.num_readers:
                 self._drop(slab)

@@ -110,10 +110,10 @@ class TierFolder:
             if pid == self._pid or not is_alive(pid):
                 continue
             try:
-                told = msgspec.json.decode(_read(path), type=dict[str, float])
+                worths = msgspec.json.decode(_read(path), type=dict[str, float])
             except (OSError, msgspec.DecodeError):  # gone, or just being written
                 continue
-            for revision, worth in told.items():
+            for revision, worth in worths.items():
                 total[revision] = total.get(revision, 0.0) + (math.inf if worth < 0 else worth)
         return total
 
@@ -168,6 +168,7 @@ def _read(path: Path) -> bytes:
 
 
 def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -18,7 +18,7 @@ from gateway.dispatch.policy.spreading import BusyModel, Spreading
 from gateway.dispatch.ticket_queue import TicketQueue
 
 AGAIN_S = 10.0
-"""A copy is told to leave at most so often."""
+"""A copy is asked to leave at most so often."""
 
 
 class Copies:
@@ -32,7 +32,7 @@ class Copies:
         self._popularity = popularity
         self._decisions = decisions
         self._spreading = Spreading()
-        self._told_s: dict[tuple[str, str], float] = {}  # (model, worker) -> when it was to leave
+        self._asked_s: dict[tuple[str, str], float] = {}  # (model, worker) -> when it was to leave
 
     def spread(self, now_s: float) -> None:
         """Copies of models whose copies are busy, on workers that do nothing."""
@@ -60,23 +60,23 @@ class Copies:
         """Copies that the rate of their model does not need: one of each model, and none that
         somebody waits for. Models that share a pack share its copies. The last copy stays, pinned
         or not."""
-        self._told_s = {key: at for key, at in self._told_s.items() if now_s - at < AGAIN_S}
+        self._asked_s = {key: at for key, at in self._asked_s.items() if now_s - at < AGAIN_S}
         held = self._fleet.held_back_on()
         for names in self._fleet.candidates.replicated():
             name = self._leader(names)
             if name is None or any(self._is_wanted(one, now_s) for one in names):
                 continue
             copies = self._fleet.candidates.copies(names)
-            told = {worker_id for worker_id in copies if (name, worker_id) in self._told_s}
+            leaving = {worker_id for worker_id in copies if (name, worker_id) in self._asked_s}
             idle = [
                 replace(copy, free_share=0.0) if {"", copy.worker_id} & held else copy
                 for copy in self._fleet.candidates.idle_copies(names)
-                if copy.worker_id not in told
+                if copy.worker_id not in leaving
             ]
             busy_share = sum(self._popularity.service_rate(one, now_s) for one in names)
-            decision = surplus(name, len(copies) - len(told), busy_share, idle, now_s)
+            decision = surplus(name, len(copies) - len(leaving), busy_share, idle, now_s)
             if decision is not None:
-                self._told_s[name, decision.worker_id] = now_s
+                self._asked_s[name, decision.worker_id] = now_s
                 self._fleet.unload_copy(now_s, decision)
 
     def _is_wanted(self, name: str, now_s: float) -> bool:
