@@ -136,7 +136,7 @@ def entry(model_type: str = "", *named: str, method: str = "", **more: Any) -> d
         (entry("qwen3", tags=["pytorch"]), "no", "pickle_weights"),
         (entry("qwen3", tags=["safetensors", "custom_code"]), "no", "custom_code"),
         (entry("nonsense"), "no", "unknown_family"),
-        (entry("deepseek_v32"), "unlikely", "unknown_family"),
+        (entry("deepseek_v4"), "unlikely", "unknown_family"),
         (entry("t5", "T5Model"), "no", "unknown_family"),
         (entry("bert", "BertModel"), "likely", ""),
         (entry("bert", "BertForMaskedLM"), "no", "unknown_family"),

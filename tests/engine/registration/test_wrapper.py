@@ -396,7 +396,7 @@ def test_a_tower_without_tensors_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("mistral_large4", "layers of type indexed_attention"),
+        ("deepseek_v4", "layers of type compressed_sparse_attention"),
     ],
 )
 def test_text_that_cannot_be_held_is_refused_before_anything_is_built(
