@@ -53,7 +53,7 @@ class Worker:
         self._config = config
         self._router = router
         self._epoch = f"{os.getpid()}-{time.time_ns()}"
-        self._peers: dict[bytes, int] = {}
+        self._peers: set[bytes] = set()
         self._taken: dict[bytes, list[tuple[str, int]]] = {}
         """Of peers that observe, what has come since their last status."""
         self._models: list[str] = []
@@ -88,7 +88,7 @@ class Worker:
 
     def _take(self, peer: bytes, message: ToWorker) -> None:
         if isinstance(message, Hello):
-            self._peers[peer] = 0
+            self._peers.add(peer)
             if message.observes:
                 self._taken[peer] = []
             welcome = Welcome(PROTOCOL_VERSION, self._config.worker_id, self._epoch, "none")
@@ -98,7 +98,6 @@ class Worker:
             self._models = [spec.model_id for spec in message.models]
             self._next_status_s = 0.0
         elif isinstance(message, Submit):
-            self._peers[peer] = self._peers.get(peer, 0) + 1
             self._running[peer, message.request_id, message.attempt] = (
                 message,
                 len(message.generated),
@@ -153,11 +152,10 @@ class Worker:
         self._next_status_s = now_s + self._config.status_interval_s
         config = self._config
         running = len(self._running)
-        for peer, num_received in self._peers.items():
+        for peer in self._peers:
             status = WorkerStatus(
                 self._epoch,
                 config.worker_id,
-                num_received=num_received,
                 free_requests=ROOM - running,
                 free_kv_bytes=KV_TOKENS * 16,
                 lease_ttl_s=config.lease_ttl_s,

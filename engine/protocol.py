@@ -40,7 +40,7 @@ MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 PACK_VERSION = 2
 """Of the packs' format (engine/pack.py): what workers of this build read."""
 MAX_ENCODE_INPUTS = 2048
@@ -424,22 +424,19 @@ class Refused(_Message, frozen=True):
 class WorkerStatus(_Message, frozen=True):
     """Heartbeat, and at once when leases or residency change.
 
-    `num_received` is how many Submits of the receiving gateway this worker has taken in since that
-    gateway's last Hello, so that a dispatcher can subtract grants still under way. `pages` maps
-    "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished since the
-    previous status. `models` has a row for each model that is not cold: a catalog may name
-    thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
+    `pages` maps "model_id/weights", "model_id/kv" and "free" to pages. `swaps` lists those finished
+    since the previous status. `models` has a row for each model that is not cold: a catalog may
+    name thousands. Those without a row would be loaded from the disk at `cold_bytes_per_s` (0: not
     known). `choices` are decisions about who leaves, since the previous status: of those that found
-    nobody who may, only the first of a kind. `service`: what running requests of the receiving
-    gateway have had so far, so that they count while they run. A peer that observes hears of all
-    running requests there, and in `taken` which Submits have come since its previous status.
+    nobody who may, only the first of a kind. For a peer that observes alone: `service`, what
+    running requests have had so far, so that they count while they run, and `taken`, which Submits
+    have come since its previous status, so that it can subtract grants still under way.
     `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
     None: as sent before. `started_at`: when the process began, epoch seconds.
     """
 
     epoch: str
     worker_id: str
-    num_received: int
     free_requests: int
     free_kv_bytes: int
     lease_ttl_s: float

@@ -106,26 +106,30 @@ class LedgerSnapshot:
     """Postings added to roll-ups."""
 
 
-class RequestDispatcher(Protocol):
-    """The fair queue in front of the workers (`gateway/dispatch/dispatcher.py`)."""
+class DispatcherFigures(Protocol):
+    """Whoever can tell how the fair queue and its workers stand."""
 
     @property
     def ready(self) -> bool:
         """A request could be served now: a worker answers and the gateway is not stopping."""
-
-    @property
-    def stopping(self) -> bool:
-        """Nothing new is taken, and what runs is to come to an end."""
-
-    def run(self, request: PreparedRequest, principal: Principal) -> RunningRequest:
-        """Queue a request. Raises ApiError at once: QUEUE_FULL (with retry_after_s) where a bound
-        bites, MODEL_FAILED, MODEL_NOT_FOUND, UNAVAILABLE while stopping."""
 
     def snapshot(self) -> DispatcherSnapshot:
         """Figures for metrics."""
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """The last status of each worker that is connected."""
+
+
+class RequestDispatcher(DispatcherFigures, Protocol):
+    """The fair queue in front of the workers (`gateway/cluster/dispatcher_proxy.py`)."""
+
+    @property
+    def stopping(self) -> bool:
+        """Nothing new is taken, and what runs is to come to an end."""
+
+    def run(self, request: PreparedRequest, principal: Principal) -> RunningRequest:
+        """Queue a request. Raises ApiError at once (MODEL_NOT_FOUND, UNAVAILABLE while stopping),
+        or in place of the first event: QUEUE_FULL (with retry_after_s), MODEL_FAILED."""
 
     def model_failure(self, model_name: str) -> str | None:
         """Why a hosted model cannot be served now (quarantine, failed load); None if it can."""

@@ -148,7 +148,7 @@ def metric_families() -> Iterator[Metric]:
     written: dict[str, typing.Any] = {f.name: 1 for f in dataclasses.fields(LedgerSnapshot)}
     model = ModelStatus("a", "resident", 1, 1, 1, 1, 1.0)
     worker = WorkerStatus(
-        "e", "w", 0, 1, 1, 1.0, 1, 1, {"a/kv": 1}, [model], [], [], {"preemptions": 1.0}
+        "e", "w", 1, 1, 1.0, 1, 1, {"a/kv": 1}, [model], [], [], {"preemptions": 1.0}
     )
     dispatcher, ledger = mock.Mock(ready=True), mock.Mock()
     dispatcher.worker_statuses.return_value = [worker]

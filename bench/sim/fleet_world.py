@@ -1,7 +1,7 @@
 """Fleet mode: the product's dispatcher over workers that serve by rate (rate_worker.py).
 
-No engine, no limiter, no ledger: a request goes into `Dispatcher.run`, and its stream is listened
-to. So ten simulated minutes of a thousand workers take minutes. Requests come by the clock
+No engine, no limiter, no ledger: a request goes into the gateway's fair queue, and its stream is
+listened to. So ten simulated minutes of a thousand workers take minutes. Requests come by the clock
 (`arrive`) or as soon as the one before has ended (`keep_asking`).
 """
 
@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.sim.loop import Loop
+from bench.sim.loop import DELIVERY, Loop
 from bench.sim.rate_worker import Rates, RateWorker
 from engine.protocol import SamplingParams
-from gateway.dispatch.dispatcher import TICK_S, Dispatcher
+from gateway.cluster.local_dispatcher import LocalDispatcher
+from gateway.dispatch.dispatcher import TICK_S
 from gateway.errors import ApiError, WorkerLost
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
@@ -58,7 +59,12 @@ class FleetWorld:
         self.loop = Loop()
         self.sizes = sizes
         self.rng = random.Random(f"fleet {seed}")
-        self.dispatcher = Dispatcher(settings or Settings(), self.loop.clock)
+        self.requests = LocalDispatcher(
+            settings or Settings(),
+            self.loop.clock,
+            soon=lambda call: self.loop.after(0.0, call, DELIVERY),
+        )
+        self.dispatcher = self.requests.dispatcher
         self.seen = Seen()
         self._models = {
             name: HostedModel(
@@ -78,7 +84,7 @@ class FleetWorld:
         ]
         self._prompts: dict[int, list[int]] = {}
         self._num_asked = 0
-        self.dispatcher.set_catalog(list(self._models.values()))
+        self.requests.set_catalog(list(self._models.values()))
         self.workers = [
             RateWorker(f"w{number}", self.loop, rates, sizes) for number in range(num_workers)
         ]
@@ -103,7 +109,7 @@ class FleetWorld:
         asked_s, has_token = self.loop.now_s, False
         seen = self.seen
         try:
-            stream = self.dispatcher.run(request, self._principals[ask.tenant])
+            stream = self.requests.run(request, self._principals[ask.tenant])
         except ApiError as error:
             seen.ended[error.kind.code] += 1
             on_end()
@@ -129,7 +135,7 @@ class FleetWorld:
             if event.finish is not None:
                 seen.ended[event.finish.reason] += 1
                 seen.tokens += event.finish.usage.generated_tokens
-                self.dispatcher.ack_usage([request.request_id])
+                self.requests.ack_usage([request.request_id])
                 on_end()
 
         stream.listen(take)
@@ -159,11 +165,11 @@ class FleetWorld:
         return sum(model in worker.resident for worker in self.workers)
 
     def _start_of(self, worker: RateWorker) -> Callable[[], None]:
-        return lambda: self.dispatcher.add_worker(worker)
+        return lambda: self.requests.add_workers(worker, worker.observing)
 
     def _tick(self) -> None:
         self.loop.after(TICK_S, self._tick)
-        self.dispatcher.tick()
+        self.requests.tick()
 
 
 def percentile(values: Sequence[float], share: float) -> float:

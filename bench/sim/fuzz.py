@@ -132,7 +132,7 @@ class Fuzz:
     def _look(self) -> None:
         gateway = self.simulation.gateway
         if gateway is not None:
-            gateway.dispatcher.check_integrity()
+            gateway.requests.check_integrity()
 
     def _ticked(self, worker: SimWorker) -> None:
         assert worker.process is not None
@@ -266,7 +266,7 @@ class Fuzz:
         gateway = self.simulation.gateway
         if gateway is not None:
             self.happened["connection broke"] += 1
-            self.rng.choice(gateway.worker_clients).cable.break_()
+            self.rng.choice(self.rng.choice(gateway.worker_clients)).cable.break_()
 
     def _pause(self) -> None:
         worker = self.rng.choice(self.simulation.workers)
@@ -291,7 +291,7 @@ class Fuzz:
             self.removed.discard(number)
         if verb in ("remove", "bring back"):
             kept = [model for n, model in enumerate(models) if n not in self.removed]
-            gateway.dispatcher.set_catalog(kept)
+            gateway.requests.set_catalog(kept)
 
     def _restore(self) -> None:
         """Everything runs again."""
@@ -301,7 +301,7 @@ class Fuzz:
         self._start_gateway()
         if self.removed and simulation.gateway is not None:
             self.removed.clear()
-            simulation.gateway.dispatcher.set_catalog(simulation.stage.models)
+            simulation.gateway.requests.set_catalog(simulation.stage.models)
 
     def _latency_s(self) -> float:
         if self.calm or self.rng.random() >= self.trouble.slow_messages:

@@ -2,6 +2,8 @@
 
     submit -> limits -> fair queue ==cables==> workers -> stream -> posted -> acknowledged
 
+Gateway and dispatcher are in one process, and each has its own cable to each worker, as there.
+
 What stands in for the rest of the gateway: `SimClient` for pipeline and HTTP, `Postings` for the
 ledger (what is durable outlives the gateway, and a finish that a restarted gateway is told again is
 claimed from it). Coroutines of the limiter never wait, so they are run to their end at once.
@@ -14,12 +16,13 @@ from typing import Any, TypeVar
 from bench.sim.baselines.choose import DispatchPolicies
 from bench.sim.cable import Cable
 from bench.sim.client import SimClient
-from bench.sim.loop import Event, Loop
+from bench.sim.loop import DELIVERY, Event, Loop
 from bench.sim.parts import END_TOKEN
 from bench.sim.types import Arrival
 from bench.sim.worker import SimWorker
 from engine.protocol import Finish, FromWorker, SamplingParams, Submit, SwapRecord, ToWorker
-from gateway.dispatch.dispatcher import TICK_S, Dispatcher
+from gateway.cluster.local_dispatcher import DISPATCHER_ID, LocalDispatcher
+from gateway.dispatch.dispatcher import TICK_S
 from gateway.errors import ApiError
 from gateway.limits.limits import Limiter
 from gateway.limits.store import MemoryStore
@@ -103,9 +106,8 @@ class SimWorkerClient:
     ) -> None:
         self.worker = worker
         self.cable = Cable(loop, worker, gateway_id, self._receive, latency_s)
-        self.connection = WorkerConnection(
-            worker.worker_id, gateway_id, heartbeat_timeout_s, self.cable, loop.clock
-        )
+        about = (worker.worker_id, gateway_id, heartbeat_timeout_s, self.cable, loop.clock)
+        self.connection = WorkerConnection(*about, observes=gateway_id == DISPATCHER_ID)
         self._loop = loop
         self._on_submit = on_submit
         self._timer: Event | None = None
@@ -168,11 +170,17 @@ class SimGateway:
     ) -> None:
         self.loop = loop
         postings.recover()
-        self.dispatcher = Dispatcher(
-            settings, loop.clock, self._claim, policies.share(), policies.placement()
+        self.requests = LocalDispatcher(
+            settings,
+            loop.clock,
+            self._claim,
+            policies.share(),
+            policies.placement(),
+            soon=lambda call: loop.after(0.0, call, DELIVERY),
         )
-        self.dispatcher.add_swap_listener(on_swap)
-        self.dispatcher.set_catalog(models)
+        self.dispatcher = self.requests.dispatcher
+        self.requests.add_swap_listener(on_swap)
+        self.requests.set_catalog(models)
         self.store = MemoryStore()
         self.limiter = Limiter(self.store, loop.clock, lambda dimension: None)
         self.clients: dict[str, SimClient] = {}
@@ -184,19 +192,16 @@ class SimGateway:
         self._on_end = on_end
         self._to_ack: list[str] = []
         self._ack_event: Event | None = None
+        timeout_s = settings.worker_heartbeat_timeout_s
         self.worker_clients = [
-            SimWorkerClient(
-                loop,
-                worker,
-                "gateway",
-                settings.worker_heartbeat_timeout_s,
-                latency_s,
-                self._submitted,
-            )
+            [
+                SimWorkerClient(loop, worker, name, timeout_s, latency_s, self._submitted)
+                for name in ("gateway-0", DISPATCHER_ID)
+            ]
             for worker in workers
         ]
-        for client in self.worker_clients:
-            self.dispatcher.add_worker(client)
+        for own, observing in self.worker_clients:
+            self.requests.add_workers(own, observing)
         self._tick_event = loop.after(TICK_S, self._tick)
 
     def submit(self, number: int, arrival: Arrival, prompt_token_ids: list[int]) -> None:
@@ -216,7 +221,7 @@ class SimGateway:
         try:
             client.hold = run_now(self.limiter.reserve(principal, request, {}))
             self._postings.begin(client.request_id)
-            stream = self.dispatcher.run(request, principal)
+            stream = self.requests.run(request, principal)
         except ApiError as error:
             client.refuse(error)
             return
@@ -229,17 +234,18 @@ class SimGateway:
         self._tick_event.cancel()
         if self._ack_event is not None:
             self._ack_event.cancel()
-        self.dispatcher.close()
+        self.requests.close()
         for client in list(self.clients.values()):
             client.cut()
 
     def worker_ended(self, number: int, reason: str) -> None:
         """The supervisor has seen a worker process end."""
-        self.worker_clients[number].lose(reason, "process")
+        for client in self.worker_clients[number]:
+            client.lose(reason, "process")
 
     def _tick(self) -> None:
         self._tick_event = self.loop.after(TICK_S, self._tick)
-        self.dispatcher.tick()
+        self.requests.tick()
 
     def _submitted(self, submit: Submit, worker: int) -> None:
         client = self.clients.get(submit.request_id)
@@ -278,4 +284,4 @@ class SimGateway:
     def _acknowledge(self) -> None:
         self._ack_event = None
         request_ids, self._to_ack = self._to_ack, []
-        self.dispatcher.ack_usage(request_ids)
+        self.requests.ack_usage(request_ids)

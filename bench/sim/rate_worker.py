@@ -101,8 +101,36 @@ class RateCounts:
 
 
 @dataclass(eq=False)
+class Observer:
+    """The dispatcher's connection. Implements gateway.workers.worker_client.WorkerClient."""
+
+    worker: "RateWorker"
+    listener: WorkerListener | None = None
+
+    @property
+    def worker_id(self) -> str:
+        """Its name in the dispatcher."""
+        return self.worker.worker_id
+
+    def start(self, listener: WorkerListener) -> None:
+        """Hear the process that begins when the gateway connects, too."""
+        self.listener = listener
+
+    def send(self, message: ToWorker) -> None:
+        """Raises WorkerUnavailable."""
+        self.worker.send(message)
+
+    def lose(self, reason: str, cause: LossCause) -> None:
+        """The worker tells both of its ends."""
+
+    def close(self) -> None:
+        """The gateway's closes first."""
+
+
+@dataclass(eq=False)
 class RateWorker:
-    """Implements gateway.workers.worker_client.WorkerClient: worker and connection in one."""
+    """Implements gateway.workers.worker_client.WorkerClient: worker and the gateway's connection in
+    one; `observing` is the dispatcher's, which is started first."""
 
     worker_id: str
     loop: Loop
@@ -112,6 +140,7 @@ class RateWorker:
     counts: RateCounts = field(default_factory=RateCounts)
 
     def __post_init__(self) -> None:
+        self.observing = Observer(self)
         self._listener: WorkerListener | None = None
         self._epoch = ""
         self._num_epochs = 0
@@ -128,7 +157,7 @@ class RateWorker:
         self._used_bytes = 0
         self._loads: list[str] = []
         self._swaps: list[SwapRecord] = []
-        self._num_received = 0
+        self._taken: list[tuple[str, int]] = []
         self._next: Event | None = None
         self._load_end: Event | None = None
         self._status_event: Event | None = None
@@ -163,8 +192,8 @@ class RateWorker:
         """The process ended."""
         self._stop()
         epoch, self._epoch = self._epoch, ""
-        assert self._listener is not None
-        self._listener.on_lost(self.worker_id, epoch, reason, cause)
+        for end in self._ends():
+            end.on_lost(self.worker_id, epoch, reason, cause)
 
     def close(self) -> None:
         """Say nothing more."""
@@ -176,8 +205,8 @@ class RateWorker:
         self._clear()
         self._num_epochs += 1
         self._epoch = f"{self.worker_id}.{self._num_epochs}"
-        assert self._listener is not None
-        self._listener.on_connected(self.worker_id, self._epoch)
+        for end in self._ends():
+            end.on_connected(self.worker_id, self._epoch)
         self._change()
 
     def preload(self, names: Iterable[str]) -> None:
@@ -207,7 +236,7 @@ class RateWorker:
     # Requests.
 
     def _submit(self, submit: Submit) -> None:
-        self._num_received += 1
+        self._taken.append((submit.request_id, submit.attempt))
         held = self._models.get(submit.model_id)
         kv_bytes = (len(submit.prompt_token_ids) + submit.max_tokens) * (
             self.rates.kv_bytes_per_token
@@ -415,10 +444,13 @@ class RateWorker:
         self._sent_s = self.loop.now_s
         self.counts.statuses += 1
         status = self.status()
-        self._swaps = []
+        self._swaps, self._taken = [], []
         self._status_at(self.loop.now_s + self.rates.status_interval_s)
-        assert self._listener is not None
-        self._listener.on_status(self.worker_id, status)
+        for end in self._ends():
+            end.on_status(self.worker_id, status)
+
+    def _ends(self) -> list[WorkerListener]:
+        return [end for end in (self._listener, self.observing.listener) if end is not None]
 
     def status(self) -> WorkerStatus:
         """What a heartbeat says now."""
@@ -439,7 +471,6 @@ class RateWorker:
         return WorkerStatus(
             epoch=self._epoch,
             worker_id=self.worker_id,
-            num_received=self._num_received,
             free_requests=free_requests,
             free_kv_bytes=max(0, free),
             lease_ttl_s=LEASE_TTLS * rates.status_interval_s,
@@ -451,4 +482,5 @@ class RateWorker:
             swaps=self._swaps,
             counters={},
             cold_bytes_per_s=rates.disk_bytes_per_s,
+            taken=self._taken,
         )

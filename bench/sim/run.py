@@ -126,8 +126,9 @@ class Simulation:
         self._tell_if_through()
 
     def _tell_if_through(self) -> None:
+        """Once the dispatcher, too, has heard of the last one."""
         if self.is_through:
-            self.on_through()
+            self.loop.after(0.0, self.on_through)
 
     def _swapped(self, worker_id: str, record: SwapRecord) -> None:
         self.run.swaps.append(
@@ -181,7 +182,7 @@ def _check(simulation: Simulation, every: int) -> None:
         if num_ticks % every == 0 and worker.process is not None:
             worker.process.worker.check_integrity()
             if simulation.gateway is not None:
-                simulation.gateway.dispatcher.check_integrity()
+                simulation.gateway.requests.check_integrity()
 
     for worker in simulation.workers:
         worker.on_tick = look

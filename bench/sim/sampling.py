@@ -43,7 +43,9 @@ class Sampler:
         gateway = simulation.gateway
         if gateway is not None:
             snapshot = gateway.dispatcher.snapshot()
-            counters["messages"] = sum(c.cable.num_messages for c in gateway.worker_clients)
+            counters["messages"] = sum(
+                c.cable.num_messages for ways in gateway.worker_clients for c in ways
+            )
             counters["retries"] = snapshot.num_retries + snapshot.num_resumed
             counters["queue_timeouts"] = snapshot.num_queue_timeouts
             counters["queue_rejections"] = snapshot.num_queue_rejections

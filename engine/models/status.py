@@ -40,7 +40,6 @@ def make_status(manager: ModelManager, counters: Mapping[str, float]) -> WorkerS
     return WorkerStatus(
         epoch="",
         worker_id="",
-        num_received=0,
         lease_ttl_s=0.0,
         swaps=[],
         free_requests=free_requests,

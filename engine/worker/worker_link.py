@@ -25,7 +25,7 @@ it (the gateway then bills its own last checkpoint).
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -36,7 +36,6 @@ from engine.config import WorkerConfig
 from engine.protocol import (
     Finish,
     FromWorker,
-    RequestService,
     TokenDelta,
     ToWorker,
     WorkerStatus,
@@ -58,21 +57,15 @@ class Peer:
     identity: bytes
     gateway_id: str
     observes: bool = False
-    num_received: int = 0
     connected: bool = True
     taken: list[RequestKey] = field(default_factory=list)
 
-    def status(
-        self, status: WorkerStatus, is_of: "Callable[[Peer, RequestKey], bool]"
-    ) -> WorkerStatus:
+    def status(self, status: WorkerStatus) -> WorkerStatus:
         """What this peer gets of a status meant for all."""
-        service: Sequence[RequestService] = status.service
         if not self.observes:
-            service = [s for s in service if is_of(self, (s.request_id, s.attempt))]
+            return msgspec.structs.replace(status, service=[])
         taken, self.taken = self.taken, []
-        return msgspec.structs.replace(
-            status, num_received=self.num_received, service=list(service), taken=taken
-        )
+        return msgspec.structs.replace(status, taken=taken)
 
 
 class PeerRequest(NamedTuple):

@@ -211,13 +211,13 @@ class Worker:
             peer = self._join(identity, hello.gateway_id)
         if peer is None:
             return
-        peer.num_received, peer.observes, peer.taken = 0, hello.observes, []
+        peer.observes, peer.taken = hello.observes, []
         self._send(peer, self._welcome())
         kept = self._outbox.unacked(peer.gateway_id)
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
         status = self._board.greeting(now_s, draining=self._draining)
-        self._send(peer, msgspec.structs.replace(peer.status(status, self._is_of), service=[]))
+        self._send(peer, msgspec.structs.replace(peer.status(status), service=[]))
 
     def _join(self, identity: bytes, gateway_id: str) -> Peer | None:
         """A new peer in place of those it stands for; None where there are too many."""
@@ -242,7 +242,6 @@ class Worker:
             self._link.send(identity, self._refusal(message, "not_resident", text))
 
     def _submit(self, peer: Peer, request: Submit, now_s: float) -> None:
-        peer.num_received += 1
         key = (request.request_id, request.attempt)
         for other in self._peers.values():
             if other.observes:
@@ -309,7 +308,7 @@ class Worker:
         if status is None:
             return
         for peer in list(self._peers.values()):
-            self._send(peer, peer.status(status, self._is_of))
+            self._send(peer, peer.status(status))
 
     def _send(self, peer: Peer, message: FromWorker) -> None:
         """Send, or lose the peer. Nothing is kept for later but finishes."""

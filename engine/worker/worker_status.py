@@ -112,10 +112,7 @@ class StatusBoard:
         return 0.0 if self._due or self._look_again else max(0.0, self._next_s - now_s)
 
     def collect(self, now_s: float, *, draining: bool) -> WorkerStatus | None:
-        """The status to tell every peer now, with the swaps since the last; None: not now.
-
-        `num_received` is 0 here: the sender fills it in for each peer.
-        """
+        """The status to tell every peer now, with the swaps since the last; None: not now."""
         self._take_swaps()
         on_time = now_s >= self._next_s
         residency = self._engine.residency_key

@@ -1,11 +1,13 @@
-"""A gateway process' connection to the dispatcher, whichever process that is now (stage 5).
+"""A gateway's connection to the dispatcher, whichever that is now (stage 5).
 
     down --connected, Hello sent--> open --Welcome--> up
     open, up --it ended, silence, an earlier epoch--> down
 
-It is tried again every RETRY_S while nobody listens. What is to be said in a Hello the owner is
-asked for at each connect; what is sent while it is down is dropped, for the next Hello says it.
-Knows no requests (remote_dispatcher.py) and no limits (cluster/remote_limits.py).
+`DispatcherLink` is what both kinds of connections are: where gateway and dispatcher are one
+process, it is opened once (local_dispatcher.py). `SocketLink` tries again every RETRY_S while
+nobody listens. What is to be said in a Hello the owner is asked for at each connect; what is sent
+while it is down is dropped, for the next Hello says it. Knows no requests (dispatcher_proxy.py) and
+no limits (remote_limits.py).
 """
 
 import asyncio
@@ -31,15 +33,12 @@ RETRY_S = 0.05
 
 
 class DispatcherLink:
-    """Listeners are set before `run`: `hello` makes one, `on_message` hears all but Welcome,
+    """Listeners are set before it is opened: `hello` makes one, `on_message` hears all but Welcome,
     `on_up` that a dispatcher took the Hello (with whether it is another one than before), and
     `on_down` that it is gone."""
 
-    def __init__(self, path: Path, silence_s: float) -> None:
-        self._path = path
-        self._silence_s = silence_s
-        self._channel: ipc.Channel[ToGateway, ToDispatcher] | None = None
-        self._lost: asyncio.Event = asyncio.Event()
+    def __init__(self) -> None:
+        self._channel: ipc.MessageChannel[ToGateway, ToDispatcher] | None = None
         self.epoch = 0
         """Of the dispatcher that was spoken to last."""
         self.is_up = False
@@ -48,18 +47,21 @@ class DispatcherLink:
         self.on_up: list[Callable[[bool], None]] = []
         self.on_down: list[Callable[[], None]] = []
 
+    def open(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher]) -> None:
+        """Say Hello on this connection and go by it until it ends."""
+        self.hear(channel)
+        self._channel = channel
+        channel.send(self.hello())
+
+    def hear(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher]) -> None:
+        """Go by what is said there."""
+        channel.on_message = lambda message: self._receive(channel, message)
+        channel.on_lost = lambda reason: self._down(channel, reason)
+
     def send(self, message: ToDispatcher) -> None:
         """Queue a message; dropped while there is no connection."""
         if self._channel is not None:
             self._channel.send(message)
-
-    async def run(self) -> None:
-        """Stay connected for ever."""
-        try:
-            while True:
-                await self._connect_once()
-        finally:
-            self.close()
 
     def close(self) -> None:
         """Say nothing more; what was said gets out."""
@@ -67,32 +69,9 @@ class DispatcherLink:
             self._channel.close()
         self._channel, self.is_up = None, False
 
-    async def _connect_once(self) -> None:
-        channel: ipc.Channel[ToGateway, ToDispatcher] = ipc.Channel(to_gateway)
-        self._lost.clear()
-        channel.on_message = lambda message: self._receive(channel, message)
-        channel.on_lost = lambda reason: self._down(channel, reason)
-        try:
-            await ipc.connect(self._path, channel)
-        except OSError:
-            await asyncio.sleep(RETRY_S)
-            return
-        if channel.closed:
-            await asyncio.sleep(RETRY_S)
-            return
-        self._channel = channel
-        channel.send(self.hello())
-        while not self._lost.is_set():
-            try:
-                async with asyncio.timeout(HEARTBEAT_S):
-                    await self._lost.wait()
-            except TimeoutError:
-                channel.send(Ping())
-                if asyncio.get_running_loop().time() - channel.heard_s > self._silence_s:
-                    channel.lose(f"silent for {self._silence_s:.0f} s")
-        await asyncio.sleep(RETRY_S)
-
-    def _receive(self, channel: ipc.Channel[ToGateway, ToDispatcher], message: ToGateway) -> None:
+    def _receive(
+        self, channel: ipc.MessageChannel[ToGateway, ToDispatcher], message: ToGateway
+    ) -> None:
         if not isinstance(message, Welcome):
             for hear in self.on_message:
                 hear(message)
@@ -107,14 +86,57 @@ class DispatcherLink:
             for hear_up in self.on_up:
                 hear_up(is_other)
 
-    def _down(self, channel: ipc.Channel[ToGateway, ToDispatcher], reason: str) -> None:
+    def _down(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher], reason: str) -> None:
         if channel is not self._channel:
-            self._lost.set()
             return
         self._channel = None
-        self._lost.set()
         if self.is_up:
             self.is_up = False
             logger.warning("dispatcher lost epoch=%d: %s", self.epoch, reason)
         for hear in self.on_down:
             hear()
+
+
+class SocketLink(DispatcherLink):
+    """Connected by `run`, to whoever listens at `path`."""
+
+    def __init__(self, path: Path, silence_s: float) -> None:
+        super().__init__()
+        self._path = path
+        self._silence_s = silence_s
+        self._lost = asyncio.Event()
+
+    async def run(self) -> None:
+        """Stay connected for ever."""
+        try:
+            while True:
+                await self._connect_once()
+        finally:
+            self.close()
+
+    async def _connect_once(self) -> None:
+        channel: ipc.Channel[ToGateway, ToDispatcher] = ipc.Channel(to_gateway)
+        self._lost.clear()
+        self.hear(channel)
+        try:
+            await ipc.connect(self._path, channel)
+        except OSError:
+            await asyncio.sleep(RETRY_S)
+            return
+        if channel.closed:
+            await asyncio.sleep(RETRY_S)
+            return
+        self.open(channel)
+        while not self._lost.is_set():
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._lost.wait()
+            except TimeoutError:
+                channel.send(Ping())
+                if channel.silent_s > self._silence_s:
+                    channel.lose(f"silent for {self._silence_s:.0f} s")
+        await asyncio.sleep(RETRY_S)
+
+    def _down(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher], reason: str) -> None:
+        self._lost.set()
+        super()._down(channel, reason)

@@ -1,10 +1,11 @@
-"""Between the gateway processes of one machine and their dispatcher process: every message.
+"""Between the gateways of one machine and their dispatcher: every message.
 
-Stage 5, where it is a process of its own. A gateway process holds its clients' connections, the
-prompts and the workers' answers; the dispatcher holds tickets. A ticket says what a request takes
-and whose it is, never what it asks.
+Stage 5. A gateway holds its clients' connections, the prompts and the workers' answers; the
+dispatcher holds tickets. A ticket says what a request takes and whose it is, never what it asks.
+With one gateway both are in one process, and the messages pass as objects (local_dispatcher.py);
+with several the dispatcher is a process of its own.
 
-    gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Returned, Ping
+    gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Unclaimed, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
     dispatcher -> gateway   Welcome, Granted, Moved, Denied, LoadShare, State, Done
 
@@ -40,12 +41,12 @@ from typing import TypeAlias
 
 import msgspec
 
-from engine.protocol import Finish, Refused
+from engine.protocol import Finish, Refused, Usage
 from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -131,6 +132,14 @@ class Ended(_Message, frozen=True):
     finish: Finish
     num_tokens: int
     asks_load: bool = False
+
+
+class Unclaimed(_Message, frozen=True):
+    """A worker has ended an attempt that no request here waits for, or says so again."""
+
+    request_id: str
+    attempt: int
+    usage: Usage
 
 
 class Returned(_Message, frozen=True):
@@ -287,6 +296,7 @@ ToDispatcher: TypeAlias = (
     | Leave
     | Tokens
     | Ended
+    | Unclaimed
     | Returned
     | Reserve
     | Close

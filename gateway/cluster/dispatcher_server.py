@@ -14,7 +14,6 @@ that is gone, and what the next dispatcher takes in from those that connect to i
     all gateway processes have come    counted yet, and a budget could be overrun by it
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine
@@ -45,6 +44,7 @@ from gateway.cluster.dispatcher_protocol import (
     ToDispatcher,
     ToGateway,
     Tokens,
+    Unclaimed,
     Welcome,
     to_dispatcher,
 )
@@ -52,7 +52,7 @@ from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.tickets import Ticket
 from gateway.errors import ApiError
-from gateway.ipc.ipc import Channel
+from gateway.ipc.ipc import Channel, MessageChannel
 from gateway.limits.policy.rate_limit import Reservation
 from gateway.limits.store import LimitStore
 
@@ -100,7 +100,7 @@ class DispatcherServer:
         self._silence_s = silence_s
         self._on_behind = on_behind
         self._peers: dict[str, ConnectedGateway] = {}
-        self._channels: set[Channel[ToDispatcher, ToGateway]] = set()
+        self._channels: set[MessageChannel[ToDispatcher, ToGateway]] = set()
         self._held: list[tuple[int, ConnectedGateway, TicketSpec, bool]] = []
         self.num_behind = 0
         """Tickets that ever had to be held."""
@@ -126,6 +126,11 @@ class DispatcherServer:
     def new_channel(self) -> Channel[ToDispatcher, ToGateway]:
         """For a connection that is being made."""
         channel: Channel[ToDispatcher, ToGateway] = Channel(to_dispatcher)
+        self.attach(channel)
+        return channel
+
+    def attach(self, channel: MessageChannel[ToDispatcher, ToGateway]) -> None:
+        """Hear a gateway that will say Hello there."""
         peer = ConnectedGateway(self, channel)
         channel.on_message = peer.receive
 
@@ -135,7 +140,6 @@ class DispatcherServer:
 
         channel.on_lost = lost
         self._channels.add(channel)
-        return channel
 
     def close(self) -> None:
         """Let go of everybody; what was said gets out."""
@@ -153,7 +157,7 @@ class DispatcherServer:
             self._outlooks = self.dispatcher.outlooks()
         state = State(self.dispatcher.ready, *self._outlooks)
         for peer in list(self._peers.values()):
-            if asyncio.get_running_loop().time() - peer.channel.heard_s > self._silence_s:
+            if peer.channel.silent_s > self._silence_s:
                 peer.channel.lose(f"silent for {self._silence_s:.0f} s")
             else:
                 peer.channel.send(state)
@@ -301,7 +305,9 @@ class ConnectedGateway:
     `open`: its reservations that are not closed.
     """
 
-    def __init__(self, server: DispatcherServer, channel: Channel[ToDispatcher, ToGateway]) -> None:
+    def __init__(
+        self, server: DispatcherServer, channel: MessageChannel[ToDispatcher, ToGateway]
+    ) -> None:
         self.channel = channel
         self.gateway_id = ""
         self.open: dict[str, Reservation] = {}
@@ -348,6 +354,8 @@ class ConnectedGateway:
             load_s = dispatcher.ended(self, *key, message.finish, message.num_tokens)
             if message.asks_load:
                 self.channel.send(LoadShare(*key, load_s))
+        elif isinstance(message, Unclaimed):
+            dispatcher.unclaimed((message.request_id, message.attempt), message.usage)
         elif isinstance(message, Returned):
             key = (message.request_id, message.attempt)
             dispatcher.returned(self, *key, message.refused, message.ticket)

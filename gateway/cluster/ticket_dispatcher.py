@@ -1,16 +1,16 @@
-"""The dispatcher of several gateway processes: its tickets come from them, and its grants go there.
+"""The dispatcher as gateways see it, one or several: its tickets come from them, and its grants go
+there.
 
-All that `dispatcher.py` decides is decided here in the same way; what differs is who does it. A
-grant is not a Submit but word to the gateway process that has the request, and what became of it is
-that process's word. The worker says the rest: what has reached it, what it still takes, what runs
-there (`Hello.observes`).
+`dispatch/dispatcher.py` decides. A grant is word to the gateway that has the request, and what
+became of it is that gateway's word. The worker says the rest: what has reached it, what it still
+takes, what runs there (`Hello.observes`).
 
-Where the two disagree about a request, the gateway process is right: it has the connection of the
-client and the tokens. Where this process saw a worker die first, a request waits here again while
-its gateway still streams it; the grant of its next attempt takes the place of that stream. If it
-has ended meanwhile, it leaves.
+Where the two disagree about a request, the gateway is right: it has the connection of the client
+and the tokens. Where a worker's death was seen here first, a request waits here again while its
+gateway still streams it; the grant of its next attempt takes the place of that stream. If it has
+ended meanwhile, it leaves.
 
-Knows no connections: `GatewayPeer` is one gateway process as it is seen from here.
+Knows no connections: `GatewayPeer` is one gateway as it is seen from here.
 """
 
 import time
@@ -18,11 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.protocol import Finish, Refused, TokenLogprobs
+from engine.protocol import Finish, Refused, TokenLogprobs, Usage
 from gateway.cluster.dispatcher_protocol import RunningSpec, TicketSpec
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.policy.fair_share import TenantOrder
+from gateway.dispatch.policy.fleet_sight import Placer
 from gateway.dispatch.ticket_ends import ABORTED_UNUSED
 from gateway.dispatch.tickets import IntegrityError, StreamEnd, Ticket
 from gateway.errors import ApiError, model_gone, model_replaced
@@ -34,7 +35,7 @@ _PLACES = 1 << 20
 
 
 class GatewayPeer(Protocol):
-    """A gateway process. All of it is said over its connection."""
+    """A gateway. All of it is said over its connection."""
 
     def grant(self, ticket: Ticket, worker: WorkerCapacity, owes_load: bool) -> bool:
         """Submit it there. False: it is gone."""
@@ -92,10 +93,9 @@ class TicketDispatcher(Dispatcher):
         settings: Settings,
         clock: Callable[[], float] = time.monotonic,
         share: TenantOrder | None = None,
+        placement: Placer | None = None,
     ) -> None:
-        super().__init__(
-            settings, clock, share=share, send=self._send_grant, recall=self._send_recall
-        )
+        super().__init__(settings, self._send_grant, self._send_recall, clock, share, placement)
         self._peers: dict[str, GatewayPeer] = {}  # by request id, of live tickets
 
     def ask(self, peer: GatewayPeer, spec: TicketSpec, *, is_new: bool = True) -> None:
@@ -139,7 +139,7 @@ class TicketDispatcher(Dispatcher):
         return True
 
     def leave(self, peer: GatewayPeer, request_id: str, *, is_lost: bool = False) -> None:
-        """The gateway process is through with it."""
+        """The gateway is through with it."""
         ticket = self._of(peer, request_id)
         if ticket is None:
             return
@@ -168,6 +168,10 @@ class TicketDispatcher(Dispatcher):
         self.leave(peer, request_id)
         return 0.0
 
+    def unclaimed(self, key: tuple[str, int], usage: Usage) -> None:
+        """A worker's time for an attempt that nobody waited for."""
+        self._book.late(key, usage)
+
     def returned(
         self,
         peer: GatewayPeer,
@@ -181,7 +185,6 @@ class TicketDispatcher(Dispatcher):
         ticket = self._running.find(request_id, attempt)
         self._learn(peer, spec, is_over=ticket is None or refused is not None)
         if ticket is None or self._peers.get(request_id) is not peer:
-            self._running.counts.late += 1
             self.ask(peer, spec, is_new=False)
         elif refused is not None:
             self._running.refused(ticket.worker_id, refused, self._clock())
@@ -192,7 +195,7 @@ class TicketDispatcher(Dispatcher):
             self._pump()
 
     def drop(self, peer: GatewayPeer) -> None:
-        """A gateway process is gone, with all its requests."""
+        """A gateway is gone, with all its requests."""
         for request_id in [name for name, owner in self._peers.items() if owner is peer]:
             self.leave(peer, request_id)
 
@@ -254,7 +257,7 @@ class TicketDispatcher(Dispatcher):
     def _of(self, peer: GatewayPeer, request_id: str) -> Ticket | None:
         return self._running.live.get(request_id) if self._peers.get(request_id) is peer else None
 
-    def _send_grant(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
+    def _send_grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
         owes_load = self._book.owes_load(worker.worker_id, ticket.model_name)
         return self._peers[ticket.request.request_id].grant(ticket, worker, owes_load)
 

@@ -1,16 +1,14 @@
 """Stage 5: the fair queue over all models and workers, placement of models, and why it decides."""
 
 __all__ = [
-    "assignments",
     "capacity",
     "counter_checkpoint",
     "decisions",
     "dispatcher",
-    "fleet",
+    "live_tickets",
     "operator_handler",
     "policy",
     "ticket_ends",
     "ticket_queue",
     "tickets",
-    "usage_accounting",
 ]

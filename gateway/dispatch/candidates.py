@@ -13,13 +13,11 @@ from itertools import islice
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.policy.fleet_index import MOST_CANDIDATES, FleetIndex
 from gateway.dispatch.policy.fleet_sight import least_load_s
-from gateway.dispatch.policy.fleet_view import Demand, WorkerView
+from gateway.dispatch.policy.fleet_view import NEAREST, Demand, WorkerView
 from gateway.dispatch.policy.relief import IdleCopy
 from gateway.dispatch.tickets import IntegrityError
 from gateway.types import HostedModel
 
-_NEAREST = ("resident", "loading", "draining", "warm", "failed")
-"""States of a model, from the nearest to serving; cold is what is left."""
 _FEW = 12
 """Of the emptiest workers, and of others, that are looked at for what is fetched ahead."""
 _COPIES_SEEN = 64
@@ -169,7 +167,7 @@ class Candidates:
         """Where a model is, on the worker that has it nearest; that one may be leaving."""
         leaving = (w for w in self._connected.values() if not w.takes_loads)
         found = {worker.state(model_id) for worker in leaving}
-        return next((s for s in _NEAREST if s in found or self.having(model_id, s)), "cold")
+        return next((s for s in NEAREST if s in found or self.having(model_id, s)), "cold")
 
     def with_packs(self, names: Iterable[str]) -> frozenset[str]:
         """These models and those that share their weights."""

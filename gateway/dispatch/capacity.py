@@ -1,9 +1,9 @@
 """What one worker can still take, as of now: its last status less the grants still under way.
 
-A status speaks of the Submits the worker had received (`num_received`); those sent later are not
-in its figures and are subtracted here, from the model's lease and from what all leases share. A
-status too old (`lease_ttl_s`) offers nothing. A model the worker refused offers nothing until the
-next status, so that a refusal is not asked for again at once.
+A status names the Submits that have come since the one before (`taken`); grants of which that has
+not been said yet are not in its figures and are subtracted here, from the model's lease and from
+what all leases share. A status too old (`lease_ttl_s`) offers nothing. A model the worker refused
+offers nothing until the next status, so that a refusal is not asked for again at once.
 
 One rule goes beyond the lease: a model that has nothing on the worker may send one request that
 could be held there once all others had left, whatever the KV figures say. Otherwise a request
@@ -12,7 +12,6 @@ model could ever hold is refused by one of them: `may_refuse`. Where KV memory i
 so, and placement has idle models make room.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -35,8 +34,6 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class _Grant:
-    number: int
-    key: tuple[str, int]
     model_id: str
     kv_tokens: int
     kv_bytes: int
@@ -90,14 +87,12 @@ class WorkerCapacity:
         self._received_s = now_s
         self._leases: dict[str, Lease] = {}
         self._models: dict[str, ModelStatus] = {}
-        self._in_flight: deque[_Grant] = deque()
+        self._in_flight: dict[tuple[str, int], _Grant] = {}  # by the names of the requests
         self._under_way: dict[str, _UnderWay] = {}  # sums of `_in_flight` by model
         self._kv_bytes_under_way = 0
         self._kv_bytes_used = 0  # as of the last status
         self._unpromised_bytes = 0
         self._resting_bytes: dict[str, int] = {}  # of models that run nothing
-        self._num_sent = 0
-        self._num_received_before = 0
         self._num_running: dict[str, int] = {}
         self._num_running_all = 0
         self._idle_since_s: dict[str, float] = {}
@@ -107,9 +102,6 @@ class WorkerCapacity:
 
     def update(self, status: WorkerStatus, now_s: float) -> Changes:
         """Take in a heartbeat. Says what is not as it was."""
-        if self.status is None:
-            # The worker may count on from an earlier connection of this gateway.
-            self._num_received_before = status.num_received
         is_first, self.status = self.status is None, status
         self._received_s = now_s
         before, leased = self._models, self._leases.keys()
@@ -130,14 +122,8 @@ class WorkerCapacity:
                 self._unpromised_bytes -= max(0, model.weight_bytes - held)
             if busy or model.model_id in self._num_running:
                 self._idle_since_s[model.model_id] = now_s
-        num_received = status.num_received - self._num_received_before
-        while self._in_flight and self._in_flight[0].number <= num_received:
-            self._arrived(self._in_flight.popleft())
-        if status.taken and self._in_flight:  # several gateways submit: in any order
-            taken = frozenset(status.taken)
-            for grant in [grant for grant in self._in_flight if grant.key in taken]:
-                self._in_flight.remove(grant)
-                self._arrived(grant)
+        for key in status.taken:
+            self.withdraw(key)
         return Changes(
             offers=is_first or leased != self._leases.keys(),
             states=is_first
@@ -248,12 +234,10 @@ class WorkerCapacity:
     def grant(self, ticket: Ticket) -> None:
         """Book a Submit that is being sent."""
         lease = self._leases[ticket.model_name]
-        self._num_sent += 1
+        self.withdraw(ticket.key)  # of a request before it with this name, which has ended
         kv_tokens = _kv_tokens(ticket, lease)
         kv_bytes = _kv_bytes(kv_tokens, lease)
-        self._in_flight.append(
-            _Grant(self._num_sent, ticket.key, lease.model_id, kv_tokens, kv_bytes)
-        )
+        self._in_flight[ticket.key] = _Grant(lease.model_id, kv_tokens, kv_bytes)
         under_way = self._under_way.get(lease.model_id, _NOTHING)
         self._under_way[lease.model_id] = _UnderWay(
             under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
@@ -284,8 +268,8 @@ class WorkerCapacity:
 
     def withdraw(self, key: tuple[str, int]) -> None:
         """This Submit is not on its way any more."""
-        for grant in [grant for grant in self._in_flight if grant.key == key]:
-            self._in_flight.remove(grant)
+        grant = self._in_flight.pop(key, None)
+        if grant is not None:
             self._arrived(grant)
 
     def free_kv_bytes(self) -> int:
@@ -393,18 +377,15 @@ class WorkerCapacity:
         )
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless the grants under way are numbered, counted and running."""
-        numbers = [grant.number for grant in self._in_flight]
-        if numbers != sorted(set(numbers)) or (numbers and numbers[-1] > self._num_sent):
-            raise IntegrityError(f"worker {self.worker_id}: grants {numbers} of {self._num_sent}")
+        """Raises IntegrityError unless the grants under way are counted and running."""
         sums: dict[str, _UnderWay] = {}
-        for grant in self._in_flight:
+        for grant in self._in_flight.values():
             so_far = sums.get(grant.model_id, _NOTHING)
             sums[grant.model_id] = _UnderWay(
                 so_far.num_requests + 1, so_far.kv_tokens + grant.kv_tokens
             )
         if sums != self._under_way or self._kv_bytes_under_way != sum(
-            grant.kv_bytes for grant in self._in_flight
+            grant.kv_bytes for grant in self._in_flight.values()
         ):
             raise IntegrityError(f"worker {self.worker_id}: under way {self._under_way}")
         if self._num_running_all != sum(self._num_running.values()) or any(

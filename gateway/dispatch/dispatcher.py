@@ -1,10 +1,11 @@
 """The dispatcher: one fair queue over all models and workers (stage 5).
 
-    run -> waiting -> granted -> streaming -> ended        (tickets.py has the table)
+    waiting -> granted -> streaming -> ended        (tickets.py has the table)
 
-Tickets wait here and are granted at the last moment. Of the waiting tenants the one with the
-smallest counter goes first (dispatch/policy/fair_share.py), with its oldest ticket. The rule for a
-head that does not fit:
+Tickets wait here and are granted at the last moment; the gateways that have their requests submit
+them, and say what becomes of them (cluster/ticket_dispatcher.py). The workers say the rest. Of the
+waiting tenants the one with the smallest counter goes first (dispatch/policy/fair_share.py), with
+its oldest ticket. The rule for a head that does not fit:
 
 - If workers offer its model (a lease, even a used-up one), the one where it is expected first is
   kept for it: no ticket behind it is granted there until it fits. All other workers go on, and
@@ -14,8 +15,7 @@ head that does not fit:
 
 A dead worker loses no ticket. What was granted there waits again as attempt 2, at its old place,
 and goes on behind the tokens that its client has; what a second worker dies with ends. A worker can
-be emptied in the same way without any loss (`move_off`). Messages are matched by (request_id,
-attempt) and the worker's epoch; others are late and dropped.
+be emptied in the same way without any loss (`move_off`).
 
 Everything runs on the event loop in plain calls. Time comes from the `clock` given; `tick` must be
 called every TICK_S for time-outs, expired leases and loads.
@@ -25,8 +25,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from engine.protocol import Finish, Refused, SwapRecord, TokenDelta, WorkerStatus
-from gateway.dispatch.assignments import Assignments, nobodys
+from engine.protocol import Refused, SwapRecord, TokenDelta, WorkerStatus
+from gateway.dispatch.assignments import Assignments
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
@@ -40,24 +40,14 @@ from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 from gateway.dispatch.policy.service_costs import Prediction, ServiceEstimator
 from gateway.dispatch.queue_bounds import QueueBounds
-from gateway.dispatch.ticket_ends import aborted_end
 from gateway.dispatch.ticket_queue import TicketQueue
-from gateway.dispatch.tickets import (
-    IntegrityError,
-    RequestStream,
-    StreamEnd,
-    Ticket,
-    Unsendable,
-    check_hosted,
-    new_ticket,
-    unsendable,
-)
+from gateway.dispatch.tickets import IntegrityError, StreamEnd, Ticket, check_hosted
 from gateway.dispatch.usage_accounting import UsageAccounting
 from gateway.dispatch.worker_drains import WorkerDrains
 from gateway.errors import UNAVAILABLE, ApiError, model_failed
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
-from gateway.types import Asked, HostedModel, ModelOutlook, PreparedRequest, Principal
+from gateway.types import Asked, HostedModel, ModelOutlook
 from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
@@ -67,21 +57,16 @@ FEW_WORKERS = 16
 
 
 class Dispatcher:
-    """Implements protocols.RequestDispatcher and worker_client.WorkerListener.
-
-    `claim_orphan(request_id, finish, attempt)` is asked of a finish no request here waits for; True
-    means that its usage will be posted and acknowledged through `ack_usage`.
-    """
+    """Implements worker_client.WorkerListener, of connections that observe."""
 
     def __init__(
         self,
         settings: Settings,
+        send: Callable[[Ticket, WorkerCapacity], bool],
+        recall: Callable[[Ticket], None],
         clock: Callable[[], float] = time.monotonic,
-        claim_orphan: Callable[[str, Finish, int], bool] = nobodys,
         share: TenantOrder | None = None,
         placement: Placer | None = None,
-        send: Callable[[Ticket, WorkerCapacity, float], bool] | None = None,
-        recall: Callable[[Ticket], None] | None = None,
     ) -> None:
         """`send`, `recall`: see Assignments."""
         self._settings = settings
@@ -100,8 +85,7 @@ class Dispatcher:
         self._estimator = ServiceEstimator()
         self._quarantine = Quarantine()
         books = (self._book, self.headroom, self._estimator, self._quarantine)
-        said = (self._left_worker, claim_orphan, send, recall)
-        self._running = Assignments(self._fleet, *books, *said)
+        self._running = Assignments(self._fleet, *books, self._left_worker, send, recall)
         ways = (self._running.num_on, self.move_off, self._queue.by_model)
         self.drains = WorkerDrains(self._fleet, *ways, settings.worker_drain_timeout_s)
         self._models: dict[str, HostedModel] = {}
@@ -110,7 +94,7 @@ class Dispatcher:
         self._last_seq = 0
         self._num_timeouts = self._num_workers_lost = 0
 
-    # What the edge and the supervisor call.
+    # What its process calls.
 
     @property
     def ready(self) -> bool:
@@ -124,16 +108,6 @@ class Dispatcher:
         """`begin_drain` was called."""
         return self._stopping
 
-    def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
-        """Queue a request. Raises ApiError at once where it cannot be or a bound bites."""
-        self._check(request, principal.tenant_id)
-        self._last_seq += 1
-        prediction = self._predict(request, principal.tenant_id)
-        about = (request, principal, self._last_seq, prediction)
-        ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
-        self._enter(ticket)
-        return stream
-
     def _check(self, request: Asked, tenant_id: str) -> None:
         """Raises ApiError where it cannot be or a bound bites."""
         name = request.model.name
@@ -142,8 +116,6 @@ class Dispatcher:
         if failure is not None:
             self._decide("refusal", "model failed", name, tenant_id, detail=failure)
             raise model_failed(name, failure)
-        if request.request_id in self._running.live:
-            raise ValueError(f"request id {request.request_id!r} is in use")
         if not request.continues:  # what was admitted is not refused half way
             self._bounds.check(tenant_id, name)
 
@@ -236,18 +208,9 @@ class Dispatcher:
         """Requests that a worker has."""
         return self._running.num_on(worker_id)
 
-    def ack_usage(self, request_ids: Iterable[str]) -> None:
-        """Their usage is durable: the workers may forget it."""
-        self._running.unacked.ack(request_ids)
-
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""
         self._stopping = True
-
-    def abort_all(self) -> None:
-        """End what is left."""
-        for ticket in list(self._running.live.values()):
-            self._abort(ticket)
 
     def close(self) -> None:
         """Close the connections; call it last."""
@@ -285,7 +248,6 @@ class Dispatcher:
             num_queue_timeouts=self._num_timeouts,
             num_retries=running.counts.retries,
             num_resumed=running.counts.resumed,
-            num_clients_too_slow=running.counts.too_slow,
             num_workers_lost=self._num_workers_lost,
             num_late_messages=running.counts.late,
             quarantined=self._quarantine.reasons(now_s),
@@ -334,7 +296,7 @@ class Dispatcher:
     # What workers say (worker_client.WorkerListener).
 
     def on_connected(self, worker_id: str, epoch: str) -> None:
-        """A worker process answered; nothing is running there for this gateway."""
+        """A worker process answered."""
         self._fleet.connect(worker_id, epoch, self._clock())
 
     def on_status(self, worker_id: str, status: WorkerStatus) -> None:
@@ -362,12 +324,10 @@ class Dispatcher:
             self._place(now_s)
 
     def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
-        """One step's output. What it freed is granted when the worker's status says so."""
-        self._running.deltas(worker_id, epoch, deltas, self._clock())
+        """None come: nothing is submitted from here."""
 
     def on_refused(self, worker_id: str, refused: Refused) -> None:
-        """A Submit that was not taken."""
-        self._running.refused(worker_id, refused, self._clock())
+        """None come, either."""
 
     def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
         """A worker process is gone, with all it was running. Only one that ended by itself says
@@ -429,7 +389,7 @@ class Dispatcher:
         # Out of the queue first: a tenant that leaves it sets the floor at what it had before.
         self._queue.remove(ticket)
         self._share.dequeue(ticket.tenant_id)
-        if self._submit(ticket, worker, self._clock()):
+        if self._running.grant(ticket, worker, self._clock()):
             return True
         self._queue.add(ticket)
         self._share.restore(ticket.tenant_id)
@@ -443,17 +403,7 @@ class Dispatcher:
             return False
         self._share.enqueue(ticket.tenant_id, ticket.weight)
         self._share.dequeue(ticket.tenant_id)
-        return self._submit(ticket, worker, now_s)
-
-    def _submit(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> bool:
-        """Of a ticket in no queue. False: it has to wait."""
-        try:
-            return self._running.grant(ticket, worker, now_s)
-        except Unsendable:
-            ticket.on("give_up")
-            self._forget(ticket)
-            ticket.stream.finish(unsendable())
-            return True
+        return self._running.grant(ticket, worker, now_s)
 
     def _left_worker(self, ticket: Ticket) -> None:
         """A ticket is on no worker any more: it waits again or has ended."""
@@ -465,12 +415,6 @@ class Dispatcher:
         error = ticket.misfit(self._models.get(ticket.model_name))
         if error is not None:
             self._end_waiting(ticket, error)
-
-    def _abort(self, ticket: Ticket) -> None:
-        if ticket.state == "waiting":
-            self._end_waiting(ticket, aborted_end(ticket))
-        elif ticket.state != "ended":
-            self._running.abort(ticket)
 
     def _end_waiting(self, ticket: Ticket, end: StreamEnd) -> None:
         ticket.on("give_up")

@@ -145,6 +145,10 @@ class Fleet:
             return []
         return [worker for worker in offering.values() if worker.leased(model_id, now_s)]
 
+    def offering_ids(self, model_id: str, now_s: float) -> list[str]:
+        """The names of these."""
+        return [worker.worker_id for worker in self.offering(model_id, now_s)]
+
     def is_elsewhere(self, model_id: str) -> bool:
         """Whether a worker that stays has the model."""
         return bool(self.candidates.having(model_id, "resident"))

@@ -1,4 +1,4 @@
-"""What requests have used: charged while they run, acknowledged when it is posted.
+"""What requests have used, charged while they run.
 
 `UsageAccounting` stands between what workers say (service so far with each status, all of it with a
 request's end, loads that have ended) and the fair order, which knows charges only. The arithmetic
@@ -11,23 +11,19 @@ that nobody waits for any more, and on the worker (its counters) what was comput
 nobody. A figure that is no time (not finite, or below 0) is counted and taken for nothing: one of
 them in a tenant's counter would stay there for good. What a worker did after its last status and
 before it died nobody knows.
-
-`UsageOutbox` has the finishes that the workers keep until the ledger says that they are durable.
 """
 
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
-from engine.protocol import AckUsage, RequestService, Usage, WorkerStatus
-from gateway.dispatch.fleet import Fleet
+from engine.protocol import RequestService, Usage, WorkerStatus
 from gateway.dispatch.policy.fair_share import NOTHING, TenantOrder, UsedService
 from gateway.dispatch.policy.service_costs import LoadCosts, Residency, Transfer, units_of
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
 from gateway.protocols import Accounts
 from gateway.types import HostedModel
-from gateway.workers.choices import base_id
 
 MAX_BOOKED = 10_000
 """Attempts that left their worker, whose end may be reported again; the oldest are forgotten."""
@@ -190,58 +186,3 @@ class UsageAccounting:
 
 def _add(sums: dict[str, float], name: str, value: float) -> None:
     sums[name] = sums.get(name, 0.0) + value
-
-
-MAX_UNACKED = 65_536
-"""Requests; the oldest is forgotten beyond it; its worker keeps it, and its own bound."""
-
-
-class UsageOutbox:
-    """Finishes whose posting is awaited: request id -> name at the worker -> (worker, epoch,
-    attempt).
-
-    A worker keeps every Finish until it is acknowledged. Those that owe nothing (no token was ever
-    delivered) are acknowledged at once; the others when the ledger says that their posting is
-    durable. Where several attempts of a request have ended, the last one stands for all of them,
-    and the others are acknowledged at once. The ledger speaks of a request once, also where its
-    choices were several requests to the workers.
-    """
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-        self._entries: OrderedDict[str, dict[str, tuple[str, str, int]]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def expect(self, request_id: str, attempt: int, worker_id: str, epoch: str) -> None:
-        """The ledger will speak of this request."""
-        names = self._entries.setdefault(base_id(request_id), {})
-        place = (worker_id, epoch, attempt)
-        other = names.get(request_id, place)
-        if other[2] > attempt:
-            place, other = other, place
-        if other[2] != place[2]:
-            self.ack_now(request_id, other[2], other[0])
-        names[request_id] = place
-        if len(self._entries) > MAX_UNACKED:
-            self._entries.popitem(last=False)
-
-    def expects(self, request_id: str, attempt: int) -> bool:
-        """Whether this very finish waits for the ledger."""
-        entry = self._entries.get(base_id(request_id), {}).get(request_id)
-        return entry is not None and entry[2] == attempt
-
-    def ack_now(self, request_id: str, attempt: int, worker_id: str) -> None:
-        """Nothing is owed for it."""
-        self._fleet.send(worker_id, AckUsage([(request_id, attempt)]))
-
-    def ack(self, request_ids: Iterable[str]) -> None:
-        """Their usage is durable. Unknown ids have been acknowledged or never ran."""
-        by_worker: dict[str, list[tuple[str, int]]] = {}
-        for request_id in request_ids:
-            for name, (worker_id, epoch, attempt) in self._entries.pop(request_id, {}).items():
-                if self._fleet.get(worker_id, epoch) is not None:
-                    by_worker.setdefault(worker_id, []).append((name, attempt))
-        for worker_id, keys in by_worker.items():
-            self._fleet.send(worker_id, AckUsage(keys))

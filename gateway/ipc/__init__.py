@@ -1,4 +1,4 @@
-"""Sockets between the processes of one machine: framed messages, and control sockets for
-operators."""
+"""Connections between the processes of one machine, and within one: framed messages, and control
+sockets for operators."""
 
-__all__ = ["control_socket", "ipc", "machine"]
+__all__ = ["control_socket", "ipc", "local_channel", "machine"]

@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -31,8 +31,31 @@ _LENGTH_BYTES = 4
 
 In = TypeVar("In")
 Out = TypeVar("Out")
+Heard = TypeVar("Heard")
+Said = TypeVar("Said", contravariant=True)
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+class MessageChannel(Protocol[Heard, Said]):
+    """One end of a connection: `Channel`, or `LocalChannel` within a process."""
+
+    on_message: Callable[[Heard], None]
+    on_lost: Callable[[str], None]
+    closed: bool
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come."""
+
+    def send(self, message: Said) -> None:
+        """Queue a message. On a connection that has ended it is dropped: `on_lost` tells."""
+
+    def close(self) -> None:
+        """Send what is queued, say nothing more, and hear nothing more."""
+
+    def lose(self, reason: str) -> None:
+        """End it as if it had broken."""
 
 
 class Channel(asyncio.Protocol, Generic[In, Out]):
@@ -53,6 +76,11 @@ class Channel(asyncio.Protocol, Generic[In, Out]):
         self.closed = False
         self.heard_s = 0.0
         """When anything came last, by the event loop's clock."""
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has come."""
+        return asyncio.get_running_loop().time() - self.heard_s
 
     def send(self, message: Out) -> None:
         """Queue a message. On a connection that has ended it is dropped: `on_lost` tells."""

@@ -30,10 +30,10 @@ from gateway.metrics.cache_metrics import CacheSize
 from gateway.protocols import (
     Accounts,
     ConnectionCounts,
+    DispatcherFigures,
     DispatcherSnapshot,
     LedgerFigures,
     LedgerSnapshot,
-    RequestDispatcher,
 )
 
 
@@ -272,7 +272,7 @@ class StateCollector(Collector):
 
     def __init__(
         self,
-        dispatcher: RequestDispatcher,
+        dispatcher: DispatcherFigures,
         ledger: LedgerFigures,
         num_open_holds: Callable[[], int],
         cache_size: Callable[[], CacheSize] = CacheSize,

@@ -35,6 +35,7 @@ from admin.alerts.alerts import AlertWatch
 from gateway.auth.directory import Directory
 from gateway.auth.registry_poll import RegistryPoll
 from gateway.cluster.dispatcher_server import DispatcherServer
+from gateway.cluster.local_dispatcher import DISPATCHER_ID
 from gateway.cluster.process_hub import HubLink
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.counter_checkpoint import CounterCheckpoint
@@ -61,8 +62,6 @@ from registry.session import make_engine
 
 logger = logging.getLogger(__name__)
 
-PEER_NAME = "dispatcher"
-"""What workers know every dispatcher by: the newest Hello takes the place of the one before."""
 LOOK_S = 0.05
 WORKERS_LOOK_S = 0.01
 WORKERS_WAIT_S = 0.5
@@ -114,7 +113,7 @@ class Active:
                 context,
                 worker_id,
                 endpoint,
-                PEER_NAME,
+                DISPATCHER_ID,
                 settings.worker_heartbeat_timeout_s,
                 observes=True,
             )

@@ -2,7 +2,7 @@
 
 Stages 1 to 4, 9 and 10, on a listening socket of its own: all of them listen on one port
 (SO_REUSEPORT), and the kernel spreads connections evenly over those that do. The fair queue and,
-without a Redis, the counts of limits are the dispatcher process' (remote_dispatcher.py,
+without a Redis, the counts of limits are the dispatcher process' (dispatcher_proxy.py,
 cluster/remote_limits.py); the ledger is this process' own, under NAME. Started and ended by
 process_group.py.
 
@@ -28,10 +28,10 @@ from admin.web.headers import PREFIX
 from gateway.auth.directory import Directory
 from gateway.auth.registry_poll import RegistryPoll
 from gateway.cache.cache_handler import cache_socket_path
-from gateway.cluster.dispatcher_client import DispatcherLink
+from gateway.cluster.dispatcher_client import SocketLink
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
+from gateway.cluster.dispatcher_proxy import DispatcherProxy
 from gateway.cluster.process_hub import HubLink
-from gateway.cluster.remote_dispatcher import RemoteDispatcher
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.dispatch.dispatcher import TICK_S
 from gateway.http.http_server import HttpServer, listen, running
@@ -73,12 +73,12 @@ class GatewayProcess:
         self._port = config.port
         self._directory = Directory()
         self._registry = CollectorRegistry()
-        self._link = DispatcherLink(dispatcher_socket(settings), settings.dispatcher_timeout_s)
+        self._link = SocketLink(dispatcher_socket(settings), settings.dispatcher_timeout_s)
         self._remote = RemoteStore(self._link)
         self._store: LimitStore = self._remote
         if settings.redis_url:
             self._store = limit_stores.open_store(settings, name)
-        self._dispatcher = RemoteDispatcher(
+        self._dispatcher = DispatcherProxy(
             settings,
             self._link,
             claim_orphan=lambda *finish: self._ledger.claim(*finish),

@@ -32,8 +32,9 @@ from admin.web.headers import PREFIX
 from gateway.auth.directory import Directory
 from gateway.auth.registry_poll import RegistryPoll
 from gateway.cache.cache_handler import cache_socket_path
+from gateway.cluster.local_dispatcher import DISPATCHER_ID, LocalDispatcher
 from gateway.dispatch.counter_checkpoint import CounterCheckpoint
-from gateway.dispatch.dispatcher import TICK_S, Dispatcher
+from gateway.dispatch.dispatcher import TICK_S
 from gateway.dispatch.operator_handler import OperatorHandler
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import HttpServer, listen, running
@@ -49,7 +50,7 @@ from gateway.server.local_homes import LocalHomes, slots_here
 from gateway.server.process_group import ProcessGroup
 from gateway.server.process_setup import dispatcher_lock, on_stop_signals, set_up_logging
 from gateway.server.startup_banner import startup_banner
-from gateway.server.worker_launcher import embedder_connection, shm_prefix
+from gateway.server.worker_launcher import EMBEDDER_ID, embedder_connection, shm_prefix
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
@@ -140,16 +141,17 @@ class Server:
         self._directory = Directory()
         share = FairShare(settings.fair_share_max_lead_s)
         self._share_file = CounterCheckpoint(settings.data_path, share)
-        self._dispatcher = Dispatcher(
+        self._requests = LocalDispatcher(
             settings,
             claim_orphan=lambda *finish: self._ledger.claim(*finish),
             share=share,
         )
+        self._dispatcher = self._requests.dispatcher
         self._ledger = Ledger(
             engine,
             settings,
             self._directory.rates,
-            self._dispatcher.ack_usage,
+            self._requests.ack_usage,
             on_recovered=lambda posting: self._poll.count_posting(posting),
         )
         self._limit_store = limit_stores.open_store(settings, GATEWAY_ID)
@@ -170,9 +172,13 @@ class Server:
         about = (settings, slots, worker_command, self._on_worker_exit, self._metrics_registry)
         self._homes = LocalHomes(*about, early)
         self._dispatcher.drains.on_restart = self._homes.restart
+        silence_s = settings.worker_heartbeat_timeout_s
         self._clients = {
-            worker_id: ZmqWorkerClient(
-                context, worker_id, endpoint, GATEWAY_ID, settings.worker_heartbeat_timeout_s
+            worker_id: (
+                ZmqWorkerClient(context, worker_id, endpoint, GATEWAY_ID, silence_s),
+                ZmqWorkerClient(
+                    context, worker_id, endpoint, DISPATCHER_ID, silence_s, observes=True
+                ),
             )
             for worker_id, endpoint in self._homes.endpoints
         }
@@ -206,8 +212,8 @@ class Server:
             listening(operator_socket(self._settings.data_path), handler),
             running(*background) as parts,
         ):
-            for client in self._clients.values():
-                self._dispatcher.add_worker(client)
+            for own, observing in self._clients.values():
+                self._requests.add_workers(own, observing)
             if self._embedding is not None:
                 self._embedding.start()
             serving = http.start(listener)
@@ -225,11 +231,11 @@ class Server:
 
     async def _stop(self, http: HttpServer, serving: "asyncio.Task[None]") -> None:
         logger.info("stopping")
-        self._dispatcher.begin_drain()
-        await http.drain(serving, self._dispatcher.abort_all)
+        self._requests.begin_drain()
+        await http.drain(serving, self._requests.abort_all)
         await self._share_file.write()
         await self._ledger.stop(LEDGER_FLUSH_TIMEOUT_S)
-        self._dispatcher.close()  # The last acknowledgements linger a moment and get through.
+        self._requests.close()  # The last acknowledgements linger a moment and get through.
         if self._embedding is not None:
             self._embedding.close()
         await self._homes.stop()
@@ -239,7 +245,7 @@ class Server:
         services = Services(
             settings=self._settings,
             directory=self._directory,
-            dispatcher=self._dispatcher,
+            dispatcher=self._requests,
             ledger=self._ledger,
             metrics_registry=self._metrics_registry,
             limit_store=self._limit_store,
@@ -253,11 +259,11 @@ class Server:
         announced = False
         while True:
             await asyncio.sleep(TICK_S)
-            self._dispatcher.tick()
-            for client in self._clients.values():
-                if client.hangs():
-                    self._homes.kill(client.worker_id)
-            if self._dispatcher.ready and not announced:
+            self._requests.tick()
+            for worker_id, (_, observing) in self._clients.items():
+                if observing.hangs():
+                    self._homes.kill(worker_id)
+            if self._requests.ready and not announced:
                 announced = True
                 host, port = listener.getsockname()[:2]
                 models = self._directory.models()
@@ -266,16 +272,15 @@ class Server:
                 print(block, flush=True)
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
-        self._dispatcher.set_catalog(models)
+        self._requests.set_catalog(models)
         self._homes.set_weights(weights)
         if self._embedding is not None:
             self._embedding.set_models(models)
 
     def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
-        client = self._clients.get(worker_id)
-        if client is not None:
+        for client in self._clients.get(worker_id, ()):
             client.lose(f"its process ended: {reason}", cause)
-        elif self._embedding is not None:
+        if worker_id == EMBEDDER_ID and self._embedding is not None:
             self._embedding.lose(f"its process ended: {reason}", cause)
 
     @contextlib.contextmanager
@@ -285,7 +290,7 @@ class Server:
         def on_signal() -> None:
             if self._stop_asked.is_set():
                 http.force_exit = True
-                self._dispatcher.abort_all()
+                self._requests.abort_all()
             self._stop_asked.set()
 
         with on_stop_signals(on_signal):

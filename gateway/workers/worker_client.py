@@ -145,6 +145,7 @@ class WorkerConnection:
         """`observes`: see protocol.Hello."""
         self._worker_id = worker_id
         self._hello = Hello(PROTOCOL_VERSION, gateway_id, observes)
+        self._names = worker_id, gateway_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._wire = wire
         self._clock = clock
@@ -196,7 +197,7 @@ class WorkerConnection:
         if self.state in ("new", "closed"):
             return
         if self._connect():
-            logger.warning("worker lost worker=%s: %s", self._worker_id, reason)
+            logger.warning("worker lost worker=%s as=%s: %s", *self._names, reason)
             assert self._listener is not None
             self._listener.on_lost(self._worker_id, self._epoch, reason, cause)
 
@@ -223,7 +224,7 @@ class WorkerConnection:
 
     def refuse(self, reason: str) -> None:
         """A worker of another build: nothing is sent to it any more."""
-        logger.error("worker refused worker=%s: %s", self._worker_id, reason)
+        logger.error("worker refused worker=%s as=%s: %s", *self._names, reason)
         was_connected = self._on("refuse")
         self._wire.drop()
         if was_connected:
@@ -254,7 +255,8 @@ class WorkerConnection:
             self._on("welcome")
             self._was_lost = False
             self._epoch = welcome.epoch
-            logger.info("worker connected worker=%s device=%s", self._worker_id, welcome.device)
+            text = "worker connected worker=%s as=%s device=%s"
+            logger.info(text, *self._names, welcome.device)
             assert self._listener is not None
             self._listener.on_connected(self._worker_id, welcome.epoch)
         elif welcome.epoch != self._epoch:

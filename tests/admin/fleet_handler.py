@@ -83,7 +83,7 @@ def status(
         pages["free"] = NUM_PAGES - sum(pages.values())
     leases = [Lease(row.model_id, 8, 4096, 64 << 10) for row in rows if row.state == "resident"]
     return WorkerStatus(
-        "epoch", worker, 0, 8, pages["free"] * PAGE, 2.0, PAGE, NUM_PAGES, pages, list(rows),
+        "epoch", worker, 8, pages["free"] * PAGE, 2.0, PAGE, NUM_PAGES, pages, list(rows),
         leases, [], {"generation_tokens": 0.0},
     )  # fmt: skip
 

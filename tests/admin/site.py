@@ -181,7 +181,6 @@ def worker_status(*rows: ModelStatus, free_pages: int = 200) -> WorkerStatus:
     return WorkerStatus(
         "epoch-1",
         "worker-0",
-        0,
         8,
         free_pages * 2 * MIB,
         2.0,

@@ -139,7 +139,6 @@ class ScriptedEngine(Engine):
         return WorkerStatus(
             epoch="",
             worker_id="",
-            num_received=0,
             lease_ttl_s=0.0,
             swaps=[],
             free_requests=free_requests,

@@ -1,11 +1,19 @@
 """A worker played by the test: what was sent to it is a list, what it says is a call.
 
-`ScriptedWorker` implements `worker_client.WorkerClient`. It keeps the books a real worker would
-(Submits received, requests and KV tokens in use), so that its statuses are true.
+`ScriptedWorker` implements `worker_client.WorkerClient`: the gateway's connection to it;
+`observing` is the dispatcher's. It keeps the books a real worker would (Submits received, requests
+and KV tokens in use), so that its statuses are true.
+
+A `Rig` has the product's gateway and dispatcher around it. What they have to say to each other is
+said after each call of the test, so that a test sees what came of it.
 """
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
+
+import msgspec
 
 from engine.protocol import (
     Abort,
@@ -30,8 +38,9 @@ from engine.protocol import (
     WorkerStatus,
     encode,
 )
-from gateway.dispatch.dispatcher import Dispatcher
+from gateway.cluster.local_dispatcher import LocalDispatcher
 from gateway.dispatch.tickets import RequestStream
+from gateway.errors import ApiError
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, PreparedRequest, Principal
 from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnavailable
@@ -49,6 +58,30 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+@dataclass(eq=False)
+class Observer:
+    """The dispatcher's connection to a scripted worker. Implements WorkerClient."""
+
+    worker: "ScriptedWorker"
+    listener: WorkerListener | None = None
+
+    @property
+    def worker_id(self) -> str:
+        return self.worker.worker_id
+
+    def start(self, listener: WorkerListener) -> None:
+        self.listener = listener
+
+    def send(self, message: ToWorker) -> None:
+        self.worker.send(message)
+
+    def lose(self, reason: str, cause: LossCause) -> None:
+        """The worker tells both of its ends."""
+
+    def close(self) -> None:
+        self.worker.close()
 
 
 @dataclass(eq=False)
@@ -73,6 +106,11 @@ class ScriptedWorker:
     sequence_bytes: int = 0  # of states, however long a request is
     started_at: float = 1.0
     num_foreign: int = 0  # requests for each resident model that another dispatcher granted
+    num_told: int = 0  # Submits of which the dispatcher has been told
+    deliver: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.observing = Observer(self)
 
     # WorkerClient.
 
@@ -100,22 +138,40 @@ class ScriptedWorker:
         assert self.listener is not None
         return self.listener
 
+    @property
+    def ends(self) -> list[WorkerListener]:
+        """The dispatcher, where there is one, and the gateway."""
+        return [end for end in (self.observing.listener, self.listener) if end is not None]
+
     def connect(self, status: bool = True) -> None:
         """A new process answers."""
         self.num_epochs += 1
         self.epoch = f"{self.worker_id}-e{self.num_epochs}"
-        self.num_received = 0
+        self.num_received = self.num_told = 0
         self.num_sent_earlier = sum(isinstance(m, Submit) for m in self.sent)
         self.running.clear()
         self.reachable = True
-        self.heard.on_connected(self.worker_id, self.epoch)
+        self.greet(self.epoch)
         if status:
             self.status()
+
+    def greet(self, epoch: str) -> None:
+        """A process answers, perhaps one that was silent."""
+        for end in self.ends:
+            end.on_connected(self.worker_id, epoch)
+        self.deliver()
+
+    def step(self, *deltas: TokenDelta) -> None:
+        """One step's output is just that."""
+        self.heard.on_deltas(self.worker_id, self.epoch, list(deltas))
+        self.deliver()
 
     def die(self, reason: str = "killed", cause: LossCause = "process") -> None:
         """The process is gone."""
         self.reachable = False
-        self.heard.on_lost(self.worker_id, self.epoch, reason, cause)
+        for end in self.ends:
+            end.on_lost(self.worker_id, self.epoch, reason, cause)
+        self.deliver()
 
     def status(
         self, num_received: int | None = None, swaps: list[SwapRecord] | None = None
@@ -126,7 +182,19 @@ class ScriptedWorker:
             if num_received is None
             else num_received
         )
-        self.heard.on_status(self.worker_id, self.make_status(swaps or []))
+        self.say(self.make_status(swaps or []))
+
+    def say(self, status: WorkerStatus) -> None:
+        """This heartbeat, to both."""
+        self.heard.on_status(self.worker_id, msgspec.structs.replace(status, swaps=[], service=[]))
+        submits = [m for m in self.sent if isinstance(m, Submit)][self.num_sent_earlier :]
+        told = submits[self.num_told : self.num_received]
+        self.num_told = max(self.num_told, self.num_received)
+        taken = [(submit.request_id, submit.attempt) for submit in told]
+        if self.observing.listener is not None:
+            status = msgspec.structs.replace(status, taken=taken)
+            self.observing.listener.on_status(self.worker_id, status)
+        self.deliver()
 
     def make_status(self, swaps: list[SwapRecord]) -> WorkerStatus:
         submits = [m for m in self.sent if isinstance(m, Submit)][self.num_sent_earlier :]
@@ -139,7 +207,6 @@ class ScriptedWorker:
         return WorkerStatus(
             epoch=self.epoch,
             worker_id=self.worker_id,
-            num_received=self.num_received,
             free_requests=free_requests,
             free_kv_bytes=max(0, free_tokens * KV_BYTES - state_bytes),
             lease_ttl_s=2.0,
@@ -194,7 +261,7 @@ class ScriptedWorker:
             logprobs=logprobs or [],
             prompt_logprobs=prompt_logprobs or [],
         )
-        self.heard.on_deltas(self.worker_id, self.epoch, [delta])
+        self.step(delta)
 
     def finish(
         self,
@@ -212,7 +279,7 @@ class ScriptedWorker:
         num_prompt = len(submit.prompt_token_ids) if submit else 1
         finish = Finish(reason, Usage(num_prompt, 0, generated, service_s), error)
         delta = TokenDelta(request_id, attempt, list(token_ids), finish)
-        self.heard.on_deltas(self.worker_id, self.epoch, [delta])
+        self.step(delta)
 
     def vectors(self, request_id: str, vectors: bytes, *, attempt: int = 1) -> None:
         """An encoder request is answered."""
@@ -220,7 +287,7 @@ class ScriptedWorker:
         num_prompt = len(submit.prompt_token_ids) if submit else 1
         finish = Finish("stop", Usage(num_prompt, 0, 0, 0.1))
         delta = TokenDelta(request_id, attempt, [], finish, vectors=vectors)
-        self.heard.on_deltas(self.worker_id, self.epoch, [delta])
+        self.step(delta)
 
     def refuse(
         self,
@@ -235,6 +302,7 @@ class ScriptedWorker:
         (key,) = [key for key in self.running if key[0] == request_id and attempt in (0, key[1])]
         del self.running[key]
         self.heard.on_refused(self.worker_id, Refused(self.epoch, *key, code, message, retryable))
+        self.deliver()
 
     # What it was told.
 
@@ -307,9 +375,46 @@ def prepared(
     )
 
 
+class Delivered:
+    """The product's gateway and dispatcher as one thing. What they say is heard before and after
+    each call."""
+
+    def __init__(self, local: LocalDispatcher, deliver: Callable[[], None]) -> None:
+        self._local = local
+        self._deliver = deliver
+
+    def __getattr__(self, name: str) -> Any:
+        self._deliver()
+        gateway_has = name in GATEWAYS or not hasattr(self._local.dispatcher, name)
+        found = getattr(self._local if gateway_has else self._local.dispatcher, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **more: Any) -> Any:
+            result = found(*args, **more)
+            self._deliver()
+            return result
+
+        return call
+
+    def run(self, request: PreparedRequest, asked_by: Principal) -> RequestStream:
+        """Raises what comes at once in place of an event."""
+        stream = self._local.run(request, asked_by)
+        self._deliver()
+        if isinstance(stream._end, ApiError):
+            raise stream._end
+        return stream
+
+
+GATEWAYS = frozenset(
+    {"run", "tick", "set_catalog", "snapshot", "begin_drain", "close", "check_integrity", "ready"}
+)
+"""What both have, and the gateway's does for both."""
+
+
 @dataclass(eq=False)
 class Rig:
-    """A dispatcher, its clock and one or more scripted workers."""
+    """A gateway with its dispatcher, their clock and one or more scripted workers."""
 
     made: ClassVar[list["Rig"]] = []
     """Whose books are checked when a test is over (dispatch/conftest.py)."""
@@ -320,7 +425,10 @@ class Rig:
 
     def __post_init__(self) -> None:
         Rig.made.append(self)
-        self.dispatcher = Dispatcher(self.settings, self.clock, self._orphan)
+        self._calls: deque[Callable[[], None]] = deque()
+        soon = self._calls.append
+        self.local = LocalDispatcher(self.settings, self.clock, self._orphan, soon=soon)
+        self.dispatcher = Delivered(self.local, self.deliver)
         self.dispatcher.set_catalog([hosted("m"), hosted("n")])
 
     def worker(self, name: str = "w", **options: object) -> ScriptedWorker:
@@ -328,9 +436,19 @@ class Rig:
         worker = ScriptedWorker(name, **options)  # type: ignore[arg-type]
         if not worker.states:
             worker.states = {"m": "resident", "n": "cold"}
-        self.dispatcher.add_worker(worker)
+        self.join(worker)
         worker.connect()
         return worker
+
+    def join(self, worker: ScriptedWorker) -> None:
+        """It will be heard."""
+        worker.deliver = self.deliver
+        self.local.add_workers(worker, worker.observing)
+
+    def deliver(self) -> None:
+        """All that gateway and dispatcher have to say to each other."""
+        while self._calls:
+            self._calls.popleft()()
 
     def ask(
         self,
@@ -345,6 +463,14 @@ class Rig:
         """A request of the tenant; `more` as for `prepared`."""
         request = replace(prepared(request_id, model, **more), priority=priority)
         return self.dispatcher.run(request, principal(tenant_id, weight))
+
+    def refused(self, request_id: str, tenant_id: str, model: str) -> ApiError:
+        """What a request of the tenant is told at once."""
+        try:
+            self.ask(request_id, tenant_id, model)
+        except ApiError as error:
+            return error
+        raise AssertionError("it was taken")
 
     def advance(self, seconds: float) -> None:
         """Time passes, and the dispatcher's timer fires."""

@@ -33,7 +33,6 @@ def main() -> None:
             status = WorkerStatus(
                 epoch,
                 config.worker_id,
-                num_received=0,
                 free_requests=1,
                 free_kv_bytes=0,
                 lease_ttl_s=config.lease_ttl_s,

@@ -1,3 +1,11 @@
 """Fair shares, placement, costs of service and loads, histories of models, reasons. Pure."""
 
-__all__ = ["fair_share", "fleet_view", "placement", "reasons", "service_costs"]
+__all__ = [
+    "fair_share",
+    "fleet_sight",
+    "fleet_view",
+    "placement",
+    "reasons",
+    "relief",
+    "service_costs",
+]

@@ -14,6 +14,9 @@ from gateway.dispatch.policy.reasons import Reason
 UNKNOWN_LOAD_S = 1.0
 """Taken for a load that has never been timed."""
 
+NEAREST = ("resident", "loading", "draining", "warm", "failed")
+"""States of a model on a worker, from the nearest to serving; cold is what is left."""
+
 _LOADABLE = frozenset({"cold", "warm"})
 
 

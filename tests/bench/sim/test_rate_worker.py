@@ -71,7 +71,7 @@ def test_a_crowd_over_few_workers_swaps_and_is_served() -> None:
         assert worker.num_running == 0
         assert worker.free_bytes == RATES.arena_bytes - 10 * GIB * len(worker.resident)
         assert worker.counts.loads > 2
-    several.dispatcher.check_integrity()
+    several.requests.check_integrity()
 
 
 def test_a_worker_that_is_lost_comes_back_empty() -> None:
@@ -87,4 +87,4 @@ def test_a_worker_that_is_lost_comes_back_empty() -> None:
     two.loop.run(300.0)
     assert two.seen.ended == {"length": 4}  # all had tokens, and went on from them
     assert len(two.seen.first_token_s) == 4  # a stream has one beginning
-    two.dispatcher.check_integrity()
+    two.requests.check_integrity()

@@ -54,7 +54,7 @@ def test_a_large_arena_is_looked_at_in_so_many_places() -> None:
 
 
 def status(**fields: object) -> WorkerStatus:
-    given = WorkerStatus("e", "w", 0, 1, 2, 3.0, 4096, 8, {"free": 8}, [], [], [], {})
+    given = WorkerStatus("e", "w", 1, 2, 3.0, 4096, 8, {"free": 8}, [], [], [], {})
     return msgspec.structs.replace(given, **fields)
 
 

@@ -119,10 +119,9 @@ def test_a_gateway_on_a_new_connection_gets_the_old_ones_finishes_not_its_tokens
         new.send(submit("b", max_tokens=2))
         r.until(lambda: bool(new.finishes("b")))
         assert new.tokens("b") == [1, 2]
-        assert new.status.num_received <= 1
 
 
-def test_hello_again_on_one_connection_changes_nothing_but_the_count() -> None:
+def test_hello_again_on_one_connection_changes_nothing() -> None:
     with rig() as r:
         gateway = r.connect("g")
         gateway.send(submit("a", max_tokens=10**6))
@@ -130,7 +129,6 @@ def test_hello_again_on_one_connection_changes_nothing_but_the_count() -> None:
         r.until(lambda: bool(gateway.finishes("b")) and len(gateway.tokens("a")) > 2)
         gateway.hello()
         r.until(lambda: len(gateway.finishes("b")) == 2)  # told again, not acknowledged yet
-        r.until(lambda: gateway.status.num_received == 0)
         assert ("a", 1) in r.engine.running
         tokens = gateway.tokens("a")
         assert tokens == list(range(1, len(tokens) + 1))
@@ -224,7 +222,6 @@ def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> N
 
         r.until(lambda: sorted(taken(watcher)) == [("a", 1), ("b", 1), ("b", 1)])
         assert taken(one) == taken(two) == []
-        assert watcher.status.num_received == 0
         assert watcher.all(StepOutput) == []
         watcher.send(Hello(PROTOCOL_VERSION, "d", observes=True))
         r.until(lambda: len(watcher.all(Welcome)) == 2)

@@ -68,7 +68,7 @@ def test_one_step_output_a_peer_a_step() -> None:
         assert [len(output.deltas) for output in gateway.all(StepOutput)] == [4, 4]
 
 
-def test_status_follows_a_finish_at_once_and_counts_per_peer() -> None:
+def test_status_follows_a_finish_at_once() -> None:
     with rig(status_interval_s=0.4) as r:
         one, two = r.connect("g1"), r.connect("g2")
         one.send(submit("a"))
@@ -77,7 +77,7 @@ def test_status_follows_a_finish_at_once_and_counts_per_peer() -> None:
         r.until(lambda: ended(one, "a") and ended(one, "b") and ended(two, "c"))
         before = len(one.all(WorkerStatus))
         r.worker.tick()
-        r.until(lambda: one.status.num_received == 2 and two.status.num_received == 1)
+        r.until(lambda: len(one.all(WorkerStatus)) > before)
         assert len(one.all(WorkerStatus)) <= before + 2
         assert one.status.free_requests == r.engine.max_requests
 
@@ -151,7 +151,7 @@ def test_refusals_name_code_and_whether_to_come_again() -> None:
             ("c", "not_resident", True),
             ("d", "unknown_model", False),
         ]
-        r.until(lambda: gateway.status.num_received == 4)
+        r.until(lambda: "worker_submits_refused" in gateway.status.counters)
         assert counter(gateway, "worker_submits_refused") == 3
         # Nothing ran, so the same attempt may be sent again.
         r.engine.paused = False

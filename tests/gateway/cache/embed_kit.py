@@ -75,7 +75,7 @@ class ScriptedWorker:
     def tell(self, name: str) -> None:
         """A heartbeat."""
         row = ModelStatus(name, self.state, 1, 0, 0, 0, 0.0)  # type: ignore[arg-type]
-        status = WorkerStatus("e1", "w", 0, 1, 1, 1.0, 1, 1, {}, [row], [], [], {})
+        status = WorkerStatus("e1", "w", 1, 1, 1.0, 1, 1, {}, [row], [], [], {})
         self.listener.on_status(self.worker_id, status)
 
     def answer(self, message: Submit, vectors: bytes | None = None) -> None:

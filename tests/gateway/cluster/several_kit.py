@@ -33,8 +33,8 @@ from gateway.cluster.dispatcher_protocol import (
     to_dispatcher,
     to_gateway,
 )
+from gateway.cluster.dispatcher_proxy import DispatcherProxy
 from gateway.cluster.dispatcher_server import DispatcherServer
-from gateway.cluster.remote_dispatcher import RemoteDispatcher
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.policy.fair_share import FairShare
@@ -182,7 +182,6 @@ class SharedWorker:
         return WorkerStatus(
             epoch=self.epoch,
             worker_id="w",
-            num_received=0,
             free_requests=free,
             free_kv_bytes=10_000 * KV_BYTES,
             lease_ttl_s=2.0,
@@ -307,7 +306,7 @@ class Gateway:
         self.name = name
         self.link = MemoryLink()
         self.store = RemoteStore(self.link)  # type: ignore[arg-type]
-        self.dispatcher = RemoteDispatcher(
+        self.dispatcher = DispatcherProxy(
             settings,
             self.link,  # type: ignore[arg-type]
             clock,

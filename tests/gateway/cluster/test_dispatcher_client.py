@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from gateway.cluster.dispatcher_client import DispatcherLink
+from gateway.cluster.dispatcher_client import SocketLink
 from gateway.cluster.dispatcher_protocol import (
     PROTOCOL_VERSION,
     Hello,
@@ -51,8 +51,8 @@ class Played:
 @asynccontextmanager
 async def linked(
     path: Path, silence_s: float = 60.0
-) -> AsyncIterator[tuple[DispatcherLink, list[str]]]:
-    link, log = DispatcherLink(path, silence_s), list[str]()
+) -> AsyncIterator[tuple[SocketLink, list[str]]]:
+    link, log = SocketLink(path, silence_s), list[str]()
     link.hello = lambda: Hello(PROTOCOL_VERSION, "gateway-0", [], [], [])
     link.on_up.append(lambda is_other: log.append(f"up {link.epoch} {is_other}"))
     link.on_down.append(lambda: log.append("down"))

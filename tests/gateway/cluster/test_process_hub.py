@@ -134,7 +134,6 @@ async def test_a_scrape_at_any_process_is_of_all(tmp_path: Path) -> None:
 async def test_who_does_not_answer_counts_with_what_it_told_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "ANSWER_S", 0.01)
     monkeypatch.setattr(hub, "COLLECT_S", 0.005)
     told = Told()
     meeting = told.hub(silence_s=0.01)
@@ -144,6 +143,7 @@ async def test_who_does_not_answer_counts_with_what_it_told_last(
         await until(lambda: any(child.name for child in meeting._children))
         assert sample(await meeting.text(), "polyhost_open") == 2
         link._channel.on_message = lambda message: None  # it hangs
+        monkeypatch.setattr(hub, "ANSWER_S", 0.01)
         assert sample(await meeting.text(), "polyhost_open") == 2
         running = asyncio.create_task(meeting.run())
         await until(lambda: "gateway-0" in told.silent)

@@ -192,18 +192,17 @@ async def test_what_a_worker_refuses_half_way_goes_to_another() -> None:
     several.worker.start()
     several.settle()
     peer = several.worker.running.pop(("r", 2))
-    others = [ScriptedWorker("v", states={"m": "resident"}) for _ in range(2)]
-    several.dispatcher.add_worker(others[0])
-    one.dispatcher.add_worker(others[1])
-    for other in others:
-        other.connect()
+    other = ScriptedWorker("v", states={"m": "resident"})
+    several.dispatcher.add_worker(other.observing)
+    one.dispatcher.add_worker(other)
+    other.connect()
     refused = Refused(several.worker.epoch, "r", 2, "context_length_exceeded", "too long", False)
     peer.heard.on_refused("w", refused)
     several.deliver()
     several.advance(0.05)
-    assert others[1].submitted == ["r/2"]
-    others[1].tokens("r", 8, attempt=2)
-    others[1].finish("r", attempt=2, generated=2)
+    assert other.submitted == ["r/2"]
+    other.tokens("r", 8, attempt=2)
+    other.finish("r", attempt=2, generated=2)
     several.deliver()
     assert tokens_of(await rest(stream)) == [7, 8]
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol import Refused, RequestService
 from gateway.cluster.dispatcher_protocol import Granted, Leave, Returned
-from gateway.cluster.remote_dispatcher import RemoteDispatcher
+from gateway.cluster.dispatcher_proxy import DispatcherProxy
 from gateway.dispatch.tickets import IntegrityError, RequestStream, Ticket
 from gateway.errors import (
     MODEL_NOT_FOUND,
@@ -103,10 +103,10 @@ async def test_a_flood_on_a_full_queue_is_refused_without_a_walk_over_it(
     for name in ("runs", "waits", "waits too"):
         several.ask(one, name)
 
-    def walked(dispatcher: RemoteDispatcher) -> Iterator[Ticket]:
+    def walked(dispatcher: DispatcherProxy) -> Iterator[Ticket]:
         raise AssertionError("all live requests were looked at for one that is refused")
 
-    monkeypatch.setattr(RemoteDispatcher, "__iter__", walked)
+    monkeypatch.setattr(DispatcherProxy, "__iter__", walked)
     with pytest.raises(ApiError) as refused:
         one.ask("too many")
     assert refused.value.kind == QUEUE_FULL

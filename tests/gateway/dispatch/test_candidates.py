@@ -163,7 +163,7 @@ class PartlyFull(ScriptedWorker):
 
 def partly_full(rig: Rig, name: str, **states: ResidencyState) -> PartlyFull:
     worker = PartlyFull(name, states=states)
-    rig.dispatcher.add_worker(worker)
+    rig.join(worker)
     worker.connect()
     return worker
 

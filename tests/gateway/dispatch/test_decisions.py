@@ -163,7 +163,7 @@ def status(
         for name, state in states.items()
     ]
     told = [SwapRecord("m", "load", "disk", 1, 0.1)] * swaps
-    return WorkerStatus("e", worker, 0, 1, 1, 1.0, 4096, 8, {}, rows, [], told, {}, layout=layout)
+    return WorkerStatus("e", worker, 1, 1, 1.0, 4096, 8, {}, rows, [], told, {}, layout=layout)
 
 
 def test_every_change_is_kept_once_and_what_is_not_named_is_cold() -> None:

@@ -18,6 +18,7 @@ from tests.gateway.scripted_worker import Rig, ScriptedWorker, prepared, served
 
 def why(rig: Rig, request_id: str) -> WaitReason:
     """Of a request with one choice."""
+    reason: WaitReason
     (reason,) = rig.dispatcher.explain(request_id)
     return reason
 

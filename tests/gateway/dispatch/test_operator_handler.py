@@ -6,7 +6,7 @@ import json
 import socket
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -37,7 +37,9 @@ def handler_of(rig: Rig) -> OperatorHandler:
     def wall_clock() -> float:
         return WALL_S + rig.clock.now_s
 
-    return OperatorHandler(rig.dispatcher, {"m", "n"}.__contains__, {}, rig.clock, wall_clock)
+    return OperatorHandler(
+        cast(Any, rig.dispatcher), {"m", "n"}.__contains__, {}, rig.clock, wall_clock
+    )
 
 
 def waiting_rig(tenant: str = "t") -> Rig:

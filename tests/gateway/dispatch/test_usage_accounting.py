@@ -20,7 +20,7 @@ def tell(
     """One status with all of this."""
     worker.num_received = sum(isinstance(message, Submit) for message in worker.sent)
     told = msgspec.structs.replace(worker.make_status(list(swaps)), service=list(service))
-    worker.heard.on_status(worker.worker_id, told)
+    worker.say(told)
 
 
 def load_of(model: str, seconds: float) -> SwapRecord:
@@ -48,7 +48,7 @@ async def test_what_a_lost_worker_did_is_given_back() -> None:
     rig, worker = served()
     rig.ask("a")
     tell(worker, RequestService("a", 1, 5.0, 4.0))
-    worker.heard.on_lost("w", worker.epoch, "it died", "process")
+    worker.die("it died")
     share = share_of(rig)
     assert share.counter("t") == pytest.approx(0.0)
     accounts = rig.dispatcher.snapshot().accounts
@@ -81,7 +81,7 @@ async def test_a_load_is_paid_by_those_who_waited_and_paid_back_by_users() -> No
     rig.ask("z", "z", "m")
     worker.finish("z", service_s=3.0)
     assert rig.dispatcher.snapshot().accounts.load_s == pytest.approx({"x": 6.0, "y": 2.0})
-    worker.finish("y", service_s=4.0)
+    worker.finish("y", service_s=4.0, token_ids=(7,))
     after = rig.dispatcher.snapshot().accounts.load_s
     assert after == pytest.approx({"x": 3.0, "y": 5.0})
     ends = [event.finish async for event in running if event.finish is not None]

@@ -18,7 +18,6 @@ from tests.gateway.edge_kit import client_of, key_record, make_kit
 STATUS = WorkerStatus(
     epoch="e",
     worker_id="w0",
-    num_received=0,
     free_requests=1,
     free_kv_bytes=1,
     lease_ttl_s=2.0,

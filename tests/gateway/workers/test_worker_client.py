@@ -36,7 +36,7 @@ from gateway.workers.worker_client import (
     ZmqWorkerClient,
 )
 
-STATUS = WorkerStatus("e1", "w", 0, 0, 0, 2.0, 1, 1, {}, [], [], [], {})
+STATUS = WorkerStatus("e1", "w", 0, 0, 2.0, 1, 1, {}, [], [], [], {})
 
 
 class Recorder:

@@ -1,14 +1,14 @@
-"""The fair queue as a gateway process has it, where the dispatcher is another process (stage 5).
+"""The fair queue as a gateway has it: its own requests, and what the dispatcher says (stage 5).
 
     waiting -> granted -> streaming -> ended        (tickets.py has the table)
 
-What the HTTP edge asks of a dispatcher is answered from what the dispatcher's process says of
-itself (`State`) and from what workers say over this process' own connections. What the dispatcher
-decides is done here: a granted request is submitted to its worker over this process' own
-connection, tokens come straight back, and what becomes of it is reported
-(dispatcher_protocol.py). Refusals that only the dispatcher can know of (a full queue) come as a
-request's first event. While there is no dispatcher, what streams goes on, what waits waits, and the
-next dispatcher is told of it.
+The dispatcher is another process, or an object of this one (local_dispatcher.py): the messages are
+the same. What the HTTP edge asks of a dispatcher is answered from what the dispatcher says of
+itself (`State`) and from what workers say over this gateway's own connections. What the dispatcher
+decides is done here: a granted request is submitted to its worker, tokens come straight back, and
+what becomes of it is reported (dispatcher_protocol.py). Refusals that only the dispatcher can know
+of (a full queue) come as a request's first event. While there is no dispatcher, what streams goes
+on, what waits waits, and the next dispatcher is told of it.
 
 What may cross, and what becomes of it:
 
@@ -40,10 +40,9 @@ from engine.protocol import (
     Abort,
     Finish,
     Refused,
-    SetCatalog,
     SwapRecord,
     TokenDelta,
-    ToWorker,
+    Usage,
     WorkerStatus,
 )
 from gateway.cluster.dispatcher_client import DispatcherLink
@@ -62,12 +61,11 @@ from gateway.cluster.dispatcher_protocol import (
     TicketSpec,
     ToGateway,
     Tokens,
+    Unclaimed,
 )
+from gateway.cluster.gateway_workers import GatewayWorkers
+from gateway.cluster.granted_requests import GrantedRequests, nobodys
 from gateway.cluster.load_shares import LoadShares
-from gateway.dispatch.assignments import GrantedTickets, nobodys
-from gateway.dispatch.decisions import DecisionLog
-from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.dispatch.ticket_ends import (
     aborted_end,
@@ -87,7 +85,7 @@ from gateway.dispatch.tickets import (
     new_ticket,
     unsendable,
 )
-from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, model_failed
+from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
@@ -101,12 +99,9 @@ LATE_S = 2.0
 _UNKNOWN = Prediction(0, 0.0)
 
 
-class RemoteDispatcher(GrantedTickets):
+class DispatcherProxy(GrantedRequests):
     """Live tickets by request id, and those that workers have. Implements
-    protocols.RequestDispatcher and worker_client.WorkerListener.
-
-    `claim_orphan` as in `dispatcher.Dispatcher`.
-    """
+    protocols.RequestDispatcher and worker_client.WorkerListener."""
 
     def __init__(
         self,
@@ -115,8 +110,7 @@ class RemoteDispatcher(GrantedTickets):
         clock: Callable[[], float] = time.monotonic,
         claim_orphan: Callable[[str, Finish, int], bool] = nobodys,
     ) -> None:
-        placement = Placement(settings.max_load_share, settings.gather_wait_s)
-        super().__init__(RemoteWorkers(placement, DecisionLog()), claim_orphan)
+        super().__init__(GatewayWorkers(), claim_orphan)
         self._settings = settings
         self._link = link
         self._clock = clock
@@ -138,10 +132,7 @@ class RemoteDispatcher(GrantedTickets):
     def ready(self) -> bool:
         """A request could be served now: a dispatcher and a worker answer, here and there."""
         return (
-            not self._stopping
-            and self._link.is_up
-            and self._state.ready
-            and bool(self._fleet.statuses())
+            not self._stopping and self._link.is_up and self._state.ready and self._workers.is_heard
         )
 
     @property
@@ -152,11 +143,8 @@ class RemoteDispatcher(GrantedTickets):
     def run(self, request: PreparedRequest, principal: Principal) -> RequestStream:
         """Queue a request. Raises ApiError where that is known at once; the dispatcher's own
         refusals come as the first event."""
-        name = request.model.name
-        check_hosted(request, self._models.get(name), is_stopping=self._stopping)
-        failure = self.model_failure(name)
-        if failure is not None:
-            raise model_failed(name, failure)
+        model = self._models.get(request.model.name)
+        check_hosted(request, model, is_stopping=self._stopping)
         if request.request_id in self.live:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not request.continues:
@@ -171,32 +159,30 @@ class RemoteDispatcher(GrantedTickets):
 
     def _check_bound(self) -> None:
         """For each connected worker, as the dispatcher's (dispatch/queue_bounds.py)."""
-        if self._num_waiting >= self._settings.max_queue_total * max(1, len(self._fleet)):
+        if self._num_waiting >= self._settings.max_queue_total * max(1, len(self._workers)):
             text = f"the queue of this server is full ({self._num_waiting} requests wait)"
             raise ApiError(QUEUE_FULL, f"{text}: try again later", retry_after_s=RESTART_WAIT_S)
 
     def add_worker(self, client: WorkerClient) -> None:
         """Begin to connect to one more worker."""
-        self._fleet.add(client, self)
+        self._workers.add(client, self)
 
     def set_catalog(self, models: Sequence[HostedModel]) -> None:
         """The `ready` models. Requests of one that is gone or replaced are ended where they wait,
         by the dispatcher."""
         self._models = {model.name: model for model in models}
-        self._fleet.set_catalog(models)
 
     def model_failure(self, model_name: str) -> str | None:
         """Why a hosted model cannot be served now; None if it can."""
-        return self._state.failures.get(model_name) or self._fleet.failure(model_name)
+        failure, model = self._state.failures.get(model_name), self._models.get(model_name)
+        return self._workers.failure(model) if failure is None and model is not None else failure
 
     def model_outlook(self, model_name: str) -> ModelOutlook:
         """Where a hosted model is, and how soon it could answer."""
-        now_s = self._clock()
-        eta_s = self._state.etas_s.get(model_name)
-        if eta_s is None:
-            at_s = self._fleet.outlook(model_name, now_s).at_s
-            eta_s = None if at_s == float("inf") else max(0.0, at_s - now_s)
-        return ModelOutlook(self._fleet.residency(model_name), eta_s)
+        eta_s, model = self._state.etas_s.get(model_name), self._models.get(model_name)
+        if eta_s is None and model is not None:
+            eta_s = self._workers.load_s(model)
+        return ModelOutlook(self._workers.residency(model_name), eta_s)
 
     def worker_statuses(self) -> list[WorkerStatus]:
         """None: the dispatcher's process tells them, or they would count once for each gateway."""
@@ -228,7 +214,7 @@ class RemoteDispatcher(GrantedTickets):
 
     def close(self) -> None:
         """Close the connections to workers; call it last."""
-        self._fleet.close()
+        self._workers.close()
 
     def tick(self) -> None:
         """Counts of tokens for the dispatcher; requests that nobody answers in time."""
@@ -313,9 +299,9 @@ class RemoteDispatcher(GrantedTickets):
         ticket.num_losses = max(ticket.num_losses, grant.num_losses)
         if grant.attempt > ticket.attempt:
             ticket.next_attempt(now_s, grant.attempt)
-        worker = self._fleet.get(grant.worker_id, grant.worker_epoch)
+        is_there = self._workers.has(grant.worker_id, grant.worker_epoch)
         try:
-            is_sent = worker is not None and self._submit(ticket, worker, now_s)
+            is_sent = is_there and self._submit(ticket, grant.worker_id, now_s)
         except Unsendable:
             self._give_up(ticket, unsendable())
             return
@@ -339,19 +325,17 @@ class RemoteDispatcher(GrantedTickets):
         """Its worker may be there all the same."""
         before = ticket.worker_id, Abort(*ticket.key)
         self._change(ticket, event)
-        self._fleet.send(*before)
+        self._workers.send(*before)
 
     # What workers say (worker_client.WorkerListener).
 
     def on_connected(self, worker_id: str, epoch: str) -> None:
         """A worker process answered; nothing is running there for this process."""
-        self._fleet.connect(worker_id, epoch, self._clock())
+        self._workers.connect(worker_id, epoch)
 
     def on_status(self, worker_id: str, status: WorkerStatus) -> None:
         """A heartbeat: for the routes that show where models are."""
-        worker = self._fleet.get(worker_id, status.epoch)
-        if worker is not None:
-            self._fleet.update(worker, status, self._clock())
+        self._workers.update(worker_id, status, self._clock())
 
     def on_deltas(self, worker_id: str, epoch: str, deltas: Sequence[TokenDelta]) -> None:
         """One step's output."""
@@ -362,10 +346,10 @@ class RemoteDispatcher(GrantedTickets):
 
     def on_refused(self, worker_id: str, refused: Refused) -> None:
         """A Submit that was not taken."""
-        ticket = self._refused(worker_id, refused)
+        ticket = self.refused_ticket(worker_id, refused)
         if ticket is None:
             return
-        event, end = self._refusal(ticket, refused, self._clock())
+        event, end = self.refusal(ticket, refused, self._clock())
         self._change(ticket, event)
         self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
         if end is not None:
@@ -373,7 +357,7 @@ class RemoteDispatcher(GrantedTickets):
 
     def on_lost(self, worker_id: str, epoch: str, reason: str, cause: LossCause) -> None:
         """A worker process is gone, with all it was running."""
-        self._fleet.lose(worker_id, self._clock())
+        self._workers.lose(worker_id)
         for ticket in self.lost_with(worker_id, epoch):
             key, (event, end) = ticket.key, loss_of(ticket, reason)
             self._change(ticket, event)
@@ -409,9 +393,12 @@ class RemoteDispatcher(GrantedTickets):
         if finish.reason == "error":
             logger.error("worker failed request=%s: %s", request_id, finish.error)
 
+    def _unclaimed(self, key: tuple[str, int], usage: Usage) -> None:
+        self._link.send(Unclaimed(*key, usage))
+
     def _fail(self, ticket: Ticket, end: StreamEnd, now_s: float) -> None:
         self._give_up(ticket, end)
-        self._fleet.send(ticket.worker_id, Abort(*ticket.key))
+        self._workers.send(ticket.worker_id, Abort(*ticket.key))
 
     def _abort(self, ticket: Ticket) -> None:
         """Its client wants it no more."""
@@ -437,14 +424,6 @@ class RemoteDispatcher(GrantedTickets):
         """It has ended here, whatever the dispatcher thinks of it."""
         self._link.send(Leave(ticket.request.request_id, is_lost))
         ticket.stream.finish(end)
-
-
-class RemoteWorkers(Fleet):
-    """Connections and what their workers say of models. The dispatcher tells them the catalog."""
-
-    def send(self, worker_id: str, message: ToWorker) -> bool:
-        """As there."""
-        return isinstance(message, SetCatalog) or super().send(worker_id, message)
 
 
 def _spec(ticket: Ticket) -> TicketSpec:
