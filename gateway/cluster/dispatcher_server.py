@@ -330,23 +330,10 @@ class ConnectedGateway:
         self.channel.send(Denied.of(request_id, error))
 
     def receive(self, message: ToDispatcher) -> None:
-        """One message."""
+        """One message. What comes with every request is looked for first."""
         server, dispatcher = self._server, self._server.dispatcher
-        if isinstance(message, Hello):
-            server.hello(self, message)
-        elif not self.gateway_id:
+        if not self.gateway_id and not isinstance(message, Hello):
             self.channel.lose("it did not say Hello")
-        elif isinstance(message, Carry):
-            server.carry(self, message.reservations)
-            self.channel.send(Done(message.call))
-        elif isinstance(message, Reserve):
-            server.reserve(self, message)
-        elif isinstance(message, Close | Figure | Restore | Add):
-            self.channel.send(run_now(self._limits(message)))
-        elif isinstance(message, Ask):
-            server.ask(self, message.ticket)
-        elif isinstance(message, Leave):
-            server.leave(self, message.request_id, is_lost=message.is_lost)
         elif isinstance(message, Tokens):
             dispatcher.tokens(self, message.counts)
         elif isinstance(message, Ended):
@@ -354,11 +341,24 @@ class ConnectedGateway:
             load_s = dispatcher.ended(self, *key, message.finish, message.num_tokens)
             if message.asks_load:
                 self.channel.send(LoadShare(*key, load_s))
+        elif isinstance(message, Ask):
+            server.ask(self, message.ticket)
+        elif isinstance(message, Leave):
+            server.leave(self, message.request_id, is_lost=message.is_lost)
+        elif isinstance(message, Reserve):
+            server.reserve(self, message)
+        elif isinstance(message, Close | Figure | Restore | Add):
+            self.channel.send(run_now(self._limits(message)))
         elif isinstance(message, Unclaimed):
             dispatcher.unclaimed((message.request_id, message.attempt), message.usage)
         elif isinstance(message, Returned):
             key = (message.request_id, message.attempt)
             dispatcher.returned(self, *key, message.refused, message.ticket)
+        elif isinstance(message, Hello):
+            server.hello(self, message)
+        elif isinstance(message, Carry):
+            server.carry(self, message.reservations)
+            self.channel.send(Done(message.call))
 
     def reserve(self, message: Reserve) -> None:
         """Decide it. What an earlier connection of this process was granted, and it was not told,
