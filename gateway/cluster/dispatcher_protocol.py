@@ -46,7 +46,7 @@ from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -60,7 +60,8 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request that waits. Times are the machine's monotonic clock, which processes share.
 
-    `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py)."""
+    `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`:
+    how its prompt begins (prefix_marks.py), where there are several workers."""
 
     request_id: str
     attempt: int
@@ -78,6 +79,7 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     queued_s: float
     num_before: int = 0
     num_losses: int = 0
+    marks: list[int] = []
 
 
 class RunningSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -66,6 +66,7 @@ from gateway.cluster.dispatcher_protocol import (
 from gateway.cluster.gateway_workers import GatewayWorkers
 from gateway.cluster.granted_requests import GrantedRequests, nobodys
 from gateway.cluster.load_shares import LoadShares
+from gateway.cluster.prefix_marks import prefix_marks
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.dispatch.ticket_ends import (
     aborted_end,
@@ -152,6 +153,9 @@ class DispatcherProxy(GrantedRequests):
         self._next_seq += 1
         about = (request, principal, self._next_seq, _UNKNOWN)
         ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
+        if len(self._workers) > 1:
+            about_prompt = (principal.tenant_id, request.model.name, request.prompt_token_ids)
+            ticket.marks = prefix_marks(*about_prompt)
         self.live[request.request_id] = ticket
         self._num_waiting += 1
         self._link.send(Ask(_spec(ticket)))
@@ -445,4 +449,5 @@ def _spec(ticket: Ticket) -> TicketSpec:
         queued_s=ticket.queued_s,
         num_before=ticket.num_before,
         num_losses=ticket.num_losses,
+        marks=list(ticket.marks),
     )

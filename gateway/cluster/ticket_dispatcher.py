@@ -247,6 +247,7 @@ class TicketDispatcher(Dispatcher):
             num_losses=spec.num_losses,
             queued_s=spec.queued_s,
             num_before=spec.num_before,
+            marks=spec.marks,
         )
 
     def _place_of(self, arrival_s: float) -> int:

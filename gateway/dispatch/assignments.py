@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from engine.protocol import Finish, Refused, RequestService
+from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.live_tickets import LiveTickets
@@ -59,6 +60,7 @@ class Assignments(LiveTickets):
         headroom: Headroom,
         estimator: ServiceEstimator,
         quarantine: Quarantine,
+        affinity: Affinity,
         on_left: Callable[[Ticket], None],
         send: Callable[[Ticket, WorkerCapacity], bool],
         recall: Callable[[Ticket], None],
@@ -70,6 +72,7 @@ class Assignments(LiveTickets):
         self._book = book
         self._estimator = estimator
         self._quarantine = quarantine
+        self._affinity = affinity
         self._on_left = on_left
         self._send = send
         self._recall = recall
@@ -95,6 +98,8 @@ class Assignments(LiveTickets):
             request.max_tokens,
             ticket.num_before,
         )
+        self._affinity.granted(ticket, worker, now_s)
+        ticket.ahead_s = self._affinity.unread_s(ticket)
         self._book.grant(ticket)
         room = worker.room(ticket, now_s)
         ticket.kv_bytes = 0 if room is None else room.wanted_kv_bytes
@@ -185,7 +190,7 @@ class Assignments(LiveTickets):
     def adopt(self, ticket: Ticket, worker: WorkerCapacity, num_tokens: int, now_s: float) -> None:
         """Another dispatcher granted it, and its worker's status counts it."""
         self._book_grant(ticket, worker, now_s)
-        worker.adopt(ticket.model_name)
+        worker.adopt(ticket)
         self._adopted.add(ticket.key)
         self.reported_tokens(ticket, num_tokens)
 
@@ -254,6 +259,8 @@ class Assignments(LiveTickets):
 
     def _close_books(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
         usage = finish.usage
+        if not ticket.num_before:
+            self._affinity.ended(ticket, usage.cached_tokens)
         self._take_back(ticket, now_s)
         if finish.reason == "error":
             self._book.fail(ticket, usage.device_s)
@@ -274,7 +281,7 @@ class Assignments(LiveTickets):
         self._headroom.give_back(ticket.worker_id, ticket.tenant_id, ticket.kv_bytes)
         worker = self._fleet.get(ticket.worker_id, ticket.epoch)
         if worker is not None:
-            worker.release(ticket.model_name, now_s)
+            worker.release(ticket, now_s)
 
     def _end(self, ticket: Ticket, end: StreamEnd) -> None:
         ticket.stream.finish(end)

@@ -95,6 +95,8 @@ class WorkerCapacity:
         self._resting_bytes: dict[str, int] = {}  # of models that run nothing
         self._num_running: dict[str, int] = {}
         self._num_running_all = 0
+        self.ahead_s = 0.0
+        """Of the device, what requests there were predicted to use when they were granted."""
         self._idle_since_s: dict[str, float] = {}
         self._kv_short = False
         self._view: WorkerView | None = None
@@ -243,20 +245,24 @@ class WorkerCapacity:
             under_way.num_requests + 1, under_way.kv_tokens + kv_tokens
         )
         self._kv_bytes_under_way += kv_bytes
-        self.adopt(lease.model_id)
+        self.adopt(ticket)
 
-    def adopt(self, model_id: str) -> None:
-        """A request runs there that another process granted, and the status counts it."""
+    def adopt(self, ticket: Ticket) -> None:
+        """A request runs there; what another dispatcher granted, the status counts."""
+        model_id = ticket.model_name
+        self.ahead_s += ticket.ahead_s
         self._num_running[model_id] = self._num_running.get(model_id, 0) + 1
         self._num_running_all += 1
         self._view = None
 
-    def release(self, model_id: str, now_s: float) -> None:
+    def release(self, ticket: Ticket, now_s: float) -> None:
         """A granted request ended or came back."""
+        model_id = ticket.model_name
         self._view = None
         self._idle_since_s[model_id] = now_s
         self._num_running[model_id] -= 1
         self._num_running_all -= 1
+        self.ahead_s = max(0.0, self.ahead_s - ticket.ahead_s) if self._num_running_all else 0.0
         if not self._num_running[model_id]:
             del self._num_running[model_id]
 

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from engine.protocol import Refused, SwapRecord, TokenDelta, WorkerStatus
+from gateway.dispatch.affinity import Affinity
 from gateway.dispatch.assignments import Assignments
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
@@ -84,7 +85,8 @@ class Dispatcher:
         self._book = UsageAccounting(self._share, self._queue)
         self._estimator = ServiceEstimator()
         self._quarantine = Quarantine()
-        books = (self._book, self.headroom, self._estimator, self._quarantine)
+        self._affinity = Affinity(self._fleet, self._estimator.unit_s)
+        books = (self._book, self.headroom, self._estimator, self._quarantine, self._affinity)
         self._running = Assignments(self._fleet, *books, self._left_worker, send, recall)
         ways = (self._running.num_on, self.move_off, self._queue.by_model)
         self.drains = WorkerDrains(self._fleet, *ways, settings.worker_drain_timeout_s)
@@ -298,6 +300,7 @@ class Dispatcher:
     def on_connected(self, worker_id: str, epoch: str) -> None:
         """A worker process answered."""
         self._fleet.connect(worker_id, epoch, self._clock())
+        self._affinity.places.void(worker_id, self._clock())
 
     def on_status(self, worker_id: str, status: WorkerStatus) -> None:
         """A heartbeat: leases, residency, swaps."""
@@ -313,6 +316,8 @@ class Dispatcher:
             self._book.status(worker_id, status, now_s)
         self.decisions.add_choices(worker_id, status.choices, now_s)
         for swap in status.swaps:
+            if swap.kind == "evict":
+                self._affinity.places.void(worker_id, now_s, swap.model_id)
             for listener in self._swap_listeners:
                 listener(worker_id, swap)
         if is_first:
@@ -374,7 +379,8 @@ class Dispatcher:
         with_room = None if workers is None else [w for w in workers if w.has_room(now_s)]
         if with_room is None or with_room:
             about = (self._queue, self._share, self._fleet, now_s)
-            matching = GrantRound(*about, self._grant, self._running.may_take, with_room)
+            rules = (self._running.may_take, self._affinity)
+            matching = GrantRound(*about, self._grant, *rules, with_room)
             matching.run()
             looked = with_room or matching.looked.values()
             self._loads.relieve(now_s, looked)
@@ -398,7 +404,8 @@ class Dispatcher:
     def _pass(self, ticket: Ticket, now_s: float) -> bool:
         """Grant it without a queue, where nobody waits."""
         offering = self._fleet.open(ticket.model_name, now_s, FIRST_LOOK)
-        worker = place_alone(ticket, offering, now_s, self._running.may_take)
+        rules = (self._running.may_take, self._affinity)
+        worker = place_alone(ticket, offering, now_s, *rules)
         if worker is None:
             return False
         self._share.enqueue(ticket.tenant_id, ticket.weight)

@@ -44,6 +44,18 @@ class Offers(Protocol):
         """Whether a worker that offers its model could ever hold it."""
 
 
+class Chooser(Protocol):
+    """Which worker a head goes to (affinity.py)."""
+
+    def order(
+        self, ticket: Ticket, workers: Sequence[WorkerCapacity], now_s: float
+    ) -> Sequence[WorkerCapacity]:
+        """Those of these workers that it should go to rather than wait, the best first."""
+
+    def favourites(self, ticket: Ticket, now_s: float) -> list[WorkerCapacity]:
+        """Workers that are likely to have KV of it."""
+
+
 class GrantRound:
     """Smallest counter first, until every worker is full or kept for a head that does not fit.
 
@@ -63,6 +75,7 @@ class GrantRound:
         now_s: float,
         grant: Callable[[Ticket, WorkerCapacity], bool],
         may_take: MayTake,
+        affinity: Chooser,
         workers: Sequence[WorkerCapacity] | None = None,
     ) -> None:
         self._queue = queue
@@ -71,6 +84,7 @@ class GrantRound:
         self._now_s = now_s
         self._grant = grant
         self._may_take = may_take
+        self._affinity = affinity
         self._workers = workers
         self._kept: set[str] = set()
         self.looked: dict[str, WorkerCapacity] = {}
@@ -105,8 +119,8 @@ class GrantRound:
         """Grant the oldest head that fits somewhere; keep a worker for each of those before it."""
         for ticket in heads:
             lacking: list[WorkerCapacity] = []
-            for candidates in self._looks(ticket.model_name):
-                for worker in by_load(candidates):
+            for candidates in self._looks(ticket):
+                for worker in self._affinity.order(ticket, candidates, self._now_s):
                     if not worker.fits(ticket, self._now_s):
                         lacking.append(worker)
                     elif self._grant_there(ticket, worker, first):
@@ -138,15 +152,17 @@ class GrantRound:
         ticket.kept_on = ""
         return True
 
-    def _looks(self, model_id: str) -> Iterable[list[WorkerCapacity]]:
-        """The workers that offer the model and are not kept, first a few of them."""
+    def _looks(self, ticket: Ticket) -> Iterable[list[WorkerCapacity]]:
+        """The workers that offer its model and are not kept, first a few of them."""
+        model_id = ticket.model_name
         if self._workers is not None:
             yield self._free(w for w in self._workers if w.leased(model_id, self._now_s))
             return
         few = self._fleet.open(model_id, self._now_s, FIRST_LOOK)
-        yield self._free(few)
+        seen = {worker.worker_id for worker in few}
+        likely = self._affinity.favourites(ticket, self._now_s)
+        yield self._free([*few, *(w for w in likely if w.worker_id not in seen)])
         if len(few) == FIRST_LOOK:
-            seen = {worker.worker_id for worker in few}
             more = self._fleet.open(model_id, self._now_s, MOST_LOOKED)
             yield self._free(w for w in more if w.worker_id not in seen)
 
@@ -197,20 +213,19 @@ def place_of(queue: TicketQueue, share: TenantOrder, tenant_id: str) -> tuple[fl
 
 
 def place_alone(
-    ticket: Ticket, offering: Sequence[WorkerCapacity], now_s: float, may_take: MayTake
+    ticket: Ticket,
+    offering: Sequence[WorkerCapacity],
+    now_s: float,
+    may_take: MayTake,
+    affinity: Chooser,
 ) -> WorkerCapacity | None:
     """What a round comes to where nobody else waits: as `GrantRound`, without its books. None: it
     is to wait; also where KV memory is short, for then idle models are to make room, too: a round
     sees to that."""
-    for worker in by_load(offering):
+    seen = {worker.worker_id for worker in offering}
+    likely = [w for w in affinity.favourites(ticket, now_s) if w.worker_id not in seen]
+    for worker in affinity.order(ticket, [*offering, *likely], now_s):
         fits = worker.fits(ticket, now_s) and not worker.lacks_kv(ticket, now_s)
         if fits and may_take(ticket, worker, now_s, True):
             return worker
     return None
-
-
-def by_load(workers: Sequence[WorkerCapacity]) -> Sequence[WorkerCapacity]:
-    """The least busy one first."""
-    if len(workers) == 1:
-        return workers
-    return sorted(workers, key=lambda worker: (worker.num_running(), worker.worker_id))

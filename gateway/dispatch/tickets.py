@@ -29,6 +29,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 from engine.protocol import Finish, Submit, TokenLogprobs
 from gateway.dispatch.policy.fair_share import NOTHING, UsedService
+from gateway.dispatch.policy.prefix_places import Hit
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.errors import (
     SERVER_ERROR,
@@ -303,6 +304,12 @@ class Ticket:
     """Workers that will never take it, as they have said."""
     kept_on: str = ""
     """While it waits: the worker that is kept for it, because it fits nowhere yet."""
+    marks: Sequence[int] = ()
+    """How its prompt begins (policy/prefix_places.py); none where there is one worker."""
+    hit: Hit | None = None
+    """What its worker was expected to have of its prompt when it was granted."""
+    ahead_s: float = 0.0
+    """Of the device, what it was predicted to use beyond that."""
 
     def __post_init__(self) -> None:
         """It waits from its arrival on."""

@@ -1,8 +1,9 @@
 """A connection within one process: both of its ends, and nothing between them but a list.
 
-What `ipc.Channel` is between processes, without frames, copies or an end that comes by itself. Each
-message is heard in a turn of its own (`soon`), never inside the call that sent it: so neither side
-is called while it is in the middle of something, just as with a socket.
+What `ipc.Channel` is between processes, without frames, copies or an end that comes by itself. A
+message is heard in another turn of the event loop (`soon`), never inside the call that sent it: so
+neither side is called while it is in the middle of something, just as with a socket. Answers, and
+answers to these, are heard in the same turn.
 """
 
 import asyncio
@@ -22,30 +23,56 @@ def call_soon(call: Callable[[], None]) -> object:
     return asyncio.get_running_loop().call_soon(call)
 
 
+class _Said:
+    """What both ends have said and not heard, in order."""
+
+    def __init__(self, soon: Soon) -> None:
+        self._soon = soon
+        self._calls: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def add(self, call: Callable[[], None]) -> None:
+        """To be made in another turn."""
+        self._calls.append(call)
+        if not self._is_due:
+            self._is_due = True
+            self._soon(self._run)
+
+    def _run(self) -> None:
+        """One that fails keeps none of the others from being made."""
+        try:
+            while self._calls:
+                self._calls.popleft()()
+            self._is_due = False
+        finally:
+            if self._is_due:
+                self._soon(self._run)
+
+
 class LocalChannel(Generic[In, Out]):
     """One end. Implements ipc.MessageChannel."""
 
     silent_s = 0.0
     """The other end is never silent: where this process hangs, both do."""
 
-    def __init__(self, soon: Soon) -> None:
+    def __init__(self, said: _Said) -> None:
         self.on_message: Callable[[In], None] = lambda message: None
         self.on_lost: Callable[[str], None] = lambda reason: None
         self.closed = False
-        self._soon = soon
+        self._said = said
         self._other: LocalChannel[Out, In] | None = None
-        self._arrived: deque[In] = deque()
 
     def send(self, message: Out) -> None:
         """Have the other end hear it soon. On a connection that has ended it is dropped."""
-        if self._other is not None and not self.closed:
-            self._other._arrive(message)
+        other = self._other
+        if other is not None and not self.closed:
+            self._said.add(lambda: other._hear(message))
 
     def close(self) -> None:
         """Say nothing more, and hear nothing more; what was said gets there."""
         self.closed = True
         if self._other is not None:
-            self._other._soon(self._other._ended)
+            self._said.add(self._other._end)
 
     def lose(self, reason: str) -> None:
         """End it as if it had broken."""
@@ -53,24 +80,11 @@ class LocalChannel(Generic[In, Out]):
             self.close()
             self.on_lost(reason)
 
-    def _arrive(self, message: In) -> None:
-        if not self._arrived:
-            self._soon(self._hear)
-        self._arrived.append(message)
+    def _hear(self, message: In) -> None:
+        if not self.closed:
+            self.on_message(message)
 
-    def _hear(self) -> None:
-        """All that has come. One message that fails must not keep the others."""
-        try:
-            while self._arrived and not self.closed:
-                self.on_message(self._arrived[0])
-                self._arrived.popleft()
-        except Exception:
-            self._arrived.popleft()
-            if self._arrived:
-                self._soon(self._hear)
-            raise
-
-    def _ended(self) -> None:
+    def _end(self) -> None:
         if not self.closed:
             self.closed = True
             self.on_lost("it ended")
@@ -78,7 +92,8 @@ class LocalChannel(Generic[In, Out]):
 
 def local_pair(soon: Soon = call_soon) -> tuple[LocalChannel[Any, Any], LocalChannel[Any, Any]]:
     """The two ends of a new connection."""
-    one: LocalChannel[Any, Any] = LocalChannel(soon)
-    other: LocalChannel[Any, Any] = LocalChannel(soon)
+    said = _Said(soon)
+    one: LocalChannel[Any, Any] = LocalChannel(said)
+    other: LocalChannel[Any, Any] = LocalChannel(said)
     one._other, other._other = other, one
     return one, other

@@ -5,6 +5,7 @@ __all__ = [
     "fleet_sight",
     "fleet_view",
     "placement",
+    "prefix_places",
     "reasons",
     "relief",
     "service_costs",

@@ -50,9 +50,13 @@ class ServiceEstimator:
         if usual is None:
             usual = self._model_outputs.get(model_id, float(max_tokens))
         output = min(max_tokens - made, max(1, round(usual) - made))
-        unit_s = self._unit_s.get(model_id, DEFAULT_UNIT_S)
+        unit_s = self.unit_s(model_id)
         units = units_of(prompt_tokens + made, output)
         return Prediction(output, unit_s * units, units)
+
+    def unit_s(self, model_id: str) -> float:
+        """Device seconds of one prompt token."""
+        return self._unit_s.get(model_id, DEFAULT_UNIT_S)
 
     def observe(
         self,

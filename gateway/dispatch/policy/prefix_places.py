@@ -1,0 +1,72 @@
+"""Where the KV of prompts' beginnings is likely to be (pure).
+
+A mark names the first 16, 32, 64 ... tokens of a prompt of one tenant (cluster/prefix_marks.py).
+Workers that were granted a prompt hold its KV for a while: who was granted which mark is kept here,
+the oldest forgotten beyond MOST_MARKS. Nobody tells what workers evict. Where a request finds that
+nothing was there, what was granted there earlier than that is taken to be gone, too: workers evict
+the oldest first. What a worker had of a model is void once the model, or the process, has left.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+FIRST_TOKENS = 16
+MAX_MARKS = 12
+"""The last one names the first 32,768 tokens."""
+MOST_MARKS = 1 << 17
+MOST_PLACES = 8
+"""Workers remembered for a mark, the latest ones."""
+
+
+class Hit(NamedTuple):
+    """Tokens of a prompt that a worker is likely to have KV of, and when it was granted these."""
+
+    num_tokens: int
+    granted_s: float
+
+
+class PrefixPlaces:
+    """Marks and the workers that were granted them."""
+
+    def __init__(self, most_marks: int = MOST_MARKS) -> None:
+        self._most_marks = most_marks
+        self._places: OrderedDict[int, dict[str, float]] = OrderedDict()
+        """By mark: worker -> when it was granted last."""
+        self._void_s: dict[tuple[str, str], float] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, marks: Sequence[int], worker_id: str, now_s: float) -> None:
+        """The worker was granted a prompt."""
+        for mark in marks:
+            places = self._places.pop(mark, {})
+            places.pop(worker_id, None)
+            if len(places) >= MOST_PLACES:
+                del places[next(iter(places))]
+            places[worker_id] = now_s
+            self._places[mark] = places
+        while len(self._places) > self._most_marks:
+            self._places.popitem(last=False)
+
+    def hits(self, marks: Sequence[int], model_id: str) -> Mapping[str, Hit]:
+        """What each worker is likely to have of the prompt; those with nothing are left out."""
+        found: dict[str, Hit] = {}
+        for number in range(len(marks) - 1, -1, -1):
+            for worker_id, granted_s in self._places.get(marks[number], {}).items():
+                if worker_id not in found and granted_s > self._void_until_s(worker_id, model_id):
+                    found[worker_id] = Hit(FIRST_TOKENS << number, granted_s)
+        return found
+
+    def void(self, worker_id: str, until_s: float, model_id: str = "") -> None:
+        """The KV of a model there that was granted until then is gone, or (no model) of all."""
+        if not model_id:
+            self._void_s = {key: at_s for key, at_s in self._void_s.items() if key[0] != worker_id}
+        before_s = self._void_s.get((worker_id, model_id), until_s)
+        self._void_s[worker_id, model_id] = max(before_s, until_s)
+
+    def _void_until_s(self, worker_id: str, model_id: str) -> float:
+        of_all = self._void_s.get((worker_id, ""), -math.inf)
+        return max(of_all, self._void_s.get((worker_id, model_id), -math.inf))
