@@ -107,12 +107,14 @@ ONE_HOME: dict[str, tuple[str, ...]] = {
 # A policy decides from what it is given: data structures and arithmetic, nothing that acts.
 POLICY_MAY_IMPORT = frozenset(
     {
+        "array",
         "bisect",
         "collections",
         "dataclasses",
         "enum",
         "fractions",
         "functools",
+        "hashlib",
         "heapq",
         "itertools",
         "math",

@@ -178,6 +178,7 @@ class SimGateway:
             policies.placement(),
             soon=lambda call: loop.after(0.0, call, DELIVERY),
         )
+        self.requests.marks_prompts = policies.marks_prompts
         self.dispatcher = self.requests.dispatcher
         self.requests.add_swap_listener(on_swap)
         self.requests.set_catalog(models)

@@ -152,6 +152,7 @@ def _device(run: Run, rows: Columns) -> Tree:
         "accounted": _over(counters.get("tenant_device_seconds", 0.0) + system_s, used_s),
         "system_share": _over(system_s, used_s),
         "utilisation": _over(busy_s, total_s),
+        "busiest_over_mean": _over(counters.get("busiest_seconds", 0.0) * workers, used_s),
         "cost": cost,
         "cost_per_million_output_tokens": _over(cost * 1e6, output),
         "cost_per_million_good_tokens": _over(cost * 1e6, good),

@@ -39,6 +39,7 @@ class Sampler:
         counters["requests"] = simulation.num_arrived
         counters["postings"] = simulation.postings.num_posted
         counters["postings_claimed"] = simulation.postings.num_claimed
+        counters["busiest_seconds"] = max(w.busy_so_far_s for w in simulation.workers)
         counters["busy_seconds"] = sum(w.busy_so_far_s for w in simulation.workers)
         gateway = simulation.gateway
         if gateway is not None:

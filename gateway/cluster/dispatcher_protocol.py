@@ -61,7 +61,7 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     """A request that waits. Times are the machine's monotonic clock, which processes share.
 
     `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`:
-    how its prompt begins (prefix_marks.py), where there are several workers."""
+    how its prompt begins (policy/prefix_places.py), where there are several workers."""
 
     request_id: str
     attempt: int

@@ -66,7 +66,7 @@ from gateway.cluster.dispatcher_protocol import (
 from gateway.cluster.gateway_workers import GatewayWorkers
 from gateway.cluster.granted_requests import GrantedRequests, nobodys
 from gateway.cluster.load_shares import LoadShares
-from gateway.cluster.prefix_marks import prefix_marks
+from gateway.dispatch.policy.prefix_places import prefix_marks
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.dispatch.ticket_ends import (
     aborted_end,
@@ -124,6 +124,8 @@ class DispatcherProxy(GrantedRequests):
         self._next_seq = 0
         self._num_waiting = 0  # of `live`: where the queue is full, every request asks
         self._stopping = False
+        self.marks_prompts = True
+        """Whether tickets say how their prompts begin, where there are several workers."""
         link.on_message.append(self._on_message)
         link.on_down.append(self._on_down)
 
@@ -153,7 +155,7 @@ class DispatcherProxy(GrantedRequests):
         self._next_seq += 1
         about = (request, principal, self._next_seq, _UNKNOWN)
         ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
-        if len(self._workers) > 1:
+        if self.marks_prompts and len(self._workers) > 1:
             about_prompt = (principal.tenant_id, request.model.name, request.prompt_token_ids)
             ticket.marks = prefix_marks(*about_prompt)
         self.live[request.request_id] = ticket

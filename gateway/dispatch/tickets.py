@@ -29,7 +29,7 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 from engine.protocol import Finish, Submit, TokenLogprobs
 from gateway.dispatch.policy.fair_share import NOTHING, UsedService
-from gateway.dispatch.policy.prefix_places import Hit
+from gateway.dispatch.policy.prefix_places import PrefixHit
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.errors import (
     SERVER_ERROR,
@@ -306,7 +306,7 @@ class Ticket:
     """While it waits: the worker that is kept for it, because it fits nowhere yet."""
     marks: Sequence[int] = ()
     """How its prompt begins (policy/prefix_places.py); none where there is one worker."""
-    hit: Hit | None = None
+    hit: PrefixHit | None = None
     """What its worker was expected to have of its prompt when it was granted."""
     ahead_s: float = 0.0
     """Of the device, what it was predicted to use beyond that."""

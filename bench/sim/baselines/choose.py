@@ -1,8 +1,9 @@
 """Policies by name: what `World.policies` means.
 
-    evict   ours, lru, lfu, size, idle or idle:SECONDS, belady, never
-    share   ours, fcfs, vtc_tokens, round_robin, quota or quota:SECONDS
-    place   ours, static, eager
+    evict      ours, lru, lfu, size, idle or idle:SECONDS, belady, never
+    share      ours, fcfs, vtc_tokens, round_robin, quota or quota:SECONDS
+    place      ours, static, eager
+    affinity   ours, none: whether a prompt goes where its beginning is
 
 `ours` (or no entry) is the product's own, made by the product itself: `None` here.
 """
@@ -32,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "evict": (OURS, "lru", "lfu", "size", "idle", "belady", "never"),
     "share": (OURS, "fcfs", "vtc_tokens", "round_robin", "quota"),
     "place": (OURS, "static", "eager"),
+    "affinity": (OURS, "none"),
 }
 IDLE_TIMEOUT_S = 30.0
 QUOTA_S = 1.0
@@ -155,6 +157,11 @@ class DispatchPolicies:
         if choice.name == "quota":
             return Quota(QUOTA_S if choice.seconds is None else choice.seconds)
         return None
+
+    @property
+    def marks_prompts(self) -> bool:
+        """Whether tickets say how their prompts begin."""
+        return parse_policies(self.policies).get("affinity", Choice(OURS)).name == OURS
 
     def placement(self) -> Placer | None:
         """Who loads what."""
