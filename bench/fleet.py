@@ -1,6 +1,7 @@
 """The dispatcher over 1 to 1,000 workers, in simulated time: `python -m bench.fleet`.
 
-    python -m bench.fleet [scaling] [look] [day] [crowd] [choices] [--quick] --output FILE
+    python -m bench.fleet [scaling] [look] [day] [crowd] [choices] [shares] [--quick] --output FILE
+    python -m bench.fleet split --data DATA [--seeds N...] --output FILE
 
     scaling   clients that ask all the time, a world of one worker against 10, 100 and 1,000 times
               as much of everything: output tokens a second of the second half of the run, over
@@ -12,10 +13,14 @@
     crowd     one model that nobody has, asked for by 2,048 clients at once on 64 workers
     choices   100 workers: start and load seconds of the loads chosen among candidates, against
               those chosen among all workers
+    shares    two workers, three tenants of weights 1, 2 and 4 that always wait: service of each,
+              over its weight's share of all service
+    split     traces on 1, 2 and 8 workers: reload seconds and first tokens of one fleet, of workers
+              that get requests in turn, and of a static split of the models
 
 Workers serve by rate (bench/sim/rate_worker.py), the dispatcher is the product's. All but the times
-of `look` and `wall_s` are simulated and repeat exactly. Without a name all are run; --quick is a
-tenth of each.
+of `look`, `wall_s` and `cpu_s` are simulated and repeat exactly. Without a name all but `split` are
+run; --quick is a tenth of each.
 """
 
 import argparse
@@ -30,7 +35,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import command
+from bench import command, stats
+from bench.sim import fleet_split
 from bench.sim.fleet_world import Ask, FleetWorld, percentile
 from bench.sim.rate_worker import Rates
 from gateway.dispatch.policy.fleet_sight import AllWorkers, FleetSight
@@ -45,6 +51,17 @@ SETTINGS = Settings(
     worker_heartbeat_timeout_s=30.0,
     queue_timeout_s=60.0,
 )
+WEIGHTS = (1.0, 2.0, 4.0)
+SHARE_CASES = {"one model": (0, 0, 0), "two models": (0, 1, 1), "own models": (0, 1, 2)}
+"""Which model each tenant asks for; all of them fit on both workers."""
+SHARES_FROM_S = 120.0
+"""By then who had its model first has paid back what it got while the others waited for theirs."""
+CLIENTS = 200
+"""Of each tenant; two workers take 128 requests."""
+TRACES = ("arena27_multimodel:rate=0.6,minutes=15", "servegen:rate=0.6,minutes=15")
+"""`rate`: of one worker."""
+SPLIT_WORKERS = (1, 2, 8)
+SPLIT_FIGURES = ("first_token_p99_s", "first_token_mean_s", "reload_s", "load_s")
 POPULARITY = (0.28, 0.2, 0.16, 0.13, 0.12, 0.1, 0.01)
 """Of the seven models of one worker's world; six of them fit."""
 MODEL_BYTES = 10 * GIB
@@ -276,25 +293,95 @@ def choices(share: float) -> Row:
     return row
 
 
+def shares(share: float) -> list[Row]:
+    """Of three worlds each."""
+    rows = []
+    for case, models in SHARE_CASES.items():
+        runs = [_shares(models, SHARES_FROM_S + 600.0 * share, seed) for seed in range(3)]
+        worst = max(abs(value - 1.0) for run in runs for value in run)
+        row: Row = {"case": case, "weights": WEIGHTS, "workers": 2, "seconds": 600.0 * share}
+        row |= {"over_due": runs, "worst": round(worst, 4)}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _shares(models: Sequence[int], until_s: float, seed: int) -> list[float]:
+    """Of each tenant: its part of all service, over its weight's part of all weights."""
+    sizes = {f"m{number}": MODEL_BYTES for number in models}
+    world = FleetWorld(2, sizes, len(WEIGHTS), settings=SETTINGS, seed=seed)
+    world.weigh(WEIGHTS)
+    rng = world.rng
+
+    def drawing_of(tenant: int) -> Callable[[], Ask]:
+        return lambda: Ask(
+            tenant, f"m{models[tenant]}", rng.choice((64, 256, 1024)), rng.randrange(50, 400)
+        )
+
+    for tenant in range(len(WEIGHTS)):
+        for _ in range(CLIENTS):
+            world.keep_asking(drawing_of(tenant), until_s)
+    world.loop.run(SHARES_FROM_S)
+    before = world.dispatcher.snapshot().service_s_by_tenant
+    world.loop.run(until_s)
+    waiting = world.dispatcher.snapshot().waiting_by_tenant
+    assert len(waiting) == len(WEIGHTS), "all of them always wait"
+    after = world.dispatcher.snapshot().service_s_by_tenant
+    got = [after[name] - before[name] for name in sorted(after)]
+    due = [weight / sum(WEIGHTS) * sum(got) for weight in WEIGHTS]
+    return [round(mine / ought, 4) for mine, ought in zip(got, due, strict=True)]
+
+
+def split(
+    share: float, data: Path, traces: Sequence[str], seeds: Sequence[int], workers: Sequence[int]
+) -> list[Row]:
+    """Every way on the same requests; `median` and spread of each figure over the seeds."""
+    rows: list[Row] = []
+    for trace in traces:
+        for num_workers in workers:
+            asks = [fleet_split.read_asks(trace, data, num_workers, seed) for seed in seeds]
+            asks = [some[: max(10, int(len(some) * share))] for some in asks]
+            for way in fleet_split.WAYS if num_workers > 1 else ["ours"]:
+                runs = [
+                    fleet_split.run(way, some, num_workers, seed)
+                    for some, seed in zip(asks, seeds, strict=True)
+                ]
+                row: Row = {"trace": trace, "workers": num_workers, "way": way}
+                row |= {name: stats.repeated([run[name] for run in runs]) for name in SPLIT_FIGURES}
+                print(json.dumps(row), flush=True)
+                rows.append(row | {"runs": runs})
+    return rows
+
+
 PARTS: dict[str, Callable[[float], Any]] = {
     "scaling": scaling,
     "look": look,
     "day": day,
     "crowd": crowd,
     "choices": choices,
+    "shares": shares,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0."""
     parser = argparse.ArgumentParser(prog="python -m bench.fleet")
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "split", []], metavar="PART")
     parser.add_argument("--quick", action="store_true", help="a tenth of each")
     parser.add_argument("--output", type=Path)
+    add, words = parser.add_argument, "of split"
+    add("--data", type=Path, metavar="DIR", help=f"{words}: folder of the traces")
+    add("--trace", nargs="+", default=TRACES, metavar="WORDS", help=words)
+    add("--seeds", type=int, nargs="+", default=range(5), metavar="N", help=f"{words} (0 to 4)")
+    add("--workers", type=int, nargs="+", default=SPLIT_WORKERS, metavar="N", help=words)
     options = parser.parse_args(argv)
+    if "split" in options.parts and options.data is None:
+        parser.error("split needs --data, the folder of the traces")
     logging.disable(logging.ERROR)  # what workers and dispatcher say of themselves
     share = 0.1 if options.quick else 1.0
-    result = {name: PARTS[name](share) for name in options.parts or PARTS}
+    of_split = (options.data, options.trace, options.seeds, options.workers)
+    parts = PARTS | {"split": lambda share: split(share, *of_split)}
+    result = {name: parts[name](share) for name in options.parts or PARTS}
     command.keep(result, options.output, "sim-fleet")
     return 0
 
