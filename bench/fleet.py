@@ -31,7 +31,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from bench.sim.rate_worker import Rates
 from gateway.dispatch.policy.fleet_sight import AllWorkers, FleetSight
 from gateway.dispatch.policy.fleet_view import AskRate, Demand
 from gateway.dispatch.policy.placement import Placement
+from gateway.server.process_setup import GC_THRESHOLDS
 from gateway.settings.settings import Settings
 
 GIB = 1 << 30
@@ -58,7 +60,7 @@ SHARES_FROM_S = 120.0
 """By then who had its model first has paid back what it got while the others waited for theirs."""
 CLIENTS = 200
 """Of each tenant; two workers take 128 requests."""
-TRACES = ("arena27_multimodel:rate=0.6,minutes=15", "servegen:rate=0.6,minutes=15")
+TRACES = ("arena27_multimodel:rate=0.6,minutes=10", "servegen:rate=0.6,minutes=10")
 """`rate`: of one worker."""
 SPLIT_WORKERS = (1, 2, 8)
 SPLIT_FIGURES = ("first_token_p99_s", "first_token_mean_s", "reload_s", "load_s")
@@ -89,6 +91,20 @@ def drawing(world: FleetWorld, num_workers: int) -> Callable[[], Ask]:
         return Ask(rng.randrange(NUM_TENANTS), f"m{place}", 256, rng.randrange(50, 150))
 
     return draw
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Memory is looked through as in the server's process: what is there now, never again."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
 
 
 def now() -> tuple[float, float]:
@@ -139,9 +155,10 @@ def _closed(num_workers: int, seconds: float, seed: int) -> Row:
     began_s = now()
     for _ in range(24 * num_workers):
         world.keep_asking(draw, seconds)
-    world.loop.run(seconds / 2)
-    before = world.seen.tokens
-    world.loop.run(seconds)
+    with settled():
+        world.loop.run(seconds / 2)
+        before = world.seen.tokens
+        world.loop.run(seconds)
     world.dispatcher.check_integrity()
     row = figures(world, seconds, began_s)
     return row | {"tokens_per_s": round(2 * (world.seen.tokens - before) / seconds, 1)}
@@ -153,7 +170,8 @@ def day(share: float) -> Row:
     world = FleetWorld(num_workers, sizes_of(num_workers), NUM_TENANTS, settings=SETTINGS)
     began_s = now()
     world.arrive(drawing(world, num_workers), 0.5 * num_workers, seconds)
-    world.loop.run(seconds)
+    with settled():
+        world.loop.run(seconds)
     world.dispatcher.check_integrity()
     row = figures(world, seconds, began_s)
     print(json.dumps(row), flush=True)
