@@ -54,12 +54,19 @@ SETTINGS = Settings(
     queue_timeout_s=60.0,
 )
 WEIGHTS = (1.0, 2.0, 4.0)
-SHARE_CASES = {"one model": (0, 0, 0), "two models": (0, 1, 1), "own models": (0, 1, 2)}
-"""Which model each tenant asks for; all of them fit on both workers."""
+SWAPPED = "swapped"
+SHARE_CASES: dict[str, tuple[Sequence[int], ...]] = {
+    "one model": ([0], [0], [0]),
+    "two models": ([0], [1], [1]),
+    "own models": ([0], [1], [2]),
+    SWAPPED: (range(24),) * 3,
+}
+"""Which models each tenant asks for, the first ones most. Six fit on a worker."""
 SHARES_FROM_S = 120.0
 """By then who had its model first has paid back what it got while the others waited for theirs."""
-CLIENTS = 200
-"""Of each tenant; two workers take 128 requests."""
+CLIENTS, SWAPPED_CLIENTS = 200, 1000
+"""Of each tenant; two workers take 128 requests. Where models are swapped most requests wait for
+loads, and only those for models that are there contend."""
 TRACES = ("arena27_multimodel:rate=0.6,minutes=10", "servegen:rate=0.6,minutes=10")
 """`rate`: of one worker."""
 SPLIT_WORKERS = (1, 2, 8)
@@ -312,10 +319,11 @@ def choices(share: float) -> Row:
 
 
 def shares(share: float) -> list[Row]:
-    """Of three worlds each."""
+    """Of three worlds each; of one where models are swapped."""
     rows = []
-    for case, models in SHARE_CASES.items():
-        runs = [_shares(models, SHARES_FROM_S + 600.0 * share, seed) for seed in range(3)]
+    for case in SHARE_CASES:
+        seeds = range(1 if case == SWAPPED else 3)  # it takes ten times as long as the others
+        runs = [_shares(case, SHARES_FROM_S + 600.0 * share, seed) for seed in seeds]
         worst = max(abs(value - 1.0) for run in runs for value in run)
         row: Row = {"case": case, "weights": WEIGHTS, "workers": 2, "seconds": 600.0 * share}
         row |= {"over_due": runs, "worst": round(worst, 4)}
@@ -324,30 +332,44 @@ def shares(share: float) -> list[Row]:
     return rows
 
 
-def _shares(models: Sequence[int], until_s: float, seed: int) -> list[float]:
+def _shares(case: str, until_s: float, seed: int) -> list[float]:
     """Of each tenant: its part of all service, over its weight's part of all weights."""
-    sizes = {f"m{number}": MODEL_BYTES for number in models}
+    models = SHARE_CASES[case]
+    sizes = {f"m{number}": MODEL_BYTES for own in models for number in own}
     world = FleetWorld(2, sizes, len(WEIGHTS), settings=SETTINGS, seed=seed)
     world.weigh(WEIGHTS)
     rng = world.rng
 
     def drawing_of(tenant: int) -> Callable[[], Ask]:
-        return lambda: Ask(
-            tenant, f"m{models[tenant]}", rng.choice((64, 256, 1024)), rng.randrange(50, 400)
-        )
+        own = models[tenant]
+
+        def draw() -> Ask:
+            name = f"m{own[int(len(own) * rng.random() ** 3)]}"
+            return Ask(tenant, name, rng.choice((64, 256, 1024)), rng.randrange(50, 400))
+
+        return draw
 
     for tenant in range(len(WEIGHTS)):
-        for _ in range(CLIENTS):
+        for _ in range(SWAPPED_CLIENTS if case == SWAPPED else CLIENTS):
             world.keep_asking(drawing_of(tenant), until_s)
     world.loop.run(SHARES_FROM_S)
-    before = world.dispatcher.snapshot().service_s_by_tenant
+    before = _charged_s(world)
     world.loop.run(until_s)
     waiting = world.dispatcher.snapshot().waiting_by_tenant
     assert len(waiting) == len(WEIGHTS), "all of them always wait"
-    after = world.dispatcher.snapshot().service_s_by_tenant
-    got = [after[name] - before[name] for name in sorted(after)]
+    got = [after - had for after, had in zip(_charged_s(world), before, strict=True)]
     due = [weight / sum(WEIGHTS) * sum(got) for weight in WEIGHTS]
     return [round(mine / ought, 4) for mine, ought in zip(got, due, strict=True)]
+
+
+def _charged_s(world: FleetWorld) -> list[float]:
+    """Service that each tenant has been charged: of requests that have ended, and of loads."""
+    found = world.dispatcher.snapshot()
+    loads_s = found.accounts.load_s
+    return [
+        found.service_s_by_tenant[name] + loads_s.get(name, 0.0)
+        for name in sorted(found.service_s_by_tenant)
+    ]
 
 
 def split(

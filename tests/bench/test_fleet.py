@@ -28,7 +28,7 @@ def test_a_world_of_one_worker_against_several(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_tenants_that_always_wait_share_two_workers_by_weight() -> None:
-    got = fleet._shares((0, 1, 2), fleet.SHARES_FROM_S + 480.0, 0)
+    got = fleet._shares("own models", fleet.SHARES_FROM_S + 480.0, 0)
     assert got == pytest.approx([1.0, 1.0, 1.0], abs=0.03)
 
 
