@@ -73,7 +73,9 @@ def make_plan(spec: str, data: Path | None, seed: int, num_workers: int = 1) -> 
     sizes = [SimPacks([model]).pack(0).index.total_bytes for model in MODELS]
     # All but the largest fit, with the KV of what runs; rounding to pages is half a page a segment.
     # Of several workers each has room for the largest alone, so that models are swapped there, too.
-    room = (sum(sizes) - max(sizes) if num_workers == 1 else max(sizes)) + KV_BYTES
+    room = sum(sizes) - max(sizes) + KV_BYTES
+    if num_workers > 1:
+        room = max(sizes) + min(KV_BYTES, min(sizes) * 3 // 4)
     settings = {
         "device_budget_bytes": room // PAGE_BYTES * PAGE_BYTES,
         "page_bytes": PAGE_BYTES,
