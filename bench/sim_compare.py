@@ -172,6 +172,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mix", default=default.mix, help="shapes of popularity's models (mixed)")
     add("--device", type=Path, metavar="FILE", help="of real: from bench.sim_calibrate")
     add("--repeats", type=int, default=3, metavar="N", help="of real (3)")
+    add("--workers", type=int, default=1, metavar="N", help="of real (1)")
     add("--work-dir", type=Path, metavar="DIR", help="of real: keeps models and packs")
     return parser.parse_args(argv)
 
@@ -182,10 +183,11 @@ def run_real(arguments: argparse.Namespace) -> int:
         raise ValueError("real needs --data and --device")
     data, device, seed = arguments.data, arguments.device, arguments.seeds[0]
     with command.working_in(arguments.work_dir) as work_dir:
-        result = real.measure(data, device, arguments.repeats, seed, work_dir)
+        repeats, num_workers = arguments.repeats, arguments.workers
+        result = real.measure(data, device, repeats, seed, work_dir, num_workers)
     command.keep(result, arguments.output, "sim-real")
     print(real.table(result["summary"]))
-    print(f"at share: the worker's core at {result['core_share']:.0%}")
+    print(f"at share: the workers' cores at {result['core_share']:.0%}")
     return 0
 
 

@@ -3,8 +3,9 @@
 Lives here: cores, the run of one stream of arrivals over HTTP, what it leaves. Does not: what is
 compared (sim/scenarios/real.py), one request's stream (client.py).
 
-The worker gets the first core that this process may use, the gateway and the client the second; on
-a machine with one they share it.
+The first worker gets the first core that this process may use, the gateway and the client the
+second, and so on for more workers; those beyond the last core share it. So on two cores a second
+worker shares its core with gateway and client.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ class Played:
     cpu_s: dict[str, float]
     wall_s: float
     core_share: float
-    """Of the time in which the worker wanted its core, how much it had it."""
+    """Of the time in which the workers wanted their cores, how much they had them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,27 +52,29 @@ def pin_this(place: int) -> None:
     _pin(os.getpid(), place)
 
 
-def pin_server(server: Server) -> int:
-    """The server's gateway to the second core, its worker to the first; the worker's pid.
+def pin_server(server: Server) -> list[int]:
+    """The server's gateway to the second core, its workers to the first ones; their pids.
 
     Raises ServerFailed where it has no worker.
     """
-    workers = server.worker_pids()
+    workers = sorted(server.worker_pids())
     if not workers:
         raise ServerFailed("the server has no worker process")
     _pin(server.process.pid, 1)
-    for worker in workers:
-        _pin(worker, 0)
-    return workers[0]
+    for place, worker in enumerate(workers):
+        _pin(worker, place)
+    return workers
 
 
 def play(
     targets: Mapping[tuple[int, int], Target],
     asks: Sequence[tuple[float, tuple[int, int], ChatRequest]],
-    pids: Mapping[str, int],
+    gateway_pid: int,
+    worker_pids: Sequence[int],
 ) -> Played:
     """Send each at its time, to the target of its tenant and model, whatever still runs."""
-    return asyncio.run(_play(targets, asks, dict(pids) | {"client": os.getpid()}))
+    pids = {"gateway": [gateway_pid], "worker": worker_pids, "client": [os.getpid()]}
+    return asyncio.run(_play(targets, asks, pids))
 
 
 def swaps(log: str) -> list[LoggedSwap]:
@@ -84,20 +87,20 @@ def swaps(log: str) -> list[LoggedSwap]:
 async def _play(
     targets: Mapping[tuple[int, int], Target],
     asks: Sequence[tuple[float, tuple[int, int], ChatRequest]],
-    pids: Mapping[str, int],
+    pids: Mapping[str, Sequence[int]],
 ) -> Played:
     async def one(due_s: float, target: Target, request: ChatRequest) -> RequestResult:
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
         return await client.chat(session, target, request, due_s)
 
-    before = {name: sum(cpu_s((pid,))) for name, pid in pids.items()}
+    before = {name: sum(cpu_s(some)) for name, some in pids.items()}
     ran_s, waited_s = _ran_and_waited(pids["worker"])
     async with client.new_session() as session:
         start_s = time.perf_counter() + 0.1
         results = await asyncio.gather(
             *(one(start_s + at_s, targets[whom], request) for at_s, whom, request in asks)
         )
-    used = {name: sum(cpu_s((pid,))) - before[name] for name, pid in pids.items()}
+    used = {name: sum(cpu_s(some)) - before[name] for name, some in pids.items()}
     wall_s = time.perf_counter() - start_s
     ran_now_s, waited_now_s = _ran_and_waited(pids["worker"])
     ran_s, waited_s = ran_now_s - ran_s, waited_now_s - waited_s
@@ -110,7 +113,7 @@ def _pin(pid: int, place: int) -> None:
         os.sched_setaffinity(int(task.name), {core})
 
 
-def _ran_and_waited(pid: int) -> tuple[int, int]:
-    """Of its main thread, which runs the steps: on a core, and ready but without one."""
-    ran, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-    return int(ran), int(waited)
+def _ran_and_waited(pids: Sequence[int]) -> tuple[int, int]:
+    """Of their main threads, which run the steps: on a core, and ready but without one."""
+    rows = [Path(f"/proc/{pid}/schedstat").read_text().split() for pid in pids]
+    return sum(int(row[0]) for row in rows), sum(int(row[1]) for row in rows)

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bench.sim.loop import DELIVERY, Loop
 from bench.sim.rate_worker import Rates, RateWorker
@@ -93,6 +93,11 @@ class FleetWorld:
             self.loop.after(self.rng.random() * rates.status_interval_s, self._start_of(worker))
         self.loop.after(TICK_S, self._tick)
 
+    def weigh(self, weights: Sequence[float]) -> None:
+        """Weights of the tenants, which have 1 else; before anybody asks."""
+        tenants = zip(self._principals, weights, strict=True)
+        self._principals = [replace(tenant, weight=weight) for tenant, weight in tenants]
+
     def ask(self, ask: Ask, on_end: Callable[[], None] = lambda: None) -> None:
         """A client sends a request now."""
         self._num_asked += 1
@@ -149,6 +154,19 @@ class FleetWorld:
                 self.ask(draw())
 
         self.loop.after(self.rng.expovariate(per_s), come)
+
+    def play(self, asks: Sequence[tuple[float, Ask]]) -> None:
+        """Requests at their times, which ascend."""
+
+        def come(place: int) -> None:
+            self.ask(asks[place][1])
+            plan(place + 1)
+
+        def plan(place: int) -> None:
+            if place < len(asks):
+                self.loop.at(asks[place][0], lambda: come(place))
+
+        plan(0)
 
     def keep_asking(self, draw: Callable[[], Ask], until_s: float, pause_s: float = 0.0) -> None:
         """One client: a request, and the next one when it has ended."""

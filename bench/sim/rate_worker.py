@@ -96,6 +96,9 @@ class RateCounts:
     requests: int = 0
     loads: int = 0
     load_s: float = 0.0
+    reloads: int = 0
+    reload_s: float = 0.0
+    """Of these, loads of what its process had before."""
     refused: int = 0
     statuses: int = 0
 
@@ -154,6 +157,7 @@ class RateWorker:
         self._service_s = 0.0  # the same in seconds of the device
         self._at_s = self.loop.now_s
         self._num_at_work = 0  # models
+        self._had: set[str] = set()
         self._used_bytes = 0
         self._loads: list[str] = []
         self._swaps: list[SwapRecord] = []
@@ -213,6 +217,7 @@ class RateWorker:
         """Have the first of these resident, as many as fit, as if loaded long ago."""
         for name in names:
             self._models[name] = _Held("resident", self.loop.now_s)
+            self._had.add(name)
             self._used_bytes += self.sizes[name]
             if self.free_bytes < max(self.sizes.values()):
                 break
@@ -419,6 +424,10 @@ class RateWorker:
         held = self._models[name]
         self.counts.loads += 1
         self.counts.load_s += took_s
+        if name in self._had:
+            self.counts.reloads += 1
+            self.counts.reload_s += took_s
+        self._had.add(name)
         swap = SwapRecord(name, "load", held.loads_from, self.sizes[name], took_s)
         self._swaps.append(swap)
         held.state, held.used_s, held.loads_from = "resident", self.loop.now_s, "host"

@@ -200,5 +200,5 @@ class Candidates:
             known = [name for name in self._packs[pack] if name in models]
             all_idle = all(models[name].idle for name in known)
             for name in known[1:] if all_idle else known:
-                models[name] = replace(models[name], idle=False)
+                models[name] = models[name]._replace(idle=False)
         return replace(view, models=models)

@@ -360,19 +360,20 @@ class WorkerCapacity:
         return self._view
 
     def _look(self, status: WorkerStatus, hosted: Mapping[str, HostedModel]) -> WorkerView:
-        models = {
-            model.model_id: ModelView(
-                state=model.state,
-                weight_bytes=model.weight_bytes,
-                load_s=model.load_s_estimate,
-                idle=not (self._is_at_work(model) or model.model_id in self.pinned),
-                idle_since_s=self._idle_since_s.get(model.model_id, self._connected_s),
-                pinned=model.model_id in self.pinned,
-                held_bytes=status.pages.get(f"{model.model_id}/weights", 0) * status.page_bytes,
-                floors=hosted[model.model_id].floors if model.model_id in hosted else (),
+        models = {}
+        for model in status.models:
+            name = model.model_id
+            is_pinned, known = name in self.pinned, hosted.get(name)
+            models[name] = ModelView(
+                model.state,
+                model.weight_bytes,
+                model.load_s_estimate,
+                not (is_pinned or self._is_at_work(model)),
+                self._idle_since_s.get(name, self._connected_s),
+                is_pinned,
+                status.pages.get(f"{name}/weights", 0) * status.page_bytes,
+                () if known is None else known.floors,
             )
-            for model in status.models
-        }
         return WorkerView(
             worker_id=self.worker_id,
             free_bytes=max(0, self.free_kv_bytes()),

@@ -82,6 +82,12 @@ class Fleet:
         worker = self._connected.get(worker_id)
         return worker is not None and worker.status is not None
 
+    def away(self) -> Collection[str]:
+        """Those that are not."""
+        if self._num_heard == len(self._clients):
+            return ()
+        return [name for name in self._clients if not self.is_here(name)]
+
     def close(self) -> None:
         """Close every connection."""
         for client in self._clients.values():

@@ -88,21 +88,19 @@ class WorkerDrains:
 
     def tick(self, now_s: float) -> None:
         """Whatever became possible by time."""
-        here = {worker.worker_id for worker in self._fleet if worker.status is not None}
         self._away_since_s = {
-            name: self._away_since_s.get(name, now_s)
-            for name in self._fleet.worker_ids
-            if name not in here
+            name: self._away_since_s.get(name, now_s) for name in self._fleet.away()
         }
-        for worker in list(self._fleet):
-            self.look(worker, now_s)
+        if self._orders or self._drains:
+            for worker in list(self._fleet):
+                self.look(worker, now_s)
 
     def look(self, worker: WorkerCapacity, now_s: float) -> None:
         """Whatever became possible by a worker's status; also keeps a new process of one that
         leaves from being given anything."""
-        if worker.status is None:
-            return
         worker_id = worker.worker_id
+        if worker.status is None or not (worker_id in self._orders or worker_id in self._drains):
+            return  # it serves, as ever
         if self._is_wanted(worker, now_s):
             if worker_id not in self._drains:
                 logger.info("worker leaves worker=%s", worker_id)

@@ -48,10 +48,10 @@ def test_calibration_needs_two_shapes(tmp_path: Path) -> None:
         sim_calibrate.parse(["--output", "x.json", "--shapes", "a", "a"])
 
 
-def plan() -> real.Plan:
+def plan(num_workers: int = 1) -> real.Plan:
     """Two tenants, three models, a request every 0.4 s after the warm-ups."""
     trace = "synthetic:rate=2.5,requests=30,lengths=short,max_prompt=60,max_tokens=exact"
-    return real.make_plan(trace, None, 8)
+    return real.make_plan(trace, None, 8, num_workers)
 
 
 def test_a_plan_warms_every_model_up_and_leaves_no_room_for_all() -> None:
@@ -63,8 +63,9 @@ def test_a_plan_warms_every_model_up_and_leaves_no_room_for_all() -> None:
     assert sum(sizes) > made.settings["device_budget_bytes"] > sum(sizes) - max(sizes)
 
 
-def test_the_simulated_side_serves_all_of_it_and_swaps() -> None:
-    made = plan()
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_simulated_side_serves_all_of_it_and_swaps(num_workers: int) -> None:
+    made = plan(num_workers)
     device = Device(DEVICES["cpu-2"], {"request_s": 0.01})
     found = real.simulated(made, [a.prompt_tokens for a in made.arrivals], device)
     assert found["requests"] == 30

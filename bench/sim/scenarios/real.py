@@ -60,7 +60,7 @@ class Plan:
     start_s: float
 
 
-def make_plan(spec: str, data: Path | None, seed: int) -> Plan:
+def make_plan(spec: str, data: Path | None, seed: int, num_workers: int = 1) -> Plan:
     """Warm-ups and the trace behind them. Raises ValueError, OSError."""
     tokens = WARM_UP_TOKENS
     arrivals = [
@@ -72,7 +72,10 @@ def make_plan(spec: str, data: Path | None, seed: int) -> Plan:
         arrivals.append(arrival._replace(at_s=arrival.at_s + start_s))
     sizes = [SimPacks([model]).pack(0).index.total_bytes for model in MODELS]
     # All but the largest fit, with the KV of what runs; rounding to pages is half a page a segment.
+    # Of several workers each has room for the largest alone, so that models are swapped there, too.
     room = sum(sizes) - max(sizes) + KV_BYTES
+    if num_workers > 1:
+        room = max(sizes) + min(KV_BYTES, min(sizes) * 3 // 4)
     settings = {
         "device_budget_bytes": room // PAGE_BYTES * PAGE_BYTES,
         "page_bytes": PAGE_BYTES,
@@ -82,6 +85,7 @@ def make_plan(spec: str, data: Path | None, seed: int) -> Plan:
         "max_num_seqs": 16,
         "max_batch_tokens": 256,
         "queue_timeout_s": 600,
+        "num_workers": num_workers,
     }
     return Plan(spec, arrivals, settings, start_s)
 
@@ -108,13 +112,13 @@ class Real:
             asks.append((arrival.at_s, (arrival.tenant, arrival.model), request))
         server = self._polyhost.serve(self._keys[0])
         with server.process:
-            worker_pid = pin_server(server)
+            worker_pids = pin_server(server)
             targets = {
                 (tenant, number): Target(model.name, server.url, model.name, key)
                 for tenant, key in enumerate(self._keys)
                 for number, model in enumerate(MODELS)
             }
-            played = play(targets, asks, {"gateway": server.process.pid, "worker": worker_pid})
+            played = play(targets, asks, server.process.pid, worker_pids)
         log = server.process.read_log()
         new, self._logged = log[self._logged :], len(log)
         errors = sorted({result.error for result in played.results if result.error})
@@ -129,7 +133,7 @@ def simulated(plan: Plan, prompt_tokens: Sequence[int], device: Device) -> dict[
     names = {"device_budget_bytes": "arena_bytes", "device_reserve_bytes": "reserve_bytes"}
     settings: dict[str, object] = {names.get(key, key): v for key, v in plan.settings.items()}
     world = World(
-        workers=1,
+        workers=plan.settings["num_workers"],
         device=device.figures,
         models=MODELS,
         tenants=tuple(SimTenant(f"tenant{number}") for number in range(NUM_TENANTS)),
@@ -261,11 +265,11 @@ def table(found: dict[str, Any]) -> str:
 
 
 def measure(
-    data: Path, device_file: Path, repeats: int, seed: int, work_dir: Path
+    data: Path, device_file: Path, repeats: int, seed: int, work_dir: Path, num_workers: int = 1
 ) -> dict[str, Any]:
     """Both sides. Raises ServerFailed, TimeoutError, OSError, ValueError."""
     device = read_device(device_file)
-    plan = make_plan(TRACE, data, seed)
+    plan = make_plan(TRACE, data, seed, num_workers)
     facts = machine.facts()
     rounds, lengths = _real_rounds(plan, work_dir, repeats, seed)
     modelled = simulated(plan, lengths, device)

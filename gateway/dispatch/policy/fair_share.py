@@ -320,6 +320,8 @@ class Headroom:
         and nobody's turn. Who has a row of its own to come leaves whole rows only: shares of less
         than one have theirs in common.
         """
+        if not self.reserved:
+            return 0
 
         def unused(name: str, share: float) -> float:
             return max(0.0, share * num_rows - held.get(name, Held()).num_requests)

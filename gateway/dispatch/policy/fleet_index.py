@@ -74,7 +74,7 @@ class FleetIndex:
 
     def having(self, model_id: str, state: str) -> Collection[str]:
         """The workers where the model is in that state."""
-        return self._holders.get((model_id, state), _NONE).keys()
+        return self._holders.get((model_id, state), _NONE)
 
     def is_on_device(self, model_id: str) -> bool:
         """Whether any worker has it, or is loading it."""
@@ -133,7 +133,7 @@ class FleetIndex:
     def with_room(self, model_id: str, num_bytes: int) -> Iterator[str]:
         """Where a load of so many bytes may find them free: warm copies, then the emptiest."""
         scanned = 0
-        for worker_id in self.having(model_id, "warm"):
+        for worker_id in self._holders.get((model_id, "warm"), _NONE):
             scanned += 1
             if self._by_free.size(worker_id) >= num_bytes:
                 yield worker_id

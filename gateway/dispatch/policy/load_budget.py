@@ -1,7 +1,7 @@
 """The share of each worker's time that loads against models in demand may take (pure)."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 MIN_TIMED = 3
 """Loads that have to end on a worker before anybody is refused for what loads take there."""
@@ -11,8 +11,7 @@ BURST_S = 10.0
 """Unused share is kept for so long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """One worker's, as of `at_s`: what it holds, and what it holds at most."""
 
     share: float

@@ -36,7 +36,7 @@ Not every worker is judged for every model: `FleetSight.candidates` has those wo
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from gateway.dispatch.policy.claims import Claims
 from gateway.dispatch.policy.fleet_sight import FleetSight, most_claims
@@ -76,9 +76,9 @@ _TOO_FEW: Reason = "too few requests waiting"
 _Option: TypeAlias = tuple[WeightRoom, ModelView]
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A load against models in demand, on one worker: when it may begin, and what it waits for."""
+class _Turn(NamedTuple):
+    """A load against models in demand, on one worker: when it may begin, and what it waits for. The
+    least of the first three is taken."""
 
     start_s: float
     loss_s: float
@@ -128,11 +128,15 @@ class _Look:
         """Where the load could go: a warm copy loads sooner than a cold one, then the emptier."""
         views = self.sight.candidates(demand, self)
         self.num_judged += len(views)
-        found = [(r, m) for r in map(self._room, views) if (m := self._loadable(r, demand))]
+        found = [
+            (model.state != "warm", -room.free_bytes, room.view.worker_id, room, model)
+            for room in map(self._room, views)
+            if (model := self._loadable(room, demand))
+        ]
         if not found:
             self.sight.none_loadable(demand)
-        found.sort(key=lambda o: (o[1].state != "warm", -o[0].free_bytes, o[0].view.worker_id))
-        return found
+        found.sort()  # no two have the same worker: it goes no further
+        return [(room, model) for _, _, _, room, model in found]
 
     def free_room(self, demand: Demand) -> WeightRoom | None:
         """Where it has room that costs nobody, if there is any."""
@@ -211,8 +215,12 @@ class Placement:
         self._outlooks, before, self._kept = {}, self._kept, {}
         decisions = []
         for demand in demands:
-            while self.num_claims(demand.model_id) < most_claims(sight, demand.model_id):
-                decision = self._place(now_s, demand, look, before.get(demand.model_id))
+            model_id = demand.model_id
+            most, loading = most_claims(sight, model_id), sight.having(model_id, "loading")
+            there = len(loading) + len(sight.having(model_id, "resident"))
+            while len(claims := self._claims.of(model_id)) < most:
+                copies = there + sum(worker_id not in loading for worker_id in claims)
+                decision = self._place(now_s, demand, copies, look, before.get(model_id))
                 if decision is None:
                     break
                 decisions.append(decision)
@@ -266,9 +274,9 @@ class Placement:
         return bool(self._claims)
 
     def _place(
-        self, now_s: float, demand: Demand, look: _Look, kept: _Kept | None
+        self, now_s: float, demand: Demand, copies: int, look: _Look, kept: _Kept | None
     ) -> LoadDecision | None:
-        copies = self._num_copies(demand.model_id, look.sight)
+        """`copies`: workers that have it on the device, or on its way there."""
         if copies and not demand.num_waiting:
             return None
         if copies and demand.backlog_s / copies <= look.sight.load_s(demand):
@@ -339,7 +347,7 @@ class Placement:
         for room, model in options:
             if room.free_bytes >= model.weight_bytes:
                 return self._claim(now_s, room, demand, reason, look)
-        turns = []
+        turn: _Turn | None = None
         for place, (room, model) in enumerate(options):
             pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is not None and not pushed.num_in_demand:
@@ -351,11 +359,10 @@ class Placement:
             if pushed is not None and gain > MARGIN * pushed.worth:
                 return self._claim(now_s, room, demand, "higher value", look)
             if demand.num_waiting:
-                turns.append(self._turn(now_s, demand, room, model, pushed, place, look))
-        if not turns:  # nor does a pin nobody waits for push anybody out
+                turn = self._turn(now_s, demand, room, model, pushed, place, look, turn)
+        if turn is None:  # nor does a pin nobody waits for push anybody out
             self._nowhere(now_s, demand, copies, "not enough memory")
             return None
-        turn = min(turns, key=lambda t: (t.start_s, t.loss_s, t.place))
         return self._take(now_s, demand, turn, look, now_s)
 
     def _nowhere(self, now_s: float, demand: Demand, copies: int, reason: Reason) -> None:
@@ -364,12 +371,6 @@ class Placement:
         if outlook is not None:
             self._outlooks[demand.model_id] = outlook
         self._kept[demand.model_id] = _Kept(now_s, demand.num_waiting, outlook)
-
-    def _num_copies(self, model_id: str, sight: FleetSight) -> int:
-        """On a device, or on their way there."""
-        loading, claims = sight.having(model_id, "loading"), self._claims.of(model_id)
-        on_the_way = len(loading) + sum(worker_id not in loading for worker_id in claims)
-        return len(sight.having(model_id, "resident")) + on_the_way
 
     def _turn(
         self,
@@ -380,12 +381,15 @@ class Placement:
         pushed: PushedOut | None,
         place: int,
         look: _Look,
+        best: _Turn | None = None,
     ) -> _Turn:
-        """When the load may begin there against models in demand."""
+        """When the load may begin there against models in demand; or `best`, if that is better."""
         worker_id = room.view.worker_id
         loss_s = math.inf if pushed is None else pushed.loss_s
         rests = pushed is not None and not pushed.num_used
         gathered_s = now_s if rests else self._gathered_s(now_s, demand, loss_s)
+        if best is not None and gathered_s > best.start_s:
+            return best  # whatever else it waits for
         moved_s = look.moved_s.get(worker_id)
         if moved_s is None:
             moved_s = look.moved_s[worker_id] = self._moved_s(now_s, room.view)
@@ -397,6 +401,8 @@ class Placement:
             start_s, reason = moved_s, _MOVING
         if gathered_s > start_s:
             start_s, reason = gathered_s, _TOO_FEW
+        if best is not None and (start_s, loss_s, place) > best[:3]:
+            return best
         return _Turn(start_s, loss_s, place, room, model, reason, rests, gathered_s, bucket)
 
     def _take(

@@ -211,7 +211,7 @@ def test_what_can_never_have_room_stands_in_nobodys_way(kept: str) -> None:
 
 def test_models_that_a_floor_keeps_at_rest_make_no_room() -> None:
     placement = Placement(0.2, gather_wait_s=5.0)
-    mine = replace(held(40, floors=(("acme", 1),)), idle=True)
+    mine = held(40, floors=(("acme", 1),))._replace(idle=True)
     view = worker("w", 5, mine=mine, busy=held(50))
     assert placement.decide(0.0, [demand("other", mb=30)], AllWorkers([view])) == []
     assert placement.outlooks["other"].reason == "too few requests waiting"
