@@ -266,7 +266,8 @@ class Dispatcher:
     def look(self) -> Look:
         """Why whatever waits does so, as of now. For operators: costs a walk over the queue."""
         parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
-        return Look(*parts, self._running.may_take, self._clock())
+        rules = (self._running.may_take, self._affinity)
+        return Look(*parts, *rules, self._clock())
 
     def explain(self, request_id: str) -> list[WaitReason]:
         """Of a request and its choices; none where it is not here any more."""

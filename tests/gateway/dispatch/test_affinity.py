@@ -77,6 +77,9 @@ async def test_it_waits_for_a_full_one_as_long_as_that_is_sooner() -> None:
     assert set(one.submitted[1:]) == {"a", "b"}
     ask(rig, "c", [*LONG, 2])
     assert other.submitted == [], "it waits"
+    (reason,) = rig.dispatcher.explain("c")
+    assert (reason.code, reason.worker) == ("waiting for cached prompt", "one")
+    assert "two has free capacity" in reason.text
     rig.advance(0.05)
     assert other.submitted == []
     one.finish("a", token_ids=(1,), generated=1)
