@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from gateway.api.wire import decode_body, invalid
+from gateway.api.wire import decode_body, decode_telling, invalid
 from gateway.api.wire_body import MAX_PROMPT_IDS, Priority
 from gateway.errors import INVALID_REQUEST, ApiError
 from gateway.types import EncodeKind
@@ -88,6 +88,7 @@ class EncodeAsk:
     top_n: int | None = None
     return_documents: bool = True
     priority: int = 0
+    ignored: tuple[str, ...] = ()
 
     @property
     def param(self) -> str:
@@ -95,18 +96,26 @@ class EncodeAsk:
         return "documents" if self.kind == "rerank" else "input"
 
 
-def decode(kind: EncodeKind, body: bytes, max_inputs: int) -> EncodeAsk:
+def decode(
+    kind: EncodeKind, body: bytes, max_inputs: int, tells_unknown: bool = False
+) -> EncodeAsk:
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
-    more than `max_inputs`."""
+    more than `max_inputs`. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "rerank":
-        return _rerank(decode_body(_rerank_decoder, body), max_inputs)
+        ranks, told = decode_telling(_rerank_decoder, body, _RerankBody, tells_unknown)
+        return _rerank(ranks, max_inputs, told)
     if kind == "classify":
-        asked = decode_body(_classify_decoder, body)
+        asked, told = decode_telling(_classify_decoder, body, _ClassifyBody, tells_unknown)
         inputs = _inputs(asked.input, max_inputs)
         return EncodeAsk(
-            "classify", asked.model, inputs, cut=_cut(asked), priority=asked.priority or 0
+            "classify",
+            asked.model,
+            inputs,
+            cut=_cut(asked),
+            priority=asked.priority or 0,
+            ignored=told,
         )
-    wanted = decode_body(_embedding_decoder, body)
+    wanted, told = decode_telling(_embedding_decoder, body, _EmbeddingBody, tells_unknown)
     return EncodeAsk(
         "embedding",
         wanted.model,
@@ -115,10 +124,11 @@ def decode(kind: EncodeKind, body: bytes, max_inputs: int) -> EncodeAsk:
         encoding_format=wanted.encoding_format or "float",
         dimensions=wanted.dimensions,
         priority=wanted.priority or 0,
+        ignored=told,
     )
 
 
-def _rerank(asked: _RerankBody, max_inputs: int) -> EncodeAsk:
+def _rerank(asked: _RerankBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
     raw = bytes(asked.documents)
     _count_texts("documents", raw, max_inputs)
     documents = decode_body(_documents_decoder, raw, "documents")
@@ -131,6 +141,7 @@ def _rerank(asked: _RerankBody, max_inputs: int) -> EncodeAsk:
         top_n=asked.top_n,
         return_documents=asked.return_documents is not False,
         priority=asked.priority or 0,
+        ignored=told,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from engine.protocol import SamplingParams
+from gateway.api.told_fields import without_told
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
     MAX_BIAS,
@@ -24,6 +25,8 @@ from gateway.api.wire_body import (
     NOTHING,
     OTHER_CONTENT,
     TIER_PRIORITIES,
+    TOLD,
+    TOLD_IN_MESSAGE,
     ChatBody,
     CommonBody,
     CompletionBody,
@@ -46,8 +49,9 @@ _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
 _SMALLEST_TOP_P = 1e-9
+_BOM = b"\xef\xbb\xbf"
 _AT = re.compile(r" - at `\$\.?(.*)`$")
-_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$")
+_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$", re.DOTALL)
 # As token ids are written in JSON keys. Ten digits: more than any vocabulary has.
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -86,14 +90,18 @@ class WireRequest:
     response_format: ResponseFormat = field(default_factory=TextFormat)
     num_bytes: int = 0
     """Of the whole body: what preparing it takes grows with it."""
+    ignored: tuple[str, ...] = ()
+    """Fields without effect, for the header `x-polyhost-ignored`."""
 
 
-def decode(kind: Kind, body: bytes) -> WireRequest:
+def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
-    fields that contradict one another."""
+    fields that contradict one another. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "chat":
-        return _chat(decode_body(_chat_decoder, body), len(body))
-    return _completion(decode_body(_completion_decoder, body), len(body))
+        chat, told = decode_telling(_chat_decoder, body, ChatBody, tells_unknown)
+        return _chat(chat, len(body), told)
+    completion, told = decode_telling(_completion_decoder, body, CompletionBody, tells_unknown)
+    return _completion(completion, len(body), told)
 
 
 def unsupported(param: str, wanted: str = "") -> ApiError:
@@ -117,7 +125,28 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "
     except RecursionError as error:
         raise ApiError(INVALID_REQUEST, "the request body is nested too deeply") from error
     except msgspec.DecodeError as error:
+        # Some clients put it there, and it is no part of the text.
+        if body.startswith(_BOM) and not body.startswith(_BOM, len(_BOM)):
+            return decode_body(decoder, body.removeprefix(_BOM), param)
         raise ApiError(INVALID_REQUEST, f"the request body is not valid JSON: {error}") from error
+
+
+def decode_telling(
+    decoder: "msgspec.json.Decoder[_T]",
+    body: bytes,
+    fields: type[msgspec.Struct],
+    tells_unknown: bool = False,
+) -> tuple[_T, tuple[str, ...]]:
+    """The body, and the names of its fields that are told. Raises ApiError."""
+    try:
+        return decode_body(decoder, body), ()
+    except ApiError as error:
+        if error.kind is not UNSUPPORTED_PARAMETER:
+            raise
+        told = without_told(body, fields.__struct_fields__, tells_unknown)
+        if told is None:
+            raise
+    return decode_body(decoder, told[0]), told[1]
 
 
 def _field_error(text: str, whole: str = "") -> ApiError:
@@ -134,7 +163,7 @@ def _field_error(text: str, whole: str = "") -> ApiError:
     return unsupported(param)
 
 
-def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
+def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
     _refuse_unserved(body, NEUTRAL, "")
     _small("metadata", body.metadata, _metadata_decoder)
     longest = body.max_completion_tokens
@@ -183,11 +212,12 @@ def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=body.response_format or TextFormat(),
         num_bytes=num_bytes,
+        ignored=_told(body, told),
         **_common(body, body.safety_identifier),
     )
 
 
-def _completion(body: CompletionBody, num_bytes: int) -> WireRequest:
+def _completion(body: CompletionBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
     _refuse_unserved(body, NEUTRAL, "")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo")
@@ -200,6 +230,7 @@ def _completion(body: CompletionBody, num_bytes: int) -> WireRequest:
         logprobs=-1 if body.logprobs is None else body.logprobs,
         echo=bool(body.echo),
         num_bytes=num_bytes,
+        ignored=_told(body, told),
         **_common(body),
     )
 
@@ -284,25 +315,42 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return biases
 
 
+def _told(body: CommonBody, told: tuple[str, ...]) -> tuple[str, ...]:
+    """What has no effect: by name at the top, `told` already, and inside messages."""
+    names = list(told)
+    if body.service_tier == "scale":
+        names.append("service_tier")
+    if isinstance(body, ChatBody):
+        for name, neutral in TOLD.items():
+            if getattr(body, name) not in neutral:
+                names.append(name)
+        for name, neutral in TOLD_IN_MESSAGE.items():
+            if any(getattr(message, name) not in neutral for message in body.messages):
+                names.append(f"messages[].{name}")
+    return tuple(names)
+
+
 def _refuse_unserved(
     part: msgspec.Struct, neutral: dict[str, tuple[Any, ...]], prefix: str
 ) -> None:
-    for name in type(part).__struct_fields__:
-        if name in neutral:
-            value = getattr(part, name)
-            if value is not None and value not in neutral[name]:
-                raise unsupported(prefix + name, " with this value" if neutral[name] else "")
+    for name, values in neutral.items():
+        value = getattr(part, name, None)
+        if value is not None and value not in values:
+            raise unsupported(prefix + name, " with this value" if values else "")
 
 
 def _message(message: MessageBody, prefix: str) -> Message:
     """As chat templates know it: text parts joined by a line break, `developer` as `system`."""
     _refuse_unserved(message, NEUTRAL_IN_MESSAGE, prefix)
     content, role = message.content, message.role
+    reasoning = message.reasoning_content
+    reasoning = message.reasoning if reasoning is None else reasoning
     if content is None and not message.tool_calls:
         raise invalid(f"{prefix}content", f"{prefix}content is required")
     for name, owner in (
         ("tool_calls", "assistant"),
         ("reasoning_content", "assistant"),
+        ("reasoning", "assistant"),
         ("tool_call_id", "tool"),
     ):
         if getattr(message, name) and role != owner:
@@ -314,7 +362,9 @@ def _message(message: MessageBody, prefix: str) -> Message:
             _part_text(part, f"{prefix}content[{index}].") for index, part in enumerate(content)
         )
     fields: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             fields[name] = value

@@ -1,12 +1,17 @@
 """The bodies of /v1/chat/completions and /v1/completions as structs: names, types and ranges.
 
-Three sorts of fields. Served ones have their types. Fields of the OpenAI API that would change the
-answer and are not served are here too, but only their neutral values are let through (`NEUTRAL`): a
-client that spells out a default gets its answer, one that wants the feature gets
-`unsupported_parameter`, and nobody gets an answer that silently left out what was asked for.
-Ignored are only fields that cannot change an answer: `metadata`, `prompt_cache_key`; `user` and
-`safety_identifier` say whose kept answers may be given. Everything else is unknown, and refused by
-name.
+Three sorts of fields:
+
+    obeyed    they have their types here
+    told      taken without effect, and named in the answer's header `x-polyhost-ignored` (`TOLD`,
+              `TOLD_IN_MESSAGE`): they say how an answer may be made or kept, not what is in it
+    refused   what would change the answer and is not served. Only neutral values are let through
+              (`NEUTRAL`): a client that spells out a default gets its answer, one that wants the
+              feature gets `unsupported_parameter`
+
+`metadata`, `prompt_cache_key`, `user` and `safety_identifier` never change an answer's text; the
+last two say whose kept answers may be given. Names that are not here are unknown: refused at the
+top, told inside messages (told_fields.py).
 
 What fields mean together is wire.py's. `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
 `ignore_eos`, `priority`, `continue_final_message` and `add_generation_prompt` are spelled as vLLM
@@ -80,10 +85,12 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     tool_calls: ToolCalls | None = None
     tool_call_id: _CallId | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     # What an SDK's own assistant message carries when it is sent back: let through when empty.
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
+    images: Any = None
     function_call: Any = None
 
 
@@ -116,7 +123,7 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Priority | None = None
-    service_tier: Literal["auto", "default", "priority", "flex"] | None = None
+    service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
 
 
 class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -140,9 +147,11 @@ class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
+    prediction: msgspec.Raw = NOTHING
+    prompt_cache_retention: msgspec.Raw = NOTHING
+    prompt_cache_options: msgspec.Raw = NOTHING
+    verbosity: msgspec.Raw = NOTHING
     reasoning_effort: Any = None
-    verbosity: Any = None
     web_search_options: Any = None
 
 
@@ -159,23 +168,30 @@ class CompletionBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
 TIER_PRIORITIES = {"priority": -1, "flex": 1}
 """OpenAI's service tiers that order one tenant's requests; the others do not."""
 
+TOLD: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "prediction": (NOTHING,),
+    "prompt_cache_retention": (NOTHING,),
+    "prompt_cache_options": (NOTHING,),
+    "verbosity": (NOTHING,),
+}
+"""Fields without effect, with the values that ask for nothing."""
+TOLD_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"annotations": (None, [])}
+
 # Fields that are not served, with the values that mean the same as leaving them out.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "store": (False,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": (),
-    "verbosity": (),
     "web_search_options": (),
     "best_of": (1,),
     "suffix": ("",),
 }
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
-    "annotations": ([],),
     "audio": (),
+    "images": ([],),
     "function_call": (),
 }

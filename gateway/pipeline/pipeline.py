@@ -8,7 +8,7 @@ The server builds one `Services` and hands it to `create_app`; its parts change 
 references never do.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from gateway.answer.answer import (
 from gateway.answer.choice import Piece, TextParts
 from gateway.answer.encode_answer import AnswerMemory, RowParts
 from gateway.api import encode_wire, wire
+from gateway.api.told_fields import COUNTED, IGNORED_HEADER
 from gateway.auth.auth import authenticate
 from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
@@ -90,6 +91,8 @@ class Pipeline:
         clocks: Clocks,
     ) -> None:
         settings = self._settings = services.settings
+        self._tells_unknown = settings.unknown_fields == "tell"
+        self._metrics = metrics
         self._directory = services.directory
         self._dispatcher = services.dispatcher
         self._preparer = preparer
@@ -113,6 +116,8 @@ class Pipeline:
         )
         # 2 prepare
         prepared = await self._prepare(call, principal, now_at)
+        if prepared.ignored:
+            self._tell_ignored(call, prepared.ignored)
         active = ActiveRequest(call, prepared.request, principal, self._dependencies)
         try:
             # 3 limits
@@ -140,6 +145,11 @@ class Pipeline:
             active.abandon()
             raise
 
+    def _tell_ignored(self, call: Call, names: Sequence[str]) -> None:
+        call.answer_headers[IGNORED_HEADER] = ", ".join(names)
+        for name in names:
+            self._metrics.ignored_fields.add(1, name if name in COUNTED else "other")
+
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
         await self._tasks.drain(timeout_s)
@@ -151,8 +161,10 @@ class Pipeline:
         kind, body = call.kind, await call.receive_body()
         about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         if kind == "chat" or kind == "completion":
-            return await self._preparer.prepare(wire.decode(kind, body), *about)
-        asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)
+            wanted = wire.decode(kind, body, self._tells_unknown)
+            return await self._preparer.prepare(wanted, *about)
+        most = self._settings.max_encode_inputs
+        asked = encode_wire.decode(kind, body, most, self._tells_unknown)
         return await self._encode_preparer.prepare(asked, *about)
 
     def _parts(

@@ -56,6 +56,11 @@ class EncodePrepared:
     cache: CachePlan
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the request that have no effect."""
+        return self.asked.ignored
+
+    @property
     def answer_bytes(self) -> int:
         """What all rows and the answer that is written of them take, about."""
         assert self.request.encode is not None

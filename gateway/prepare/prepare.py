@@ -80,6 +80,9 @@ class Prepared:
     turn: Turn | None = None
     """Set where the cache is to be looked up."""
 
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that have no effect."""
+
     answer_bytes = 0
     """A text is bounded by its stream."""
 
@@ -190,7 +193,7 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
-        return Prepared(request, codec, cache, plan.new_parser, turn)
+        return Prepared(request, codec, cache, plan.new_parser, turn, asked.ignored)
 
     def _cache(
         self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]

@@ -8,6 +8,7 @@ from gateway.settings.base_settings import MIB, setting
 
 OPEN = "*"
 """As `metrics_token`: none is needed; as `allowed_hosts`: any."""
+UNKNOWN_FIELDS = ("refuse", "tell")
 _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{16,512}")
 
@@ -91,6 +92,11 @@ class HttpSettings:
         "worth. Further connections are delayed. 0: unlimited.",
         ge=0,
     )
+    unknown_fields: str = setting(
+        "refuse",
+        "What happens to unknown top-level fields of a request: `refuse` them with 400, or `tell`: "
+        "take them without effect and name them in the response header `x-polyhost-ignored`.",
+    )
     default_max_tokens: int = setting(
         256, "Maximum number of generated tokens if a request does not set one.", ge=1
     )
@@ -173,6 +179,8 @@ class HttpSettings:
         for name in filter(None, (n.strip() for n in self.allowed_hosts.split(","))):
             if name != OPEN and not _HOST.fullmatch(name):
                 raise ValueError(f"allowed_hosts: {name!r} is not a host name: remove its port")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ValueError(f"unknown_fields must be one of {', '.join(UNKNOWN_FIELDS)}")
         if self.metrics_token not in ("", OPEN) and not _TOKEN.fullmatch(self.metrics_token):
             raise ValueError(
                 "metrics_token must have 16 to 512 visible ASCII characters: choose another"

@@ -15,6 +15,7 @@ from gateway.errors import ApiError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+URL = {"url": "data:image/png;base64,iVBORw0KGgo="}
 
 
 def refused(kind: Kind, body: Any) -> ApiError:
@@ -118,14 +119,14 @@ def test_neutral_and_ignored_fields_pass(fields: dict[str, Any]) -> None:
         ({"function_call": "auto"}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"guided_json": {}}, "guided_json"),
-        ({"store": True}, "store"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"echo": True}, "echo"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation"),
         ({"messages": [{"role": "assistant", "content": "x", "function_call": {}}]},
          "messages[0].function_call"),
-        ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight"),
+        ({"messages": [{"role": "assistant", "content": "x", "images": [URL]}]},
+         "messages[0].images"),
     ],
 )  # fmt: skip
 def test_unserved_fields_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
@@ -203,7 +204,6 @@ def test_wrong_types_and_ranges_name_the_field(fields: dict[str, Any], param: st
     assert (error.kind.code, error.param) == ("invalid_request", param)
 
 
-URL = {"url": "data:image/png;base64,iVBORw0KGgo="}
 SOURCE = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
 
 
