@@ -1,4 +1,12 @@
 """The API as clients spell it: wire types, checks of schemas, tool calls, plans for structured
 output."""
 
-__all__ = ["encode_wire", "output_plan", "told_fields", "tool_messages", "tools", "wire"]
+__all__ = [
+    "encode_wire",
+    "output_plan",
+    "reasoning_types",
+    "told_fields",
+    "tool_messages",
+    "tools",
+    "wire",
+]

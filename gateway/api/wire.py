@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from engine.protocol import SamplingParams
+from gateway.api.reasoning_types import Reasoning, check_template_values, reasoning_of
 from gateway.api.told_fields import without_told
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
@@ -45,6 +46,7 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
 _biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
+_values_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
@@ -88,6 +90,8 @@ class WireRequest:
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = field(default_factory=TextFormat)
+    reasoning: Reasoning | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
     """Of the whole body: what preparing it takes grows with it."""
     ignored: tuple[str, ...] = ()
@@ -211,6 +215,10 @@ def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         response_format=body.response_format or TextFormat(),
+        reasoning=reasoning_of(body.reasoning_effort, body.thinking),
+        template_values=check_template_values(
+            _small("chat_template_kwargs", body.chat_template_kwargs, _values_decoder) or {}
+        ),
         num_bytes=num_bytes,
         ignored=_told(body, told),
         **_common(body, body.safety_identifier),

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from gateway.api.reasoning_types import Effort, ThinkingBody
 from gateway.api.tool_types import ResponseFormat, ToolCalls, ToolChoice, Tools
 
 MAX_STOP_STRINGS = 4
@@ -151,7 +152,9 @@ class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: msgspec.Raw = NOTHING
     prompt_cache_options: msgspec.Raw = NOTHING
     verbosity: msgspec.Raw = NOTHING
-    reasoning_effort: Any = None
+    reasoning_effort: Effort | None = None
+    thinking: ThinkingBody | None = None
+    chat_template_kwargs: msgspec.Raw = NOTHING
     web_search_options: Any = None
 
 
@@ -184,7 +187,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
     "web_search_options": (),
     "best_of": (1,),
     "suffix": ("",),

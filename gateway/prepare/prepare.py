@@ -33,6 +33,7 @@ from gateway.cache.cache_request import (
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import OFF, CachePlan, CacheRequest
 from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
+from gateway.prepare.template_values import NOTHING_SAID, TemplateValues, template_values
 from gateway.text.codecs import Codecs, TextModel, prompt_ids
 from gateway.text.prepare_messages import EncodeChat, EncodePrompt, Ids, Job, Longer, Measure
 from gateway.text.templates import TemplateRefused
@@ -159,7 +160,12 @@ class Preparer:
         self._check(asked, model, lengths)
         cache = self._cache(asked, principal, headers)
         codec = await self._codecs.text(model)
-        ids, plan = await self._encode(codec, model, asked, principal.tenant_id, lengths)
+        said = NOTHING_SAID
+        if asked.reasoning is not None or asked.template_values:
+            has_marks = codec.formats.reasoning is not None
+            about = asked.reasoning, asked.template_values, codec.variables, has_marks
+            said = template_values(*about)
+        ids, plan = await self._encode(codec, model, asked, principal.tenant_id, lengths, said)
         lengths.check_prompt(_param(asked), len(ids))
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
@@ -193,7 +199,9 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
-        return Prepared(request, codec, cache, plan.new_parser, turn, asked.ignored)
+        return Prepared(
+            request, codec, cache, plan.new_parser, turn, (*asked.ignored, *said.ignored)
+        )
 
     def _cache(
         self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]
@@ -242,6 +250,7 @@ class Preparer:
         asked: WireRequest,
         tenant_id: str,
         lengths: Lengths,
+        said: TemplateValues,
     ) -> tuple[list[int], OutputPlan]:
         """The prompt, and how its answer is read."""
         param = _param(asked)
@@ -267,7 +276,7 @@ class Preparer:
                 found = await ask(EncodePrompt(model.pack_dir, asked.prompt, model.max_context))
                 ids, plan = prompt_ids(found), PLAIN
             else:
-                ids, plan = await _chat(codec, model, asked, ask)
+                ids, plan = await _chat(codec, model, asked, said, ask)
         except TemplateRefused as error:
             raise invalid(
                 param,
@@ -347,7 +356,11 @@ def lengths_of(principal: Principal, model: HostedModel, gateway: Limits) -> Len
 
 
 async def _chat(
-    codec: TextModel, model: HostedModel, asked: WireRequest, ask: Callable[[Job], Awaitable[Ids]]
+    codec: TextModel,
+    model: HostedModel,
+    asked: WireRequest,
+    said: TemplateValues,
+    ask: Callable[[Job], Awaitable[Ids]],
 ) -> tuple[list[int], OutputPlan]:
     """Raises ApiError, TemplateRefused, ValueError."""
     structured = await _planned(
@@ -358,6 +371,8 @@ async def _chat(
         asked.parallel_tool_calls,
         asked.response_format,
     )
+    marks = codec.formats.reasoning
+    ends = asked.add_generation_prompt and said.closes_reasoning
     found = await ask(
         EncodeChat(
             model.pack_dir,
@@ -366,6 +381,8 @@ async def _chat(
             asked.add_generation_prompt,
             asked.continue_final_message,
             model.max_context,
+            said.values,
+            (marks.open, marks.close) if marks is not None and ends else None,
         )
     )
     made = await _planned(asked, plan, structured, codec.formats, found.tail)

@@ -76,6 +76,10 @@ class EncodeChat(_Job, frozen=True):
     add_generation_prompt: bool
     continue_final_message: bool
     most: int
+    values: Mapping[str, Any] = {}
+    """More values for the template, of the caller's."""
+    closes: tuple[str, str] | None = None
+    """Marks of reasoning that the prompt is to end behind."""
 
 
 class EncodeTexts(_Job, frozen=True):
@@ -105,6 +109,7 @@ class TextFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     template: str
     wants_text: bool
     pieces: PieceRecord
+    variables: list[str] = []
 
 
 class EncoderFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -147,6 +147,8 @@ class PrepareProcess:
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             check_text=lambda text: _check(codec, [text], job.most),
+            values=job.values,
+            closes=job.closes,
         )
         return _ids(ids, tail, job.most)
 

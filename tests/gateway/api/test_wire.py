@@ -119,7 +119,6 @@ def test_neutral_and_ignored_fields_pass(fields: dict[str, Any]) -> None:
         ({"function_call": "auto"}, "function_call"),
         ({"best_of": 2}, "best_of"),
         ({"guided_json": {}}, "guided_json"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"echo": True}, "echo"),
         ({"stream": True, "stream_options": {"include_obfuscation": True}},
          "stream_options.include_obfuscation"),
