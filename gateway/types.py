@@ -103,7 +103,10 @@ class PreparedRequest:
     answer repeats it. `only_prompt`: nothing is to be generated. `continues_text`: the answer goes
     on where the prompt's text ends, in a chat too. `shown_token_ids`: control tokens that the
     answer's parser has to see. `is_judged`: its tokens' own log-probabilities are asked for though
-    the caller does not see them.
+    the caller does not see them. `include_usage`, `continuous_usage`, `obfuscates`: the last event
+    of a stream has the usage, every event has it, events are padded so that their sizes tell
+    nothing. `service_tier`: told back, "" where none was asked for. `reasoning_fields`: what an
+    answer calls its reasoning.
 
     `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
     `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
@@ -121,6 +124,10 @@ class PreparedRequest:
     stop_strings: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    obfuscates: bool = False
+    service_tier: str = ""
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     cache_mode: CacheMode = "off"
     created_at: int = 0
     num_choices: int = 1

@@ -5,7 +5,7 @@ choice is encoded once, so a piece of plain text costs one JSON string and two j
 pieces come from is choice.py's; sending them is post.py's. Events of a chat are spelled so:
 
     ContentDelta      {"content": "..."}
-    ReasoningDelta    {"reasoning_content": "..."}
+    ReasoningDelta    {"reasoning": "...", "reasoning_content": "..."}
     ToolCallStart     {"tool_calls": [{"index": 0, "id": ..., "type": "function",
                                        "function": {"name": ..., "arguments": ""}}]}
     ArgumentsDelta    {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
@@ -16,13 +16,14 @@ completion's. A token whose bytes are half a character is spelled as OpenAI spel
 infinity: what the model rules out is reported as LOWEST.
 """
 
+import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from gateway.answer.choice import Piece, TextParts
+from gateway.answer.choice import Piece
+from gateway.answer.encoder import ChoiceEnd, UsageFigures, UsageNow
 from gateway.api.tools.output_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -32,6 +33,7 @@ from gateway.api.tools.output_parser import (
     joined,
 )
 from gateway.errors import ApiError
+from gateway.prepare.prepare import Prepared
 from gateway.text.detokenize import ScoredToken
 from gateway.text.pieces import PieceTable
 from gateway.types import PreparedRequest
@@ -45,30 +47,8 @@ _OBJECTS = {
 }
 _encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
-
-
-@dataclass(frozen=True, slots=True)
-class UsageFigures:
-    """Tokens as the client sees them; the posting says the same."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-def usage_of(parts: TextParts) -> UsageFigures:
-    """Once the text has ended."""
-    num_prompt = parts.prepared.request.num_prompt_tokens
-    return UsageFigures(num_prompt, parts.num_tokens, parts.cached_tokens)
+_EVEN_BYTES = 64
+"""Padded events are multiples of it."""
 
 
 class _Scores:
@@ -146,15 +126,21 @@ class _Scores:
 
 
 class Chunks:
-    """Writes the events of one streamed answer."""
+    """Writes the events of one streamed answer. See encoder.StreamEncoder."""
 
-    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+    def __init__(
+        self, request: PreparedRequest, pieces: PieceTable, usage_now: UsageNow | None = None
+    ) -> None:
+        """`usage_now`: where `continuous_usage` is asked for."""
         self._request = request
+        self._usage_now = usage_now if request.continuous_usage else None
+        self._is_even = self._usage_now is None and not request.obfuscates
         self._is_chat = request.kind == "chat"
         # With include_usage every chunk but the last says "usage": null, as OpenAI's do.
         self._extra = {"usage": None} if request.include_usage else {}
         self._scores = _Scores(request, pieces)
-        self._around = [self._around_text(index) for index in range(request.num_choices)]
+        choices = range(request.num_choices if self._is_even else 0)
+        self._around = [self._around_text(index) for index in choices]
         self._begun: set[int] = set()
 
     def piece(self, piece: Piece) -> bytes:
@@ -174,6 +160,15 @@ class Chunks:
             for n, said in enumerate(deltas)
         ]
         return first + b"".join(chunks)
+
+    def end(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See StreamEncoder."""
+        last = b"".join(self.last(end.index, end.finish_reason) for end in ends)
+        return last + self.usage(usage) + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """See StreamEncoder."""
+        return error_event(error)
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The end of a choice."""
@@ -200,7 +195,7 @@ class Chunks:
         return self._chunk(piece.index, {"text": echo}, None, scores)
 
     def _event(self, index: int, event: Event) -> bytes:
-        if isinstance(event, ContentDelta):
+        if isinstance(event, ContentDelta) and self._is_even:
             before, after = self._around[index]
             return before + _encode(event.text) + after
         said = self._delta(event)
@@ -209,7 +204,7 @@ class Chunks:
     def _delta(self, event: Event) -> dict[str, Any] | None:
         """What a chunk says of an event; some say nothing to the client."""
         if self._is_chat:
-            return delta(event)
+            return delta(event, self._request.reasoning_fields)
         return {"text": event.text} if isinstance(event, ContentDelta) else None
 
     def _chunk(
@@ -221,7 +216,13 @@ class Chunks:
     ) -> bytes:
         content = {"delta": said} if self._is_chat else said
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-        return _event({**_head(self._request, True), "choices": [choice], **self._extra})
+        body = {**_head(self._request, True), "choices": [choice], **self._extra}
+        if self._usage_now is not None:
+            body["usage"] = self._usage_now().body()
+        if self._request.obfuscates:
+            body["obfuscation"] = ""
+            body["obfuscation"] = _padding(len(_encode(body)))
+        return _event(body)
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         mark = "\ue000"
@@ -250,7 +251,7 @@ class WholeChoice:
 
     def body(self, finish_reason: str) -> dict[str, Any]:
         """An item of `choices`."""
-        said = message(self._events)
+        said = message(self._events, self._request.reasoning_fields)
         is_chat = self._request.kind == "chat"
         content = {"message": said} if is_chat else {"text": self._request.echo + said["content"]}
         return {
@@ -259,6 +260,35 @@ class WholeChoice:
             "logprobs": self._scores.body(self._scored, self._prompt),
             "finish_reason": finish_reason,
         }
+
+
+class Choices:
+    """Gathers all choices of an answer that is not streamed. See encoder.WholeEncoder."""
+
+    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+        self._request = request
+        self._choices = [WholeChoice(request, n, pieces) for n in range(request.num_choices)]
+
+    def add(self, piece: Piece) -> None:
+        """See WholeEncoder."""
+        self._choices[piece.index].add(piece)
+
+    def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See WholeEncoder."""
+        bodies = [self._choices[end.index].body(end.finish_reason) for end in ends]
+        return json_answer(self._request, bodies, usage)
+
+
+class OpenAiFormat:
+    """Chat completions and completions. See encoder.AnswerFormat."""
+
+    def stream(self, prepared: Prepared, usage_now: UsageNow) -> Chunks:
+        """See AnswerFormat."""
+        return Chunks(prepared.request, prepared.codec.pieces, usage_now)
+
+    def whole(self, prepared: Prepared) -> Choices:
+        """See AnswerFormat."""
+        return Choices(prepared.request, prepared.codec.pieces)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -274,26 +304,34 @@ def json_answer(
 
 
 def _head(request: PreparedRequest, stream: bool) -> dict[str, Any]:
-    return {
+    head = {
         "id": request.request_id,
         "object": _OBJECTS[request.kind, stream],
         "created": request.created_at,
         "model": request.model.name,
         "system_fingerprint": f"fp_{request.model.revision[:12]}",
     }
+    if request.service_tier:
+        head["service_tier"] = request.service_tier
+    return head
+
+
+def _padding(size_bytes: int) -> str:
+    """What makes an event of so many bytes as long as its neighbours."""
+    return secrets.token_hex(_EVEN_BYTES)[: _EVEN_BYTES - size_bytes % _EVEN_BYTES]
 
 
 def _event(body: object) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def delta(event: Event) -> dict[str, Any] | None:
+def delta(event: Event, reasoning_fields: Sequence[str]) -> dict[str, Any] | None:
     """The `delta` of one chunk, None where there is none to send."""
     match event:
         case ContentDelta():
             return {"content": event.text}
         case ReasoningDelta():
-            return {"reasoning_content": event.text}
+            return dict.fromkeys(reasoning_fields, event.text)
         case ToolCallStart():
             function = {"name": event.name, "arguments": ""}
             call = {"id": event.call_id, "type": "function", "function": function}
@@ -304,7 +342,9 @@ def delta(event: Event) -> dict[str, Any] | None:
     return None
 
 
-def message(events: Iterable[Event]) -> dict[str, Any]:
+def message(
+    events: Iterable[Event], reasoning_fields: Sequence[str] = ("reasoning_content",)
+) -> dict[str, Any]:
     """The message of a whole answer. `content` is None where there are only calls."""
     content: list[str] = []
     reasoned: list[str] = []
@@ -324,7 +364,7 @@ def message(events: Iterable[Event]) -> dict[str, Any]:
     text = "".join(content)
     out: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reasoned:
-        out["reasoning_content"] = "".join(reasoned)
+        out |= dict.fromkeys(reasoning_fields, "".join(reasoned))
     if calls:
         out["content"] = text or None
         for call, pieces in zip(calls, arguments, strict=True):

@@ -90,6 +90,8 @@ class Choice:
         self._owner = owner
         self._events = aiter(running)
         self._texts: list[str] = []
+        self.num_reasoning_tokens = 0
+        """Of `num_tokens`, those of the reasoning and of the marks around it."""
         self._prompt_reported = False
         self._sum_logprobs, self._num_judged = 0.0, 0
         self._text = TextStream(
@@ -145,6 +147,11 @@ class Choice:
         return finish_reason("stop", self._parser.num_calls)
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or ""."""
+        return self._text.stop_string
+
+    @property
     def usage(self) -> Usage:
         """The worker's word on what was used; our own count where there is none."""
         if self.finish is not None:
@@ -190,10 +197,13 @@ class Choice:
 
     def _take(self, event: TokenEvent) -> Piece:
         text = ""
+        reasoned: list[Event] = []
         if event.token_ids:
             num_tokens = len(event.token_ids)
             self._last_token_s = self._owner.on_tokens(num_tokens, self._last_token_s)
-            if not self._request.only_prompt:
+            if self._parser.reasoning_state != "done":
+                reasoned = self._reason(event)
+            elif not self._request.only_prompt:
                 shown = event.logprobs if self._request.logprobs >= 0 else ()
                 text = self._text.push(event.token_ids, shown)
         if self._request.is_judged:
@@ -209,6 +219,8 @@ class Choice:
             self.running.abort()
         self._texts.append(text)
         events = self._parser.feed(text) if text else []
+        if reasoned:
+            events = [*reasoned, *events]
         has_ended = self.has_ended
         if has_ended:
             events = [*events, *self._parser.flush()]
@@ -216,6 +228,21 @@ class Choice:
             return Piece(self.index, events)
         scored = self._text.take_scored(has_ended)
         return Piece(self.index, events, scored, self._prompt(event))
+
+    def _reason(self, event: TokenEvent) -> list[Event]:
+        """Token by token, so that those of the reasoning are counted one by one."""
+        events: list[Event] = []
+        wants_scores = self._request.logprobs >= 0
+        for at, token_id in enumerate(event.token_ids):
+            was_inside = self._parser.reasoning_state == "inside"
+            before = self._text.num_tokens
+            text = self._text.push([token_id], event.logprobs[at : at + 1] if wants_scores else ())
+            self._texts.append(text)
+            if text:
+                events += self._parser.feed(text)
+            if was_inside or self._parser.reasoning_state == "inside":
+                self.num_reasoning_tokens += self._text.num_tokens - before
+        return events
 
     def _prompt(self, event: TokenEvent) -> Sequence[ScoredToken]:
         """With the first tokens. A prompt of one token has no scores and is reported all the
@@ -296,6 +323,11 @@ class TextParts:
     def num_tokens(self) -> int:
         """Up to each choice's stop."""
         return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of these, the reasoning's."""
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def cached_tokens(self) -> int:

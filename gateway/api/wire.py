@@ -28,6 +28,7 @@ from gateway.api.wire_body import (
     TIER_PRIORITIES,
     TOLD,
     TOLD_IN_MESSAGE,
+    TOLD_TIERS,
     ChatBody,
     CommonBody,
     CompletionBody,
@@ -84,6 +85,9 @@ class WireRequest:
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    obfuscates: bool = False
+    service_tier: str = ""
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     tools: tuple[Tool, ...] = ()
@@ -248,8 +252,6 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
     options = body.stream_options
     if options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
     longest = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         longest = body.max_completion_tokens
@@ -269,6 +271,9 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
         "n": body.n or 1,
         "stream": bool(body.stream),
         "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.continuous_usage_stats),
+        "obfuscates": bool(options and options.include_obfuscation),
+        "service_tier": TOLD_TIERS.get(body.service_tier or "", ""),
     }
 
 

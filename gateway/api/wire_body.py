@@ -99,6 +99,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -170,6 +171,15 @@ class CompletionBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 TIER_PRIORITIES = {"priority": -1, "flex": 1}
 """OpenAI's service tiers that order one tenant's requests; the others do not."""
+
+TOLD_TIERS = {
+    "auto": "default",
+    "default": "default",
+    "scale": "default",
+    "priority": "priority",
+    "flex": "flex",
+}
+"""What an answer says it was served at, by what was asked for."""
 
 TOLD: dict[str, tuple[Any, ...]] = {
     "store": (None, False),

@@ -25,6 +25,11 @@ from registry.accounts.api_keys import KeyRecord
 from registry.accounts.key_terms import INFERENCE, within
 
 _BEARER = "bearer "
+# LiteLLM looks for the first four words to tell a wrong key from a wrong request.
+_WRONG_KEY = (
+    "Incorrect API key provided: it is unknown, expired or revoked. Check the key, or ask the "
+    "operator of this server for one"
+)
 _KEY_HEADERS = ("x-api-key", "api-key")
 
 
@@ -50,7 +55,7 @@ def authenticate(
         )
     record = directory.find_key(api_keys.public_id_of(plaintext))
     if record is None or not api_keys.verify(record, plaintext, now_at):
-        raise ApiError(INVALID_API_KEY, "invalid API key: it is unknown, expired or revoked")
+        raise ApiError(INVALID_API_KEY, _WRONG_KEY)
     if record.allowed_networks is not None and not within(client, record.allowed_networks):
         message = (
             f"this API key is not authorized for the IP address {client or '(unknown)'}: "

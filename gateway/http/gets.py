@@ -1,6 +1,9 @@
 """The routes that are asked by GET.
 
-/health/live, /health/ready              no key needed: they tell nothing of any tenant
+/health/live, /health/ready, /health     no key needed: they tell nothing of any tenant. /health
+                                         and /ping are /health/ready by the names that vLLM and
+                                         SageMaker have for it
+/version                                 no key needed either: clients of vLLM ask for it
 /metrics                                 for who has the server's `metrics_token`: it tells of all
                                          tenants
 /v1/models, /v1/models/{id}              the models the caller's key may use. Beside OpenAI's
@@ -11,6 +14,7 @@
 /v1/organization/costs                   is asked and told is usage_reports.py's
 """
 
+from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -28,6 +32,7 @@ from gateway.types import HostedModel, Principal
 from registry.accounts.key_terms import INFERENCE, USAGE
 
 OWNER = "polyhost"
+_VERSION = metadata.version("polyhost")
 MAX_FIELDS = 500
 
 
@@ -44,6 +49,12 @@ async def ready(request: Request) -> Response:
     if missing:
         return _json({"status": "not_ready", "reasons": missing}, 503)
     return _json({"status": "ready"})
+
+
+async def version(request: Request) -> Response:
+    """Polyhost's own."""
+    del request
+    return _json({"version": _VERSION})
 
 
 async def metrics(request: Request) -> Response:
@@ -93,6 +104,7 @@ def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:
         "created": model.created_at,
         "owned_by": OWNER,
         "task": model.task,
+        "max_model_len": model.max_context,
         "residency": outlook.residency,
         "load_eta_s": None if eta_s is None else round(eta_s, 3),
     }

@@ -22,6 +22,7 @@ from gateway.pipeline.active_request import Clocks
 from gateway.pipeline.pipeline import Pipeline, Services
 from gateway.prepare.encode_prepare import EncodePreparer
 from gateway.prepare.prepare import PrepareBounds, Preparer
+from gateway.settings.http_settings import REASONING_FIELDS
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_pool import PreparePool
 
@@ -93,7 +94,8 @@ def build_edge(
     )
     cache_metrics = CacheMetrics(services.metrics_registry)
     cache = _answer_cache(services, codecs, cache_metrics, clocks)
-    bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
+    fields = REASONING_FIELDS[settings.reasoning_fields]
+    bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices, fields)
     has_embedder = cache.embedder.is_configured
     judges = settings.cache_least_logprob < 0
     preparer = Preparer(services.directory, codecs, bounds, has_embedder, judges)

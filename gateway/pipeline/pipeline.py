@@ -16,16 +16,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from gateway.answer import encode_answer
-from gateway.answer.answer import (
-    DONE,
-    Chunks,
-    WholeChoice,
-    error_event,
-    json_answer,
-    usage_of,
-)
+from gateway.answer.answer import OpenAiFormat
 from gateway.answer.choice import Piece, TextParts
 from gateway.answer.encode_answer import AnswerMemory, RowParts
+from gateway.answer.encoder import AnswerFormat, ends_of, usage_of
 from gateway.api import encode_wire, wire
 from gateway.api.told_fields import COUNTED, IGNORED_HEADER
 from gateway.auth.auth import authenticate
@@ -93,6 +87,7 @@ class Pipeline:
         settings = self._settings = services.settings
         self._tells_unknown = settings.unknown_fields == "tell"
         self._metrics = metrics
+        self._format: AnswerFormat = OpenAiFormat()
         self._directory = services.directory
         self._dispatcher = services.dispatcher
         self._preparer = preparer
@@ -126,7 +121,7 @@ class Pipeline:
                 active.at_end.callback(memory)
             await active.reserve(self._limiter)
             # 4 semantic cache
-            found = await self._hits.find(active, prepared)
+            found = await self._hits.find(active, prepared, self._format)
             if not isinstance(found, InFlight):
                 return found
             # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
@@ -178,29 +173,29 @@ class Pipeline:
     async def _text(self, active: ActiveRequest, parts: TextParts, flight: InFlight) -> Answer:
         """A stream begins without tokens where they take longer than `stream_heartbeat_s`; until
         then a refusal is an HTTP status."""
-        request, pieces = parts.prepared.request, parts.prepared.codec.pieces
+        request = parts.prepared.request
         await parts.begin(self._settings.stream_heartbeat_s if request.stream else 0.0)
         if active.is_gone:
             raise ClientGone
         if request.stream:
             return EventAnswer(partial(self._events, active, parts, flight), active.abandon)
-        whole = [WholeChoice(request, choice.index, pieces) for choice in parts.choices]
+        encoder = self._format.whole(parts.prepared)
         async for piece in parts.pieces():
-            whole[piece.index].add(piece)
+            encoder.add(piece)
         await active.close()
         if active.is_gone:
             raise ClientGone
         flight.end(parts.choices[0], parts.cached_tokens)
-        choices = [whole[c.index].body(c.finish_reason) for c in parts.choices]
-        return JsonAnswer([json_answer(request, choices, usage_of(parts))], active.abandon)
+        return JsonAnswer([encoder.whole(ends_of(parts), usage_of(parts))], active.abandon)
 
     async def _events(
         self, active: ActiveRequest, parts: TextParts, flight: InFlight, sink: Sink
     ) -> None:
-        chunks = Chunks(parts.prepared.request, parts.prepared.codec.pieces)
+        encoder = self._format.stream(parts.prepared, partial(usage_of, parts))
+        write = encoder.piece
 
         def send(piece: Piece) -> None:
-            event = chunks.piece(piece)
+            event = write(piece)
             if event:
                 sink.write(event)
 
@@ -211,13 +206,12 @@ class Pipeline:
             await active.fail(error)
             if not isinstance(error, ApiError):
                 raise
-            sink.write(error_event(error))
+            sink.write(encoder.error(error))
             return
         if active.is_gone:
             return
         flight.end(parts.choices[0], parts.cached_tokens)
-        ends = b"".join(chunks.last(c.index, c.finish_reason) for c in parts.choices)
-        sink.write(ends + chunks.usage(usage_of(parts)) + DONE)
+        sink.write(encoder.end(ends_of(parts), usage_of(parts)))
 
     async def _rows(self, active: ActiveRequest, parts: RowParts) -> Answer:
         """An encoder's answer is whole before anything of it leaves."""

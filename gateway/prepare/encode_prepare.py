@@ -20,7 +20,7 @@ from gateway.auth.directory import Directory
 from gateway.cache.cache_request import read_cache_headers
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import CachePlan, CacheRequest
-from gateway.errors import CONTEXT_LENGTH, INVALID_REQUEST, WRONG_TASK, ApiError, wrong_task
+from gateway.errors import INVALID_REQUEST, WRONG_TASK, ApiError, context_overflow, wrong_task
 from gateway.prepare.prepare import lengths_of
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import (
@@ -156,13 +156,8 @@ class EncodePreparer:
         if isinstance(reply, Longer):
             if reply.is_exact:
                 raise _too_long(model, asked, before + reply.index, reply.num_tokens)
-            raise ApiError(
-                CONTEXT_LENGTH,
-                f"the maximum context length of model {model.name!r} is {model.max_context} tokens "
-                "(with special tokens), and the query leaves no room for a document: shorten "
-                "the query",
-                "query",
-            )
+            what = "the query leaves no room for a document beside its special tokens"
+            raise context_overflow(model.max_context, what, "Shorten the query", "query")
         assert isinstance(reply, Inputs)
         return reply.inputs
 
@@ -246,13 +241,9 @@ def _longest(codec: EncoderFacts, model: HostedModel, asked: EncodeAsk) -> tuple
 
 
 def _too_long(model: HostedModel, asked: EncodeAsk, index: int, num_tokens: int) -> ApiError:
-    return ApiError(
-        CONTEXT_LENGTH,
-        f"the maximum context length of model {model.name!r} is {model.max_context} tokens (with "
-        f"special tokens), but {asked.param}[{index}] has at least {num_tokens}: shorten it, or "
-        "set truncate_prompt_tokens",
-        asked.param,
-    )
+    what = f"{asked.param}[{index}] has at least {num_tokens}, special tokens included"
+    advice = "Shorten it, or set truncate_prompt_tokens"
+    return context_overflow(model.max_context, what, advice, asked.param)
 
 
 def _batches(inputs: Sequence[str] | Sequence[list[int]]) -> Iterator[list[str | list[int]]]:

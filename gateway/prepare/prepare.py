@@ -32,7 +32,7 @@ from gateway.cache.cache_request import (
 )
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import OFF, CachePlan, CacheRequest
-from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
+from gateway.errors import context_overflow, wrong_task
 from gateway.prepare.template_values import NOTHING_SAID, TemplateValues, template_values
 from gateway.text.codecs import Codecs, TextModel, prompt_ids
 from gateway.text.prepare_messages import EncodeChat, EncodePrompt, Ids, Job, Longer, Measure
@@ -90,10 +90,12 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PrepareBounds:
-    """A request has `max_choices` at most, and by default `default_max_tokens` each."""
+    """A request has `max_choices` at most, and by default `default_max_tokens` each.
+    `reasoning_fields`: what an answer calls its reasoning."""
 
     default_max_tokens: int
     max_choices: int = 1
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,10 @@ class Preparer:
             stop_strings=asked.stop,
             stream=asked.stream,
             include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
+            obfuscates=asked.obfuscates,
+            service_tier=asked.service_tier,
+            reasoning_fields=self._bounds.reasoning_fields,
             cache_mode=cache.mode,
             created_at=int(now_at),
             rates=self._directory.rates(principal.tenant_id, model.name, now_at),
@@ -315,13 +321,9 @@ class Preparer:
             return room
         completion = f" and you asked for {wanted} in the completion" if wanted else ""
         param = _param(asked)
-        raise ApiError(
-            CONTEXT_LENGTH,
-            f"the maximum context length of model {model.name!r} is {model.max_context} tokens, "
-            f"but {hedge}{num_prompt} are in the {param}{completion}: shorten the {param} or "
-            "lower max_tokens",
-            param,
-        )
+        what = f"{hedge}{num_prompt} are in the {param}{completion}"
+        advice = f"Shorten the {param} or lower max_tokens"
+        raise context_overflow(model.max_context, what, advice, param)
 
     def _echo(self, asked: WireRequest, codec: TextModel, ids: Sequence[int]) -> str:
         if not asked.echo:

@@ -8,6 +8,11 @@ from gateway.settings.base_settings import MIB, setting
 
 OPEN = "*"
 """As `metrics_token`: none is needed; as `allowed_hosts`: any."""
+REASONING_FIELDS = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
 UNKNOWN_FIELDS = ("refuse", "tell")
 _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{16,512}")
@@ -97,6 +102,11 @@ class HttpSettings:
         "What happens to unknown top-level fields of a request: `refuse` them with 400, or `tell`: "
         "take them without effect and name them in the response header `x-polyhost-ignored`.",
     )
+    reasoning_fields: str = setting(
+        "both",
+        "What chat completions call the reasoning of a model: `reasoning` (as vLLM and "
+        "OpenRouter), `reasoning_content` (as DeepSeek), or `both`.",
+    )
     default_max_tokens: int = setting(
         256, "Maximum number of generated tokens if a request does not set one.", ge=1
     )
@@ -181,6 +191,8 @@ class HttpSettings:
                 raise ValueError(f"allowed_hosts: {name!r} is not a host name: remove its port")
         if self.unknown_fields not in UNKNOWN_FIELDS:
             raise ValueError(f"unknown_fields must be one of {', '.join(UNKNOWN_FIELDS)}")
+        if self.reasoning_fields not in REASONING_FIELDS:
+            raise ValueError(f"reasoning_fields must be one of {', '.join(REASONING_FIELDS)}")
         if self.metrics_token not in ("", OPEN) and not _TOKEN.fullmatch(self.metrics_token):
             raise ValueError(
                 "metrics_token must have 16 to 512 visible ASCII characters: choose another"

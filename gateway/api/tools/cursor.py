@@ -18,6 +18,7 @@ from gateway.api.tools.output_parser import (
     ContentDelta,
     Event,
     Padding,
+    ReasoningState,
     ToolCallEnd,
     ToolCallStart,
     overlap,
@@ -39,6 +40,8 @@ class NotACall(Exception):
 
 class Cursor:
     """Reads a text in pieces. Subclasses write `_run`; the outside calls `feed` and `flush`."""
+
+    reasoning_state: ReasoningState = "done"
 
     def __init__(
         self,

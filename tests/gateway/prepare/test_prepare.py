@@ -38,7 +38,7 @@ def sampled(**fields: Any) -> WireRequest:
 
 
 def preparer(
-    tmp_path: Path, *names: str, pool: PreparePool | None = None, **bounds: int
+    tmp_path: Path, *names: str, pool: PreparePool | None = None, **bounds: Any
 ) -> Preparer:
     write_model(tmp_path)
     directory = Directory()
