@@ -2,7 +2,7 @@
 
 Comes in: pieces of choices and how they ended. Goes out: bytes. What is the same in all chunks of a
 choice is encoded once, so a piece of plain text costs one JSON string and two joins. Where the
-pieces come from is choice.py's; sending them is post.py's. Events of a chat are spelled so:
+pieces come from is text_parts.py's; sending them is post.py's. Events of a chat are spelled so:
 
     ContentDelta      {"content": "..."}
     ReasoningDelta    {"reasoning": "...", "reasoning_content": "..."}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from gateway.answer.choice import Piece, TextParts
+from gateway.answer.choice import Piece
+from gateway.answer.text_parts import TextParts
 from gateway.errors import ApiError
 from gateway.prepare.prepare import Prepared
 

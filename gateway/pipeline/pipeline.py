@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry
 
 from gateway.answer import encode_answer
 from gateway.answer.answer import OpenAiFormat
-from gateway.answer.choice import Piece, TextParts
+from gateway.answer.choice import Piece
 from gateway.answer.encode_answer import AnswerMemory, RowParts
 from gateway.answer.encoder import AnswerFormat, ends_of, usage_of
+from gateway.answer.text_parts import TextParts
 from gateway.api import encode_wire, wire
 from gateway.api.told_fields import COUNTED, IGNORED_HEADER
 from gateway.auth.auth import authenticate
