@@ -54,10 +54,10 @@ _EVEN_BYTES = 64
 class _Scores:
     """The `logprobs` of a choice in its request's format; None where they were not asked for."""
 
-    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+    def __init__(self, request: PreparedRequest, pieces: PieceTable, index: int = 0) -> None:
         self._wanted = request.logprobs >= 0
         self._is_chat = request.kind == "chat"
-        self._shift = len(request.echo)
+        self._shift = len(request.echo_of(index))
         self._pieces = pieces
 
     def body(
@@ -138,7 +138,7 @@ class Chunks:
         self._is_chat = request.kind == "chat"
         # With include_usage every chunk but the last says "usage": null, as OpenAI's do.
         self._extra = {"usage": None} if request.include_usage else {}
-        self._scores = _Scores(request, pieces)
+        self._scores = [_Scores(request, pieces, n) for n in range(request.num_choices)]
         choices = range(request.num_choices if self._is_even else 0)
         self._around = [self._around_text(index) for index in choices]
         self._begun: set[int] = set()
@@ -154,7 +154,7 @@ class Chunks:
         # All scores go with the piece's first chunk: accumulators only append them.
         deltas = [said for event in events if (said := self._delta(event)) is not None]
         deltas = deltas or [{"content": ""} if self._is_chat else {"text": ""}]
-        scores = self._scores.body(piece.scored)
+        scores = self._scores[piece.index].body(piece.scored)
         chunks = [
             self._chunk(piece.index, said, None, None if n else scores)
             for n, said in enumerate(deltas)
@@ -188,10 +188,10 @@ class Chunks:
         self._begun.add(piece.index)
         if self._is_chat:
             return self._chunk(piece.index, {"role": "assistant", "content": ""}, None)
-        echo = self._request.echo
+        echo = self._request.echo_of(piece.index)
         if not echo and not piece.prompt:
             return b""
-        scores = self._scores.body((), piece.prompt) if piece.prompt else None
+        scores = self._scores[piece.index].body((), piece.prompt) if piece.prompt else None
         return self._chunk(piece.index, {"text": echo}, None, scores)
 
     def _event(self, index: int, event: Event) -> bytes:
@@ -238,7 +238,8 @@ class WholeChoice:
     def __init__(self, request: PreparedRequest, index: int, pieces: PieceTable) -> None:
         self._request = request
         self._index = index
-        self._scores = _Scores(request, pieces)
+        self._echo = request.echo_of(index)
+        self._scores = _Scores(request, pieces, index)
         self._events: list[Event] = []
         self._scored: list[ScoredToken] = []
         self._prompt: Sequence[ScoredToken] = ()
@@ -253,7 +254,7 @@ class WholeChoice:
         """An item of `choices`."""
         said = message(self._events, self._request.reasoning_fields)
         is_chat = self._request.kind == "chat"
-        content = {"message": said} if is_chat else {"text": self._request.echo + said["content"]}
+        content = {"message": said} if is_chat else {"text": self._echo + said["content"]}
         return {
             "index": self._index,
             **content,

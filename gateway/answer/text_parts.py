@@ -8,11 +8,13 @@ request whose choices end differently, is active_request.py's.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import msgspec
 
+from engine.protocol import Usage
 from gateway.answer.choice import Choice, PartsOwner, Piece
 from gateway.prepare.prepare import Prepared
 from gateway.types import SEED_MASK, PartsEnd, PreparedRequest, RunningRequest, Sink
@@ -66,16 +68,19 @@ class TextParts:
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, as every choice found it."""
-        return min(choice.usage.cached_tokens for choice in self.choices)
+        """Of each prompt, as every choice of it found it."""
+        return sum(
+            min(choice.usage.cached_tokens for choice in group) for group in self._by_prompt()
+        )
 
     def start(self) -> None:
         """Queue all of them. Raises ApiError where one is refused."""
         prepared = self.prepared
         for index, request in enumerate(_choices(prepared.request)):
             running, parser = self._run(request), prepared.new_parser()
-            of_all = prepared.request, running, prepared.codec.pieces, parser, self._owner
-            self.choices.append(Choice(index, *of_all))
+            self.choices.append(
+                Choice(index, request, running, prepared.codec.pieces, parser, self._owner)
+            )
 
     def abort(self) -> None:
         """Stop the workers within one step."""
@@ -98,7 +103,9 @@ class TextParts:
         usages = [choice.usage for choice in choices]
         return PartsEnd(
             is_complete=all(choice.is_complete for choice in choices),
-            usage=summed_usage(usages),
+            usage=_of_prompts(
+                [summed_usage([c.usage for c in group]) for group in self._by_prompt()]
+            ),
             queue_s=max(choice.running.queue_s for choice in choices),
             finish_reasons=[choice.finish_reason for choice in choices],
             num_tokens=self.num_tokens,
@@ -110,6 +117,10 @@ class TextParts:
             is_spent=any(choice.num_tokens and choice.has_spent_form for choice in choices),
             overflowed=any(choice.running.overflowed for choice in choices),
         )
+
+    def _by_prompt(self) -> list[list[Choice]]:
+        size = self.prepared.request.num_per_prompt
+        return [self.choices[at : at + size] for at in range(0, len(self.choices), size)]
 
     # How they are read.
 
@@ -233,11 +244,32 @@ def _choices(request: PreparedRequest) -> list[PreparedRequest]:
     num, seed = request.num_choices, request.sampling.seed
     if num == 1:
         return [request]
+    prompts, size = _prompts(request), request.num_per_prompt
     return [
         replace(
             request,
             request_id=choice_id(request.request_id, index, num),
-            sampling=msgspec.structs.replace(request.sampling, seed=(seed + index) & SEED_MASK),
+            prompt_token_ids=prompts[index // size],
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=(seed + index % size) & SEED_MASK
+            ),
         )
         for index in range(num)
     ]
+
+
+def _prompts(request: PreparedRequest) -> list[list[int]]:
+    """Each by itself."""
+    if not request.prompt_lengths:
+        return [request.prompt_token_ids]
+    ids = iter(request.prompt_token_ids)
+    return [list(islice(ids, length)) for length in request.prompt_lengths]
+
+
+def _of_prompts(usages: Sequence[Usage]) -> Usage:
+    """Of all prompts together."""
+    if len(usages) == 1:
+        return usages[0]
+    return Usage(
+        *(sum(getattr(usage, name) for usage in usages) for name in Usage.__struct_fields__)
+    )

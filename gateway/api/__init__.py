@@ -2,6 +2,7 @@
 output."""
 
 __all__ = [
+    "bodies",
     "encode_wire",
     "output_plan",
     "reasoning_types",

@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from engine.protocol import SamplingParams
+from gateway.api.bodies import decode_body, decode_telling, invalid, unsupported
+from gateway.api.prompts import Prompt, read_prompts
 from gateway.api.reasoning_types import Reasoning, check_template_values, reasoning_of
-from gateway.api.told_fields import without_told
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
     MAX_BIAS,
     MAX_BIASES,
-    MAX_PROMPT_IDS,
     MAX_SMALL_BYTES,
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
@@ -35,26 +35,21 @@ from gateway.api.wire_body import (
     ContentPart,
     MessageBody,
 )
-from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
+from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 Kind: TypeAlias = Literal["chat", "completion"]
 Message: TypeAlias = dict[str, Any]
-Prompt: TypeAlias = str | tuple[int, ...]
 
 _T = TypeVar("_T")
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
-_prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
 _biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
 _values_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
 _SMALLEST_TOP_P = 1e-9
-_BOM = b"\xef\xbb\xbf"
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$", re.DOTALL)
 # As token ids are written in JSON keys. Ten digits: more than any vocabulary has.
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -73,6 +68,7 @@ class WireRequest:
     model: str
     messages: tuple[Message, ...] = ()
     prompt: Prompt = ""
+    more_prompts: tuple[Prompt, ...] = ()
     max_tokens: int | None = None
     ignore_eos: bool = False
     user: tuple[str, ...] = ()
@@ -110,65 +106,6 @@ def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
         return _chat(chat, len(body), told)
     completion, told = decode_telling(_completion_decoder, body, CompletionBody, tells_unknown)
     return _completion(completion, len(body), told)
-
-
-def unsupported(param: str, wanted: str = "") -> ApiError:
-    """The answer to a field this server does not serve."""
-    return ApiError(UNSUPPORTED_PARAMETER, f"{param}{wanted} is not supported: remove it", param)
-
-
-def invalid(param: str, message: str) -> ApiError:
-    """The answer to a field that cannot be what it is."""
-    return ApiError(INVALID_REQUEST, message, param)
-
-
-def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
-    """The body, or the field of it that is called `param`. Raises ApiError."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error), param) from error
-    except UnicodeDecodeError as error:
-        raise ApiError(INVALID_REQUEST, "the request body is not valid UTF-8") from error
-    except RecursionError as error:
-        raise ApiError(INVALID_REQUEST, "the request body is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        # Some clients put it there, and it is no part of the text.
-        if body.startswith(_BOM) and not body.startswith(_BOM, len(_BOM)):
-            return decode_body(decoder, body.removeprefix(_BOM), param)
-        raise ApiError(INVALID_REQUEST, f"the request body is not valid JSON: {error}") from error
-
-
-def decode_telling(
-    decoder: "msgspec.json.Decoder[_T]",
-    body: bytes,
-    fields: type[msgspec.Struct],
-    tells_unknown: bool = False,
-) -> tuple[_T, tuple[str, ...]]:
-    """The body, and the names of its fields that are told. Raises ApiError."""
-    try:
-        return decode_body(decoder, body), ()
-    except ApiError as error:
-        if error.kind is not UNSUPPORTED_PARAMETER:
-            raise
-        told = without_told(body, fields.__struct_fields__, tells_unknown)
-        if told is None:
-            raise
-    return decode_body(decoder, told[0]), told[1]
-
-
-def _field_error(text: str, whole: str = "") -> ApiError:
-    """msgspec says where: "... - at `$.messages[0].content`". `whole`: the field that was read."""
-    at = _AT.search(text)
-    param = whole + (at.group(1) if at else "")
-    what = text[: at.start()] if at else text
-    found = _FIELD.match(what)
-    if found is None:
-        return ApiError(INVALID_REQUEST, f"{param or 'request body'}: {what}", param or None)
-    param = f"{param}.{found.group(2)}" if param else found.group(2)
-    if found.group(1) == "missing required":
-        return invalid(param, f"{param} is required")
-    return unsupported(param)
 
 
 def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
@@ -235,9 +172,11 @@ def _completion(body: CompletionBody, num_bytes: int, told: tuple[str, ...]) -> 
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo")
     if body.max_tokens == 0 and (body.n or 1) > 1:
         raise invalid("n", "n must be 1 when max_tokens is 0")
+    prompt, *more = read_prompts(body.prompt)
     return WireRequest(
         kind="completion",
-        prompt=_prompt(body.prompt),
+        prompt=prompt,
+        more_prompts=tuple(more),
         max_tokens=body.max_tokens,
         logprobs=-1 if body.logprobs is None else body.logprobs,
         echo=bool(body.echo),
@@ -401,25 +340,3 @@ def _part_text(part: ContentPart, prefix: str) -> str:
         if getattr(part, name) != NOTHING:
             raise unsupported(prefix + name)
     return part.text
-
-
-def _prompt(raw: msgspec.Raw) -> Prompt:
-    """A text, token ids, or a list of exactly one of these."""
-    body = bytes(raw)
-    if not body[:256].lstrip(b" \t\r\n[").startswith(b'"'):
-        # Counted before millions of objects are made.
-        if body.count(b",") >= MAX_PROMPT_IDS:
-            raise invalid("prompt", f"prompt has more than {MAX_PROMPT_IDS} token ids")
-        if body.count(b"[") > 2:
-            raise unsupported("prompt", " with several prompts")
-    prompt = decode_body(_prompt_decoder, body, "prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if set(map(type, prompt)) == {int}:
-        return tuple(prompt)
-    if len(prompt) > 1:
-        raise unsupported("prompt", " with several prompts")
-    if not prompt or prompt == [[]]:
-        raise invalid("prompt", "prompt must not be empty")
-    only = prompt[0]
-    return only if isinstance(only, str) else tuple(only) if isinstance(only, list) else (only,)

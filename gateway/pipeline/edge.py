@@ -95,7 +95,9 @@ def build_edge(
     cache_metrics = CacheMetrics(services.metrics_registry)
     cache = _answer_cache(services, codecs, cache_metrics, clocks)
     fields = REASONING_FIELDS[settings.reasoning_fields]
-    bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices, fields)
+    bounds = PrepareBounds(
+        settings.default_max_tokens, settings.max_choices, fields, settings.max_prompts
+    )
     has_embedder = cache.embedder.is_configured
     judges = settings.cache_least_logprob < 0
     preparer = Preparer(services.directory, codecs, bounds, has_embedder, judges)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine.protocol import EncodeInputs, SamplingParams
+from gateway.api.bodies import invalid
 from gateway.api.encode_wire import EncodeAsk
-from gateway.api.wire import invalid
 from gateway.auth.auth import find_model
 from gateway.auth.directory import Directory
 from gateway.cache.cache_request import read_cache_headers

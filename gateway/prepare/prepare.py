@@ -10,17 +10,20 @@ bounds. What encoders are asked is prepared by encode_prepare.py.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.protocol import SamplingParams
+from gateway.api.bodies import invalid
 from gateway.api.output_plan import PLAIN, OutputPlan, plan, understand
 from gateway.api.tool_messages import calls_for_template, id_for_template
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
-from gateway.api.wire import Message, WireRequest, invalid
+from gateway.api.wire import Message, WireRequest
 from gateway.auth.auth import find_model
 from gateway.auth.directory import Directory
 from gateway.cache.cache_request import (
@@ -90,12 +93,14 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PrepareBounds:
-    """A request has `max_choices` at most, and by default `default_max_tokens` each.
-    `reasoning_fields`: what an answer calls its reasoning."""
+    """A request has `max_choices` at most, and by default `default_max_tokens` each; one with
+    several prompts has `max_prompts` answers at most. `reasoning_fields`: what an answer calls its
+    reasoning."""
 
     default_max_tokens: int
     max_choices: int = 1
     reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
+    max_prompts: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +172,19 @@ class Preparer:
             has_marks = codec.formats.reasoning is not None
             about = asked.reasoning, asked.template_values, codec.variables, has_marks
             said = template_values(*about)
-        ids, plan = await self._encode(codec, model, asked, principal.tenant_id, lengths, said)
-        lengths.check_prompt(_param(asked), len(ids))
+        encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
+        ids, plan = await encode(asked)
+        prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
+        for prompt in prompts:
+            lengths.check_prompt(_param(asked), len(prompt))
+        longest = max(map(len, prompts))
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
             model=model,
-            prompt_token_ids=ids,
-            max_tokens=self._max_tokens(asked, model, len(ids), lengths),
+            prompt_token_ids=ids if len(prompts) == 1 else list(chain.from_iterable(prompts)),
+            max_tokens=self._max_tokens(asked, model, longest, lengths),
             sampling=_sampling(asked, self._random),
             stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
             stop_strings=asked.stop,
@@ -188,11 +197,12 @@ class Preparer:
             cache_mode=cache.mode,
             created_at=int(now_at),
             rates=self._directory.rates(principal.tenant_id, model.name, now_at),
-            num_choices=asked.n,
+            num_choices=asked.n * len(prompts),
+            prompt_lengths=tuple(map(len, prompts)) if len(prompts) > 1 else (),
             priority=asked.priority,
             logprobs=asked.logprobs,
             prompt_logprobs=asked.logprobs if asked.echo else -1,
-            echo=self._echo(asked, codec, ids),
+            echoes=_echoes(asked, codec, prompts),
             only_prompt=only_prompt,
             continues_text=asked.continue_final_message,
             constraint=plan.constraint,
@@ -222,7 +232,10 @@ class Preparer:
                 headers=cache_headers,
                 temperature=asked.sampling.temperature,
                 has_seed=asked.seed is not None,
-                is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
+                is_plain=asked.n == 1
+                and not asked.more_prompts
+                and asked.logprobs < 0
+                and not asked.echo,
                 has_turn=bool(question_of(asked)),
                 has_embedder=self._has_embedder,
             )
@@ -234,6 +247,13 @@ class Preparer:
             raise wrong_task(model.name, model.task)
         if asked.n > self._bounds.max_choices:
             raise invalid("n", f"n must be at most {self._bounds.max_choices}")
+        num_prompts, most = 1 + len(asked.more_prompts), self._bounds.max_prompts
+        if num_prompts > 1 and num_prompts * asked.n > most:
+            raise invalid(
+                "prompt",
+                f"prompt has {num_prompts} prompts and n is {asked.n}: one request may have at "
+                f"most {most} answers, send several requests",
+            )
         lengths.check_output("max_tokens", asked.max_tokens or 0)
         last = model.vocab_size - 1
         if asked.sampling.logit_bias and max(asked.sampling.logit_bias) > last:
@@ -243,9 +263,11 @@ class Preparer:
         if asked.kind == "chat":
             # However it is rendered, a message is a token at least.
             self._check_length(asked, model, len(asked.messages), "at least ")
-        elif not isinstance(asked.prompt, str):
-            self._check_length(asked, model, len(asked.prompt))
-            if asked.prompt and not 0 <= min(asked.prompt) <= max(asked.prompt) <= last:
+        for prompt in (asked.prompt, *asked.more_prompts):
+            if isinstance(prompt, str):
+                continue
+            self._check_length(asked, model, len(prompt))
+            if prompt and not 0 <= min(prompt) <= max(prompt) <= last:
                 message = f"prompt contains a token id that is not between 0 and {last}"
                 raise invalid("prompt", message)
 
@@ -253,10 +275,10 @@ class Preparer:
         self,
         codec: TextModel,
         model: HostedModel,
-        asked: WireRequest,
         tenant_id: str,
         lengths: Lengths,
         said: TemplateValues,
+        asked: WireRequest,
     ) -> tuple[list[int], OutputPlan]:
         """The prompt, and how its answer is read."""
         param = _param(asked)
@@ -325,14 +347,28 @@ class Preparer:
         advice = f"Shorten the {param} or lower max_tokens"
         raise context_overflow(model.max_context, what, advice, param)
 
-    def _echo(self, asked: WireRequest, codec: TextModel, ids: Sequence[int]) -> str:
-        if not asked.echo:
-            return ""
-        return asked.prompt if isinstance(asked.prompt, str) else codec.decode(ids)
+
+def _echoes(
+    asked: WireRequest, codec: TextModel, prompts: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    """The prompts as text, where answers begin with them."""
+    if not asked.echo:
+        return ()
+    given = (asked.prompt, *asked.more_prompts)
+    return tuple(
+        text if isinstance(text, str) else codec.decode(ids)
+        for text, ids in zip(given, prompts, strict=True)
+    )
 
 
 def _param(asked: WireRequest) -> str:
     return "messages" if asked.kind == "chat" else "prompt"
+
+
+def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
+    """The same with each of the further prompts alone."""
+    for prompt in asked.more_prompts:
+        yield replace(asked, prompt=prompt, more_prompts=())
 
 
 def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:

@@ -137,6 +137,12 @@ class HttpSettings:
         le=262_144,
     )
     max_choices: int = setting(16, "Maximum number of choices (`n`) in one request.", ge=1)
+    max_prompts: int = setting(
+        128,
+        "Maximum number of answers to one completion request with several prompts: prompts times "
+        "`n`.",
+        ge=1,
+    )
     max_stream_buffer_tokens: int = setting(
         2048,
         "Maximum number of tokens buffered for a client that does not read its stream. Beyond "

@@ -250,7 +250,7 @@ def test_scores_go_with_the_piece_they_belong_to() -> None:
 
 
 def test_an_echo_comes_first_with_its_scores() -> None:
-    request = replace(COMPLETION, echo="aa", logprobs=0)
+    request = replace(COMPLETION, echoes=("aa",), logprobs=0)
     prompt = [ScoredToken(A, 0, None), scored(1)]
     piece = Piece(0, [ContentDelta("a", "a")], [scored(0)], prompt)
     first, second = (e["choices"][0] for e in parse_events(Chunks(request, PIECES).piece(piece)))

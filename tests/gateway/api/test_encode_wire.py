@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gateway.api import encode_wire
+from gateway.api.bodies import decode_body
 from gateway.api.encode_wire import EncodeAsk, decode
-from gateway.api.wire import decode_body
 from gateway.errors import ApiError
 from gateway.types import EncodeKind
 

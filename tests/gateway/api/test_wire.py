@@ -367,11 +367,28 @@ def test_prompts(prompt: Any, read: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("prompt", "read"),
+    [
+        (["a", "b", ""], ("a", "b", "")),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+        (["\\", '"', "x"], ("\\", '"', "x")),
+        (["a"] * 2048, ("a",) * 2048),
+    ],
+)
+def test_several_prompts(prompt: Any, read: Any) -> None:
+    request = decode("completion", json.dumps({"model": "m", "prompt": prompt}).encode())
+    assert (request.prompt, *request.more_prompts) == read
+
+
+@pytest.mark.parametrize(
     ("prompt", "code"),
     [
-        (["a", "b"], "unsupported_parameter"),
-        ([[1], [2]], "unsupported_parameter"),
-        ([1, "a"], "unsupported_parameter"),
+        ([1, "a"], "invalid_request"),
+        ([["a"]], "invalid_request"),
+        ([[1], []], "invalid_request"),
+        (["a"] * 2049, "invalid_request"),
+        ([[1]] * 2049, "invalid_request"),
+        (["\\"] * 2049, "invalid_request"),
         ([], "invalid_request"),
         ([[]], "invalid_request"),
         ([1.5], "invalid_request"),
@@ -379,7 +396,7 @@ def test_prompts(prompt: Any, read: Any) -> None:
         ({}, "invalid_request"),
     ],
 )
-def test_prompts_that_are_not_served(prompt: Any, code: str) -> None:
+def test_prompts_that_cannot_be(prompt: Any, code: str) -> None:
     error = refused("completion", {"model": "m", "prompt": prompt})
     assert error.kind.code == code
     assert error.param is not None

@@ -285,11 +285,15 @@ async def test_what_is_asked_of_sampling_and_scores(tmp_path: Path) -> None:
         )
     ).request
     assert (request.num_choices, request.logprobs, request.prompt_logprobs) == (2, 3, 3)
-    assert (request.echo, request.only_prompt, request.max_tokens) == ("The game", True, 1)
+    assert (request.echoes, request.only_prompt, request.max_tokens) == (("The game",), True, 1)
     assert request.stop_token_ids == []
     ids = tuple(request.prompt_token_ids)
     request = (await prepared(stage, replace(ASK, prompt=ids, echo=True))).request
-    assert (request.echo, request.prompt_logprobs, request.only_prompt) == ("The game", -1, False)
+    assert (request.echoes, request.prompt_logprobs, request.only_prompt) == (
+        ("The game",),
+        -1,
+        False,
+    )
     stage.close()
 
 
