@@ -101,7 +101,8 @@ class PreparedRequest:
     `num_choices` answers are wanted; towards workers each is a request of its own. Several prompts
     lie in `prompt_token_ids` end to end, with their `prompt_lengths`, and have as many answers
     each, in their order. `logprobs`, `prompt_logprobs`: -1 none, k the token's own and the k
-    likeliest. `echoes`: the prompts as the answers repeat them, or none. `only_prompt`: nothing is
+    likeliest; `shown_prompt_logprobs`: the same of those that the answer has in a field of their
+    own. `echoes`: the prompts as the answers repeat them, or none. `only_prompt`: nothing is
     to be generated. `continues_text`: the answer goes on where the prompt's text ends, in a chat
     too. `shown_token_ids`: control tokens that the answer's parser has to see. `is_judged`: its
     tokens' own log-probabilities are asked for though the caller does not see them.
@@ -135,6 +136,7 @@ class PreparedRequest:
     num_choices: int = 1
     logprobs: int = -1
     prompt_logprobs: int = -1
+    shown_prompt_logprobs: int = -1
     constraint: Constraint | None = None
     echoes: tuple[str, ...] = ()
     prompt_lengths: tuple[int, ...] = ()

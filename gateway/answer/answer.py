@@ -17,7 +17,7 @@ infinity: what the model rules out is reported as LOWEST.
 """
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -47,6 +47,7 @@ _OBJECTS = {
 }
 _encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
+NO_MORE: Mapping[str, Any] = {}
 _EVEN_BYTES = 64
 """Padded events are multiples of it."""
 
@@ -56,6 +57,7 @@ class _Scores:
 
     def __init__(self, request: PreparedRequest, pieces: PieceTable, index: int = 0) -> None:
         self._wanted = request.logprobs >= 0
+        self._num_top = max(0, request.logprobs)
         self._is_chat = request.kind == "chat"
         self._shift = len(request.echo_of(index))
         self._pieces = pieces
@@ -91,7 +93,8 @@ class _Scores:
                 tops.append(None)
                 continue
             top: dict[str, float] = {}
-            for token_id, value in (*token.scores.top, (token.token_id, token.scores.logprob)):
+            likeliest = token.scores.top[: self._num_top]
+            for token_id, value in (*likeliest, (token.token_id, token.scores.logprob)):
                 top.setdefault(self._key(token_id), _finite(value))
             tops.append(top)
         return {
@@ -102,6 +105,29 @@ class _Scores:
             "top_logprobs": tops,
             "text_offset": [shift + token.start for token in scored],
         }
+
+    def of_prompt(
+        self, prompt: Sequence[ScoredToken], num_top: int
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """As vLLM spells the scores of a prompt: by token id, with ranks where they are known."""
+        found: list[dict[str, dict[str, Any]] | None] = []
+        for token in prompt:
+            if token.scores is None:
+                found.append(None)
+                continue
+            likeliest = token.scores.top[:num_top]
+            entries = {
+                str(token_id): self._prompt_entry(token_id, value, rank)
+                for rank, (token_id, value) in enumerate(likeliest, 1)
+            }
+            own = self._prompt_entry(token.token_id, token.scores.logprob, None)
+            entries.setdefault(str(token.token_id), own)
+            found.append(entries)
+        return found
+
+    def _prompt_entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._chat_entry(token_id, logprob)["token"]
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
     def _chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         piece = self._pieces.piece(token_id)
@@ -255,12 +281,20 @@ class WholeChoice:
         said = message(self._events, self._request.reasoning_fields)
         is_chat = self._request.kind == "chat"
         content = {"message": said} if is_chat else {"text": self._echo + said["content"]}
-        return {
+        echoed = self._prompt if self._request.echoes else ()
+        body = {
             "index": self._index,
             **content,
-            "logprobs": self._scores.body(self._scored, self._prompt),
+            "logprobs": self._scores.body(self._scored, echoed),
             "finish_reason": finish_reason,
         }
+        if not is_chat and self._request.shown_prompt_logprobs >= 0:
+            body["prompt_logprobs"] = self.prompt_logprobs()
+        return body
+
+    def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None]:
+        """Of the prompt's tokens."""
+        return self._scores.of_prompt(self._prompt, self._request.shown_prompt_logprobs)
 
 
 class Choices:
@@ -277,7 +311,10 @@ class Choices:
     def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
         """See WholeEncoder."""
         bodies = [self._choices[end.index].body(end.finish_reason) for end in ends]
-        return json_answer(self._request, bodies, usage)
+        more: dict[str, Any] = {}
+        if self._request.kind == "chat" and self._request.shown_prompt_logprobs >= 0:
+            more["prompt_logprobs"] = self._choices[0].prompt_logprobs()
+        return json_answer(self._request, bodies, usage, more)
 
 
 class OpenAiFormat:
@@ -298,10 +335,13 @@ def error_event(error: ApiError) -> bytes:
 
 
 def json_answer(
-    request: PreparedRequest, choices: Sequence[dict[str, Any]], usage: UsageFigures
+    request: PreparedRequest,
+    choices: Sequence[dict[str, Any]],
+    usage: UsageFigures,
+    more: Mapping[str, Any] = NO_MORE,
 ) -> bytes:
-    """The whole answer of a request that is not streamed."""
-    return _encode({**_head(request, False), "choices": choices, "usage": usage.body()})
+    """The whole answer of a request that is not streamed. `more`: further fields."""
+    return _encode({**_head(request, False), "choices": choices, "usage": usage.body(), **more})
 
 
 def _head(request: PreparedRequest, stream: bool) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class Choice:
         has_ended = self.has_ended
         if has_ended:
             events = [*events, *self._parser.flush()]
-        if self._request.logprobs < 0:
+        if self._request.logprobs < 0 and self._request.prompt_logprobs < 0:
             return Piece(self.index, events)
         scored = self._text.take_scored(has_ended)
         return Piece(self.index, events, scored, self._prompt(event))

@@ -8,6 +8,7 @@ __all__ = [
     "reasoning_types",
     "told_fields",
     "tool_messages",
+    "tool_types",
     "tools",
     "wire",
 ]

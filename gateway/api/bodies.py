@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.api.told_fields import without_told
 from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
 
 _T = TypeVar("_T")
@@ -43,24 +42,6 @@ def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "
         if body.startswith(_BOM) and not body.startswith(_BOM, len(_BOM)):
             return decode_body(decoder, body.removeprefix(_BOM), param)
         raise ApiError(INVALID_REQUEST, f"the request body is not valid JSON: {error}") from error
-
-
-def decode_telling(
-    decoder: "msgspec.json.Decoder[_T]",
-    body: bytes,
-    fields: type[msgspec.Struct],
-    tells_unknown: bool = False,
-) -> tuple[_T, tuple[str, ...]]:
-    """The body, and the names of its fields that are told. Raises ApiError."""
-    try:
-        return decode_body(decoder, body), ()
-    except ApiError as error:
-        if error.kind is not UNSUPPORTED_PARAMETER:
-            raise
-        told = without_told(body, fields.__struct_fields__, tells_unknown)
-        if told is None:
-            raise
-    return decode_body(decoder, told[0]), told[1]
 
 
 def _field_error(text: str, whole: str = "") -> ApiError:

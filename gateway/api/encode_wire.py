@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from gateway.api.bodies import decode_body, decode_telling, invalid
+from gateway.api.bodies import decode_body, invalid
 from gateway.api.prompts import surely_more_texts
+from gateway.api.told_fields import decode_telling
 from gateway.api.wire_body import MAX_PROMPT_IDS, Priority
 from gateway.errors import INVALID_REQUEST, ApiError
 from gateway.types import EncodeKind

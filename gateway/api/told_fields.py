@@ -12,12 +12,14 @@ Bodies without such fields never come here. Values are copied as they are and ne
 
 import re
 from collections.abc import Callable, Collection
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
+from gateway.api.bodies import decode_body
 from gateway.api.tool_types import CalledFunction, ToolCall
 from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, ContentPart, MessageBody
+from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 IGNORED_HEADER = "x-polyhost-ignored"
 MAX_NAMES = 32
@@ -45,6 +47,7 @@ COUNTED = frozenset(
 )
 """Names with a count of their own; others, which callers choose, are counted together."""
 
+_T = TypeVar("_T")
 _Object: TypeAlias = dict[str, msgspec.Raw]
 _object_decoder = msgspec.json.Decoder(_Object)
 _objects_decoder = msgspec.json.Decoder(
@@ -77,6 +80,24 @@ class ToldFields:
     def names(self) -> tuple[str, ...]:
         """For the header."""
         return tuple(self._names)
+
+
+def decode_telling(
+    decoder: "msgspec.json.Decoder[_T]",
+    body: bytes,
+    fields: type[msgspec.Struct],
+    tells_unknown: bool = False,
+) -> tuple[_T, tuple[str, ...]]:
+    """The body, and the names of its fields that are told. Raises ApiError."""
+    try:
+        return decode_body(decoder, body), ()
+    except ApiError as error:
+        if error.kind is not UNSUPPORTED_PARAMETER:
+            raise
+        told = without_told(body, fields.__struct_fields__, tells_unknown)
+        if told is None:
+            raise
+    return decode_body(decoder, told[0]), told[1]
 
 
 def without_told(

@@ -13,9 +13,11 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from engine.protocol import SamplingParams
-from gateway.api.bodies import decode_body, decode_telling, invalid, unsupported
+from gateway.api.bodies import decode_body, invalid, unsupported
+from gateway.api.form_spellings import form_of
 from gateway.api.prompts import Prompt, read_prompts
 from gateway.api.reasoning_types import Reasoning, check_template_values, reasoning_of
+from gateway.api.told_fields import decode_telling
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
     MAX_BIAS,
@@ -27,7 +29,9 @@ from gateway.api.wire_body import (
     OTHER_CONTENT,
     TIER_PRIORITIES,
     TOLD,
+    TOLD_IN_FORM,
     TOLD_IN_MESSAGE,
+    TOLD_SPELLINGS,
     TOLD_TIERS,
     ChatBody,
     CommonBody,
@@ -90,6 +94,8 @@ class WireRequest:
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = field(default_factory=TextFormat)
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int = -1
     reasoning: Reasoning | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
@@ -129,14 +135,6 @@ def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
             "continue_final_message and add_generation_prompt: true contradict each other: remove "
             "one of them",
         )
-    held = not isinstance(body.response_format, TextFormat | None)
-    if held and (body.min_tokens or body.ignore_eos):
-        param = "min_tokens" if body.min_tokens else "ignore_eos"
-        raise invalid(
-            param,
-            f"{param} is not allowed with response_format: the format decides where the answer "
-            "ends",
-        )
     messages = tuple(
         _message(message, f"messages[{index}].") for index, message in enumerate(body.messages)
     )
@@ -155,7 +153,6 @@ def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
         tools=tuple(body.tools or ()),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        response_format=body.response_format or TextFormat(),
         reasoning=reasoning_of(body.reasoning_effort, body.thinking),
         template_values=check_template_values(
             _small("chat_template_kwargs", body.chat_template_kwargs, _values_decoder) or {}
@@ -198,6 +195,18 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
         raise invalid(
             "min_tokens", f"min_tokens must be at most {longest}, the value of max_tokens"
         )
+    form = form_of(body, body.response_format) or TextFormat()
+    if not isinstance(form, TextFormat):
+        for param in ("min_tokens", "ignore_eos", "stop_token_ids"):
+            if getattr(body, param):
+                raise invalid(
+                    param,
+                    f"{param} is not allowed with response_format: the format decides where the "
+                    "answer ends",
+                )
+    scored = body.prompt_logprobs
+    if scored is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not allowed with stream: true")
     users = (body.user or "", safety_identifier or "")
     return {
         "model": body.model,
@@ -207,6 +216,9 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
         "seed": body.seed,
         "priority": _place(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "response_format": form,
+        "prompt_logprobs": -1 if scored is None else scored,
         "n": body.n or 1,
         "stream": bool(body.stream),
         "include_usage": bool(options and options.include_usage),
@@ -272,6 +284,13 @@ def _told(body: CommonBody, told: tuple[str, ...]) -> tuple[str, ...]:
     names = list(told)
     if body.service_tier == "scale":
         names.append("service_tier")
+    for name in TOLD_SPELLINGS:
+        if getattr(body, name) is not None:
+            names.append(name)
+    if body.structured_outputs is not None:
+        for name in TOLD_IN_FORM:
+            if getattr(body.structured_outputs, name):
+                names.append(f"structured_outputs.{name}")
     if isinstance(body, ChatBody):
         for name, neutral in TOLD.items():
             if getattr(body, name) not in neutral:

@@ -26,10 +26,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from gateway.api.form_spellings import GuidedFields
 from gateway.api.reasoning_types import Effort, ThinkingBody
 from gateway.api.tool_types import ResponseFormat, ToolCalls, ToolChoice, Tools
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_IDS = 128
 MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -47,6 +49,9 @@ _CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 _Stops = Annotated[list[_Stop], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
+_StopIds = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]], msgspec.Meta(max_length=MAX_STOP_IDS)
+]
 _Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
 _Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
@@ -103,7 +108,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonBody(GuidedFields, forbid_unknown_fields=True, kw_only=True):
     """What both routes take."""
 
     model: _Model
@@ -120,12 +125,20 @@ class CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: msgspec.Raw = NOTHING
     seed: int | None = None
     stop: _Stop | _Stops | None = None
+    stop_token_ids: _StopIds | None = None
+    prompt_logprobs: _TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
     n: _Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Priority | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
+    # vLLM's, whose defaults some clients spell out.
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    guided_decoding_backend: str | None = None
 
 
 class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -135,7 +148,6 @@ class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: _TopLogprobs | None = None
-    response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -191,6 +203,14 @@ TOLD: dict[str, tuple[Any, ...]] = {
 """Fields without effect, with the values that ask for nothing."""
 TOLD_IN_MESSAGE: dict[str, tuple[Any, ...]] = {"annotations": (None, [])}
 
+TOLD_SPELLINGS = ("spaces_between_special_tokens", "guided_decoding_backend")
+TOLD_IN_FORM = (
+    "disable_fallback",
+    "disable_any_whitespace",
+    "disable_additional_properties",
+    "whitespace_pattern",
+)
+
 # Fields that are not served, with the values that mean the same as leaving them out.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
@@ -199,6 +219,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "web_search_options": (),
     "best_of": (1,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
     "suffix": ("",),
 }
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {

@@ -20,8 +20,9 @@ import msgspec
 
 from engine.protocol import SamplingParams
 from gateway.api.bodies import invalid
-from gateway.api.output_plan import PLAIN, OutputPlan, plan, understand
+from gateway.api.output_plan import PLAIN, OutputFormats, OutputPlan, plan, understand
 from gateway.api.tool_messages import calls_for_template, id_for_template
+from gateway.api.tool_types import ResponseFormat, TextFormat
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
 from gateway.api.wire import Message, WireRequest
 from gateway.auth.auth import find_model
@@ -186,7 +187,7 @@ class Preparer:
             prompt_token_ids=ids if len(prompts) == 1 else list(chain.from_iterable(prompts)),
             max_tokens=self._max_tokens(asked, model, longest, lengths),
             sampling=_sampling(asked, self._random),
-            stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
+            stop_token_ids=_stop_ids(asked, codec),
             stop_strings=asked.stop,
             stream=asked.stream,
             include_usage=asked.include_usage,
@@ -201,7 +202,8 @@ class Preparer:
             prompt_lengths=tuple(map(len, prompts)) if len(prompts) > 1 else (),
             priority=asked.priority,
             logprobs=asked.logprobs,
-            prompt_logprobs=asked.logprobs if asked.echo else -1,
+            prompt_logprobs=max(asked.prompt_logprobs, asked.logprobs if asked.echo else -1),
+            shown_prompt_logprobs=asked.prompt_logprobs,
             echoes=_echoes(asked, codec, prompts),
             only_prompt=only_prompt,
             continues_text=asked.continue_final_message,
@@ -235,6 +237,7 @@ class Preparer:
                 is_plain=asked.n == 1
                 and not asked.more_prompts
                 and asked.logprobs < 0
+                and asked.prompt_logprobs < 0
                 and not asked.echo,
                 has_turn=bool(question_of(asked)),
                 has_embedder=self._has_embedder,
@@ -260,6 +263,9 @@ class Preparer:
             raise invalid(
                 "logit_bias", f"logit_bias contains a token id that is not between 0 and {last}"
             )
+        if asked.stop_token_ids and max(asked.stop_token_ids) > last:
+            message = f"stop_token_ids contains a token id that is not between 0 and {last}"
+            raise invalid("stop_token_ids", message)
         if asked.kind == "chat":
             # However it is rendered, a message is a token at least.
             self._check_length(asked, model, len(asked.messages), "at least ")
@@ -282,8 +288,11 @@ class Preparer:
     ) -> tuple[list[int], OutputPlan]:
         """The prompt, and how its answer is read."""
         param = _param(asked)
+        form = PLAIN
+        if asked.kind == "completion" and not isinstance(asked.response_format, TextFormat):
+            form = await _planned(asked, _completion_form, asked.response_format)
         if not isinstance(asked.prompt, str):
-            return list(asked.prompt), PLAIN
+            return list(asked.prompt), form
 
         async def ask(job: Job) -> Ids:
             reply = await self._codecs.ask(model, job, tenant_id)
@@ -302,7 +311,7 @@ class Preparer:
                 await ask(Measure(model.pack_dir, texts, model.max_context))
             if asked.kind == "completion":
                 found = await ask(EncodePrompt(model.pack_dir, asked.prompt, model.max_context))
-                ids, plan = prompt_ids(found), PLAIN
+                ids, plan = prompt_ids(found), form
             else:
                 ids, plan = await _chat(codec, model, asked, said, ask)
         except TemplateRefused as error:
@@ -365,6 +374,17 @@ def _param(asked: WireRequest) -> str:
     return "messages" if asked.kind == "chat" else "prompt"
 
 
+def _stop_ids(asked: WireRequest, codec: TextModel) -> list[int]:
+    """The model's own, and the caller's."""
+    own = [] if asked.ignore_eos else codec.stop_token_ids
+    return [*own, *asked.stop_token_ids] if asked.stop_token_ids else own
+
+
+def _completion_form(form: ResponseFormat) -> OutputPlan:
+    """A completion has neither calls nor reasoning."""
+    return plan(understand(response_format=form), OutputFormats(), "")
+
+
 def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
     """The same with each of the further prompts alone."""
     for prompt in asked.more_prompts:
@@ -424,8 +444,13 @@ async def _chat(
         )
     )
     made = await _planned(asked, plan, structured, codec.formats, found.tail)
-    if made.constraint is not None and (asked.sampling.min_tokens or asked.ignore_eos):
-        param = "min_tokens" if asked.sampling.min_tokens else "ignore_eos"
+    bounds = {
+        "min_tokens": asked.sampling.min_tokens,
+        "ignore_eos": asked.ignore_eos,
+        "stop_token_ids": asked.stop_token_ids,
+    }
+    if made.constraint is not None and any(bounds.values()):
+        param = next(name for name, value in bounds.items() if value)
         raise invalid(param, f"{param} is not allowed with tools or response_format")
     return prompt_ids(found), made
 

@@ -118,7 +118,7 @@ def test_neutral_and_ignored_fields_pass(fields: dict[str, Any]) -> None:
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         ({"best_of": 2}, "best_of"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_jsn": {}}, "guided_jsn"),
         ({"echo": True}, "echo"),
         ({"stream": True, "stream_options": {"include_everything": True}},
          "stream_options.include_everything"),
@@ -408,7 +408,6 @@ def test_prompts_that_cannot_be(prompt: Any, code: str) -> None:
     [
         ({"best_of": 2}, "best_of"),
         ({"tools": []}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"continue_final_message": True}, "continue_final_message"),
         ({"suffix": "x"}, "suffix"),
         ({"messages": []}, "messages"),

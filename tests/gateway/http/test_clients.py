@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import Constraint
 from tests.gateway.edge_kit import CHAT_TEMPLATE, KEY, Client, Kit, client_of, make_kit
 
 USER = {"role": "user", "content": "Hello"}
@@ -127,6 +128,51 @@ async def test_models_say_how_long_their_context_is(client: Client) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     async with client.session.get(client.base + "/v1/models/tiny", headers=headers) as answer:
         assert (await answer.json())["max_model_len"] == 256
+
+
+async def test_a_completion_is_held_to_its_form(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("yes")
+    body = {"model": "tiny", "prompt": "x", "guided_choice": ["yes", "no"]}
+    async with client.post("/v1/completions", body) as answer:
+        assert (await answer.json())["choices"][0]["text"] == "yes"
+    sent = kit.dispatcher.requests[0].request
+    assert sent.constraint == Constraint("regex", "yes|no")
+
+
+async def test_token_ids_that_stop(kit: Kit, client: Client) -> None:
+    [stop] = kit.ids("!")
+    kit.dispatcher.script = kit.speak("The game!", one_by_one=False)
+    status, body = await client.chat(stop_token_ids=[stop])
+    assert status == 200
+    assert kit.dispatcher.requests[0].request.stop_token_ids == [kit.end_id, stop]
+    assert body["choices"][0]["message"]["content"] == "The game"
+    await client.chat(stop_token_ids=[stop], ignore_eos=True)
+    assert kit.dispatcher.requests[1].request.stop_token_ids == [stop]
+    status, body = await client.chat(stop_token_ids=[403])
+    assert (status, body["error"]["param"]) == (400, "stop_token_ids")
+
+
+async def test_scores_of_the_prompt_as_vllm_spells_them(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("x")
+    _, body = await client.chat(prompt_logprobs=2)
+    prompt = kit.dispatcher.requests[0].request.prompt_token_ids
+    found = body["prompt_logprobs"]
+    assert (len(found), found[0]) == (len(prompt), None)
+    own = found[1][str(prompt[1])]
+    text = kit.tokenizer.decode(prompt[1:2])
+    expected = {"logprob": pytest.approx(-0.01 * prompt[1]), "rank": None, "decoded_token": text}
+    assert own == expected
+    assert {entry["rank"] for entry in found[1].values()} == {1, 2, None}
+    assert body["choices"][0]["logprobs"] is None
+    ask = {"model": "tiny", "prompt": ["ab", "c"], "prompt_logprobs": 0}
+    async with client.post("/v1/completions", ask) as answer:
+        choices = (await answer.json())["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [len(kit.ids("ab")), 1]
+    both = {**ask, "prompt": "ab", "prompt_logprobs": 3, "echo": True, "logprobs": 1}
+    async with client.post("/v1/completions", both) as answer:
+        choice = (await answer.json())["choices"][0]
+    assert len(choice["prompt_logprobs"][1]) == 4
+    assert len(choice["logprobs"]["top_logprobs"][1]) == 2
 
 
 async def test_what_is_no_http_has_a_request_id_too(client: Client) -> None:
