@@ -128,7 +128,7 @@ def wrong_task(name: str, task: str) -> ApiError:
     does, routes = {
         "generate": ("generates text", "/v1/chat/completions or /v1/completions"),
         "embed": ("embeds texts", "/v1/embeddings"),
-        "classify": ("classifies texts", "/v1/classify or /v1/rerank"),
+        "classify": ("classifies texts", "/v1/classify, /v1/rerank or /v1/score"),
     }[task]
     return ApiError(WRONG_TASK, f"the model {name!r} {does}: use {routes}", "model")
 

@@ -40,7 +40,7 @@ class CachePolicy:
 NO_CACHE = CachePolicy()
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
-EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
+EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank", "score"]
 RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 

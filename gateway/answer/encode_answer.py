@@ -173,6 +173,8 @@ async def answer(prepared: EncodePrepared, rows: Rows) -> list[bytes]:
         items = _embeddings(asked, rows)
     elif asked.kind == "classify":
         items = _classes(prepared, rows)
+    elif asked.kind == "score":
+        items = _scores(rows)
     else:
         items = _ranks(asked, rows)
     parts = [_encode(head)[:-1] + b"," + _encode(name) + b":["]
@@ -227,6 +229,11 @@ def _classes(prepared: EncodePrepared, rows: Rows) -> Iterable[dict[str, Any]]:
             "probs": row.tolist(),
             "num_classes": len(model.labels),
         }
+
+
+def _scores(rows: Rows) -> Iterable[dict[str, Any]]:
+    for index, score in enumerate(probabilities(rows, False)[:, 0]):
+        yield {"index": index, "object": "score", "score": float(score)}
 
 
 def _ranks(asked: EncodeAsk, rows: Rows) -> Iterable[dict[str, Any]]:

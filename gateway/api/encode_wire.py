@@ -1,4 +1,5 @@
-"""What callers may send to /v1/embeddings, /v1/classify and /v1/rerank, and what is made of it.
+"""What callers may send to /v1/embeddings, /v1/classify, /v1/rerank and /v1/score, and what is made
+of it.
 
 Comes in: a request body. Goes out: an `EncodeAsk`, or an ApiError that names the field. Names are
 OpenAI's for embeddings, Cohere's and Jina's for rerank, vLLM's where those have none. Nothing here
@@ -27,6 +28,9 @@ _Model = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 _Cut = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 
 
+_NOTHING = msgspec.Raw(b"null")
+
+
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: _Model
     truncate_prompt_tokens: _Cut | None = None
@@ -48,18 +52,26 @@ class _DocumentBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     text: str
 
 
-class _RerankBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    model: _Model
+class _RerankBody(_Body, forbid_unknown_fields=True, kw_only=True):
     query: Annotated[str, msgspec.Meta(min_length=1)]
     documents: msgspec.Raw
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     return_documents: bool | None = None
-    user: str | None = None
-    priority: Priority | None = None
+    max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+
+
+class _ScoreBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    """Both fields have two names at vLLM."""
+
+    text_1: msgspec.Raw = _NOTHING
+    text_2: msgspec.Raw = _NOTHING
+    queries: msgspec.Raw = _NOTHING
+    documents: msgspec.Raw = _NOTHING
 
 
 _embedding_decoder = msgspec.json.Decoder(_EmbeddingBody)
 _classify_decoder = msgspec.json.Decoder(_ClassifyBody)
+_score_decoder = msgspec.json.Decoder(_ScoreBody)
 _rerank_decoder = msgspec.json.Decoder(_RerankBody)
 _text_decoder = msgspec.json.Decoder(str)
 _texts_decoder = msgspec.json.Decoder(list[str])
@@ -73,13 +85,16 @@ class EncodeAsk:
     """A well-formed request. `inputs` of a rerank are its documents.
 
     `cut`: tokens an input is cut to; -1: what the model takes; None: longer ones are refused.
-    `dimensions`: None for all.
+    `dimensions`: None for all. `document_cut`: tokens of a document, 0: as many as fit. `queries`:
+    of a score, one for all inputs or one for each.
     """
 
     kind: EncodeKind
     model: str
     inputs: Inputs
     query: str = ""
+    queries: tuple[str, ...] = ()
+    document_cut: int = 0
     cut: int | None = None
     encoding_format: EncodingFormat = "float"
     dimensions: int | None = None
@@ -91,7 +106,14 @@ class EncodeAsk:
     @property
     def param(self) -> str:
         """What the inputs are called."""
+        if self.kind == "score":
+            return "text_2"
         return "documents" if self.kind == "rerank" else "input"
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Its inputs are read beside a query."""
+        return self.kind in ("rerank", "score")
 
 
 def decode(
@@ -102,6 +124,9 @@ def decode(
     if kind == "rerank":
         ranks, told = decode_telling(_rerank_decoder, body, _RerankBody, tells_unknown)
         return _rerank(ranks, max_inputs, told)
+    if kind == "score":
+        scores, told = decode_telling(_score_decoder, body, _ScoreBody, tells_unknown)
+        return _score(scores, max_inputs, told)
     if kind == "classify":
         asked, told = decode_telling(_classify_decoder, body, _ClassifyBody, tells_unknown)
         inputs = _inputs(asked.input, max_inputs)
@@ -136,11 +161,51 @@ def _rerank(asked: _RerankBody, max_inputs: int, told: tuple[str, ...]) -> Encod
         asked.model,
         tuple(part if isinstance(part, str) else part.text for part in documents),
         asked.query,
+        cut=_cut(asked),
+        document_cut=asked.max_tokens_per_doc or 0,
         top_n=asked.top_n,
         return_documents=asked.return_documents is not False,
         priority=asked.priority or 0,
         ignored=told,
     )
+
+
+def _score(asked: _ScoreBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
+    queries = _side(asked.text_1, asked.queries, ("text_1", "queries"), max_inputs)
+    documents = _side(asked.text_2, asked.documents, ("text_2", "documents"), max_inputs)
+    if len(queries) not in (1, len(documents)):
+        raise invalid(
+            "text_1",
+            f"text_1 has {len(queries)} texts and text_2 has {len(documents)}: send one text_1, or "
+            "as many as text_2",
+        )
+    return EncodeAsk(
+        "score",
+        asked.model,
+        documents,
+        queries=queries,
+        cut=_cut(asked),
+        priority=asked.priority or 0,
+        ignored=told,
+    )
+
+
+def _side(
+    text: msgspec.Raw, other: msgspec.Raw, names: tuple[str, str], max_inputs: int
+) -> tuple[str, ...]:
+    """One text or several, by either name."""
+    name = names[0] if other == _NOTHING else names[1]
+    raw = bytes(text if other == _NOTHING else other)
+    if text != _NOTHING and other != _NOTHING:
+        raise invalid(name, f"{names[0]} and {names[1]} are the same: send only one of them")
+    if raw == b"null":
+        raise invalid(names[0], f"{names[0]} is required")
+    if raw.startswith(b'"'):
+        return (decode_body(_text_decoder, raw, name),)
+    _count_texts(name, raw, max_inputs)
+    texts = decode_body(_texts_decoder, raw, name)
+    _check_count(name, texts, max_inputs)
+    return tuple(texts)
 
 
 def _cut(body: _Body) -> int | None:

@@ -34,6 +34,10 @@ class MountedApp(Protocol):
         """When no more requests come. May block."""
 
 
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE = ("/v1/score", "/score")
+"""The same by the names that clients of Cohere, Jina and vLLM use."""
+
 Mounts: TypeAlias = Mapping[str, Callable[[Edge], MountedApp]]
 """Path prefix -> what makes the application that is mounted there."""
 
@@ -66,7 +70,8 @@ class Application(Starlette):
                 Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
-                Route("/v1/rerank", Post(edge, "rerank"), methods=["POST"]),
+                *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),
+                *(Route(path, Post(edge, "score"), methods=["POST"]) for path in SCORE),
                 Route("/v1/models", gets.list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", gets.show_model, methods=["GET"]),
                 Route(f"{organization}/usage/completions", gets.usage, methods=["GET"]),

@@ -46,6 +46,7 @@ _ID_PREFIX = {
     "embedding": "embd-",
     "classify": "classify-",
     "rerank": "rerank-",
+    "score": "score-",
 }
 
 

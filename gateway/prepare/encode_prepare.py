@@ -121,12 +121,13 @@ class EncodePreparer:
         room = longest - codec.num_special_pair
         found: list[EncoderInput] = []
         num_tokens = 0
-        for batch in _batches(asked.inputs):
+        for batch in _batches(asked.inputs, 1 if len(asked.queries) > 1 else _BATCH_INPUTS):
             if isinstance(batch[0], str):
                 texts = [text for text in batch if isinstance(text, str)]
                 job: Job = EncodeTexts(model.pack_dir, texts, longest, cut)
-                if asked.kind == "rerank":
-                    job = EncodePairs(model.pack_dir, asked.query, room, texts, longest)
+                if asked.is_of_pairs:
+                    query, most = _query(asked, len(found)), asked.document_cut
+                    job = EncodePairs(model.pack_dir, query, room, texts, longest, most)
                 encoded = await self._ask(job, model, asked, len(found), tenant_id)
             else:
                 lists = [ids for ids in batch if not isinstance(ids, str)]
@@ -157,7 +158,8 @@ class EncodePreparer:
             if reply.is_exact:
                 raise _too_long(model, asked, before + reply.index, reply.num_tokens)
             what = "the query leaves no room for a document beside its special tokens"
-            raise context_overflow(model.max_context, what, "Shorten the query", "query")
+            param = "text_1" if asked.kind == "score" else "query"
+            raise context_overflow(model.max_context, what, f"Shorten the {param}", param)
         assert isinstance(reply, Inputs)
         return reply.inputs
 
@@ -213,11 +215,11 @@ def _width(asked: EncodeAsk, model: HostedModel) -> int:
     """Raises ApiError where the model is for something else."""
     if model.task != ("embed" if asked.kind == "embedding" else "classify"):
         raise wrong_task(model.name, model.task)
-    if asked.kind == "rerank" and len(model.labels) != 1:
+    if asked.is_of_pairs and len(model.labels) != 1:
         raise ApiError(
             WRONG_TASK,
             f"the model {model.name!r} is a classifier with {len(model.labels)} classes: reranking "
-            "needs a cross-encoder (one class)",
+            "and scoring need a cross-encoder (one class)",
             "model",
         )
     if asked.dimensions is not None and asked.dimensions > model.dim:
@@ -231,11 +233,12 @@ def _longest(codec: EncoderFacts, model: HostedModel, asked: EncodeAsk) -> tuple
     if asked.cut is None or asked.cut < 0:
         return model.max_context, asked.cut is not None
     longest = min(asked.cut, model.max_context)
-    if isinstance(asked.inputs[0], str) and longest <= codec.num_special:
+    num_special = codec.num_special_pair if asked.is_of_pairs else codec.num_special
+    if isinstance(asked.inputs[0], str) and longest <= num_special:
         raise invalid(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be greater than {codec.num_special}, the number of "
-            "special tokens that the model adds to each text",
+            f"truncate_prompt_tokens must be greater than {num_special}, the number of special "
+            "tokens that the model adds to each text",
         )
     return longest, True
 
@@ -246,14 +249,23 @@ def _too_long(model: HostedModel, asked: EncodeAsk, index: int, num_tokens: int)
     return context_overflow(model.max_context, what, advice, asked.param)
 
 
-def _batches(inputs: Sequence[str] | Sequence[list[int]]) -> Iterator[list[str | list[int]]]:
+def _query(asked: EncodeAsk, index: int) -> str:
+    """What the document of that index is read beside."""
+    if not asked.queries:
+        return asked.query
+    return asked.queries[index if len(asked.queries) > 1 else 0]
+
+
+def _batches(
+    inputs: Sequence[str] | Sequence[list[int]], most: int
+) -> Iterator[list[str | list[int]]]:
     """Of what takes about as long to encode."""
     batch: list[str | list[int]] = []
     size = 0
     for item in inputs:
         batch.append(item)
         size += len(item)
-        if len(batch) == _BATCH_INPUTS or size >= _BATCH_CHARS:
+        if len(batch) == most or size >= _BATCH_CHARS:
             yield batch
             batch, size = [], 0
     if batch:

@@ -99,6 +99,8 @@ class EncodePairs(_Job, frozen=True):
     room: int
     documents: list[str]
     longest: int
+    document_tokens: int = 0
+    """Of each document at most; 0: as many as fit."""
 
 
 class TextFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -170,7 +170,8 @@ class PrepareProcess:
             self._encoding, self._query = codec.query(job.query, job.room), asked
         if len(self._encoding) >= job.room:
             return Longer(len(self._encoding), is_exact=False)
-        return Inputs(codec.encode_pairs(self._encoding, job.documents, job.longest))
+        about = job.documents, job.longest, job.document_tokens
+        return Inputs(codec.encode_pairs(self._encoding, *about))
 
     def _text(self, folder: str) -> TextCodec:
         codec = self._find(folder, TextCodec)
