@@ -299,6 +299,12 @@ class Call:
     when_gone: Callable[[Callable[[], None]], None]
     answer_headers: dict[str, str] = field(default_factory=dict)
     principal: Principal | None = None
+    dialect: str = ""
+    """By its name; "": the one of its kind."""
+
+    def tell_ignored(self, names: Sequence[str]) -> None:
+        """These fields had no effect."""
+        self.answer_headers["x-polyhost-ignored"] = ", ".join(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,11 @@ __all__ = [
     "encode_wire",
     "output_plan",
     "reasoning_types",
+    "token_wire",
     "told_fields",
     "tool_messages",
     "tool_types",
     "tools",
     "wire",
+    "wire_body",
 ]

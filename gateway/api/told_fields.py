@@ -21,7 +21,6 @@ from gateway.api.tool_types import CalledFunction, ToolCall
 from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, ContentPart, MessageBody
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
-IGNORED_HEADER = "x-polyhost-ignored"
 MAX_NAMES = 32
 """Of one request; a header must not become longer than clients read."""
 MAX_FIELDS = 1 << 18
@@ -56,6 +55,7 @@ _objects_decoder = msgspec.json.Decoder(
 _encode = msgspec.json.Encoder().encode
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NULL = msgspec.Raw(b"null")
+_SAID = msgspec.Raw(b"true")
 _Clean: TypeAlias = "Callable[[_Object, ToldFields], None]"
 
 
@@ -75,6 +75,11 @@ class ToldFields:
                 # The name is the caller's: a header holds only plain ones.
                 plain = name if _PLAIN_NAME.fullmatch(name) else "*"
                 self._names[place + plain] = None
+
+    def tell(self, name: str, value: msgspec.Raw = _SAID) -> None:
+        """A field that is known, unless its value is null."""
+        if value != _NULL and len(self._names) < MAX_NAMES:
+            self._names[name] = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -98,6 +98,12 @@ class WireRequest:
     prompt_logprobs: int = -1
     reasoning: Reasoning | None = None
     template_values: Mapping[str, Any] = field(default_factory=dict)
+    caps_max_tokens: bool = False
+    """Where `max_tokens` is more than there is room for, the answer ends with the context."""
+    is_bare: bool = False
+    """The tokenizer puts nothing around the prompt."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that the answer repeats, by the dialect's own names."""
     num_bytes: int = 0
     """Of the whole body: what preparing it takes grows with it."""
     ignored: tuple[str, ...] = ()
@@ -109,12 +115,13 @@ def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
     fields that contradict one another. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "chat":
         chat, told = decode_telling(_chat_decoder, body, ChatBody, tells_unknown)
-        return _chat(chat, len(body), told)
+        return chat_request(chat, len(body), told)
     completion, told = decode_telling(_completion_decoder, body, CompletionBody, tells_unknown)
     return _completion(completion, len(body), told)
 
 
-def _chat(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
+def chat_request(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
+    """What a body comes to that came in so many bytes, without what was `told`. Raises ApiError."""
     _refuse_unserved(body, NEUTRAL, "")
     _small("metadata", body.metadata, _metadata_decoder)
     longest = body.max_completion_tokens

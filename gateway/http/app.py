@@ -5,7 +5,7 @@ post.py's and gets.py's.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeAlias
 
@@ -14,6 +14,8 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.dialects.by_route import MESSAGES
+from gateway.dialects.dialect import CHAT
 from gateway.http import gets
 from gateway.http.acceptor import connections_of
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
@@ -61,13 +63,15 @@ class Application(Starlette):
         super().__init__(
             middleware=[
                 *cors(settings.cors_origins),
-                Middleware(RequestHeads, now_s=edge.clocks.now_s),
+                Middleware(RequestHeads, now_s=edge.clocks.now_s, now_at=edge.clocks.now_at),
                 Middleware(ErrorAnswers, metrics=edge.metrics),
                 Middleware(BodyBound, max_bytes=settings.max_body_bytes),
             ],
             routes=[
                 Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
                 Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
+                Route("/v1/messages", Post(edge, "chat", MESSAGES), methods=["POST"]),
+                *_token_routes(edge),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
                 *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),
@@ -107,6 +111,17 @@ class Application(Starlette):
             self.middleware_stack = self.build_middleware_stack()
         app = self.middleware_stack if scope["type"] == "http" else self.router
         await app(scope, receive, send)
+
+
+def _token_routes(edge: Edge) -> Iterator[Route]:
+    """Requests that end with stage 2."""
+    requests = edge.token_requests
+    for path, handle, dialect in (
+        ("/tokenize", requests.tokenize, CHAT),
+        ("/detokenize", requests.detokenize, CHAT),
+        ("/v1/messages/count_tokens", requests.count_tokens, MESSAGES),
+    ):
+        yield Route(path, Post(edge, "chat", dialect, handle), methods=["POST"])
 
 
 class _Below(BaseRoute):

@@ -24,6 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.auth.auth import authenticate, check_metrics_token, find_model, visible_models
+from gateway.dialects.by_route import MESSAGES
+from gateway.dialects.messages_models import model_body, model_list
 from gateway.errors import INVALID_REQUEST, ApiError
 from gateway.http.post import client_of
 from gateway.http.usage_reports import Params, UsageReports
@@ -85,6 +87,9 @@ async def list_models(request: Request) -> Response:
     """All of them, in the order of the catalog."""
     edge: Edge = request.app.state.edge
     models = visible_models(_caller(request), edge.services.directory)
+    if request.state.dialect is MESSAGES:
+        query = {name: values[-1] for name, values in _params(request).items()}
+        return _json(model_list(models, query))
     return _json({"object": "list", "data": [_model(edge, model) for model in models]})
 
 
@@ -92,7 +97,10 @@ async def show_model(request: Request) -> Response:
     """One of them."""
     edge: Edge = request.app.state.edge
     name = request.path_params["name"]
-    return _json(_model(edge, find_model(_caller(request), edge.services.directory, name)))
+    model = find_model(_caller(request), edge.services.directory, name)
+    if request.state.dialect is MESSAGES:
+        return _json(model_body(model))
+    return _json(_model(edge, model))
 
 
 def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:

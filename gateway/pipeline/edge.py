@@ -20,8 +20,10 @@ from gateway.metrics.cache_metrics import CacheMetrics
 from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.pipeline.active_request import Clocks
 from gateway.pipeline.pipeline import Pipeline, Services
+from gateway.pipeline.token_requests import TokenRequests
 from gateway.prepare.encode_prepare import EncodePreparer
-from gateway.prepare.prepare import PrepareBounds, Preparer
+from gateway.prepare.lengths import PrepareBounds
+from gateway.prepare.prepare import Preparer
 from gateway.settings.http_settings import REASONING_FIELDS
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_pool import PreparePool
@@ -35,6 +37,7 @@ class Edge:
 
     services: Services
     pipeline: Pipeline
+    token_requests: TokenRequests
     preparer: Preparer
     store: LimitStore
     metrics: Metrics
@@ -115,7 +118,15 @@ def build_edge(
     pipeline = Pipeline(
         services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
     )
-    return Edge(services, pipeline, preparer, store, metrics, clocks, cache, codecs)
+    token_requests = TokenRequests(
+        services.directory,
+        preparer,
+        codecs,
+        limiter,
+        clocks,
+        settings.unknown_fields == "tell",
+    )
+    return Edge(services, pipeline, token_requests, preparer, store, metrics, clocks, cache, codecs)
 
 
 def _answer_cache(

@@ -16,17 +16,18 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from gateway.answer import encode_answer
-from gateway.answer.answer import OpenAiFormat
 from gateway.answer.choice import Piece
 from gateway.answer.encode_answer import AnswerMemory, RowParts
 from gateway.answer.encoder import AnswerFormat, ends_of, usage_of
 from gateway.answer.text_parts import TextParts
-from gateway.api import encode_wire, wire
-from gateway.api.told_fields import COUNTED, IGNORED_HEADER
+from gateway.api import encode_wire
+from gateway.api.told_fields import COUNTED
 from gateway.auth.auth import authenticate
 from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.cache.lookup import AnswerCache
+from gateway.dialects.by_route import DIALECTS
+from gateway.dialects.dialect import CHAT
 from gateway.errors import ApiError, ClientGone
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore, MemoryStore
@@ -41,8 +42,6 @@ from gateway.settings.settings import Settings
 from gateway.types import Answer, Call, EventAnswer, JsonAnswer, Principal, Sink
 
 _ID_PREFIX = {
-    "chat": "chatcmpl-",
-    "completion": "cmpl-",
     "embedding": "embd-",
     "classify": "classify-",
     "rerank": "rerank-",
@@ -89,7 +88,6 @@ class Pipeline:
         settings = self._settings = services.settings
         self._tells_unknown = settings.unknown_fields == "tell"
         self._metrics = metrics
-        self._format: AnswerFormat = OpenAiFormat()
         self._directory = services.directory
         self._dispatcher = services.dispatcher
         self._preparer = preparer
@@ -123,7 +121,8 @@ class Pipeline:
                 active.at_end.callback(memory)
             await active.reserve(self._limiter)
             # 4 semantic cache
-            found = await self._hits.find(active, prepared, self._format)
+            spelled = _format(call)
+            found = await self._hits.find(active, prepared, spelled)
             if not isinstance(found, InFlight):
                 return found
             # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
@@ -133,7 +132,7 @@ class Pipeline:
             active.open()
             # 9 stream
             if isinstance(parts, TextParts):
-                return await self._text(active, parts, found)
+                return await self._text(active, parts, found, spelled)
             return await self._rows(active, parts)
         except Exception as error:
             await active.fail(error)
@@ -143,7 +142,7 @@ class Pipeline:
             raise
 
     def _tell_ignored(self, call: Call, names: Sequence[str]) -> None:
-        call.answer_headers[IGNORED_HEADER] = ", ".join(names)
+        call.tell_ignored(names)
         for name in names:
             self._metrics.ignored_fields.add(1, name if name in COUNTED else "other")
 
@@ -156,10 +155,12 @@ class Pipeline:
     ) -> Prepared | EncodePrepared:
         """Nobody without a key makes us read a body."""
         kind, body = call.kind, await call.receive_body()
-        about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         if kind == "chat" or kind == "completion":
-            wanted = wire.decode(kind, body, self._tells_unknown)
+            dialect = DIALECTS[call.dialect or kind]
+            wanted = dialect.decode(body, self._tells_unknown)
+            about = principal, call.headers, dialect.id_prefix + call.http_id, now_at
             return await self._preparer.prepare(wanted, *about)
+        about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         most = self._settings.max_encode_inputs
         asked = encode_wire.decode(kind, body, most, self._tells_unknown)
         return await self._encode_preparer.prepare(asked, *about)
@@ -172,7 +173,9 @@ class Pipeline:
             return TextParts(prepared, run, active)
         return RowParts(prepared, self._settings.encode_piece_tokens, run, active)
 
-    async def _text(self, active: ActiveRequest, parts: TextParts, flight: InFlight) -> Answer:
+    async def _text(
+        self, active: ActiveRequest, parts: TextParts, flight: InFlight, spelled: AnswerFormat
+    ) -> Answer:
         """A stream begins without tokens where they take longer than `stream_heartbeat_s`; until
         then a refusal is an HTTP status."""
         request = parts.prepared.request
@@ -180,8 +183,9 @@ class Pipeline:
         if active.is_gone:
             raise ClientGone
         if request.stream:
-            return EventAnswer(partial(self._events, active, parts, flight), active.abandon)
-        encoder = self._format.whole(parts.prepared)
+            run = partial(self._events, active, parts, flight, spelled)
+            return EventAnswer(run, active.abandon)
+        encoder = spelled.whole(parts.prepared)
         async for piece in parts.pieces():
             encoder.add(piece)
         await active.close()
@@ -191,9 +195,14 @@ class Pipeline:
         return JsonAnswer([encoder.whole(ends_of(parts), usage_of(parts))], active.abandon)
 
     async def _events(
-        self, active: ActiveRequest, parts: TextParts, flight: InFlight, sink: Sink
+        self,
+        active: ActiveRequest,
+        parts: TextParts,
+        flight: InFlight,
+        spelled: AnswerFormat,
+        sink: Sink,
     ) -> None:
-        encoder = self._format.stream(parts.prepared, partial(usage_of, parts))
+        encoder = spelled.stream(parts.prepared, partial(usage_of, parts))
         write = encoder.piece
 
         def send(piece: Piece) -> None:
@@ -222,3 +231,8 @@ class Pipeline:
         if active.is_gone:
             raise ClientGone
         return JsonAnswer(await encode_answer.answer(parts.prepared, rows), active.abandon)
+
+
+def _format(call: Call) -> AnswerFormat:
+    """Of texts; encoders' answers are spelled in one way."""
+    return DIALECTS.get(call.dialect or call.kind, CHAT).format

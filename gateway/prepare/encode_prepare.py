@@ -21,7 +21,7 @@ from gateway.cache.cache_request import read_cache_headers
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import CachePlan, CacheRequest
 from gateway.errors import INVALID_REQUEST, WRONG_TASK, ApiError, context_overflow, wrong_task
-from gateway.prepare.prepare import lengths_of
+from gateway.prepare.lengths import lengths_of
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import (
     EncodePairs,

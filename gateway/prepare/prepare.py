@@ -37,12 +37,12 @@ from gateway.cache.cache_request import (
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import OFF, CachePlan, CacheRequest
 from gateway.errors import context_overflow, wrong_task
+from gateway.prepare.lengths import Lengths, PrepareBounds, lengths_of
 from gateway.prepare.template_values import NOTHING_SAID, TemplateValues, template_values
 from gateway.text.codecs import Codecs, TextModel, prompt_ids
 from gateway.text.prepare_messages import EncodeChat, EncodePrompt, Ids, Job, Longer, Measure
 from gateway.text.templates import TemplateRefused
 from gateway.types import SEED_MASK, HostedModel, PreparedRequest, Principal
-from registry.accounts.quotas import Limits
 
 _BLOCK_BYTES = 4096
 _T = TypeVar("_T")
@@ -87,47 +87,23 @@ class Prepared:
 
     ignored: tuple[str, ...] = ()
     """Fields of the request that have no effect."""
+    asked: WireRequest | None = None
+    """What it was made of: dialects repeat some of it."""
 
     answer_bytes = 0
     """A text is bounded by its stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareBounds:
-    """A request has `max_choices` at most, and by default `default_max_tokens` each; one with
-    several prompts has `max_prompts` answers at most. `reasoning_fields`: what an answer calls its
-    reasoning."""
+class Encoded:
+    """A request's prompts in token ids. `ignored`: its fields without effect."""
 
-    default_max_tokens: int
-    max_choices: int = 1
-    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
-    max_prompts: int = 128
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens at most of one request's prompt and of each of its answers; 0: no bound."""
-
-    prompt: int = 0
-    output: int = 0
-
-    def check_prompt(self, param: str, num_tokens: int) -> None:
-        """Raises ApiError where a prompt is longer."""
-        if self.prompt and num_tokens > self.prompt:
-            raise invalid(
-                param,
-                f"{param} has {num_tokens} tokens, more than your limit of {self.prompt} per "
-                "request: shorten it",
-            )
-
-    def check_output(self, param: str, num_tokens: int) -> None:
-        """Raises ApiError where more is asked for."""
-        if self.output and num_tokens > self.output:
-            raise invalid(
-                param,
-                f"{param} is {num_tokens}, more than your limit of {self.output} output tokens "
-                "per request: lower it",
-            )
+    model: HostedModel
+    codec: TextModel
+    lengths: Lengths
+    prompts: list[list[int]]
+    plan: OutputPlan
+    ignored: tuple[str, ...]
 
 
 class Preparer:
@@ -163,28 +139,19 @@ class Preparer:
         now_at: float,
     ) -> Prepared:
         """Raises ApiError: unknown model, a prompt that does not fit or cannot be rendered."""
-        model = find_model(principal, self._directory, asked.model)
-        lengths = lengths_of(principal, model, self._directory.limits)
-        self._check(asked, model, lengths)
         cache = self._cache(asked, principal, headers)
-        codec = await self._codecs.text(model)
-        said = NOTHING_SAID
-        if asked.reasoning is not None or asked.template_values:
-            has_marks = codec.formats.reasoning is not None
-            about = asked.reasoning, asked.template_values, codec.variables, has_marks
-            said = template_values(*about)
-        encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
-        ids, plan = await encode(asked)
-        prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
-        for prompt in prompts:
-            lengths.check_prompt(_param(asked), len(prompt))
+        encoded = await self.encoded(asked, principal)
+        model, codec, plan = encoded.model, encoded.codec, encoded.plan
+        lengths, prompts = encoded.lengths, encoded.prompts
         longest = max(map(len, prompts))
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
             model=model,
-            prompt_token_ids=ids if len(prompts) == 1 else list(chain.from_iterable(prompts)),
+            prompt_token_ids=prompts[0]
+            if len(prompts) == 1
+            else list(chain.from_iterable(prompts)),
             max_tokens=self._max_tokens(asked, model, longest, lengths),
             sampling=_sampling(asked, self._random),
             stop_token_ids=_stop_ids(asked, codec),
@@ -217,9 +184,26 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
-        return Prepared(
-            request, codec, cache, plan.new_parser, turn, (*asked.ignored, *said.ignored)
-        )
+        return Prepared(request, codec, cache, plan.new_parser, turn, encoded.ignored, asked)
+
+    async def encoded(self, asked: WireRequest, principal: Principal) -> "Encoded":
+        """The prompts in token ids, and how answers are read. Raises ApiError."""
+        model = find_model(principal, self._directory, asked.model)
+        lengths = lengths_of(principal, model, self._directory.limits)
+        self._check(asked, model, lengths)
+        codec = await self._codecs.text(model)
+        said = NOTHING_SAID
+        if asked.reasoning is not None or asked.template_values:
+            has_marks = codec.formats.reasoning is not None
+            about = asked.reasoning, asked.template_values, codec.variables, has_marks
+            said = template_values(*about)
+        encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
+        ids, plan = await encode(asked)
+        prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
+        for prompt in prompts:
+            lengths.check_prompt(_param(asked), len(prompt))
+        told = (*asked.ignored, *said.ignored)
+        return Encoded(model, codec, lengths, prompts, plan, told)
 
     def _cache(
         self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]
@@ -310,7 +294,8 @@ class Preparer:
             if sum(map(len, texts)) > _LONG_CHARS_PER_TOKEN * model.max_context:
                 await ask(Measure(model.pack_dir, texts, model.max_context))
             if asked.kind == "completion":
-                found = await ask(EncodePrompt(model.pack_dir, asked.prompt, model.max_context))
+                about = model.pack_dir, asked.prompt, model.max_context, asked.is_bare
+                found = await ask(EncodePrompt(*about))
                 ids, plan = prompt_ids(found), form
             else:
                 ids, plan = await _chat(codec, model, asked, said, ask)
@@ -332,6 +317,8 @@ class Preparer:
         self, asked: WireRequest, model: HostedModel, num_prompt: int, lengths: Lengths
     ) -> int:
         room = self._check_length(asked, model, num_prompt)
+        if asked.caps_max_tokens and asked.max_tokens:
+            return min(asked.max_tokens, room)
         bound = min(self._bounds.default_max_tokens, room, lengths.output or room)
         # Where nothing is wanted the worker makes one token all the same, which is dropped.
         wanted = bound if asked.max_tokens is None else max(1, asked.max_tokens)
@@ -348,6 +335,8 @@ class Preparer:
         """How many tokens may be generated. Raises ApiError where none may, or fewer than asked."""
         room = model.max_context - num_prompt
         wanted = asked.max_tokens or asked.sampling.min_tokens
+        if asked.caps_max_tokens:
+            wanted = 0
         if room >= 1 and wanted <= room:
             return room
         completion = f" and you asked for {wanted} in the completion" if wanted else ""
@@ -402,15 +391,6 @@ def _sampling(asked: WireRequest, random: RandomBytes) -> SamplingParams:
     """A seed is always explicit from here on: the caller's, or one drawn here at the edge."""
     seed = int.from_bytes(random.take(8), "big") if asked.seed is None else asked.seed
     return msgspec.structs.replace(asked.sampling, seed=seed & SEED_MASK)
-
-
-def lengths_of(principal: Principal, model: HostedModel, gateway: Limits) -> Lengths:
-    """The shortest of the key's, the tenant's, the model's and the gateway's."""
-    every = (principal.limits, principal.tenant_limits, model.limits, gateway)
-    return Lengths(
-        min((one.max_prompt_tokens for one in every if one.max_prompt_tokens), default=0),
-        min((one.max_output_tokens for one in every if one.max_output_tokens), default=0),
-    )
 
 
 async def _chat(

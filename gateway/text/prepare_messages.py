@@ -62,10 +62,11 @@ class Measure(_Job, frozen=True):
 
 
 class EncodePrompt(_Job, frozen=True):
-    """A completion's prompt. Answered with Ids."""
+    """A completion's prompt. Answered with Ids. `is_bare`: nothing is put around it."""
 
     text: str
     most: int
+    is_bare: bool = False
 
 
 class EncodeChat(_Job, frozen=True):

@@ -139,7 +139,7 @@ class PrepareProcess:
             _check(codec, job.texts, job.most)
             return Ids()
         if isinstance(job, EncodePrompt):
-            return _ids(codec.encode_prompt(job.text), "", job.most)
+            return _ids(codec.encode_prompt(job.text, job.is_bare), "", job.most)
         assert isinstance(job, EncodeChat)
         ids, tail = codec.encode_chat(
             job.messages,

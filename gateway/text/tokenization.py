@@ -208,12 +208,13 @@ class TextCodec:
             variables=template.variables() if isinstance(template, ChatTemplate) else [],
         )
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """A completion's prompt, with the tokens the tokenizer itself puts around a text.
+    def encode_prompt(self, text: str, is_bare: bool = False) -> list[int]:
+        """A completion's prompt, with the tokens the tokenizer itself puts around a text, unless
+        `is_bare`.
 
         Raises ValueError where the tokenizer fails on it.
         """
-        return _encode(self._tokenizer, text, add_special_tokens=True)
+        return _encode(self._tokenizer, text, add_special_tokens=not is_bare)
 
     def encode_chat(
         self,

@@ -19,7 +19,8 @@ from gateway.api.tool_types import (
 from gateway.api.wire import WireRequest
 from gateway.auth.directory import Directory
 from gateway.errors import ApiError
-from gateway.prepare.prepare import PrepareBounds, Prepared, Preparer, RandomBytes
+from gateway.prepare.lengths import PrepareBounds
+from gateway.prepare.prepare import Prepared, Preparer, RandomBytes
 from gateway.text import tokenization
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import LoadText

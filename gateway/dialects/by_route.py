@@ -1,0 +1,41 @@
+"""The dialects, and which of them a request is in.
+
+The route says so, also for errors that are raised before there is a body.
+
+    /v1/messages and below                              Anthropic's Messages
+    /v1/models with the header `anthropic-version`      the same
+    all others                                          OpenAI's
+"""
+
+from collections.abc import Sequence
+
+from gateway.dialects.dialect import CHAT, COMPLETION, Dialect
+from gateway.dialects.messages_answer import (
+    HEARTBEAT,
+    MessagesFormat,
+    messages_error,
+    messages_headers,
+)
+from gateway.dialects.messages_models import VERSION_HEADER
+from gateway.dialects.messages_wire import decode
+
+MESSAGES = Dialect(
+    "messages",
+    "msg_",
+    decode,
+    MessagesFormat(),
+    messages_error,
+    messages_headers,
+    heartbeat=HEARTBEAT,
+)
+DIALECTS = {dialect.name: dialect for dialect in (CHAT, COMPLETION, MESSAGES)}
+_VERSION = VERSION_HEADER.encode()
+
+
+def dialect_of(path: str, headers: Sequence[tuple[bytes, bytes]]) -> Dialect:
+    """`headers`: as ASGI has them, names in small letters."""
+    if path.startswith("/v1/messages"):
+        return MESSAGES
+    if path.startswith("/v1/models") and any(name == _VERSION for name, _ in headers):
+        return MESSAGES
+    return CHAT
