@@ -27,11 +27,12 @@ _OWN_FIELDS = frozenset({"add_generation_prompt", "continue_final_message"})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 
 
-class ThinkingBody(msgspec.Struct, frozen=True):
-    """`thinking`."""
+class ThinkingBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """`thinking`. `display`: whether it is told is the model's to decide here."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,8 @@ def _told(body: CommonBody, told: tuple[str, ...]) -> tuple[str, ...]:
         for name, neutral in TOLD.items():
             if getattr(body, name) not in neutral:
                 names.append(name)
+        if body.thinking is not None and body.thinking.display is not None:
+            names.append("thinking.display")
         for name, neutral in TOLD_IN_MESSAGE.items():
             if any(getattr(message, name) not in neutral for message in body.messages):
                 names.append(f"messages[].{name}")

@@ -180,14 +180,17 @@ class WholeMessage:
         return _encode({**message, **_stop_of(self._prepared, ends[0])})
 
 
-def usage_body(usage: UsageFigures) -> dict[str, int]:
+def usage_body(usage: UsageFigures) -> dict[str, Any]:
     """Anthropic's usage object."""
-    return {
+    body: dict[str, Any] = {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
     }
+    if usage.reasoning_tokens is not None:
+        body["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return body
 
 
 def messages_error(error: ApiError, http_id: str) -> tuple[int, bytes]:

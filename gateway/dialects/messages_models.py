@@ -1,7 +1,7 @@
 """Lists of models as Anthropic's clients check them.
 
-A model is told as Anthropic's SDKs check it: `type`, `id`, `display_name`, `created_at`; lists have
-`has_more`, `first_id` and `last_id`, and are paged by `limit`, `after_id` and `before_id`.
+A model has `type`, `id`, `display_name`, `created_at` and `lifecycle`; lists have `has_more`,
+`first_id` and `last_id`, and are paged by `limit`, `after_id` and `before_id`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,9 @@ def model_body(model: HostedModel) -> dict[str, Any]:
         "id": model.name,
         "display_name": model.name,
         "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.max_context,
+        "max_tokens": model.max_context,
     }
 
 

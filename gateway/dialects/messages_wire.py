@@ -72,12 +72,14 @@ class _ToolUse(_Base, tag="tool_use"):
     name: str
     input: dict[str, Any]
     caller: msgspec.Raw = _NOTHING
+    toolset_name: msgspec.Raw = _NOTHING
 
 
 class _ToolResult(_Base, tag="tool_result"):
     tool_use_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
     content: str | Annotated[list["_Block"], msgspec.Meta(max_length=MAX_PARTS)] = ""
     is_error: bool | None = None
+    toolset_name: msgspec.Raw = _NOTHING
 
 
 class _Image(_Base, tag="image"):
@@ -165,9 +167,15 @@ class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     inference_geo: msgspec.Raw = _NOTHING
     speed: msgspec.Raw = _NOTHING
     cache_control: msgspec.Raw = _NOTHING
+    diagnostics: msgspec.Raw = _NOTHING
+    user_profile_id: msgspec.Raw = _NOTHING
+    workspace_id: msgspec.Raw = _NOTHING
 
 
 _TOLD = (
+    "diagnostics",
+    "user_profile_id",
+    "workspace_id",
     "service_tier",
     "context_management",
     "container",
@@ -195,6 +203,8 @@ def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) 
         raise unsupported("mcp_servers")
     for name in _TOLD:
         told.tell(name, getattr(asked, name))
+    if asked.thinking is not None and asked.thinking.display is not None:
+        told.tell("thinking.display")
     messages = list(_messages(asked, told))
     keeps_open = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if keeps_open and not messages[-1]["content"]:
@@ -288,6 +298,7 @@ def _of_message(
             if isinstance(block, _ToolResult):
                 if block.is_error:
                     told.tell("messages[].content[].is_error")
+                told.tell("messages[].content[].toolset_name", block.toolset_name)
                 text = _texts(f"{place}[{index}].content", block.content, told)
                 yield {"role": "tool", "content": text, "tool_call_id": block.tool_use_id}
             else:
@@ -304,6 +315,7 @@ def _assistant(place: str, blocks: Sequence[_Block], model: str, told: ToldField
         told.tell("messages[].content[].cache_control", block.cache_control)
         if isinstance(block, _ToolUse):
             told.tell("messages[].content[].caller", block.caller)
+            told.tell("messages[].content[].toolset_name", block.toolset_name)
             arguments = _encode(block.input).decode()
             function = CalledFunction(name=block.name, arguments=arguments)
             calls.append(ToolCall(id=block.id, function=function))

@@ -99,6 +99,7 @@ async def test_a_message(kit: Kit, client: Client) -> None:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
             "output_tokens": len(kit.ids("The game")) + 1,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
     assert kit.ledger.only.request_id == body["id"]
@@ -324,6 +325,9 @@ async def test_models_as_anthropics_clients_check_them(kit: Kit, client: Client)
         "id": "tiny",
         "display_name": "tiny",
         "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active",
+        "max_input_tokens": 256,
+        "max_tokens": 256,
     }
     page = {"data": [tiny], "has_more": False, "first_id": "tiny", "last_id": "tiny"}
     assert await get("/v1/models") == page

@@ -143,10 +143,12 @@ def test_what_has_no_effect_is_told() -> None:
         system=[{**TEXT, "cache_control": CONTROL}],
         tools=[{**TOOL, "cache_control": CONTROL}],
         service_tier="auto",
+        thinking={"type": "enabled", "budget_tokens": 2, "display": "omitted"},
         context_management={"edits": []},
     )
     assert set(request.ignored) == {
         "service_tier",
+        "thinking.display",
         "context_management",
         "system[].cache_control",
         "messages[].content[].cache_control",
