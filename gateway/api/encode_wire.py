@@ -16,7 +16,7 @@ import msgspec
 
 from gateway.api.bodies import decode_body, invalid
 from gateway.api.prompts import surely_more_texts
-from gateway.api.told_fields import decode_telling
+from gateway.api.told_fields import decode_telling, shape_of
 from gateway.api.wire_body import MAX_PROMPT_IDS, Priority
 from gateway.errors import INVALID_REQUEST, ApiError
 from gateway.types import EncodeKind
@@ -122,13 +122,15 @@ def decode(
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
     more than `max_inputs`. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "rerank":
-        ranks, told = decode_telling(_rerank_decoder, body, _RerankBody, tells_unknown)
-        return _rerank(ranks, max_inputs, told)
+        ranks, told = decode_telling(_rerank_decoder, body, shape_of(_RerankBody), tells_unknown)
+        return _rerank(ranks, max_inputs, told.names)
     if kind == "score":
-        scores, told = decode_telling(_score_decoder, body, _ScoreBody, tells_unknown)
-        return _score(scores, max_inputs, told)
+        scores, told = decode_telling(_score_decoder, body, shape_of(_ScoreBody), tells_unknown)
+        return _score(scores, max_inputs, told.names)
     if kind == "classify":
-        asked, told = decode_telling(_classify_decoder, body, _ClassifyBody, tells_unknown)
+        asked, told = decode_telling(
+            _classify_decoder, body, shape_of(_ClassifyBody), tells_unknown
+        )
         inputs = _inputs(asked.input, max_inputs)
         return EncodeAsk(
             "classify",
@@ -136,9 +138,9 @@ def decode(
             inputs,
             cut=_cut(asked),
             priority=asked.priority or 0,
-            ignored=told,
+            ignored=told.names,
         )
-    wanted, told = decode_telling(_embedding_decoder, body, _EmbeddingBody, tells_unknown)
+    wanted, told = decode_telling(_embedding_decoder, body, shape_of(_EmbeddingBody), tells_unknown)
     return EncodeAsk(
         "embedding",
         wanted.model,
@@ -147,7 +149,7 @@ def decode(
         encoding_format=wanted.encoding_format or "float",
         dimensions=wanted.dimensions,
         priority=wanted.priority or 0,
-        ignored=told,
+        ignored=told.names,
     )
 
 

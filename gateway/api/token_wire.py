@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from gateway.api.bodies import decode_body, invalid
-from gateway.api.told_fields import decode_telling
+from gateway.api.told_fields import CHAT, decode_telling
 from gateway.api.wire import WireRequest, chat_request
 from gateway.api.wire_body import MAX_PROMPT_IDS, ChatBody
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
@@ -62,7 +62,7 @@ def decode_tokenize(body: bytes) -> tuple[WireRequest, bool]:
             num_bytes=len(body),
         )
         return request, bool(asked.return_token_strs)
-    chat, told = decode_telling(_chat_decoder, body, TokenizeChatBody)
+    chat, told = decode_telling(_chat_decoder, body, CHAT)
     if chat.add_special_tokens:
         raise ApiError(
             UNSUPPORTED_PARAMETER,
@@ -70,7 +70,7 @@ def decode_tokenize(body: bytes) -> tuple[WireRequest, bool]:
             "own special tokens: remove it",
             "add_special_tokens",
         )
-    return chat_request(chat, len(body), told), bool(chat.return_token_strs)
+    return chat_request(chat, len(body), told.names), bool(chat.return_token_strs)
 
 
 def decode_detokenize(body: bytes) -> DetokenizeBody:

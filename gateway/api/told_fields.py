@@ -11,14 +11,15 @@ Bodies without such fields never come here. Values are copied as they are and ne
 """
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
 from gateway.api.bodies import decode_body
 from gateway.api.tool_types import CalledFunction, ToolCall
-from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, ContentPart, MessageBody
+from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, ChatBody, ContentPart, MessageBody
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 MAX_NAMES = 32
@@ -56,7 +57,6 @@ _encode = msgspec.json.Encoder().encode
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NULL = msgspec.Raw(b"null")
 _SAID = msgspec.Raw(b"true")
-_Clean: TypeAlias = "Callable[[_Object, ToldFields], None]"
 
 
 class ToldFields:
@@ -87,77 +87,90 @@ class ToldFields:
         return tuple(self._names)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The fields of an object, and of the objects in its lists and in itself. What is not `known`
+    is taken out and told; with `only`, nothing but these names is."""
+
+    known: Collection[str] = ()
+    lists: "Mapping[str, Shape]" = field(default_factory=dict)
+    objects: "Mapping[str, Shape]" = field(default_factory=dict)
+    only: Collection[str] = ()
+
+
+CHAT = Shape(
+    ChatBody.__struct_fields__,
+    {
+        "messages": Shape(
+            MessageBody.__struct_fields__,
+            {
+                "content": Shape(ContentPart.__struct_fields__),
+                "tool_calls": Shape(
+                    ToolCall.__struct_fields__,
+                    objects={"function": Shape(CalledFunction.__struct_fields__)},
+                ),
+            },
+        ),
+        # Other unknown fields of a tool may be a schema's, misplaced: they are refused.
+        "tools": Shape(only={"cache_control"}),
+    },
+)
+
+
+def shape_of(fields: type[msgspec.Struct]) -> Shape:
+    """Of a body of which only unknown fields at the top can be told."""
+    return Shape(fields.__struct_fields__)
+
+
 def decode_telling(
-    decoder: "msgspec.json.Decoder[_T]",
-    body: bytes,
-    fields: type[msgspec.Struct],
-    tells_unknown: bool = False,
-) -> tuple[_T, tuple[str, ...]]:
-    """The body, and the names of its fields that are told. Raises ApiError."""
+    decoder: "msgspec.json.Decoder[_T]", body: bytes, shape: Shape, tells_unknown: bool = False
+) -> tuple[_T, ToldFields]:
+    """The body, and its fields that are told: unknown ones below the top, and with `tells_unknown`
+    at the top as well. Raises ApiError."""
+    told = ToldFields()
     try:
-        return decode_body(decoder, body), ()
+        return decode_body(decoder, body), told
     except ApiError as error:
         if error.kind is not UNSUPPORTED_PARAMETER:
             raise
-        told = without_told(body, fields.__struct_fields__, tells_unknown)
-        if told is None:
+        rest = without_told(body, shape, told, tells_unknown)
+        if rest is None:
             raise
-    return decode_body(decoder, told[0]), told[1]
+    return decode_body(decoder, rest), told
 
 
 def without_told(
-    body: bytes, known: Collection[str], tells_unknown: bool = False
-) -> tuple[bytes, tuple[str, ...]] | None:
-    """The body without what is told, and its names; None where there is nothing of the kind, or
-    too much to look at. `known`: the fields of the top; with `tells_unknown` others are told."""
+    body: bytes, shape: Shape, told: ToldFields, tells_unknown: bool = False
+) -> bytes | None:
+    """The body without what is told; None where there is nothing of the kind, or too much to look
+    at."""
     if body.count(b":") > MAX_FIELDS:
         return None
-    told = ToldFields()
     try:
         top = _object_decoder.decode(body)
         if tells_unknown:
-            told.drop(top, known, "")
-        for name, clean in _LISTS.items():
-            if name in top and name in known:
-                top[name] = _each(top[name], told, clean)
-        return (_encode(top), told.names) if told.has_dropped else None
+            told.drop(top, shape.known, "")
+        _look_into(top, shape, told, "")
+        return _encode(top) if told.has_dropped else None
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         return None  # The strict types say what is wrong with it.
 
 
-def _each(raw: msgspec.Raw, told: ToldFields, clean: _Clean) -> msgspec.Raw:
-    """The items of a list; what is none stays as it is."""
-    if bytes(raw)[:1] != b"[":
-        return raw
-    items = _objects_decoder.decode(raw)
-    for item in items:
-        clean(item, told)
-    return msgspec.Raw(_encode(items))
+def _look_into(item: _Object, shape: Shape, told: ToldFields, place: str) -> None:
+    for name, inner in shape.lists.items():
+        # Only what the strict types read: below an unknown field nothing is looked at.
+        if name in item and bytes(item[name])[:1] == b"[":
+            items = _objects_decoder.decode(item[name])
+            for one in items:
+                _clean(one, inner, told, f"{place}{name}[].")
+            item[name] = msgspec.Raw(_encode(items))
+    for name, inner in shape.objects.items():
+        if name in item and bytes(item[name])[:1] == b"{":
+            found = _object_decoder.decode(item[name])
+            _clean(found, inner, told, f"{place}{name}.")
+            item[name] = msgspec.Raw(_encode(found))
 
 
-def _clean_message(message: _Object, told: ToldFields) -> None:
-    told.drop(message, MessageBody.__struct_fields__, "messages[].")
-    if "content" in message:
-        message["content"] = _each(message["content"], told, _clean_part)
-    if "tool_calls" in message:
-        message["tool_calls"] = _each(message["tool_calls"], told, _clean_call)
-
-
-def _clean_part(part: _Object, told: ToldFields) -> None:
-    told.drop(part, ContentPart.__struct_fields__, "messages[].content[].")
-
-
-def _clean_call(call: _Object, told: ToldFields) -> None:
-    told.drop(call, ToolCall.__struct_fields__, "messages[].tool_calls[].")
-    if "function" in call and bytes(call["function"])[:1] == b"{":
-        function = _object_decoder.decode(call["function"])
-        told.drop(function, CalledFunction.__struct_fields__, "messages[].tool_calls[].function.")
-        call["function"] = msgspec.Raw(_encode(function))
-
-
-def _clean_tool(tool: _Object, told: ToldFields) -> None:
-    """Other unknown fields of a tool may be a schema's, misplaced: they are refused."""
-    told.drop(tool, tool.keys() - {"cache_control"}, "tools[].")
-
-
-_LISTS: dict[str, _Clean] = {"messages": _clean_message, "tools": _clean_tool}
+def _clean(item: _Object, shape: Shape, told: ToldFields, place: str) -> None:
+    told.drop(item, item.keys() - shape.only if shape.only else shape.known, place)
+    _look_into(item, shape, told, place)

@@ -17,7 +17,7 @@ from gateway.api.bodies import decode_body, invalid, unsupported
 from gateway.api.form_spellings import form_of
 from gateway.api.prompts import Prompt, read_prompts
 from gateway.api.reasoning_types import Reasoning, check_template_values, reasoning_of
-from gateway.api.told_fields import decode_telling
+from gateway.api.told_fields import CHAT, decode_telling, shape_of
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
     MAX_BIAS,
@@ -48,6 +48,7 @@ _T = TypeVar("_T")
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
+_COMPLETION = shape_of(CompletionBody)
 _biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
 _values_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
@@ -114,10 +115,10 @@ def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
     fields that contradict one another. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "chat":
-        chat, told = decode_telling(_chat_decoder, body, ChatBody, tells_unknown)
-        return chat_request(chat, len(body), told)
-    completion, told = decode_telling(_completion_decoder, body, CompletionBody, tells_unknown)
-    return _completion(completion, len(body), told)
+        chat, told = decode_telling(_chat_decoder, body, CHAT, tells_unknown)
+        return chat_request(chat, len(body), told.names)
+    completion, told = decode_telling(_completion_decoder, body, _COMPLETION, tells_unknown)
+    return _completion(completion, len(body), told.names)
 
 
 def chat_request(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:

@@ -9,6 +9,7 @@ The route says so, also for errors that are raised before there is a body.
 
 from collections.abc import Sequence
 
+from gateway.dialects import messages_wire, responses_wire
 from gateway.dialects.dialect import CHAT, COMPLETION, Dialect
 from gateway.dialects.messages_answer import (
     HEARTBEAT,
@@ -17,18 +18,19 @@ from gateway.dialects.messages_answer import (
     messages_headers,
 )
 from gateway.dialects.messages_models import VERSION_HEADER
-from gateway.dialects.messages_wire import decode
+from gateway.dialects.responses_answer import ResponsesFormat
 
 MESSAGES = Dialect(
     "messages",
     "msg_",
-    decode,
+    messages_wire.decode,
     MessagesFormat(),
     messages_error,
     messages_headers,
     heartbeat=HEARTBEAT,
 )
-DIALECTS = {dialect.name: dialect for dialect in (CHAT, COMPLETION, MESSAGES)}
+RESPONSES = Dialect("responses", "resp_", responses_wire.decode, ResponsesFormat())
+DIALECTS = {dialect.name: dialect for dialect in (CHAT, COMPLETION, MESSAGES, RESPONSES)}
 _VERSION = VERSION_HEADER.encode()
 
 

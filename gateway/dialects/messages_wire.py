@@ -15,14 +15,14 @@ it was; that of other providers is left out and told. Answers are written by mes
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from engine.protocol import SamplingParams
-from gateway.api.bodies import decode_body, invalid, unsupported
+from gateway.api.bodies import invalid, unsupported
 from gateway.api.reasoning_types import Effort, Reasoning, ThinkingBody, reasoning_of
-from gateway.api.told_fields import ToldFields
+from gateway.api.told_fields import Shape, ToldFields, decode_telling
 from gateway.api.tool_types import (
     MAX_TOOLS,
     CalledFunction,
@@ -191,12 +191,22 @@ _TOLD_IN_TOOL = (
     "allowed_callers",
 )
 _decoder = msgspec.json.Decoder(MessagesBody)
+# A field of one sort of block is known in all: what stands in the wrong one is refused.
+_BLOCK_FIELDS = {"type", *(name for block in get_args(_Block) for name in block.__struct_fields__)}
+_BLOCK = Shape(_BLOCK_FIELDS, {"content": Shape(_BLOCK_FIELDS)})
+_SHAPE = Shape(
+    MessagesBody.__struct_fields__,
+    {
+        "messages": Shape(_MessageBody.__struct_fields__, {"content": _BLOCK}),
+        "system": Shape(_BLOCK_FIELDS),
+    },
+)
 _encode = msgspec.json.Encoder().encode
 
 
 def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) -> WireRequest:
     """Raises ApiError. `needs_length`: False where tokens are only counted."""
-    asked, told = _read(body, tells_unknown)
+    asked, told = decode_telling(_decoder, body, _SHAPE, tells_unknown)
     if asked.max_tokens is None and needs_length:
         raise invalid("max_tokens", "max_tokens is required")
     if asked.mcp_servers:
@@ -244,22 +254,6 @@ def signature_of(thinking: str, model: str) -> str:
     digest = hashlib.blake2b(thinking.encode(), digest_size=16, person=b"thinking")
     digest.update(b"\0" + model.encode())
     return SIGNED + digest.hexdigest()
-
-
-def _read(body: bytes, tells_unknown: bool) -> tuple[MessagesBody, ToldFields]:
-    """Unknown fields at the top are told only where all are."""
-    told = ToldFields()
-    try:
-        return decode_body(_decoder, body), told
-    except ApiError as error:
-        if error.kind is not UNSUPPORTED_PARAMETER or not tells_unknown:
-            raise
-        top = decode_body(_top_decoder, body)
-        told.drop(top, MessagesBody.__struct_fields__, "")
-    return decode_body(_decoder, _encode(top)), told
-
-
-_top_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def _messages(asked: MessagesBody, told: ToldFields) -> Iterator[Message]:

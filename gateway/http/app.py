@@ -14,7 +14,7 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.dialects.by_route import MESSAGES
+from gateway.dialects.by_route import MESSAGES, RESPONSES
 from gateway.dialects.dialect import CHAT
 from gateway.http import gets
 from gateway.http.acceptor import connections_of
@@ -71,6 +71,7 @@ class Application(Starlette):
                 Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
                 Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
                 Route("/v1/messages", Post(edge, "chat", MESSAGES), methods=["POST"]),
+                Route("/v1/responses", Post(edge, "chat", RESPONSES), methods=["POST"]),
                 *_token_routes(edge),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
