@@ -25,6 +25,9 @@ class UsageFigures:
     cached_tokens: int = 0
     reasoning_tokens: int | None = 0
     """Of the completion's; None: not known, of a kept answer."""
+    elapsed_s: float = 0.0
+    """Since the request arrived, and until its first token; at the end of an answer."""
+    first_token_s: float = 0.0
 
     def body(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -85,11 +88,11 @@ class AnswerFormat(Protocol):
         """For one that is not."""
 
 
-def usage_of(parts: TextParts) -> UsageFigures:
-    """Of the text so far; all of it once it has ended."""
+def usage_of(parts: TextParts, times_s: tuple[float, float] = (0.0, 0.0)) -> UsageFigures:
+    """Of the text so far; all of it once it has ended. `times_s`: `elapsed_s`, `first_token_s`."""
     num_prompt = parts.prepared.request.num_prompt_tokens
     reasoned = parts.num_reasoning_tokens
-    return UsageFigures(num_prompt, parts.num_tokens, parts.cached_tokens, reasoned)
+    return UsageFigures(num_prompt, parts.num_tokens, parts.cached_tokens, reasoned, *times_s)
 
 
 def ends_of(parts: TextParts) -> list[ChoiceEnd]:

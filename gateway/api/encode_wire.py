@@ -102,6 +102,8 @@ class EncodeAsk:
     return_documents: bool = True
     priority: int = 0
     ignored: tuple[str, ...] = ()
+    style: Literal["openai", "ollama"] = "openai"
+    """How an embedding is answered."""
 
     @property
     def param(self) -> str:
@@ -131,7 +133,7 @@ def decode(
         asked, told = decode_telling(
             _classify_decoder, body, shape_of(_ClassifyBody), tells_unknown
         )
-        inputs = _inputs(asked.input, max_inputs)
+        inputs = read_inputs(asked.input, max_inputs)
         return EncodeAsk(
             "classify",
             asked.model,
@@ -144,7 +146,7 @@ def decode(
     return EncodeAsk(
         "embedding",
         wanted.model,
-        _inputs(wanted.input, max_inputs),
+        read_inputs(wanted.input, max_inputs),
         cut=_cut(wanted),
         encoding_format=wanted.encoding_format or "float",
         dimensions=wanted.dimensions,
@@ -217,8 +219,8 @@ def _cut(body: _Body) -> int | None:
     return cut
 
 
-def _inputs(raw: msgspec.Raw, max_inputs: int) -> Inputs:
-    """A text, texts, token ids or lists of these. What comes first says which."""
+def read_inputs(raw: msgspec.Raw, max_inputs: int) -> Inputs:
+    """A text, texts, token ids or lists of these. What comes first says which. Raises ApiError."""
     body = bytes(raw)
     begin = bytes(c for c in body[:256] if c not in b" \t\r\n")[:2]
     if begin.startswith(b'"'):

@@ -52,6 +52,8 @@ class Dialect:
     headers: Callable[[Mapping[str, str], str, float], dict[str, str]] = plain_headers
     media_type: bytes = SERVER_SENT_EVENTS
     heartbeat: bytes = HEARTBEAT
+    takes_any_media: bool = False
+    """Whatever a body calls itself, it is read as JSON."""
 
 
 def _decode_chat(body: bytes, tells_unknown: bool) -> WireRequest:

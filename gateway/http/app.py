@@ -19,6 +19,7 @@ from gateway.dialects.dialect import CHAT
 from gateway.http import gets
 from gateway.http.acceptor import connections_of
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
+from gateway.http.ollama import OllamaRoutes
 from gateway.http.own_hosts import OwnHosts
 from gateway.http.post import Post
 from gateway.http.usage_reports import UsageReports
@@ -77,6 +78,7 @@ class Application(Starlette):
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
                 *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),
                 *(Route(path, Post(edge, "score"), methods=["POST"]) for path in SCORE),
+                *_ollama_routes(edge),
                 Route("/v1/models", gets.list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", gets.show_model, methods=["GET"]),
                 Route(f"{organization}/usage/completions", gets.usage, methods=["GET"]),
@@ -123,6 +125,12 @@ def _token_routes(edge: Edge) -> Iterator[Route]:
         ("/v1/messages/count_tokens", requests.count_tokens, MESSAGES),
     ):
         yield Route(path, Post(edge, "chat", dialect, handle), methods=["POST"])
+
+
+def _ollama_routes(edge: Edge) -> list[Route]:
+    """None where the setting names no key."""
+    key_id = edge.services.settings.ollama_key_id
+    return OllamaRoutes(edge, key_id).routes() if key_id else []
 
 
 class _Below(BaseRoute):

@@ -44,7 +44,8 @@ class Post:
         """ASGI. Raises ApiError while nothing has been sent, and ClientGone."""
         settings, state = self._edge.services.settings, scope["state"]
         headers = RequestHeaders(scope["headers"])
-        _check_media(headers)
+        if not self._dialect.takes_any_media:
+            _check_media(headers)
         watch = ClientWatch(state["connection"])
 
         async def receive_body() -> bytes:

@@ -26,6 +26,7 @@ from gateway.auth.auth import authenticate
 from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.cache.lookup import AnswerCache
+from gateway.dialects import ollama_wire
 from gateway.dialects.by_route import DIALECTS
 from gateway.dialects.dialect import CHAT
 from gateway.errors import ApiError, ClientGone
@@ -162,7 +163,10 @@ class Pipeline:
             return await self._preparer.prepare(wanted, *about)
         about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         most = self._settings.max_encode_inputs
-        asked = encode_wire.decode(kind, body, most, self._tells_unknown)
+        if kind == "embedding" and call.dialect:
+            asked = ollama_wire.decode_embed(body, most, self._tells_unknown)
+        else:
+            asked = encode_wire.decode(kind, body, most, self._tells_unknown)
         return await self._encode_preparer.prepare(asked, *about)
 
     def _parts(
@@ -192,7 +196,8 @@ class Pipeline:
         if active.is_gone:
             raise ClientGone
         flight.end(parts.choices[0], parts.cached_tokens)
-        return JsonAnswer([encoder.whole(ends_of(parts), usage_of(parts))], active.abandon)
+        body = encoder.whole(ends_of(parts), usage_of(parts, active.times_s))
+        return JsonAnswer([body], active.abandon)
 
     async def _events(
         self,
@@ -222,7 +227,7 @@ class Pipeline:
         if active.is_gone:
             return
         flight.end(parts.choices[0], parts.cached_tokens)
-        sink.write(encoder.end(ends_of(parts), usage_of(parts)))
+        sink.write(encoder.end(ends_of(parts), usage_of(parts, active.times_s)))
 
     async def _rows(self, active: ActiveRequest, parts: RowParts) -> Answer:
         """An encoder's answer is whole before anything of it leaves."""

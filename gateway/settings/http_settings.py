@@ -102,6 +102,12 @@ class HttpSettings:
         "What happens to unknown top-level fields of a request: `refuse` them with 400, or `tell`: "
         "take them without effect and name them in the response header `x-polyhost-ignored`.",
     )
+    ollama_key_id: str = setting(
+        "",
+        "Id of the API key (`polyhost keys list`) in whose name requests to Ollama's routes "
+        "(`/api/chat` and others) run that send no key. Everybody who reaches the server can then "
+        "use it: give it limits. Empty: these routes are off.",
+    )
     reasoning_fields: str = setting(
         "both",
         "What chat completions call the reasoning of a model: `reasoning` (as vLLM and "
