@@ -38,13 +38,17 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: Priority | None = None
 
 
-class _EmbeddingBody(_Body, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/embeddings."""
+
     input: msgspec.Raw
     encoding_format: EncodingFormat | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
 
-class _ClassifyBody(_Body, forbid_unknown_fields=True, kw_only=True):
+class ClassifyBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/classify."""
+
     input: msgspec.Raw
 
 
@@ -52,7 +56,9 @@ class _DocumentBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     text: str
 
 
-class _RerankBody(_Body, forbid_unknown_fields=True, kw_only=True):
+class RerankBody(_Body, forbid_unknown_fields=True, kw_only=True):
+    """POST /v1/rerank."""
+
     query: Annotated[str, msgspec.Meta(min_length=1)]
     documents: msgspec.Raw
     top_n: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
@@ -60,7 +66,7 @@ class _RerankBody(_Body, forbid_unknown_fields=True, kw_only=True):
     max_tokens_per_doc: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
 
 
-class _ScoreBody(_Body, forbid_unknown_fields=True, kw_only=True):
+class ScoreBody(_Body, forbid_unknown_fields=True, kw_only=True):
     """Both fields have two names at vLLM."""
 
     text_1: msgspec.Raw = _NOTHING
@@ -69,10 +75,10 @@ class _ScoreBody(_Body, forbid_unknown_fields=True, kw_only=True):
     documents: msgspec.Raw = _NOTHING
 
 
-_embedding_decoder = msgspec.json.Decoder(_EmbeddingBody)
-_classify_decoder = msgspec.json.Decoder(_ClassifyBody)
-_score_decoder = msgspec.json.Decoder(_ScoreBody)
-_rerank_decoder = msgspec.json.Decoder(_RerankBody)
+_embedding_decoder = msgspec.json.Decoder(EmbeddingBody)
+_classify_decoder = msgspec.json.Decoder(ClassifyBody)
+_score_decoder = msgspec.json.Decoder(ScoreBody)
+_rerank_decoder = msgspec.json.Decoder(RerankBody)
 _text_decoder = msgspec.json.Decoder(str)
 _texts_decoder = msgspec.json.Decoder(list[str])
 _ids_decoder = msgspec.json.Decoder(list[int])
@@ -124,15 +130,13 @@ def decode(
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
     more than `max_inputs`. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "rerank":
-        ranks, told = decode_telling(_rerank_decoder, body, shape_of(_RerankBody), tells_unknown)
+        ranks, told = decode_telling(_rerank_decoder, body, shape_of(RerankBody), tells_unknown)
         return _rerank(ranks, max_inputs, told.names)
     if kind == "score":
-        scores, told = decode_telling(_score_decoder, body, shape_of(_ScoreBody), tells_unknown)
+        scores, told = decode_telling(_score_decoder, body, shape_of(ScoreBody), tells_unknown)
         return _score(scores, max_inputs, told.names)
     if kind == "classify":
-        asked, told = decode_telling(
-            _classify_decoder, body, shape_of(_ClassifyBody), tells_unknown
-        )
+        asked, told = decode_telling(_classify_decoder, body, shape_of(ClassifyBody), tells_unknown)
         inputs = read_inputs(asked.input, max_inputs)
         return EncodeAsk(
             "classify",
@@ -142,7 +146,7 @@ def decode(
             priority=asked.priority or 0,
             ignored=told.names,
         )
-    wanted, told = decode_telling(_embedding_decoder, body, shape_of(_EmbeddingBody), tells_unknown)
+    wanted, told = decode_telling(_embedding_decoder, body, shape_of(EmbeddingBody), tells_unknown)
     return EncodeAsk(
         "embedding",
         wanted.model,
@@ -155,7 +159,7 @@ def decode(
     )
 
 
-def _rerank(asked: _RerankBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
+def _rerank(asked: RerankBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
     raw = bytes(asked.documents)
     _count_texts("documents", raw, max_inputs)
     documents = decode_body(_documents_decoder, raw, "documents")
@@ -174,7 +178,7 @@ def _rerank(asked: _RerankBody, max_inputs: int, told: tuple[str, ...]) -> Encod
     )
 
 
-def _score(asked: _ScoreBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
+def _score(asked: ScoreBody, max_inputs: int, told: tuple[str, ...]) -> EncodeAsk:
     queries = _side(asked.text_1, asked.queries, ("text_1", "queries"), max_inputs)
     documents = _side(asked.text_2, asked.documents, ("text_2", "documents"), max_inputs)
     if len(queries) not in (1, len(documents)):

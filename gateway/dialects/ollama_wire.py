@@ -119,7 +119,7 @@ class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     options: msgspec.Raw = _NOTHING
 
 
-class _ShowBody(msgspec.Struct):
+class ShowBody(msgspec.Struct):
     """POST /api/show; it has had both names."""
 
     model: str = ""
@@ -142,7 +142,7 @@ _EMBED = Shape(OllamaEmbedBody.__struct_fields__)
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
 _embed_decoder = msgspec.json.Decoder(OllamaEmbedBody)
-_show_decoder = msgspec.json.Decoder(_ShowBody)
+_show_decoder = msgspec.json.Decoder(ShowBody)
 _any_decoder = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 

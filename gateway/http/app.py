@@ -20,6 +20,7 @@ from gateway.http import gets
 from gateway.http.acceptor import connections_of
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
 from gateway.http.ollama import OllamaRoutes
+from gateway.http.openapi import openapi
 from gateway.http.own_hosts import OwnHosts
 from gateway.http.post import Post
 from gateway.http.usage_reports import UsageReports
@@ -88,6 +89,7 @@ class Application(Starlette):
                 Route("/health", gets.ready, methods=["GET"]),
                 Route("/ping", gets.ready, methods=["GET"]),
                 Route("/version", gets.version, methods=["GET"]),
+                Route("/openapi.json", openapi, methods=["GET"]),
                 Route("/metrics", gets.metrics, methods=["GET"]),
                 *(_Below(path, OwnHosts(app, settings)) for path, app in mounted.items()),
             ],
