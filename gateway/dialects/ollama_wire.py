@@ -247,7 +247,7 @@ def _common(asked: _Common, told: ToldFields) -> dict[str, Any]:
 
 
 def _form(raw: msgspec.Raw) -> ResponseFormat:
-    value = _any_decoder.decode(raw)
+    value = decode_body(_any_decoder, bytes(raw), "format")
     if value in (None, ""):
         return TextFormat()
     if value == "json":

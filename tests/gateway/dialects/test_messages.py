@@ -257,6 +257,24 @@ async def test_refusals_of_the_queue(
         assert body["request_id"] == answer.headers["request-id"]
 
 
+async def test_a_kept_answer_is_told_in_the_dialect_that_asks(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("The game")
+    mode = {"x_polyhost_cache_mode": "exact"}
+    fields = {"temperature": 0, "max_tokens": 40}
+    chat = {"model": "tiny", "messages": [USER], **fields}
+    async with client.post("/v1/chat/completions", chat, **mode) as answer:
+        assert answer.headers["x-polyhost-cache"] == "miss"
+    for stream in (False, True):
+        body = {**ASK, **fields, "stream": stream}
+        async with client.post(URL, body, **mode) as answer:
+            assert answer.headers["x-polyhost-cache"] == "hit"
+            text = await answer.text()
+        assert ("message_stop" in text) == stream
+        assert "The" in text
+        assert '"stop_reason":"end_turn"' in text
+    assert len(kit.dispatcher.requests) == 1
+
+
 async def test_errors_before_and_after_the_body_is_read(kit: Kit, client: Client) -> None:
     async with client.post(URL, ASK, key="wrong") as answer:
         assert answer.status == 401

@@ -140,6 +140,13 @@ async def test_errors_are_a_text(kit: Kit, client: Client, path: str, body: Any,
     assert not kit.dispatcher.requests
 
 
+async def test_a_form_that_is_nested_without_end(kit: Kit, client: Client) -> None:
+    form = '{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "format": '
+    body = (form + '{"a":' * 5000 + "1" + "}" * 5000 + "}").encode()
+    async with client.session.post(client.base + "/api/chat", data=body) as answer:
+        assert answer.status == 400
+
+
 async def test_a_stream_that_fails_ends_with_an_error(kit: Kit, client: Client) -> None:
     def script(running: Any) -> None:
         running.say(kit.ids("The"))
