@@ -31,7 +31,7 @@ PRICE = (
     "prompt_nanos, cached_nanos, completion_nanos, embedding_nanos, service_second_nanos, "
     "load_second_nanos"
 )
-ENCODERS = {"embedding", "classify", "rerank"}
+ENCODERS = {"embedding", "classify", "rerank", "score"}
 MOST_S = 600
 SHOWN = 10
 Rows = Sequence[tuple[Any, ...]]

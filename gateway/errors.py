@@ -113,12 +113,22 @@ def model_gone(name: str) -> ApiError:
     return ApiError(MODEL_NOT_FOUND, f"the model {name!r} is no longer available", param="model")
 
 
+def context_overflow(max_context: int, what: str, advice: str, param: str) -> ApiError:
+    """A prompt that does not fit. LiteLLM looks for the beginning of this message, LangChain for
+    the code in it: by these they know that a shorter prompt, or another model, may do."""
+    message = (
+        f"This model's maximum context length is {max_context} tokens. However, {what}. {advice} "
+        f"({CONTEXT_LENGTH.code})"
+    )
+    return ApiError(CONTEXT_LENGTH, message, param)
+
+
 def wrong_task(name: str, task: str) -> ApiError:
     """A model of this task was asked for something else."""
     does, routes = {
         "generate": ("generates text", "/v1/chat/completions or /v1/completions"),
         "embed": ("embeds texts", "/v1/embeddings"),
-        "classify": ("classifies texts", "/v1/classify or /v1/rerank"),
+        "classify": ("classifies texts", "/v1/classify, /v1/rerank or /v1/score"),
     }[task]
     return ApiError(WRONG_TASK, f"the model {name!r} {does}: use {routes}", "model")
 

@@ -40,7 +40,7 @@ class CachePolicy:
 NO_CACHE = CachePolicy()
 
 Task: TypeAlias = Literal["generate", "embed", "classify"]
-EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank"]
+EncodeKind: TypeAlias = Literal["embedding", "classify", "rerank", "score"]
 RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
@@ -98,12 +98,18 @@ class ModelOutlook:
 class PreparedRequest:
     """A validated request in token ids. Nothing has been reserved for it yet.
 
-    `num_choices` answers are wanted; towards workers each is a request of its own. `logprobs`,
-    `prompt_logprobs`: -1 none, k the token's own and the k likeliest. `echo` is the prompt as the
-    answer repeats it. `only_prompt`: nothing is to be generated. `continues_text`: the answer goes
-    on where the prompt's text ends, in a chat too. `shown_token_ids`: control tokens that the
-    answer's parser has to see. `is_judged`: its tokens' own log-probabilities are asked for though
-    the caller does not see them.
+    `num_choices` answers are wanted; towards workers each is a request of its own. Several prompts
+    lie in `prompt_token_ids` end to end, with their `prompt_lengths`, and have as many answers
+    each, in their order. `logprobs`, `prompt_logprobs`: -1 none, k the token's own and the k
+    likeliest; `shown_prompt_logprobs`: the same of those that the answer has in a field of their
+    own. `echoes`: the prompts as the answers repeat them, or none. `only_prompt`: nothing is
+    to be generated. `continues_text`: the answer goes on where the prompt's text ends, in a chat
+    too. `shown_token_ids`: control tokens that the answer's parser has to see. `is_judged`: its
+    tokens' own log-probabilities are asked for though the caller does not see them.
+
+    `include_usage`, `continuous_usage`, `obfuscates`: the last event of a stream has the usage,
+    every event has it, events are padded so that their sizes tell nothing. `service_tier`: told
+    back, "" where none was asked for. `reasoning_fields`: what an answer calls its reasoning.
 
     `encode`: the inputs for an encoder, which lie in `prompt_token_ids`; `max_tokens` is 0 then.
     `continues`: a later piece of a request that was admitted, which a full queue does not refuse.
@@ -121,13 +127,19 @@ class PreparedRequest:
     stop_strings: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    obfuscates: bool = False
+    service_tier: str = ""
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     cache_mode: CacheMode = "off"
     created_at: int = 0
     num_choices: int = 1
     logprobs: int = -1
     prompt_logprobs: int = -1
+    shown_prompt_logprobs: int = -1
     constraint: Constraint | None = None
-    echo: str = ""
+    echoes: tuple[str, ...] = ()
+    prompt_lengths: tuple[int, ...] = ()
     only_prompt: bool = False
     continues_text: bool = False
     shown_token_ids: frozenset[int] = frozenset()
@@ -141,6 +153,15 @@ class PreparedRequest:
     def num_prompt_tokens(self) -> int:
         """How long the prompt is."""
         return len(self.prompt_token_ids)
+
+    @property
+    def num_per_prompt(self) -> int:
+        """Choices of each prompt."""
+        return self.num_choices // (len(self.prompt_lengths) or 1)
+
+    def echo_of(self, index: int) -> str:
+        """What the answer of this choice begins with."""
+        return self.echoes[index // self.num_per_prompt] if self.echoes else ""
 
 
 class Asked(Protocol):
@@ -278,6 +299,12 @@ class Call:
     when_gone: Callable[[Callable[[], None]], None]
     answer_headers: dict[str, str] = field(default_factory=dict)
     principal: Principal | None = None
+    dialect: str = ""
+    """By its name; "": the one of its kind."""
+
+    def tell_ignored(self, names: Sequence[str]) -> None:
+        """These fields had no effect."""
+        self.answer_headers["x-polyhost-ignored"] = ", ".join(names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,7 +166,8 @@ def test_every_metric_is_documented() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    services = mock.Mock(metrics_registry=CollectorRegistry(), settings=Settings())
+    settings = Settings(ollama_key_id="key_1")
+    services = mock.Mock(metrics_registry=CollectorRegistry(), settings=settings)
     page = read("docs/api.md")
     missing = []
     for route in create_app(services, {}).routes:

@@ -2,10 +2,10 @@
 
 Comes in: pieces of choices and how they ended. Goes out: bytes. What is the same in all chunks of a
 choice is encoded once, so a piece of plain text costs one JSON string and two joins. Where the
-pieces come from is choice.py's; sending them is post.py's. Events of a chat are spelled so:
+pieces come from is text_parts.py's; sending them is post.py's. Events of a chat are spelled so:
 
     ContentDelta      {"content": "..."}
-    ReasoningDelta    {"reasoning_content": "..."}
+    ReasoningDelta    {"reasoning": "...", "reasoning_content": "..."}
     ToolCallStart     {"tool_calls": [{"index": 0, "id": ..., "type": "function",
                                        "function": {"name": ..., "arguments": ""}}]}
     ArgumentsDelta    {"tool_calls": [{"index": 0, "function": {"arguments": "..."}}]}
@@ -16,13 +16,14 @@ completion's. A token whose bytes are half a character is spelled as OpenAI spel
 infinity: what the model rules out is reported as LOWEST.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from gateway.answer.choice import Piece, TextParts
+from gateway.answer.choice import Piece
+from gateway.answer.encoder import ChoiceEnd, UsageFigures, UsageNow
 from gateway.api.tools.output_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -32,6 +33,7 @@ from gateway.api.tools.output_parser import (
     joined,
 )
 from gateway.errors import ApiError
+from gateway.prepare.prepare import Prepared
 from gateway.text.detokenize import ScoredToken
 from gateway.text.pieces import PieceTable
 from gateway.types import PreparedRequest
@@ -45,39 +47,19 @@ _OBJECTS = {
 }
 _encode = msgspec.json.Encoder().encode
 LOWEST = -9999.0
-
-
-@dataclass(frozen=True, slots=True)
-class UsageFigures:
-    """Tokens as the client sees them; the posting says the same."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-    def body(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-
-def usage_of(parts: TextParts) -> UsageFigures:
-    """Once the text has ended."""
-    num_prompt = parts.prepared.request.num_prompt_tokens
-    return UsageFigures(num_prompt, parts.num_tokens, parts.cached_tokens)
+NO_MORE: Mapping[str, Any] = {}
+_EVEN_BYTES = 64
+"""Padded events are multiples of it."""
 
 
 class _Scores:
     """The `logprobs` of a choice in its request's format; None where they were not asked for."""
 
-    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+    def __init__(self, request: PreparedRequest, pieces: PieceTable, index: int = 0) -> None:
         self._wanted = request.logprobs >= 0
+        self._num_top = max(0, request.logprobs)
         self._is_chat = request.kind == "chat"
-        self._shift = len(request.echo)
+        self._shift = len(request.echo_of(index))
         self._pieces = pieces
 
     def body(
@@ -111,7 +93,8 @@ class _Scores:
                 tops.append(None)
                 continue
             top: dict[str, float] = {}
-            for token_id, value in (*token.scores.top, (token.token_id, token.scores.logprob)):
+            likeliest = token.scores.top[: self._num_top]
+            for token_id, value in (*likeliest, (token.token_id, token.scores.logprob)):
                 top.setdefault(self._key(token_id), _finite(value))
             tops.append(top)
         return {
@@ -122,6 +105,29 @@ class _Scores:
             "top_logprobs": tops,
             "text_offset": [shift + token.start for token in scored],
         }
+
+    def of_prompt(
+        self, prompt: Sequence[ScoredToken], num_top: int
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """As vLLM spells the scores of a prompt: by token id, with ranks where they are known."""
+        found: list[dict[str, dict[str, Any]] | None] = []
+        for token in prompt:
+            if token.scores is None:
+                found.append(None)
+                continue
+            likeliest = token.scores.top[:num_top]
+            entries = {
+                str(token_id): self._prompt_entry(token_id, value, rank)
+                for rank, (token_id, value) in enumerate(likeliest, 1)
+            }
+            own = self._prompt_entry(token.token_id, token.scores.logprob, None)
+            entries.setdefault(str(token.token_id), own)
+            found.append(entries)
+        return found
+
+    def _prompt_entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = self._chat_entry(token_id, logprob)["token"]
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
 
     def _chat_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         piece = self._pieces.piece(token_id)
@@ -146,15 +152,21 @@ class _Scores:
 
 
 class Chunks:
-    """Writes the events of one streamed answer."""
+    """Writes the events of one streamed answer. See encoder.StreamEncoder."""
 
-    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+    def __init__(
+        self, request: PreparedRequest, pieces: PieceTable, usage_now: UsageNow | None = None
+    ) -> None:
+        """`usage_now`: where `continuous_usage` is asked for."""
         self._request = request
+        self._usage_now = usage_now if request.continuous_usage else None
+        self._is_even = self._usage_now is None and not request.obfuscates
         self._is_chat = request.kind == "chat"
         # With include_usage every chunk but the last says "usage": null, as OpenAI's do.
         self._extra = {"usage": None} if request.include_usage else {}
-        self._scores = _Scores(request, pieces)
-        self._around = [self._around_text(index) for index in range(request.num_choices)]
+        self._scores = [_Scores(request, pieces, n) for n in range(request.num_choices)]
+        choices = range(request.num_choices if self._is_even else 0)
+        self._around = [self._around_text(index) for index in choices]
         self._begun: set[int] = set()
 
     def piece(self, piece: Piece) -> bytes:
@@ -168,12 +180,21 @@ class Chunks:
         # All scores go with the piece's first chunk: accumulators only append them.
         deltas = [said for event in events if (said := self._delta(event)) is not None]
         deltas = deltas or [{"content": ""} if self._is_chat else {"text": ""}]
-        scores = self._scores.body(piece.scored)
+        scores = self._scores[piece.index].body(piece.scored)
         chunks = [
             self._chunk(piece.index, said, None, None if n else scores)
             for n, said in enumerate(deltas)
         ]
         return first + b"".join(chunks)
+
+    def end(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See StreamEncoder."""
+        last = b"".join(self.last(end.index, end.finish_reason) for end in ends)
+        return last + self.usage(usage) + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        """See StreamEncoder."""
+        return error_event(error)
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The end of a choice."""
@@ -193,14 +214,14 @@ class Chunks:
         self._begun.add(piece.index)
         if self._is_chat:
             return self._chunk(piece.index, {"role": "assistant", "content": ""}, None)
-        echo = self._request.echo
+        echo = self._request.echo_of(piece.index)
         if not echo and not piece.prompt:
             return b""
-        scores = self._scores.body((), piece.prompt) if piece.prompt else None
+        scores = self._scores[piece.index].body((), piece.prompt) if piece.prompt else None
         return self._chunk(piece.index, {"text": echo}, None, scores)
 
     def _event(self, index: int, event: Event) -> bytes:
-        if isinstance(event, ContentDelta):
+        if isinstance(event, ContentDelta) and self._is_even:
             before, after = self._around[index]
             return before + _encode(event.text) + after
         said = self._delta(event)
@@ -209,7 +230,7 @@ class Chunks:
     def _delta(self, event: Event) -> dict[str, Any] | None:
         """What a chunk says of an event; some say nothing to the client."""
         if self._is_chat:
-            return delta(event)
+            return delta(event, self._request.reasoning_fields)
         return {"text": event.text} if isinstance(event, ContentDelta) else None
 
     def _chunk(
@@ -221,7 +242,13 @@ class Chunks:
     ) -> bytes:
         content = {"delta": said} if self._is_chat else said
         choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
-        return _event({**_head(self._request, True), "choices": [choice], **self._extra})
+        body = {**_head(self._request, True), "choices": [choice], **self._extra}
+        if self._usage_now is not None:
+            body["usage"] = self._usage_now().body()
+        if self._request.obfuscates:
+            body["obfuscation"] = ""
+            body["obfuscation"] = _padding(len(_encode(body)))
+        return _event(body)
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         mark = "\ue000"
@@ -237,7 +264,8 @@ class WholeChoice:
     def __init__(self, request: PreparedRequest, index: int, pieces: PieceTable) -> None:
         self._request = request
         self._index = index
-        self._scores = _Scores(request, pieces)
+        self._echo = request.echo_of(index)
+        self._scores = _Scores(request, pieces, index)
         self._events: list[Event] = []
         self._scored: list[ScoredToken] = []
         self._prompt: Sequence[ScoredToken] = ()
@@ -250,15 +278,55 @@ class WholeChoice:
 
     def body(self, finish_reason: str) -> dict[str, Any]:
         """An item of `choices`."""
-        said = message(self._events)
+        said = message(self._events, self._request.reasoning_fields)
         is_chat = self._request.kind == "chat"
-        content = {"message": said} if is_chat else {"text": self._request.echo + said["content"]}
-        return {
+        content = {"message": said} if is_chat else {"text": self._echo + said["content"]}
+        echoed = self._prompt if self._request.echoes else ()
+        body = {
             "index": self._index,
             **content,
-            "logprobs": self._scores.body(self._scored, self._prompt),
+            "logprobs": self._scores.body(self._scored, echoed),
             "finish_reason": finish_reason,
         }
+        if not is_chat and self._request.shown_prompt_logprobs >= 0:
+            body["prompt_logprobs"] = self.prompt_logprobs()
+        return body
+
+    def prompt_logprobs(self) -> list[dict[str, dict[str, Any]] | None]:
+        """Of the prompt's tokens."""
+        return self._scores.of_prompt(self._prompt, self._request.shown_prompt_logprobs)
+
+
+class Choices:
+    """Gathers all choices of an answer that is not streamed. See encoder.WholeEncoder."""
+
+    def __init__(self, request: PreparedRequest, pieces: PieceTable) -> None:
+        self._request = request
+        self._choices = [WholeChoice(request, n, pieces) for n in range(request.num_choices)]
+
+    def add(self, piece: Piece) -> None:
+        """See WholeEncoder."""
+        self._choices[piece.index].add(piece)
+
+    def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See WholeEncoder."""
+        bodies = [self._choices[end.index].body(end.finish_reason) for end in ends]
+        more: dict[str, Any] = {}
+        if self._request.kind == "chat" and self._request.shown_prompt_logprobs >= 0:
+            more["prompt_logprobs"] = self._choices[0].prompt_logprobs()
+        return json_answer(self._request, bodies, usage, more)
+
+
+class OpenAiFormat:
+    """Chat completions and completions. See encoder.AnswerFormat."""
+
+    def stream(self, prepared: Prepared, usage_now: UsageNow) -> Chunks:
+        """See AnswerFormat."""
+        return Chunks(prepared.request, prepared.codec.pieces, usage_now)
+
+    def whole(self, prepared: Prepared) -> Choices:
+        """See AnswerFormat."""
+        return Choices(prepared.request, prepared.codec.pieces)
 
 
 def error_event(error: ApiError) -> bytes:
@@ -267,33 +335,44 @@ def error_event(error: ApiError) -> bytes:
 
 
 def json_answer(
-    request: PreparedRequest, choices: Sequence[dict[str, Any]], usage: UsageFigures
+    request: PreparedRequest,
+    choices: Sequence[dict[str, Any]],
+    usage: UsageFigures,
+    more: Mapping[str, Any] = NO_MORE,
 ) -> bytes:
-    """The whole answer of a request that is not streamed."""
-    return _encode({**_head(request, False), "choices": choices, "usage": usage.body()})
+    """The whole answer of a request that is not streamed. `more`: further fields."""
+    return _encode({**_head(request, False), "choices": choices, "usage": usage.body(), **more})
 
 
 def _head(request: PreparedRequest, stream: bool) -> dict[str, Any]:
-    return {
+    head = {
         "id": request.request_id,
         "object": _OBJECTS[request.kind, stream],
         "created": request.created_at,
         "model": request.model.name,
         "system_fingerprint": f"fp_{request.model.revision[:12]}",
     }
+    if request.service_tier:
+        head["service_tier"] = request.service_tier
+    return head
+
+
+def _padding(size_bytes: int) -> str:
+    """What makes an event of so many bytes as long as its neighbours."""
+    return secrets.token_hex(_EVEN_BYTES)[: _EVEN_BYTES - size_bytes % _EVEN_BYTES]
 
 
 def _event(body: object) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def delta(event: Event) -> dict[str, Any] | None:
+def delta(event: Event, reasoning_fields: Sequence[str]) -> dict[str, Any] | None:
     """The `delta` of one chunk, None where there is none to send."""
     match event:
         case ContentDelta():
             return {"content": event.text}
         case ReasoningDelta():
-            return {"reasoning_content": event.text}
+            return dict.fromkeys(reasoning_fields, event.text)
         case ToolCallStart():
             function = {"name": event.name, "arguments": ""}
             call = {"id": event.call_id, "type": "function", "function": function}
@@ -304,7 +383,9 @@ def delta(event: Event) -> dict[str, Any] | None:
     return None
 
 
-def message(events: Iterable[Event]) -> dict[str, Any]:
+def message(
+    events: Iterable[Event], reasoning_fields: Sequence[str] = ("reasoning_content",)
+) -> dict[str, Any]:
     """The message of a whole answer. `content` is None where there are only calls."""
     content: list[str] = []
     reasoned: list[str] = []
@@ -324,7 +405,7 @@ def message(events: Iterable[Event]) -> dict[str, Any]:
     text = "".join(content)
     out: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if reasoned:
-        out["reasoning_content"] = "".join(reasoned)
+        out |= dict.fromkeys(reasoning_fields, "".join(reasoned))
     if calls:
         out["content"] = text or None
         for call, pieces in zip(calls, arguments, strict=True):

@@ -1,18 +1,12 @@
-"""The choices (`n`) of a request for text, and their pieces in the order they come.
+"""One choice of a request for text: the worker's events become pieces.
 
 Part of stage 9. Comes in: the workers' events. Goes out: pieces: what a parser made of the text,
-with the log-probabilities of its tokens. Who pays, and what becomes of a request whose choices end
-differently, is active_request.py's; bytes are answer.py's.
-
-Workers know choices as requests of their own, named by `choices.choice_id`, each with a seed of its
-own; they share the prompt through its prefix cache.
+with the log-probabilities of its tokens. All choices of a request are text_parts.py's; bytes are
+answer.py's.
 """
 
-import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -27,11 +21,9 @@ from gateway.errors import (
     WorkerLost,
     unenforceable,
 )
-from gateway.prepare.prepare import Prepared
 from gateway.text.detokenize import ScoredToken, TextStream, score_prompt
 from gateway.text.pieces import PieceTable
-from gateway.types import SEED_MASK, PartsEnd, PreparedRequest, RunningRequest, Sink, TokenEvent
-from gateway.workers.choices import choice_id, summed_usage
+from gateway.types import PreparedRequest, RunningRequest, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +82,8 @@ class Choice:
         self._owner = owner
         self._events = aiter(running)
         self._texts: list[str] = []
+        self.num_reasoning_tokens = 0
+        """Of `num_tokens`, those of the reasoning and of the marks around it."""
         self._prompt_reported = False
         self._sum_logprobs, self._num_judged = 0.0, 0
         self._text = TextStream(
@@ -145,6 +139,11 @@ class Choice:
         return finish_reason("stop", self._parser.num_calls)
 
     @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or ""."""
+        return self._text.stop_string
+
+    @property
     def usage(self) -> Usage:
         """The worker's word on what was used; our own count where there is none."""
         if self.finish is not None:
@@ -190,10 +189,13 @@ class Choice:
 
     def _take(self, event: TokenEvent) -> Piece:
         text = ""
+        reasoned: list[Event] = []
         if event.token_ids:
             num_tokens = len(event.token_ids)
             self._last_token_s = self._owner.on_tokens(num_tokens, self._last_token_s)
-            if not self._request.only_prompt:
+            if self._parser.reasoning_state != "done":
+                reasoned = self._reason(event)
+            elif not self._request.only_prompt:
                 shown = event.logprobs if self._request.logprobs >= 0 else ()
                 text = self._text.push(event.token_ids, shown)
         if self._request.is_judged:
@@ -209,13 +211,30 @@ class Choice:
             self.running.abort()
         self._texts.append(text)
         events = self._parser.feed(text) if text else []
+        if reasoned:
+            events = [*reasoned, *events]
         has_ended = self.has_ended
         if has_ended:
             events = [*events, *self._parser.flush()]
-        if self._request.logprobs < 0:
+        if self._request.logprobs < 0 and self._request.prompt_logprobs < 0:
             return Piece(self.index, events)
         scored = self._text.take_scored(has_ended)
         return Piece(self.index, events, scored, self._prompt(event))
+
+    def _reason(self, event: TokenEvent) -> list[Event]:
+        """Token by token, so that those of the reasoning are counted one by one."""
+        events: list[Event] = []
+        wants_scores = self._request.logprobs >= 0
+        for at, token_id in enumerate(event.token_ids):
+            was_inside = self._parser.reasoning_state == "inside"
+            before = self._text.num_tokens
+            text = self._text.push([token_id], event.logprobs[at : at + 1] if wants_scores else ())
+            self._texts.append(text)
+            if text:
+                events += self._parser.feed(text)
+            if was_inside or self._parser.reasoning_state == "inside":
+                self.num_reasoning_tokens += self._text.num_tokens - before
+        return events
 
     def _prompt(self, event: TokenEvent) -> Sequence[ScoredToken]:
         """With the first tokens. A prompt of one token has no scores and is reported all the
@@ -255,222 +274,3 @@ def worker_was_lost() -> ApiError:
     """The answer to a request whose worker died at the wrong moment."""
     message = "the worker that ran the request stopped: retry the request"
     return ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S)
-
-
-class TextParts:
-    """All choices of a request: their pieces first come first served, each choice's own in order.
-
-    One choice is read directly. Several are waited for by a task each, and a choice is read again
-    only when its piece was taken: a client that does not read fills the worker's streams, where the
-    bound is.
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        run: Callable[[PreparedRequest], RunningRequest],
-        owner: PartsOwner,
-    ) -> None:
-        """`run` queues a request."""
-        self.prepared = prepared
-        self.choices: list[Choice] = []
-        self._run = run
-        self._owner = owner
-        self._first: Piece | None = None
-        self._waiting: dict[int, asyncio.Task[Piece]] = {}
-        self._ready: deque[asyncio.Task[Piece]] = deque()
-
-    # What their owner asks (active_request.Parts).
-
-    @property
-    def is_queued(self) -> bool:
-        """The dispatcher has at least one of them."""
-        return bool(self.choices)
-
-    @property
-    def has_ended(self) -> bool:
-        """Nothing more will be said."""
-        return all(choice.has_ended for choice in self.choices)
-
-    @property
-    def num_tokens(self) -> int:
-        """Up to each choice's stop."""
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of the prompt, as every choice found it."""
-        return min(choice.usage.cached_tokens for choice in self.choices)
-
-    def start(self) -> None:
-        """Queue all of them. Raises ApiError where one is refused."""
-        prepared = self.prepared
-        for index, request in enumerate(_choices(prepared.request)):
-            running, parser = self._run(request), prepared.new_parser()
-            of_all = prepared.request, running, prepared.codec.pieces, parser, self._owner
-            self.choices.append(Choice(index, *of_all))
-
-    def abort(self) -> None:
-        """Stop the workers within one step."""
-        for choice in self.choices:
-            choice.running.abort()
-
-    async def end(self) -> PartsEnd:
-        """Read no more; stop the workers and take what each says last."""
-        tasks = [*self._waiting.values(), *self._ready]
-        self._waiting.clear()
-        self._ready.clear()
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.gather(*tasks, return_exceptions=True)
-        self.abort()
-        choices = self.choices
-        for choice in choices:
-            await choice.take_last_event()
-        usages = [choice.usage for choice in choices]
-        return PartsEnd(
-            is_complete=all(choice.is_complete for choice in choices),
-            usage=summed_usage(usages),
-            queue_s=max(choice.running.queue_s for choice in choices),
-            finish_reasons=[choice.finish_reason for choice in choices],
-            num_tokens=self.num_tokens,
-            num_sent=self._num_sent,
-            num_generated=sum(
-                max(choice.num_tokens, usage.generated_tokens)
-                for choice, usage in zip(choices, usages, strict=True)
-            ),
-            is_spent=any(choice.num_tokens and choice.has_spent_form for choice in choices),
-            overflowed=any(choice.running.overflowed for choice in choices),
-        )
-
-    # How they are read.
-
-    async def begin(self, wait_s: float) -> None:
-        """Wait for the first tokens, which until then can be refused by an HTTP status; at most
-        `wait_s`, 0: as long as it takes. Raises ApiError."""
-        if not wait_s or await self._has_event(wait_s):
-            self._first = await self._next()
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The answer as it is made; ends early for a client that is gone. Raises ApiError."""
-        if self._first is not None:
-            yield self._first
-        while not self._is_over:
-            if self.prepared.request.stream:  # What was yielded before has been sent.
-                self._owner.streamed(self._num_sent)
-            yield await self._next()
-
-    async def push(self, send: Callable[[Piece], None], sink: Sink) -> None:
-        """Hand the pieces on as they are made, while the client reads: what it does not read waits
-        in the dispatcher's streams, where the bound is. Ends as `pieces` does. Raises ApiError.
-
-        One choice is handed on by plain calls, as far as from the worker's message to the socket:
-        they run inside the dispatcher, to which nothing is raised.
-        """
-        if len(self.choices) > 1:
-            async for piece in self.pieces():
-                send(piece)
-                await sink.drained()
-            return
-        send(self._first or await self._next())
-        if self._is_over:
-            return
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        choice = self.choices[0]
-        is_busy = False
-
-        def on_event() -> None:
-            nonlocal is_busy
-            if is_busy or over.done():  # busy: an abort from within may bring the last event
-                return
-            is_busy = True
-            try:
-                self._hand_on(choice, send, sink)
-            except Exception as error:  # noqa: BLE001  carried to who awaits below
-                over.set_exception(error)
-            else:
-                if choice.has_ended:
-                    over.set_result(None)
-            is_busy = False
-
-        sink.when_drained(on_event)
-        choice.running.listen(on_event)
-        try:
-            await over
-        finally:
-            choice.running.listen(None)
-
-    def _hand_on(self, choice: Choice, send: Callable[[Piece], None], sink: Sink) -> None:
-        """All there is, unless the client does not read."""
-        while choice.running.has_event and not sink.is_full:
-            piece = choice.take()
-            if piece is None:
-                return
-            send(piece)
-            choice.num_sent = choice.num_tokens
-            if choice.has_ended:
-                return
-            self._owner.streamed(choice.num_sent)  # of the only one
-
-    @property
-    def _is_over(self) -> bool:
-        """Every choice has ended and been read."""
-        return not self._ready and not self._waiting and self.has_ended
-
-    async def _has_event(self, timeout_s: float) -> bool:
-        """Whether there is something to begin with within the time. Takes nothing."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[bool] = loop.create_future()
-
-        def tell(is_ready: bool = True) -> None:
-            if not waiter.done():
-                waiter.set_result(is_ready)
-
-        timer = loop.call_later(timeout_s, tell, False)
-        try:
-            for choice in self.choices:
-                choice.running.listen(tell)
-            return await waiter
-        finally:
-            timer.cancel()
-            for choice in self.choices:
-                choice.running.listen(None)
-
-    @property
-    def _num_sent(self) -> int:
-        return sum(choice.num_sent for choice in self.choices)
-
-    async def _next(self) -> Piece:
-        """The next piece there is, to be handed on. Raises ApiError when a choice fails."""
-        piece = await self._next_piece()
-        choice = self.choices[piece.index]
-        choice.num_sent = choice.num_tokens  # it is not read again before this piece was taken
-        return piece
-
-    async def _next_piece(self) -> Piece:
-        if len(self.choices) == 1:
-            return await self.choices[0].next()
-        if not self._ready:
-            for choice in self.choices:
-                if choice.index not in self._waiting and not choice.has_ended:
-                    self._waiting[choice.index] = asyncio.create_task(choice.next())
-            await asyncio.wait(self._waiting.values(), return_when=asyncio.FIRST_COMPLETED)
-            for index in sorted(i for i, task in self._waiting.items() if task.done()):
-                self._ready.append(self._waiting.pop(index))
-        return self._ready.popleft().result()
-
-
-def _choices(request: PreparedRequest) -> list[PreparedRequest]:
-    """The request's choices as workers get them: each with a name and a seed of its own."""
-    num, seed = request.num_choices, request.sampling.seed
-    if num == 1:
-        return [request]
-    return [
-        replace(
-            request,
-            request_id=choice_id(request.request_id, index, num),
-            sampling=msgspec.structs.replace(request.sampling, seed=(seed + index) & SEED_MASK),
-        )
-        for index in range(num)
-    ]

@@ -168,11 +168,17 @@ async def answer(prepared: EncodePrepared, rows: Rows) -> list[bytes]:
         "model": request.model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
+    items: Iterable[Any]
     name = "results" if asked.kind == "rerank" else "data"
+    if asked.style == "ollama":
+        head = {"model": request.model.name, "prompt_eval_count": num_tokens}
+        name = "embeddings"
     if asked.kind == "embedding":
         items = _embeddings(asked, rows)
     elif asked.kind == "classify":
         items = _classes(prepared, rows)
+    elif asked.kind == "score":
+        items = _scores(rows)
     else:
         items = _ranks(asked, rows)
     parts = [_encode(head)[:-1] + b"," + _encode(name) + b":["]
@@ -206,11 +212,14 @@ def shortened(rows: Rows, dimensions: int | None) -> Rows:
     return (cut / np.where(lengths > 0, lengths, 1)).astype(np.float32)
 
 
-def _embeddings(asked: EncodeAsk, rows: Rows) -> Iterable[dict[str, Any]]:
+def _embeddings(asked: EncodeAsk, rows: Rows) -> Iterable[Any]:
     write: Callable[[Rows], Any] = np.ndarray.tolist
     if asked.encoding_format == "base64":
         write = _base64
     for index, row in enumerate(shortened(rows, asked.dimensions)):
+        if asked.style == "ollama":
+            yield row.tolist()
+            continue
         yield {"object": "embedding", "index": index, "embedding": write(row)}
 
 
@@ -227,6 +236,11 @@ def _classes(prepared: EncodePrepared, rows: Rows) -> Iterable[dict[str, Any]]:
             "probs": row.tolist(),
             "num_classes": len(model.labels),
         }
+
+
+def _scores(rows: Rows) -> Iterable[dict[str, Any]]:
+    for index, score in enumerate(probabilities(rows, False)[:, 0]):
+        yield {"index": index, "object": "score", "score": float(score)}
 
 
 def _ranks(asked: EncodeAsk, rows: Rows) -> Iterable[dict[str, Any]]:

@@ -265,12 +265,14 @@ class OutputFormats:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """`names`: functions whose calls are reported as such. See the module's text for the others."""
+    """`names`: functions whose calls are reported as such; `schemas`: of their arguments, where the
+    format needs them. See the module's text for the others."""
 
     constraint: Constraint | None = None
     spelled_tokens: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
     max_calls: int | None = None
+    schemas: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolFormat | None = None
     reasoning: ReasoningMarks | None = None
     state: ReasoningState = "done"
@@ -284,7 +286,8 @@ class OutputPlan:
         """For one choice."""
         inner: OutputParser = IdentityParser()
         if self.tools is not None:
-            inner = self.tools.parser(self.names, self.tools.new_id, self.max_calls)
+            about = self.names, self.tools.new_id, self.max_calls, self.schemas
+            inner = self.tools.parser(*about)
         if self.reasoning is None:
             return inner
         return ReasoningParser(inner, self.reasoning, self.state)
@@ -333,6 +336,7 @@ def plan(asked: StructuredRequest, model: OutputFormats, prompt_tail: str) -> Ou
         spelled_tokens=frozenset(marks).intersection(model.special_ids),
         names=names,
         max_calls=1 if offer.is_single else None,
+        schemas=dict(asked.functions) if model.tools and model.tools.needs_schemas else {},
         tools=model.tools if names else None,
         reasoning=model.reasoning if state != "done" else None,
         state=state,

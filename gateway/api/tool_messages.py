@@ -19,6 +19,7 @@ from gateway.api.tools.formats import ToolFormat
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
 _SAMPLE_ID = "call00000"
 _SAMPLE = {"city": "Zwolle"}
 
@@ -31,6 +32,8 @@ def calls_for_template(
     out: list[dict[str, Any]] = []
     for call in calls:
         text = call.function.arguments
+        if not isinstance(text, str):
+            text = _encode(text).decode()
         function = {"name": call.function.name, "arguments": text if as_text else _value(text)}
         out.append({"id": id_for_template(call.id, fmt), "type": "function", "function": function})
     return out

@@ -123,10 +123,11 @@ ResponseFormat: TypeAlias = (
 
 
 class CalledFunction(_Wire, frozen=True):
-    """What an earlier answer called. `arguments` is the text the model wrote, as sent to it."""
+    """What an earlier answer called. `arguments` is the text the model wrote, as sent to it; some
+    clients send the object it stands for."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any]
 
 
 class ToolCall(_Wire, frozen=True):

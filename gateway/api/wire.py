@@ -13,41 +13,48 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from engine.protocol import SamplingParams
+from gateway.api.bodies import decode_body, invalid, unsupported
+from gateway.api.form_spellings import form_of
+from gateway.api.prompts import Prompt, read_prompts
+from gateway.api.reasoning_types import Reasoning, check_template_values, reasoning_of
+from gateway.api.told_fields import CHAT, decode_telling, shape_of
 from gateway.api.tool_types import ResponseFormat, TextFormat, Tool, ToolChoice
 from gateway.api.wire_body import (
     MAX_BIAS,
     MAX_BIASES,
-    MAX_PROMPT_IDS,
     MAX_SMALL_BYTES,
     NEUTRAL,
     NEUTRAL_IN_MESSAGE,
     NOTHING,
     OTHER_CONTENT,
     TIER_PRIORITIES,
+    TOLD,
+    TOLD_IN_FORM,
+    TOLD_IN_MESSAGE,
+    TOLD_SPELLINGS,
+    TOLD_TIERS,
     ChatBody,
     CommonBody,
     CompletionBody,
     ContentPart,
     MessageBody,
 )
-from gateway.errors import INVALID_REQUEST, UNSUPPORTED_PARAMETER, ApiError
+from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 Kind: TypeAlias = Literal["chat", "completion"]
 Message: TypeAlias = dict[str, Any]
-Prompt: TypeAlias = str | tuple[int, ...]
 
 _T = TypeVar("_T")
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
-_prompt_decoder = msgspec.json.Decoder(str | list[str | int | list[int]])
+_COMPLETION = shape_of(CompletionBody)
 _biases_decoder = msgspec.json.Decoder(dict[str, float] | None)
+_values_decoder = msgspec.json.Decoder(dict[str, Any] | None)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 # top_p 0 is legal and means the likeliest token alone; samplers want a probability above 0.
 _SMALLEST_TOP_P = 1e-9
-_AT = re.compile(r" - at `\$\.?(.*)`$")
-_FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`$")
 # As token ids are written in JSON keys. Ten digits: more than any vocabulary has.
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
@@ -66,6 +73,7 @@ class WireRequest:
     model: str
     messages: tuple[Message, ...] = ()
     prompt: Prompt = ""
+    more_prompts: tuple[Prompt, ...] = ()
     max_tokens: int | None = None
     ignore_eos: bool = False
     user: tuple[str, ...] = ()
@@ -78,63 +86,43 @@ class WireRequest:
     echo: bool = False
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    obfuscates: bool = False
+    service_tier: str = ""
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     response_format: ResponseFormat = field(default_factory=TextFormat)
+    stop_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int = -1
+    reasoning: Reasoning | None = None
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    caps_max_tokens: bool = False
+    """Where `max_tokens` is more than there is room for, the answer ends with the context."""
+    is_bare: bool = False
+    """The tokenizer puts nothing around the prompt."""
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that the answer repeats, by the dialect's own names."""
     num_bytes: int = 0
     """Of the whole body: what preparing it takes grows with it."""
+    ignored: tuple[str, ...] = ()
+    """Fields without effect, for the header `x-polyhost-ignored`."""
 
 
-def decode(kind: Kind, body: bytes) -> WireRequest:
+def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
     """Raises ApiError: malformed JSON, a wrong type or range (with `param`), an unserved field,
-    fields that contradict one another."""
+    fields that contradict one another. `tells_unknown`: unknown fields are told and not refused."""
     if kind == "chat":
-        return _chat(decode_body(_chat_decoder, body), len(body))
-    return _completion(decode_body(_completion_decoder, body), len(body))
+        chat, told = decode_telling(_chat_decoder, body, CHAT, tells_unknown)
+        return chat_request(chat, len(body), told.names)
+    completion, told = decode_telling(_completion_decoder, body, _COMPLETION, tells_unknown)
+    return _completion(completion, len(body), told.names)
 
 
-def unsupported(param: str, wanted: str = "") -> ApiError:
-    """The answer to a field this server does not serve."""
-    return ApiError(UNSUPPORTED_PARAMETER, f"{param}{wanted} is not supported: remove it", param)
-
-
-def invalid(param: str, message: str) -> ApiError:
-    """The answer to a field that cannot be what it is."""
-    return ApiError(INVALID_REQUEST, message, param)
-
-
-def decode_body(decoder: "msgspec.json.Decoder[_T]", body: bytes, param: str = "") -> _T:
-    """The body, or the field of it that is called `param`. Raises ApiError."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error), param) from error
-    except UnicodeDecodeError as error:
-        raise ApiError(INVALID_REQUEST, "the request body is not valid UTF-8") from error
-    except RecursionError as error:
-        raise ApiError(INVALID_REQUEST, "the request body is nested too deeply") from error
-    except msgspec.DecodeError as error:
-        raise ApiError(INVALID_REQUEST, f"the request body is not valid JSON: {error}") from error
-
-
-def _field_error(text: str, whole: str = "") -> ApiError:
-    """msgspec says where: "... - at `$.messages[0].content`". `whole`: the field that was read."""
-    at = _AT.search(text)
-    param = whole + (at.group(1) if at else "")
-    what = text[: at.start()] if at else text
-    found = _FIELD.match(what)
-    if found is None:
-        return ApiError(INVALID_REQUEST, f"{param or 'request body'}: {what}", param or None)
-    param = f"{param}.{found.group(2)}" if param else found.group(2)
-    if found.group(1) == "missing required":
-        return invalid(param, f"{param} is required")
-    return unsupported(param)
-
-
-def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
+def chat_request(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
+    """What a body comes to that came in so many bytes, without what was `told`. Raises ApiError."""
     _refuse_unserved(body, NEUTRAL, "")
     _small("metadata", body.metadata, _metadata_decoder)
     longest = body.max_completion_tokens
@@ -155,14 +143,6 @@ def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
             "continue_final_message and add_generation_prompt: true contradict each other: remove "
             "one of them",
         )
-    held = not isinstance(body.response_format, TextFormat | None)
-    if held and (body.min_tokens or body.ignore_eos):
-        param = "min_tokens" if body.min_tokens else "ignore_eos"
-        raise invalid(
-            param,
-            f"{param} is not allowed with response_format: the format decides where the answer "
-            "ends",
-        )
     messages = tuple(
         _message(message, f"messages[{index}].") for index, message in enumerate(body.messages)
     )
@@ -181,25 +161,32 @@ def _chat(body: ChatBody, num_bytes: int) -> WireRequest:
         tools=tuple(body.tools or ()),
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        response_format=body.response_format or TextFormat(),
+        reasoning=reasoning_of(body.reasoning_effort, body.thinking),
+        template_values=check_template_values(
+            _small("chat_template_kwargs", body.chat_template_kwargs, _values_decoder) or {}
+        ),
         num_bytes=num_bytes,
+        ignored=_told(body, told),
         **_common(body, body.safety_identifier),
     )
 
 
-def _completion(body: CompletionBody, num_bytes: int) -> WireRequest:
+def _completion(body: CompletionBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
     _refuse_unserved(body, NEUTRAL, "")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo")
     if body.max_tokens == 0 and (body.n or 1) > 1:
         raise invalid("n", "n must be 1 when max_tokens is 0")
+    prompt, *more = read_prompts(body.prompt)
     return WireRequest(
         kind="completion",
-        prompt=_prompt(body.prompt),
+        prompt=prompt,
+        more_prompts=tuple(more),
         max_tokens=body.max_tokens,
         logprobs=-1 if body.logprobs is None else body.logprobs,
         echo=bool(body.echo),
         num_bytes=num_bytes,
+        ignored=_told(body, told),
         **_common(body),
     )
 
@@ -209,8 +196,6 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
     options = body.stream_options
     if options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
-    if options is not None and options.include_obfuscation:
-        raise unsupported("stream_options.include_obfuscation")
     longest = body.max_tokens
     if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
         longest = body.max_completion_tokens
@@ -218,6 +203,18 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
         raise invalid(
             "min_tokens", f"min_tokens must be at most {longest}, the value of max_tokens"
         )
+    form = form_of(body, body.response_format) or TextFormat()
+    if not isinstance(form, TextFormat):
+        for param in ("min_tokens", "ignore_eos", "stop_token_ids"):
+            if getattr(body, param):
+                raise invalid(
+                    param,
+                    f"{param} is not allowed with response_format: the format decides where the "
+                    "answer ends",
+                )
+    scored = body.prompt_logprobs
+    if scored is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs is not allowed with stream: true")
     users = (body.user or "", safety_identifier or "")
     return {
         "model": body.model,
@@ -227,9 +224,15 @@ def _common(body: CommonBody, safety_identifier: str | None = None) -> dict[str,
         "seed": body.seed,
         "priority": _place(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "response_format": form,
+        "prompt_logprobs": -1 if scored is None else scored,
         "n": body.n or 1,
         "stream": bool(body.stream),
         "include_usage": bool(options and options.include_usage),
+        "continuous_usage": bool(options and options.continuous_usage_stats),
+        "obfuscates": bool(options and options.include_obfuscation),
+        "service_tier": TOLD_TIERS.get(body.service_tier or "", ""),
     }
 
 
@@ -284,25 +287,51 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
     return biases
 
 
+def _told(body: CommonBody, told: tuple[str, ...]) -> tuple[str, ...]:
+    """What has no effect: by name at the top, `told` already, and inside messages."""
+    names = list(told)
+    if body.service_tier == "scale":
+        names.append("service_tier")
+    for name in TOLD_SPELLINGS:
+        if getattr(body, name) is not None:
+            names.append(name)
+    if body.structured_outputs is not None:
+        for name in TOLD_IN_FORM:
+            if getattr(body.structured_outputs, name):
+                names.append(f"structured_outputs.{name}")
+    if isinstance(body, ChatBody):
+        for name, neutral in TOLD.items():
+            if getattr(body, name) not in neutral:
+                names.append(name)
+        if body.thinking is not None and body.thinking.display is not None:
+            names.append("thinking.display")
+        for name, neutral in TOLD_IN_MESSAGE.items():
+            if any(getattr(message, name) not in neutral for message in body.messages):
+                names.append(f"messages[].{name}")
+    return tuple(names)
+
+
 def _refuse_unserved(
     part: msgspec.Struct, neutral: dict[str, tuple[Any, ...]], prefix: str
 ) -> None:
-    for name in type(part).__struct_fields__:
-        if name in neutral:
-            value = getattr(part, name)
-            if value is not None and value not in neutral[name]:
-                raise unsupported(prefix + name, " with this value" if neutral[name] else "")
+    for name, values in neutral.items():
+        value = getattr(part, name, None)
+        if value is not None and value not in values:
+            raise unsupported(prefix + name, " with this value" if values else "")
 
 
 def _message(message: MessageBody, prefix: str) -> Message:
     """As chat templates know it: text parts joined by a line break, `developer` as `system`."""
     _refuse_unserved(message, NEUTRAL_IN_MESSAGE, prefix)
     content, role = message.content, message.role
+    reasoning = message.reasoning_content
+    reasoning = message.reasoning if reasoning is None else reasoning
     if content is None and not message.tool_calls:
         raise invalid(f"{prefix}content", f"{prefix}content is required")
     for name, owner in (
         ("tool_calls", "assistant"),
         ("reasoning_content", "assistant"),
+        ("reasoning", "assistant"),
         ("tool_call_id", "tool"),
     ):
         if getattr(message, name) and role != owner:
@@ -314,7 +343,9 @@ def _message(message: MessageBody, prefix: str) -> Message:
             _part_text(part, f"{prefix}content[{index}].") for index, part in enumerate(content)
         )
     fields: Message = {"role": "system" if role == "developer" else role, "content": content or ""}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    if reasoning is not None:
+        fields["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
             fields[name] = value
@@ -338,25 +369,3 @@ def _part_text(part: ContentPart, prefix: str) -> str:
         if getattr(part, name) != NOTHING:
             raise unsupported(prefix + name)
     return part.text
-
-
-def _prompt(raw: msgspec.Raw) -> Prompt:
-    """A text, token ids, or a list of exactly one of these."""
-    body = bytes(raw)
-    if not body[:256].lstrip(b" \t\r\n[").startswith(b'"'):
-        # Counted before millions of objects are made.
-        if body.count(b",") >= MAX_PROMPT_IDS:
-            raise invalid("prompt", f"prompt has more than {MAX_PROMPT_IDS} token ids")
-        if body.count(b"[") > 2:
-            raise unsupported("prompt", " with several prompts")
-    prompt = decode_body(_prompt_decoder, body, "prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if set(map(type, prompt)) == {int}:
-        return tuple(prompt)
-    if len(prompt) > 1:
-        raise unsupported("prompt", " with several prompts")
-    if not prompt or prompt == [[]]:
-        raise invalid("prompt", "prompt must not be empty")
-    only = prompt[0]
-    return only if isinstance(only, str) else tuple(only) if isinstance(only, list) else (only,)

@@ -25,6 +25,11 @@ from registry.accounts.api_keys import KeyRecord
 from registry.accounts.key_terms import INFERENCE, within
 
 _BEARER = "bearer "
+# LiteLLM looks for the first four words to tell a wrong key from a wrong request.
+_WRONG_KEY = (
+    "Incorrect API key provided: it is unknown, expired or revoked. Check the key, or ask the "
+    "operator of this server for one"
+)
 _KEY_HEADERS = ("x-api-key", "api-key")
 
 
@@ -50,7 +55,26 @@ def authenticate(
         )
     record = directory.find_key(api_keys.public_id_of(plaintext))
     if record is None or not api_keys.verify(record, plaintext, now_at):
-        raise ApiError(INVALID_API_KEY, "invalid API key: it is unknown, expired or revoked")
+        raise ApiError(INVALID_API_KEY, _WRONG_KEY)
+    return _allowed(record, client, scope)
+
+
+def authenticate_or_use(
+    headers: Mapping[str, str], directory: Directory, now_at: float, client: str, key_id: str
+) -> Principal:
+    """Resolve the key as `authenticate` does; where none is sent, the one of this id. Raises
+    ApiError as that does."""
+    if _key_of(headers):
+        return authenticate(headers, directory, now_at, client)
+    record = directory.find_key_by_id(key_id)
+    if record is None or not record.usable(now_at):
+        message = "no API key provided, and the one for requests without a key cannot be used"
+        raise ApiError(INVALID_API_KEY, message)
+    return _allowed(record, client, INFERENCE)
+
+
+def _allowed(record: KeyRecord, client: str, scope: str) -> Principal:
+    """Raises ApiError where a key that is right is not for this address, or not for this."""
     if record.allowed_networks is not None and not within(client, record.allowed_networks):
         message = (
             f"this API key is not authorized for the IP address {client or '(unknown)'}: "

@@ -159,6 +159,8 @@ def turn_of(asked: WireRequest, longest: int, tells_date: bool) -> Turn:
         longest if asked.max_tokens is None else asked.max_tokens,
         asked.max_tokens is None,
         asked.user,
+        asked.reasoning,
+        asked.template_values,
         time.strftime("%Y-%m-%d") if tells_date else "",
     )
     return Turn(question, _digest(around), asked.max_tokens is not None)

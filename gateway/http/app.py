@@ -5,7 +5,7 @@ post.py's and gets.py's.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeAlias
 
@@ -14,9 +14,13 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.dialects.by_route import MESSAGES, RESPONSES
+from gateway.dialects.dialect import CHAT
 from gateway.http import gets
 from gateway.http.acceptor import connections_of
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
+from gateway.http.ollama import OllamaRoutes
+from gateway.http.openapi import openapi
 from gateway.http.own_hosts import OwnHosts
 from gateway.http.post import Post
 from gateway.http.usage_reports import UsageReports
@@ -33,6 +37,10 @@ class MountedApp(Protocol):
     def close(self) -> None:
         """When no more requests come. May block."""
 
+
+RERANK = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE = ("/v1/score", "/score")
+"""The same by the names that clients of Cohere, Jina and vLLM use."""
 
 Mounts: TypeAlias = Mapping[str, Callable[[Edge], MountedApp]]
 """Path prefix -> what makes the application that is mounted there."""
@@ -57,22 +65,31 @@ class Application(Starlette):
         super().__init__(
             middleware=[
                 *cors(settings.cors_origins),
-                Middleware(RequestHeads, now_s=edge.clocks.now_s),
+                Middleware(RequestHeads, now_s=edge.clocks.now_s, now_at=edge.clocks.now_at),
                 Middleware(ErrorAnswers, metrics=edge.metrics),
                 Middleware(BodyBound, max_bytes=settings.max_body_bytes),
             ],
             routes=[
                 Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
                 Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
+                Route("/v1/messages", Post(edge, "chat", MESSAGES), methods=["POST"]),
+                Route("/v1/responses", Post(edge, "chat", RESPONSES), methods=["POST"]),
+                *_token_routes(edge),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
-                Route("/v1/rerank", Post(edge, "rerank"), methods=["POST"]),
+                *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),
+                *(Route(path, Post(edge, "score"), methods=["POST"]) for path in SCORE),
+                *_ollama_routes(edge),
                 Route("/v1/models", gets.list_models, methods=["GET"]),
                 Route("/v1/models/{name:path}", gets.show_model, methods=["GET"]),
                 Route(f"{organization}/usage/completions", gets.usage, methods=["GET"]),
                 Route(f"{organization}/costs", gets.costs, methods=["GET"]),
                 Route("/health/live", gets.live, methods=["GET"]),
                 Route("/health/ready", gets.ready, methods=["GET"]),
+                Route("/health", gets.ready, methods=["GET"]),
+                Route("/ping", gets.ready, methods=["GET"]),
+                Route("/version", gets.version, methods=["GET"]),
+                Route("/openapi.json", openapi, methods=["GET"]),
                 Route("/metrics", gets.metrics, methods=["GET"]),
                 *(_Below(path, OwnHosts(app, settings)) for path, app in mounted.items()),
             ],
@@ -99,6 +116,23 @@ class Application(Starlette):
             self.middleware_stack = self.build_middleware_stack()
         app = self.middleware_stack if scope["type"] == "http" else self.router
         await app(scope, receive, send)
+
+
+def _token_routes(edge: Edge) -> Iterator[Route]:
+    """Requests that end with stage 2."""
+    requests = edge.token_requests
+    for path, handle, dialect in (
+        ("/tokenize", requests.tokenize, CHAT),
+        ("/detokenize", requests.detokenize, CHAT),
+        ("/v1/messages/count_tokens", requests.count_tokens, MESSAGES),
+    ):
+        yield Route(path, Post(edge, "chat", dialect, handle), methods=["POST"])
+
+
+def _ollama_routes(edge: Edge) -> list[Route]:
+    """None where the setting names no key."""
+    key_id = edge.services.settings.ollama_key_id
+    return OllamaRoutes(edge, key_id).routes() if key_id else []
 
 
 class _Below(BaseRoute):

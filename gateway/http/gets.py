@@ -1,6 +1,9 @@
 """The routes that are asked by GET.
 
-/health/live, /health/ready              no key needed: they tell nothing of any tenant
+/health/live, /health/ready, /health     no key needed: they tell nothing of any tenant. /health
+                                         and /ping are /health/ready by the names that vLLM and
+                                         SageMaker have for it
+/version                                 no key needed either: clients of vLLM ask for it
 /metrics                                 for who has the server's `metrics_token`: it tells of all
                                          tenants
 /v1/models, /v1/models/{id}              the models the caller's key may use. Beside OpenAI's
@@ -11,6 +14,7 @@
 /v1/organization/costs                   is asked and told is usage_reports.py's
 """
 
+from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -20,6 +24,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.auth.auth import authenticate, check_metrics_token, find_model, visible_models
+from gateway.dialects.by_route import MESSAGES
+from gateway.dialects.messages_models import model_body, model_list
 from gateway.errors import INVALID_REQUEST, ApiError
 from gateway.http.post import client_of
 from gateway.http.usage_reports import Params, UsageReports
@@ -28,6 +34,7 @@ from gateway.types import HostedModel, Principal
 from registry.accounts.key_terms import INFERENCE, USAGE
 
 OWNER = "polyhost"
+_VERSION = metadata.version("polyhost")
 MAX_FIELDS = 500
 
 
@@ -44,6 +51,12 @@ async def ready(request: Request) -> Response:
     if missing:
         return _json({"status": "not_ready", "reasons": missing}, 503)
     return _json({"status": "ready"})
+
+
+async def version(request: Request) -> Response:
+    """Polyhost's own."""
+    del request
+    return _json({"version": _VERSION})
 
 
 async def metrics(request: Request) -> Response:
@@ -74,6 +87,9 @@ async def list_models(request: Request) -> Response:
     """All of them, in the order of the catalog."""
     edge: Edge = request.app.state.edge
     models = visible_models(_caller(request), edge.services.directory)
+    if request.state.dialect is MESSAGES:
+        query = {name: values[-1] for name, values in _params(request).items()}
+        return _json(model_list(models, query))
     return _json({"object": "list", "data": [_model(edge, model) for model in models]})
 
 
@@ -81,7 +97,10 @@ async def show_model(request: Request) -> Response:
     """One of them."""
     edge: Edge = request.app.state.edge
     name = request.path_params["name"]
-    return _json(_model(edge, find_model(_caller(request), edge.services.directory, name)))
+    model = find_model(_caller(request), edge.services.directory, name)
+    if request.state.dialect is MESSAGES:
+        return _json(model_body(model))
+    return _json(_model(edge, model))
 
 
 def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:
@@ -93,6 +112,7 @@ def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:
         "created": model.created_at,
         "owned_by": OWNER,
         "task": model.task,
+        "max_model_len": model.max_context,
         "residency": outlook.residency,
         "load_eta_s": None if eta_s is None else round(eta_s, 3),
     }

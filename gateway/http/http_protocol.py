@@ -19,6 +19,7 @@ or writes a stream, goes by `post.ClientConnection`, which costs neither a task 
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -359,12 +360,13 @@ async def _write_plain(cycle: RequestResponseCycle, data: bytes) -> None:
 
 
 def refusal(error: ApiError) -> bytes:
-    """An answer with which the connection ends."""
+    """An answer with which the connection ends. Its id is in no log: no request was read."""
     body = msgspec.json.encode(error.body())
     headers = b"".join(b"%b: %b\r\n" % header for header in error.headers())
     return (
         STATUS_LINE[error.kind.status]
         + b"content-type: application/json\r\nconnection: close\r\n"
+        + b"x-request-id: %b\r\n" % secrets.token_hex(16).encode()
         + headers
         + b"content-length: %d\r\n\r\n%b" % (len(body), body)
     )

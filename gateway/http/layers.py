@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.dialects.by_route import dialect_of
+from gateway.dialects.dialect import CHAT
 from gateway.errors import (
     INVALID_REQUEST,
     METHOD_NOT_ALLOWED,
@@ -54,13 +55,16 @@ def cors(origins: str) -> list[Middleware]:
 class RequestHeads:
     """A request's id and clock, and the headers that every answer carries.
 
-    Puts `http_id`, `arrived_s` and `answer_headers` into the request's state, and `has_begun` once
-    its answer has.
+    Puts `http_id`, `arrived_s`, `dialect` and `answer_headers` into the request's state, and
+    `has_begun` once its answer has.
     """
 
-    def __init__(self, app: ASGIApp, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, app: ASGIApp, now_s: Callable[[], float], now_at: Callable[[], float]
+    ) -> None:
         self._app = app
         self._now_s = now_s
+        self._now_at = now_at
         self._random = RandomBytes()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,10 +73,12 @@ class RequestHeads:
         # Never the client's own id: this one is the ledger's key.
         http_id = self._random.take(16).hex()
         answer_headers: dict[str, str] = {}
+        dialect = dialect_of(scope["path"], scope["headers"])
         state: dict[str, Any] = scope.setdefault("state", {})
         state |= {
             "http_id": http_id,
             "arrived_s": arrived_s,
+            "dialect": dialect,
             "answer_headers": answer_headers,
             "has_begun": False,
         }
@@ -84,15 +90,18 @@ class RequestHeads:
                 headers = message.setdefault("headers", [])
                 headers.append((b"x-request-id", http_id.encode()))
                 headers.append((b"openai-processing-ms", b"%d" % elapsed_ms))
-                headers.extend((k.encode(), v.encode()) for k, v in answer_headers.items())
+                given = answer_headers
+                if dialect is not CHAT:
+                    given = dialect.headers(answer_headers, http_id, self._now_at())
+                headers.extend((k.encode(), v.encode()) for k, v in given.items())
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
 
 
 class ErrorAnswers:
-    """Whatever is raised becomes OpenAI's error object. The named boundary of the gateway: nothing
-    else catches all, and nothing raised gets further."""
+    """Whatever is raised becomes the dialect's error object. The named boundary of the gateway:
+    nothing else catches all, and nothing raised gets further."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -120,14 +129,14 @@ class ErrorAnswers:
     async def _refuse(
         self, scope: Scope, send: Send, error: ApiError, more: Mapping[str, str] | None = None
     ) -> None:
-        """OpenAI's error object with the headers that its SDKs obey."""
+        """The dialect's error object with the headers that SDKs obey."""
         state = scope["state"]
         if state["has_begun"]:
             # Too late for a status: the connection ends short, which the client can tell.
             log.error("request %s failed after it began: %s", state["http_id"], error)
             return
         self._metrics.request_errors.labels(error.kind.code).inc()
-        body = msgspec.json.encode(error.body())
+        status, body = state["dialect"].error(error, state["http_id"])
         headers = error.headers()
         if b"x-should-retry" in dict(headers):
             state["answer_headers"].pop("x-should-retry", None)
@@ -136,7 +145,7 @@ class ErrorAnswers:
             (b"content-length", b"%d" % len(body)),
             *((name.lower().encode(), value.encode()) for name, value in (more or {}).items()),
         ]
-        start = {"type": "http.response.start", "status": error.kind.status, "headers": headers}
+        start = {"type": "http.response.start", "status": status, "headers": headers}
         await send(start)
         await send({"type": "http.response.body", "body": body})
 

@@ -70,6 +70,11 @@ def exposure(settings: Settings) -> list[str]:
         return found
     if settings.metrics_token == OPEN:
         found.append("/metrics is open to everybody who reaches this server: set metrics_token")
+    if settings.ollama_key_id:
+        found.append(
+            "Ollama's routes are open to everybody who reaches this server, in the name of the key "
+            f"{settings.ollama_key_id}: give it limits and networks"
+        )
     if not settings.allowed_hosts:
         found.append(
             "the operator's pages answer to any host name: set allowed_hosts to the names that "

@@ -14,30 +14,38 @@ way takes it for dead: while a request waits in the queue, a model loads, or a l
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from starlette.types import Receive, Scope, Send
 
+from gateway.dialects.dialect import CHAT, Dialect
 from gateway.errors import REQUEST_TIMEOUT, UNSUPPORTED_MEDIA, ApiError, ClientGone
 from gateway.pipeline.edge import Edge
-from gateway.types import Call, EventAnswer, RequestKind, Sink
+from gateway.types import Answer, Call, EventAnswer, RequestKind, Sink
 
 _SLICE_BYTES = 262_144
-HEARTBEAT = b": still here\n\n"
+Handle: TypeAlias = Callable[[Call], Awaitable[Answer]]
 
 
 class Post:
     """An endpoint: the pipeline for one request, stopped where the client goes away."""
 
-    def __init__(self, edge: Edge, kind: RequestKind) -> None:
+    def __init__(
+        self, edge: Edge, kind: RequestKind, dialect: Dialect = CHAT, handle: Handle | None = None
+    ) -> None:
+        """`dialect`: of texts, if it is not the one of its kind. `handle`: in place of the
+        pipeline's."""
         self._edge = edge
         self._kind = kind
+        self._dialect = dialect
+        self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises ApiError while nothing has been sent, and ClientGone."""
         settings, state = self._edge.services.settings, scope["state"]
         headers = RequestHeaders(scope["headers"])
-        _check_media(headers)
+        if not self._dialect.takes_any_media:
+            _check_media(headers)
         watch = ClientWatch(state["connection"])
 
         async def receive_body() -> bytes:
@@ -60,12 +68,14 @@ class Post:
             arrived_s=state["arrived_s"],
             when_gone=watch.when_gone,
             answer_headers=state["answer_headers"],
+            dialect="" if self._dialect is CHAT else self._dialect.name,
         )
         try:
-            answer = await self._edge.pipeline.handle(call)
+            answer = await (self._handle or self._edge.pipeline.handle)(call)
             try:
                 if isinstance(answer, EventAnswer):
-                    await EventStream(answer.run, watch, settings.stream_heartbeat_s).send(send)
+                    about = settings.stream_heartbeat_s, self._dialect
+                    await EventStream(answer.run, watch, *about).send(send)
                 else:
                     watch.stop()
                     await WholeAnswer(answer.parts).send(send)
@@ -222,14 +232,19 @@ class EventStream:
     """A streamed answer. Implements types.Sink for whoever makes its events."""
 
     def __init__(
-        self, run: Callable[[Sink], Awaitable[None]], watch: ClientWatch, heartbeat_s: float
+        self,
+        run: Callable[[Sink], Awaitable[None]],
+        watch: ClientWatch,
+        heartbeat_s: float,
+        dialect: Dialect = CHAT,
     ) -> None:
         """`heartbeat_s` 0: none."""
+        self._dialect = dialect
         self._run = run
         self._watch = watch
         self._connection = watch.connection
         self._write_chunk = watch.connection.write_chunk
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = heartbeat_s if dialect.heartbeat else 0.0
         self._is_silent = True
         self._timer: asyncio.TimerHandle | None = None
 
@@ -262,7 +277,7 @@ class EventStream:
     async def send(self, send: Send) -> None:
         """Head, events, end."""
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", self._dialect.media_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),  # a proxy in front must not hold events back
         ]
@@ -281,6 +296,6 @@ class EventStream:
 
     def _beat(self) -> None:
         if self._is_silent and not self.is_full:
-            self._connection.write_chunk(HEARTBEAT)
+            self._connection.write_chunk(self._dialect.heartbeat)
         self._is_silent = True
         self._beat_later()

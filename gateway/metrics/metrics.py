@@ -206,9 +206,9 @@ class Metrics:
             ["model_name", "outcome"],
         )
         self.request_errors = counter("request_errors", "Responses other than 2xx.", ["code"])
-        self.limit_rejections = counter(
-            "limit_rejections", "Requests rejected by a limit.", ["dimension"]
-        )
+        self.ignored_fields = counts("ignored_fields", "Fields without effect.", ["field"])
+        rejected = "Requests rejected by a limit."
+        self.limit_rejections = counter("limit_rejections", rejected, ["dimension"])
         self.prepare_offences = counter(
             "prepare_offences",
             "Requests that made a model's chat template or tokenizer take more than it may.",

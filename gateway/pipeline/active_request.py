@@ -246,6 +246,13 @@ class ActiveRequest:
             self._checkpointed = num_tokens
             self._ledger.checkpoint(self.request.request_id, num_tokens)
 
+    @property
+    def times_s(self) -> tuple[float, float]:
+        """Since it arrived: until now, and until its first token."""
+        arrived_s, first_s = self.call.arrived_s, self._first_token_s
+        now_s = self._clocks.now_s()
+        return now_s - arrived_s, (now_s if first_s is None else first_s) - arrived_s
+
     # How it ends.
 
     async def post_hit(self, completion_tokens: int) -> int:

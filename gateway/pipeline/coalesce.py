@@ -21,8 +21,8 @@ model becomes more popular by it.
 import asyncio
 from collections.abc import Iterable, Iterator
 
-from gateway.answer.answer import DONE, Chunks, UsageFigures, WholeChoice, json_answer
 from gateway.answer.choice import Choice, Piece, finish_reason
+from gateway.answer.encoder import AnswerFormat, ChoiceEnd, UsageFigures
 from gateway.api.tools.output_parser import OutputParser
 from gateway.cache.cache_request import ENTRY_HEADER, RESULT_HEADER, CachePlace, place_of
 from gateway.cache.lookup import AnswerCache, Hit, Made, Miss
@@ -107,7 +107,7 @@ class CacheHits:
         self._flights: dict[bytes, InFlight] = {}
 
     async def find(
-        self, active: ActiveRequest, prepared: Prepared | EncodePrepared
+        self, active: ActiveRequest, prepared: Prepared | EncodePrepared, spelled: AnswerFormat
     ) -> Answer | InFlight:
         """The answer, where there is one or somebody is just being given it. Raises ClientGone,
         or ApiError where that takes too long."""
@@ -117,30 +117,35 @@ class CacheHits:
         found = await self._find(active, prepared)
         if isinstance(found, Hit):
             self._note(active.call, "lookup", found)
-            return await self._serve(active, prepared, found)
+            return await self._serve(active, prepared, found, spelled)
         self._note(active.call, "lookup", None)
         active.at_end.callback(found.end, None)
         return found
 
-    async def _serve(self, active: ActiveRequest, prepared: Prepared, hit: Hit) -> Answer:
+    async def _serve(
+        self, active: ActiveRequest, prepared: Prepared, hit: Hit, spelled: AnswerFormat
+    ) -> Answer:
         """The answer of a hit; its posting is durable. Raises ApiError."""
-        request, pieces = prepared.request, prepared.codec.pieces
+        request = prepared.request
         cost_nanos = await active.post_hit(hit.answer.completion_tokens)
         if hit.entry is not None:
             saved = max(0, hit.entry.cost_nanos - cost_nanos)
             self._tasks.spawn(self._cache.used(hit.entry, saved))
-        usage = UsageFigures(request.num_prompt_tokens, hit.answer.completion_tokens)
         parser = prepared.new_parser()
+        # What was kept is text, which does not say how many of its tokens were reasoning.
+        reasoned = 0 if parser.reasoning_state == "done" else None
+        answer = hit.answer
+        usage = UsageFigures(request.num_prompt_tokens, answer.completion_tokens, 0, reasoned)
         if not request.stream:
-            whole = WholeChoice(request, 0, pieces)
-            for piece in _pieces(parser, [hit.answer.text]):
+            whole = spelled.whole(prepared)
+            for piece in _pieces(parser, [answer.text]):
                 whole.add(piece)
-            reason = finish_reason(hit.answer.finish_reason, parser.num_calls)
-            return JsonAnswer([json_answer(request, [whole.body(reason)], usage)])
-        chunks = Chunks(request, pieces)
-        events = [chunks.piece(piece) for piece in _pieces(parser, _cut(hit.answer.text))]
-        reason = finish_reason(hit.answer.finish_reason, parser.num_calls)
-        body = b"".join(events) + chunks.last(0, reason) + chunks.usage(usage) + DONE
+            end = ChoiceEnd(0, finish_reason(answer.finish_reason, parser.num_calls))
+            return JsonAnswer([whole.whole([end], usage)])
+        stream = spelled.stream(prepared, lambda: usage)
+        events = [stream.piece(piece) for piece in _pieces(parser, _cut(answer.text))]
+        end = ChoiceEnd(0, finish_reason(answer.finish_reason, parser.num_calls))
+        body = b"".join(events) + stream.end([end], usage)
 
         async def run(sink: Sink) -> None:
             sink.write(body)

@@ -20,8 +20,11 @@ from gateway.metrics.cache_metrics import CacheMetrics
 from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.pipeline.active_request import Clocks
 from gateway.pipeline.pipeline import Pipeline, Services
+from gateway.pipeline.token_requests import TokenRequests
 from gateway.prepare.encode_prepare import EncodePreparer
-from gateway.prepare.prepare import PrepareBounds, Preparer
+from gateway.prepare.lengths import PrepareBounds
+from gateway.prepare.prepare import Preparer
+from gateway.settings.http_settings import REASONING_FIELDS
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_pool import PreparePool
 
@@ -34,6 +37,7 @@ class Edge:
 
     services: Services
     pipeline: Pipeline
+    token_requests: TokenRequests
     preparer: Preparer
     store: LimitStore
     metrics: Metrics
@@ -93,7 +97,10 @@ def build_edge(
     )
     cache_metrics = CacheMetrics(services.metrics_registry)
     cache = _answer_cache(services, codecs, cache_metrics, clocks)
-    bounds = PrepareBounds(settings.default_max_tokens, settings.max_choices)
+    fields = REASONING_FIELDS[settings.reasoning_fields]
+    bounds = PrepareBounds(
+        settings.default_max_tokens, settings.max_choices, fields, settings.max_prompts
+    )
     has_embedder = cache.embedder.is_configured
     judges = settings.cache_least_logprob < 0
     preparer = Preparer(services.directory, codecs, bounds, has_embedder, judges)
@@ -111,7 +118,15 @@ def build_edge(
     pipeline = Pipeline(
         services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
     )
-    return Edge(services, pipeline, preparer, store, metrics, clocks, cache, codecs)
+    token_requests = TokenRequests(
+        services.directory,
+        preparer,
+        codecs,
+        limiter,
+        clocks,
+        settings.unknown_fields == "tell",
+    )
+    return Edge(services, pipeline, token_requests, preparer, store, metrics, clocks, cache, codecs)
 
 
 def _answer_cache(

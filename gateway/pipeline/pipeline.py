@@ -8,7 +8,7 @@ The server builds one `Services` and hands it to `create_app`; its parts change 
 references never do.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,21 +16,19 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from gateway.answer import encode_answer
-from gateway.answer.answer import (
-    DONE,
-    Chunks,
-    WholeChoice,
-    error_event,
-    json_answer,
-    usage_of,
-)
-from gateway.answer.choice import Piece, TextParts
+from gateway.answer.choice import Piece
 from gateway.answer.encode_answer import AnswerMemory, RowParts
-from gateway.api import encode_wire, wire
+from gateway.answer.encoder import AnswerFormat, ends_of, usage_of
+from gateway.answer.text_parts import TextParts
+from gateway.api import encode_wire
+from gateway.api.told_fields import COUNTED
 from gateway.auth.auth import authenticate
 from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.cache.lookup import AnswerCache
+from gateway.dialects import ollama_wire
+from gateway.dialects.by_route import DIALECTS
+from gateway.dialects.dialect import CHAT
 from gateway.errors import ApiError, ClientGone
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore, MemoryStore
@@ -45,11 +43,10 @@ from gateway.settings.settings import Settings
 from gateway.types import Answer, Call, EventAnswer, JsonAnswer, Principal, Sink
 
 _ID_PREFIX = {
-    "chat": "chatcmpl-",
-    "completion": "cmpl-",
     "embedding": "embd-",
     "classify": "classify-",
     "rerank": "rerank-",
+    "score": "score-",
 }
 
 
@@ -90,6 +87,8 @@ class Pipeline:
         clocks: Clocks,
     ) -> None:
         settings = self._settings = services.settings
+        self._tells_unknown = settings.unknown_fields == "tell"
+        self._metrics = metrics
         self._directory = services.directory
         self._dispatcher = services.dispatcher
         self._preparer = preparer
@@ -113,6 +112,8 @@ class Pipeline:
         )
         # 2 prepare
         prepared = await self._prepare(call, principal, now_at)
+        if prepared.ignored:
+            self._tell_ignored(call, prepared.ignored)
         active = ActiveRequest(call, prepared.request, principal, self._dependencies)
         try:
             # 3 limits
@@ -121,7 +122,8 @@ class Pipeline:
                 active.at_end.callback(memory)
             await active.reserve(self._limiter)
             # 4 semantic cache
-            found = await self._hits.find(active, prepared)
+            spelled = _format(call)
+            found = await self._hits.find(active, prepared, spelled)
             if not isinstance(found, InFlight):
                 return found
             # 5 fair queue; in the worker: 6 scheduler, 7 model runner, 8 kernels
@@ -131,7 +133,7 @@ class Pipeline:
             active.open()
             # 9 stream
             if isinstance(parts, TextParts):
-                return await self._text(active, parts, found)
+                return await self._text(active, parts, found, spelled)
             return await self._rows(active, parts)
         except Exception as error:
             await active.fail(error)
@@ -139,6 +141,11 @@ class Pipeline:
         except BaseException:  # The task is cancelled.
             active.abandon()
             raise
+
+    def _tell_ignored(self, call: Call, names: Sequence[str]) -> None:
+        call.tell_ignored(names)
+        for name in names:
+            self._metrics.ignored_fields.add(1, name if name in COUNTED else "other")
 
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
@@ -149,10 +156,17 @@ class Pipeline:
     ) -> Prepared | EncodePrepared:
         """Nobody without a key makes us read a body."""
         kind, body = call.kind, await call.receive_body()
-        about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         if kind == "chat" or kind == "completion":
-            return await self._preparer.prepare(wire.decode(kind, body), *about)
-        asked = encode_wire.decode(kind, body, self._settings.max_encode_inputs)
+            dialect = DIALECTS[call.dialect or kind]
+            wanted = dialect.decode(body, self._tells_unknown)
+            about = principal, call.headers, dialect.id_prefix + call.http_id, now_at
+            return await self._preparer.prepare(wanted, *about)
+        about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
+        most = self._settings.max_encode_inputs
+        if kind == "embedding" and call.dialect:
+            asked = ollama_wire.decode_embed(body, most, self._tells_unknown)
+        else:
+            asked = encode_wire.decode(kind, body, most, self._tells_unknown)
         return await self._encode_preparer.prepare(asked, *about)
 
     def _parts(
@@ -163,32 +177,41 @@ class Pipeline:
             return TextParts(prepared, run, active)
         return RowParts(prepared, self._settings.encode_piece_tokens, run, active)
 
-    async def _text(self, active: ActiveRequest, parts: TextParts, flight: InFlight) -> Answer:
+    async def _text(
+        self, active: ActiveRequest, parts: TextParts, flight: InFlight, spelled: AnswerFormat
+    ) -> Answer:
         """A stream begins without tokens where they take longer than `stream_heartbeat_s`; until
         then a refusal is an HTTP status."""
-        request, pieces = parts.prepared.request, parts.prepared.codec.pieces
+        request = parts.prepared.request
         await parts.begin(self._settings.stream_heartbeat_s if request.stream else 0.0)
         if active.is_gone:
             raise ClientGone
         if request.stream:
-            return EventAnswer(partial(self._events, active, parts, flight), active.abandon)
-        whole = [WholeChoice(request, choice.index, pieces) for choice in parts.choices]
+            run = partial(self._events, active, parts, flight, spelled)
+            return EventAnswer(run, active.abandon)
+        encoder = spelled.whole(parts.prepared)
         async for piece in parts.pieces():
-            whole[piece.index].add(piece)
+            encoder.add(piece)
         await active.close()
         if active.is_gone:
             raise ClientGone
         flight.end(parts.choices[0], parts.cached_tokens)
-        choices = [whole[c.index].body(c.finish_reason) for c in parts.choices]
-        return JsonAnswer([json_answer(request, choices, usage_of(parts))], active.abandon)
+        body = encoder.whole(ends_of(parts), usage_of(parts, active.times_s))
+        return JsonAnswer([body], active.abandon)
 
     async def _events(
-        self, active: ActiveRequest, parts: TextParts, flight: InFlight, sink: Sink
+        self,
+        active: ActiveRequest,
+        parts: TextParts,
+        flight: InFlight,
+        spelled: AnswerFormat,
+        sink: Sink,
     ) -> None:
-        chunks = Chunks(parts.prepared.request, parts.prepared.codec.pieces)
+        encoder = spelled.stream(parts.prepared, partial(usage_of, parts))
+        write = encoder.piece
 
         def send(piece: Piece) -> None:
-            event = chunks.piece(piece)
+            event = write(piece)
             if event:
                 sink.write(event)
 
@@ -199,13 +222,12 @@ class Pipeline:
             await active.fail(error)
             if not isinstance(error, ApiError):
                 raise
-            sink.write(error_event(error))
+            sink.write(encoder.error(error))
             return
         if active.is_gone:
             return
         flight.end(parts.choices[0], parts.cached_tokens)
-        ends = b"".join(chunks.last(c.index, c.finish_reason) for c in parts.choices)
-        sink.write(ends + chunks.usage(usage_of(parts)) + DONE)
+        sink.write(encoder.end(ends_of(parts), usage_of(parts, active.times_s)))
 
     async def _rows(self, active: ActiveRequest, parts: RowParts) -> Answer:
         """An encoder's answer is whole before anything of it leaves."""
@@ -214,3 +236,8 @@ class Pipeline:
         if active.is_gone:
             raise ClientGone
         return JsonAnswer(await encode_answer.answer(parts.prepared, rows), active.abandon)
+
+
+def _format(call: Call) -> AnswerFormat:
+    """Of texts; encoders' answers are spelled in one way."""
+    return DIALECTS.get(call.dialect or call.kind, CHAT).format

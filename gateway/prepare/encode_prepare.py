@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from engine.protocol import EncodeInputs, SamplingParams
+from gateway.api.bodies import invalid
 from gateway.api.encode_wire import EncodeAsk
-from gateway.api.wire import invalid
 from gateway.auth.auth import find_model
 from gateway.auth.directory import Directory
 from gateway.cache.cache_request import read_cache_headers
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import CachePlan, CacheRequest
-from gateway.errors import CONTEXT_LENGTH, INVALID_REQUEST, WRONG_TASK, ApiError, wrong_task
-from gateway.prepare.prepare import lengths_of
+from gateway.errors import INVALID_REQUEST, WRONG_TASK, ApiError, context_overflow, wrong_task
+from gateway.prepare.lengths import lengths_of
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import (
     EncodePairs,
@@ -54,6 +54,11 @@ class EncodePrepared:
     request: PreparedRequest
     width: int
     cache: CachePlan
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields of the request that have no effect."""
+        return self.asked.ignored
 
     @property
     def answer_bytes(self) -> int:
@@ -116,12 +121,13 @@ class EncodePreparer:
         room = longest - codec.num_special_pair
         found: list[EncoderInput] = []
         num_tokens = 0
-        for batch in _batches(asked.inputs):
+        for batch in _batches(asked.inputs, 1 if len(asked.queries) > 1 else _BATCH_INPUTS):
             if isinstance(batch[0], str):
                 texts = [text for text in batch if isinstance(text, str)]
                 job: Job = EncodeTexts(model.pack_dir, texts, longest, cut)
-                if asked.kind == "rerank":
-                    job = EncodePairs(model.pack_dir, asked.query, room, texts, longest)
+                if asked.is_of_pairs:
+                    query, most = _query(asked, len(found)), asked.document_cut
+                    job = EncodePairs(model.pack_dir, query, room, texts, longest, most)
                 encoded = await self._ask(job, model, asked, len(found), tenant_id)
             else:
                 lists = [ids for ids in batch if not isinstance(ids, str)]
@@ -151,13 +157,9 @@ class EncodePreparer:
         if isinstance(reply, Longer):
             if reply.is_exact:
                 raise _too_long(model, asked, before + reply.index, reply.num_tokens)
-            raise ApiError(
-                CONTEXT_LENGTH,
-                f"the maximum context length of model {model.name!r} is {model.max_context} tokens "
-                "(with special tokens), and the query leaves no room for a document: shorten "
-                "the query",
-                "query",
-            )
+            what = "the query leaves no room for a document beside its special tokens"
+            param = "text_1" if asked.kind == "score" else "query"
+            raise context_overflow(model.max_context, what, f"Shorten the {param}", param)
         assert isinstance(reply, Inputs)
         return reply.inputs
 
@@ -213,11 +215,11 @@ def _width(asked: EncodeAsk, model: HostedModel) -> int:
     """Raises ApiError where the model is for something else."""
     if model.task != ("embed" if asked.kind == "embedding" else "classify"):
         raise wrong_task(model.name, model.task)
-    if asked.kind == "rerank" and len(model.labels) != 1:
+    if asked.is_of_pairs and len(model.labels) != 1:
         raise ApiError(
             WRONG_TASK,
             f"the model {model.name!r} is a classifier with {len(model.labels)} classes: reranking "
-            "needs a cross-encoder (one class)",
+            "and scoring need a cross-encoder (one class)",
             "model",
         )
     if asked.dimensions is not None and asked.dimensions > model.dim:
@@ -231,33 +233,39 @@ def _longest(codec: EncoderFacts, model: HostedModel, asked: EncodeAsk) -> tuple
     if asked.cut is None or asked.cut < 0:
         return model.max_context, asked.cut is not None
     longest = min(asked.cut, model.max_context)
-    if isinstance(asked.inputs[0], str) and longest <= codec.num_special:
+    num_special = codec.num_special_pair if asked.is_of_pairs else codec.num_special
+    if isinstance(asked.inputs[0], str) and longest <= num_special:
         raise invalid(
             "truncate_prompt_tokens",
-            f"truncate_prompt_tokens must be greater than {codec.num_special}, the number of "
-            "special tokens that the model adds to each text",
+            f"truncate_prompt_tokens must be greater than {num_special}, the number of special "
+            "tokens that the model adds to each text",
         )
     return longest, True
 
 
 def _too_long(model: HostedModel, asked: EncodeAsk, index: int, num_tokens: int) -> ApiError:
-    return ApiError(
-        CONTEXT_LENGTH,
-        f"the maximum context length of model {model.name!r} is {model.max_context} tokens (with "
-        f"special tokens), but {asked.param}[{index}] has at least {num_tokens}: shorten it, or "
-        "set truncate_prompt_tokens",
-        asked.param,
-    )
+    what = f"{asked.param}[{index}] has at least {num_tokens}, special tokens included"
+    advice = "Shorten it, or set truncate_prompt_tokens"
+    return context_overflow(model.max_context, what, advice, asked.param)
 
 
-def _batches(inputs: Sequence[str] | Sequence[list[int]]) -> Iterator[list[str | list[int]]]:
+def _query(asked: EncodeAsk, index: int) -> str:
+    """What the document of that index is read beside."""
+    if not asked.queries:
+        return asked.query
+    return asked.queries[index if len(asked.queries) > 1 else 0]
+
+
+def _batches(
+    inputs: Sequence[str] | Sequence[list[int]], most: int
+) -> Iterator[list[str | list[int]]]:
     """Of what takes about as long to encode."""
     batch: list[str | list[int]] = []
     size = 0
     for item in inputs:
         batch.append(item)
         size += len(item)
-        if len(batch) == _BATCH_INPUTS or size >= _BATCH_CHARS:
+        if len(batch) == most or size >= _BATCH_CHARS:
             yield batch
             batch, size = [], 0
     if batch:

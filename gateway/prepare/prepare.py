@@ -10,17 +10,21 @@ bounds. What encoders are asked is prepared by encode_prepare.py.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
 from engine.protocol import SamplingParams
-from gateway.api.output_plan import PLAIN, OutputPlan, plan, understand
+from gateway.api.bodies import invalid
+from gateway.api.output_plan import PLAIN, OutputFormats, OutputPlan, plan, understand
 from gateway.api.tool_messages import calls_for_template, id_for_template
+from gateway.api.tool_types import ResponseFormat, TextFormat
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
-from gateway.api.wire import Message, WireRequest, invalid
+from gateway.api.wire import Message, WireRequest
 from gateway.auth.auth import find_model
 from gateway.auth.directory import Directory
 from gateway.cache.cache_request import (
@@ -32,12 +36,13 @@ from gateway.cache.cache_request import (
 )
 from gateway.cache.policy import cache_rule
 from gateway.cache.policy.cache_rule import OFF, CachePlan, CacheRequest
-from gateway.errors import CONTEXT_LENGTH, ApiError, wrong_task
+from gateway.errors import context_overflow, wrong_task
+from gateway.prepare.lengths import Lengths, PrepareBounds, lengths_of
+from gateway.prepare.template_values import NOTHING_SAID, TemplateValues, template_values
 from gateway.text.codecs import Codecs, TextModel, prompt_ids
 from gateway.text.prepare_messages import EncodeChat, EncodePrompt, Ids, Job, Longer, Measure
 from gateway.text.templates import TemplateRefused
 from gateway.types import SEED_MASK, HostedModel, PreparedRequest, Principal
-from registry.accounts.quotas import Limits
 
 _BLOCK_BYTES = 4096
 _T = TypeVar("_T")
@@ -80,42 +85,25 @@ class Prepared:
     turn: Turn | None = None
     """Set where the cache is to be looked up."""
 
+    ignored: tuple[str, ...] = ()
+    """Fields of the request that have no effect."""
+    asked: WireRequest | None = None
+    """What it was made of: dialects repeat some of it."""
+
     answer_bytes = 0
     """A text is bounded by its stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class PrepareBounds:
-    """A request has `max_choices` at most, and by default `default_max_tokens` each."""
+class Encoded:
+    """A request's prompts in token ids. `ignored`: its fields without effect."""
 
-    default_max_tokens: int
-    max_choices: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens at most of one request's prompt and of each of its answers; 0: no bound."""
-
-    prompt: int = 0
-    output: int = 0
-
-    def check_prompt(self, param: str, num_tokens: int) -> None:
-        """Raises ApiError where a prompt is longer."""
-        if self.prompt and num_tokens > self.prompt:
-            raise invalid(
-                param,
-                f"{param} has {num_tokens} tokens, more than your limit of {self.prompt} per "
-                "request: shorten it",
-            )
-
-    def check_output(self, param: str, num_tokens: int) -> None:
-        """Raises ApiError where more is asked for."""
-        if self.output and num_tokens > self.output:
-            raise invalid(
-                param,
-                f"{param} is {num_tokens}, more than your limit of {self.output} output tokens "
-                "per request: lower it",
-            )
+    model: HostedModel
+    codec: TextModel
+    lengths: Lengths
+    prompts: list[list[int]]
+    plan: OutputPlan
+    ignored: tuple[str, ...]
 
 
 class Preparer:
@@ -151,33 +139,39 @@ class Preparer:
         now_at: float,
     ) -> Prepared:
         """Raises ApiError: unknown model, a prompt that does not fit or cannot be rendered."""
-        model = find_model(principal, self._directory, asked.model)
-        lengths = lengths_of(principal, model, self._directory.limits)
-        self._check(asked, model, lengths)
         cache = self._cache(asked, principal, headers)
-        codec = await self._codecs.text(model)
-        ids, plan = await self._encode(codec, model, asked, principal.tenant_id, lengths)
-        lengths.check_prompt(_param(asked), len(ids))
+        encoded = await self.encoded(asked, principal)
+        model, codec, plan = encoded.model, encoded.codec, encoded.plan
+        lengths, prompts = encoded.lengths, encoded.prompts
+        longest = max(map(len, prompts))
         only_prompt = asked.max_tokens == 0
         request = PreparedRequest(
             request_id=request_id,
             kind=asked.kind,
             model=model,
-            prompt_token_ids=ids,
-            max_tokens=self._max_tokens(asked, model, len(ids), lengths),
+            prompt_token_ids=prompts[0]
+            if len(prompts) == 1
+            else list(chain.from_iterable(prompts)),
+            max_tokens=self._max_tokens(asked, model, longest, lengths),
             sampling=_sampling(asked, self._random),
-            stop_token_ids=[] if asked.ignore_eos else codec.stop_token_ids,
+            stop_token_ids=_stop_ids(asked, codec),
             stop_strings=asked.stop,
             stream=asked.stream,
             include_usage=asked.include_usage,
+            continuous_usage=asked.continuous_usage,
+            obfuscates=asked.obfuscates,
+            service_tier=asked.service_tier,
+            reasoning_fields=self._bounds.reasoning_fields,
             cache_mode=cache.mode,
             created_at=int(now_at),
             rates=self._directory.rates(principal.tenant_id, model.name, now_at),
-            num_choices=asked.n,
+            num_choices=asked.n * len(prompts),
+            prompt_lengths=tuple(map(len, prompts)) if len(prompts) > 1 else (),
             priority=asked.priority,
             logprobs=asked.logprobs,
-            prompt_logprobs=asked.logprobs if asked.echo else -1,
-            echo=self._echo(asked, codec, ids),
+            prompt_logprobs=max(asked.prompt_logprobs, asked.logprobs if asked.echo else -1),
+            shown_prompt_logprobs=asked.prompt_logprobs,
+            echoes=_echoes(asked, codec, prompts),
             only_prompt=only_prompt,
             continues_text=asked.continue_final_message,
             constraint=plan.constraint,
@@ -190,7 +184,26 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
-        return Prepared(request, codec, cache, plan.new_parser, turn)
+        return Prepared(request, codec, cache, plan.new_parser, turn, encoded.ignored, asked)
+
+    async def encoded(self, asked: WireRequest, principal: Principal) -> "Encoded":
+        """The prompts in token ids, and how answers are read. Raises ApiError."""
+        model = find_model(principal, self._directory, asked.model)
+        lengths = lengths_of(principal, model, self._directory.limits)
+        self._check(asked, model, lengths)
+        codec = await self._codecs.text(model)
+        said = NOTHING_SAID
+        if asked.reasoning is not None or asked.template_values:
+            has_marks = codec.formats.reasoning is not None
+            about = asked.reasoning, asked.template_values, codec.variables, has_marks
+            said = template_values(*about)
+        encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
+        ids, plan = await encode(asked)
+        prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
+        for prompt in prompts:
+            lengths.check_prompt(_param(asked), len(prompt))
+        told = (*asked.ignored, *said.ignored)
+        return Encoded(model, codec, lengths, prompts, plan, told)
 
     def _cache(
         self, asked: WireRequest, principal: Principal, headers: Mapping[str, str]
@@ -205,7 +218,11 @@ class Preparer:
                 headers=cache_headers,
                 temperature=asked.sampling.temperature,
                 has_seed=asked.seed is not None,
-                is_plain=asked.n == 1 and asked.logprobs < 0 and not asked.echo,
+                is_plain=asked.n == 1
+                and not asked.more_prompts
+                and asked.logprobs < 0
+                and asked.prompt_logprobs < 0
+                and not asked.echo,
                 has_turn=bool(question_of(asked)),
                 has_embedder=self._has_embedder,
             )
@@ -217,18 +234,30 @@ class Preparer:
             raise wrong_task(model.name, model.task)
         if asked.n > self._bounds.max_choices:
             raise invalid("n", f"n must be at most {self._bounds.max_choices}")
+        num_prompts, most = 1 + len(asked.more_prompts), self._bounds.max_prompts
+        if num_prompts > 1 and num_prompts * asked.n > most:
+            raise invalid(
+                "prompt",
+                f"prompt has {num_prompts} prompts and n is {asked.n}: one request may have at "
+                f"most {most} answers, send several requests",
+            )
         lengths.check_output("max_tokens", asked.max_tokens or 0)
         last = model.vocab_size - 1
         if asked.sampling.logit_bias and max(asked.sampling.logit_bias) > last:
             raise invalid(
                 "logit_bias", f"logit_bias contains a token id that is not between 0 and {last}"
             )
+        if asked.stop_token_ids and max(asked.stop_token_ids) > last:
+            message = f"stop_token_ids contains a token id that is not between 0 and {last}"
+            raise invalid("stop_token_ids", message)
         if asked.kind == "chat":
             # However it is rendered, a message is a token at least.
             self._check_length(asked, model, len(asked.messages), "at least ")
-        elif not isinstance(asked.prompt, str):
-            self._check_length(asked, model, len(asked.prompt))
-            if asked.prompt and not 0 <= min(asked.prompt) <= max(asked.prompt) <= last:
+        for prompt in (asked.prompt, *asked.more_prompts):
+            if isinstance(prompt, str):
+                continue
+            self._check_length(asked, model, len(prompt))
+            if prompt and not 0 <= min(prompt) <= max(prompt) <= last:
                 message = f"prompt contains a token id that is not between 0 and {last}"
                 raise invalid("prompt", message)
 
@@ -236,14 +265,18 @@ class Preparer:
         self,
         codec: TextModel,
         model: HostedModel,
-        asked: WireRequest,
         tenant_id: str,
         lengths: Lengths,
+        said: TemplateValues,
+        asked: WireRequest,
     ) -> tuple[list[int], OutputPlan]:
         """The prompt, and how its answer is read."""
         param = _param(asked)
+        form = PLAIN
+        if asked.kind == "completion" and not isinstance(asked.response_format, TextFormat):
+            form = await _planned(asked, _completion_form, asked.response_format)
         if not isinstance(asked.prompt, str):
-            return list(asked.prompt), PLAIN
+            return list(asked.prompt), form
 
         async def ask(job: Job) -> Ids:
             reply = await self._codecs.ask(model, job, tenant_id)
@@ -261,10 +294,11 @@ class Preparer:
             if sum(map(len, texts)) > _LONG_CHARS_PER_TOKEN * model.max_context:
                 await ask(Measure(model.pack_dir, texts, model.max_context))
             if asked.kind == "completion":
-                found = await ask(EncodePrompt(model.pack_dir, asked.prompt, model.max_context))
-                ids, plan = prompt_ids(found), PLAIN
+                about = model.pack_dir, asked.prompt, model.max_context, asked.is_bare
+                found = await ask(EncodePrompt(*about))
+                ids, plan = prompt_ids(found), form
             else:
-                ids, plan = await _chat(codec, model, asked, ask)
+                ids, plan = await _chat(codec, model, asked, said, ask)
         except TemplateRefused as error:
             raise invalid(
                 param,
@@ -283,6 +317,8 @@ class Preparer:
         self, asked: WireRequest, model: HostedModel, num_prompt: int, lengths: Lengths
     ) -> int:
         room = self._check_length(asked, model, num_prompt)
+        if asked.caps_max_tokens and asked.max_tokens:
+            return min(asked.max_tokens, room)
         bound = min(self._bounds.default_max_tokens, room, lengths.output or room)
         # Where nothing is wanted the worker makes one token all the same, which is dropped.
         wanted = bound if asked.max_tokens is None else max(1, asked.max_tokens)
@@ -299,26 +335,49 @@ class Preparer:
         """How many tokens may be generated. Raises ApiError where none may, or fewer than asked."""
         room = model.max_context - num_prompt
         wanted = asked.max_tokens or asked.sampling.min_tokens
+        if asked.caps_max_tokens:
+            wanted = 0
         if room >= 1 and wanted <= room:
             return room
         completion = f" and you asked for {wanted} in the completion" if wanted else ""
         param = _param(asked)
-        raise ApiError(
-            CONTEXT_LENGTH,
-            f"the maximum context length of model {model.name!r} is {model.max_context} tokens, "
-            f"but {hedge}{num_prompt} are in the {param}{completion}: shorten the {param} or "
-            "lower max_tokens",
-            param,
-        )
+        what = f"{hedge}{num_prompt} are in the {param}{completion}"
+        advice = f"Shorten the {param} or lower max_tokens"
+        raise context_overflow(model.max_context, what, advice, param)
 
-    def _echo(self, asked: WireRequest, codec: TextModel, ids: Sequence[int]) -> str:
-        if not asked.echo:
-            return ""
-        return asked.prompt if isinstance(asked.prompt, str) else codec.decode(ids)
+
+def _echoes(
+    asked: WireRequest, codec: TextModel, prompts: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    """The prompts as text, where answers begin with them."""
+    if not asked.echo:
+        return ()
+    given = (asked.prompt, *asked.more_prompts)
+    return tuple(
+        text if isinstance(text, str) else codec.decode(ids)
+        for text, ids in zip(given, prompts, strict=True)
+    )
 
 
 def _param(asked: WireRequest) -> str:
     return "messages" if asked.kind == "chat" else "prompt"
+
+
+def _stop_ids(asked: WireRequest, codec: TextModel) -> list[int]:
+    """The model's own, and the caller's."""
+    own = [] if asked.ignore_eos else codec.stop_token_ids
+    return [*own, *asked.stop_token_ids] if asked.stop_token_ids else own
+
+
+def _completion_form(form: ResponseFormat) -> OutputPlan:
+    """A completion has neither calls nor reasoning."""
+    return plan(understand(response_format=form), OutputFormats(), "")
+
+
+def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
+    """The same with each of the further prompts alone."""
+    for prompt in asked.more_prompts:
+        yield replace(asked, prompt=prompt, more_prompts=())
 
 
 def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:
@@ -334,17 +393,12 @@ def _sampling(asked: WireRequest, random: RandomBytes) -> SamplingParams:
     return msgspec.structs.replace(asked.sampling, seed=seed & SEED_MASK)
 
 
-def lengths_of(principal: Principal, model: HostedModel, gateway: Limits) -> Lengths:
-    """The shortest of the key's, the tenant's, the model's and the gateway's."""
-    every = (principal.limits, principal.tenant_limits, model.limits, gateway)
-    return Lengths(
-        min((one.max_prompt_tokens for one in every if one.max_prompt_tokens), default=0),
-        min((one.max_output_tokens for one in every if one.max_output_tokens), default=0),
-    )
-
-
 async def _chat(
-    codec: TextModel, model: HostedModel, asked: WireRequest, ask: Callable[[Job], Awaitable[Ids]]
+    codec: TextModel,
+    model: HostedModel,
+    asked: WireRequest,
+    said: TemplateValues,
+    ask: Callable[[Job], Awaitable[Ids]],
 ) -> tuple[list[int], OutputPlan]:
     """Raises ApiError, TemplateRefused, ValueError."""
     structured = await _planned(
@@ -355,6 +409,8 @@ async def _chat(
         asked.parallel_tool_calls,
         asked.response_format,
     )
+    marks = codec.formats.reasoning
+    ends = asked.add_generation_prompt and said.closes_reasoning
     found = await ask(
         EncodeChat(
             model.pack_dir,
@@ -363,11 +419,18 @@ async def _chat(
             asked.add_generation_prompt,
             asked.continue_final_message,
             model.max_context,
+            said.values,
+            (marks.open, marks.close) if marks is not None and ends else None,
         )
     )
     made = await _planned(asked, plan, structured, codec.formats, found.tail)
-    if made.constraint is not None and (asked.sampling.min_tokens or asked.ignore_eos):
-        param = "min_tokens" if asked.sampling.min_tokens else "ignore_eos"
+    bounds = {
+        "min_tokens": asked.sampling.min_tokens,
+        "ignore_eos": asked.ignore_eos,
+        "stop_token_ids": asked.stop_token_ids,
+    }
+    if made.constraint is not None and any(bounds.values()):
+        param = next(name for name, value in bounds.items() if value)
         raise invalid(param, f"{param} is not allowed with tools or response_format")
     return prompt_ids(found), made
 

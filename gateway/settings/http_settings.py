@@ -8,6 +8,12 @@ from gateway.settings.base_settings import MIB, setting
 
 OPEN = "*"
 """As `metrics_token`: none is needed; as `allowed_hosts`: any."""
+REASONING_FIELDS = {
+    "both": ("reasoning", "reasoning_content"),
+    "reasoning": ("reasoning",),
+    "reasoning_content": ("reasoning_content",),
+}
+UNKNOWN_FIELDS = ("refuse", "tell")
 _HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _TOKEN = re.compile(r"[!-~]{16,512}")
 
@@ -91,6 +97,22 @@ class HttpSettings:
         "worth. Further connections are delayed. 0: unlimited.",
         ge=0,
     )
+    unknown_fields: str = setting(
+        "refuse",
+        "What happens to unknown top-level fields of a request: `refuse` them with 400, or `tell`: "
+        "take them without effect and name them in the response header `x-polyhost-ignored`.",
+    )
+    ollama_key_id: str = setting(
+        "",
+        "Id of the API key (`polyhost keys list`) in whose name requests to Ollama's routes "
+        "(`/api/chat` and others) run that send no key. Everybody who reaches the server can then "
+        "use it: give it limits. Empty: these routes are off.",
+    )
+    reasoning_fields: str = setting(
+        "both",
+        "What chat completions call the reasoning of a model: `reasoning` (as vLLM and "
+        "OpenRouter), `reasoning_content` (as DeepSeek), or `both`.",
+    )
     default_max_tokens: int = setting(
         256, "Maximum number of generated tokens if a request does not set one.", ge=1
     )
@@ -121,6 +143,12 @@ class HttpSettings:
         le=262_144,
     )
     max_choices: int = setting(16, "Maximum number of choices (`n`) in one request.", ge=1)
+    max_prompts: int = setting(
+        128,
+        "Maximum number of answers to one completion request with several prompts: prompts times "
+        "`n`.",
+        ge=1,
+    )
     max_stream_buffer_tokens: int = setting(
         2048,
         "Maximum number of tokens buffered for a client that does not read its stream. Beyond "
@@ -173,6 +201,10 @@ class HttpSettings:
         for name in filter(None, (n.strip() for n in self.allowed_hosts.split(","))):
             if name != OPEN and not _HOST.fullmatch(name):
                 raise ValueError(f"allowed_hosts: {name!r} is not a host name: remove its port")
+        if self.unknown_fields not in UNKNOWN_FIELDS:
+            raise ValueError(f"unknown_fields must be one of {', '.join(UNKNOWN_FIELDS)}")
+        if self.reasoning_fields not in REASONING_FIELDS:
+            raise ValueError(f"reasoning_fields must be one of {', '.join(REASONING_FIELDS)}")
         if self.metrics_token not in ("", OPEN) and not _TOKEN.fullmatch(self.metrics_token):
             raise ValueError(
                 "metrics_token must have 16 to 512 visible ASCII characters: choose another"

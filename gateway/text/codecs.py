@@ -43,13 +43,15 @@ _READ_AHEAD = 2
 @dataclass(frozen=True, slots=True)
 class TextModel:
     """What is known of a generating model's files. `wants_text`: messages' calls have their
-    arguments as text; `tells_date`: its prompts may say what day it is."""
+    arguments as text; `tells_date`: its prompts may say what day it is; `variables`: the names that
+    its chat template looks up."""
 
     stop_token_ids: list[int]
     pieces: PieceTable
     formats: OutputFormats
     wants_text: bool
     tells_date: bool
+    variables: frozenset[str] = frozenset()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Their text, without control tokens."""
@@ -175,6 +177,7 @@ def _text_model(facts: TextFacts, model: HostedModel) -> TextModel:
         formats=detect(facts.template, facts.special_ids),
         wants_text=facts.wants_text,
         tells_date="strftime_now" in facts.template,
+        variables=frozenset(facts.variables),
     )
 
 

@@ -119,16 +119,19 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
+        self.found = ""
+        """The one that was complete first."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that is certain, found). Once found, nothing may be pushed."""
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        found = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            _, at, self.found = min(found)
+            return text[:at], True
         keep = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -180,6 +183,11 @@ class TextStream:
         self._scored: deque[ScoredToken] = deque()
         self.num_tokens = 0
         self.stopped = False
+
+    @property
+    def stop_string(self) -> str:
+        """The one that ended the text, or ""."""
+        return self._stop_strings.found
 
     def push(self, token_ids: list[int], scores: Sequence[TokenLogprobs] = ()) -> str:
         """Text for the client. A stop token has none. After `stopped` nothing is taken.

@@ -81,14 +81,16 @@ class EncoderCodec:
         return encoding
 
     def encode_pairs(
-        self, query: Encoding, documents: Sequence[str], longest: int
+        self, query: Encoding, documents: Sequence[str], longest: int, document_tokens: int = 0
     ) -> list[EncoderInput]:
-        """A query with each document, of which as much is kept as fits into `longest` tokens.
+        """A query with each document, of which as much is kept as fits into `longest` tokens, and
+        no more than `document_tokens`; 0: no such bound.
 
         The query must fit. It is read once a request: a few tokens of it can be megabytes of
         spaces. Raises ValueError.
         """
         room = max(0, longest - self.num_special_pair - len(query))
+        room = min(room, document_tokens or room)
         heads = [self._head(document, longest) for document in documents]
         found = []
         for document in _encode(self._tokenizer, heads, False):

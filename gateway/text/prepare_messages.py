@@ -62,10 +62,11 @@ class Measure(_Job, frozen=True):
 
 
 class EncodePrompt(_Job, frozen=True):
-    """A completion's prompt. Answered with Ids."""
+    """A completion's prompt. Answered with Ids. `is_bare`: nothing is put around it."""
 
     text: str
     most: int
+    is_bare: bool = False
 
 
 class EncodeChat(_Job, frozen=True):
@@ -76,6 +77,10 @@ class EncodeChat(_Job, frozen=True):
     add_generation_prompt: bool
     continue_final_message: bool
     most: int
+    values: Mapping[str, Any] = {}
+    """More values for the template, of the caller's."""
+    closes: tuple[str, str] | None = None
+    """Marks of reasoning that the prompt is to end behind."""
 
 
 class EncodeTexts(_Job, frozen=True):
@@ -95,6 +100,8 @@ class EncodePairs(_Job, frozen=True):
     room: int
     documents: list[str]
     longest: int
+    document_tokens: int = 0
+    """Of each document at most; 0: as many as fit."""
 
 
 class TextFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -105,6 +112,7 @@ class TextFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):
     template: str
     wants_text: bool
     pieces: PieceRecord
+    variables: list[str] = []
 
 
 class EncoderFacts(msgspec.Struct, frozen=True, tag=True, array_like=True):

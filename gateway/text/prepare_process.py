@@ -139,7 +139,7 @@ class PrepareProcess:
             _check(codec, job.texts, job.most)
             return Ids()
         if isinstance(job, EncodePrompt):
-            return _ids(codec.encode_prompt(job.text), "", job.most)
+            return _ids(codec.encode_prompt(job.text, job.is_bare), "", job.most)
         assert isinstance(job, EncodeChat)
         ids, tail = codec.encode_chat(
             job.messages,
@@ -147,6 +147,8 @@ class PrepareProcess:
             add_generation_prompt=job.add_generation_prompt,
             continue_final_message=job.continue_final_message,
             check_text=lambda text: _check(codec, [text], job.most),
+            values=job.values,
+            closes=job.closes,
         )
         return _ids(ids, tail, job.most)
 
@@ -168,7 +170,8 @@ class PrepareProcess:
             self._encoding, self._query = codec.query(job.query, job.room), asked
         if len(self._encoding) >= job.room:
             return Longer(len(self._encoding), is_exact=False)
-        return Inputs(codec.encode_pairs(self._encoding, job.documents, job.longest))
+        about = job.documents, job.longest, job.document_tokens
+        return Inputs(codec.encode_pairs(self._encoding, *about))
 
     def _text(self, folder: str) -> TextCodec:
         codec = self._find(folder, TextCodec)

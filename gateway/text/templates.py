@@ -24,7 +24,7 @@ from typing import Any
 
 import jinja2
 import msgspec
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -80,6 +80,12 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
         }
+
+    def variables(self) -> list[str]:
+        """The names that it looks up in what it is given, but for those that are always there."""
+        environment = _environment()
+        found = meta.find_undeclared_variables(environment.parse(self.source))
+        return sorted(found - self._constants.keys() - environment.globals.keys() - {"messages"})
 
     def render(
         self,

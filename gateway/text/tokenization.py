@@ -35,6 +35,7 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
+from gateway.api.reasoning_types import EFFORTS
 from gateway.api.tool_messages import wants_text
 from gateway.text.pieces import MAX_TOKENS, read_pieces
 from gateway.text.prepare_messages import TextFacts
@@ -59,6 +60,7 @@ _KEYS = ("role", "content", "name", "type", "function", "tool_calls", "tool_call
 # `surely_longer` counts a text in pieces; joined, they are at most this many tokens fewer.
 _PIECE_CHARS = 16_384
 _TAIL_CHARS = 256
+NO_VALUES: Mapping[str, Any] = {}
 _PIECE_SLACK = 64
 # Of a library's panic (a BaseException) a refusal is made; these are not the library's.
 NOT_A_PANIC = (MemoryError, KeyboardInterrupt, SystemExit)
@@ -203,14 +205,16 @@ class TextCodec:
             template=template.source if isinstance(template, ChatTemplate) else "",
             wants_text=isinstance(template, ChatTemplate) and wants_text(_sampler(template)),
             pieces=read_pieces(self._tokenizer),
+            variables=template.variables() if isinstance(template, ChatTemplate) else [],
         )
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """A completion's prompt, with the tokens the tokenizer itself puts around a text.
+    def encode_prompt(self, text: str, is_bare: bool = False) -> list[int]:
+        """A completion's prompt, with the tokens the tokenizer itself puts around a text, unless
+        `is_bare`.
 
         Raises ValueError where the tokenizer fails on it.
         """
-        return _encode(self._tokenizer, text, add_special_tokens=True)
+        return _encode(self._tokenizer, text, add_special_tokens=not is_bare)
 
     def encode_chat(
         self,
@@ -219,8 +223,12 @@ class TextCodec:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         check_text: Callable[[str], None] = lambda _text: None,
+        values: Mapping[str, Any] = NO_VALUES,
+        closes: tuple[str, str] | None = None,
     ) -> tuple[list[int], str]:
-        """Messages through the template: token ids, and how the text ends.
+        """Messages through the template: token ids, and how the text ends. `values`: more of the
+        caller's for the template; `closes`: marks of reasoning, of which an empty pair is to stand
+        at the end.
 
         Raises TemplateRefused, ValueError.
         """
@@ -233,7 +241,10 @@ class TextCodec:
             continue_final_message,
             tools=self._control.guard_all(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
+            **self._guarded(values),
         )
+        if closes is not None:
+            rendered += _closed(rendered, *closes)
         check_text(rendered)
         tail = rendered[-_TAIL_CHARS:]
         if not self._control.is_marked(rendered):
@@ -246,6 +257,13 @@ class TextCodec:
         spelled = self._control.spell(rendered)
         ids = _encode(self._literal_tokenizer(), spelled, add_special_tokens=False)
         return ids, tail
+
+    def _guarded(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Words that templates compare with stay as they are."""
+        return {
+            name: value if value in EFFORTS else self._control.guard_all(value)
+            for name, value in values.items()
+        }
 
     def encode_literal(self, text: str) -> list[int]:
         """A text in which nothing is a control token, as in a chat. Raises ValueError."""
@@ -271,6 +289,13 @@ class TextCodec:
             with self._loading():
                 self._literal = _renamed(self._tokenizer, self._control)
         return self._literal
+
+
+def _closed(rendered: str, open_mark: str, close_mark: str) -> str:
+    """What ends the reasoning of a prompt that may have begun it."""
+    has_begun = rendered.rstrip().endswith(open_mark)
+    begin = "" if has_begun else open_mark
+    return f"{begin}\n\n{close_mark}\n\n"
 
 
 def _sampler(template: ChatTemplate) -> Callable[[list[dict[str, Any]]], str]:

@@ -35,7 +35,7 @@ from registry.money.ledger import CORRECTION, Posting, PostingRow, span_start, w
 
 BATCH_ROWS = 5000
 HOUR_S = 3600
-ENCODER_KINDS = ("embedding", "classify", "rerank")
+ENCODER_KINDS = ("embedding", "classify", "rerank", "score")
 COLUMNS = (*(field.name for field in fields(Posting)), "tenant_name", "key_name")
 """What `rows` gives, in this order."""
 

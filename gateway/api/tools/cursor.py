@@ -8,8 +8,8 @@ it again where what looked like a call is none.
 """
 
 import re
-from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 from gateway.api.tools.output_parser import (
     MAX_HELD_SPACES,
@@ -18,6 +18,7 @@ from gateway.api.tools.output_parser import (
     ContentDelta,
     Event,
     Padding,
+    ReasoningState,
     ToolCallEnd,
     ToolCallStart,
     overlap,
@@ -40,13 +41,18 @@ class NotACall(Exception):
 class Cursor:
     """Reads a text in pieces. Subclasses write `_run`; the outside calls `feed` and `flush`."""
 
+    reasoning_state: ReasoningState = "done"
+
     def __init__(
         self,
         names: Collection[str],
         new_id: Callable[[], str],
         max_calls: int | None = None,
+        schemas: Mapping[str, Any] | None = None,
     ) -> None:
-        """`names`: the functions on offer. After `max_calls` calls all text is content."""
+        """`names`: the functions on offer. After `max_calls` calls all text is content. `schemas`:
+        of the functions' arguments, for formats that do not say what a value is."""
+        self._schemas: Mapping[str, Any] = schemas or {}
         self.num_calls = 0
         self._names = frozenset(names)
         self._new_id = new_id

@@ -29,8 +29,34 @@ from gateway.api.tools.json_formats import (
     LlamaJsonParser,
     MistralParser,
 )
+from gateway.api.tools.marked_formats import (
+    DEEPSEEK_CLOSE,
+    DEEPSEEK_END,
+    DEEPSEEK_OPEN,
+    DEEPSEEK_SECTION,
+    DEEPSEEK_SEPARATOR,
+    KIMI_ARGUMENTS,
+    KIMI_CLOSE,
+    KIMI_END,
+    KIMI_OPEN,
+    KIMI_SECTION,
+    DeepSeekParser,
+    KimiParser,
+)
+from gateway.api.tools.xml_formats import XML_CLOSE, XML_OPEN, GlmXmlParser, QwenXmlParser
 
-FormatName: TypeAlias = Literal["hermes", "llama3_json", "mistral", "mistral_args", "pythonic"]
+FormatName: TypeAlias = Literal[
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "pythonic",
+    "qwen_xml",
+    "glm_xml",
+    "kimi",
+    "deepseek",
+    "deepseek_v3",
+]
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}\Z")
@@ -41,6 +67,7 @@ class ToolFormat:
     """`marks`: texts that may be control tokens and have to reach the parser as text.
 
     `open`, `close`: what a model is made to write around its calls; "" where there is nothing.
+    `needs_schemas`: what a value is depends on the function's schema.
     """
 
     name: FormatName
@@ -49,6 +76,7 @@ class ToolFormat:
     open: str = ""
     close: str = ""
     has_short_ids: bool = False
+    needs_schemas: bool = False
 
     def new_id(self) -> str:
         """An id no client has seen before, of a kind this format's templates take back."""
@@ -90,19 +118,56 @@ def _pythonic(open_mark: str = "", close_mark: str = "") -> ToolFormat:
 
 
 _PYTHONIC = _pythonic()
+_XML_MARKS = (XML_OPEN, XML_CLOSE)
+_QWEN_XML = ToolFormat("qwen_xml", QwenXmlParser, _XML_MARKS, XML_OPEN, needs_schemas=True)
+_GLM_XML = ToolFormat(
+    "glm_xml",
+    GlmXmlParser,
+    (*_XML_MARKS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    XML_OPEN,
+    needs_schemas=True,
+)
+_KIMI = ToolFormat(
+    "kimi",
+    KimiParser,
+    (KIMI_SECTION, KIMI_OPEN, KIMI_ARGUMENTS, KIMI_CLOSE, KIMI_END),
+    KIMI_SECTION,
+    KIMI_END,
+)
+_DEEPSEEK_MARKS = (
+    DEEPSEEK_SECTION,
+    DEEPSEEK_OPEN,
+    DEEPSEEK_SEPARATOR,
+    DEEPSEEK_CLOSE,
+    DEEPSEEK_END,
+)
+_DEEPSEEK = ToolFormat("deepseek", DeepSeekParser, _DEEPSEEK_MARKS, DEEPSEEK_SECTION, DEEPSEEK_END)
+_DEEPSEEK_V3 = ToolFormat(
+    "deepseek_v3", DeepSeekParser, _DEEPSEEK_MARKS, DEEPSEEK_SECTION, DEEPSEEK_END
+)
 FORMATS: dict[FormatName, ToolFormat] = {
     "hermes": _HERMES,
     "llama3_json": _LLAMA,
     "mistral": _MISTRAL,
     "mistral_args": _MISTRAL_ARGS,
     "pythonic": _PYTHONIC,
+    "qwen_xml": _QWEN_XML,
+    "glm_xml": _GLM_XML,
+    "kimi": _KIMI,
+    "deepseek": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK_V3,
 }
 
 # What templates write, most telling first. The pythonic marks come with the end marks they pair.
 _SIGNS: tuple[tuple[Callable[[str], bool], ToolFormat], ...] = (
     (lambda t: "[TOOL_CALLS]" in t and "[ARGS]" in t, _MISTRAL_ARGS),
     (lambda t: "[TOOL_CALLS]" in t, _MISTRAL),
-    # Others write XML inside the same mark.
+    (lambda t: DEEPSEEK_OPEN in t and "```json" in t, _DEEPSEEK_V3),
+    (lambda t: DEEPSEEK_OPEN in t, _DEEPSEEK),
+    (lambda t: KIMI_OPEN in t and KIMI_ARGUMENTS in t, _KIMI),
+    # These write XML inside the mark of the next.
+    (lambda t: "<tool_call>" in t and "<function=" in t, _QWEN_XML),
+    (lambda t: "<tool_call>" in t and "<arg_key>" in t, _GLM_XML),
     (lambda t: "<tool_call>" in t and "<function=" not in t and "<arg_key>" not in t, _HERMES),
     (lambda t: "<|tool_call_start|>[" in t, _pythonic("<|tool_call_start|>", "<|tool_call_end|>")),
     (lambda t: "<|python_start|>" in t, _pythonic("<|python_start|>", "<|python_end|>")),

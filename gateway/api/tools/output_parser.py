@@ -88,6 +88,10 @@ class OutputParser(Protocol):
     def num_calls(self) -> int:
         """Calls begun so far. More than 0 at the end: the finish reason `tool_calls`."""
 
+    @property
+    def reasoning_state(self) -> "ReasoningState":
+        """Whether the text so far ends in reasoning."""
+
     def feed(self, text: str) -> list[Event]:
         """What is certain after this piece of text and was not before."""
 
@@ -99,6 +103,7 @@ class IdentityParser:
     """For requests without tools and models without reasoning: text is content."""
 
     num_calls = 0
+    reasoning_state: "ReasoningState" = "done"
 
     def feed(self, text: str) -> list[Event]:
         """The text itself."""
@@ -179,6 +184,11 @@ class ReasoningParser:
     def num_calls(self) -> int:
         """See OutputParser."""
         return self._inner.num_calls
+
+    @property
+    def reasoning_state(self) -> ReasoningState:
+        """See OutputParser."""
+        return self._state
 
     def feed(self, text: str) -> list[Event]:
         """See OutputParser."""

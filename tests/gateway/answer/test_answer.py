@@ -1,5 +1,6 @@
 """The bytes of answers: chunks and whole ones, of one choice and of several."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import SamplingParams, TokenLogprobs
-from gateway.answer.answer import DONE, Chunks, UsageFigures, WholeChoice, error_event, json_answer
+from gateway.answer.answer import (
+    DONE,
+    Choices,
+    Chunks,
+    WholeChoice,
+    error_event,
+    json_answer,
+)
 from gateway.answer.choice import Piece
+from gateway.answer.encoder import ChoiceEnd, UsageFigures
 from gateway.api.tools.output_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -29,7 +38,7 @@ PIECES = PieceTable(read_pieces(byte_level_tokenizer()))
 MODEL = HostedModel("org/m", "0123456789abcdef", "p", 100, 100, 0)
 CHAT = PreparedRequest("chatcmpl-1", "chat", MODEL, [1], 7, SamplingParams(), [], created_at=5)
 COMPLETION = replace(CHAT, request_id="cmpl-1", kind="completion")
-USAGE = UsageFigures(10, 4, 2)
+USAGE = UsageFigures(10, 4, 2, 3)
 A: int = byte_level_tokenizer().encode("a").ids[0]
 CALL: list[Event] = [
     Padding("<tool_call>"),
@@ -123,7 +132,41 @@ def test_usage_only_where_asked() -> None:
         "completion_tokens": 4,
         "total_tokens": 14,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 3},
     }
+
+
+def test_the_usage_of_a_kept_answer_does_not_guess_its_reasoning() -> None:
+    assert "completion_tokens_details" not in UsageFigures(10, 4, 0, None).body()
+
+
+def test_usage_in_every_event() -> None:
+    counted = iter(range(1, 9))
+    request = replace(CHAT, continuous_usage=True)
+    chunks = Chunks(request, PIECES, lambda: UsageFigures(10, next(counted)))
+    events = parse_events(chunks.piece(said("x")) + chunks.piece(said("y")))
+    events += parse_events(chunks.last(0, "stop"))
+    assert [e["usage"]["completion_tokens"] for e in events] == [1, 2, 3, 4]
+    assert chunks.usage(USAGE) == b""
+
+
+def test_padded_events_are_alike_in_size() -> None:
+    chunks = begun(replace(CHAT, obfuscates=True))
+    events = [chunks.piece(said("x" * n)) for n in range(1, 40)]
+    sizes = {len(event) for event in events}
+    assert len(sizes) <= 2
+    assert all(only(event)["obfuscation"] for event in events)
+    assert "obfuscation" not in only(begun(CHAT).piece(said("x")))
+
+
+def test_a_tier_is_told_back_where_one_was_asked_for() -> None:
+    request = replace(CHAT, service_tier="flex")
+    assert only(begun(request).piece(said("x")))["service_tier"] == "flex"
+    whole = Choices(request, PIECES)
+    whole.add(said("x"))
+    body = json.loads(whole.whole([ChoiceEnd(0, "stop")], USAGE))
+    assert body["service_tier"] == "flex"
+    assert "service_tier" not in only(begun(CHAT).piece(said("x")))
 
 
 def test_ends() -> None:
@@ -156,7 +199,7 @@ def test_calls_and_reasoning_as_deltas() -> None:
     events: list[Event] = [ReasoningDelta("hm", "<think>hm"), *CALL]
     deltas = [e["choices"][0]["delta"] for e in parse_events(begun(CHAT).piece(Piece(0, events)))]
     assert deltas == [
-        {"reasoning_content": "hm"},
+        {"reasoning": "hm", "reasoning_content": "hm"},
         {"tool_calls": [{"index": 0, "id": "call_1", "type": "function",
                          "function": {"name": "f", "arguments": ""}}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": '{"a": 1}'}}]},
@@ -171,12 +214,24 @@ def test_calls_and_reasoning_in_a_message() -> None:
         "role": "assistant",
         "content": None,
         "refusal": None,
+        "reasoning": "hm",
         "reasoning_content": "hm",
         "tool_calls": [
             {"id": "call_1", "type": "function",
              "function": {"name": "f", "arguments": '{"a": 1}'}}
         ],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_under_one_name(name: str) -> None:
+    request = replace(CHAT, reasoning_fields=(name,))
+    piece = Piece(0, [ReasoningDelta("hm", "hm")])
+    assert only(begun(request).piece(piece))["choices"][0]["delta"] == {name: "hm"}
+    whole = WholeChoice(request, 0, PIECES)
+    whole.add(piece)
+    found = whole.body("stop")["message"]
+    assert {key for key in found if "reasoning" in key} == {name}
 
 
 def test_scores_go_with_the_piece_they_belong_to() -> None:
@@ -195,7 +250,7 @@ def test_scores_go_with_the_piece_they_belong_to() -> None:
 
 
 def test_an_echo_comes_first_with_its_scores() -> None:
-    request = replace(COMPLETION, echo="aa", logprobs=0)
+    request = replace(COMPLETION, echoes=("aa",), logprobs=0)
     prompt = [ScoredToken(A, 0, None), scored(1)]
     piece = Piece(0, [ContentDelta("a", "a")], [scored(0)], prompt)
     first, second = (e["choices"][0] for e in parse_events(Chunks(request, PIECES).piece(piece)))

@@ -16,7 +16,7 @@ from gateway.api.tool_types import ResponseFormat, ToolChoice, Tools
 from gateway.api.tools.formats import FORMATS, FormatName
 from gateway.api.tools.output_parser import ReasoningMarks
 from gateway.errors import ApiError
-from tests.gateway.api.tools.kit import WRITERS, Call
+from tests.gateway.api.tools.kit import WRITERS, Call, xml_text
 
 THINK = ReasoningMarks("<think>", "</think>")
 TOKENIZER = llguidance.LLTokenizer("byte")
@@ -75,6 +75,8 @@ CALLS: list[Call] = [("get.temp", {"city": "Zwolle"}), ("add", {"a": 1, "b": 2})
 
 
 def written(fmt: FormatName, made: list[Call]) -> str:
+    if FORMATS[fmt].needs_schemas:
+        return xml_text(fmt, "", made)
     text = WRITERS[fmt]("", made)
     return text.replace("'", '"') if fmt == "pythonic" else text
 
@@ -117,7 +119,22 @@ def test_text_is_free_until_the_mark(fmt: FormatName) -> None:
         assert not accepts(found, text)
 
 
-@pytest.mark.parametrize("fmt", ["llama3_json", "pythonic"])
+@pytest.mark.parametrize("fmt", ["qwen_xml", "glm_xml"])
+def test_words_of_an_enum_and_values_are_held_to_the_schema_between_tags(fmt: FormatName) -> None:
+    tools = [function("f", ["a"], a={"type": "string", "enum": ["x", "y z"]}, b={"type": "array"})]
+    found = planned("required", fmt, tools=tools)
+    good: list[dict[str, Any]] = [{"a": "x"}, {"a": "y z", "b": [1, "</b>"]}]
+    bad: list[dict[str, Any]] = [{"a": "z"}, {"b": [1]}, {"a": "x", "b": 5}, {"a": "x", "c": 1}]
+    for made in good:
+        assert accepts(found, xml_text(fmt, "", [("f", made)]))
+    for made in bad:
+        assert not accepts(found, xml_text(fmt, "", [("f", made)]))
+    text = function("f", None, a={"type": "string"})
+    free = planned("required", fmt, tools=[text])
+    assert accepts(free, xml_text(fmt, "", [("f", {"a": 'any\n"text" <b> </p'})]))
+
+
+@pytest.mark.parametrize("fmt", ["llama3_json", "pythonic", "qwen_xml", "glm_xml"])
 def test_formats_without_a_mark_are_left_to_the_model(fmt: FormatName) -> None:
     found = planned("auto", fmt)
     assert found.constraint is None

@@ -55,6 +55,7 @@ async def test_a_chat(kit: Kit, client: Client) -> None:
         "completion_tokens": num_text,
         "total_tokens": len(sent.prompt_token_ids) + num_text,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert kit.tokenizer.decode(sent.prompt_token_ids, skip_special_tokens=False) == (
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
@@ -115,7 +116,12 @@ async def test_openais_own_client(kit: Kit, client: Client) -> None:
         assert [model.id async for model in sdk.models.list()] == ["tiny"]
         tiny = await sdk.models.retrieve("tiny")
         assert tiny.owned_by == "polyhost"
-        assert tiny.model_extra == {"task": "generate", "residency": "resident", "load_eta_s": 0.0}
+        assert tiny.model_extra == {
+            "task": "generate",
+            "max_model_len": 256,
+            "residency": "resident",
+            "load_eta_s": 0.0,
+        }
         with pytest.raises(openai.NotFoundError) as caught:
             await sdk.chat.completions.create(model="nobody", messages=messages)
         assert caught.value.code == "model_not_found"
@@ -208,7 +214,7 @@ async def test_other_media(client: Client) -> None:
 
 async def test_paths_and_methods_that_are_not_served(client: Client) -> None:
     headers = {"api-key": KEY}
-    for path in ("/v1/responses", "/", "/v1/chat/completions/", "/v1/chat"):
+    for path in ("/v1/batches", "/", "/v1/chat/completions/", "/v1/chat"):
         status, error = await error_of(client.session.get(client.base + path, headers=headers))
         assert (status, error["code"]) == (404, "not_found")
     for path in ("/v1/chat/completions", "/v1/models", "/health/live", "/admin/sign-in"):

@@ -271,3 +271,97 @@ async def test_metrics_count_them(kit: Kit, client: Client) -> None:
     assert value("prompt_tokens_total") == 4
     assert value("e2e_request_latency_seconds_count") == 1
     assert not value("time_to_first_token_seconds_count")
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_rerank_by_all_its_names(kit: Kit, client: Client, path: str) -> None:
+    body = {"model": "cross", "query": "cat", "documents": ["a", "the moon"]}
+    async with client.post(path, body) as answer:
+        assert answer.status == 200
+        results = (await answer.json())["results"]
+    assert sorted(result["index"] for result in results) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, [MAX_CONTEXT, 5]),
+        ({"truncate_prompt_tokens": -1}, [MAX_CONTEXT, 5]),
+        ({"truncate_prompt_tokens": 6}, [6, 5]),
+        ({"max_tokens_per_doc": 3}, [7, 5]),
+        ({"max_tokens_per_doc": 99, "truncate_prompt_tokens": 8}, [8, 5]),
+    ],
+)
+async def test_documents_are_cut_where_the_caller_says(
+    kit: Kit, client: Client, fields: dict[str, Any], lengths: list[int]
+) -> None:
+    documents = [WORDS_15, "a"]
+    status, _ = await ask(
+        client, "rerank", model="cross", query="cat", documents=documents, **fields
+    )
+    assert status == 200
+    encode = kit.dispatcher.requests[-1].request.encode
+    assert encode is not None
+    assert encode.lengths == lengths
+
+
+async def test_a_cut_that_leaves_no_room_is_refused(kit: Kit, client: Client) -> None:
+    body = {"model": "cross", "query": "cat", "documents": ["a"]}
+    status, answer = await ask(client, "rerank", **body, truncate_prompt_tokens=3)
+    assert (status, answer["error"]["param"]) == (400, "truncate_prompt_tokens")
+    status, answer = await ask(client, "rerank", **body, truncate_prompt_tokens=4)
+    assert (status, answer["error"]["param"]) == (400, "query")
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
+async def test_scores_of_one_text_with_several(
+    kit: Kit, client: Client, path: str, names: tuple[str, str]
+) -> None:
+    documents = ["the dog", "a cat", ""]
+    async with client.post(
+        path, {"model": "cross", names[0]: "cat", names[1]: documents}
+    ) as answer:
+        assert answer.status == 200
+        body = await answer.json()
+    expected = [1 / (1 + math.exp(-logit)) for logit in told(kit)[:, 0]]
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    assert [item["object"] for item in body["data"]] == ["score"] * 3
+    assert [item["score"] for item in body["data"]] == pytest.approx(expected)
+    assert (body["object"], kit.ledger.only.kind) == ("list", "score")
+
+
+async def test_scores_of_pairs_are_those_of_each_by_itself(kit: Kit, client: Client) -> None:
+    firsts, seconds = ["cat", "the old dog", "moon"], ["a", "ran far", "red"]
+    _, body = await ask(client, "score", model="cross", text_1=firsts, text_2=seconds)
+    together = [item["score"] for item in body["data"]]
+    sent = kit.dispatcher.requests[-1].request
+    alone = []
+    for first, second in zip(firsts, seconds, strict=True):
+        _, one = await ask(client, "score", model="cross", text_1=first, text_2=[second])
+        alone.append(one["data"][0]["score"])
+    assert together == pytest.approx(alone)
+    ids = [i for r in kit.dispatcher.requests[-3:] for i in r.request.prompt_token_ids]
+    assert sent.prompt_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text_2": "a"}, "text_1"),
+        ({"text_1": "a"}, "text_2"),
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ({"text_1": "a", "queries": "b", "text_2": "c"}, "queries"),
+        ({"text_1": "a", "text_2": []}, "text_2"),
+        ({"text_1": "a", "text_2": ["x"] * 9}, "text_2"),
+        ({"text_1": 5, "text_2": "c"}, "text_1"),
+        ({"text_1": LONG, "text_2": "a"}, "text_1"),
+        ({"text_1": "a", "text_2": "a", "model": "classes"}, "model"),
+    ],
+)
+async def test_scores_that_cannot_be(
+    kit: Kit, client: Client, fields: dict[str, Any], param: str
+) -> None:
+    status, body = await ask(client, "score", **{"model": "cross", **fields})
+    assert (status, body["error"]["param"]) == (400, param)
+    assert not kit.dispatcher.requests

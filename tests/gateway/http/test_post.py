@@ -11,8 +11,9 @@ import pytest
 
 from gateway.answer.answer import Chunks
 from gateway.answer.choice import Piece
+from gateway.dialects.dialect import HEARTBEAT
 from gateway.errors import QUEUE_FULL, ApiError, WorkerLost
-from gateway.http.post import HEARTBEAT, ClientWatch, EventStream, WholeAnswer
+from gateway.http.post import ClientWatch, EventStream, WholeAnswer
 from gateway.types import Sink
 from tests.gateway.edge_kit import (
     KEY,

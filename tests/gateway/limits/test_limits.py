@@ -11,7 +11,7 @@ from gateway.errors import ApiError
 from gateway.limits.limits import RATES, Limiter, LimitReservation, go_duration
 from gateway.limits.policy.rate_limit import Draw, Refusal
 from gateway.limits.store import LimitDecision, MemoryStore
-from gateway.prepare.prepare import Lengths, lengths_of
+from gateway.prepare.lengths import Lengths, lengths_of
 from gateway.pricing.policy.pricing import FREE, Prices, Rates
 from gateway.types import HostedModel, PreparedRequest, Principal
 from registry.accounts.quotas import LIMIT_NAMES, UNLIMITED, Limits

@@ -19,7 +19,8 @@ from gateway.api.tool_types import (
 from gateway.api.wire import WireRequest
 from gateway.auth.directory import Directory
 from gateway.errors import ApiError
-from gateway.prepare.prepare import PrepareBounds, Prepared, Preparer, RandomBytes
+from gateway.prepare.lengths import PrepareBounds
+from gateway.prepare.prepare import Prepared, Preparer, RandomBytes
 from gateway.text import tokenization
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_messages import LoadText
@@ -38,7 +39,7 @@ def sampled(**fields: Any) -> WireRequest:
 
 
 def preparer(
-    tmp_path: Path, *names: str, pool: PreparePool | None = None, **bounds: int
+    tmp_path: Path, *names: str, pool: PreparePool | None = None, **bounds: Any
 ) -> Preparer:
     write_model(tmp_path)
     directory = Directory()
@@ -285,11 +286,15 @@ async def test_what_is_asked_of_sampling_and_scores(tmp_path: Path) -> None:
         )
     ).request
     assert (request.num_choices, request.logprobs, request.prompt_logprobs) == (2, 3, 3)
-    assert (request.echo, request.only_prompt, request.max_tokens) == ("The game", True, 1)
+    assert (request.echoes, request.only_prompt, request.max_tokens) == (("The game",), True, 1)
     assert request.stop_token_ids == []
     ids = tuple(request.prompt_token_ids)
     request = (await prepared(stage, replace(ASK, prompt=ids, echo=True))).request
-    assert (request.echo, request.prompt_logprobs, request.only_prompt) == ("The game", -1, False)
+    assert (request.echoes, request.prompt_logprobs, request.only_prompt) == (
+        ("The game",),
+        -1,
+        False,
+    )
     stage.close()
 
 

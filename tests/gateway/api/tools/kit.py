@@ -9,6 +9,12 @@ from hypothesis import strategies as st
 
 from gateway.api.tools.cursor import Cursor
 from gateway.api.tools.json_formats import HermesParser, LlamaJsonParser, MistralParser
+from gateway.api.tools.marked_formats import DEEPSEEK_CLOSE as CLOSE
+from gateway.api.tools.marked_formats import DEEPSEEK_END as END
+from gateway.api.tools.marked_formats import DEEPSEEK_OPEN as OPEN
+from gateway.api.tools.marked_formats import DEEPSEEK_SECTION as SECTION
+from gateway.api.tools.marked_formats import DEEPSEEK_SEPARATOR as SEPARATOR
+from gateway.api.tools.marked_formats import DeepSeekParser, KimiParser
 from gateway.api.tools.output_parser import (
     ArgumentsDelta,
     ContentDelta,
@@ -27,6 +33,9 @@ PARSERS: dict[str, type[Cursor]] = {
     "mistral": MistralParser,
     "mistral_args": MistralParser,
     "pythonic": PythonicParser,
+    "kimi": KimiParser,
+    "deepseek": DeepSeekParser,
+    "deepseek_v3": DeepSeekParser,
 }
 Call = tuple[str, dict[str, Any]]
 
@@ -137,12 +146,57 @@ def pythonic_text(said: str, made: Sequence[Call]) -> str:
     return f"{said}<|python_start|>[{written}]<|python_end|>" if said else f"[{written}]"
 
 
+def kimi_text(said: str, made: Sequence[Call]) -> str:
+    blocks = (
+        f"<|tool_call_begin|>functions.{name}:{n}<|tool_call_argument_begin|>{json.dumps(value)}"
+        "<|tool_call_end|>"
+        for n, (name, value) in enumerate(made)
+    )
+    section = f"<|tool_calls_section_begin|>{''.join(blocks)}<|tool_calls_section_end|>"
+    return said + (section if made else "")
+
+
+def deepseek_text(said: str, made: Sequence[Call]) -> str:
+    blocks = (f"{OPEN}{name}{SEPARATOR}{json.dumps(value)}{CLOSE}" for name, value in made)
+    return said + (f"{SECTION}{''.join(blocks)}{END}" if made else "")
+
+
+def deepseek_v3_text(said: str, made: Sequence[Call]) -> str:
+    blocks = (
+        f"{OPEN}function{SEPARATOR}{name}\n```json\n{json.dumps(value)}\n```{CLOSE}"
+        for name, value in made
+    )
+    return said + (SECTION + "\n".join(blocks) + END if made else "")
+
+
+def xml_text(fmt: str, said: str, made: Sequence[Call]) -> str:
+    """As templates write them: a text as it is, all else as JSON."""
+    blocks = []
+    for name, arguments in made:
+        values = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in arguments.items()
+        }
+        if fmt == "qwen_xml":
+            inner = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+            blocks.append(f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>")
+        else:
+            inner = "".join(
+                f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in values.items()
+            )
+            blocks.append(f"<tool_call>{name}\n{inner}</tool_call>")
+    return "\n".join([said, *blocks] if said else blocks)
+
+
 WRITERS: dict[str, Callable[[str, Sequence[Call]], str]] = {
     "hermes": hermes_text,
     "llama3_json": llama_text,
     "mistral": mistral_text,
     "mistral_args": mistral_args_text,
     "pythonic": pythonic_text,
+    "kimi": kimi_text,
+    "deepseek": deepseek_text,
+    "deepseek_v3": deepseek_v3_text,
 }
 
 # Strategies.
@@ -175,7 +229,10 @@ _FRAGMENTS = st.sampled_from(
         "<|python_tag|>", "<|python_start|>", "<|python_end|>", "<|tool_call_start|>",
         '{"name": "f", "arguments": {', '{"name": "f"', '"arguments"', '"parameters": ', '"name"',
         '{"a": 1}', "{}", "f(a=1", "f(", "g.h", "f", "a=", "(", ")", "{", "}", "[", "]", ":", ",",
-        ";", "=", '"', "'", '"""', "'''", "\\", "\\u", "d83d", "\\ud83d\\ude00", "\n", " ",
+        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>", "<|tool_calls_section_end|>", SECTION, OPEN, SEPARATOR,
+        CLOSE, END, "function", "```json\n", "```", ";", "=",
+        '"', "'", '"""', "'''", "\\", "\\u", "d83d", "\\ud83d\\ude00", "\n", " ",
         " " * 300, "1", "-", "1e5", "true", "None", "nul", "é", "\x01", "\x00", "😀",
     ]
 )  # fmt: skip

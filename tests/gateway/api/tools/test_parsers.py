@@ -101,7 +101,7 @@ def test_nothing_gives_nothing(fmt: str) -> None:
 def test_arguments_stream_before_the_call_is_complete(fmt: str) -> None:
     text = WRITERS[fmt]("", [("f", {"a": "x" * 50, "b": "y" * 50})])
     parser = new_parser(fmt)
-    events = [event for char in text[:90] for event in parser.feed(char)]
+    events = [event for char in text[: len(text) * 2 // 3] for event in parser.feed(char)]
     assert any(isinstance(event, ToolCallStart) for event in events)
     said = "".join(event.text for event in events if isinstance(event, ArgumentsDelta))
     assert said.startswith('{"a": "xxxx')

@@ -1,0 +1,10 @@
+"""Other APIs over the same core: each spells requests, answers and errors in its own way."""
+
+__all__ = [
+    "by_route",
+    "dialect",
+    "messages_models",
+    "messages_wire",
+    "ollama_wire",
+    "responses_wire",
+]

@@ -1,0 +1,249 @@
+"""Answers of /v1/responses, OpenAI's Responses: whole ones, and the events of streamed ones.
+
+Part of stage 9. Comes in: pieces of the one choice, and how it ended. Goes out: bytes. A response
+is a list of items (reasoning, message, function_call); each is told from its beginning to its end:
+
+    response.created, response.in_progress
+    response.output_item.added
+      response.content_part.added                reasoning and messages
+      response.output_text.delta, .done          or reasoning_text, function_call_arguments
+      response.content_part.done
+    response.output_item.done
+    response.completed, .incomplete (length) or .failed
+
+Every event has a `sequence_number`, without gaps. Clients rebuild the answer from what is added and
+done, so nothing is left open. Errors before the stream are OpenAI's error object.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.answer.choice import Piece
+from gateway.answer.encoder import ChoiceEnd, UsageFigures, UsageNow
+from gateway.api.tools.output_parser import (
+    ArgumentsDelta,
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallStart,
+    joined,
+)
+from gateway.errors import ApiError
+from gateway.prepare.prepare import Prepared
+
+_encode = msgspec.json.Encoder().encode
+_ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class ResponsesFormat:
+    """See encoder.AnswerFormat."""
+
+    def stream(self, prepared: Prepared, usage_now: UsageNow) -> "ResponsesStream":
+        """See AnswerFormat."""
+        del usage_now
+        return ResponsesStream(prepared)
+
+    def whole(self, prepared: Prepared) -> "WholeResponse":
+        """See AnswerFormat."""
+        return WholeResponse(prepared)
+
+
+class ResponsesStream:
+    """See encoder.StreamEncoder."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self.items: list[dict[str, Any]] = []
+        """Told so far; the last one may be open."""
+        self._text: list[str] = []
+        self._is_open = False
+        self._number = 0
+
+    def piece(self, piece: Piece) -> bytes:
+        """See StreamEncoder."""
+        out = self._begin()
+        for event in joined(piece.events):
+            self._event(event, out)
+        return b"".join(out)
+
+    def end(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See StreamEncoder."""
+        out = self._begin()
+        is_cut = ends[0].finish_reason == "length"
+        self._close(out, "incomplete" if is_cut else "completed")
+        status = "incomplete" if is_cut else "completed"
+        out.append(self._response(f"response.{status}", status, usage))
+        return b"".join(out)
+
+    def error(self, error: ApiError) -> bytes:
+        """See StreamEncoder."""
+        out = self._begin()
+        self._close(out, "incomplete")
+        failure = {"code": error.kind.code, "message": error.message}
+        out.append(self._response("response.failed", "failed", None, failure))
+        return b"".join(out)
+
+    def _begin(self) -> list[bytes]:
+        if self._number:
+            return []
+        names = ("response.created", "response.in_progress")
+        return [self._response(name, "in_progress", None) for name in names]
+
+    def _event(self, event: Event, out: list[bytes]) -> None:
+        match event:
+            case ContentDelta():
+                self._open("message", out)
+                self._delta("response.output_text.delta", event.text, out)
+            case ReasoningDelta():
+                self._open("reasoning", out)
+                self._delta("response.reasoning_text.delta", event.text, out)
+            case ToolCallStart():
+                self._close(out, "completed")
+                call = {"call_id": event.call_id, "name": event.name, "arguments": ""}
+                self._add("function_call", call, out)
+            case ArgumentsDelta():
+                self._delta("response.function_call_arguments.delta", event.text, out)
+
+    def _open(self, kind: str, out: list[bytes]) -> None:
+        """An item of this kind, unless one is open."""
+        if self._is_open and self.items[-1]["type"] == kind:
+            return
+        self._close(out, "completed")
+        body: dict[str, Any] = {"content": []}
+        if kind == "message":
+            body["role"] = "assistant"
+        else:
+            body["summary"] = []
+        self._add(kind, body, out)
+        self._say("response.content_part.added", {**self._at(), "part": self._part("")}, out)
+
+    def _add(self, kind: str, body: dict[str, Any], out: list[bytes]) -> None:
+        name = _ID_PREFIX[kind] + self._prepared.request.request_id.rpartition("_")[2]
+        item = {"id": f"{name}{len(self.items):02d}", "type": kind, "status": "in_progress"}
+        self.items.append({**item, **body})
+        self._is_open = True
+        self._text.clear()
+        place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
+        self._say("response.output_item.added", place, out)
+
+    def _delta(self, name: str, text: str, out: list[bytes]) -> None:
+        self._text.append(text)
+        body = {**self._at(), "delta": text}
+        if name == "response.output_text.delta":
+            body["logprobs"] = []
+        self._say(name, body, out)
+
+    def _close(self, out: list[bytes], status: str) -> None:
+        """What ends the open item, if there is one."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        item, text = self.items[-1], "".join(self._text)
+        item["status"] = status
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            done = {**self._at(), "arguments": text, "name": item["name"]}
+            self._say("response.function_call_arguments.done", done, out)
+        else:
+            part = self._part(text)
+            body = {**self._at(), "text": text}
+            if item["type"] == "message":
+                body["logprobs"] = []
+            self._say(f"response.{part['type']}.done", body, out)
+            self._say("response.content_part.done", {**self._at(), "part": part}, out)
+            item["content"] = [part]
+        place = {"output_index": len(self.items) - 1, "item": item}
+        self._say("response.output_item.done", place, out)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        kind = _PARTS[self.items[-1]["type"]]
+        part: dict[str, Any] = {"type": kind, "text": text}
+        if kind == "output_text":
+            part |= {"annotations": [], "logprobs": []}
+        return part
+
+    def _at(self) -> dict[str, Any]:
+        item = self.items[-1]
+        place = {"item_id": item["id"], "output_index": len(self.items) - 1}
+        return place if item["type"] == "function_call" else {**place, "content_index": 0}
+
+    def _response(
+        self,
+        name: str,
+        status: str,
+        usage: UsageFigures | None,
+        error: dict[str, Any] | None = None,
+    ) -> bytes:
+        body = response_body(self._prepared, status, self.items, usage, error)
+        out: list[bytes] = []
+        self._say(name, {"response": body}, out)
+        return out[0]
+
+    def _say(self, name: str, body: dict[str, Any], out: list[bytes]) -> None:
+        data = _encode({"type": name, "sequence_number": self._number, **body})
+        self._number += 1
+        out.append(b"event: %b\ndata: %b\n\n" % (name.encode(), data))
+
+
+class WholeResponse:
+    """See encoder.WholeEncoder. Its items are those that a stream would have told."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._events: list[Event] = []
+
+    def add(self, piece: Piece) -> None:
+        """See WholeEncoder."""
+        self._events.extend(piece.events)
+
+    def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
+        """See WholeEncoder."""
+        stream = ResponsesStream(self._prepared)
+        stream.piece(Piece(0, joined(self._events)))
+        stream.end(ends, usage)
+        status = "incomplete" if ends[0].finish_reason == "length" else "completed"
+        return _encode(response_body(self._prepared, status, stream.items, usage))
+
+
+def response_body(
+    prepared: Prepared,
+    status: str,
+    items: Sequence[dict[str, Any]],
+    usage: UsageFigures | None,
+    error: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The response object."""
+    request = prepared.request
+    assert prepared.asked is not None
+    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {
+        "id": request.request_id,
+        "object": "response",
+        "created_at": request.created_at,
+        "status": status,
+        "background": False,
+        "error": error,
+        "incomplete_details": cut,
+        "model": request.model.name,
+        "output": items,
+        "previous_response_id": None,
+        "service_tier": request.service_tier or "default",
+        "store": False,
+        "truncation": "disabled",
+        "usage": None if usage is None else usage_body(usage),
+        **prepared.asked.shown,
+    }
+
+
+def usage_body(usage: UsageFigures) -> dict[str, Any]:
+    """OpenAI's usage object as Responses spell it."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

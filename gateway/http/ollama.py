@@ -1,0 +1,128 @@
+"""Ollama's routes, where the setting `ollama_key_id` names a key: editors and chat windows made for
+a server on one's own machine send none.
+
+/api/chat, /api/generate, /api/embed     the pipeline, in Ollama's dialect
+/api/tags, /api/ps, /api/show            the models that the caller may use, those that are on a
+                                         device, and one of them
+/api/version                             Polyhost's own
+
+Whoever shows a key is served in its name; whoever shows none, in the name of the setting's key.
+Models are not pulled, made or deleted here: that is the operator's to do.
+"""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.auth.auth import authenticate_or_use, find_model, visible_models
+from gateway.dialects import ollama_wire
+from gateway.dialects.by_route import OLLAMA_CHAT, OLLAMA_GENERATE
+from gateway.http import gets
+from gateway.http.post import Post, client_of
+from gateway.pipeline.edge import Edge
+from gateway.types import Answer, Call, HostedModel, Principal
+
+_FAR_AT = "9999-12-31T23:59:59Z"
+
+
+class OllamaRoutes:
+    """One object per application."""
+
+    def __init__(self, edge: Edge, key_id: str) -> None:
+        self._edge = edge
+        self._key_id = key_id
+
+    def routes(self) -> list[Route]:
+        """All of them."""
+        edge = self._edge
+        embed = Post(edge, "embedding", OLLAMA_CHAT, self._handle)
+        return [
+            Route("/api/chat", Post(edge, "chat", OLLAMA_CHAT, self._handle), methods=["POST"]),
+            Route(
+                "/api/generate",
+                Post(edge, "chat", OLLAMA_GENERATE, self._handle),
+                methods=["POST"],
+            ),
+            Route("/api/embed", embed, methods=["POST"]),
+            Route("/api/tags", self._tags, methods=["GET"]),
+            Route("/api/ps", self._loaded, methods=["GET"]),
+            Route("/api/show", self._show, methods=["POST"]),
+            Route("/api/version", gets.version, methods=["GET"]),
+        ]
+
+    async def _handle(self, call: Call) -> Answer:
+        now_at = self._edge.clocks.now_at()
+        directory = self._edge.services.directory
+        call.principal = authenticate_or_use(
+            call.headers, directory, now_at, call.client, self._key_id
+        )
+        return await self._edge.pipeline.handle(call)
+
+    def _caller(self, request: Request) -> Principal:
+        now_at, client = self._edge.clocks.now_at(), client_of(request.scope)
+        directory = self._edge.services.directory
+        return authenticate_or_use(request.headers, directory, now_at, client, self._key_id)
+
+    async def _tags(self, request: Request) -> Response:
+        models = visible_models(self._caller(request), self._edge.services.directory)
+        return _json({"models": [_entry(model) for model in models]})
+
+    async def _loaded(self, request: Request) -> Response:
+        models = visible_models(self._caller(request), self._edge.services.directory)
+        outlook = self._edge.services.dispatcher.model_outlook
+        loaded = [model for model in models if outlook(model.name).residency == "resident"]
+        entries = [
+            {**_entry(model), "expires_at": _FAR_AT, "size_vram": model.weight_bytes}
+            for model in loaded
+        ]
+        return _json({"models": entries})
+
+    async def _show(self, request: Request) -> Response:
+        principal = self._caller(request)
+        name = ollama_wire.decode_show(await request.body())
+        model = find_model(principal, self._edge.services.directory, name)
+        capabilities = ["embedding"] if model.task == "embed" else []
+        if model.task == "generate":
+            formats = (await self._edge.codecs.text(model)).formats
+            capabilities = ["completion"]
+            capabilities += ["tools"] if formats.tools is not None else []
+            capabilities += ["thinking"] if formats.reasoning is not None else []
+        entry = _entry(model)
+        return _json(
+            {
+                "modified_at": entry["modified_at"],
+                "details": entry["details"],
+                "model_info": {
+                    "general.architecture": "polyhost",
+                    "polyhost.context_length": model.max_context,
+                    "polyhost.embedding_length": model.dim,
+                },
+                "capabilities": capabilities,
+            }
+        )
+
+
+def _entry(model: HostedModel) -> dict[str, Any]:
+    created = datetime.fromtimestamp(model.created_at, UTC)
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "size": model.weight_bytes,
+        "digest": model.revision,
+        "details": {
+            "format": "safetensors",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

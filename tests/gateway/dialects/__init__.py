@@ -1,0 +1,1 @@
+"""Other APIs over the same core."""
