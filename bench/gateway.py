@@ -6,6 +6,7 @@ cost nothing (`gateway_worker.py`), short prompts, a client in a process of its 
 /proc/PID/stat before and after; so it has the ledger's thread and the kernel's share of sockets.
 
     whole      chats that are not streamed, closed loop
+    dialects   the same through Anthropic's Messages and OpenAI's Responses, in turns with chats
     stream     chats of 64 chunks, a token every 20 ms, closed loop
     refused    a tenant whose limit is used up: 429, closed loop
     pace       200 chats a second, open loop: added latency is what is beyond the same client's
@@ -39,6 +40,13 @@ from bench.processes import ServerFailed, below, cpu_s, rss_mib
 MODEL = Path(__file__).resolve().parent.parent / "gateway" / "demo_models" / "sherlock"
 INSTANT, PACED = "instant", "paced"
 NUM_CHUNKS, ANSWER_TOKENS, NUM_TENANTS = 64, 16, 4
+DIALECTS = {
+    "chat": "/v1/chat/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
+MAX_DIALECT_RATIO = 1.15
+"""CPU per request of a dialect over that of a chat."""
 GOALS = {
     "whole_cpu_ms": 0.5,
     "stream_cpu_ms": 1.5,
@@ -47,6 +55,8 @@ GOALS = {
     "added_p99_ms": 5.0,
     "idle_mib": 1024.0,
 }
+ROUNDS = ("whole", "dialects", "stream", "refused", "pace", "idle")
+DIALECT_TURNS = 8
 MIN_RATIO = 25.0
 """LiteLLM's CPU per request over ours."""
 LIMITS = (
@@ -80,7 +90,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--idle", type=int, default=10_000, help="connections; 0: leave it out")
     parser.add_argument("--peer-requests", type=int, default=400)
     parser.add_argument("--litellm-python", type=Path, metavar="PATH")
-    parser.add_argument("--only", nargs="*", choices=("whole", "stream", "refused", "pace", "idle"))
+    parser.add_argument("--only", nargs="*", choices=ROUNDS)
     command.add_options(parser)
     return parser.parse_args(argv)
 
@@ -106,6 +116,35 @@ def body(model: str, number: int, stream: bool) -> str:
     if stream:
         said |= {"stream": True, "stream_options": {"include_usage": True}}
     return json.dumps(said, separators=(",", ":"))
+
+
+def said_in(dialect: str, chat: str) -> str:
+    """The same chat in a dialect."""
+    said = json.loads(chat)
+    if dialect == "responses":
+        (message,) = said.pop("messages")
+        most = said.pop("max_tokens")
+        said |= {"input": message["content"], "max_output_tokens": most, "store": False}
+    return json.dumps(said, separators=(",", ":"))
+
+
+def dialects(place: Place, requests: int, connections: int) -> dict[str, Any]:
+    """Chats in each dialect in turns, so that what else the machine does falls on all of them."""
+    turn = plan(place, max(1, requests // DIALECT_TURNS), connections, stream=False)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in DIALECTS}
+    for _ in range(DIALECT_TURNS):
+        for name, path in DIALECTS.items():
+            bodies = [said_in(name, chat) for chat in turn.bodies]
+            wanted = msgspec.structs.replace(turn, bodies=bodies, path=path)
+            rows[name].append(measured(place, wanted))
+    found: dict[str, Any] = {}
+    for name, turns in rows.items():
+        statuses = [status for row in turns for status in row["statuses"]]
+        assert set(statuses) == {"200"}, statuses
+        costs = [row["cpu_ms"] for row in turns]
+        ratios = [own / chat["cpu_ms"] for own, chat in zip(costs, rows["chat"], strict=True)]
+        found[name] = {"cpu_ms": stats.spread(costs), "ratio": stats.spread(ratios)}
+    return found
 
 
 def plan(place: Place, requests: int, connections: int, stream: bool, rate: float = 0.0) -> Plan:
@@ -160,6 +199,8 @@ def rounds(place: Place, args: argparse.Namespace, bare_port: int) -> dict[str, 
     load(plan(place, 200 if ours else 40, args.connections, stream=False))  # what is made once
     if "whole" in wants:
         found["whole"] = measured(place, plan(place, requests, args.connections, stream=False))
+    if "dialects" in wants and ours:
+        found["dialects"] = dialects(place, args.requests, args.connections)
     if "stream" in wants:
         streams = args.streams if ours else args.peer_requests
         wide = args.stream_connections if ours else args.connections
@@ -171,7 +212,7 @@ def rounds(place: Place, args: argparse.Namespace, bare_port: int) -> dict[str, 
 
 
 def _wanted(args: argparse.Namespace) -> Sequence[str]:
-    return args.only or ("whole", "stream", "refused", "pace", "idle")
+    return args.only or ROUNDS
 
 
 def _pace(place: Place, args: argparse.Namespace, bare_port: int) -> dict[str, Any]:
@@ -292,6 +333,10 @@ def verdict(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
         name: {"figure": figure, "goal": GOALS[name], "met": figure <= GOALS[name]}
         for name, figure in figures.items()
     }
+    for name, row in ours.get("dialects", {}).items():
+        if name != "chat":
+            ratio, most = row["ratio"]["p50"], MAX_DIALECT_RATIO
+            goals[f"{name}_ratio"] = {"figure": ratio, "goal": most, "met": ratio <= most}
     for name in ("whole", "stream"):
         if name in ours and name in peer:
             ratio = peer[name]["cpu_ms"] / ours[name]["cpu_ms"]

@@ -1,5 +1,6 @@
 """The gateway's bench: its client against its mock, and what it makes of figures."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,24 @@ def test_an_answer_is_whole_by_its_length_or_its_last_chunk() -> None:
     chunked = b"HTTP/1.1 200 OK\r\ncontent-type: a\r\ntransfer-encoding: chunked\r\n\r\n"
     assert not _is_whole(bytearray(chunked + b"3\r\nabc\r\n"))
     assert _is_whole(bytearray(chunked + b"3\r\nabc\r\n0\r\n\r\n"))
+
+
+@pytest.mark.parametrize("dialect", gateway.DIALECTS)
+def test_a_chat_is_the_same_in_every_dialect(dialect: str) -> None:
+    said = json.loads(gateway.said_in(dialect, gateway.body("m", 7, stream=False)))
+    assert said["model"] == "m"
+    assert "number 7" in json.dumps(said)
+    most = said["max_output_tokens"] if dialect == "responses" else said["max_tokens"]
+    assert most == gateway.ANSWER_TOKENS
+
+
+def test_a_dialect_is_held_against_the_chat() -> None:
+    row = {"messages": {"ratio": {"p50": 1.2}}, "responses": {"ratio": {"p50": 1.1}}, "chat": {}}
+    goals = verdict({"polyhost": {"dialects": row}})
+    assert {name: goal["met"] for name, goal in goals.items()} == {
+        "messages_ratio": False,
+        "responses_ratio": True,
+    }
 
 
 def test_goals_are_told_with_their_figures() -> None:
