@@ -5,7 +5,7 @@ dispatcher holds tickets. A ticket says what a request takes and whose it is, ne
 With one gateway both are in one process, and the messages pass as objects (local_dispatcher.py);
 with several the dispatcher is a process of its own.
 
-    gateway -> dispatcher   Hello, Ask, Leave, Tokens, Ended, Unclaimed, Returned, Ping
+    gateway -> dispatcher   Hello, Ask, Leave, Tokens, Aborted, Ended, Unclaimed, Returned, Ping
                             of limits: Reserve, Close, Figure, Carry, Restore, Add
     dispatcher -> gateway   Welcome, Granted, Moved, Denied, LoadShare, State, Done
 
@@ -46,7 +46,7 @@ from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -134,6 +134,13 @@ class Ended(_Message, frozen=True):
     finish: Finish
     num_tokens: int
     asks_load: bool = False
+
+
+class Aborted(_Message, frozen=True):
+    """Its worker was told to end it: it waits for no other worker any more. Ended follows."""
+
+    request_id: str
+    attempt: int
 
 
 class Unclaimed(_Message, frozen=True):
@@ -297,6 +304,7 @@ ToDispatcher: TypeAlias = (
     | Ask
     | Leave
     | Tokens
+    | Aborted
     | Ended
     | Unclaimed
     | Returned

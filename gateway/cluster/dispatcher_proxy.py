@@ -48,6 +48,7 @@ from engine.protocol import (
 from gateway.cluster.dispatcher_client import DispatcherLink
 from gateway.cluster.dispatcher_protocol import (
     TOKENS_EVERY_S,
+    Aborted,
     Ask,
     Denied,
     Ended,
@@ -150,12 +151,12 @@ class DispatcherProxy(GrantedRequests):
         check_hosted(request, model, is_stopping=self._stopping)
         if request.request_id in self.live:
             raise ValueError(f"request id {request.request_id!r} is in use")
-        if not request.continues:
-            self._check_bound()
+        self._check(request, principal)
         self._next_seq += 1
         about = (request, principal, self._next_seq, _UNKNOWN)
         ticket, stream = new_ticket(*about, self._settings, self._clock, self._abort)
-        if self.marks_prompts and len(self._workers) > 1:
+        reads_kv = request.encode is None and request.prompt_logprobs < 0
+        if self.marks_prompts and reads_kv and len(self._workers) > 1:
             about_prompt = (principal.tenant_id, request.model.name, request.prompt_token_ids)
             ticket.marks = prefix_marks(*about_prompt)
         self.live[request.request_id] = ticket
@@ -163,8 +164,11 @@ class DispatcherProxy(GrantedRequests):
         self._link.send(Ask(_spec(ticket)))
         return stream
 
-    def _check_bound(self) -> None:
-        """For each connected worker, as the dispatcher's (dispatch/queue_bounds.py)."""
+    def _check(self, request: PreparedRequest, principal: Principal) -> None:
+        """Raises ApiError where the queue is full, for each connected worker as the dispatcher's
+        (dispatch/queue_bounds.py)."""
+        if request.continues:
+            return
         if self._num_waiting >= self._settings.max_queue_total * max(1, len(self._workers)):
             text = f"the queue of this server is full ({self._num_waiting} requests wait)"
             raise ApiError(QUEUE_FULL, f"{text}: try again later", retry_after_s=RESTART_WAIT_S)
@@ -405,6 +409,12 @@ class DispatcherProxy(GrantedRequests):
     def _fail(self, ticket: Ticket, end: StreamEnd, now_s: float) -> None:
         self._give_up(ticket, end)
         self._workers.send(ticket.worker_id, Abort(*ticket.key))
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ask the worker to stop it; its finish follows."""
+        if not ticket.aborted:
+            self._link.send(Aborted(*ticket.key))
+        super().abort(ticket)
 
     def _abort(self, ticket: Ticket) -> None:
         """Its client wants it no more."""

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from gateway.cluster.dispatcher_protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
+    Aborted,
     Add,
     Ask,
     Carry,
@@ -51,7 +52,7 @@ from gateway.cluster.dispatcher_protocol import (
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.tickets import Ticket
-from gateway.errors import ApiError
+from gateway.errors import SERVER_ERROR, ApiError
 from gateway.ipc.ipc import Channel, MessageChannel
 from gateway.limits.policy.rate_limit import Reservation
 from gateway.limits.store import LimitStore
@@ -176,7 +177,7 @@ class DispatcherServer:
             if number > num_behind:
                 self._held.append(entry)
             elif not peer.channel.closed:
-                self.dispatcher.ask(peer, spec, is_new=is_new)
+                self._ask(peer, spec, is_new=is_new)
 
     def read_again(self) -> None:
         """Counts have been compared with the ledger: it knows of all that was spent before."""
@@ -219,11 +220,20 @@ class DispatcherServer:
     def ask(self, peer: "ConnectedGateway", spec: TicketSpec, *, is_new: bool = True) -> None:
         """A ticket, held where its model is not known yet."""
         if self.dispatcher.knows(spec):
-            self.dispatcher.ask(peer, spec, is_new=is_new)
+            self._ask(peer, spec, is_new=is_new)
             return
         self.num_behind += 1
         self._held.append((self.num_behind, peer, spec, is_new))
         self._on_behind()
+
+    def _ask(self, peer: "ConnectedGateway", spec: TicketSpec, *, is_new: bool) -> None:
+        """One request that cannot be taken in must not wait for its time-out."""
+        try:
+            self.dispatcher.ask(peer, spec, is_new=is_new)
+        except Exception:
+            logger.exception("cannot take in request=%s", spec.request_id)
+            text = "the request could not be queued: see the server's log"
+            peer.deny(spec.request_id, ApiError(SERVER_ERROR, text))
 
     def leave(self, peer: "ConnectedGateway", request_id: str, *, is_lost: bool) -> None:
         """A request is over at its gateway."""
@@ -349,6 +359,8 @@ class ConnectedGateway:
             server.reserve(self, message)
         elif isinstance(message, Close | Figure | Restore | Add):
             self.channel.send(run_now(self._limits(message)))
+        elif isinstance(message, Aborted):
+            dispatcher.aborted(self, message.request_id, message.attempt)
         elif isinstance(message, Unclaimed):
             dispatcher.unclaimed((message.request_id, message.attempt), message.usage)
         elif isinstance(message, Returned):

@@ -1,7 +1,7 @@
 """Ends that wait for what their requests have borne of their model's load (stages 5 and 10).
 
-Only where the dispatcher is another process: the worker's word of the end comes to the gateway
-process that has the request, and the share of the load is in the dispatcher's books. Comes in: ends
+The worker's word of the end comes to the gateway that has the request, and the share of the load is
+in the dispatcher's books. Comes in: ends
 of requests whose grant said that something is owed. Goes out: the same ends to their streams, with
 `load_s` filled in where it came in time.
 """

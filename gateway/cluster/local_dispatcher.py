@@ -28,7 +28,7 @@ from gateway.ipc.local_channel import Soon, call_soon, local_pair
 from gateway.limits.store import MemoryStore
 from gateway.protocols import DispatcherSnapshot
 from gateway.settings.settings import Settings
-from gateway.types import HostedModel, ModelOutlook
+from gateway.types import HostedModel, ModelOutlook, PreparedRequest, Principal
 from gateway.workers.worker_client import WorkerClient
 
 DISPATCHER_ID = "dispatcher"
@@ -51,7 +51,7 @@ class LocalDispatcher(DispatcherProxy):
         super().__init__(settings, link, clock, claim_orphan)
         self.dispatcher = TicketDispatcher(settings, clock, share, placement)
         # Of limits nothing is said here: the gateway has their store itself.
-        about = (MemoryStore(), 1, math.inf, clock, lambda: None)
+        about = (MemoryStore(), 1, math.inf, clock, self._catch_up)
         self._server = DispatcherServer(self.dispatcher, *about)
         link.hello = lambda: Hello(PROTOCOL_VERSION, "gateway-0", [], [], [])
         near, far = local_pair(soon)
@@ -98,13 +98,13 @@ class LocalDispatcher(DispatcherProxy):
             num_late_messages=whole.num_late_messages + own.num_late_messages,
         )
 
-    def _check_bound(self) -> None:
-        """The dispatcher's own is here, and counts what it refuses."""
+    def _check(self, request: PreparedRequest, principal: Principal) -> None:
+        """The dispatcher's own is here: what it would refuse is not asked for first."""
+        self.dispatcher.check(request, principal.tenant_id)
 
-    def begin_drain(self) -> None:
-        """Not ready any more; take nothing new, finish what is here."""
-        self.dispatcher.begin_drain()
-        super().begin_drain()
+    def _catch_up(self) -> None:
+        """Nobody here has read of a model that others have not read of."""
+        self._server.caught_up(self._server.num_behind)
 
     def tick(self) -> None:
         """Time-outs, and whatever became possible by time alone."""

@@ -108,7 +108,7 @@ class TicketDispatcher(Dispatcher):
             return
         try:
             if is_new:
-                self._check(ticket.request, ticket.tenant_id)
+                self.check(ticket.request, ticket.tenant_id)
         except ApiError as error:
             peer.deny(spec.request_id, error)
             return
@@ -167,6 +167,12 @@ class TicketDispatcher(Dispatcher):
         self._book.late((request_id, attempt), finish.usage)
         self.leave(peer, request_id)
         return 0.0
+
+    def aborted(self, peer: GatewayPeer, request_id: str, attempt: int) -> None:
+        """Its client wants it no more; its worker has been told, and its end follows."""
+        ticket = self._running.find(request_id, attempt)
+        if ticket is not None and self._peers.get(request_id) is peer:
+            ticket.aborted = True
 
     def unclaimed(self, key: tuple[str, int], usage: Usage) -> None:
         """A worker's time for an attempt that nobody waited for."""

@@ -1,17 +1,15 @@
 """Which worker a head of the fair queue goes to: the one where it ends first (stage 5).
 
-Affinity chooses where the head goes, never who is the head. A worker costs a ticket seconds:
-reading the part of the prompt of which no KV is there, and a share (DELAY_SHARE) of what the
-requests there were predicted to use when they were granted. So load is a cost of each worker and no
-gate: many requests with one beginning spread as soon as that costs more than reading it once more.
-
-Where the worker with the KV is full, a ticket waits for it as long as that is expected to be sooner
-than to begin elsewhere, and never longer than what the KV saves.
+Affinity chooses where the head goes, never who is the head and never when: of the workers with room
+it goes to the one that costs it the fewest seconds. These are reading the part of the prompt of
+which no KV is there, and a share (DELAY_SHARE) of what the requests there were predicted to use
+when they were granted. So load is a cost of each worker and no gate: many requests with one
+beginning spread as soon as that costs more than reading it once more.
 
 Tickets of which no worker has anything go to the least busy one, as all do where there is one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.fleet import Fleet
@@ -32,57 +30,44 @@ class Affinity:
         self._fleet = fleet
         self._unit_s = unit_s
 
-    def order(
-        self, ticket: Ticket, workers: Sequence[WorkerCapacity], now_s: float
-    ) -> Sequence[WorkerCapacity]:
-        """Those of these workers that it should go to rather than wait, the best first."""
+    def order(self, ticket: Ticket, workers: Sequence[WorkerCapacity]) -> Sequence[WorkerCapacity]:
+        """The best one first."""
         hits = self.places.hits(ticket.marks, ticket.model_name) if ticket.marks else None
         if not hits:
             return by_load(workers)
         unit_s = self._unit_s(ticket.model_name)
 
         def cost_s(worker: WorkerCapacity) -> float:
-            hit = hits.get(worker.worker_id)
-            to_read = ticket.request.num_prompt_tokens - (hit.num_tokens if hit else 0)
+            to_read = ticket.request.num_prompt_tokens - hits.get(worker.worker_id, 0)
             return DELAY_SHARE * worker.ahead_s + unit_s * to_read
 
-        limit_s = float("inf")
-        for worker_id, hit in hits.items():
-            worker = self._fleet.connected(worker_id)
-            may_wait = now_s - ticket.queued_s < hit.num_tokens * unit_s
-            if worker is None or not may_wait or not worker.leased(ticket.model_name, now_s):
-                continue
-            wait_s = 0.0 if worker.fits(ticket, now_s) else worker.lack(ticket) * worker.ahead_s
-            limit_s = min(limit_s, cost_s(worker) + wait_s)
-        costs = {worker.worker_id: cost_s(worker) for worker in workers}
-        found = [worker for worker in workers if costs[worker.worker_id] <= limit_s]
-        return sorted(found, key=lambda w: (costs[w.worker_id], w.num_running(), w.worker_id))
+        return sorted(workers, key=lambda w: (cost_s(w), w.num_running(), w.worker_id))
 
-    def favourites(self, ticket: Ticket, now_s: float) -> list[WorkerCapacity]:
-        """Workers with room that are likely to have KV of it."""
+    def favourites(
+        self, ticket: Ticket, now_s: float, others: Collection[WorkerCapacity]
+    ) -> list[WorkerCapacity]:
+        """Workers beside these others that are likely to have KV of it and have room for it."""
         if not ticket.marks:
             return []
+        seen = {worker.worker_id for worker in others}
         hits = self.places.hits(ticket.marks, ticket.model_name)
-        found = [self._fleet.connected(worker_id) for worker_id in hits]
-        return [w for w in found if w is not None and w.leased(ticket.model_name, now_s)]
-
-    def unread_s(self, ticket: Ticket) -> float:
-        """Of what it was predicted to use, what is left once its hit is taken off."""
-        read_s = ticket.hit.num_tokens * self._unit_s(ticket.model_name) if ticket.hit else 0.0
-        return max(0.0, ticket.prediction.service_s - read_s)
+        found = [self._fleet.connected(worker_id) for worker_id in hits if worker_id not in seen]
+        return [
+            worker
+            for worker in found
+            if worker is not None
+            and worker.leased(ticket.model_name, now_s)
+            and worker.fits(ticket, now_s)
+        ]
 
     def granted(self, ticket: Ticket, worker: WorkerCapacity, now_s: float) -> None:
-        """It goes there."""
+        """It goes there. What it was predicted to use, less its hit, is ahead of who comes next."""
+        ticket.ahead_s = ticket.prediction.service_s
         if ticket.marks:
             hits = self.places.hits(ticket.marks, ticket.model_name)
-            ticket.hit = hits.get(worker.worker_id)
+            hit_s = hits.get(worker.worker_id, 0) * self._unit_s(ticket.model_name)
+            ticket.ahead_s = max(0.0, ticket.ahead_s - hit_s)
             self.places.note(ticket.marks, worker.worker_id, now_s)
-
-    def ended(self, ticket: Ticket, cached_tokens: int) -> None:
-        """It found so much there."""
-        hit = ticket.hit
-        if hit is not None and 2 * cached_tokens < hit.num_tokens:
-            self.places.void(ticket.worker_id, hit.granted_s, ticket.model_name)
 
 
 def by_load(workers: Sequence[WorkerCapacity]) -> Sequence[WorkerCapacity]:

@@ -99,7 +99,6 @@ class Assignments(LiveTickets):
             ticket.num_before,
         )
         self._affinity.granted(ticket, worker, now_s)
-        ticket.ahead_s = self._affinity.unread_s(ticket)
         self._book.grant(ticket)
         room = worker.room(ticket, now_s)
         ticket.kv_bytes = 0 if room is None else room.wanted_kv_bytes
@@ -259,8 +258,6 @@ class Assignments(LiveTickets):
 
     def _close_books(self, ticket: Ticket, finish: Finish, now_s: float) -> None:
         usage = finish.usage
-        if not ticket.num_before:
-            self._affinity.ended(ticket, usage.cached_tokens)
         self._take_back(ticket, now_s)
         if finish.reason == "error":
             self._book.fail(ticket, usage.device_s)

@@ -92,7 +92,6 @@ class Dispatcher:
         self.drains = WorkerDrains(self._fleet, *ways, settings.worker_drain_timeout_s)
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
-        self._stopping = False
         self._last_seq = 0
         self._num_timeouts = self._num_workers_lost = 0
 
@@ -100,20 +99,13 @@ class Dispatcher:
 
     @property
     def ready(self) -> bool:
-        """A request could be served now: a worker takes some and the gateway is not stopping."""
-        return not self._stopping and any(
-            worker.takes_requests and worker.status is not None for worker in self._fleet
-        )
+        """A request could be served now: a worker takes some."""
+        return any(worker.takes_requests and worker.status is not None for worker in self._fleet)
 
-    @property
-    def stopping(self) -> bool:
-        """`begin_drain` was called."""
-        return self._stopping
-
-    def _check(self, request: Asked, tenant_id: str) -> None:
+    def check(self, request: Asked, tenant_id: str) -> None:
         """Raises ApiError where it cannot be or a bound bites."""
         name = request.model.name
-        check_hosted(request, self._models.get(name), is_stopping=self._stopping)
+        check_hosted(request, self._models.get(name), is_stopping=False)
         failure = self.model_failure(name)
         if failure is not None:
             self._decide("refusal", "model failed", name, tenant_id, detail=failure)
@@ -151,6 +143,7 @@ class Dispatcher:
         self._models = {model.name: model for model in models}
         self._quarantine.keep((model.name, model.revision) for model in models)
         self._estimator.keep_models(frozenset(self._models))
+        self._affinity.places.keep_models(self._models.keys())
         self._book.set_models(models)
         self._loads.keep_models(models)
         self._fleet.set_catalog(models)
@@ -210,10 +203,6 @@ class Dispatcher:
         """Requests that a worker has."""
         return self._running.num_on(worker_id)
 
-    def begin_drain(self) -> None:
-        """Not ready any more; take nothing new, finish what is here."""
-        self._stopping = True
-
     def close(self) -> None:
         """Close the connections; call it last."""
         self._fleet.close()
@@ -266,8 +255,7 @@ class Dispatcher:
     def look(self) -> Look:
         """Why whatever waits does so, as of now. For operators: costs a walk over the queue."""
         parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
-        rules = (self._running.may_take, self._affinity)
-        return Look(*parts, *rules, self._clock())
+        return Look(*parts, self._running.may_take, self._clock())
 
     def explain(self, request_id: str) -> list[WaitReason]:
         """Of a request and its choices; none where it is not here any more."""

@@ -8,8 +8,7 @@ grants nothing: what it comes to is what held the last round up.
                                    not enough memory | other loads in progress |
                                    no model can be evicted | load not decided yet
     a model on offer               behind older requests | worker held | capacity reserved |
-                                   worker full | not enough KV memory |
-                                   waiting for cached prompt | next
+                                   worker full | not enough KV memory | next
     either                         worker not responding | model failed; running: it does not wait
 
 What placement and workers said about a load is taken from the decision log (decisions.py), where it
@@ -26,21 +25,14 @@ from typing import Final
 from gateway.dispatch.capacity import Room
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
-from gateway.dispatch.matching import Chooser, MayTake, kept_for, place_of
+from gateway.dispatch.matching import MayTake, kept_for, place_of
 from gateway.dispatch.policy.fair_share import TenantOrder
 from gateway.dispatch.policy.reasons import OUTCOMES, WaitCode
 from gateway.dispatch.ticket_queue import TicketQueue
 from gateway.dispatch.tickets import Ticket
 
 _ON_OFFER: Final[Collection[WaitCode]] = frozenset(
-    (
-        "next",
-        "worker full",
-        "not enough KV memory",
-        "worker held",
-        "capacity reserved",
-        "waiting for cached prompt",
-    )
+    ("next", "worker full", "not enough KV memory", "worker held", "capacity reserved")
 )
 
 _HELD: Final[Mapping[WaitCode, str]] = {
@@ -131,7 +123,6 @@ class Look:
         decisions: DecisionLog,
         failure: Callable[[str], str | None],
         may_take: MayTake,
-        affinity: Chooser,
         now_s: float,
     ) -> None:
         self._queue = queue
@@ -139,7 +130,6 @@ class Look:
         self._decisions = decisions
         self._failure = failure
         self._may_take = may_take
-        self._affinity = affinity
         self._now_s = now_s
         places = sorted(place_of(queue, share, tenant) for tenant, _ in share.waiting())
         self._tenants = [
@@ -247,15 +237,6 @@ class Look:
             if w.worker_id in fitting and may(head, w, self._now_s, is_first)
         }
         cause = _on_offer(head, rooms, free, allowed, kept)
-        able = [w for w in offering if w.worker_id in allowed]
-        if able and not self._affinity.order(head, able, self._now_s):
-            likely = [w.worker_id for w in self._affinity.favourites(head, self._now_s)]
-            text = (
-                f"{able[0].worker_id} has free capacity, but the request is expected to end sooner "
-                f"on {' or '.join(likely)}, which has the beginning of its prompt in memory"
-            )
-            code: WaitCode = "waiting for cached prompt"
-            cause = _Cause(code, text, likely[0], rooms=tuple(rooms))
         if cause.code != "next":
             lacking = {room.worker_id for room in free if lacks(room) is not None}
             those = [w for w in offering if w.worker_id in lacking]

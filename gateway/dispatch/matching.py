@@ -47,13 +47,13 @@ class Offers(Protocol):
 class Chooser(Protocol):
     """Which worker a head goes to (affinity.py)."""
 
-    def order(
-        self, ticket: Ticket, workers: Sequence[WorkerCapacity], now_s: float
-    ) -> Sequence[WorkerCapacity]:
-        """Those of these workers that it should go to rather than wait, the best first."""
+    def order(self, ticket: Ticket, workers: Sequence[WorkerCapacity]) -> Sequence[WorkerCapacity]:
+        """The best one first."""
 
-    def favourites(self, ticket: Ticket, now_s: float) -> list[WorkerCapacity]:
-        """Workers that are likely to have KV of it."""
+    def favourites(
+        self, ticket: Ticket, now_s: float, others: Collection[WorkerCapacity]
+    ) -> list[WorkerCapacity]:
+        """Workers beside these others that are likely to have KV of it and have room for it."""
 
 
 class GrantRound:
@@ -120,7 +120,7 @@ class GrantRound:
         for ticket in heads:
             lacking: list[WorkerCapacity] = []
             for candidates in self._looks(ticket):
-                for worker in self._affinity.order(ticket, candidates, self._now_s):
+                for worker in self._affinity.order(ticket, candidates):
                     if not worker.fits(ticket, self._now_s):
                         lacking.append(worker)
                     elif self._grant_there(ticket, worker, first):
@@ -156,13 +156,14 @@ class GrantRound:
         """The workers that offer its model and are not kept, first a few of them."""
         model_id = ticket.model_name
         if self._workers is not None:
-            yield self._free(w for w in self._workers if w.leased(model_id, self._now_s))
+            own = [w for w in self._workers if w.leased(model_id, self._now_s)]
+            yield self._free(own + self._affinity.favourites(ticket, self._now_s, own))
             return
         few = self._fleet.open(model_id, self._now_s, FIRST_LOOK)
-        seen = {worker.worker_id for worker in few}
-        likely = self._affinity.favourites(ticket, self._now_s)
-        yield self._free([*few, *(w for w in likely if w.worker_id not in seen)])
+        likely = self._affinity.favourites(ticket, self._now_s, few)
+        yield self._free([*few, *likely])
         if len(few) == FIRST_LOOK:
+            seen = {worker.worker_id for worker in (*few, *likely)}
             more = self._fleet.open(model_id, self._now_s, MOST_LOOKED)
             yield self._free(w for w in more if w.worker_id not in seen)
 
@@ -222,9 +223,8 @@ def place_alone(
     """What a round comes to where nobody else waits: as `GrantRound`, without its books. None: it
     is to wait; also where KV memory is short, for then idle models are to make room, too: a round
     sees to that."""
-    seen = {worker.worker_id for worker in offering}
-    likely = [w for w in affinity.favourites(ticket, now_s) if w.worker_id not in seen]
-    for worker in affinity.order(ticket, [*offering, *likely], now_s):
+    likely = affinity.favourites(ticket, now_s, offering)
+    for worker in affinity.order(ticket, [*offering, *likely]):
         fits = worker.fits(ticket, now_s) and not worker.lacks_kv(ticket, now_s)
         if fits and may_take(ticket, worker, now_s, True):
             return worker

@@ -29,7 +29,6 @@ from typing import Final, Literal, Protocol, TypeAlias
 
 from engine.protocol import Finish, Submit, TokenLogprobs
 from gateway.dispatch.policy.fair_share import NOTHING, UsedService
-from gateway.dispatch.policy.prefix_places import PrefixHit
 from gateway.dispatch.policy.service_costs import Prediction
 from gateway.errors import (
     SERVER_ERROR,
@@ -296,7 +295,7 @@ class Ticket:
     load_s: float = 0.0
     """Of its model's load, what this attempt has paid back, whoever is paid: it may be billed."""
     owes_load: bool = False
-    """Of a dispatcher in another process: whether it will have a `load_s` to tell at the end."""
+    """At its gateway: whether the dispatcher will have a `load_s` to tell at the end."""
     expected: UsedService = NOTHING
     """What is left of its prediction."""
     is_queued: bool = False
@@ -306,10 +305,8 @@ class Ticket:
     """While it waits: the worker that is kept for it, because it fits nowhere yet."""
     marks: Sequence[int] = ()
     """How its prompt begins (policy/prefix_places.py); none where there is one worker."""
-    hit: PrefixHit | None = None
-    """What its worker was expected to have of its prompt when it was granted."""
     ahead_s: float = 0.0
-    """Of the device, what it was predicted to use beyond that."""
+    """Of its device, what it was predicted to use when it was granted, less what was there."""
 
     def __post_init__(self) -> None:
         """It waits from its arrival on."""

@@ -407,7 +407,7 @@ class Delivered:
 
 
 GATEWAYS = frozenset(
-    {"run", "tick", "set_catalog", "snapshot", "begin_drain", "close", "check_integrity", "ready"}
+    {"run", "tick", "set_catalog", "snapshot", "close", "check_integrity", "ready"}
 )
 """What both have, and the gateway's does for both."""
 

@@ -5,34 +5,26 @@ tenant and the model, because a worker gives KV to nobody else. So the dispatche
 third how much two prompts share, and prompts stay with their gateway.
 
 Workers that were granted a prompt hold its KV for a while: who was granted which mark is kept here,
-the oldest forgotten beyond MOST_MARKS. Nobody tells what workers evict. Where a request finds that
-nothing was there, what was granted there earlier than that is taken to be gone, too: workers evict
-the oldest first. What a worker had of a model is void once the model, or the process, has left.
+the oldest forgotten beyond MOST_MARKS. What a worker had of a model is void once the model, or the
+process, has left. Nobody tells what else workers evict: a place that is out of date costs a request
+no more than going where it would have been best, and is true again once it has run there.
 """
 
 import math
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 MARKED = tuple(tokens << step for step in range(13) for tokens in (16, 24))
 """Tokens that each mark names. Two prompts share up to a half more than their last common one says,
 as far as 98,304."""
-MOST_MARKS = 1 << 18
-MOST_PLACES = 8
+MOST_MARKS = 1 << 17
+MOST_PLACES = 4
 """Workers remembered for a mark, the latest ones."""
 
 
 TOKEN_BYTES = array("I").itemsize
-
-
-class PrefixHit(NamedTuple):
-    """Tokens of a prompt that a worker is likely to have KV of, and when it was granted these."""
-
-    num_tokens: int
-    granted_s: float
 
 
 class PrefixPlaces:
@@ -59,21 +51,27 @@ class PrefixPlaces:
         while len(self._places) > self._most_marks:
             self._places.popitem(last=False)
 
-    def hits(self, marks: Sequence[int], model_id: str) -> Mapping[str, PrefixHit]:
-        """What each worker is likely to have of the prompt; those with nothing are left out."""
-        found: dict[str, PrefixHit] = {}
+    def hits(self, marks: Sequence[int], model_id: str) -> Mapping[str, int]:
+        """Tokens of the prompt that each worker is likely to have KV of; those with none are left
+        out."""
+        found: dict[str, int] = {}
         for number in range(len(marks) - 1, -1, -1):
             for worker_id, granted_s in self._places.get(marks[number], {}).items():
                 if worker_id not in found and granted_s > self._void_until_s(worker_id, model_id):
-                    found[worker_id] = PrefixHit(MARKED[number], granted_s)
+                    found[worker_id] = MARKED[number]
         return found
 
     def void(self, worker_id: str, until_s: float, model_id: str = "") -> None:
         """The KV of a model there that was granted until then is gone, or (no model) of all."""
         if not model_id:
             self._void_s = {key: at_s for key, at_s in self._void_s.items() if key[0] != worker_id}
-        before_s = self._void_s.get((worker_id, model_id), until_s)
-        self._void_s[worker_id, model_id] = max(before_s, until_s)
+        self._void_s[worker_id, model_id] = until_s
+
+    def keep_models(self, model_ids: Collection[str]) -> None:
+        """Forget models that are not hosted any more."""
+        self._void_s = {
+            key: at_s for key, at_s in self._void_s.items() if not key[1] or key[1] in model_ids
+        }
 
     def _void_until_s(self, worker_id: str, model_id: str) -> float:
         of_all = self._void_s.get((worker_id, ""), -math.inf)

@@ -56,7 +56,6 @@ WaitCode: TypeAlias = Literal[
     "behind older requests",
     "worker held",
     "capacity reserved",
-    "waiting for cached prompt",
     "worker not responding",
     "worker full",
     "not enough KV memory",

@@ -435,3 +435,14 @@ async def test_a_ticket_that_is_nobodys_is_found() -> None:
     with pytest.raises(IntegrityError, match="0 peers' tickets, 1 live"):
         several.dispatcher.check_integrity()
     several.dispatcher._peers["r"] = peer
+
+
+async def test_a_request_that_cannot_be_taken_in_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    several = Several()
+    monkeypatch.setattr(several.dispatcher, "_predict", lambda *about: 1 // 0)
+    stream = several.gateways[0].ask("r")
+    several.deliver()
+    with pytest.raises(ApiError, match="could not be queued"):
+        await rest(stream)

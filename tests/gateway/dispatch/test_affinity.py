@@ -69,26 +69,21 @@ async def test_a_crowd_with_one_beginning_spreads() -> None:
     assert len(other.running) > 20, "once it has been read there, it is there, too"
 
 
-async def test_it_waits_for_a_full_one_as_long_as_that_is_sooner() -> None:
-    rig, one, other = two(num_requests=2)
+async def test_nobody_waits_for_a_full_one() -> None:
+    rig, one, other = two(num_requests=1)
     taught(rig, one, other)
-    for name in ("a", "b"):
-        ask(rig, name, [*LONG, 1])
-    assert set(one.submitted[1:]) == {"a", "b"}
-    ask(rig, "c", [*LONG, 2])
-    assert other.submitted == [], "it waits"
-    (reason,) = rig.dispatcher.explain("c")
-    assert (reason.code, reason.worker) == ("waiting for cached prompt", "one")
-    assert "two has free capacity" in reason.text
-    rig.advance(0.05)
-    assert other.submitted == []
-    one.finish("a", token_ids=(1,), generated=1)
-    one.status()
-    assert one.submitted[3:] == ["c"]
-    ask(rig, "d", [*LONG, 3])
-    rig.advance(5.0)  # longer than its beginning saves
-    other.status()
-    assert other.submitted == ["d"]
+    ask(rig, "a", [*LONG, 1])
+    assert one.submitted[1:] == ["a"]
+    ask(rig, "b", [*LONG, 2])
+    assert other.submitted == ["b"]
+
+
+async def test_what_has_no_kv_has_no_beginning() -> None:
+    rig, one, other = two(num_requests=1)
+    taught(rig, one, other)
+    request = replace(prepared("scored", max_tokens=20), prompt_token_ids=LONG, prompt_logprobs=0)
+    rig.dispatcher.run(request, principal("t"))
+    assert rig.local.live["scored"].marks == ()
 
 
 async def test_who_has_died_or_unloaded_the_model_has_no_beginning() -> None:
@@ -103,20 +98,3 @@ async def test_who_has_died_or_unloaded_the_model_has_no_beginning() -> None:
         ask(rig, "busy", [1, 2, 3])
         ask(rig, "again", LONG)
         assert other.submitted == ["again"]
-
-
-async def test_a_promise_that_was_broken_takes_back_the_older_ones() -> None:
-    rig, one, other = two()
-    older = [3, *LONG]
-    ask(rig, "older", older)
-    end(one, "older", service_s=0.4)
-    other.status()
-    rig.clock.now_s += 1.0
-    taught(rig, one, other)
-    rig.clock.now_s += 1.0
-    ask(rig, "again", LONG)
-    end(one, "again")  # with no cached tokens
-    other.status()
-    ask(rig, "busy", [1, 2, 3])
-    ask(rig, "older again", older)
-    assert other.submitted == ["older again"]

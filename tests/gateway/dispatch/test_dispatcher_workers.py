@@ -131,7 +131,7 @@ async def test_a_worker_is_emptied_without_a_loss() -> None:
     two = rig.worker("two")
     one.states = {"m": "draining"}
     one.status()
-    assert rig.dispatcher.move_off("one") == 3
+    assert rig.dispatcher.move_off("one") == 2
     rig.dispatcher.check_integrity()
     assert one.aborted == ["leaves", "begun", "fresh"]
     assert two.submitted == ["begun/2", "fresh/2"]

@@ -5,7 +5,6 @@ import pytest
 from gateway.dispatch.policy.prefix_places import (
     MARKED,
     MOST_PLACES,
-    PrefixHit,
     PrefixPlaces,
     prefix_marks,
 )
@@ -16,8 +15,8 @@ def test_a_worker_has_what_it_was_granted_as_far_as_two_prompts_are_one() -> Non
     places.note([1, 2, 3, 4], "w", 10.0)
     places.note([1, 2, 30], "v", 11.0)
     assert places.hits([1, 2, 3, 5], "m") == {
-        "w": PrefixHit(MARKED[2], 10.0),
-        "v": PrefixHit(MARKED[1], 11.0),
+        "w": MARKED[2],
+        "v": MARKED[1],
     }
     assert places.hits([9], "m") == {}
     assert places.hits([], "m") == {}
@@ -31,17 +30,21 @@ def test_what_left_a_worker_is_not_there() -> None:
     assert set(places.hits([1], "m")) == {"v"}
     assert set(places.hits([1], "n")) == {"w", "v"}, "another model's is there"
     places.note([1], "w", 13.0)
-    assert places.hits([1], "m")["w"] == PrefixHit(MARKED[0], 13.0)
+    assert places.hits([1], "m")["w"] == MARKED[0]
     places.void("w", 14.0)
     assert set(places.hits([1], "m")) == set(places.hits([1], "n")) == {"v"}
 
 
-def test_what_is_void_stays_so_whatever_is_said_later_of_earlier_times() -> None:
+def test_models_that_are_hosted_no_more_are_forgotten() -> None:
     places = PrefixPlaces()
-    places.note([1], "w", 10.0)
-    places.void("w", 12.0, "m")
-    places.void("w", 5.0, "m")
-    assert places.hits([1], "m") == {}
+    places.void("w", 1.0, "m")
+    places.void("w", 1.0, "gone")
+    places.void("w", 0.5)
+    places.keep_models({"m"})
+    assert list(places._void_s) == [("w", "")]
+    places.void("w", 1.0, "m")
+    places.keep_models({"m"})
+    assert set(places._void_s) == {("w", ""), ("w", "m")}
 
 
 def test_it_is_bounded() -> None:
