@@ -264,7 +264,7 @@ def _messages(asked: ResponsesBody, told: ToldFields) -> Iterator[Message]:
     if isinstance(asked.input, str):
         yield {"role": "user", "content": asked.input}
         return
-    turn: Message | None = None
+    turn: _Turn | None = None
     for index, item in enumerate(asked.input):
         place = f"input[{index}]"
         for name in _TOLD_IN_ITEM:
@@ -272,32 +272,49 @@ def _messages(asked: ResponsesBody, told: ToldFields) -> Iterator[Message]:
         if item.summary not in (_NOTHING, _EMPTY):
             told.tell("input[].summary")
         if item.type in ("reasoning", "function_call") or item.role == "assistant":
-            turn = turn or {"role": "assistant", "content": ""}
-            _add(turn, place, item)
+            turn = turn or _Turn()
+            turn.add(place, item)
             continue
         if turn is not None:
-            yield turn
+            yield turn.message()
             turn = None
         yield _message(place, item)
     if turn is not None:
-        yield turn
+        yield turn.message()
 
 
-def _add(turn: Message, place: str, item: _Item) -> None:
-    """More of what the assistant said in its turn."""
-    if item.type == "reasoning":
-        text = _text(f"{place}.content", item.content or "")
-        if text:
-            before = turn.get("reasoning_content")
-            turn["reasoning_content"] = f"{before}\n{text}" if before else text
-    elif item.type == "function_call":
-        call_id = _needed(place, "call_id", item.call_id)
-        name = _needed(place, "name", item.name)
-        function = CalledFunction(name=name, arguments=item.arguments or "")
-        turn["tool_calls"] = [*turn.get("tool_calls", ()), ToolCall(id=call_id, function=function)]
-    else:
-        text = _text(f"{place}.content", _needed(place, "content", item.content))
-        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+class _Turn:
+    """What the assistant said in its turn. Thousands of items are joined once."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoned: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, place: str, item: _Item) -> None:
+        """More of it. Raises ApiError."""
+        if item.type == "reasoning":
+            text = _text(f"{place}.content", item.content or "")
+            if text:
+                self._reasoned.append(text)
+        elif item.type == "function_call":
+            call_id = _needed(place, "call_id", item.call_id)
+            name = _needed(place, "name", item.name)
+            function = CalledFunction(name=name, arguments=item.arguments or "")
+            self._calls.append(ToolCall(id=call_id, function=function))
+        else:
+            text = _text(f"{place}.content", _needed(place, "content", item.content))
+            if text or self._texts:
+                self._texts.append(text)
+
+    def message(self) -> Message:
+        """All of it as one."""
+        made: Message = {"role": "assistant", "content": "\n".join(self._texts)}
+        if self._reasoned:
+            made["reasoning_content"] = "\n".join(self._reasoned)
+        if self._calls:
+            made["tool_calls"] = self._calls
+        return made
 
 
 def _message(place: str, item: _Item) -> Message:
