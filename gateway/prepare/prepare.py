@@ -375,9 +375,9 @@ def _completion_form(form: ResponseFormat) -> OutputPlan:
 
 
 def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
-    """The same with each of the further prompts alone."""
+    """The same with each of the further prompts alone, without the form: it is planned once."""
     for prompt in asked.more_prompts:
-        yield replace(asked, prompt=prompt, more_prompts=())
+        yield replace(asked, prompt=prompt, more_prompts=(), response_format=TextFormat())
 
 
 def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:

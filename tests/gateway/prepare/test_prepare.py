@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 from engine.protocol import Constraint, SamplingParams
+from gateway.api.output_plan import OutputPlan
 from gateway.api.tool_types import (
     CalledFunction,
     FunctionSpec,
     JsonObjectFormat,
+    ResponseFormat,
     Tool,
     ToolCall,
 )
 from gateway.api.wire import WireRequest
 from gateway.auth.directory import Directory
 from gateway.errors import ApiError
+from gateway.prepare import prepare
 from gateway.prepare.lengths import PrepareBounds
 from gateway.prepare.prepare import Prepared, Preparer, RandomBytes
 from gateway.text import tokenization
@@ -343,6 +346,24 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
         assert caught.value.param == param
     form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
     assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
+    stage.close()
+
+
+async def test_the_form_of_several_prompts_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, planned = preparer(tmp_path), list[ResponseFormat]()
+    plan = prepare._completion_form
+
+    def counted(form: ResponseFormat) -> OutputPlan:
+        planned.append(form)
+        return plan(form)
+
+    monkeypatch.setattr(prepare, "_completion_form", counted)
+    form = JsonObjectFormat()
+    asked = replace(ASK, prompt=(1,), more_prompts=((2,), "a"), response_format=form)
+    made = await prepared(stage, asked)
+    assert (planned, made.request.constraint) == ([form], Constraint("json_object"))
     stage.close()
 
 
