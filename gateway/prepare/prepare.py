@@ -200,8 +200,7 @@ class Preparer:
         encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
         ids, plan = await encode(asked)
         prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
-        for prompt in prompts:
-            lengths.check_prompt(_param(asked), len(prompt))
+        lengths.check_prompt(_param(asked), sum(map(len, prompts)))
         told = (*asked.ignored, *said.ignored)
         return Encoded(model, codec, lengths, prompts, plan, told)
 

@@ -380,6 +380,7 @@ async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
     for fields, said in (
         ({"max_tokens": 10}, "your limit of 9"),
         ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, more than your limit of 2"),
+        ({"prompt": (1,), "more_prompts": ((1,), (2,))}, "prompt has 3 tokens"),
     ):
         with pytest.raises(ApiError, match=said) as caught:
             await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
