@@ -26,6 +26,7 @@ from gateway.api.told_fields import Shape, ToldFields, decode_telling
 from gateway.api.tool_types import (
     MAX_TOOLS,
     CalledFunction,
+    Description,
     FunctionName,
     FunctionSpec,
     JsonSchema,
@@ -107,7 +108,7 @@ class _MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _ToolBody(_Base):
     name: FunctionName
     input_schema: dict[str, Any] | None = None
-    description: str | None = None
+    description: Description | None = None
     type: str | None = None
     strict: bool | None = None
     input_examples: msgspec.Raw = _NOTHING

@@ -27,6 +27,7 @@ from gateway.api.tool_types import (
     AllowedChoice,
     AllowedTools,
     CalledFunction,
+    Description,
     FunctionName,
     FunctionSpec,
     JsonObjectFormat,
@@ -41,16 +42,21 @@ from gateway.api.tool_types import (
     ToolCall,
     ToolChoice,
 )
-from gateway.api.wire import Message, WireRequest
+from gateway.api.wire import Message, WireRequest, small_field
 from gateway.api.wire_body import MAX_PARTS, TIER_PRIORITIES, TOLD_TIERS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 MAX_ITEMS = 8192
+MAX_USER_CHARS = 4096
 _NOTHING = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"[]")
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
 _KEPT = ("previous_response_id", "conversation", "prompt")
+
+
+# What answers repeat, three times in a stream, is bounded where no prompt bounds it.
+_UserName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_USER_CHARS)]
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -98,7 +104,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     name: FunctionName | None = None
-    description: str | None = None
+    description: Description | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: msgspec.Raw = _NOTHING
@@ -106,18 +112,23 @@ class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     output_schema: msgspec.Raw = _NOTHING
 
 
+class _ChoiceTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: FunctionName
+
+
 class _Choice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
-    name: str | None = None
+    name: FunctionName | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[_ChoiceTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     schema: Any = None
-    description: str | None = None
+    description: Description | None = None
     strict: bool | None = None
 
 
@@ -155,10 +166,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: _StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: _UserName | None = None
+    safety_identifier: _UserName | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: msgspec.Raw = _NOTHING
     store: bool | None = None
     background: bool | None = None
     top_logprobs: int | None = None
@@ -176,6 +187,7 @@ _TOLD = ("prompt_cache_options", "prompt_cache_retention", "context_management")
 _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 _TOLD_IN_TOOL = ("defer_loading", "allowed_callers", "output_schema")
 _decoder = msgspec.json.Decoder(ResponsesBody)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 _PART = Shape(_Part.__struct_fields__)
 _SHAPE = Shape(
     ResponsesBody.__struct_fields__,
@@ -383,11 +395,10 @@ def _choice(choice: Any) -> ToolChoice | None:
         return NamedChoice(function=NamedFunction(name=name))
     if choice.type != "allowed_tools":
         raise unsupported("tool_choice.type", f" of {choice.type[:40]!r}")
-    tools = []
-    for index, tool in enumerate(choice.tools or ()):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise unsupported(f"tool_choice.tools[{index}]", " that is no function")
-        tools.append(NamedTool(type="function", function=NamedFunction(name=tool["name"])))
+    tools = [
+        NamedTool(type="function", function=NamedFunction(name=tool.name))
+        for tool in choice.tools or ()
+    ]
     if not tools:
         raise invalid("tool_choice.tools", "tool_choice.tools must have at least one function")
     return AllowedChoice(allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=tools))
@@ -409,7 +420,7 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
     return {
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
+        "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": asked.safety_identifier,

@@ -188,6 +188,13 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"messages": []}, "messages"),
+        ({"metadata": {"a": "b" * 70_000}}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"user": "u" * 5000}, "user"),
+        ({"safety_identifier": "u" * 5000}, "safety_identifier"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "f", "more": "x" * 70_000}]}},
+         "tool_choice.tools[0].more"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str) -> None:
