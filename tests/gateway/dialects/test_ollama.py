@@ -125,6 +125,8 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
         ("/api/chat", {**CHAT, "messages": []}, "messages"),
         ("/api/chat", {**CHAT, "messages": [{**USER, "images": ["aGk="]}]}, "images"),
         ("/api/chat", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "call"),
+        ("/api/chat", {**CHAT, "messages": [{**USER, "role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {}}}] * 129}]}, "tool_calls"),
         ("/api/chat", {**CHAT, "format": "xml"}, "format"),
         ("/api/chat", {**CHAT, "logprobs": True}, "logprobs"),
         ("/api/chat", {**CHAT, "options": {"temperature": 9}}, "temperature"),
@@ -133,7 +135,7 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
         ("/api/generate", {"model": "tiny", "prompt": "x", "raw": True, "system": "s"}, "system"),
         ("/api/show", {}, "model"),
     ],
-)
+)  # fmt: skip
 async def test_errors_are_a_text(kit: Kit, client: Client, path: str, body: Any, word: str) -> None:
     status, [answer] = await ask(client, path, body)
     assert status in (400, 404)
