@@ -21,6 +21,7 @@ import msgspec
 from engine.protocol import SamplingParams
 from gateway.api.bodies import invalid
 from gateway.api.output_plan import PLAIN, OutputFormats, OutputPlan, plan, understand
+from gateway.api.told_fields import MAX_NAMES
 from gateway.api.tool_messages import calls_for_template, id_for_template
 from gateway.api.tool_types import ResponseFormat, TextFormat
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
@@ -69,6 +70,8 @@ class RandomBytes:
 
 # Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
 _LONG_CHARS_PER_TOKEN = 6
+MAX_SCORES = 1 << 18
+"""Log-probabilities of the tokens of several prompts in one answer: half a second to write."""
 # What is structured and longer is planned in a thread.
 _LONG_BYTES = 1 << 14
 
@@ -200,8 +203,11 @@ class Preparer:
         encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
         ids, plan = await encode(asked)
         prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
-        lengths.check_prompt(_param(asked), sum(map(len, prompts)))
-        told = (*asked.ignored, *said.ignored)
+        num_tokens = sum(map(len, prompts))
+        lengths.check_prompt(_param(asked), num_tokens)
+        if len(prompts) > 1:
+            _check_scores(asked, num_tokens)
+        told = (*asked.ignored, *said.ignored)[:MAX_NAMES]
         return Encoded(model, codec, lengths, prompts, plan, told)
 
     def _cache(
@@ -356,6 +362,19 @@ def _echoes(
         text if isinstance(text, str) else codec.decode(ids)
         for text, ids in zip(given, prompts, strict=True)
     )
+
+
+def _check_scores(asked: WireRequest, num_tokens: int) -> None:
+    """Prompts' scores are written on the event loop and kept until then, for all prompts at once;
+    those of one prompt are bounded by its context. Raises ApiError."""
+    num_top = max(asked.prompt_logprobs, asked.logprobs if asked.echo else -1)
+    most = MAX_SCORES // ((num_top + 1) * asked.n) if num_top >= 0 else num_tokens
+    if num_tokens > most:
+        raise invalid(
+            "prompt",
+            f"prompt has {num_tokens} tokens in all prompts, with scores of each it may have "
+            f"{most}: send several requests, or ask for fewer log-probabilities",
+        )
 
 
 def _param(asked: WireRequest) -> str:

@@ -349,6 +349,32 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     stage.close()
 
 
+async def test_scores_of_several_prompts_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "MAX_SCORES", 18)
+    stage = preparer(tmp_path, max_choices=2)
+    asked = replace(ASK, prompt=(1, 2), more_prompts=((3,),))
+    allowed: list[dict[str, Any]] = [
+        {"echo": True, "logprobs": 5},
+        {"echo": True, "logprobs": 2, "n": 2},
+        {"prompt_logprobs": 5},
+        {"logprobs": 20},
+    ]
+    for fields in allowed:
+        await prepared(stage, replace(asked, **fields))
+    refused: list[dict[str, Any]] = [
+        {"echo": True, "logprobs": 6},
+        {"echo": True, "logprobs": 3, "n": 2},
+        {"prompt_logprobs": 6},
+    ]
+    for fields in refused:
+        with pytest.raises(ApiError, match="prompt has 3 tokens in all prompts"):
+            await prepared(stage, replace(asked, **fields))
+    await prepared(stage, replace(ASK, prompt=(1, 2, 3), prompt_logprobs=20))
+    stage.close()
+
+
 async def test_the_form_of_several_prompts_is_planned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
