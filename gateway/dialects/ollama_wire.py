@@ -123,8 +123,8 @@ class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ShowBody(msgspec.Struct):
     """POST /api/show; it has had both names."""
 
-    model: str = ""
-    name: str = ""
+    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    name: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 _OPTIONS = Shape(_Options.__struct_fields__)

@@ -134,6 +134,7 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
         ("/api/generate", {"model": "tiny", "prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "raw": True, "system": "s"}, "system"),
         ("/api/show", {}, "model"),
+        ("/api/show", {"name": "m" * 257}, "name: Expected"),
     ],
 )  # fmt: skip
 async def test_errors_are_a_text(kit: Kit, client: Client, path: str, body: Any, word: str) -> None:
