@@ -187,6 +187,8 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
+            if (asked.max_tokens or 0) > request.max_tokens:  # by the context's bound
+                turn = replace(turn, names_length=False)
         return Prepared(request, codec, cache, plan.new_parser, turn, encoded.ignored, asked)
 
     async def encoded(self, asked: WireRequest, principal: Principal) -> "Encoded":

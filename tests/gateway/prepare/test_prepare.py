@@ -349,6 +349,18 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     stage.close()
 
 
+async def test_a_length_that_the_context_cuts_is_not_the_callers(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    asked = replace(ASK, prompt="a", caps_max_tokens=True, sampling=SamplingParams(temperature=0.0))
+    for max_tokens, named in ((5, True), (10_000, False), (None, False)):
+        headers = {"x-polyhost-cache-mode": "exact"}
+        one = replace(asked, max_tokens=max_tokens)
+        made = await stage.prepare(one, WHO, headers, "cmpl-1", 0.0)
+        assert made.turn is not None
+        assert made.turn.names_length is named
+    stage.close()
+
+
 async def test_scores_of_several_prompts_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
