@@ -124,7 +124,7 @@ def decode(kind: Kind, body: bytes, tells_unknown: bool = False) -> WireRequest:
 def chat_request(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireRequest:
     """What a body comes to that came in so many bytes, without what was `told`. Raises ApiError."""
     _refuse_unserved(body, NEUTRAL, "")
-    _small("metadata", body.metadata, _metadata_decoder)
+    small_field("metadata", body.metadata, _metadata_decoder)
     longest = body.max_completion_tokens
     if longest is not None and body.max_tokens not in (None, longest):
         raise invalid(
@@ -163,7 +163,7 @@ def chat_request(body: ChatBody, num_bytes: int, told: tuple[str, ...]) -> WireR
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning=reasoning_of(body.reasoning_effort, body.thinking),
         template_values=check_template_values(
-            _small("chat_template_kwargs", body.chat_template_kwargs, _values_decoder) or {}
+            small_field("chat_template_kwargs", body.chat_template_kwargs, _values_decoder) or {}
         ),
         num_bytes=num_bytes,
         ignored=_told(body, told),
@@ -246,7 +246,7 @@ def _sampling(body: CommonBody) -> SamplingParams:
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=_biases(_small("logit_bias", body.logit_bias, _biases_decoder) or {}),
+        logit_bias=_biases(small_field("logit_bias", body.logit_bias, _biases_decoder) or {}),
         min_tokens=body.min_tokens or 0,
     )
 
@@ -261,7 +261,7 @@ def _place(body: CommonBody) -> int:
     return by_tier if body.priority is None else body.priority
 
 
-def _small(param: str, raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_T]") -> _T:
+def small_field(param: str, raw: msgspec.Raw, decoder: "msgspec.json.Decoder[_T]") -> _T:
     """A field whose honest values are short."""
     if len(raw) > MAX_SMALL_BYTES:
         raise invalid(param, f"{param} has {len(raw)} bytes, the maximum is {MAX_SMALL_BYTES}")

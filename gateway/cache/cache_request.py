@@ -196,4 +196,8 @@ def place_of(
 
 
 def _digest(parts: object) -> bytes:
-    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=_DIGEST_BYTES).digest()
+    try:
+        encoded = msgspec.msgpack.encode(parts)
+    except OverflowError:  # of a caller's numbers, which JSON has of any size
+        encoded = msgspec.json.encode(parts)
+    return hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).digest()

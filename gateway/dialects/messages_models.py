@@ -33,7 +33,8 @@ def model_body(model: HostedModel) -> dict[str, Any]:
 def model_list(models: Sequence[HostedModel], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of them. Raises ApiError."""
     limit = query.get("limit", str(_DEFAULT_PAGE))
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:6]) <= _MAX_PAGE):
+    is_short = len(limit) <= len(str(_MAX_PAGE))
+    if not (is_short and limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MAX_PAGE):
         raise invalid("limit", f"limit must be between 1 and {_MAX_PAGE}")
     size, names = int(limit), [model.name for model in models]
     first, end = 0, len(models)

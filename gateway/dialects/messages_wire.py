@@ -26,6 +26,7 @@ from gateway.api.told_fields import Shape, ToldFields, decode_telling
 from gateway.api.tool_types import (
     MAX_TOOLS,
     CalledFunction,
+    Description,
     FunctionName,
     FunctionSpec,
     JsonSchema,
@@ -107,7 +108,7 @@ class _MessageBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _ToolBody(_Base):
     name: FunctionName
     input_schema: dict[str, Any] | None = None
-    description: str | None = None
+    description: Description | None = None
     type: str | None = None
     strict: bool | None = None
     input_examples: msgspec.Raw = _NOTHING
@@ -260,22 +261,23 @@ def _messages(asked: MessagesBody, told: ToldFields) -> Iterator[Message]:
     if asked.system:
         yield {"role": "system", "content": _texts("system", asked.system, told)}
     last: Message | None = None
+    texts: list[str] = []
     for index, message in enumerate(asked.messages):
         for made in _of_message(f"messages[{index}].content", message, asked.model, told):
-            # Turns of one side that follow each other are one.
-            if last is not None and _is_plain(last, made):
-                last["content"] += "\n\n" + made["content"]
+            # Turns of one side that follow each other are one. Thousands are joined once.
+            if last is not None and last["role"] == made["role"] == "user":
+                texts.append(made["content"])
                 continue
             if last is not None:
-                yield last
-            last = made
+                yield _turn(last, texts)
+            last, texts = made, [made["content"]]
     if last is None:
         raise invalid("messages", "messages must have content")
-    yield last
+    yield _turn(last, texts)
 
 
-def _is_plain(last: Message, made: Message) -> bool:
-    return bool(last["role"] == made["role"] == "user")
+def _turn(message: Message, texts: Sequence[str]) -> Message:
+    return message if len(texts) == 1 else {**message, "content": "\n\n".join(texts)}
 
 
 def _of_message(

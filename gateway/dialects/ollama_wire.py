@@ -23,6 +23,7 @@ from gateway.api.encode_wire import EncodeAsk, read_inputs
 from gateway.api.reasoning_types import Effort, Reasoning, reasoning_of
 from gateway.api.told_fields import Shape, ToldFields, decode_telling
 from gateway.api.tool_types import (
+    MAX_CALLS,
     CalledFunction,
     JsonObjectFormat,
     JsonSchema,
@@ -72,7 +73,7 @@ class _Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: Annotated[list[_Call], msgspec.Meta(max_length=MAX_CALLS)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
     images: msgspec.Raw = _NOTHING
@@ -122,8 +123,8 @@ class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class ShowBody(msgspec.Struct):
     """POST /api/show; it has had both names."""
 
-    model: str = ""
-    name: str = ""
+    model: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    name: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 _OPTIONS = Shape(_Options.__struct_fields__)

@@ -27,6 +27,7 @@ from gateway.api.tool_types import (
     AllowedChoice,
     AllowedTools,
     CalledFunction,
+    Description,
     FunctionName,
     FunctionSpec,
     JsonObjectFormat,
@@ -41,16 +42,21 @@ from gateway.api.tool_types import (
     ToolCall,
     ToolChoice,
 )
-from gateway.api.wire import Message, WireRequest
+from gateway.api.wire import Message, WireRequest, small_field
 from gateway.api.wire_body import MAX_PARTS, TIER_PRIORITIES, TOLD_TIERS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 MAX_ITEMS = 8192
+MAX_USER_CHARS = 4096
 _NOTHING = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"[]")
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
 _KEPT = ("previous_response_id", "conversation", "prompt")
+
+
+# What answers repeat, three times in a stream, is bounded where no prompt bounds it.
+_UserName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_USER_CHARS)]
 
 
 class _Part(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -98,7 +104,7 @@ class _Item(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     name: FunctionName | None = None
-    description: str | None = None
+    description: Description | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: msgspec.Raw = _NOTHING
@@ -106,18 +112,23 @@ class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
     output_schema: msgspec.Raw = _NOTHING
 
 
+class _ChoiceTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: FunctionName
+
+
 class _Choice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
-    name: str | None = None
+    name: FunctionName | None = None
     mode: Literal["auto", "required"] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[_ChoiceTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class _Format(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: FunctionName | None = None
     schema: Any = None
-    description: str | None = None
+    description: Description | None = None
     strict: bool | None = None
 
 
@@ -155,10 +166,10 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: _StreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: Literal["auto", "default", "priority", "flex", "scale"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: _UserName | None = None
+    safety_identifier: _UserName | None = None
     prompt_cache_key: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: msgspec.Raw = _NOTHING
     store: bool | None = None
     background: bool | None = None
     top_logprobs: int | None = None
@@ -176,6 +187,7 @@ _TOLD = ("prompt_cache_options", "prompt_cache_retention", "context_management")
 _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 _TOLD_IN_TOOL = ("defer_loading", "allowed_callers", "output_schema")
 _decoder = msgspec.json.Decoder(ResponsesBody)
+_metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
 _PART = Shape(_Part.__struct_fields__)
 _SHAPE = Shape(
     ResponsesBody.__struct_fields__,
@@ -264,7 +276,7 @@ def _messages(asked: ResponsesBody, told: ToldFields) -> Iterator[Message]:
     if isinstance(asked.input, str):
         yield {"role": "user", "content": asked.input}
         return
-    turn: Message | None = None
+    turn: _Turn | None = None
     for index, item in enumerate(asked.input):
         place = f"input[{index}]"
         for name in _TOLD_IN_ITEM:
@@ -272,32 +284,49 @@ def _messages(asked: ResponsesBody, told: ToldFields) -> Iterator[Message]:
         if item.summary not in (_NOTHING, _EMPTY):
             told.tell("input[].summary")
         if item.type in ("reasoning", "function_call") or item.role == "assistant":
-            turn = turn or {"role": "assistant", "content": ""}
-            _add(turn, place, item)
+            turn = turn or _Turn()
+            turn.add(place, item)
             continue
         if turn is not None:
-            yield turn
+            yield turn.message()
             turn = None
         yield _message(place, item)
     if turn is not None:
-        yield turn
+        yield turn.message()
 
 
-def _add(turn: Message, place: str, item: _Item) -> None:
-    """More of what the assistant said in its turn."""
-    if item.type == "reasoning":
-        text = _text(f"{place}.content", item.content or "")
-        if text:
-            before = turn.get("reasoning_content")
-            turn["reasoning_content"] = f"{before}\n{text}" if before else text
-    elif item.type == "function_call":
-        call_id = _needed(place, "call_id", item.call_id)
-        name = _needed(place, "name", item.name)
-        function = CalledFunction(name=name, arguments=item.arguments or "")
-        turn["tool_calls"] = [*turn.get("tool_calls", ()), ToolCall(id=call_id, function=function)]
-    else:
-        text = _text(f"{place}.content", _needed(place, "content", item.content))
-        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+class _Turn:
+    """What the assistant said in its turn. Thousands of items are joined once."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._reasoned: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    def add(self, place: str, item: _Item) -> None:
+        """More of it. Raises ApiError."""
+        if item.type == "reasoning":
+            text = _text(f"{place}.content", item.content or "")
+            if text:
+                self._reasoned.append(text)
+        elif item.type == "function_call":
+            call_id = _needed(place, "call_id", item.call_id)
+            name = _needed(place, "name", item.name)
+            function = CalledFunction(name=name, arguments=item.arguments or "")
+            self._calls.append(ToolCall(id=call_id, function=function))
+        else:
+            text = _text(f"{place}.content", _needed(place, "content", item.content))
+            if text or self._texts:
+                self._texts.append(text)
+
+    def message(self) -> Message:
+        """All of it as one."""
+        made: Message = {"role": "assistant", "content": "\n".join(self._texts)}
+        if self._reasoned:
+            made["reasoning_content"] = "\n".join(self._reasoned)
+        if self._calls:
+            made["tool_calls"] = self._calls
+        return made
 
 
 def _message(place: str, item: _Item) -> Message:
@@ -366,11 +395,10 @@ def _choice(choice: Any) -> ToolChoice | None:
         return NamedChoice(function=NamedFunction(name=name))
     if choice.type != "allowed_tools":
         raise unsupported("tool_choice.type", f" of {choice.type[:40]!r}")
-    tools = []
-    for index, tool in enumerate(choice.tools or ()):
-        if tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise unsupported(f"tool_choice.tools[{index}]", " that is no function")
-        tools.append(NamedTool(type="function", function=NamedFunction(name=tool["name"])))
+    tools = [
+        NamedTool(type="function", function=NamedFunction(name=tool.name))
+        for tool in choice.tools or ()
+    ]
     if not tools:
         raise invalid("tool_choice.tools", "tool_choice.tools must have at least one function")
     return AllowedChoice(allowed_tools=AllowedTools(mode=choice.mode or "auto", tools=tools))
@@ -392,7 +420,7 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
     return {
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
+        "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": asked.safety_identifier,

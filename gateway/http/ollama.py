@@ -22,7 +22,7 @@ from gateway.auth.auth import authenticate_or_use, find_model, visible_models
 from gateway.dialects import ollama_wire
 from gateway.dialects.by_route import OLLAMA_CHAT, OLLAMA_GENERATE
 from gateway.http import gets
-from gateway.http.post import Post, client_of
+from gateway.http.post import Post, body_within, client_of
 from gateway.pipeline.edge import Edge
 from gateway.types import Answer, Call, HostedModel, Principal
 
@@ -83,7 +83,8 @@ class OllamaRoutes:
 
     async def _show(self, request: Request) -> Response:
         principal = self._caller(request)
-        name = ollama_wire.decode_show(await request.body())
+        timeout_s = self._edge.services.settings.receive_timeout_s
+        name = ollama_wire.decode_show(await body_within(request.receive, timeout_s))
         model = find_model(principal, self._edge.services.directory, name)
         capabilities = ["embedding"] if model.task == "embed" else []
         if model.task == "generate":

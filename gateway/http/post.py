@@ -51,13 +51,7 @@ class Post:
         async def receive_body() -> bytes:
             if watch.connection.has_body:
                 return await _body(receive)
-            try:
-                async with asyncio.timeout(settings.receive_timeout_s):
-                    return await _body(receive)
-            except TimeoutError as error:
-                within = f"{settings.receive_timeout_s:g} s"
-                message = f"the request body did not arrive within {within}: retry the request"
-                raise ApiError(REQUEST_TIMEOUT, message) from error
+            return await body_within(receive, settings.receive_timeout_s)
 
         call = Call(
             kind=self._kind,
@@ -109,6 +103,16 @@ def client_of(scope: Scope) -> str:
     """The caller's address: the connection's, or what a trusted proxy says it is."""
     client = scope.get("client")
     return str(client[0]) if client else ""
+
+
+async def body_within(receive: Receive, timeout_s: float) -> bytes:
+    """The whole body. Raises ApiError where it takes longer, and ClientGone."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _body(receive)
+    except TimeoutError as error:
+        message = f"the request body did not arrive within {timeout_s:g} s: retry the request"
+        raise ApiError(REQUEST_TIMEOUT, message) from error
 
 
 async def _body(receive: Receive) -> bytes:

@@ -21,6 +21,7 @@ import msgspec
 from engine.protocol import SamplingParams
 from gateway.api.bodies import invalid
 from gateway.api.output_plan import PLAIN, OutputFormats, OutputPlan, plan, understand
+from gateway.api.told_fields import MAX_NAMES
 from gateway.api.tool_messages import calls_for_template, id_for_template
 from gateway.api.tool_types import ResponseFormat, TextFormat
 from gateway.api.tools.output_parser import IdentityParser, OutputParser
@@ -69,6 +70,8 @@ class RandomBytes:
 
 # Prompts beyond it are measured before they are rendered and encoded; few that fit are so long.
 _LONG_CHARS_PER_TOKEN = 6
+MAX_SCORES = 1 << 18
+"""Log-probabilities of the tokens of several prompts in one answer: half a second to write."""
 # What is structured and longer is planned in a thread.
 _LONG_BYTES = 1 << 14
 
@@ -184,6 +187,8 @@ class Preparer:
         if cache.decision == "lookup":
             longest = min(self._bounds.default_max_tokens, lengths.output or model.max_context)
             turn = turn_of(asked, longest, codec.tells_date)
+            if (asked.max_tokens or 0) > request.max_tokens:  # by the context's bound
+                turn = replace(turn, names_length=False)
         return Prepared(request, codec, cache, plan.new_parser, turn, encoded.ignored, asked)
 
     async def encoded(self, asked: WireRequest, principal: Principal) -> "Encoded":
@@ -200,9 +205,11 @@ class Preparer:
         encode = partial(self._encode, codec, model, principal.tenant_id, lengths, said)
         ids, plan = await encode(asked)
         prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
-        for prompt in prompts:
-            lengths.check_prompt(_param(asked), len(prompt))
-        told = (*asked.ignored, *said.ignored)
+        num_tokens = sum(map(len, prompts))
+        lengths.check_prompt(_param(asked), num_tokens)
+        if len(prompts) > 1:
+            _check_scores(asked, num_tokens)
+        told = (*asked.ignored, *said.ignored)[:MAX_NAMES]
         return Encoded(model, codec, lengths, prompts, plan, told)
 
     def _cache(
@@ -359,6 +366,19 @@ def _echoes(
     )
 
 
+def _check_scores(asked: WireRequest, num_tokens: int) -> None:
+    """Prompts' scores are written on the event loop and kept until then, for all prompts at once;
+    those of one prompt are bounded by its context. Raises ApiError."""
+    num_top = max(asked.prompt_logprobs, asked.logprobs if asked.echo else -1)
+    most = MAX_SCORES // ((num_top + 1) * asked.n) if num_top >= 0 else num_tokens
+    if num_tokens > most:
+        raise invalid(
+            "prompt",
+            f"prompt has {num_tokens} tokens in all prompts, with scores of each it may have "
+            f"{most}: send several requests, or ask for fewer log-probabilities",
+        )
+
+
 def _param(asked: WireRequest) -> str:
     return "messages" if asked.kind == "chat" else "prompt"
 
@@ -375,9 +395,9 @@ def _completion_form(form: ResponseFormat) -> OutputPlan:
 
 
 def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
-    """The same with each of the further prompts alone."""
+    """The same with each of the further prompts alone, without the form: it is planned once."""
     for prompt in asked.more_prompts:
-        yield replace(asked, prompt=prompt, more_prompts=())
+        yield replace(asked, prompt=prompt, more_prompts=(), response_format=TextFormat())
 
 
 def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:

@@ -115,22 +115,32 @@ class IdentityParser:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The same events with deltas of one kind that follow each other made one."""
+    """The same events with deltas of one kind that follow each other made one. An answer may have a
+    delta for each of its tokens, so a run of them is joined once."""
     out: list[Event] = []
+    run: list[Event] = []
     for event in events:
-        last = out[-1] if out else None
-        match last, event:
-            case ContentDelta(), ContentDelta():
-                out[-1] = ContentDelta(last.text + event.text, last.raw + event.raw)
-            case ReasoningDelta(), ReasoningDelta():
-                out[-1] = ReasoningDelta(last.text + event.text, last.raw + event.raw)
-            case ArgumentsDelta(), ArgumentsDelta():
-                out[-1] = ArgumentsDelta(event.index, last.text + event.text, last.raw + event.raw)
-            case Padding(), Padding():
-                out[-1] = Padding(last.raw + event.raw)
-            case _:
-                out.append(event)
+        if run and not (type(event) is type(run[0]) and isinstance(event, _JOINABLE)):
+            out.append(_one(run))
+            run = []
+        run.append(event)
+    if run:
+        out.append(_one(run))
     return out
+
+
+_JOINABLE = (ContentDelta, ReasoningDelta, ArgumentsDelta, Padding)
+
+
+def _one(run: Sequence[Event]) -> Event:
+    last = run[-1]
+    if len(run) == 1:
+        return last
+    raw = "".join(event.raw for event in run)
+    if isinstance(last, Padding):
+        return Padding(raw)
+    text = "".join(event.text for event in run)  # type: ignore[union-attr]
+    return msgspec.structs.replace(last, text=text, raw=raw)
 
 
 def raw_text(events: Iterable[Event]) -> str:

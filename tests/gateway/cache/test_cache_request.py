@@ -152,6 +152,9 @@ def test_what_the_text_does_not_depend_on_is_not_there() -> None:
         {"dated": True},
         {"user": "alice"},
         {"safety_identifier": "alice"},
+        {"chat_template_kwargs": {"a": 1}},
+        {"chat_template_kwargs": {"a": 10**30}},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": 10**30}}}]},
     ],
     ids=str,
 )

@@ -351,6 +351,8 @@ async def test_models_as_anthropics_clients_check_them(kit: Kit, client: Client)
     assert await get("/v1/models") == page
     assert await get("/v1/models/tiny") == tiny
     assert (await get("/v1/models/none"))["error"]["type"] == "not_found_error"
-    assert (await get("/v1/models?limit=0"))["error"]["type"] == "invalid_request_error"
+    for limit in ("0", "1001", "0001" + "9" * 5000, "²"):
+        refused = await get(f"/v1/models?limit={limit}")
+        assert refused["error"]["type"] == "invalid_request_error"
     empty = {"data": [], "has_more": False, "first_id": None, "last_id": None}
     assert await get("/v1/models?after_id=tiny") == empty

@@ -1,5 +1,6 @@
 """Ollama's routes: on by a setting, in the name of a key, as its clients spell them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
         ("/api/chat", {**CHAT, "messages": []}, "messages"),
         ("/api/chat", {**CHAT, "messages": [{**USER, "images": ["aGk="]}]}, "images"),
         ("/api/chat", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "call"),
+        ("/api/chat", {**CHAT, "messages": [{**USER, "role": "assistant", "tool_calls": [
+            {"function": {"name": "f", "arguments": {}}}] * 129}]}, "tool_calls"),
         ("/api/chat", {**CHAT, "format": "xml"}, "format"),
         ("/api/chat", {**CHAT, "logprobs": True}, "logprobs"),
         ("/api/chat", {**CHAT, "options": {"temperature": 9}}, "temperature"),
@@ -131,8 +134,9 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
         ("/api/generate", {"model": "tiny", "prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"model": "tiny", "prompt": "x", "raw": True, "system": "s"}, "system"),
         ("/api/show", {}, "model"),
+        ("/api/show", {"name": "m" * 257}, "name: Expected"),
     ],
-)
+)  # fmt: skip
 async def test_errors_are_a_text(kit: Kit, client: Client, path: str, body: Any, word: str) -> None:
     status, [answer] = await ask(client, path, body)
     assert status in (400, 404)
@@ -186,6 +190,25 @@ async def test_models(kit: Kit, client: Client) -> None:
     headers = {"authorization": f"Bearer {KEY}x"}
     async with client.session.get(client.base + "/api/tags", headers=headers) as answer:
         assert answer.status == 401
+
+
+async def test_who_asks_for_a_model_must_send_all_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kit = make_kit(tmp_path / "tiny", ollama_key_id="key_1", receive_timeout_s=0.2)
+    begun = b"POST /api/show HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
+    async with client_of(kit) as client:
+        port = int(client.base.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)
+        await asyncio.sleep(0.05)
+        writer.close()  # goes away
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(begun)  # and this one waits
+        answer = await reader.read()
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_embeddings(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Bodies of /v1/responses: what they come to, and what is refused or told by name."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -70,6 +71,14 @@ def test_items_of_one_turn_are_one_message() -> None:
         {"role": "user", "content": "f"},
     ]
     assert request.ignored == ()
+
+
+def test_texts_of_one_turn_are_lines_and_thousands_cost_no_more_than_one() -> None:
+    said = {"role": "assistant", "content": "a" * 2_000_000}
+    begun = time.process_time()
+    [turn] = asked([{**said, "content": ""}, said, *[{**said, "content": "b"}] * 8000]).messages
+    assert turn["content"] == "a" * 2_000_000 + "\nb" * 8000
+    assert time.process_time() - begun < 1.0  # joined one by one: above 2 s
 
 
 def test_fields_at_the_top() -> None:
@@ -179,6 +188,13 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"messages": []}, "messages"),
+        ({"metadata": {"a": "b" * 70_000}}, "metadata"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"user": "u" * 5000}, "user"),
+        ({"safety_identifier": "u" * 5000}, "safety_identifier"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "f", "more": "x" * 70_000}]}},
+         "tool_choice.tools[0].more"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str) -> None:

@@ -36,9 +36,13 @@ async def test_an_answer_says_which_fields_had_no_effect(kit: Kit, client: Clien
         assert answer.headers["x-polyhost-ignored"] == told
     async with client.post(URL, CHAT) as answer:
         assert "x-polyhost-ignored" not in answer.headers
+    values = {f"v{n}": n for n in range(32)}
+    many = {**USER, **{f"f{n}": n for n in range(40)}}
+    async with client.post(URL, {**CHAT, "messages": [many], "chat_template_kwargs": values}) as a:
+        assert a.headers["x-polyhost-ignored"].count(",") == 31
     page = await metrics_of(client)
     assert 'polyhost_ignored_fields_total{field="store"} 2.0' in page
-    assert 'polyhost_ignored_fields_total{field="other"} 2.0' in page
+    assert 'polyhost_ignored_fields_total{field="other"} 34.0' in page
     assert "zzz" not in page
 
 

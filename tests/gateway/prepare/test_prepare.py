@@ -9,16 +9,19 @@ from typing import Any
 import pytest
 
 from engine.protocol import Constraint, SamplingParams
+from gateway.api.output_plan import OutputPlan
 from gateway.api.tool_types import (
     CalledFunction,
     FunctionSpec,
     JsonObjectFormat,
+    ResponseFormat,
     Tool,
     ToolCall,
 )
 from gateway.api.wire import WireRequest
 from gateway.auth.directory import Directory
 from gateway.errors import ApiError
+from gateway.prepare import prepare
 from gateway.prepare.lengths import PrepareBounds
 from gateway.prepare.prepare import Prepared, Preparer, RandomBytes
 from gateway.text import tokenization
@@ -346,6 +349,62 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     stage.close()
 
 
+async def test_a_length_that_the_context_cuts_is_not_the_callers(tmp_path: Path) -> None:
+    stage = preparer(tmp_path)
+    asked = replace(ASK, prompt="a", caps_max_tokens=True, sampling=SamplingParams(temperature=0.0))
+    for max_tokens, named in ((5, True), (10_000, False), (None, False)):
+        headers = {"x-polyhost-cache-mode": "exact"}
+        one = replace(asked, max_tokens=max_tokens)
+        made = await stage.prepare(one, WHO, headers, "cmpl-1", 0.0)
+        assert made.turn is not None
+        assert made.turn.names_length is named
+    stage.close()
+
+
+async def test_scores_of_several_prompts_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "MAX_SCORES", 18)
+    stage = preparer(tmp_path, max_choices=2)
+    asked = replace(ASK, prompt=(1, 2), more_prompts=((3,),))
+    allowed: list[dict[str, Any]] = [
+        {"echo": True, "logprobs": 5},
+        {"echo": True, "logprobs": 2, "n": 2},
+        {"prompt_logprobs": 5},
+        {"logprobs": 20},
+    ]
+    for fields in allowed:
+        await prepared(stage, replace(asked, **fields))
+    refused: list[dict[str, Any]] = [
+        {"echo": True, "logprobs": 6},
+        {"echo": True, "logprobs": 3, "n": 2},
+        {"prompt_logprobs": 6},
+    ]
+    for fields in refused:
+        with pytest.raises(ApiError, match="prompt has 3 tokens in all prompts"):
+            await prepared(stage, replace(asked, **fields))
+    await prepared(stage, replace(ASK, prompt=(1, 2, 3), prompt_logprobs=20))
+    stage.close()
+
+
+async def test_the_form_of_several_prompts_is_planned_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, planned = preparer(tmp_path), list[ResponseFormat]()
+    plan = prepare._completion_form
+
+    def counted(form: ResponseFormat) -> OutputPlan:
+        planned.append(form)
+        return plan(form)
+
+    monkeypatch.setattr(prepare, "_completion_form", counted)
+    form = JsonObjectFormat()
+    asked = replace(ASK, prompt=(1,), more_prompts=((2,), "a"), response_format=form)
+    made = await prepared(stage, asked)
+    assert (planned, made.request.constraint) == ([form], Constraint("json_object"))
+    stage.close()
+
+
 async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
     stage = preparer(tmp_path)
     who = replace(WHO, limits=Limits(max_prompt_tokens=2, max_output_tokens=9))
@@ -359,6 +418,7 @@ async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
     for fields, said in (
         ({"max_tokens": 10}, "your limit of 9"),
         ({"prompt": (1, 2, 3)}, "prompt has 3 tokens, more than your limit of 2"),
+        ({"prompt": (1,), "more_prompts": ((1,), (2,))}, "prompt has 3 tokens"),
     ):
         with pytest.raises(ApiError, match=said) as caught:
             await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)

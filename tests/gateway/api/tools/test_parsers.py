@@ -1,6 +1,7 @@
 """All parsers of tool calls are held to the rules of output_parser.py, on good text and bad."""
 
 import json
+import time
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +15,7 @@ from gateway.api.tools.output_parser import (
     Padding,
     ToolCallEnd,
     ToolCallStart,
+    joined,
     raw_text,
 )
 from tests.gateway.api.tools import kit
@@ -235,6 +237,22 @@ def test_what_is_held_is_bounded(text: str) -> None:
     size = 1 << 12
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     assert run(new_parser("hermes"), pieces) == whole
+
+
+def test_a_delta_for_each_token_is_joined_once() -> None:
+    call = ToolCallStart(0, "c", "f", "s"), ArgumentsDelta(0, "{", "{"), ArgumentsDelta(0, "}", "}")
+    end = ToolCallEnd(0, True, "e")
+    begun = time.process_time()
+    made = joined([*[ContentDelta("abcd", "abcd ")] * 200_000, Padding(" "), *call, end, end])
+    assert time.process_time() - begun < 1.0  # each joined to those before: above 4 s
+    assert made == [
+        ContentDelta("abcd" * 200_000, "abcd " * 200_000),
+        Padding(" "),
+        call[0],
+        ArgumentsDelta(0, "{}", "{}"),
+        end,
+        end,
+    ]
 
 
 def test_long_arguments_stream_without_being_held() -> None:
