@@ -204,7 +204,7 @@ async def test_several_workers_start_serve_and_end(tmp_path: Path, num_processes
         await until(lambda: workers().get("worker-1", 0) not in (0, before["worker-1"]))
         after = workers()
         assert {name for name in after if after[name] == before[name]} == {"worker-0", "worker-2"}
-        assert await asyncio.to_thread(status_of, url) == 200
+        await until(lambda: status_of(url) == 200)  # of several gateways one may just come
     assert not workers()
 
 
