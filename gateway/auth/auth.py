@@ -59,12 +59,17 @@ def authenticate(
     return _allowed(record, client, scope)
 
 
+def has_key(headers: Mapping[str, str]) -> bool:
+    """Whether a key is shown at all."""
+    return bool(_key_of(headers))
+
+
 def authenticate_or_use(
     headers: Mapping[str, str], directory: Directory, now_at: float, client: str, key_id: str
 ) -> Principal:
     """Resolve the key as `authenticate` does; where none is sent, the one of this id. Raises
     ApiError as that does."""
-    if _key_of(headers):
+    if has_key(headers):
         return authenticate(headers, directory, now_at, client)
     record = directory.find_key_by_id(key_id)
     if record is None or not record.usable(now_at):

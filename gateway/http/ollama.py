@@ -7,21 +7,27 @@ a server on one's own machine send none.
 /api/version                             Polyhost's own
 
 Whoever shows a key is served in its name; whoever shows none, in the name of the setting's key.
+Web pages of others show none and are refused: a browser on this machine would spend the key for
+them, and asks nobody before a request of plain text.
 Models are not pulled, made or deleted here: that is the operator's to do.
 """
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.auth.auth import authenticate_or_use, find_model, visible_models
+from gateway.auth.auth import authenticate_or_use, find_model, has_key, visible_models
 from gateway.dialects import ollama_wire
 from gateway.dialects.by_route import OLLAMA_CHAT, OLLAMA_GENERATE
+from gateway.errors import FORBIDDEN, ApiError
 from gateway.http import gets
+from gateway.http.own_hosts import LOCALHOST, is_loopback
 from gateway.http.post import Post, body_within, client_of
 from gateway.pipeline.edge import Edge
 from gateway.types import Answer, Call, HostedModel, Principal
@@ -57,6 +63,7 @@ class OllamaRoutes:
     async def _handle(self, call: Call) -> Answer:
         now_at = self._edge.clocks.now_at()
         directory = self._edge.services.directory
+        self._refuse_pages(call.headers)
         call.principal = authenticate_or_use(
             call.headers, directory, now_at, call.client, self._key_id
         )
@@ -65,7 +72,28 @@ class OllamaRoutes:
     def _caller(self, request: Request) -> Principal:
         now_at, client = self._edge.clocks.now_at(), client_of(request.scope)
         directory = self._edge.services.directory
+        self._refuse_pages(request.headers)
         return authenticate_or_use(request.headers, directory, now_at, client, self._key_id)
+
+    def _refuse_pages(self, headers: Mapping[str, str]) -> None:
+        """Raises FORBIDDEN for a web page of others that shows no key."""
+        origin = headers.get("origin", "")
+        if origin and not has_key(headers) and self._is_foreign(origin):
+            text = f"a web page of {origin} needs an API key here, or its place in cors_origins"
+            raise ApiError(FORBIDDEN, text)
+
+    def _is_foreign(self, origin: str) -> bool:
+        allowed = {name.strip() for name in self._edge.services.settings.cors_origins.split(",")}
+        if "*" in allowed or origin in allowed:
+            return False
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            return True
+        if parts.scheme not in ("http", "https"):
+            return origin == "null"  # editors have schemes of their own; any page can be null
+        name = parts.hostname or ""
+        return not (name == LOCALHOST or name.endswith(f".{LOCALHOST}") or is_loopback(name))
 
     async def _tags(self, request: Request) -> Response:
         models = visible_models(self._caller(request), self._edge.services.directory)

@@ -58,9 +58,12 @@ class OwnHosts:
 
 def listens_on_loopback(settings: Settings) -> bool:
     """Whether only this machine reaches the server."""
-    if settings.host == LOCALHOST:
-        return True
-    return _is_address(settings.host) and ipaddress.ip_address(settings.host).is_loopback
+    return settings.host == LOCALHOST or is_loopback(settings.host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether it is an address of this machine for itself."""
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
 def exposure(settings: Settings) -> list[str]:

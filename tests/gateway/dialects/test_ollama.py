@@ -161,6 +161,29 @@ async def test_a_stream_that_fails_ends_with_an_error(kit: Kit, client: Client) 
     assert list(lines[-1]) == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("null", 403),
+        ("http://[", 403),
+        ("http://localhost.evil.example", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8080", 200),
+        ("app://obsidian.md", 200),
+    ],
+)
+async def test_pages_of_others_spend_nobodys_key(
+    kit: Kit, client: Client, origin: str, status: int
+) -> None:
+    kit.dispatcher.script = kit.speak("x")
+    assert (await ask(client, "/api/chat", CHAT, origin=origin))[0] == status
+    assert (await ask(client, "/api/show", {"model": "tiny"}, origin=origin))[0] == status
+    bearer = {"authorization": "Bearer other-key-for-tests"}
+    kit.use_keys(key_record("other-key-for-tests", "key_2"))
+    assert (await ask(client, "/api/chat", CHAT, origin=origin, **bearer))[0] == 200
+
+
 async def test_whose_request_it_is(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = kit.speak("x")
     other = key_record("other-key-for-tests", "key_2")
