@@ -90,7 +90,7 @@ class ApiError(Exception):
             headers.append((b"retry-after-ms", b"%d" % milliseconds))
         if self.kind in _NOT_TO_BE_RETRIED:
             headers.append((b"x-should-retry", b"false"))
-        if self.kind is REQUEST_TIMEOUT:  # What may yet come of the body is nothing to read.
+        if self.kind == REQUEST_TIMEOUT:  # What may yet come of the body is nothing to read.
             headers.append((b"connection", b"close"))
         if self.kind.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))

@@ -131,7 +131,7 @@ def decode_telling(
     try:
         return decode_body(decoder, body), told
     except ApiError as error:
-        if error.kind is not UNSUPPORTED_PARAMETER:
+        if error.kind != UNSUPPORTED_PARAMETER:
             raise
         rest = without_told(body, shape, told, tells_unknown)
         if rest is None:

@@ -1,4 +1,4 @@
-"""The dispatcher process' end of the connections from gateway processes (stage 5).
+"""The dispatcher's end of the connections from gateways (stage 5).
 
 One `ConnectedGateway` a connection: messages become calls of the `TicketDispatcher` and of the
 limit store, grants and refusals become messages. Here is also what happens to a gateway process

@@ -5,7 +5,6 @@ model, and where a hosted model is, for whoever asks. Capacity, loads and the re
 say are the dispatcher's (dispatch/fleet.py).
 """
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -13,9 +12,7 @@ from engine.protocol import ModelStatus, ToWorker, WorkerStatus
 from gateway.dispatch.policy.fleet_view import NEAREST
 from gateway.dispatch.policy.relief import unplaceable
 from gateway.types import HostedModel
-from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
-
-logger = logging.getLogger(__name__)
+from gateway.workers.worker_client import WorkerClient, WorkerListener, is_sent
 
 
 @dataclass(slots=True)
@@ -91,12 +88,7 @@ class GatewayWorkers:
 
     def send(self, worker_id: str, message: ToWorker) -> bool:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
-        try:
-            self._clients[worker_id].send(message)
-        except WorkerUnavailable as error:
-            logger.info("cannot send message=%s: %s", type(message).__name__, error)
-            return False
-        return True
+        return is_sent(self._clients[worker_id], message)
 
     @property
     def is_heard(self) -> bool:

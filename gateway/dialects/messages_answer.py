@@ -199,11 +199,11 @@ def messages_error(error: ApiError, http_id: str) -> tuple[int, bytes]:
     status = kind.status
     if kind in (QUEUE_FULL, UNAVAILABLE):
         status = _OVERLOADED
-    elif kind is INSUFFICIENT_QUOTA:
+    elif kind == INSUFFICIENT_QUOTA:
         status = 402
-    if kind is CONTEXT_LENGTH:  # By these words clients know that they have to shorten a chat.
+    if kind == CONTEXT_LENGTH:  # By these words clients know that they have to shorten a chat.
         message = f"prompt is too long: {message}"
-    name = "request_too_large" if kind is TOO_LARGE else _ERROR_TYPES.get(status)
+    name = "request_too_large" if kind == TOO_LARGE else _ERROR_TYPES.get(status)
     body = {"type": name or "invalid_request_error", "message": message}
     return status, _encode({"type": "error", "error": body, "request_id": http_id})
 

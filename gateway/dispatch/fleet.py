@@ -38,7 +38,7 @@ from gateway.dispatch.policy.reasons import DecisionFigures, Kind
 from gateway.dispatch.policy.relief import relieve, unplaceable
 from gateway.dispatch.tickets import IntegrityError, Ticket
 from gateway.types import HostedModel
-from gateway.workers.worker_client import WorkerClient, WorkerListener, WorkerUnavailable
+from gateway.workers.worker_client import WorkerClient, WorkerListener, is_sent
 
 logger = logging.getLogger(__name__)
 
@@ -213,12 +213,7 @@ class Fleet:
 
     def send(self, worker_id: str, message: ToWorker) -> bool:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
-        try:
-            self._clients[worker_id].send(message)
-        except WorkerUnavailable as error:
-            logger.info("cannot send message=%s: %s", type(message).__name__, error)
-            return False
-        return True
+        return is_sent(self._clients[worker_id], message)
 
     def __iter__(self) -> Iterator[WorkerCapacity]:
         """Connected workers."""

@@ -282,7 +282,7 @@ class ActiveRequest:
         """Close it by our failure, or for a client that is gone; as `close` does. The error is told
         after that, at most CLOSE_WAIT_S later: whoever tries again at once finds its place free."""
         self._failed = self._failed or not isinstance(error, ClientGone)
-        is_late = isinstance(error, ApiError) and error.kind is DEADLINE_EXCEEDED
+        is_late = isinstance(error, ApiError) and error.kind == DEADLINE_EXCEEDED
         self._is_late = self._is_late or is_late
         self.abandon()
         await self.close()

@@ -99,6 +99,16 @@ class WorkerClient(Protocol):
         """Say nothing more and free the socket."""
 
 
+def is_sent(client: WorkerClient, message: ToWorker) -> bool:
+    """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
+    try:
+        client.send(message)
+    except WorkerUnavailable as error:
+        logger.info("cannot send message=%s: %s", type(message).__name__, error)
+        return False
+    return True
+
+
 class Wire(Protocol):
     """One connection after the other to the same worker."""
 
