@@ -26,8 +26,7 @@ SEED_MASK = (1 << 63) - 1
 CacheMode: TypeAlias = Literal["off", "exact", "semantic", "shadow"]
 
 
-@dataclass(frozen=True, slots=True)
-class CachePolicy:
+class CachePolicy(msgspec.Struct, frozen=True):
     """What a key has. `max_age_s`, `false_hit_budget` None: the server's own."""
 
     mode: CacheMode = "off"
@@ -45,8 +44,7 @@ RequestKind: TypeAlias = Literal["chat", "completion"] | EncodeKind
 Outcome: TypeAlias = Literal["finished", "disconnected", "failed", "cache_hit"]
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
+class Principal(msgspec.Struct, frozen=True):
     """What an API key resolves to. `limits` are the key's own."""
 
     tenant_id: str
@@ -94,8 +92,7 @@ class ModelOutlook:
     load_eta_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True):
     """A validated request in token ids. Nothing has been reserved for it yet.
 
     `num_choices` answers are wanted; towards workers each is a request of its own. Several prompts
@@ -241,8 +238,7 @@ class RunningRequest(Protocol):
         """Stop within one step; the last event follows (at once if it was still queued)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PartsEnd:
+class PartsEnd(msgspec.Struct, frozen=True):
     """What became of the requests to workers that one request is made of.
 
     `is_complete`: the whole answer has been made. `is_spent`: it ended, after tokens, because its

@@ -9,7 +9,9 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from bench.sim.loop import DELIVERY, Loop
 from bench.sim.rate_worker import Rates, RateWorker
@@ -96,7 +98,9 @@ class FleetWorld:
     def weigh(self, weights: Sequence[float]) -> None:
         """Weights of the tenants, which have 1 else; before anybody asks."""
         tenants = zip(self._principals, weights, strict=True)
-        self._principals = [replace(tenant, weight=weight) for tenant, weight in tenants]
+        self._principals = [
+            msgspec.structs.replace(tenant, weight=weight) for tenant, weight in tenants
+        ]
 
     def ask(self, ask: Ask, on_end: Callable[[], None] = lambda: None) -> None:
         """A client sends a request now."""

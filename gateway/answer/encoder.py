@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from gateway.answer.choice import Piece
 from gateway.answer.text_parts import TextParts
 from gateway.errors import ApiError
 from gateway.prepare.prepare import Prepared
 
 
-@dataclass(frozen=True, slots=True)
-class UsageFigures:
+class UsageFigures(msgspec.Struct, frozen=True):
     """Tokens as the client sees them; the posting says the same."""
 
     prompt_tokens: int

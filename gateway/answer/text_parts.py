@@ -9,7 +9,6 @@ request whose choices end differently, is active_request.py's.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import msgspec
@@ -246,7 +245,7 @@ def _choices(request: PreparedRequest) -> list[PreparedRequest]:
         return [request]
     prompts, size = _prompts(request), request.num_per_prompt
     return [
-        replace(
+        msgspec.structs.replace(
             request,
             request_id=choice_id(request.request_id, index, num),
             prompt_token_ids=prompts[index // size],

@@ -73,8 +73,7 @@ _FormT = TypeVar("_FormT")
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(frozen=True, slots=True)
-class StructuredRequest:
+class StructuredRequest(msgspec.Struct, frozen=True):
     """What the answer may be.
 
     `shown`: the tools as templates take them, all of them, also those that may not be called.
@@ -263,8 +262,7 @@ class OutputFormats:
     is_single: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPlan:
+class OutputPlan(msgspec.Struct, frozen=True):
     """`names`: functions whose calls are reported as such; `schemas`: of their arguments, where the
     format needs them. See the module's text for the others."""
 
@@ -272,7 +270,7 @@ class OutputPlan:
     spelled_tokens: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
     max_calls: int | None = None
-    schemas: Mapping[str, Any] = field(default_factory=dict)
+    schemas: Mapping[str, Any] = msgspec.field(default_factory=dict)
     tools: ToolFormat | None = None
     reasoning: ReasoningMarks | None = None
     state: ReasoningState = "done"

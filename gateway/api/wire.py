@@ -7,7 +7,6 @@ models, tenants or tokens; answers are written by answer.py.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -59,8 +58,7 @@ _SMALLEST_TOP_P = 1e-9
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
-@dataclass(frozen=True, slots=True)
-class WireRequest:
+class WireRequest(msgspec.Struct, frozen=True):
     """A well-formed request. `messages` is set for chat, `prompt` for completions.
 
     `max_tokens` and `seed` are None where the caller left them out; `sampling` has no seed yet.
@@ -77,7 +75,7 @@ class WireRequest:
     max_tokens: int | None = None
     ignore_eos: bool = False
     user: tuple[str, ...] = ()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     seed: int | None = None
     priority: int = 0
     stop: tuple[str, ...] = ()
@@ -94,16 +92,16 @@ class WireRequest:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat = field(default_factory=TextFormat)
+    response_format: ResponseFormat = msgspec.field(default_factory=TextFormat)
     stop_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int = -1
     reasoning: Reasoning | None = None
-    template_values: Mapping[str, Any] = field(default_factory=dict)
+    template_values: Mapping[str, Any] = msgspec.field(default_factory=dict)
     caps_max_tokens: bool = False
     """Where `max_tokens` is more than there is room for, the answer ends with the context."""
     is_bare: bool = False
     """The tokenizer puts nothing around the prompt."""
-    shown: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the body that the answer repeats, by the dialect's own names."""
     num_bytes: int = 0
     """Of the whole body: what preparing it takes grows with it."""

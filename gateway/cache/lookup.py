@@ -23,6 +23,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 from cachetools import LRUCache
 
@@ -105,8 +106,7 @@ class Hit:
     entry: Entry | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
+class Miss(msgspec.Struct, frozen=True):
     """Nothing to serve. `epoch` None: the store could not be asked, so nothing is kept either.
     `embedder`: the revision that the verdict rests on; `meaning`: its question's; `candidates`: the
     neighbours as the verdict saw them; `num_forgotten`: the readings' then."""
@@ -194,7 +194,9 @@ class AnswerCache:
             self._metrics.embed_failures.inc()
             return miss
         num_forgotten = self._readings.num_forgotten
-        miss = replace(miss, meaning=meaning, embedder=embedder, num_forgotten=num_forgotten)
+        miss = msgspec.structs.replace(
+            miss, meaning=meaning, embedder=embedder, num_forgotten=num_forgotten
+        )
         try:
             with self._metrics.look_time.labels("nearest").time():
                 near = await self.store.nearest(
@@ -220,7 +222,9 @@ class AnswerCache:
         if verdict.hit is not None and not verdict.shadow and plan.mode == "semantic":
             entry = near[verdict.hit].entry
             return Hit(entry.answer, entry.entry_id, entry)
-        return replace(miss, neighbours=tuple(near), candidates=tuple(candidates), verdict=verdict)
+        return msgspec.structs.replace(
+            miss, neighbours=tuple(near), candidates=tuple(candidates), verdict=verdict
+        )
 
     async def _meaning(self, question: str, embedder: str) -> Meaning | None:
         """Once for each revision, what it makes of the probe is looked at, too."""

@@ -15,8 +15,9 @@ Knows no connections: `GatewayPeer` is one gateway as it is seen from here.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine.protocol import Finish, Refused, TokenLogprobs, Usage
 from gateway.cluster.dispatcher_protocol import RunningSpec, TicketSpec
@@ -47,8 +48,7 @@ class GatewayPeer(Protocol):
         """It will not be granted."""
 
 
-@dataclass(frozen=True, slots=True)
-class TicketRequest:
+class TicketRequest(msgspec.Struct, frozen=True):
     """A request without its prompt. Implements `types.Asked`."""
 
     request_id: str
@@ -59,8 +59,7 @@ class TicketRequest:
     priority: int
 
 
-@dataclass(frozen=True, slots=True)
-class PeerStream:
+class PeerStream(msgspec.Struct, frozen=True):
     """Implements `tickets.TicketStream`: only refusals are news to the gateway process."""
 
     peer: GatewayPeer

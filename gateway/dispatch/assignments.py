@@ -100,17 +100,16 @@ class Assignments(LiveTickets):
         )
         self._affinity.granted(ticket, worker, now_s)
         self._book.grant(ticket)
-        room = worker.room(ticket, now_s)
-        ticket.kv_bytes = 0 if room is None else room.wanted_kv_bytes
+        ticket.kv_bytes = worker.wanted_kv_bytes(ticket) or 0
         self._headroom.take(worker.worker_id, ticket.tenant_id, ticket.kv_bytes, now_s)
 
     def may_take(self, ticket: Ticket, worker: WorkerCapacity, now_s: float, first: bool) -> bool:
         """Whether a grant there leaves what is kept for others. `first`: its tenant's turn."""
-        room = worker.room(ticket, now_s)
-        if room is None:
+        kv_bytes = worker.wanted_kv_bytes(ticket)
+        if kv_bytes is None:
             return True
         fresh = first and now_s - ticket.arrival_s <= FRESH_S
-        wanted = Wanted(room.wanted_kv_bytes, room.free_requests, room.free_kv_bytes, fresh)
+        wanted = Wanted(kv_bytes, worker.free_requests(), worker.free_kv_bytes(), fresh)
         return self._headroom.may_take(worker.worker_id, ticket.tenant_id, wanted, now_s)
 
     def progress(self, worker: WorkerCapacity, service: Sequence[RequestService]) -> None:

@@ -32,8 +32,7 @@ class Changes:
     states: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Grant:
+class _Grant(NamedTuple):
     model_id: str
     kv_tokens: int
     kv_bytes: int
@@ -140,7 +139,7 @@ class WorkerCapacity:
 
     def has_room(self, now_s: float) -> bool:
         """Whether anything at all could be granted."""
-        has_room = self._free_requests() > 0 and bool(self._leases)
+        has_room = self.free_requests() > 0 and bool(self._leases)
         return has_room and self.takes_requests and self.is_fresh(now_s)
 
     def fits(self, ticket: Ticket, now_s: float) -> bool:
@@ -187,7 +186,7 @@ class WorkerCapacity:
 
     def _has_slot(self, lease: Lease, now_s: float) -> bool:
         under_way = self._under_way.get(lease.model_id, _NOTHING)
-        free = min(self._free_requests(), lease.num_requests - under_way.num_requests)
+        free = min(self.free_requests(), lease.num_requests - under_way.num_requests)
         return free >= 1 and self.is_fresh(now_s)
 
     def _kv_fits(self, ticket: Ticket, lease: Lease) -> bool:
@@ -208,7 +207,7 @@ class WorkerCapacity:
             fresh=self.is_fresh(now_s),
             running=self._num_running_all,
             running_model=self._num_running.get(lease.model_id, 0),
-            free_requests=self._free_requests(),
+            free_requests=self.free_requests(),
             leased_requests=lease.num_requests - under_way.num_requests,
             leased_tokens=lease.kv_tokens - under_way.kv_tokens,
             wanted_tokens=wanted_tokens,
@@ -218,6 +217,11 @@ class WorkerCapacity:
             has_refused=self.worker_id in ticket.refused_by,
         )
 
+    def wanted_kv_bytes(self, ticket: Ticket) -> int | None:
+        """KV memory that the ticket takes here at most; None without a lease."""
+        lease = self._leases.get(ticket.model_name)
+        return None if lease is None else _kv_bytes(_kv_tokens(ticket, lease), lease)
+
     def lack(self, ticket: Ticket) -> float:
         """How long until it fits here: policy/kept_worker.py. Its model must be on offer."""
         lease = self._leases[ticket.model_name]
@@ -225,7 +229,7 @@ class WorkerCapacity:
         kv_tokens = _kv_tokens(ticket, lease)
         kv_bytes = _kv_bytes(kv_tokens, lease)
         beyond = max(0, kv_tokens - lease.kv_tokens + under_way.kv_tokens)
-        free_requests = min(self._free_requests(), lease.num_requests - under_way.num_requests)
+        free_requests = min(self.free_requests(), lease.num_requests - under_way.num_requests)
         return lacking_lifetimes(
             1 - free_requests,
             self._num_running_all,
@@ -277,6 +281,12 @@ class WorkerCapacity:
         grant = self._in_flight.pop(key, None)
         if grant is not None:
             self._arrived(grant)
+
+    def free_requests(self) -> int:
+        """Requests of any model that it takes beside those granted."""
+        if self.status is None:
+            return 0
+        return self.status.free_requests - len(self._in_flight)
 
     def free_kv_bytes(self) -> int:
         """KV memory that no grant has been promised."""
@@ -414,11 +424,6 @@ class WorkerCapacity:
     def is_fresh(self, now_s: float) -> bool:
         """Whether it was heard of lately."""
         return self.status is not None and now_s - self._received_s <= self.status.lease_ttl_s
-
-    def _free_requests(self) -> int:
-        if self.status is None:
-            return 0
-        return self.status.free_requests - len(self._in_flight)
 
 
 def _kv_tokens(ticket: Ticket, lease: Lease) -> int:

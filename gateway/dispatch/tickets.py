@@ -24,8 +24,9 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, TypeAlias
+
+import msgspec
 
 from engine.protocol import Finish, Submit, TokenLogprobs
 from gateway.dispatch.policy.fair_share import NOTHING, UsedService
@@ -249,8 +250,7 @@ class TicketStream(Protocol):
         """The last event, or what is raised in its place."""
 
 
-@dataclass(slots=True, eq=False)
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """One request as the dispatcher sees it, over all its attempts.
 
     `seq` is the order of arrival; `kv_tokens` the most it may hold (prompt plus max_tokens).
@@ -285,7 +285,7 @@ class Ticket:
     """Tokens delivered so far (of this attempt)."""
     num_before: int = 0
     """Those of earlier attempts: the client has them."""
-    generated: "array[int]" = field(default_factory=lambda: array("I"))
+    generated: "array[int]" = msgspec.field(default_factory=lambda: array("I"))
     """All of them, in the process that has the client's connection; elsewhere it is empty."""
     cached_tokens: int = 0
     """Of the prompt, as the attempt with the first token found it."""

@@ -28,12 +28,12 @@ class _Said:
 
     def __init__(self, soon: Soon) -> None:
         self._soon = soon
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[Callable[[Any], None], Any]] = deque()
         self._is_due = False
 
-    def add(self, call: Callable[[], None]) -> None:
-        """To be made in another turn."""
-        self._calls.append(call)
+    def add(self, call: Callable[[Any], None], about: object) -> None:
+        """`call(about)`, to be made in another turn."""
+        self._calls.append((call, about))
         if not self._is_due:
             self._is_due = True
             self._soon(self._run)
@@ -42,7 +42,8 @@ class _Said:
         """One that fails keeps none of the others from being made."""
         try:
             while self._calls:
-                self._calls.popleft()()
+                call, about = self._calls.popleft()
+                call(about)
             self._is_due = False
         finally:
             if self._is_due:
@@ -64,15 +65,14 @@ class LocalChannel(Generic[In, Out]):
 
     def send(self, message: Out) -> None:
         """Have the other end hear it soon. On a connection that has ended it is dropped."""
-        other = self._other
-        if other is not None and not self.closed:
-            self._said.add(lambda: other._hear(message))
+        if self._other is not None and not self.closed:
+            self._said.add(self._other._hear, message)
 
     def close(self) -> None:
         """Say nothing more, and hear nothing more; what was said gets there."""
         self.closed = True
         if self._other is not None:
-            self._said.add(self._other._end)
+            self._said.add(self._other._end, "it ended")
 
     def lose(self, reason: str) -> None:
         """End it as if it had broken."""
@@ -84,10 +84,10 @@ class LocalChannel(Generic[In, Out]):
         if not self.closed:
             self.on_message(message)
 
-    def _end(self) -> None:
+    def _end(self, reason: str) -> None:
         if not self.closed:
             self.closed = True
-            self.on_lost("it ended")
+            self.on_lost(reason)
 
 
 def local_pair(soon: Soon = call_soon) -> tuple[LocalChannel[Any, Any], LocalChannel[Any, Any]]:

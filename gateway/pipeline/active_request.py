@@ -34,8 +34,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from engine.protocol import Usage
 from gateway.errors import DEADLINE_EXCEEDED, ApiError, ClientGone
@@ -121,8 +123,7 @@ class Dependencies:
     """Of a stream, between two checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """What became of a request. `outcome` None: nothing was made that anybody owes for.
 
     `completion_tokens`: those it is billed or reported by. `ttft_s`: until the first came.
@@ -313,7 +314,7 @@ class ActiveRequest:
         ending = self._outcome(await parts.end())
         keeps_request = ending.outcome is None and (self.is_gone or self._is_late)
         if ending.outcome is not None and not await self._is_open():
-            ending = replace(ending, outcome=None)
+            ending = msgspec.structs.replace(ending, outcome=None)
         # Once for both: budgets count it in the period in which it is posted.
         ended_at, duration_s = self._clocks.now_at(), self._clocks.now_s() - self.call.arrived_s
         said = None

@@ -10,7 +10,6 @@ Each counts as a request in limits, with no tokens, costs nothing and is not pos
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -70,7 +69,9 @@ class TokenRequests:
         principal = self._authenticate(call)
         body = await call.receive_body()
         asked = messages_wire.decode(body, self._tells_unknown, needs_length=False)
-        found = await self._encoded(call, principal, replace(asked, max_tokens=None))
+        found = await self._encoded(
+            call, principal, msgspec.structs.replace(asked, max_tokens=None)
+        )
         return _answer({"input_tokens": len(found.prompts[0])})
 
     async def detokenize(self, call: Call) -> Answer:

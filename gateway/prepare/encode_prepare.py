@@ -9,8 +9,10 @@ further than the request may have tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
+
+import msgspec
 
 from engine.protocol import EncodeInputs, SamplingParams
 from gateway.api.bodies import invalid
@@ -189,7 +191,7 @@ def pieces_of(request: PreparedRequest, piece_tokens: int) -> list[PreparedReque
         tokens = slice(first_token, first_token + sum(lengths))
         first_token = tokens.stop
         pieces.append(
-            replace(
+            msgspec.structs.replace(
                 request,
                 request_id=choice_id(request.request_id, number, len(spans)),
                 prompt_token_ids=request.prompt_token_ids[tokens],

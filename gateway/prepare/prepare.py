@@ -11,7 +11,7 @@ bounds. What encoders are asked is prepared by encode_prepare.py.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -76,8 +76,7 @@ MAX_SCORES = 1 << 18
 _LONG_BYTES = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(msgspec.Struct, frozen=True):
     """What the later stages work with."""
 
     request: PreparedRequest
@@ -97,8 +96,7 @@ class Prepared:
     """A text is bounded by its stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
+class Encoded(msgspec.Struct, frozen=True):
     """A request's prompts in token ids. `ignored`: its fields without effect."""
 
     model: HostedModel
@@ -397,7 +395,9 @@ def _completion_form(form: ResponseFormat) -> OutputPlan:
 def _each_prompt(asked: WireRequest) -> Iterator[WireRequest]:
     """The same with each of the further prompts alone, without the form: it is planned once."""
     for prompt in asked.more_prompts:
-        yield replace(asked, prompt=prompt, more_prompts=(), response_format=TextFormat())
+        yield msgspec.structs.replace(
+            asked, prompt=prompt, more_prompts=(), response_format=TextFormat()
+        )
 
 
 def _shown_texts(asked: WireRequest, codec: TextModel) -> list[str]:

@@ -302,7 +302,7 @@ class PreparePool:
 
     def _assign(self) -> None:
         """Give free processes to those that wait, by turns and the oldest first."""
-        if not self._waiting:
+        if not self._waiting or all(process.is_busy for process in self._processes):
             return
         now_s, turns = self._waiting[0].process.get_loop().time(), self._turns
         self._waiting = [waiting for waiting in self._waiting if not waiting.process.done()]

@@ -23,7 +23,7 @@ and at every timer tick. That works alike on asyncio and uvloop and costs no fut
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, cast
 
 import msgspec
 import zmq
@@ -430,11 +430,9 @@ class _ZmqWire:
             # A message may have ended this connection or begun another.
             if socket is None or socket is not self._socket:
                 return
-            try:
-                frame = socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_frame(frame)
+            if not cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN:
+                return  # half the cost of asking for a frame and being told of none
+            self._on_frame(socket.recv(zmq.NOBLOCK))
         self._drain_soon()
 
     def _drain_soon(self) -> None:

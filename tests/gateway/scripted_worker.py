@@ -10,7 +10,7 @@ said after each call of the test, so that a test sees what came of it.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -461,7 +461,7 @@ class Rig:
         **more: Any,
     ) -> RequestStream:
         """A request of the tenant; `more` as for `prepared`."""
-        request = replace(prepared(request_id, model, **more), priority=priority)
+        request = msgspec.structs.replace(prepared(request_id, model, **more), priority=priority)
         return self.dispatcher.run(request, principal(tenant_id, weight))
 
     def refused(self, request_id: str, tenant_id: str, model: str) -> ApiError:

@@ -17,8 +17,7 @@ MAX_OUTPUTS = 10_000
 """(tenant, model) pairs remembered; the oldest is forgotten beyond it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Expected output tokens, device seconds and units of work of one request."""
 
     output_tokens: int

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +38,7 @@ from tests.gateway.edge_kit import byte_level_tokenizer, parse_events
 PIECES = PieceTable(read_pieces(byte_level_tokenizer()))
 MODEL = HostedModel("org/m", "0123456789abcdef", "p", 100, 100, 0)
 CHAT = PreparedRequest("chatcmpl-1", "chat", MODEL, [1], 7, SamplingParams(), [], created_at=5)
-COMPLETION = replace(CHAT, request_id="cmpl-1", kind="completion")
+COMPLETION = msgspec.structs.replace(CHAT, request_id="cmpl-1", kind="completion")
 USAGE = UsageFigures(10, 4, 2, 3)
 A: int = byte_level_tokenizer().encode("a").ids[0]
 CALL: list[Event] = [
@@ -79,7 +80,7 @@ def test_any_text_survives(text: str) -> None:
 
 
 def test_a_models_name_may_hold_anything() -> None:
-    odd = replace(CHAT, model=replace(MODEL, name='"\ue000"\n'))
+    odd = msgspec.structs.replace(CHAT, model=replace(MODEL, name='"\ue000"\n'))
     event = only(begun(odd).piece(said("x")))
     assert (event["model"], event["choices"][0]["delta"]) == ('"\ue000"\n', {"content": "x"})
 
@@ -112,7 +113,7 @@ def test_the_fields_of_a_chunk() -> None:
 
 
 def test_each_choice_has_its_own_index_and_beginning() -> None:
-    chunks = Chunks(replace(CHAT, num_choices=3), PIECES)
+    chunks = Chunks(msgspec.structs.replace(CHAT, num_choices=3), PIECES)
     raw = chunks.piece(said("x", 2)) + chunks.piece(said("y", 0)) + chunks.piece(said("z", 2))
     told = [(e["choices"][0]["index"], e["choices"][0]["delta"]) for e in parse_events(raw)]
     role = {"role": "assistant", "content": ""}
@@ -123,7 +124,7 @@ def test_each_choice_has_its_own_index_and_beginning() -> None:
 
 def test_usage_only_where_asked() -> None:
     assert begun(CHAT).usage(USAGE) == b""
-    chunks = begun(replace(CHAT, include_usage=True))
+    chunks = begun(msgspec.structs.replace(CHAT, include_usage=True))
     assert only(chunks.piece(said("x")))["usage"] is None
     event = only(chunks.usage(USAGE))
     assert event["choices"] == []
@@ -142,7 +143,7 @@ def test_the_usage_of_a_kept_answer_does_not_guess_its_reasoning() -> None:
 
 def test_usage_in_every_event() -> None:
     counted = iter(range(1, 9))
-    request = replace(CHAT, continuous_usage=True)
+    request = msgspec.structs.replace(CHAT, continuous_usage=True)
     chunks = Chunks(request, PIECES, lambda: UsageFigures(10, next(counted)))
     events = parse_events(chunks.piece(said("x")) + chunks.piece(said("y")))
     events += parse_events(chunks.last(0, "stop"))
@@ -151,7 +152,7 @@ def test_usage_in_every_event() -> None:
 
 
 def test_padded_events_are_alike_in_size() -> None:
-    chunks = begun(replace(CHAT, obfuscates=True))
+    chunks = begun(msgspec.structs.replace(CHAT, obfuscates=True))
     events = [chunks.piece(said("x" * n)) for n in range(1, 40)]
     sizes = {len(event) for event in events}
     assert len(sizes) <= 2
@@ -160,7 +161,7 @@ def test_padded_events_are_alike_in_size() -> None:
 
 
 def test_a_tier_is_told_back_where_one_was_asked_for() -> None:
-    request = replace(CHAT, service_tier="flex")
+    request = msgspec.structs.replace(CHAT, service_tier="flex")
     assert only(begun(request).piece(said("x")))["service_tier"] == "flex"
     whole = Choices(request, PIECES)
     whole.add(said("x"))
@@ -225,7 +226,7 @@ def test_calls_and_reasoning_in_a_message() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_reasoning_under_one_name(name: str) -> None:
-    request = replace(CHAT, reasoning_fields=(name,))
+    request = msgspec.structs.replace(CHAT, reasoning_fields=(name,))
     piece = Piece(0, [ReasoningDelta("hm", "hm")])
     assert only(begun(request).piece(piece))["choices"][0]["delta"] == {name: "hm"}
     whole = WholeChoice(request, 0, PIECES)
@@ -235,7 +236,7 @@ def test_reasoning_under_one_name(name: str) -> None:
 
 
 def test_scores_go_with_the_piece_they_belong_to() -> None:
-    request = replace(CHAT, logprobs=1)
+    request = msgspec.structs.replace(CHAT, logprobs=1)
     piece = Piece(0, [ContentDelta("a", "a")], [scored(0)])
     choice = only(begun(request).piece(piece))["choices"][0]
     entry = {"token": "a", "logprob": -0.5, "bytes": [97]}
@@ -250,7 +251,7 @@ def test_scores_go_with_the_piece_they_belong_to() -> None:
 
 
 def test_an_echo_comes_first_with_its_scores() -> None:
-    request = replace(COMPLETION, echoes=("aa",), logprobs=0)
+    request = msgspec.structs.replace(COMPLETION, echoes=("aa",), logprobs=0)
     prompt = [ScoredToken(A, 0, None), scored(1)]
     piece = Piece(0, [ContentDelta("a", "a")], [scored(0)], prompt)
     first, second = (e["choices"][0] for e in parse_events(Chunks(request, PIECES).piece(piece)))

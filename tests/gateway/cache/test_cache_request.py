@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.protocol import SamplingParams
@@ -90,7 +91,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 
 def place(tenant: str = "t", turn: Turn = TURN, embedder: str = "e", **change: Any) -> CachePlace:
-    return place_of(tenant, replace(REQUEST, **change), turn, False, embedder)
+    return place_of(tenant, msgspec.structs.replace(REQUEST, **change), turn, False, embedder)
 
 
 def turn(kind: Any = "chat", dated: bool = False, longest: int = 32, **body: Any) -> Turn:
@@ -131,7 +132,7 @@ def test_an_exact_key_differs_by_the_prompt(change: dict[str, Any]) -> None:
 def test_what_the_text_does_not_depend_on_is_not_there() -> None:
     same = place(request_id="b", stream=True, sampling=SamplingParams(0.0, 1.0, 2), priority=3)
     assert same == place(sampling=SamplingParams(0.0, 0.5, 1))
-    drawn = replace(REQUEST, sampling=SamplingParams(0.5, 1.0, 4))
+    drawn = msgspec.structs.replace(REQUEST, sampling=SamplingParams(0.5, 1.0, 4))
     assert place_of("t", drawn, TURN, True, "e") == place_of("t", REQUEST, TURN, True, "e")
     assert place_of("t", drawn, TURN, True, "e").scope != place().scope
 

@@ -1,7 +1,6 @@
 """One fair queue for several gateway processes: grants, and everything that may cross them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -412,7 +411,7 @@ def _encoded(message: Granted) -> bytes:
 async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     several = Several(num_requests=1)
     one = several.gateways[0]
-    bad = replace(prepared("bad"), stop_token_ids=[10**30])
+    bad = msgspec.structs.replace(prepared("bad"), stop_token_ids=[10**30])
     stream = one.dispatcher.run(bad, principal("a"))
     several.deliver()
     assert ended(stream)

@@ -1,6 +1,6 @@
 """Which worker a head goes to: where its prompt's beginning is, unless that is later."""
 
-from dataclasses import replace
+import msgspec
 
 from engine.protocol import SwapRecord
 from gateway.dispatch.tickets import RequestStream
@@ -20,7 +20,9 @@ def two(**options: object) -> tuple[Rig, ScriptedWorker, ScriptedWorker]:
 def ask(
     rig: Rig, name: str, prompt: list[int], tenant: str = "t", max_tokens: int = 20
 ) -> RequestStream:
-    request = replace(prepared(name, max_tokens=max_tokens), prompt_token_ids=prompt)
+    request = msgspec.structs.replace(
+        prepared(name, max_tokens=max_tokens), prompt_token_ids=prompt
+    )
     return rig.dispatcher.run(request, principal(tenant))
 
 
@@ -81,7 +83,9 @@ async def test_nobody_waits_for_a_full_one() -> None:
 async def test_what_has_no_kv_has_no_beginning() -> None:
     rig, one, other = two(num_requests=1)
     taught(rig, one, other)
-    request = replace(prepared("scored", max_tokens=20), prompt_token_ids=LONG, prompt_logprobs=0)
+    request = msgspec.structs.replace(
+        prepared("scored", max_tokens=20), prompt_token_ids=LONG, prompt_logprobs=0
+    )
     rig.dispatcher.run(request, principal("t"))
     assert rig.local.live["scored"].marks == ()
 

@@ -1,7 +1,6 @@
 """The dispatcher's queue: order, bounds, leases, loads, aborts, catalog."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from engine.protocol import (
@@ -66,7 +65,7 @@ async def test_a_request_is_granted_at_once_and_its_events_come_back() -> None:
 async def test_all_a_worker_has_to_know_is_in_the_submit() -> None:
     rig, worker = served()
     constraint = Constraint("regex", "a+")
-    request = replace(
+    request = msgspec.structs.replace(
         prepared("a"), logprobs=3, prompt_logprobs=2, constraint=constraint, num_choices=1
     )
     stream = rig.dispatcher.run(request, principal("t"))
@@ -514,7 +513,7 @@ async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     """It raised inside the round of grants: it hung, and so did whoever came behind it."""
     rig, worker = served(num_requests=1)
     rig.ask("first")
-    bad = replace(prepared("bad"), stop_token_ids=[10**30])
+    bad = msgspec.structs.replace(prepared("bad"), stop_token_ids=[10**30])
     waiting = rig.dispatcher.run(bad, principal("t"))
     behind = rig.ask("behind")
     worker.finish("first", generated=1)
@@ -527,7 +526,7 @@ async def test_a_request_that_no_message_can_hold_ends_alone() -> None:
     assert (await end_of(behind)).reason == "stop"
     worker.status()
     with pytest.raises(ApiError) as caught:
-        rig.dispatcher.run(replace(bad, request_id="bad2"), principal("t"))
+        rig.dispatcher.run(msgspec.structs.replace(bad, request_id="bad2"), principal("t"))
     assert caught.value.kind == SERVER_ERROR
     rig.dispatcher.check_integrity()
     assert rig.dispatcher.snapshot().num_waiting == rig.dispatcher.snapshot().num_running == 0

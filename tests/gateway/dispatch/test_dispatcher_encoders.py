@@ -1,7 +1,6 @@
 """Requests to encoders in the dispatcher: what is sent, what comes back, who may go on."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 
 from engine.protocol import EncodeInputs, Submit
@@ -15,7 +14,7 @@ from tests.gateway.scripted_worker import Rig, ScriptedWorker, hosted, prepared,
 
 def encoding(request_id: str, *, continues: bool = False, revision: str = "r1") -> PreparedRequest:
     """Two inputs of two tokens."""
-    return replace(
+    return msgspec.structs.replace(
         prepared(request_id, max_tokens=0, revision=revision),
         kind="embedding",
         encode=EncodeInputs([2, 2], [0, 0, 0, 1]),

@@ -1,7 +1,6 @@
 """Why a ticket waits: every reason, and the same figures as the round of grants goes by."""
 
-from dataclasses import replace
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -210,7 +209,9 @@ def test_lacks_and_the_grants_agree(
 
 
 def ticket(request_id: str, model: str, tokens: int) -> Ticket:
-    request = replace(prepared(request_id, model), prompt_token_ids=[1], max_tokens=tokens - 1)
+    request = msgspec.structs.replace(
+        prepared(request_id, model), prompt_token_ids=[1], max_tokens=tokens - 1
+    )
     stream = RequestStream(10, lambda: None, lambda: 0.0)
     return Ticket(request, "t", 1.0, 1, 0.0, 9.0, Prediction(1, 0.1), stream)
 

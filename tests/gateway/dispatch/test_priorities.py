@@ -1,6 +1,6 @@
 """Priorities: which of one tenant's waiting requests goes first, and nothing between tenants."""
 
-from dataclasses import replace
+import msgspec
 
 from tests.gateway.cluster.several_kit import Several
 from tests.gateway.scripted_worker import ScriptedWorker, prepared, principal, served
@@ -52,7 +52,7 @@ async def test_it_holds_over_gateway_processes_and_a_change_of_dispatcher() -> N
     several.ask(one, "runs")
     for gateway, request_id, priority in ((one, "a", 1), (two, "b", 0), (one, "c", -1)):
         several.clock.now_s += 0.001
-        request = replace(prepared(request_id), priority=priority)
+        request = msgspec.structs.replace(prepared(request_id), priority=priority)
         gateway.dispatcher.run(request, principal("a"))
     several.deliver()
     several.kill_dispatcher()

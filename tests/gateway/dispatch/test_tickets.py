@@ -38,7 +38,7 @@ def test_an_event_does_what_the_table_says_or_nothing(
         return
     with pytest.raises(IllegalTransition, match=f"request .'a', 1.: '{event}' while {state}"):
         ticket.on(event)
-    assert all(getattr(ticket, name) == getattr(before, name) for name in Ticket.__slots__)
+    assert all(getattr(ticket, name) == getattr(before, name) for name in Ticket.__struct_fields__)
 
 
 def test_a_grant_names_the_worker_and_an_illegal_one_does_not() -> None:

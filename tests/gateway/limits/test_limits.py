@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from secrets import token_hex
 
+import msgspec
 import pytest
 
 from engine.protocol import SamplingParams
@@ -80,7 +81,7 @@ async def test_headers_of_granted_and_refused() -> None:
 
 
 async def test_headers_tell_of_the_tightest_limit() -> None:
-    who = replace(
+    who = msgspec.structs.replace(
         principal(tokens_per_minute=500, output_tokens_per_day=40),
         tenant_limits=Limits(requests_per_day=3),
     )
@@ -168,7 +169,9 @@ async def test_a_budget_is_never_overrun_by_a_unit() -> None:
     await held[0].settle(3, 7, WORST_NANOS, NOW_AT)
     await held[1].release()
     await held[2].settle(3, 7, WORST_NANOS - 1, NOW_AT)  # some of its prompt was cached
-    said = await refusal(limits, replace(who, limits=Limits(month_budget_nanos=1)), request(PRICED))
+    said = await refusal(
+        limits, msgspec.structs.replace(who, limits=Limits(month_budget_nanos=1)), request(PRICED)
+    )
     assert "alone may cost 0.00000073, more than the key's budget for a month, 0.0000" in said
     await limits.reserve(who, request(PRICED), {})
     await limits.reserve(who, request(PRICED), {})
@@ -182,15 +185,15 @@ async def test_budgets_of_all_scopes_hold() -> None:
     store = MemoryStore()
     model = replace(PRICED, limits=Limits(day_budget_nanos=2 * WORST_NANOS))
     limits = limiter(store, [], Limits(month_budget_nanos=3 * WORST_NANOS))
-    who = replace(principal(), tenant_limits=Limits(day_budget_nanos=WORST_NANOS))
+    who = msgspec.structs.replace(principal(), tenant_limits=Limits(day_budget_nanos=WORST_NANOS))
     await limits.reserve(who, request(model), {})
     assert "your tenant's budget for this day" in await refusal(limits, who, request(model))
-    other = replace(who, tenant_id="u")
+    other = msgspec.structs.replace(who, tenant_id="u")
     await limits.reserve(other, request(model), {})
-    third = replace(who, tenant_id="v")
+    third = msgspec.structs.replace(who, tenant_id="v")
     assert "the model's budget for this day" in await refusal(limits, third, request(model))
     await limits.reserve(third, request(PRICED), {})
-    said = await refusal(limits, replace(who, tenant_id="w"), request(PRICED))
+    said = await refusal(limits, msgspec.structs.replace(who, tenant_id="w"), request(PRICED))
     assert "this server's budget for this month" in said
     assert "left" not in said  # what others have spent
     assert "may cost 0.00000073" in said
@@ -217,7 +220,9 @@ async def test_what_is_posted_after_midnight_is_of_the_new_day() -> None:
 
 
 def test_lengths_are_the_shortest_of_all() -> None:
-    who = replace(principal(max_prompt_tokens=9), tenant_limits=Limits(max_prompt_tokens=7))
+    who = msgspec.structs.replace(
+        principal(max_prompt_tokens=9), tenant_limits=Limits(max_prompt_tokens=7)
+    )
     model = replace(MODEL, limits=Limits(max_output_tokens=4))
     assert lengths_of(who, model, Limits(max_prompt_tokens=8)) == Lengths(7, 4)
     assert lengths_of(principal(), MODEL, UNLIMITED) == Lengths(0, 0)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,9 @@ WHO = Principal("ten", "key", frozenset({"inference"}), Limits())
 def request_of(lengths: list[int], *, types: bool) -> PreparedRequest:
     tokens = list(range(sum(lengths)))
     encode = EncodeInputs(lengths, [token % 2 for token in tokens] if types else [])
-    return replace(prepared("r", max_tokens=0), prompt_token_ids=tokens, encode=encode)
+    return msgspec.structs.replace(
+        prepared("r", max_tokens=0), prompt_token_ids=tokens, encode=encode
+    )
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=600), st.integers(1, 100), st.booleans())

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.protocol import Constraint, SamplingParams
@@ -38,7 +39,7 @@ ASK = WireRequest("completion", "tiny", prompt="The game")
 
 
 def sampled(**fields: Any) -> WireRequest:
-    return replace(ASK, sampling=SamplingParams(**fields))
+    return msgspec.structs.replace(ASK, sampling=SamplingParams(**fields))
 
 
 def preparer(
@@ -219,13 +220,13 @@ async def test_seeds_are_explicit_from_here_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "code", "param"),
     [
-        (replace(ASK, n=3), "invalid_request", "n"),
+        (msgspec.structs.replace(ASK, n=3), "invalid_request", "n"),
         (sampled(logit_bias={403: 1.0}), "invalid_request", "logit_bias"),
         (sampled(min_tokens=17), "invalid_request", "min_tokens"),
         (sampled(min_tokens=300), "context_length_exceeded", "prompt"),
         (WireRequest("chat", "tiny", messages=({"role": "user", "content": "x"},) * 300),
          "context_length_exceeded", "messages"),
-        (replace(ASK, prompt=(1,) * 300), "context_length_exceeded", "prompt"),
+        (msgspec.structs.replace(ASK, prompt=(1,) * 300), "context_length_exceeded", "prompt"),
     ],
 )  # fmt: skip
 async def test_refusals_before_any_text_is_read(
@@ -258,7 +259,7 @@ async def test_absurd_lengths_are_not_read_to_the_end(
     monkeypatch.setattr(tokenization, "_encode", counted_encode)
     messages: list[Any] = [{"role": "user", "content": "x"}]
     tools: tuple[Tool, ...] = ()
-    asked = replace(ASK, prompt=text)
+    asked = msgspec.structs.replace(ASK, prompt=text)
     if place == "tool":
         tools = (Tool(type="function", function=FunctionSpec(name="f", description=text)),)
     elif place != "prompt":
@@ -285,14 +286,15 @@ async def test_what_is_asked_of_sampling_and_scores(tmp_path: Path) -> None:
     stage = preparer(tmp_path, max_choices=2)
     request = (
         await prepared(
-            stage, replace(ASK, n=2, logprobs=3, echo=True, ignore_eos=True, max_tokens=0)
+            stage,
+            msgspec.structs.replace(ASK, n=2, logprobs=3, echo=True, ignore_eos=True, max_tokens=0),
         )
     ).request
     assert (request.num_choices, request.logprobs, request.prompt_logprobs) == (2, 3, 3)
     assert (request.echoes, request.only_prompt, request.max_tokens) == (("The game",), True, 1)
     assert request.stop_token_ids == []
     ids = tuple(request.prompt_token_ids)
-    request = (await prepared(stage, replace(ASK, prompt=ids, echo=True))).request
+    request = (await prepared(stage, msgspec.structs.replace(ASK, prompt=ids, echo=True))).request
     assert (request.echoes, request.prompt_logprobs, request.only_prompt) == (
         ("The game",),
         -1,
@@ -310,7 +312,7 @@ async def test_a_last_message_is_continued(tmp_path: Path) -> None:
     result = await prepared(stage, asked)
     assert result.codec.decode(result.request.prompt_token_ids).endswith("assistant\nIt is")
     assert result.request.continues_text
-    asked = replace(asked, continue_final_message=False)
+    asked = msgspec.structs.replace(asked, continue_final_message=False)
     text = result.codec.decode((await prepared(stage, asked)).request.prompt_token_ids)
     assert text.endswith("It is\n")
     stage.close()
@@ -342,19 +344,23 @@ async def test_tools_and_forms_become_prompt_constraint_and_parser(tmp_path: Pat
     }
     for param, field in fields.items():
         with pytest.raises(ApiError) as caught:
-            await prepared(stage, replace(asked, **field))
+            await prepared(stage, msgspec.structs.replace(asked, **field))
         assert caught.value.param == param
-    form = replace(asked, tools=(), tool_choice=None, response_format=JsonObjectFormat())
+    form = msgspec.structs.replace(
+        asked, tools=(), tool_choice=None, response_format=JsonObjectFormat()
+    )
     assert (await prepared(stage, form)).request.constraint == Constraint("json_object")
     stage.close()
 
 
 async def test_a_length_that_the_context_cuts_is_not_the_callers(tmp_path: Path) -> None:
     stage = preparer(tmp_path)
-    asked = replace(ASK, prompt="a", caps_max_tokens=True, sampling=SamplingParams(temperature=0.0))
+    asked = msgspec.structs.replace(
+        ASK, prompt="a", caps_max_tokens=True, sampling=SamplingParams(temperature=0.0)
+    )
     for max_tokens, named in ((5, True), (10_000, False), (None, False)):
         headers = {"x-polyhost-cache-mode": "exact"}
-        one = replace(asked, max_tokens=max_tokens)
+        one = msgspec.structs.replace(asked, max_tokens=max_tokens)
         made = await stage.prepare(one, WHO, headers, "cmpl-1", 0.0)
         assert made.turn is not None
         assert made.turn.names_length is named
@@ -366,7 +372,7 @@ async def test_scores_of_several_prompts_are_bounded(
 ) -> None:
     monkeypatch.setattr(prepare, "MAX_SCORES", 18)
     stage = preparer(tmp_path, max_choices=2)
-    asked = replace(ASK, prompt=(1, 2), more_prompts=((3,),))
+    asked = msgspec.structs.replace(ASK, prompt=(1, 2), more_prompts=((3,),))
     allowed: list[dict[str, Any]] = [
         {"echo": True, "logprobs": 5},
         {"echo": True, "logprobs": 2, "n": 2},
@@ -374,7 +380,7 @@ async def test_scores_of_several_prompts_are_bounded(
         {"logprobs": 20},
     ]
     for fields in allowed:
-        await prepared(stage, replace(asked, **fields))
+        await prepared(stage, msgspec.structs.replace(asked, **fields))
     refused: list[dict[str, Any]] = [
         {"echo": True, "logprobs": 6},
         {"echo": True, "logprobs": 3, "n": 2},
@@ -382,8 +388,8 @@ async def test_scores_of_several_prompts_are_bounded(
     ]
     for fields in refused:
         with pytest.raises(ApiError, match="prompt has 3 tokens in all prompts"):
-            await prepared(stage, replace(asked, **fields))
-    await prepared(stage, replace(ASK, prompt=(1, 2, 3), prompt_logprobs=20))
+            await prepared(stage, msgspec.structs.replace(asked, **fields))
+    await prepared(stage, msgspec.structs.replace(ASK, prompt=(1, 2, 3), prompt_logprobs=20))
     stage.close()
 
 
@@ -399,7 +405,9 @@ async def test_the_form_of_several_prompts_is_planned_once(
 
     monkeypatch.setattr(prepare, "_completion_form", counted)
     form = JsonObjectFormat()
-    asked = replace(ASK, prompt=(1,), more_prompts=((2,), "a"), response_format=form)
+    asked = msgspec.structs.replace(
+        ASK, prompt=(1,), more_prompts=((2,), "a"), response_format=form
+    )
     made = await prepared(stage, asked)
     assert (planned, made.request.constraint) == ([form], Constraint("json_object"))
     stage.close()
@@ -407,10 +415,10 @@ async def test_the_form_of_several_prompts_is_planned_once(
 
 async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
     stage = preparer(tmp_path)
-    who = replace(WHO, limits=Limits(max_prompt_tokens=2, max_output_tokens=9))
+    who = msgspec.structs.replace(WHO, limits=Limits(max_prompt_tokens=2, max_output_tokens=9))
 
     async def ask(**fields: Any) -> Prepared:
-        asked = replace(ASK, prompt=(1, 2), **fields)
+        asked = msgspec.structs.replace(ASK, prompt=(1, 2), **fields)
         return await stage.prepare(asked, who, {}, "cmpl-1", 0.0)
 
     assert (await ask()).request.max_tokens == 9  # less than the default of 16
@@ -421,7 +429,7 @@ async def test_lengths_that_the_operator_limits(tmp_path: Path) -> None:
         ({"prompt": (1,), "more_prompts": ((1,), (2,))}, "prompt has 3 tokens"),
     ):
         with pytest.raises(ApiError, match=said) as caught:
-            await stage.prepare(replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
+            await stage.prepare(msgspec.structs.replace(ASK, **fields), who, {}, "cmpl-1", 0.0)
         assert caught.value.kind.status == 400
 
 
