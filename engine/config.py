@@ -18,6 +18,8 @@ _MIB = 1 << 20
 MIN_PAGE_BYTES = 64 * _KIB
 MAX_PAGE_BYTES = 2 * _MIB
 MIN_PAGES = 1024
+CURVE_KEY_CHARS = 40
+"""Of a key in Z85, as ZeroMQ writes keys."""
 
 
 def auto_page_bytes(arena_bytes: int) -> int:
@@ -157,7 +159,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     worker_id: str
     endpoint: str
-    """`ipc://` path of the ROUTER socket. (tcp is refused until CURVE keys are supported.)"""
+    """Address of the ROUTER socket: `ipc://` and a path, or `tcp://`, an address of this machine
+    and a port, for servers on other machines. tcp needs `secret_key` and `allowed_keys`."""
+    secret_key: str = ""
+    """Secret half of the worker's CURVE key pair, in Z85. It encrypts every connection by tcp."""
+    allowed_keys: list[str] = []
+    """Public CURVE keys, in Z85, of the servers that may connect by tcp. Nobody else gets an
+    answer."""
+    packs_dir: str = ""
+    """Folder of this machine that has the packs, by the names of their folders. Empty: they lie
+    where the catalog says."""
     engine: EngineConfig
     device: str = "cpu"
     """`cpu`; a GPU by its PyTorch name and number, separated by a colon; or `auto`: the first GPU
@@ -205,8 +216,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Raises ValueError (msgspec.ValidationError when decoding) on impossible values."""
         if not self.worker_id:
             raise ValueError("worker_id must not be empty")
-        if not self.endpoint.startswith("ipc://"):
-            raise ValueError("endpoint must be ipc://<path>")
+        if not self.endpoint.startswith(("ipc://", "tcp://")):
+            raise ValueError("endpoint must be ipc://<path> or tcp://<address>:<port>")
+        keys = [self.secret_key, *self.allowed_keys] if self.is_remote else []
+        if self.is_remote and (len(keys) < 2 or any(len(key) != CURVE_KEY_CHARS for key in keys)):
+            raise ValueError(
+                "a tcp endpoint needs secret_key and at least one of allowed_keys, "
+                f"each of {CURVE_KEY_CHARS} characters"
+            )
         if min(self.cpus, default=0) < 0 or self.num_workers < 1:
             raise ValueError("cpus must not be negative and num_workers at least 1")
         if not 0 < self.status_interval_s < self.lease_ttl_s:
@@ -228,6 +245,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "max_peers, max_messages_per_tick, max_frame_bytes, receive_high_water, "
                 "send_high_water and max_unacked_finishes must be at least 1"
             )
+
+    @property
+    def is_remote(self) -> bool:
+        """Servers of other machines may connect."""
+        return self.endpoint.startswith("tcp://")
 
 
 def decode_worker_config(text: str) -> WorkerConfig:

@@ -40,7 +40,11 @@ MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
+OLDEST_PROTOCOL_VERSION = 10
+"""What this build still speaks: releases are replaced one machine after the other."""
+HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 1500
+"""Of ZeroMQ on tcp, at both ends: behind a cut link sends would succeed for half a minute."""
 PACK_VERSION = 2
 """Of the packs' format (engine/pack.py): what workers of this build read."""
 MAX_ENCODE_INPUTS = 2048
@@ -250,12 +254,16 @@ class Hello(_Message, frozen=True):
     """First message of a peer; answered by Welcome and by every unacknowledged Finish.
 
     `observes`: a dispatcher of several gateways, which submits nothing and gets reports of what all
-    of them have submitted.
+    of them have submitted. `epoch`: which dispatcher of the installation it is. A worker obeys the
+    highest that it has seen: one that was stopped, or cut off, and comes back is not heard again.
+    Versions from `oldest_version` (0: the same) to `protocol_version` are spoken.
     """
 
     protocol_version: int
     gateway_id: str
     observes: bool = False
+    epoch: int = 0
+    oldest_version: int = 0
 
 
 class SetCatalog(_Message, frozen=True):
@@ -456,7 +464,8 @@ class WorkerStatus(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """Answer to Hello. A protocol_version other than one's own ends the connection."""
+    """Answer to Hello, with the version that is spoken from here on: the highest that both sides
+    know. Where there is none, with the worker's own, and the connection ends."""
 
     protocol_version: int
     worker_id: str
@@ -468,6 +477,13 @@ ToWorker: TypeAlias = (
     Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | WarmModel | UnloadModel
 )
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
+
+
+def common_version(newest: int, oldest: int) -> int:
+    """The highest protocol version that this build and another speak; 0: there is none."""
+    version = min(newest, PROTOCOL_VERSION)
+    return version if version >= max(oldest or newest, OLDEST_PROTOCOL_VERSION) else 0
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -100,7 +100,7 @@ class _Supervisor(Protocol):
     """What is used of gateway/server/supervisor.py."""
 
     async def serve(
-        self, settings: Settings, worker_command: Sequence[str], early: EarlyWorker
+        self, settings: Settings, worker_command: Sequence[str], early: EarlyWorker | None
     ) -> None:
         """Run until a signal."""
 
@@ -178,6 +178,10 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _serve_with_worker(settings: Settings) -> None:
+    if settings.workers and all(spec.endpoint for spec in settings.workers):
+        supervisor = cast(_Supervisor, importlib.import_module("gateway.server.supervisor"))
+        await supervisor.serve(settings, WORKER_COMMAND, None)
+        return
     worker = await start_early(WORKER_COMMAND, worker_environment(settings.num_threads))
     try:
         supervisor = cast(_Supervisor, importlib.import_module("gateway.server.supervisor"))

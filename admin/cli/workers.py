@@ -1,17 +1,46 @@
-"""`polyhost workers list|drain|resume|restart`: the workers of the running server."""
+"""`polyhost workers list|drain|resume|restart`: the workers of the running server.
+`polyhost workers serve|key`: workers of this machine for a server on another one."""
 
 import argparse
+import importlib
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol, cast
 
-from admin.cli.common import add_command, add_commands, call, instant, show_rows, size
+import uvloop
+
+from admin.cli.common import (
+    add_command,
+    add_commands,
+    call,
+    instant,
+    settings_of,
+    show_rows,
+    size,
+)
+from admin.context.data_folder import private_files
 from admin.live.workers import STATES, WorkerView, list_workers, order_workers
+from gateway.settings.settings import Settings
+from gateway.settings.worker_settings import CURVE_KEY
+from gateway.workers.curve_keys import key_pair
 from registry.errors import InvalidValue, RegistryError
 from registry.models.worker_orders import WorkerAction
 
 LOOK_S = 0.5
 PATIENCE_S = 15.0
 """A server that does not say how its workers are is asked for so long."""
+
+
+class _Home(Protocol):
+    """What is used of gateway/server/worker_home.py."""
+
+    async def serve_workers(
+        self, settings: Settings, host: str, port: int, server_keys: Sequence[str], packs_dir: Path
+    ) -> None:
+        """Run until a signal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +59,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "--wait", action="store_true", help="return when it is done, and say what happens"
         )
         command.set_defaults(action=action)
+    home = add_command(
+        commands, "serve", "run workers of this machine for a server on another machine", _serve
+    )
+    home.add_argument(
+        "--listen",
+        type=_address,
+        required=True,
+        metavar="HOST:PORT",
+        help="address of this machine; every further worker takes the next port",
+    )
+    home.add_argument(
+        "--server-key",
+        action="append",
+        required=True,
+        type=_key,
+        metavar="KEY",
+        help="public key of the server (`polyhost workers key` there); may be repeated",
+    )
+    home.add_argument(
+        "--packs",
+        type=Path,
+        metavar="DIR",
+        help="folder with the server's packs (default: packs in the data folder)",
+    )
+    add_command(commands, "key", "print the public key of this data folder", _key_of)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -49,6 +103,38 @@ def _list(options: argparse.Namespace) -> int:
             ", ".join(view.labels) or "-",
         ),
     )
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not 1 <= int(port) <= 65535:
+        raise ValueError(text)
+    return host, int(port)
+
+
+def _key(text: str) -> str:
+    """Raises ValueError."""
+    if not re.fullmatch(CURVE_KEY, text):
+        raise ValueError(text)
+    return text
+
+
+def _serve(options: argparse.Namespace) -> int:
+    settings = settings_of(options)
+    host, port = options.listen
+    packs = options.packs or settings.data_path / "packs"
+    home = cast(_Home, importlib.import_module("gateway.server.worker_home"))
+    with private_files():
+        uvloop.run(home.serve_workers(settings, host, port, options.server_key, packs.absolute()))
+    return 0
+
+
+def _key_of(options: argparse.Namespace) -> int:
+    with private_files():
+        print(key_pair(settings_of(options).data_path).public_key)
+    return 0
 
 
 def _order(options: argparse.Namespace) -> int:

@@ -31,9 +31,12 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from engine.config import WorkerConfig
 from engine.protocol import (
+    HEARTBEAT_MS,
+    HEARTBEAT_TIMEOUT_MS,
     Finish,
     FromWorker,
     TokenDelta,
@@ -86,6 +89,7 @@ class WorkerCounters:
     deltas_unknown: int = 0
     peers_lost: int = 0
     peers_refused: int = 0
+    dispatchers_refused: int = 0
 
 
 class UsageOutbox:
@@ -167,6 +171,7 @@ class WorkerLink:
         self._socket.setsockopt(zmq.RCVHWM, config.receive_high_water)
         self._socket.setsockopt(zmq.MAXMSGSIZE, config.max_frame_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._guard = _guard(context, self._socket, config) if config.is_remote else None
         self._socket.bind(config.endpoint)
 
     def wait(self, timeout_s: float) -> bool:
@@ -199,6 +204,8 @@ class WorkerLink:
     def close(self, linger_s: float) -> None:
         """Close the socket; what is queued gets `linger_s` to leave."""
         self._socket.close(linger=round(linger_s * 1e3))
+        if self._guard is not None:
+            self._guard.stop()
 
     def _decode(self, payload: list[bytes]) -> ToWorker | None:
         try:
@@ -209,3 +216,29 @@ class WorkerLink:
             if self.num_malformed & (self.num_malformed - 1) == 0:  # 1st, 2nd, 4th ...: no flood
                 logger.warning("frame dropped (%d so far): %s", self.num_malformed, error)
             return None
+
+
+class _AllowedKeys:
+    """Who may connect. What ZeroMQ's authenticator asks."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = frozenset(key.encode() for key in keys)
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether a peer with this public key, in Z85, is one of them."""
+        return key in self._keys
+
+
+def _guard(
+    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], config: WorkerConfig
+) -> ThreadAuthenticator:
+    """Encrypt the socket, let in who is allowed, and give up links on which nothing comes."""
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback("*", _AllowedKeys(config.allowed_keys))
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, config.secret_key.encode())
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    return guard

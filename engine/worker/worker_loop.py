@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -27,12 +28,14 @@ from engine.config import WorkerConfig
 from engine.engine import Engine
 from engine.errors import IntegrityError, RequestRefused
 from engine.protocol import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Abort,
     AckUsage,
     FromWorker,
     Hello,
     LoadModel,
+    ModelSpec,
     RefusalCode,
     Refused,
     SetCatalog,
@@ -43,6 +46,7 @@ from engine.protocol import (
     UnloadModel,
     WarmModel,
     Welcome,
+    common_version,
 )
 from engine.residency import LoadRequest
 from engine.worker.worker_link import (
@@ -94,6 +98,7 @@ class Worker:
         self._peers: dict[bytes, Peer] = {}
         self._requests: dict[RequestKey, PeerRequest] = {}
         self._next_integrity_s = 0.0
+        self._dispatcher_epoch = 0
         self._stopping = False
         self._draining = False
         self._drain_deadline_s: float | None = None
@@ -192,32 +197,54 @@ class Worker:
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
             case SetCatalog() | LoadModel() | WarmModel() | UnloadModel():
-                self._control(message, now_s)
+                if self._dispatcher_epoch and not peer.observes:
+                    self.counters.controls_refused += 1
+                    logger.warning("control by gateway=%s, not a dispatcher", peer.gateway_id)
+                else:
+                    self._control(message, now_s)
 
     def _hello(self, identity: bytes, hello: Hello, now_s: float) -> None:
         peer = self._peers.get(identity)
-        if hello.protocol_version != PROTOCOL_VERSION:
+        version = common_version(hello.protocol_version, hello.oldest_version)
+        if not version:
             logger.error(
-                "gateway=%s has protocol version %d, this worker %d: run the same release",
+                "gateway=%s has protocol version %d, this worker %d to %d: run the same release",
                 hello.gateway_id,
                 hello.protocol_version,
+                OLDEST_PROTOCOL_VERSION,
                 PROTOCOL_VERSION,
             )
             if peer is not None:
                 self._lose(peer, "another protocol version")
-            self._link.send(identity, self._welcome())
+            self._link.send(identity, self._welcome(PROTOCOL_VERSION))
+            return
+        if hello.observes and not self._obeys(hello):
             return
         if peer is None or peer.gateway_id != hello.gateway_id:
             peer = self._join(identity, hello.gateway_id)
         if peer is None:
             return
         peer.observes, peer.taken = hello.observes, []
-        self._send(peer, self._welcome())
+        self._send(peer, self._welcome(version))
         kept = self._outbox.unacked(peer.gateway_id)
         for start in range(0, len(kept), RESEND_BATCH):
             self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
         status = self._board.greeting(now_s, draining=self._draining)
         self._send(peer, msgspec.structs.replace(peer.status(status), service=[]))
+
+    def _obeys(self, hello: Hello) -> bool:
+        """Whether it is the dispatcher to obey, instead of any before it. Another gets no answer:
+        to one that was stopped, or cut off, while another took its place, this worker is lost."""
+        if hello.epoch < self._dispatcher_epoch:
+            self.counters.dispatchers_refused += 1
+            about = hello.gateway_id, hello.epoch, self._dispatcher_epoch
+            logger.warning("dispatcher=%s has epoch %d, this worker obeys epoch %d", *about)
+            return False
+        if hello.epoch > self._dispatcher_epoch:
+            self._dispatcher_epoch = hello.epoch
+            for other in [peer for peer in self._peers.values() if peer.observes]:
+                self._lose(other, f"dispatcher of epoch {hello.epoch} is there")
+        return True
 
     def _join(self, identity: bytes, gateway_id: str) -> Peer | None:
         """A new peer in place of those it stands for; None where there are too many."""
@@ -267,7 +294,7 @@ class Worker:
         try:
             match message:
                 case SetCatalog():
-                    self._engine.set_catalog(message.models, now_s)
+                    self._engine.set_catalog([self._here(m) for m in message.models], now_s)
                 case LoadModel() | WarmModel():
                     self._engine.load(message.model_id, now_s, LoadRequest.of(message))
                 case UnloadModel():
@@ -276,6 +303,13 @@ class Worker:
             self.counters.controls_refused += 1
             logger.warning("%s refused code=%s: %s", type(message).__name__, error.code, error)
         self._board.ask()
+
+    def _here(self, spec: ModelSpec) -> ModelSpec:
+        """The same with its pack where this machine has it."""
+        if not self.config.packs_dir:
+            return spec
+        place = Path(self.config.packs_dir) / Path(spec.pack_dir).name
+        return msgspec.structs.replace(spec, pack_dir=str(place))
 
     # Messages out.
 
@@ -349,8 +383,8 @@ class Worker:
             self._next_integrity_s = now_s + interval_s
             self.check_integrity()
 
-    def _welcome(self) -> Welcome:
-        return Welcome(PROTOCOL_VERSION, self.config.worker_id, self._epoch, self._device)
+    def _welcome(self, version: int) -> Welcome:
+        return Welcome(version, self.config.worker_id, self._epoch, self._device)
 
     def _refusal(self, request: Submit, code: str, message: str) -> Refused:
         known = _REFUSAL_CODES.get(code)

@@ -21,13 +21,16 @@ from gateway.ipc import machine
 from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
 from gateway.server.worker_launcher import (
     EmbedderLauncher,
+    WorkerGuard,
     WorkerLauncher,
     clear_host_tier,
+    endpoint_of,
     main_memory,
 )
 from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
+from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import LossCause
 
 logger = logging.getLogger(__name__)
@@ -69,9 +72,14 @@ class LocalHomes:
         on_exit: Callable[[str, str, LossCause], None],
         registry: CollectorRegistry,
         early: EarlyWorker | None = None,
+        guard: WorkerGuard | None = None,
     ) -> None:
+        """`guard`: of workers that servers of other machines reach."""
         self._on_exit = on_exit
         self._is_stopping = False
+        self._slots = slots
+        self._settings = settings
+        here = [slot for slot in slots if not slot.public_key]
         clear_host_tier(settings)
         free_bytes = early.free_bytes if early else machine.free_memory_bytes()
         memory = main_memory(settings, free_bytes)
@@ -83,8 +91,9 @@ class LocalHomes:
                 command,
                 self._ended,
                 early.process if early and not index else None,
+                guard,
             )
-            for index, slot in enumerate(slots)
+            for index, slot in enumerate(here)
         ]
         self._embedder = EmbedderLauncher(settings, command, self._ended)
         self._restarts = Counter(
@@ -95,9 +104,12 @@ class LocalHomes:
         )
 
     @property
-    def endpoints(self) -> list[tuple[str, str]]:
-        """(worker id, endpoint) of each that serves."""
-        return [(worker.worker_id, worker.endpoint) for worker in self._workers]
+    def addresses(self) -> list[WorkerAddress]:
+        """Of all that serve, those of other machines among them, which have their homes there."""
+        return [
+            WorkerAddress(slot.worker_id, endpoint_of(self._settings, slot), slot.public_key)
+            for slot in self._slots
+        ]
 
     def set_weights(self, weights: dict[str, int]) -> None:
         """Bytes of each ready model's weights."""

@@ -69,7 +69,7 @@ class ProcessGroup:
         # Bound alone, or another server would not have been noticed; from here on with children.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port = listener.getsockname()[1]
-        config = ProcessConfig(settings, self._homes.endpoints, port, lock)
+        config = ProcessConfig(settings, self._homes.addresses, port, lock)
         self._config_path = write_config(config)
         self._gateways = [
             self._child(f"gateway-{index}", "gateway.server.gateway_process")

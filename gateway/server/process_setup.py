@@ -29,16 +29,17 @@ import msgspec
 from gateway.ipc import machine
 from gateway.settings.config import decode_settings
 from gateway.settings.settings import Settings
+from gateway.workers.curve_keys import WorkerAddress
 
 NAME = "server.json"
 
 
 class ProcessConfig(msgspec.Struct, frozen=True):
-    """The same for all. `workers`: (id, endpoint). `port`: the one that is listened on. `lock`: the
+    """The same for all. `port`: the one that is listened on. `lock`: the
     dispatcher's, as children open it."""
 
     settings: Settings
-    workers: list[tuple[str, str]]
+    workers: list[WorkerAddress]
     port: int
     lock: str
 

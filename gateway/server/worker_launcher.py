@@ -26,15 +26,25 @@ from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.base_settings import MIB
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
+from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 
 logger = logging.getLogger(__name__)
 
 EMBEDDER_ID = "embedder-0"
+EMBEDDER = WorkerSlot(EMBEDDER_ID, "cpu")
 ROOM_BYTES = 64 * MIB
 """Of the arena beside twice the weights: an old revision and its successor lie side by side."""
 EMBEDDER_NUM_SEQS = 16
 EMBEDDER_BATCH_TOKENS = 512
+
+
+class WorkerGuard(NamedTuple):
+    """Who reaches a worker from other machines, and where its packs are (engine.config)."""
+
+    secret_key: str
+    allowed_keys: Sequence[str]
+    packs_dir: str
 
 
 class MainMemory(NamedTuple):
@@ -63,15 +73,17 @@ class WorkerLauncher:
         command: Sequence[str],
         on_exit: Callable[[str, str, LossCause], None],
         early: Process | None = None,
+        guard: WorkerGuard | None = None,
     ) -> None:
+        """`guard`: of a worker that servers of other machines reach."""
         self._settings = settings
         self._slot = slot
+        self._guard = guard
         self._weights: Mapping[str, int] = {}
         self._memory = memory
         self._arena_bytes = 0
         self._num_threads = slot.threads or settings.num_threads
         self.worker_id = slot.worker_id
-        self.endpoint = _endpoint(settings, slot.worker_id)
         self.process = ChildProcess(
             slot.worker_id,
             self.config,
@@ -116,10 +128,12 @@ class WorkerLauncher:
             "prefix_cache": settings.prefix_cache,
             "tenant_kv_share": settings.tenant_kv_share,
         }
+        guard = self._guard._asdict() if self._guard else {}
         return _config(
             settings,
-            self.worker_id,
+            slot,
             engine,
+            **guard,
             device=slot.device,
             device_arena_bytes=slot.memory_bytes or settings.device_budget_bytes,
             cpus=slot.cpus,
@@ -138,11 +152,13 @@ class WorkerLauncher:
         )
 
 
-def _config(settings: Settings, worker_id: str, engine: Mapping[str, object], **own: object) -> str:
+def _config(
+    settings: Settings, slot: WorkerSlot, engine: Mapping[str, object], **own: object
+) -> str:
     """engine.config.WorkerConfig as JSON; the gateway does not import the engine."""
     config = {
-        "worker_id": worker_id,
-        "endpoint": _endpoint(settings, worker_id),
+        "worker_id": slot.worker_id,
+        "endpoint": endpoint_of(settings, slot),
         "parent_pid": os.getpid(),
         "status_interval_s": settings.status_interval_s,
         "lease_ttl_s": settings.lease_ttl_s,
@@ -222,12 +238,12 @@ class EmbedderLauncher:
             "verify_packs": settings.verify_packs,
             "prefix_cache": False,
         }
-        return _config(settings, EMBEDDER_ID, engine, device="cpu", shutdown_timeout_s=1.0)
+        return _config(settings, EMBEDDER, engine, device="cpu", shutdown_timeout_s=1.0)
 
 
-def _endpoint(settings: Settings, worker_id: str) -> str:
+def endpoint_of(settings: Settings, slot: WorkerSlot) -> str:
     """Where it listens."""
-    return f"ipc://{machine.socket_path(settings.data_path, worker_id)}"
+    return slot.endpoint or f"ipc://{machine.socket_path(settings.data_path, slot.worker_id)}"
 
 
 def embedder_connection(
@@ -238,8 +254,7 @@ def embedder_connection(
         return None
     client = ZmqWorkerClient(
         context,
-        EMBEDDER_ID,
-        _endpoint(settings, EMBEDDER_ID),
+        WorkerAddress(EMBEDDER_ID, endpoint_of(settings, EMBEDDER)),
         gateway_id,
         settings.worker_heartbeat_timeout_s,
     )

@@ -1,5 +1,7 @@
 """Which workers this machine runs, and what part of it each gets (pure).
 
+A worker that is listed with an endpoint runs on another machine, which decides what it gets.
+
 Without `[[workers]]` their number is `num_workers`, and 0 chooses: on GPUs one each, on processors
 one a NUMA node, for a model that is read by the cores of one node from the memory of another runs
 at the speed of the link between them. A GPU has one worker: two would each take all of its memory.
@@ -42,6 +44,10 @@ class WorkerSlot:
     labels: tuple[str, ...] = ()
     num_workers: int = 1
     num_in_memory: int = 1
+    endpoint: str = ""
+    """Where it listens, if it is not as `LocalHomes` chooses it."""
+    public_key: str = ""
+    """Of the other machine that has it."""
 
 
 class NoSuchWorkers(ValueError):
@@ -58,23 +64,38 @@ def plan_slots(
             "remove one of the two settings"
         )
     wanted = list(specs) or [WorkerSpec()] * (num_workers or _chosen(device, machine))
-    devices = _devices([spec.device or device for spec in wanted], machine)
+    named = [(worker_name(index), spec) for index, spec in enumerate(wanted)]
+    here = iter(_here([each for each in named if not each[1].endpoint], device, machine))
+    return [_elsewhere(name, spec) if spec.endpoint else next(here) for name, spec in named]
+
+
+def _here(
+    named: Sequence[tuple[str, WorkerSpec]], device: str, machine: Machine
+) -> list[WorkerSlot]:
+    """The workers of this machine. Raises NoSuchWorkers."""
+    devices = _devices([spec.device or device for _, spec in named], machine)
     _check_alone(devices)
     on_cpu = [index for index, name in enumerate(devices) if name == "cpu"]
     cpus = dict(zip(on_cpu, _parts(machine.nodes, len(on_cpu)), strict=True))
     return [
         WorkerSlot(
-            worker_name(index),
-            name,
+            worker_id,
+            devices[index],
             cpus.get(index, ()),
             spec.memory_bytes,
             spec.threads,
             spec.labels,
-            num_workers=len(wanted),
+            num_workers=len(named),
             num_in_memory=max(1, len(on_cpu)),
         )
-        for index, (name, spec) in enumerate(zip(devices, wanted, strict=True))
+        for index, (worker_id, spec) in enumerate(named)
     ]
+
+
+def _elsewhere(worker_id: str, spec: WorkerSpec) -> WorkerSlot:
+    return WorkerSlot(
+        worker_id, "", labels=spec.labels, endpoint=spec.endpoint, public_key=spec.public_key
+    )
 
 
 def _chosen(device: str, machine: Machine) -> int:

@@ -13,6 +13,9 @@ DEVICE_OR_NONE = rf"\A(?:{_NAMED})?\Z"
 LABEL = r"\A[ -~]{1,64}\Z"
 MAX_LABELS = 16
 MAX_WORKERS = 64
+TCP_OR_NONE = r"\A(?:tcp://[^\s/]+:[0-9]{1,5})?\Z"
+CURVE_KEY = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
+CURVE_KEY_OR_NONE = rf"\A(?:{CURVE_KEY})?\Z"
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -22,6 +25,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes  of its arena, as `device_budget_bytes`
     threads       as `num_threads`
     labels        words of the operator's that `polyhost workers list` shows
+    endpoint      of a worker that runs on another machine (`polyhost worker`); device, memory and
+                  threads are set there
+    public_key    of that machine
     """
 
     device: Annotated[str, msgspec.Meta(pattern=DEVICE_OR_NONE)] = ""
@@ -30,6 +36,22 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Annotated[
         tuple[Annotated[str, msgspec.Meta(pattern=LABEL)], ...], msgspec.Meta(max_length=MAX_LABELS)
     ] = ()
+    endpoint: Annotated[str, msgspec.Meta(pattern=TCP_OR_NONE)] = ""
+    public_key: Annotated[str, msgspec.Meta(pattern=CURVE_KEY_OR_NONE)] = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where one of the two is missing, or what is set is another machine's to
+        say."""
+        if bool(self.endpoint) != bool(self.public_key):
+            raise ValueError(
+                "endpoint and public_key belong together: set both as `polyhost worker` on the "
+                "other machine says them"
+            )
+        if self.endpoint and (self.device or self.memory_bytes or self.threads):
+            raise ValueError(
+                "device, memory_bytes and threads of a worker with an endpoint are set on its "
+                "machine: remove them"
+            )
 
 
 def worker_name(index: int) -> str:
@@ -87,7 +109,8 @@ class WorkerSettings:
         (),
         "The workers one by one, as tables `[[workers]]` in polyhost.toml with `device`, "
         "`memory_bytes` (of its arena), `threads` and `labels`. What a table leaves out is as "
-        "the other settings say.",
+        "the other settings say. A table with `endpoint` and `public_key` is a worker on another "
+        "machine.",
         max_length=MAX_WORKERS,
     )
     device_budget_bytes: int = setting(

@@ -23,12 +23,13 @@ and at every timer tick. That works alike on asyncio and uvloop and costs no fut
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias, cast
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 import zmq
 
 from engine.protocol import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     FromWorker,
     Hello,
@@ -39,9 +40,10 @@ from engine.protocol import (
     Welcome,
     WorkerStatus,
     decode_from_worker,
-    encode,
 )
 from gateway.errors import IllegalTransition
+from gateway.workers.curve_keys import KeyPair, WorkerAddress
+from gateway.workers.zmq_wire import ZmqWire
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +153,12 @@ class WorkerConnection:
         clock: Callable[[], float],
         *,
         observes: bool = False,
+        epoch: int = 0,
     ) -> None:
-        """`observes`: see protocol.Hello."""
+        """`observes`, `epoch`: see protocol.Hello."""
         self._worker_id = worker_id
-        self._hello = Hello(PROTOCOL_VERSION, gateway_id, observes)
+        about = PROTOCOL_VERSION, gateway_id, observes, epoch
+        self._hello = Hello(*about, OLDEST_PROTOCOL_VERSION)
         self._names = worker_id, gateway_id
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._wire = wire
@@ -259,8 +263,10 @@ class WorkerConnection:
         return was_connected
 
     def _welcome(self, welcome: Welcome) -> None:
-        if welcome.protocol_version != PROTOCOL_VERSION:
-            self.refuse(f"it speaks protocol {welcome.protocol_version}, not {PROTOCOL_VERSION}")
+        version = welcome.protocol_version
+        if not OLDEST_PROTOCOL_VERSION <= version <= PROTOCOL_VERSION:
+            own = f"{OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}"
+            self.refuse(f"it speaks protocol {version}, not {own}: run the same release")
         elif self.state == "connecting":
             self._on("welcome")
             self._was_lost = False
@@ -284,10 +290,9 @@ class WorkerConnection:
             self._listener.on_refused(self._worker_id, message)
 
 
-MAX_MESSAGES_PER_DRAIN = 256
-"""Then other callbacks get a turn before the rest is read."""
-SEND_HIGH_WATER = 4096
-RECEIVE_HIGH_WATER = 65536
+REMOTE_SILENCE_S = 3.0
+"""A worker on another machine counts as lost after so long, or as the setting says if that is
+less: a machine that goes says nothing, and its requests go on elsewhere."""
 
 
 class ZmqWorkerClient:
@@ -296,19 +301,23 @@ class ZmqWorkerClient:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        worker_id: str,
-        endpoint: str,
+        address: WorkerAddress,
         gateway_id: str,
         heartbeat_timeout_s: float,
         *,
+        keys: KeyPair | None = None,
         observes: bool = False,
+        epoch: int = 0,
     ) -> None:
-        """`observes`: see protocol.Hello."""
-        self._worker_id = worker_id
-        self._wire = _ZmqWire(context, endpoint, self._frame, self._full)
-        self._connection = WorkerConnection(
-            worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time, observes=observes
-        )
+        """`keys`: this server's, which a worker on another machine asks for. `observes`, `epoch`:
+        see protocol.Hello."""
+        self._worker_id = address.worker_id
+        self._is_remote = bool(address.public_key)
+        if self._is_remote:
+            heartbeat_timeout_s = min(heartbeat_timeout_s, REMOTE_SILENCE_S)
+        self._wire = ZmqWire(context, address, keys, self._frame, self._full, self._cut)
+        about = address.worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time
+        self._connection = WorkerConnection(*about, observes=observes, epoch=epoch)
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -322,8 +331,8 @@ class ZmqWorkerClient:
         return self._connection.state
 
     def hangs(self) -> bool:
-        """As there."""
-        return self._connection.hangs()
+        """As there. Of a worker on another machine its home says so."""
+        return not self._is_remote and self._connection.hangs()
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect; keeps trying until `close`. Needs the running event loop."""
@@ -347,7 +356,7 @@ class ZmqWorkerClient:
 
     def _tick(self) -> None:
         """Read what an edge may have hidden, and see who has been silent for too long."""
-        self._wire.drain()
+        self._wire.look()
         self._connection.check()
         if self.state != "closed":
             loop = asyncio.get_running_loop()
@@ -365,84 +374,9 @@ class ZmqWorkerClient:
     def _full(self) -> None:
         self._connection.lose("it does not read its messages", "silence")
 
-
-class _ZmqWire:
-    """Implements Wire; hands frames to `on_frame`. `on_full` comes after a send that failed."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        on_frame: Callable[[bytes], None],
-        on_full: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._endpoint = endpoint
-        self._on_frame = on_frame
-        self._on_full = on_full
-        self._socket: zmq.Socket[bytes] | None = None
-        self._descriptor = -1
-        self._drain_handle: asyncio.Handle | None = None
-
-    def open(self) -> None:
-        """A new socket in place of the old one."""
-        self.drop()
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.SNDHWM, SEND_HIGH_WATER)
-        socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.connect(self._endpoint)
-        self._socket = socket
-        self._descriptor = socket.fileno()
-        asyncio.get_running_loop().add_reader(self._descriptor, self.drain)
-
-    def send(self, message: ToWorker) -> bool:
-        """Queue a message; False where the pipe is full."""
-        socket = self._socket
-        if socket is None:
-            return False
-        try:
-            socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            # Not now: the caller is in the midst of something that goes by this worker.
-            asyncio.get_running_loop().call_soon(self._tell_full, socket)
-            return False
-        self._drain_soon()
-        return True
-
-    def drop(self, linger_ms: int = 0) -> None:
-        """Close the socket; what is queued gets `linger_ms` to leave."""
-        if self._drain_handle is not None:
-            self._drain_handle.cancel()
-            self._drain_handle = None
-        if self._socket is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            self._socket.close(linger=linger_ms)
-            self._socket = None
-
-    def drain(self) -> None:
-        """Read until nothing is left, or others should get a turn."""
-        if self._drain_handle is not None:
-            self._drain_handle.cancel()
-            self._drain_handle = None
-        socket = self._socket
-        for _ in range(MAX_MESSAGES_PER_DRAIN):
-            # A message may have ended this connection or begun another.
-            if socket is None or socket is not self._socket:
-                return
-            if not cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN:
-                return  # half the cost of asking for a frame and being told of none
-            self._on_frame(socket.recv(zmq.NOBLOCK))
-        self._drain_soon()
-
-    def _drain_soon(self) -> None:
-        """Sending may have consumed the edge of something that arrived meanwhile."""
-        if self._drain_handle is None:
-            self._drain_handle = asyncio.get_running_loop().call_soon(self.drain)
-
-    def _tell_full(self, socket: zmq.Socket[bytes]) -> None:
-        if socket is self._socket:
-            self._on_full()
+    def _cut(self) -> None:
+        if self.state == "connected":
+            self._connection.lose("the connection to its machine broke", "silence")
 
 
 def _loop_time() -> float:

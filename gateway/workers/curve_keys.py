@@ -1,0 +1,67 @@
+"""CURVE key pairs of servers and of machines with workers, in a file of the data folder.
+
+A server is known to workers on other machines by its public key, and such a machine to servers by
+its own. Only public halves leave the machine. Keys are written as ZeroMQ writes them: Z85, 40
+characters.
+"""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import zmq
+
+FILE = "curve-key.json"
+
+
+class WorkerAddress(NamedTuple):
+    """Where a worker listens. `public_key`: of a worker on another machine, whose endpoint is tcp;
+    empty for one of this machine."""
+
+    worker_id: str
+    endpoint: str
+    public_key: str = ""
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """Both halves, in Z85."""
+
+    public_key: str
+    secret_key: str
+
+
+class KeyFileError(Exception):
+    """The file of the key pair cannot be read; the message says what to do."""
+
+
+def key_pair(data_path: Path) -> KeyPair:
+    """The data folder's own, drawn where there is none yet. Raises KeyFileError, OSError.
+
+    Of several processes that come first, one draws it for all.
+    """
+    path = data_path / FILE
+    if not path.exists():
+        data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        public, secret = zmq.curve_keypair()
+        drawn = msgspec.json.encode(KeyPair(public.decode(), secret.decode()))
+        made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
+        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(drawn)
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
+        finally:
+            made.unlink()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=KeyPair)
+    except msgspec.DecodeError as error:
+        raise KeyFileError(
+            f"{path} is damaged ({error}): put it back from a backup, or delete it and give the "
+            "new public key to the other machines"
+        ) from error
