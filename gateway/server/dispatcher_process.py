@@ -55,8 +55,10 @@ from gateway.server.process_setup import (
     read_config,
     set_up_logging,
     settle,
+    take_epoch,
 )
 from gateway.types import HostedModel
+from gateway.workers.curve_keys import key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
 
@@ -109,15 +111,16 @@ class Active:
             on_orders=self._dispatcher.drains.set_orders,
         )
         self.clients = {
-            worker_id: ZmqWorkerClient(
+            address.worker_id: ZmqWorkerClient(
                 context,
-                worker_id,
-                endpoint,
+                address,
                 DISPATCHER_ID,
                 settings.worker_heartbeat_timeout_s,
+                keys=key_pair(settings.data_path),
                 observes=True,
+                epoch=epoch,
             )
-            for worker_id, endpoint in config.workers
+            for address in config.workers
         }
         self._alerts = AlertWatch(engine, settings.alert_interval_s, registry)
         self._look: asyncio.Task[None] | None = None
@@ -239,10 +242,7 @@ async def my_turn(lock: Path, stop: asyncio.Event) -> AsyncIterator[int | None]:
             except BlockingIOError:
                 await asyncio.sleep(LOOK_S)
                 continue
-            text = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
-            epoch = (int(text) if text.isdigit() else 0) + 1
-            os.pwrite(descriptor, str(epoch).encode(), 0)
-            yield epoch
+            yield take_epoch(descriptor)
             return
         yield None
     finally:

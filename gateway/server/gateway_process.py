@@ -50,6 +50,7 @@ from gateway.server.process_setup import (
 )
 from gateway.server.worker_launcher import EMBEDDER_ID, embedder_connection
 from gateway.types import HostedModel
+from gateway.workers.curve_keys import key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
 
@@ -112,10 +113,14 @@ class GatewayProcess:
             gateway_id=owner_of(settings.data_path, name),
         )
         self._clients = {
-            worker_id: ZmqWorkerClient(
-                context, worker_id, endpoint, name, settings.worker_heartbeat_timeout_s
+            address.worker_id: ZmqWorkerClient(
+                context,
+                address,
+                owner_of(settings.data_path, name),
+                settings.worker_heartbeat_timeout_s,
+                keys=key_pair(settings.data_path),
             )
-            for worker_id, endpoint in config.workers
+            for address in config.workers
         }
         self._embedding = embedder_connection(settings, context, name)
         self._stop = asyncio.Event()

@@ -48,12 +48,18 @@ from gateway.pipeline.pipeline import Services
 from gateway.server.child_process import WORKER_COMMAND, EarlyWorker
 from gateway.server.local_homes import LocalHomes, slots_here
 from gateway.server.process_group import ProcessGroup
-from gateway.server.process_setup import dispatcher_lock, on_stop_signals, set_up_logging
+from gateway.server.process_setup import (
+    dispatcher_lock,
+    next_epoch,
+    on_stop_signals,
+    set_up_logging,
+)
 from gateway.server.startup_banner import startup_banner
 from gateway.server.worker_launcher import EMBEDDER_ID, embedder_connection, shm_prefix
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
+from gateway.workers.curve_keys import key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
 from registry.errors import RegistryError
@@ -172,15 +178,23 @@ class Server:
         about = (settings, slots, worker_command, self._on_worker_exit, self._metrics_registry)
         self._homes = LocalHomes(*about, early)
         self._dispatcher.drains.on_restart = self._homes.restart
-        silence_s = settings.worker_heartbeat_timeout_s
+        silence_s, data_path = settings.worker_heartbeat_timeout_s, settings.data_path
+        keys, name = key_pair(data_path), owner_of(data_path, GATEWAY_ID)
+        epoch = next_epoch(settings)
         self._clients = {
-            worker_id: (
-                ZmqWorkerClient(context, worker_id, endpoint, GATEWAY_ID, silence_s),
+            address.worker_id: (
+                ZmqWorkerClient(context, address, name, silence_s, keys=keys),
                 ZmqWorkerClient(
-                    context, worker_id, endpoint, DISPATCHER_ID, silence_s, observes=True
+                    context,
+                    address,
+                    DISPATCHER_ID,
+                    silence_s,
+                    keys=keys,
+                    observes=True,
+                    epoch=epoch,
                 ),
             )
-            for worker_id, endpoint in self._homes.endpoints
+            for address in self._homes.addresses
         }
         self._alerts = AlertWatch(engine, settings.alert_interval_s, self._metrics_registry)
         self._embedding = embedder_connection(settings, context, GATEWAY_ID)

@@ -168,7 +168,6 @@ def _in_url(host: str) -> str:
 def _tables(slots: Sequence[WorkerSlot], public_key: str) -> str:
     """What the server's polyhost.toml needs."""
     tables = [
-        f'[[workers]]\nendpoint = "{slot.endpoint}"\npublic_key = "{public_key}"'
-        for slot in slots
+        f'[[workers]]\nendpoint = "{slot.endpoint}"\npublic_key = "{public_key}"' for slot in slots
     ]
     return "\n\n".join(["# for polyhost.toml of the server:", *tables])

@@ -107,6 +107,7 @@ class ZmqWire:
             if self._monitor is not None:
                 loop.remove_reader(self._monitor.fileno())
                 self._socket.disable_monitor()
+                self._monitor.close(linger=0)
                 self._monitor = None
             self._socket.close(linger=linger_ms)
             self._socket = None

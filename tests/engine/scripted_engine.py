@@ -55,6 +55,7 @@ class ScriptedEngine(Engine):
     broken: bool = False
     states: dict[str, ResidencyState] = field(default_factory=dict)
     running: dict[tuple[str, int], Running] = field(default_factory=dict)
+    catalog: list[ModelSpec] | None = None
     taken: list[str] = field(default_factory=list)
     loading: dict[str, int] = field(default_factory=dict)
     swaps: list[SwapRecord] = field(default_factory=list)
@@ -68,6 +69,7 @@ class ScriptedEngine(Engine):
     free_kv_bytes: int = 1 << 20
 
     def set_catalog(self, models: Sequence[ModelSpec], now_s: float) -> None:
+        self.catalog = list(models)
         self.states = {m.model_id: self.states.get(m.model_id, "cold") for m in models}
 
     def submit(self, request: Submit, now_s: float) -> None:

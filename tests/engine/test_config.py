@@ -40,7 +40,13 @@ def test_automatic_pages(arena_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"endpoint": "tcp://0.0.0.0:1"}, "ipc://"),
+        ({"endpoint": "inproc://w"}, "ipc://"),
+        ({"endpoint": "tcp://0.0.0.0:1"}, "needs secret_key"),
+        ({"endpoint": "tcp://0.0.0.0:1", "secret_key": "k" * 40}, "at least one of allowed_keys"),
+        (
+            {"endpoint": "tcp://0.0.0.0:1", "secret_key": "k" * 40, "allowed_keys": ["k" * 39]},
+            "of 40 characters",
+        ),
         ({"worker_id": ""}, "worker_id"),
         ({"status_interval_s": 0}, "status_interval_s"),
         ({"status_interval_s": 3.0}, "lease_ttl_s"),

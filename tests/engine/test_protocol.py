@@ -143,7 +143,7 @@ def test_what_a_hostile_peer_would_send(frame: bytes) -> None:
 
 def test_the_bytes_on_the_wire() -> None:
     """Both sides may be of different builds: a change here needs a new PROTOCOL_VERSION."""
-    assert encode(Hello(1, "g")) == b"\x94\xa5Hello\x01\xa1g\xc2"
+    assert encode(Hello(1, "g")) == b"\x96\xa5Hello\x01\xa1g\xc2\x00\x00"
     assert encode(Abort("r", 2)) == b"\x93\xa5Abort\xa1r\x02"
     assert encode(AckUsage([("r", 2)])) == b"\x92\xa8AckUsage\x91\x92\xa1r\x02"
     nothing = b"\xcb" + bytes(8)  # a float of 0

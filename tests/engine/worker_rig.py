@@ -60,8 +60,8 @@ class Gateway:
     def send(self, message: ToWorker) -> None:
         self.socket.send(encode(message))
 
-    def hello(self) -> None:
-        self.send(Hello(PROTOCOL_VERSION, self.gateway_id))
+    def hello(self, *, observes: bool = False, epoch: int = 0) -> None:
+        self.send(Hello(PROTOCOL_VERSION, self.gateway_id, observes, epoch))
 
     def pump(self) -> None:
         """Take in what has arrived."""

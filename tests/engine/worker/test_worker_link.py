@@ -1,8 +1,13 @@
 """The outbox against a plain list: first finish kept, oldest out first, owners kept apart."""
 
+import socket as sockets
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,9 +20,10 @@ from engine.protocol import (
     Usage,
     Welcome,
     WorkerStatus,
+    encode,
 )
-from engine.worker.worker_link import UsageOutbox
-from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit
+from engine.worker.worker_link import UsageOutbox, WorkerLink
+from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit, worker_config
 
 GATEWAYS = st.sampled_from(("g1", "g2"))
 KEYS = st.tuples(st.sampled_from("abcdef"), st.integers(1, 2))
@@ -227,3 +233,79 @@ def test_a_peer_that_observes_hears_what_all_have_submitted_and_what_runs() -> N
         r.until(lambda: len(watcher.all(Welcome)) == 2)
         two.send(submit("c", max_tokens=1))
         r.until(lambda: taken(watcher)[3:] == [("c", 1)])
+
+
+def free_port() -> int:
+    with sockets.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return int(made.getsockname()[1])
+
+
+def curve_keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+@contextmanager
+def far_socket(
+    context: zmq.Context[zmq.Socket[bytes]], port: int, own: tuple[str, str], worker_key: str
+) -> Iterator[zmq.Socket[bytes]]:
+    """A server's end of a connection to a worker on another machine."""
+    socket = context.socket(zmq.DEALER)
+    if worker_key:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, worker_key.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, own[0].encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, own[1].encode())
+    socket.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+
+
+@pytest.mark.parametrize(
+    "intruder",
+    [
+        pytest.param("allowed", id="the key is allowed"),
+        pytest.param("unknown", id="another key"),
+        pytest.param("wrong worker", id="another worker was expected"),
+        pytest.param("plain", id="no encryption"),
+    ],
+)
+def test_by_tcp_only_an_allowed_key_gets_an_answer(intruder: str) -> None:
+    worker, server, stranger = curve_keys(), curve_keys(), curve_keys()
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory:
+        config = worker_config(
+            directory,
+            endpoint=f"tcp://127.0.0.1:{port}",
+            secret_key=worker[1],
+            allowed_keys=[stranger[0], server[0]] if intruder == "allowed" else [server[0]],
+        )
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        link = WorkerLink(context, config)
+        own = server if intruder == "wrong worker" else stranger
+        known = {"wrong worker": stranger[0], "plain": ""}.get(intruder, worker[0])
+        try:
+            with (
+                far_socket(context, port, own, known) as socket,
+                far_socket(context, port, server, worker[0]) as other,
+            ):
+                socket.send(encode(Hello(PROTOCOL_VERSION, "first")))
+                heard = []
+                if intruder == "allowed":
+                    assert link.wait(PATIENCE_S)
+                    heard += [message for _, message in link.receive(9)]
+                other.send(encode(Hello(PROTOCOL_VERSION, "second")))
+                assert link.wait(PATIENCE_S)
+                time.sleep(0.1)  # for the first, were it let in
+                received = list(link.receive(9))
+                heard += [message for _, message in received]
+                identity = received[-1][0]
+                assert link.send(identity, Welcome(PROTOCOL_VERSION, "w", "e", "d"))
+                assert other.poll(int(PATIENCE_S * 1e3))
+        finally:
+            link.close(0.0)
+            context.destroy(linger=0)
+    names = [message.gateway_id for message in heard if isinstance(message, Hello)]
+    assert names == (["first", "second"] if intruder == "allowed" else ["second"])

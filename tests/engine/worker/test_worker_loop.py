@@ -2,7 +2,10 @@
 
 from itertools import pairwise
 
+import pytest
+
 from engine.protocol import (
+    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Abort,
     AckUsage,
@@ -17,6 +20,7 @@ from engine.protocol import (
     WarmModel,
     Welcome,
     WorkerStatus,
+    common_version,
     encode,
 )
 from engine.residency.loaded_models import LoadRequest
@@ -321,3 +325,57 @@ def test_stop_ends_the_run() -> None:
         r.worker.stop()
         r.worker.run()
         assert r.engine.num_steps == 0
+
+
+def test_the_highest_epoch_is_obeyed_and_nobody_else() -> None:
+    with rig() as r:
+        first = r.connect("one/dispatcher", hello=False)
+        first.hello(observes=True, epoch=7)
+        r.until(lambda: bool(first.all(WorkerStatus)))
+        second = r.connect("two/dispatcher", hello=False)
+        second.hello(observes=True, epoch=8)
+        r.until(lambda: bool(second.all(WorkerStatus)))
+        assert r.worker.counters.peers_lost == 1
+
+        first.received.clear()
+        first.send(SetCatalog([ModelSpec("other", "/p")]))
+        first.hello(observes=True, epoch=7)
+        r.until(lambda: r.worker.counters.dispatchers_refused == 1)
+        gateway = r.connect("one/gateway-0")
+        gateway.send(SetCatalog([]))
+        r.until(lambda: r.worker.counters.controls_refused == 1)
+        assert (first.received, r.engine.catalog) == ([], None)
+
+        second.send(SetCatalog([ModelSpec("m", "/p")]))
+        r.until(lambda: r.engine.catalog is not None)
+
+
+def test_a_pack_lies_where_this_machine_has_it() -> None:
+    with rig(packs_dir="/far") as r:
+        gateway = r.connect("g")
+        gateway.send(SetCatalog([ModelSpec("m", "/data/packs/0a1b"), ModelSpec("n", "/x/../etc")]))
+        r.until(lambda: r.engine.catalog is not None)
+        assert [spec.pack_dir for spec in r.engine.catalog or ()] == ["/far/0a1b", "/far/etc"]
+
+
+@pytest.mark.parametrize(
+    ("newest", "oldest", "common"),
+    [
+        (PROTOCOL_VERSION, 0, PROTOCOL_VERSION),
+        (PROTOCOL_VERSION + 1, PROTOCOL_VERSION, PROTOCOL_VERSION),
+        (PROTOCOL_VERSION + 1, 0, 0),
+        (PROTOCOL_VERSION + 2, PROTOCOL_VERSION + 1, 0),
+        (OLDEST_PROTOCOL_VERSION - 1, 1, 0),
+        (OLDEST_PROTOCOL_VERSION, 1, OLDEST_PROTOCOL_VERSION),
+    ],
+)
+def test_the_highest_version_that_both_know_is_spoken(
+    newest: int, oldest: int, common: int
+) -> None:
+    assert common_version(newest, oldest) == common
+    with rig() as r:
+        gateway = r.connect("g", hello=False)
+        gateway.send(Hello(newest, "g", oldest_version=oldest))
+        r.until(lambda: bool(gateway.received))
+        assert gateway.all(Welcome)[0].protocol_version == (common or PROTOCOL_VERSION)
+        assert bool(r.worker._peers) == bool(common)

@@ -1,5 +1,7 @@
 """Which workers a machine runs: devices, cores and memory each gets, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,3 +110,19 @@ def test_cores_are_divided_whole_and_once(sizes: list[int], count: int, threads:
                     assert set(core) <= set(slot.cpus) or not set(core) & set(slot.cpus)
     else:
         assert not held
+
+
+def test_workers_of_other_machines_take_nothing_of_this_one() -> None:
+    far = WorkerSpec(endpoint="tcp://10.0.0.5:7600", public_key="k" * 40, labels=("rack 2",))
+    slots = plan_slots([far, WorkerSpec(), WorkerSpec()], 0, "cpu", Machine([TWO_SOCKETS.nodes[0]]))
+    assert slots[0] == WorkerSlot(
+        "worker-0", "", labels=("rack 2",), endpoint=far.endpoint, public_key=far.public_key
+    )
+    assert slots[1:] == plan_slots_named(["worker-1", "worker-2"])
+    assert plan_slots([far], 0, "auto", gpus(2)) == slots[:1]
+
+
+def plan_slots_named(names: list[str]) -> list[WorkerSlot]:
+    """As without workers of other machines, under other names."""
+    alone = plan_slots([], len(names), "cpu", Machine([TWO_SOCKETS.nodes[0]]))
+    return [replace(slot, worker_id=name) for slot, name in zip(alone, names, strict=True)]

@@ -1,7 +1,7 @@
 """The worker client over a real ZeroMQ socket, with a peer that says what the test wants."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, get_args
@@ -25,6 +25,7 @@ from engine.protocol import (
     encode,
 )
 from gateway.errors import IllegalTransition
+from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import (
     START_S,
     TRANSITIONS,
@@ -120,13 +121,6 @@ class Peer:
         return socket
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield context
-    context.destroy(linger=0)
-
-
 class Pair(NamedTuple):
     """A client and its peer, both running."""
 
@@ -143,7 +137,7 @@ async def pair(
     version: int = PROTOCOL_VERSION,
 ) -> AsyncIterator[Pair]:
     endpoint = f"ipc://{folder / 'w.sock'}"
-    client = ZmqWorkerClient(context, "w", endpoint, "g", heartbeat_timeout_s)
+    client = ZmqWorkerClient(context, WorkerAddress("w", endpoint), "g", heartbeat_timeout_s)
     both = Pair(Peer(context, endpoint), client, Recorder())
     both.peer.version = version
     serving = asyncio.create_task(both.peer.serve())
@@ -341,7 +335,7 @@ async def test_what_is_no_message_ends_it(context: Context, tmp_path: Path) -> N
 @on_both_loops
 async def test_a_worker_that_does_not_read_is_lost(context: Context, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.workers.worker_client.SEND_HIGH_WATER", 1)
+        patch.setattr("gateway.workers.zmq_wire.SEND_HIGH_WATER", 1)
         async with pair(context, tmp_path) as it:
             await it.heard.saw("connected")
             it.peer.socket.close(linger=0)

@@ -1,0 +1,33 @@
+"""Key pairs: drawn once, kept to this user, and a damaged file says what to do."""
+
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gateway.settings.worker_settings import CURVE_KEY_OR_NONE
+from gateway.workers.curve_keys import FILE, KeyFileError, key_pair
+
+
+def test_one_pair_is_drawn_for_all_who_come_first(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with ThreadPoolExecutor(8) as threads:
+        pairs = set(threads.map(key_pair, [folder] * 32))
+    (pair,) = pairs
+    assert len(pair.public_key) == len(pair.secret_key) == 40
+    assert pair.public_key != pair.secret_key
+    assert [path.name for path in folder.iterdir()] == [FILE]
+    assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
+
+
+def test_every_key_passes_the_settings(tmp_path: Path) -> None:
+    for number in range(50):
+        assert re.match(CURVE_KEY_OR_NONE, key_pair(tmp_path / str(number)).public_key)
+
+
+def test_a_damaged_file_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(KeyFileError, match="put it back from a backup, or delete it"):
+        key_pair(tmp_path)
