@@ -6,7 +6,7 @@ frame. A worker binds a ROUTER socket; every gateway process connects a DEALER. 
 text never crosses this line.
 
     gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage,
-                        LoadModel, WarmModel, UnloadModel
+                        LoadModel, WarmModel, UnloadModel, Restart
     worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
 
 Fencing: a request is named by (request_id, attempt). A worker process is named by its `epoch`,
@@ -463,6 +463,10 @@ class WorkerStatus(_Message, frozen=True):
     started_at: float = 0.0
 
 
+class Restart(_Message, frozen=True):
+    """Drain and end the process: what keeps it alive starts it again. Of a dispatcher."""
+
+
 class Welcome(_Message, frozen=True):
     """Answer to Hello, with the version that is spoken from here on: the highest that both sides
     know. Where there is none, with the worker's own, and the connection ends."""
@@ -474,7 +478,15 @@ class Welcome(_Message, frozen=True):
 
 
 ToWorker: TypeAlias = (
-    Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | WarmModel | UnloadModel
+    Hello
+    | SetCatalog
+    | Submit
+    | Abort
+    | AckUsage
+    | LoadModel
+    | WarmModel
+    | UnloadModel
+    | Restart
 )
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
 

@@ -38,6 +38,7 @@ from engine.protocol import (
     ModelSpec,
     RefusalCode,
     Refused,
+    Restart,
     SetCatalog,
     StepOutput,
     Submit,
@@ -202,6 +203,10 @@ class Worker:
                     logger.warning("control by gateway=%s, not a dispatcher", peer.gateway_id)
                 else:
                     self._control(message, now_s)
+            case Restart():
+                if peer.observes:
+                    logger.info("told to restart by %s", peer.gateway_id)
+                    self.drain()
 
     def _hello(self, identity: bytes, hello: Hello, now_s: float) -> None:
         peer = self._peers.get(identity)

@@ -33,6 +33,8 @@ STABLE_S = 60.0
 WORKER_STOP_TIMEOUT_S = 5.0
 """How long an idle worker may take to end."""
 WORKER_COMMAND = (sys.executable, "-m", "engine.worker.main", "--config")
+DRAINED = "exit status 0"
+"""Somebody has told it to end: that is nobody's fault."""
 GIVEN_LATER = "-"
 """In a configuration's place: it will be written to the worker's standard input."""
 
@@ -94,7 +96,7 @@ class ChildProcess:
         while not self._stopping:
             started_s = time.monotonic()
             reason = await self._run_once()
-            is_planned = self._stopping or self._restart
+            is_planned = self._stopping or self._restart or reason == DRAINED
             self._on_exit(reason, "planned" if is_planned else "process")
             if self._stopping:
                 return

@@ -13,6 +13,7 @@ from engine.protocol import (
     LoadModel,
     ModelSpec,
     Refused,
+    Restart,
     SetCatalog,
     StepOutput,
     SwapChoice,
@@ -348,6 +349,19 @@ def test_the_highest_epoch_is_obeyed_and_nobody_else() -> None:
 
         second.send(SetCatalog([ModelSpec("m", "/p")]))
         r.until(lambda: r.engine.catalog is not None)
+
+
+def test_a_dispatcher_has_it_drain_and_a_gateway_does_not() -> None:
+    with rig() as r:
+        gateway, dispatcher = r.connect("g"), r.connect("d", hello=False)
+        dispatcher.hello(observes=True, epoch=1)
+        gateway.send(Restart())
+        gateway.send(submit("a"))
+        r.until(lambda: ended(gateway, "a"))
+        assert not r.worker.finished()
+        gateway.send(AckUsage([("a", 1)]))
+        dispatcher.send(Restart())
+        r.until(r.worker.finished)
 
 
 def test_a_pack_lies_where_this_machine_has_it() -> None:
