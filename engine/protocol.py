@@ -478,15 +478,7 @@ class Welcome(_Message, frozen=True):
 
 
 ToWorker: TypeAlias = (
-    Hello
-    | SetCatalog
-    | Submit
-    | Abort
-    | AckUsage
-    | LoadModel
-    | WarmModel
-    | UnloadModel
-    | Restart
+    Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | WarmModel | UnloadModel | Restart
 )
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
 

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from engine.protocol import Restart
 from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.fleet import Fleet
 from registry.models.worker_orders import NO_ORDER, WorkerOrder
@@ -75,7 +76,8 @@ class WorkerDrains:
         self._drains: dict[str, _Drain] = {}
         self._away_since_s: dict[str, float] = {}
         self.on_restart: Callable[[str], None] = lambda worker_id: None
-        """Asked to end a worker's process, which is started again."""
+        """Asked to end a worker's process, which is started again, where that is on this
+        machine."""
 
     def set_orders(self, orders: Mapping[str, WorkerOrder]) -> None:
         """As the registry has them now."""
@@ -143,6 +145,8 @@ class WorkerDrains:
         if is_due and self._restarts(worker):
             drain.restarted_s = now_s
             self.on_restart(worker.worker_id)
+            # Where its home is on another machine, nobody but the worker itself can be asked.
+            self._fleet.send(worker.worker_id, Restart())
 
     def _empty(self, worker: WorkerCapacity, drain: _Drain, now_s: float) -> None:
         late_s = now_s - drain.since_s - self._timeout_s
