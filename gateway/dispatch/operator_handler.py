@@ -3,6 +3,7 @@ folder.
 
     {"ask": "why", "what": MODEL or REQUEST_ID or "", "tenant": ID or "", "limit": N}
     {"ask": "decisions", "model": MODEL or "", "limit": N}
+    {"ask": "grants", "model": MODEL or "", "limit": N}
     {"ask": "fleet"}     workers, arenas, an hour of residency, who waits: a packed `FleetReport`
 
 One line of JSON each way; the server closes then (gateway/ipc/control_socket.py). The answer has
@@ -24,9 +25,10 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.protocol import Layout, WorkerStatus
-from gateway.dispatch.decisions import DecisionRecord, Move, Swapped
+from gateway.dispatch.decisions import PER_MODEL, DecisionRecord, Move, Swapped
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.explain import WaitReason
+from gateway.dispatch.grant_choices import GrantChoice
 from gateway.dispatch.worker_drains import WorkerState
 from gateway.protocols import DispatcherSnapshot
 
@@ -204,19 +206,32 @@ class OperatorHandler:
             found = self._why(question.what, question.tenant, limit)
         elif question.ask == "decisions":
             found = self._decisions(question.model, limit)
+        elif question.ask == "grants":
+            chosen = self._dispatcher.choices.recent(question.model, limit)
+            found = {"grants": [self._choice(one) for one in chosen]}
         elif question.ask == "fleet":
             now_s = self._clock()
             offset_s = self._wall_clock() - now_s
             fleet = fleet_report(self._dispatcher, now_s, offset_s, self._labels)
             found = {"fleet": encode(fleet)}
         else:
-            found = {"error": f"unknown request {question.ask!r}: ask why, decisions or fleet"}
+            found = {
+                "error": f"unknown request {question.ask!r}: ask why, decisions, grants or fleet"
+            }
         return {"at": self._wall_clock()} | found
 
     def _why(self, what: str, tenant_id: str, limit: int) -> dict[str, Any]:
         reasons = self._dispatcher.explain(what) if what else []
         if reasons:
-            return {"requests": [_reason(reason) for reason in reasons[:limit]]}
+            return {"requests": [self._request(reason) for reason in reasons[:limit]]}
+        ended = self._dispatcher.choices.find(what) if what else []
+        if ended:
+            return {
+                "ended": [
+                    self._choice(one) | {"load": self._load(one.model, one.workers[0].worker_id)}
+                    for one in ended[:limit]
+                ]
+            }
         if what and not self._knows_model(what):
             return {"error": f"{what!r} is neither a hosted model nor a live request"}
         look, which = self._dispatcher.look(), (what or None, tenant_id or None)
@@ -239,6 +254,29 @@ class OperatorHandler:
                 },
             }
         return found
+
+    def _request(self, reason: WaitReason) -> dict[str, Any]:
+        """A live request, with the choice of its worker where there was one, the load that brought
+        its model, and what loads on workers without it would take."""
+        chosen = self._dispatcher.choices.find(reason.request_id)
+        is_chosen = chosen and chosen[0].workers[0].worker_id == reason.worker
+        return _reason(reason) | {
+            "choice": self._choice(chosen[0]) if is_chosen else None,
+            "load": self._load(reason.model, reason.worker),
+            "elsewhere": self._dispatcher.elsewhere(reason.model),
+        }
+
+    def _choice(self, choice: GrantChoice) -> dict[str, Any]:
+        offset_s = self._wall_clock() - self._clock()
+        fields = choice._asdict() | {"workers": [one._asdict() for one in choice.workers]}
+        return {"at": fields.pop("at_s") + offset_s} | fields
+
+    def _load(self, model: str, worker_id: str) -> dict[str, Any] | None:
+        """The latest load of the model there."""
+        offset_s = self._wall_clock() - self._clock()
+        loads = self._dispatcher.decisions.last("load", model, limit=PER_MODEL)
+        here = (record for record in loads if record.worker == worker_id)
+        return next((_record(record, offset_s) for record in here), None)
 
     def _decisions(self, model: str, limit: int) -> dict[str, Any]:
         offset_s = self._wall_clock() - self._clock()
@@ -273,4 +311,5 @@ def _record(record: DecisionRecord, offset_s: float) -> dict[str, Any]:
         "figures": figures,
         "detail": record.detail,
         "candidates": [msgspec.structs.asdict(candidate) for candidate in record.candidates],
+        "workers": [option._asdict() for option in record.workers],
     }

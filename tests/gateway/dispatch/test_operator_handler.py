@@ -175,4 +175,16 @@ async def test_the_commands_show_tenants_by_name(
         rows = json.loads(await run("decisions", "--model", "n", "--json"))["decisions"]
         assert [row["kind"] for row in rows] == ["load"]
         assert (await run("why", "nothing")).startswith("1: polyhost: 'nothing' is neither")
+        rig.worker("two", states={"n": "resident"})
+        three = rig.worker("three", states={"n": "resident"})
+        rig.ask("d", tenant.id, "n")
+        shown = await run("why", "d")
+        assert "granted to three of 2 workers: fewest requests" in shown
+        assert "w does not have the model: a load would take" in shown
+        three.finish("d")
+        assert "d, of acme for n, has ended" in await run("why", "d")
+        shown = await run("decisions", "--grants", "--model", "n")
+        assert "chosen, two: " in shown
+        rows = json.loads(await run("decisions", "--grants", "--json"))["grants"]
+        assert [(row["request_id"], row["tenant"]) for row in rows] == [("d", "acme")]
     assert (await run("decisions")).startswith("1: polyhost: no server is running")
