@@ -266,7 +266,7 @@ def _show_choice(
             header = ("WORKER", "LOAD", "FROM", "WAIT", "OTHER LOADS", "FREE MEMORY", "OUTCOME")
             print_table(header, [_load(one) for one in load["workers"]])
     for worker, load_s in elsewhere.items():
-        print(f"{worker} does not have the model: a load would take {load_s:.2f} s")
+        print(f"{worker} does not have the model: a load would take {load_s:.3f} s")
     print()
 
 
@@ -278,7 +278,7 @@ def _cost(one: dict[str, Any], choice: dict[str, Any]) -> tuple[object, ...]:
 
 
 def _load(one: dict[str, Any]) -> tuple[object, ...]:
-    load_s, wait_s, loss_s = (f"{one[name]:.2f} s" for name in ("load_s", "wait_s", "loss_s"))
+    load_s, wait_s, loss_s = (f"{one[name]:.3f} s" for name in ("load_s", "wait_s", "loss_s"))
     tier = "host memory" if one["is_warm"] else "disk"
     free = f"{one['free_bytes'] / 2**20:.0f} MiB"
     return one["worker_id"], load_s, tier, wait_s, loss_s, free, one["outcome"]

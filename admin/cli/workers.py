@@ -1,11 +1,11 @@
-"""`polyhost workers list|drain|resume|restart`: the workers of the running server."""
+"""`polyhost workers list|check|drain|resume|restart`: the workers of the running server."""
 
 import argparse
 import time
 from dataclasses import asdict
 
 from admin.cli.common import add_command, add_commands, call, instant, show_rows, size
-from admin.live.workers import STATES, WorkerView, list_workers, order_workers
+from admin.live.workers import STATES, WorkerView, check_books, list_workers, order_workers
 from registry.errors import InvalidValue, RegistryError
 from registry.models.worker_orders import WorkerAction
 
@@ -18,6 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The group's commands."""
     commands = add_commands(parser)
     add_command(commands, "list", "list the workers and what they do", _list, with_json=True)
+    add_command(
+        commands,
+        "check",
+        "have the server and its workers check their books",
+        _check,
+        with_json=True,
+    )
     for action, summary in (
         ("drain", "give workers no more requests; their models are loaded elsewhere"),
         ("resume", "give drained workers requests again"),
@@ -49,6 +56,13 @@ def _list(options: argparse.Namespace) -> int:
             ", ".join(view.labels) or "-",
         ),
     )
+
+
+def _check(options: argparse.Namespace) -> int:
+    found = call(options, check_books)
+    columns = ("WHAT", "STATE", "FOUND")
+    show_rows(options, found, asdict, columns, lambda one: (one.name, one.state, one.text))
+    return int(any(one.state == "broken" for one in found))
 
 
 def _order(options: argparse.Namespace) -> int:

@@ -33,6 +33,7 @@ from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.grant_choices import GrantChoices
+from gateway.dispatch.integrity_check import CheckResult, check_workers
 from gateway.dispatch.loads import Loads
 from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
@@ -97,7 +98,7 @@ class Dispatcher:
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._last_seq = 0
-        self._num_timeouts = self._num_workers_lost = 0
+        self._num_timeouts = self._num_workers_lost = self._num_checks = 0
 
     # What its process calls.
 
@@ -301,6 +302,11 @@ class Dispatcher:
             raise IntegrityError(
                 f"{len(self._running.live)} live requests, {len(held)} tickets held"
             )
+
+    async def check_workers(self) -> dict[str, CheckResult]:
+        """Have each worker check its own books."""
+        self._num_checks += 1
+        return await check_workers(self._fleet, self._num_checks)
 
     # What workers say (worker_client.WorkerListener).
 

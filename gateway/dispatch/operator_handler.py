@@ -4,6 +4,7 @@ folder.
     {"ask": "why", "what": MODEL or REQUEST_ID or "", "tenant": ID or "", "limit": N}
     {"ask": "decisions", "model": MODEL or "", "limit": N}
     {"ask": "grants", "model": MODEL or "", "limit": N}
+    {"ask": "check"}     compare the dispatcher's and each worker's books
     {"ask": "fleet"}     workers, arenas, an hour of residency, who waits: a packed `FleetReport`
 
 One line of JSON each way; the server closes then (gateway/ipc/control_socket.py). The answer has
@@ -11,12 +12,13 @@ One line of JSON each way; the server closes then (gateway/ipc/control_socket.py
 name says so, seconds from then. The fleet is msgpack, for JSON has no infinity, and times that
 nobody can foresee are just that. All of it is bounded: rows by what runs on the workers, history by
 decisions.py, waiting groups and evictions by the numbers here. It only reads: nothing can be
-changed here.
+changed here (a worker whose books turn out to be broken ends, as it would when idle).
 """
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -29,8 +31,12 @@ from gateway.dispatch.decisions import PER_MODEL, DecisionRecord, Move, Swapped
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.explain import WaitReason
 from gateway.dispatch.grant_choices import GrantChoice
+from gateway.dispatch.integrity_check import CheckResult
+from gateway.dispatch.tickets import IntegrityError
 from gateway.dispatch.worker_drains import WorkerState
 from gateway.protocols import DispatcherSnapshot
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING_GROUPS = 20
 MAX_EVICTIONS = 3
@@ -186,16 +192,19 @@ class OperatorHandler:
         dispatcher: Dispatcher,
         knows_model: Callable[[str], bool],
         labels: Labels = MappingProxyType({}),
+        checks: Mapping[str, Callable[[], None]] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`checks`: of other parts of the server whose books can be checked, by name."""
         self._dispatcher = dispatcher
         self._knows_model = knows_model
         self._labels = labels
+        self._checks = {"dispatcher": dispatcher.check_integrity, **checks}
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def answer(self, line: bytes) -> dict[str, Any]:
+    def answer(self, line: bytes) -> dict[str, Any] | Coroutine[Any, Any, dict[str, Any]]:
         """To one question; `error` where it is none, or about nobody."""
         try:
             question = _questions.decode(line)
@@ -209,15 +218,16 @@ class OperatorHandler:
         elif question.ask == "grants":
             chosen = self._dispatcher.choices.recent(question.model, limit)
             found = {"grants": [self._choice(one) for one in chosen]}
+        elif question.ask == "check":
+            return self._check()
         elif question.ask == "fleet":
             now_s = self._clock()
             offset_s = self._wall_clock() - now_s
             fleet = fleet_report(self._dispatcher, now_s, offset_s, self._labels)
             found = {"fleet": encode(fleet)}
         else:
-            found = {
-                "error": f"unknown request {question.ask!r}: ask why, decisions, grants or fleet"
-            }
+            known = "why, decisions, grants, check or fleet"
+            found = {"error": f"unknown request {question.ask!r}: ask {known}"}
         return {"at": self._wall_clock()} | found
 
     def _why(self, what: str, tenant_id: str, limit: int) -> dict[str, Any]:
@@ -278,6 +288,15 @@ class OperatorHandler:
         here = (record for record in loads if record.worker == worker_id)
         return next((_record(record, offset_s) for record in here), None)
 
+    async def _check(self) -> dict[str, Any]:
+        """By part of the server and by worker: the state, and what is wrong."""
+        found = {name: _checked(name, check) for name, check in self._checks.items()}
+        found |= await self._dispatcher.check_workers()
+        return {
+            "at": self._wall_clock(),
+            "checks": {name: result._asdict() for name, result in found.items()},
+        }
+
     def _decisions(self, model: str, limit: int) -> dict[str, Any]:
         offset_s = self._wall_clock() - self._clock()
         records = self._dispatcher.decisions.recent(model or None, limit)
@@ -286,6 +305,15 @@ class OperatorHandler:
             "decisions": [_record(record, offset_s) for record in records],
             "counts": [{"kind": k, "reason": r, "count": n} for (k, r), n in counts],
         }
+
+
+def _checked(name: str, check: Callable[[], None]) -> CheckResult:
+    try:
+        check()
+    except (IntegrityError, AssertionError) as error:  # policies raise the second
+        logger.error("the books of the %s do not agree: %s", name, error)
+        return CheckResult("broken", str(error) or type(error).__name__)
+    return CheckResult("ok")
 
 
 def _reason(reason: WaitReason) -> dict[str, Any]:

@@ -151,6 +151,7 @@ class Active:
             self._dispatcher,
             lambda name: self._directory.find_model(name) is not None,
             settings.worker_labels,
+            {"limits": self._store.check_integrity},
         )
         async with (
             listening(operator_socket(settings.data_path), handler),

@@ -207,6 +207,7 @@ class Server:
             self._dispatcher,
             lambda name: self._directory.find_model(name) is not None,
             self._settings.worker_labels,
+            {"gateway": self._requests.check_integrity},
         )
         async with (
             listening(operator_socket(self._settings.data_path), handler),
