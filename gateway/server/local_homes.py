@@ -12,11 +12,14 @@ has its home here too, and no dispatcher.
 import asyncio
 import logging
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
+from sqlalchemy.exc import SQLAlchemyError
 
+from admin.context.operator_context import open_context
+from admin.live.workers import list_workers, order_workers
 from gateway.ipc import machine
 from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
 from gateway.server.worker_launcher import (
@@ -29,10 +32,14 @@ from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
 from gateway.workers.worker_client import LossCause
+from registry.errors import RegistryError
 
 logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
+RENEW_LOOK_S = 1.0
+ACTOR = "server"
+"""Of the restarts that the server orders itself, in the audit log."""
 
 
 def slots_here(settings: Settings) -> list[WorkerSlot]:
@@ -41,6 +48,20 @@ def slots_here(settings: Settings) -> list[WorkerSlot]:
     gpus = _gpus() if "auto" in names and machine.may_have_gpus() else ()
     here = Machine(machine.cpu_nodes(), gpus)
     return plan_slots(settings.workers, settings.num_workers, settings.device, here)
+
+
+def order_restarts(settings: Settings, names: Collection[str]) -> None:
+    """Of those of these workers that are connected and have no such order yet. Where the dispatcher
+    or the database is away nothing happens: try again."""
+    try:
+        with open_context(settings, ACTOR) as context:
+            views = [view for view in list_workers(context) if view.name in names]
+            outgrown = [view.name for view in views if view.started_at and not view.restarts]
+            if outgrown:
+                logger.info("restarting %s with a larger device budget", ", ".join(outgrown))
+                order_workers(context, outgrown, "restart")
+    except (RegistryError, SQLAlchemyError) as error:
+        logger.info("cannot order restarts yet: %s", error)
 
 
 def _gpus() -> list[str]:
@@ -70,7 +91,9 @@ class LocalHomes:
         registry: CollectorRegistry,
         early: EarlyWorker | None = None,
     ) -> None:
+        self._settings = settings
         self._on_exit = on_exit
+        self._have_news = asyncio.Event()
         self._is_stopping = False
         clear_host_tier(settings)
         free_bytes = early.free_bytes if early else machine.free_memory_bytes()
@@ -104,6 +127,7 @@ class LocalHomes:
         for worker in self._workers:
             worker.set_weights(weights)
         self._embedder.set_weights(weights)
+        self._have_news.set()
 
     def restart(self, worker_id: str) -> None:
         """Let it drain, then start it anew; nothing happens where there is no such worker."""
@@ -120,13 +144,24 @@ class LocalHomes:
 
     async def run(self) -> None:
         """Keep all alive. Raises OSError if a process cannot be started at all."""
-        await asyncio.gather(self._embedder.run(), *(one.process.run() for one in self._workers))
+        processes = (self._embedder.run(), *(one.process.run() for one in self._workers))
+        await asyncio.gather(self._renew(), *processes)
 
     async def stop(self) -> None:
         """Returns when all are gone."""
         self._is_stopping = True
         processes = [self._embedder.process, *(worker.process for worker in self._workers)]
         await asyncio.gather(*(process.stop(WORKER_STOP_TIMEOUT_S) for process in processes))
+
+    async def _renew(self) -> None:
+        """Workers with too small an arena begin anew, one after another and drained before: by an
+        order to the dispatcher, as an operator would give it."""
+        while True:
+            await self._have_news.wait()
+            self._have_news.clear()
+            while names := [one.worker_id for one in self._workers if one.is_outgrown]:
+                await asyncio.to_thread(order_restarts, self._settings, names)
+                await asyncio.sleep(RENEW_LOOK_S)
 
     def _ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
         self._on_exit(worker_id, reason, cause)
