@@ -117,11 +117,6 @@ class LocalHomes:
             registry=registry,
         )
 
-    @property
-    def endpoints(self) -> list[tuple[str, str]]:
-        """(worker id, endpoint) of each that serves."""
-        return [(worker.worker_id, worker.endpoint) for worker in self._workers]
-
     def set_weights(self, weights: dict[str, int]) -> None:
         """Bytes of each ready model's weights."""
         for worker in self._workers:

@@ -71,7 +71,6 @@ class WorkerLauncher:
         self._arena_bytes = 0
         self._num_threads = slot.threads or settings.num_threads
         self.worker_id = slot.worker_id
-        self.endpoint = _endpoint(settings, slot.worker_id)
         self.process = ChildProcess(
             slot.worker_id,
             self.config,
@@ -231,6 +230,11 @@ class EmbedderLauncher:
 def _endpoint(settings: Settings, worker_id: str) -> str:
     """Where it listens."""
     return f"ipc://{machine.socket_path(settings.data_path, worker_id)}"
+
+
+def worker_endpoints(settings: Settings, slots: Sequence[WorkerSlot]) -> list[tuple[str, str]]:
+    """(worker id, endpoint) of each that serves."""
+    return [(slot.worker_id, _endpoint(settings, slot.worker_id)) for slot in slots]
 
 
 def embedder_connection(
