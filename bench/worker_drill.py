@@ -11,11 +11,14 @@ half. Clients stream greedy answers all the time. Every few seconds something ha
     drain     drained, and resumed when the next thing happens
     restart   drained and restarted
 
+After each of these, and after each resume, the books of dispatcher, gateway and workers are checked
+(`polyhost workers check`).
+
 Every answer is compared with what transformers makes of the same prompt in float32, alone. Where
 texts differ, transformers' own logits decide: a step whose two best are within TIE is a tie, and no
 fault. Every answer must have one posting, with the tokens that the client was told of. Exit status
-1: something was lost, wrong, or billed twice; or fewer than 99 % of the streams that lost their
-worker came to their end.
+1: something was lost, wrong, or billed twice; some books did not agree; or fewer than 99 % of the
+streams that lost their worker came to their end.
 """
 
 import argparse
@@ -29,7 +32,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +49,7 @@ from bench.client import Answer
 from bench.processes import ServerFailed
 from bench.servers import Polyhost, Server, total
 from bench.stats import spread
+from gateway.ipc.control_socket import ask
 from gateway.settings.settings import Settings
 from registry.schema import upgrade
 
@@ -165,6 +170,9 @@ class Drill:
     num_workers: int
     rng: random.Random
     num_events: Counter[str]
+    checks: Counter[str] = field(default_factory=Counter)
+    """By state (integrity_check.py), of each part and worker."""
+    findings: list[str] = field(default_factory=list)
 
     def process_of(self, worker: str) -> int:
         """As the log says; 0: none yet."""
@@ -176,6 +184,14 @@ class Drill:
         """By the command line."""
         await asyncio.to_thread(self.polyhost.run, "workers", action, worker)
 
+    async def check(self) -> None:
+        """Dispatcher, gateway and all workers that are there."""
+        answer = await asyncio.to_thread(ask, self.server.data_dir, ask="check")
+        for name, one in answer["checks"].items():
+            self.checks[one["state"]] += 1
+            if one["state"] == "broken":
+                self.findings.append(f"{name}: {one['text']}")
+
     async def violence(self, pause_s: float, most: int) -> None:
         """One thing after another, until it is cancelled or `most` have happened."""
         drained = ""
@@ -183,6 +199,7 @@ class Drill:
             await asyncio.sleep(pause_s * self.rng.uniform(0.5, 1.5))
             if drained:
                 await self.order("resume", drained)
+                await self.check()
                 drained = ""
             event = self.rng.choice(EVENTS)
             worker = f"worker-{self.rng.randrange(self.num_workers)}"
@@ -196,6 +213,7 @@ class Drill:
             else:
                 await self.order(event, worker)
                 drained = worker if event == "drain" else ""
+            await self.check()
         if drained:
             await self.order("resume", drained)
 
@@ -234,7 +252,8 @@ async def drill(it: Drill, args: argparse.Namespace, keys: Sequence[tuple[str, i
         return await it.clients(wanted, args.clients)
     finally:
         violence.cancel()
-        await asyncio.gather(violence, return_exceptions=True)
+        with suppress(asyncio.CancelledError):
+            await violence
 
 
 def judge(
@@ -265,6 +284,9 @@ def judge(
         "usage_differs": sum(told.get(one.request_id) != one.told for _, one in whole),
         "worker_restarts": int(total(series, "worker_restarts_total")),
         "events": dict(it.num_events),
+        "checks": dict(it.checks),
+        "findings": it.findings,
+        "integrity_errors_logged": it.server.process.read_log().count("IntegrityError"),
         "longest_gap_s": spread(gaps),
         "first_token_s": spread(firsts),
     }
@@ -276,6 +298,9 @@ def is_good(found: dict[str, Any]) -> bool:
     share = found["resumed"] / broken if broken else 1.0
     lost = found["requests"] - found["done"] - found["failed_after_tokens"]
     doubled = found["posted_twice"] + found["not_posted"] + found["usage_differs"]
+    broken_books = found["findings"] or found["integrity_errors_logged"]
+    if broken_books or not found["checks"].get("ok"):
+        return False
     return not (lost or doubled or found["texts"].get("wrong", 0)) and share >= RESUMED_SHARE
 
 

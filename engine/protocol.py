@@ -1,17 +1,15 @@
 """The worker protocol: every message between a gateway (or dispatcher) and a worker.
 
 The only module of the engine that the gateway imports, so it imports neither torch nor
-transformers. Messages are msgspec structs, tagged, encoded with msgpack, one message a ZeroMQ
-frame. A worker binds a ROUTER socket; every gateway process connects a DEALER. Token ids only:
-text never crosses this line.
+transformers. Messages are tagged msgspec structs in msgpack, one a ZeroMQ frame. A worker binds a
+ROUTER socket, every gateway process connects a DEALER. Token ids only: text never crosses this.
 
     gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage,
-                        LoadModel, WarmModel, UnloadModel, Restart
+                        LoadModel, WarmModel, UnloadModel, CheckIntegrity, Restart
     worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
 
 Fencing: a request is named by (request_id, attempt). A worker process is named by its `epoch`,
 drawn anew at each start; a gateway that sees a new epoch knows that all it had running is lost.
-
 Usage: a `Finish` is kept by the worker until `AckUsage` names it, and is sent again to whoever
 says `Hello`, so that a gateway that reconnects still learns what was used.
 """
@@ -345,6 +343,12 @@ class UnloadModel(_Message, frozen=True):
     model_id: str
 
 
+class CheckIntegrity(_Message, frozen=True):
+    """Compare all books, between two steps; `WorkerStatus.checked` answers. A finding is fatal."""
+
+    call: int
+
+
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """What a request consumed, as far as it got.
 
@@ -440,7 +444,8 @@ class WorkerStatus(_Message, frozen=True):
     running requests have had so far, so that they count while they run, and `taken`, which Submits
     have come since its previous status, so that it can subtract grants still under way.
     `layout` is sent to whoever connects, and then when it has changed, twice a second at most;
-    None: as sent before. `started_at`: when the process began, epoch seconds.
+    None: as sent before. `started_at`: when the process began, epoch seconds. `checked`: the
+    receiver's last CheckIntegrity: its `call`, and what was found; empty: nothing is wrong.
     """
 
     epoch: str
@@ -461,6 +466,7 @@ class WorkerStatus(_Message, frozen=True):
     taken: list[tuple[str, int]] = []
     layout: Layout | None = None
     started_at: float = 0.0
+    checked: tuple[int, str] | None = None
 
 
 class Restart(_Message, frozen=True):
@@ -477,9 +483,8 @@ class Welcome(_Message, frozen=True):
     device: str
 
 
-ToWorker: TypeAlias = (
-    Hello | SetCatalog | Submit | Abort | AckUsage | LoadModel | WarmModel | UnloadModel | Restart
-)
+_Order: TypeAlias = LoadModel | WarmModel | UnloadModel | CheckIntegrity | Restart
+ToWorker: TypeAlias = Hello | SetCatalog | Submit | Abort | AckUsage | _Order
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
 
 

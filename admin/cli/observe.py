@@ -186,6 +186,8 @@ def configure_why(parser: argparse.ArgumentParser) -> None:
         parser.set_defaults(run=_why)
     else:
         parser.add_argument("--model", default="", help="only decisions about this model")
+        grants = "show which workers requests were granted to, where there was a choice"
+        parser.add_argument("--grants", action="store_true", help=grants)
         parser.set_defaults(run=_decisions)
     parser.add_argument(
         "--limit",
@@ -211,7 +213,7 @@ def _why(options: argparse.Namespace) -> int:
         tenant=tenant_id,
         limit=options.limit,
     )
-    rows = answer.get("requests") or answer["waiting"]
+    rows = answer.get("requests") or answer.get("ended") or answer["waiting"]
     for row in rows:
         row["tenant"] = names.get(row["tenant_id"], row["tenant_id"])
     if options.json:
@@ -219,6 +221,10 @@ def _why(options: argparse.Namespace) -> int:
     elif "requests" in answer:
         for row in rows:
             _show_request(row, names)
+    elif "ended" in answer:
+        for row in rows:
+            print(f"{row['request_id']}, of {row['tenant']} for {row['model']}, has ended")
+            _show_choice(row, row["load"], {})
     else:
         _show_waiting(answer, rows)
     return 0
@@ -242,7 +248,40 @@ def _show_request(row: dict[str, Any], names: dict[str, str]) -> None:
             name = names.get(ahead["tenant_id"], ahead["tenant_id"])
             fields[f"  {name}"] = f"{ahead['counter']:.3f}, {ahead['num_waiting']} waiting"
     print_fields(fields)
+    _show_choice(row["choice"], row["load"], row["elsewhere"])
+
+
+def _show_choice(
+    choice: dict[str, Any] | None, load: dict[str, Any] | None, elsewhere: dict[str, float]
+) -> None:
+    """Which workers came into question for a request, and for the load of its model."""
+    if choice is not None:
+        chosen, num = choice["workers"][0]["worker_id"], choice["num_workers"]
+        print(f"{instant(choice['at'])}: granted to {chosen} of {num} workers: {choice['reason']}")
+        header = ("WORKER", "COST", "WAIT", "READ", "PROMPT TOKENS THERE", "RUNNING", "OUTCOME")
+        print_table(header, [_cost(one, choice) for one in choice["workers"]])
+    if load is not None:
+        print(f"{instant(load['at'])}: model loaded on {load['worker']}: {load['reason']}")
+        if load["workers"]:
+            header = ("WORKER", "LOAD", "FROM", "WAIT", "OTHER LOADS", "FREE MEMORY", "OUTCOME")
+            print_table(header, [_load(one) for one in load["workers"]])
+    for worker, load_s in elsewhere.items():
+        print(f"{worker} does not have the model: a load would take {load_s:.3f} s")
     print()
+
+
+def _cost(one: dict[str, Any], choice: dict[str, Any]) -> tuple[object, ...]:
+    delay_s, read_s = one["delay_s"], one["read_s"]
+    seconds = [f"{value:.3f} s" for value in (delay_s + read_s, delay_s, read_s)]
+    there = f"{one['cached_tokens']} of {choice['num_prompt_tokens']}"
+    return one["worker_id"], *seconds, there, one["num_running"], one["outcome"]
+
+
+def _load(one: dict[str, Any]) -> tuple[object, ...]:
+    load_s, wait_s, loss_s = (f"{one[name]:.3f} s" for name in ("load_s", "wait_s", "loss_s"))
+    tier = "host memory" if one["is_warm"] else "disk"
+    free = f"{one['free_bytes'] / 2**20:.0f} MiB"
+    return one["worker_id"], load_s, tier, wait_s, loss_s, free, one["outcome"]
 
 
 def _show_waiting(answer: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -274,6 +313,8 @@ def _show_waiting(answer: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 def _decisions(options: argparse.Namespace) -> int:
     names = _tenants(options)
+    if options.grants:
+        return _grants(options, names)
     found = call(options, server.decisions, options.model, options.limit)
     if options.json:
         answer = to_builtins(found)
@@ -299,6 +340,31 @@ def _decisions(options: argparse.Namespace) -> int:
     return 0
 
 
+def _grants(options: argparse.Namespace, names: dict[str, str]) -> int:
+    data_path = settings_of(options).data_path
+    answer = ask(data_path, ask="grants", model=options.model, limit=options.limit)
+    for row in answer["grants"]:
+        row["tenant"] = names.get(row["tenant_id"], row["tenant_id"])
+    if options.json:
+        print_json(answer)
+        return 0
+    print_table(
+        ("AT", "REQUEST", "TENANT", "MODEL", "WHY", "WORKERS"),
+        [
+            (
+                *(instant(row["at"]), row["request_id"], row["tenant"], row["model"]),
+                row["reason"],
+                ", ".join(
+                    f"{one['worker_id']}: {one['delay_s'] + one['read_s']:.3f} s, {one['outcome']}"
+                    for one in row["workers"]
+                ),
+            )
+            for row in answer["grants"]
+        ],
+    )
+    return 0
+
+
 def _figures(row: DecisionView, now_at: float, tenant: str) -> str:
     figures = dict(row.figures)
     if "until_s" in figures:
@@ -306,6 +372,7 @@ def _figures(row: DecisionView, now_at: float, tenant: str) -> str:
     parts = [f"{name}={_short(value)}" for name, value in figures.items()]
     outcomes = ((one["model_id"], one["outcome"]) for one in row.candidates)
     parts += [f"{model}: {OUTCOMES.get(outcome, outcome)}" for model, outcome in outcomes]
+    parts += [f"{one['worker_id']}: {one['outcome']}" for one in row.workers]
     parts += [text for text in (tenant, row.detail) if text]
     return ", ".join(parts)
 

@@ -1,4 +1,4 @@
-"""`polyhost workers list|drain|resume|restart`: the workers of the running server.
+"""`polyhost workers list|check|drain|resume|restart`: the workers of the running server.
 `polyhost workers serve|key`: workers of this machine for a server on another one."""
 
 import argparse
@@ -22,7 +22,7 @@ from admin.cli.common import (
     size,
 )
 from admin.context.data_folder import private_files
-from admin.live.workers import STATES, WorkerView, list_workers, order_workers
+from admin.live.workers import STATES, WorkerView, check_books, list_workers, order_workers
 from gateway.settings.settings import Settings
 from gateway.settings.worker_settings import CURVE_KEY
 from gateway.workers.curve_keys import key_pair
@@ -47,6 +47,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """The group's commands."""
     commands = add_commands(parser)
     add_command(commands, "list", "list the workers and what they do", _list, with_json=True)
+    add_command(
+        commands,
+        "check",
+        "have the server and its workers check their books",
+        _check,
+        with_json=True,
+    )
     for action, summary in (
         ("drain", "give workers no more requests; their models are loaded elsewhere"),
         ("resume", "give drained workers requests again"),
@@ -135,6 +142,13 @@ def _key_of(options: argparse.Namespace) -> int:
     with private_files():
         print(key_pair(settings_of(options).data_path).public_key)
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    found = call(options, check_books)
+    columns = ("WHAT", "STATE", "FOUND")
+    show_rows(options, found, asdict, columns, lambda one: (one.name, one.state, one.text))
+    return int(any(one.state == "broken" for one in found))
 
 
 def _order(options: argparse.Namespace) -> int:

@@ -13,7 +13,9 @@ from admin.context.operation import operation
 from admin.context.operator_context import OperatorContext
 from admin.live.fleet_watch import ask_fleet
 from engine.protocol import WorkerStatus
+from gateway.dispatch.integrity_check import Checked
 from gateway.dispatch.operator_handler import FleetReport, Worker
+from gateway.ipc.control_socket import ask
 from registry.errors import NotFound, RegistryError
 from registry.models import worker_orders
 from registry.models.worker_orders import NO_ORDER, WorkerAction, WorkerOrder
@@ -94,6 +96,26 @@ def order_workers(context: OperatorContext, names: Sequence[str], action: Worker
         for name in names or known:
             began_at = known[name].started_at if name in known else 0.0
             worker_orders.order(session, name, action, now_at=now_at, started_at=began_at)
+
+
+@dataclass(frozen=True, slots=True)
+class BooksChecked:
+    """Whether the books of a part of the server, or of a worker, agree. `text`: what is wrong.
+
+    ok | broken | ended (a worker's process, before it answered) | no answer | down
+    """
+
+    name: str
+    state: Checked
+    text: str = ""
+
+
+@operation("models.read")
+def check_books(context: OperatorContext) -> list[BooksChecked]:
+    """Have the running server and its workers compare their books. A worker that finds something
+    ends itself and is started again. Raises RegistryError where no server runs."""
+    checks = ask(context.data_dir, ask="check")["checks"]
+    return [BooksChecked(name, one["state"], one["text"]) for name, one in checks.items()]
 
 
 def _view(worker: Worker) -> WorkerView:

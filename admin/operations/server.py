@@ -199,7 +199,8 @@ def list_audit(
 class DecisionView(msgspec.Struct, frozen=True):
     """One decision of the running server, said `count` times between `at` and `last_at`. Instants
     in epoch seconds; `figures` as in DecisionFigures, `until_s` an instant too. `candidates`: the
-    models in memory when another needed room, with the `outcome` of each."""
+    models in memory when another needed room, with the `outcome` of each. `workers`: where a model
+    could have been loaded, the chosen worker first (dispatch/policy/fleet_view.py, LoadOption)."""
 
     at: float
     last_at: float
@@ -212,6 +213,7 @@ class DecisionView(msgspec.Struct, frozen=True):
     figures: dict[str, float]
     detail: str
     candidates: list[dict[str, Any]]
+    workers: list[dict[str, Any]] = []
 
 
 class Decided(msgspec.Struct, frozen=True):

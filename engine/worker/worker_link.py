@@ -54,7 +54,8 @@ RequestKey: TypeAlias = tuple[str, int]
 class Peer:
     """A gateway's connection.
 
-    `taken`: of one that observes, the Submits of anybody since its last status.
+    `taken`: of one that observes, the Submits of anybody since its last status. `checked`: its last
+    CheckIntegrity, as in WorkerStatus.
     """
 
     identity: bytes
@@ -62,13 +63,14 @@ class Peer:
     observes: bool = False
     connected: bool = True
     taken: list[RequestKey] = field(default_factory=list)
+    checked: tuple[int, str] | None = None
 
     def status(self, status: WorkerStatus) -> WorkerStatus:
         """What this peer gets of a status meant for all."""
         if not self.observes:
-            return msgspec.structs.replace(status, service=[])
+            return msgspec.structs.replace(status, service=[], checked=self.checked)
         taken, self.taken = self.taken, []
-        return msgspec.structs.replace(status, taken=taken)
+        return msgspec.structs.replace(status, taken=taken, checked=self.checked)
 
 
 class PeerRequest(NamedTuple):

@@ -32,6 +32,7 @@ from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
     AckUsage,
+    CheckIntegrity,
     FromWorker,
     Hello,
     LoadModel,
@@ -197,6 +198,8 @@ class Worker:
                     self._engine.abort(message.request_id, message.attempt)
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
+            case CheckIntegrity():
+                self._check_for(peer, message.call, now_s)
             case SetCatalog() | LoadModel() | WarmModel() | UnloadModel():
                 if self._dispatcher_epoch and not peer.observes:
                     self.counters.controls_refused += 1
@@ -387,6 +390,18 @@ class Worker:
         if interval_s and now_s >= self._next_integrity_s:
             self._next_integrity_s = now_s + interval_s
             self.check_integrity()
+
+    def _check_for(self, peer: Peer, call: int, now_s: float) -> None:
+        """Raises IntegrityError, once the peer has been told."""
+        try:
+            self.check_integrity()
+            peer.checked = (call, "")
+        except IntegrityError as error:
+            peer.checked = (call, str(error))
+            raise
+        finally:
+            self._board.ask()
+            self._publish(now_s)
 
     def _welcome(self, version: int) -> Welcome:
         return Welcome(version, self.config.worker_id, self._epoch, self._device)

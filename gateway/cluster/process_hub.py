@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -204,6 +204,20 @@ class _Child:
         """How often it was asked since anything came."""
 
 
+class WorkerHomes(Protocol):
+    """Who starts the workers' processes: in this process (server/local_homes.py), or beyond the hub
+    (`HubLink`)."""
+
+    def set_weights(self, weights: dict[str, int]) -> None:
+        """Bytes of each ready model's weights."""
+
+    def restart(self, worker_id: str) -> None:
+        """It is empty: end its process, and start it anew."""
+
+    def kill(self, worker_id: str) -> None:
+        """Its process hangs: end it hard, and start it anew."""
+
+
 class ProcessHub:
     """The parent's end. `registry` is the parent's own figures."""
 
@@ -211,15 +225,13 @@ class ProcessHub:
         self,
         registry: CollectorRegistry,
         silence_s: float,
-        on_weights: Callable[[dict[str, int]], None],
+        homes: WorkerHomes,
         on_silent: Callable[[str], None],
-        on_restart: Callable[[str, bool], None],
     ) -> None:
         self._registry = registry
         self._silence_s = silence_s
-        self._on_weights = on_weights
+        self._homes = homes
         self._on_silent = on_silent
-        self._on_restart = on_restart
         self._children: set[_Child] = set()
         self._retired = Retired()
         self._call = 0
@@ -289,9 +301,10 @@ class ProcessHub:
             child.families, child.ready, child.call = message.families, message.ready, message.call
             self._answered.set()
         elif isinstance(message, Weights):
-            self._on_weights(message.weights)
+            self._homes.set_weights(message.weights)
         elif isinstance(message, RestartWorker):
-            self._on_restart(message.worker_id, message.hangs)
+            act = self._homes.kill if message.hangs else self._homes.restart
+            act(message.worker_id)
         else:
             task = asyncio.create_task(self._scrape(child, message.call))
             self._scraping.add(task)
@@ -307,7 +320,8 @@ class ProcessHub:
 
 
 class HubLink:
-    """A child's end. `on_worker_ended(worker_id, reason, cause)`, `on_orphaned()` are its news."""
+    """A child's end, and what a child knows of the workers' homes (implements WorkerHomes).
+    `on_worker_ended(worker_id, reason, cause)`, `on_orphaned()` are its news."""
 
     def __init__(
         self,
@@ -337,16 +351,16 @@ class HubLink:
         self._report(0)
         self._channel.close()
 
-    def send_weights(self, weights: dict[str, int]) -> None:
-        """Of the models that are ready."""
+    def set_weights(self, weights: dict[str, int]) -> None:
+        """See WorkerHomes."""
         self._channel.send(Weights(weights))
 
-    def restart_worker(self, worker_id: str) -> None:
-        """It is empty: end it, and start it again."""
+    def restart(self, worker_id: str) -> None:
+        """See WorkerHomes."""
         self._channel.send(RestartWorker(worker_id, hangs=False))
 
-    def kill_worker(self, worker_id: str) -> None:
-        """It hangs: end it hard, and start it again."""
+    def kill(self, worker_id: str) -> None:
+        """See WorkerHomes."""
         self._channel.send(RestartWorker(worker_id, hangs=True))
 
     async def scrape(self) -> bytes:

@@ -5,6 +5,7 @@ __all__ = [
     "counter_checkpoint",
     "decisions",
     "dispatcher",
+    "integrity_check",
     "live_tickets",
     "operator_handler",
     "policy",

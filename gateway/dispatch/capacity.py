@@ -14,7 +14,7 @@ so, and placement has idle models make room.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from engine.protocol import Lease, ModelStatus, WorkerStatus
 from gateway.dispatch.policy.fleet_view import ModelView, WorkerView
@@ -45,6 +45,9 @@ class _UnderWay(NamedTuple):
     kv_tokens: int
 
 
+Lacking: TypeAlias = Literal["worker not responding", "worker full", "not enough KV memory"]
+
+
 class Room(NamedTuple):
     """What a worker has for one ticket, and what the ticket takes of it.
 
@@ -66,6 +69,17 @@ class Room(NamedTuple):
     wanted_kv_bytes: int
     can_hold: bool
     has_refused: bool
+
+
+def lacks(room: Room) -> Lacking | None:
+    """What keeps a request from going there; None where it fits. As `fits`."""
+    if not room.fresh:
+        return "worker not responding"
+    if room.free_requests < 1 or room.leased_requests < 1:
+        return "worker full"
+    short = room.wanted_tokens > room.leased_tokens or room.wanted_kv_bytes > room.free_kv_bytes
+    waits = room.running_model or not room.can_hold
+    return "not enough KV memory" if room.has_refused or (short and waits) else None
 
 
 _NOTHING = _UnderWay(0, 0)

@@ -53,7 +53,8 @@ class Copies:
         ]
         for load in self._spreading.decide(now_s, busy, resting):
             about = (load.model_id, load.worker_id, DecisionFigures(load_s=load.load_s))
-            self._decisions.add(DecisionRecord(now_s, "load", "replica", *about))
+            why = "its copies are busy and this worker runs nothing"
+            self._decisions.add(DecisionRecord(now_s, "load", "replica", *about, detail=why))
             self._fleet.load_ahead(load.worker_id, load.model_id)
 
     def give_up(self, now_s: float) -> None:

@@ -38,6 +38,7 @@ from engine.protocol import (
     SwapRecord,
     WorkerStatus,
 )
+from gateway.dispatch.policy.fleet_view import LoadOption
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class DecisionRecord:
     detail       what the words above do not say, for people
     count        how often it was said, the last time at `last_s`
     candidates   of an eviction
+    workers      of a load that had a choice: the chosen one first
     """
 
     at_s: float
@@ -79,6 +81,7 @@ class DecisionRecord:
     tenant: str = ""
     detail: str = ""
     candidates: tuple[SwapCandidate, ...] = ()
+    workers: tuple[LoadOption, ...] = ()
     count: int = 1
     last_s: float = 0.0
 
@@ -112,6 +115,7 @@ class _Kept:
             record.tenant,
             record.detail,
             record.candidates,
+            record.workers,
             self.count,
             self.last_s,
         )
@@ -236,6 +240,7 @@ def line(record: DecisionRecord) -> str:
     fields += (record.figures or {}).items()
     for candidate in record.candidates:
         fields.append((candidate.outcome.partition(": ")[0], candidate.model_id))
+    fields += [(_word(option.outcome), option.worker_id) for option in record.workers]
     if record.count > 1:
         fields += [("count", record.count), ("first_at_s", record.at_s)]
     words = [f"{name}={_word(value)}" for name, value in fields if value != ""]

@@ -32,10 +32,13 @@ from gateway.dispatch.capacity import WorkerCapacity
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.explain import Look, WaitReason, find
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.grant_choices import GrantChoices
+from gateway.dispatch.integrity_check import CheckResult, check_workers
 from gateway.dispatch.loads import Loads
 from gateway.dispatch.matching import FIRST_LOOK, MOST_LOOKED, GrantRound, place_alone
 from gateway.dispatch.policy.fair_share import FairShare, Headroom, TenantOrder
 from gateway.dispatch.policy.fleet_sight import Placer
+from gateway.dispatch.policy.fleet_view import load_seconds
 from gateway.dispatch.policy.model_history import Quarantine
 from gateway.dispatch.policy.placement import Placement
 from gateway.dispatch.policy.reasons import DecisionFigures, Kind, Reason
@@ -53,6 +56,8 @@ from gateway.workers.worker_client import LossCause, WorkerClient
 from registry.models.residency_requests import ResidencyRequest
 
 TICK_S = 0.05
+MAX_ELSEWHERE = 64
+"""Workers without a model that are looked at, for people."""
 FEW_WORKERS = 16
 """Of so many each one is looked at where all are asked for; of more, those with room by model."""
 
@@ -93,7 +98,7 @@ class Dispatcher:
         self._models: dict[str, HostedModel] = {}
         self._swap_listeners: list[Callable[[str, SwapRecord], None]] = []
         self._last_seq = 0
-        self._num_timeouts = self._num_workers_lost = 0
+        self._num_timeouts = self._num_workers_lost = self._num_checks = 0
 
     # What its process calls.
 
@@ -257,6 +262,20 @@ class Dispatcher:
         parts = (self._queue, self._share, self._fleet, self.decisions, self.model_failure)
         return Look(*parts, self._running.may_take, self._clock())
 
+    @property
+    def choices(self) -> GrantChoices:
+        """Why requests went to their workers."""
+        return self._affinity.choices
+
+    def elsewhere(self, model_name: str) -> dict[str, float]:
+        """Workers that do not have the model -> seconds that a load there is expected to take."""
+        found = {}
+        for demand in self._fleet.demand_of([model_name]):
+            for view in self._fleet.candidates.all()[:MAX_ELSEWHERE]:
+                if not view.has(model_name) and view.may_load(demand):
+                    found[view.worker_id] = load_seconds(view.model(demand))
+        return found
+
     def explain(self, request_id: str) -> list[WaitReason]:
         """Of a request and its choices; none where it is not here any more."""
         look = self.look()
@@ -283,6 +302,11 @@ class Dispatcher:
             raise IntegrityError(
                 f"{len(self._running.live)} live requests, {len(held)} tickets held"
             )
+
+    async def check_workers(self) -> dict[str, CheckResult]:
+        """Have each worker check its own books."""
+        self._num_checks += 1
+        return await check_workers(self._fleet, self._num_checks)
 
     # What workers say (worker_client.WorkerListener).
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from gateway.dispatch.capacity import Room
+from gateway.dispatch.capacity import Room, lacks
 from gateway.dispatch.decisions import DecisionLog, DecisionRecord
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.matching import MayTake, kept_for, place_of
@@ -336,17 +336,6 @@ def find(live: Iterable[Ticket], request_id: str) -> list[Ticket]:
         if ticket.request.request_id == request_id or ticket.request.request_id.startswith(choices)
     )
     return sorted(found, key=lambda ticket: ticket.seq)
-
-
-def lacks(room: Room) -> WaitCode | None:
-    """What keeps a request from going there; None where it fits. As capacity.py's `fits`."""
-    if not room.fresh:
-        return "worker not responding"
-    if room.free_requests < 1 or room.leased_requests < 1:
-        return "worker full"
-    short = room.wanted_tokens > room.leased_tokens or room.wanted_kv_bytes > room.free_kv_bytes
-    waits = room.running_model or not room.can_hold
-    return "not enough KV memory" if room.has_refused or (short and waits) else None
 
 
 def _distance(room: Room) -> tuple[bool, bool, bool]:

@@ -460,9 +460,8 @@ class Fleet:
 def _record(
     now_s: float, kind: Kind, decision: LoadDecision, figures: DecisionFigures | None = None
 ) -> DecisionRecord:
-    return DecisionRecord(
-        now_s, kind, decision.reason, decision.model_id, decision.worker_id, figures
-    )
+    about = (kind, decision.reason, decision.model_id, decision.worker_id, figures)
+    return DecisionRecord(now_s, *about, workers=decision.options)
 
 
 def _held(now_s: float, demand: Demand, outlook: Outlook) -> DecisionRecord:

@@ -3,6 +3,8 @@ folder.
 
     {"ask": "why", "what": MODEL or REQUEST_ID or "", "tenant": ID or "", "limit": N}
     {"ask": "decisions", "model": MODEL or "", "limit": N}
+    {"ask": "grants", "model": MODEL or "", "limit": N}
+    {"ask": "check"}     compare the dispatcher's and each worker's books
     {"ask": "fleet"}     workers, arenas, an hour of residency, who waits: a packed `FleetReport`
 
 One line of JSON each way; the server closes then (gateway/ipc/control_socket.py). The answer has
@@ -10,12 +12,13 @@ One line of JSON each way; the server closes then (gateway/ipc/control_socket.py
 name says so, seconds from then. The fleet is msgpack, for JSON has no infinity, and times that
 nobody can foresee are just that. All of it is bounded: rows by what runs on the workers, history by
 decisions.py, waiting groups and evictions by the numbers here. It only reads: nothing can be
-changed here.
+changed here (a worker whose books turn out to be broken ends, as it would when idle).
 """
 
 import dataclasses
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -24,11 +27,16 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.protocol import Layout, WorkerStatus
-from gateway.dispatch.decisions import DecisionRecord, Move, Swapped
+from gateway.dispatch.decisions import PER_MODEL, DecisionRecord, Move, Swapped
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.dispatch.explain import WaitReason
+from gateway.dispatch.grant_choices import GrantChoice
+from gateway.dispatch.integrity_check import CheckResult
+from gateway.dispatch.tickets import IntegrityError
 from gateway.dispatch.worker_drains import WorkerState
 from gateway.protocols import DispatcherSnapshot
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING_GROUPS = 20
 MAX_EVICTIONS = 3
@@ -184,16 +192,19 @@ class OperatorHandler:
         dispatcher: Dispatcher,
         knows_model: Callable[[str], bool],
         labels: Labels = MappingProxyType({}),
+        checks: Mapping[str, Callable[[], None]] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`checks`: of other parts of the server whose books can be checked, by name."""
         self._dispatcher = dispatcher
         self._knows_model = knows_model
         self._labels = labels
+        self._checks = {"dispatcher": dispatcher.check_integrity, **checks}
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def answer(self, line: bytes) -> dict[str, Any]:
+    def answer(self, line: bytes) -> dict[str, Any] | Coroutine[Any, Any, dict[str, Any]]:
         """To one question; `error` where it is none, or about nobody."""
         try:
             question = _questions.decode(line)
@@ -204,19 +215,33 @@ class OperatorHandler:
             found = self._why(question.what, question.tenant, limit)
         elif question.ask == "decisions":
             found = self._decisions(question.model, limit)
+        elif question.ask == "grants":
+            chosen = self._dispatcher.choices.recent(question.model, limit)
+            found = {"grants": [self._choice(one) for one in chosen]}
+        elif question.ask == "check":
+            return self._check()
         elif question.ask == "fleet":
             now_s = self._clock()
             offset_s = self._wall_clock() - now_s
             fleet = fleet_report(self._dispatcher, now_s, offset_s, self._labels)
             found = {"fleet": encode(fleet)}
         else:
-            found = {"error": f"unknown request {question.ask!r}: ask why, decisions or fleet"}
+            known = "why, decisions, grants, check or fleet"
+            found = {"error": f"unknown request {question.ask!r}: ask {known}"}
         return {"at": self._wall_clock()} | found
 
     def _why(self, what: str, tenant_id: str, limit: int) -> dict[str, Any]:
         reasons = self._dispatcher.explain(what) if what else []
         if reasons:
-            return {"requests": [_reason(reason) for reason in reasons[:limit]]}
+            return {"requests": [self._request(reason) for reason in reasons[:limit]]}
+        ended = self._dispatcher.choices.find(what) if what else []
+        if ended:
+            return {
+                "ended": [
+                    self._choice(one) | {"load": self._load(one.model, one.workers[0].worker_id)}
+                    for one in ended[:limit]
+                ]
+            }
         if what and not self._knows_model(what):
             return {"error": f"{what!r} is neither a hosted model nor a live request"}
         look, which = self._dispatcher.look(), (what or None, tenant_id or None)
@@ -240,6 +265,38 @@ class OperatorHandler:
             }
         return found
 
+    def _request(self, reason: WaitReason) -> dict[str, Any]:
+        """A live request, with the choice of its worker where there was one, the load that brought
+        its model, and what loads on workers without it would take."""
+        chosen = self._dispatcher.choices.find(reason.request_id)
+        is_chosen = chosen and chosen[0].workers[0].worker_id == reason.worker
+        return _reason(reason) | {
+            "choice": self._choice(chosen[0]) if is_chosen else None,
+            "load": self._load(reason.model, reason.worker),
+            "elsewhere": self._dispatcher.elsewhere(reason.model),
+        }
+
+    def _choice(self, choice: GrantChoice) -> dict[str, Any]:
+        offset_s = self._wall_clock() - self._clock()
+        fields = choice._asdict() | {"workers": [one._asdict() for one in choice.workers]}
+        return {"at": fields.pop("at_s") + offset_s} | fields
+
+    def _load(self, model: str, worker_id: str) -> dict[str, Any] | None:
+        """The latest load of the model there."""
+        offset_s = self._wall_clock() - self._clock()
+        loads = self._dispatcher.decisions.last("load", model, limit=PER_MODEL)
+        here = (record for record in loads if record.worker == worker_id)
+        return next((_record(record, offset_s) for record in here), None)
+
+    async def _check(self) -> dict[str, Any]:
+        """By part of the server and by worker: the state, and what is wrong."""
+        found = {name: _checked(name, check) for name, check in self._checks.items()}
+        found |= await self._dispatcher.check_workers()
+        return {
+            "at": self._wall_clock(),
+            "checks": {name: result._asdict() for name, result in found.items()},
+        }
+
     def _decisions(self, model: str, limit: int) -> dict[str, Any]:
         offset_s = self._wall_clock() - self._clock()
         records = self._dispatcher.decisions.recent(model or None, limit)
@@ -248,6 +305,15 @@ class OperatorHandler:
             "decisions": [_record(record, offset_s) for record in records],
             "counts": [{"kind": k, "reason": r, "count": n} for (k, r), n in counts],
         }
+
+
+def _checked(name: str, check: Callable[[], None]) -> CheckResult:
+    try:
+        check()
+    except (IntegrityError, AssertionError) as error:  # policies raise the second
+        logger.error("the books of the %s do not agree: %s", name, error)
+        return CheckResult("broken", str(error) or type(error).__name__)
+    return CheckResult("ok")
 
 
 def _reason(reason: WaitReason) -> dict[str, Any]:
@@ -273,4 +339,5 @@ def _record(record: DecisionRecord, offset_s: float) -> dict[str, Any]:
         "figures": figures,
         "detail": record.detail,
         "candidates": [msgspec.structs.asdict(candidate) for candidate in record.candidates],
+        "workers": [option._asdict() for option in record.workers],
     }

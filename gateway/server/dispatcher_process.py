@@ -1,5 +1,7 @@
 """The dispatcher as a process: `python -m gateway.server.dispatcher_process NAME CONFIG`.
 
+`DispatcherParts` is what it is made of beside the one gateway, too (supervisor.py). As a process:
+
     standby --the lock is free--> active        (there is no way back: an active one ends)
 
 Two of them run. The kernel gives the lock (flock) to one, and frees it in the moment in which that
@@ -22,21 +24,19 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvloop
-import zmq
-from prometheus_client import CollectorRegistry, Gauge
-from sqlalchemy import Engine
+from prometheus_client import Gauge
 from sqlalchemy.exc import SQLAlchemyError
 
 from admin.alerts.alerts import AlertWatch
 from gateway.auth.directory import Directory
-from gateway.auth.registry_poll import RegistryPoll
 from gateway.cluster.dispatcher_server import DispatcherServer
 from gateway.cluster.local_dispatcher import DISPATCHER_ID
-from gateway.cluster.process_hub import HubLink
+from gateway.cluster.process_hub import HubLink, WorkerHomes
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
 from gateway.dispatch.counter_checkpoint import CounterCheckpoint
 from gateway.dispatch.dispatcher import TICK_S
@@ -48,6 +48,7 @@ from gateway.ipc.control_socket import listening, operator_socket
 from gateway.limits.store import MemoryStore
 from gateway.metrics.metrics import Metrics, StateCollector
 from gateway.protocols import LedgerSnapshot
+from gateway.server.process_parts import Resources, lose, resources
 from gateway.server.process_setup import (
     ProcessConfig,
     dispatcher_socket,
@@ -58,9 +59,7 @@ from gateway.server.process_setup import (
     take_epoch,
 )
 from gateway.types import HostedModel
-from gateway.workers.curve_keys import key_pair
-from gateway.workers.worker_client import LossCause, ZmqWorkerClient
-from registry.session import make_engine
+from gateway.workers.worker_client import LossCause
 
 logger = logging.getLogger(__name__)
 
@@ -73,25 +72,81 @@ READ_AGAIN_S = (3.0, 12.0)
 last dispatcher died is in the database by then."""
 
 
-class Active:
-    """The active dispatcher's parts."""
+class DispatcherParts:
+    """The dispatcher with all that goes by it, in a process of its own or beside the one gateway
+    (supervisor.py): connections, tenants' order on disk, alerts, and what operators ask."""
 
     def __init__(
         self,
-        config: ProcessConfig,
+        made_with: Resources,
+        dispatcher: TicketDispatcher,
+        share: FairShare,
+        homes: WorkerHomes,
+        directory: Directory,
+        checks: Mapping[str, Callable[[], None]],
+        tick: Callable[[], None],
         epoch: int,
-        engine: Engine,
-        context: zmq.Context[zmq.Socket[bytes]],
-        registry: CollectorRegistry,
     ) -> None:
-        settings = self._settings = config.settings
-        self._directory = Directory()
+        """`epoch`: see process_setup.take_epoch. `share`: the dispatcher's. `checks`: see
+        OperatorHandler. `tick`: called every TICK_S."""
+        settings = made_with.settings
+        self._dispatcher = dispatcher
+        self._homes = homes
+        self._tick = tick
+        self._socket = operator_socket(settings.data_path)
+        self.share_file = CounterCheckpoint(settings.data_path, share)
+        self.clients = made_with.clients(DISPATCHER_ID, epoch)
+        self._alerts = AlertWatch(made_with.engine, settings.alert_interval_s, made_with.registry)
+        self._handler = OperatorHandler(
+            dispatcher,
+            lambda name: directory.find_model(name) is not None,
+            settings.worker_labels,
+            checks,
+        )
+        dispatcher.drains.on_restart = homes.restart
+
+    def connect(self) -> None:
+        """Begin to connect to the workers."""
+        for client in self.clients.values():
+            self._dispatcher.add_worker(client)
+
+    def worker_ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
+        """A worker's process is gone."""
+        lose(self.clients, worker_id, reason, cause)
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self, *work: Coroutine[Any, Any, None]
+    ) -> AsyncIterator[list["asyncio.Task[None]"]]:
+        """Answer operators and do all that goes on beside the requests, with this `work`."""
+        own = (self.share_file.run(), self._alerts.run(), self._keep_ticking())
+        async with (
+            listening(self._socket, self._handler),
+            running(*work, *own) as parts,
+        ):
+            yield parts
+
+    async def _keep_ticking(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._tick()
+            for worker_id, client in self.clients.items():
+                if client.hangs():
+                    self._homes.kill(worker_id)
+
+
+class Active:
+    """The active dispatcher of several gateway processes."""
+
+    def __init__(self, made_with: Resources, epoch: int, homes: WorkerHomes) -> None:
+        settings = self._settings = made_with.settings
+        directory, registry = Directory(), made_with.registry
         share = FairShare(settings.fair_share_max_lead_s)
-        self._share_file = CounterCheckpoint(settings.data_path, share)
-        self._dispatcher = TicketDispatcher(settings, share=share)
+        self._homes = homes
+        self.dispatcher = TicketDispatcher(settings, share=share)
         self._store = MemoryStore()
         self._server = DispatcherServer(
-            self._dispatcher,
+            self.dispatcher,
             self._store,
             epoch,
             settings.dispatcher_timeout_s,
@@ -99,97 +154,50 @@ class Active:
             self._look_now,
             settings.gateway_processes,
         )
-        self._poll = RegistryPoll(
-            engine,
-            settings.data_path,
-            self._directory,
-            settings.key_cache_poll_s,
-            self._on_models,
-            self._dispatcher.fulfil,
-            self._store,
-            on_reserved=self._dispatcher.set_reserved_shares,
-            on_orders=self._dispatcher.drains.set_orders,
-        )
-        self.clients = {
-            address.worker_id: ZmqWorkerClient(
-                context,
-                address,
-                DISPATCHER_ID,
-                settings.worker_heartbeat_timeout_s,
-                keys=key_pair(settings.data_path),
-                observes=True,
-                epoch=epoch,
-            )
-            for address in config.workers
-        }
-        self._alerts = AlertWatch(engine, settings.alert_interval_s, registry)
+        self._poll = made_with.poll(directory, self._store, self._on_models, self.dispatcher)
+        checks = {"limits": self._store.check_integrity}
+        about = (made_with, self.dispatcher, share, homes, directory)
+        self.parts = DispatcherParts(*about, checks, self._tick, epoch)
         self._look: asyncio.Task[None] | None = None
-        self.weights: dict[str, int] = {}
-        self.on_weights: Callable[[], None] = lambda: None
-        self._dispatcher.drains.on_restart = lambda worker_id: self.on_restart(worker_id)
-        self.on_restart: Callable[[str], None] = lambda worker_id: None
-        self.on_hangs: Callable[[str], None] = lambda worker_id: None
-        self._dispatcher.add_swap_listener(Metrics(registry).on_swap)
-        registry.register(StateCollector(self._dispatcher, _NoLedger(), lambda: 0))
+        self.dispatcher.add_swap_listener(Metrics(registry).on_swap)
+        registry.register(StateCollector(self.dispatcher, _NoLedger(), lambda: 0))
         Gauge(
             "polyhost_dispatcher_epoch",
             "Which dispatcher since the data folder was made; rises when a standby takes over.",
             registry=registry,
         ).set(epoch)
 
-    @property
-    def ready(self) -> bool:
-        """A request could be granted now."""
-        return self._dispatcher.ready
-
     async def run(self, stop: asyncio.Event) -> None:
         """Dispatch until `stop`."""
-        settings = self._settings
-        await self._share_file.load()
+        parts = self.parts
+        await parts.share_file.load()
         await self._poll.load()
-        for client in self.clients.values():
-            self._dispatcher.add_worker(client)
+        parts.connect()
         await self._await_workers()
-        handler = OperatorHandler(
-            self._dispatcher,
-            lambda name: self._directory.find_model(name) is not None,
-            settings.worker_labels,
-        )
         async with (
-            listening(operator_socket(settings.data_path), handler),
-            ipc.listening(dispatcher_socket(settings), self._server.new_channel),
-            running(
-                self._poll.run(),
-                self._share_file.run(),
-                self._tick(),
-                self._read_again(),
-                self._alerts.run(),
-            ) as parts,
+            ipc.listening(dispatcher_socket(self._settings), self._server.new_channel),
+            parts.running(self._poll.run(), self._read_again()) as tasks,
         ):
             logger.info("the dispatcher is running")
             asked = asyncio.create_task(stop.wait())
-            done, _ = await asyncio.wait([asked, *parts], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([asked, *tasks], return_when=asyncio.FIRST_COMPLETED)
             asked.cancel()
             self._server.close()
         for part in done - {asked}:
             part.result()  # Raises what ended it.
-        await self._share_file.write()
-        self._dispatcher.close()
+        await parts.share_file.write()
+        self.dispatcher.close()
 
     async def _await_workers(self) -> None:
+        clients = self.parts.clients.values()
         for _ in range(round(WORKERS_WAIT_S / WORKERS_LOOK_S)):
-            if all(client.state == "connected" for client in self.clients.values()):
+            if all(client.state == "connected" for client in clients):
                 return
             await asyncio.sleep(WORKERS_LOOK_S)
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._dispatcher.tick()
-            self._server.tick()
-            for client in self.clients.values():
-                if client.hangs():
-                    self.on_hangs(client.worker_id)
+    def _tick(self) -> None:
+        self.dispatcher.tick()
+        self._server.tick()
 
     async def _read_again(self) -> None:
         for pause_s in READ_AGAIN_S:
@@ -218,9 +226,8 @@ class Active:
             self._server.caught_up(num_behind)
 
     def _on_models(self, models: Sequence[HostedModel], weights: dict[str, int]) -> None:
-        self.weights = weights
-        self._dispatcher.set_catalog(models)
-        self.on_weights()
+        self.dispatcher.set_catalog(models)
+        self._homes.set_weights(weights)
 
 
 class _NoLedger:
@@ -255,59 +262,36 @@ async def run(name: str, config: ProcessConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    registry = CollectorRegistry()
     active: list[Active] = []
 
     def worker_ended(worker_id: str, reason: str, cause: LossCause) -> None:
         for one in active:
-            _lose(one.clients.items(), worker_id, reason, cause)
+            one.parts.worker_ended(worker_id, reason, cause)
 
-    hub = HubLink(name, registry, lambda: any(one.ready for one in active), worker_ended, stop.set)
-    await hub.connect(hub_socket(config.settings))
-    engine = make_engine(config.settings.registry_url)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-    try:
-        await _warm_up(config, engine)
-        async with my_turn(Path(config.lock), stop) as epoch:
-            if epoch is not None:
-                logger.info("this dispatcher is active now name=%s epoch=%d", name, epoch)
-                one = Active(config, epoch, engine, context, registry)
-                one.on_weights = lambda: hub.send_weights(one.weights)
-                one.on_restart = hub.restart_worker
-                one.on_hangs = hub.kill_worker
-                active.append(one)
-                await one.run(stop)
-    finally:
-        context.destroy(linger=0)
-        engine.dispose()
-        hub.close()
+    def is_ready() -> bool:
+        return any(one.dispatcher.ready for one in active)
+
+    with resources(config.settings, config.workers) as made_with:
+        hub = HubLink(name, made_with.registry, is_ready, worker_ended, stop.set)
+        await hub.connect(hub_socket(config.settings))
+        try:
+            await _warm_up(made_with)
+            async with my_turn(Path(config.lock), stop) as epoch:
+                if epoch is not None:
+                    logger.info("this dispatcher is active now name=%s epoch=%d", name, epoch)
+                    one = Active(made_with, epoch, hub)
+                    active.append(one)
+                    await one.run(stop)
+        finally:
+            hub.close()
 
 
-async def _warm_up(config: ProcessConfig, engine: Engine) -> None:
+async def _warm_up(made_with: Resources) -> None:
     """Read once what an active one reads first: the second time is several times as fast."""
-    settings = config.settings
-    for_nobody = RegistryPoll(
-        engine,
-        settings.data_path,
-        Directory(),
-        settings.key_cache_poll_s,
-        lambda models, weights: None,
-        lambda request: None,
-        MemoryStore(),
-        takes_requests=False,
-    )
     try:
-        await for_nobody.load()
+        await made_with.poll(Directory(), MemoryStore(), lambda models, weights: None).load()
     except SQLAlchemyError as error:
         logger.warning("cannot read the registry database, trying again: %s", error)
-
-
-def _lose(
-    clients: Iterable[tuple[str, ZmqWorkerClient]], worker_id: str, reason: str, cause: LossCause
-) -> None:
-    for name, client in clients:
-        if name == worker_id:
-            client.lose(f"its process ended: {reason}", cause)
 
 
 if __name__ == "__main__":

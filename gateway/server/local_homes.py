@@ -12,11 +12,14 @@ has its home here too, and no dispatcher.
 import asyncio
 import logging
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter
+from sqlalchemy.exc import SQLAlchemyError
 
+from admin.context.operator_context import open_context
+from admin.live.workers import list_workers, order_workers
 from gateway.ipc import machine
 from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S, EarlyWorker
 from gateway.server.worker_launcher import (
@@ -24,18 +27,20 @@ from gateway.server.worker_launcher import (
     WorkerGuard,
     WorkerLauncher,
     clear_host_tier,
-    endpoint_of,
     main_memory,
 )
 from gateway.server.worker_slots import Machine, NoSuchWorkers, WorkerSlot, plan_slots
 from gateway.settings.config import worker_environment
 from gateway.settings.settings import Settings
-from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import LossCause
+from registry.errors import RegistryError
 
 logger = logging.getLogger(__name__)
 
 _ASK_S = 60.0
+RENEW_LOOK_S = 1.0
+ACTOR = "server"
+"""Of the restarts that the server orders itself, in the audit log."""
 
 
 def slots_here(settings: Settings) -> list[WorkerSlot]:
@@ -44,6 +49,20 @@ def slots_here(settings: Settings) -> list[WorkerSlot]:
     gpus = _gpus() if "auto" in names and machine.may_have_gpus() else ()
     here = Machine(machine.cpu_nodes(), gpus)
     return plan_slots(settings.workers, settings.num_workers, settings.device, here)
+
+
+def order_restarts(settings: Settings, names: Collection[str]) -> None:
+    """Of those of these workers that are connected and have no such order yet. Where the dispatcher
+    or the database is away nothing happens: try again."""
+    try:
+        with open_context(settings, ACTOR) as context:
+            views = [view for view in list_workers(context) if view.name in names]
+            outgrown = [view.name for view in views if view.started_at and not view.restarts]
+            if outgrown:
+                logger.info("restarting %s with a larger device budget", ", ".join(outgrown))
+                order_workers(context, outgrown, "restart")
+    except (RegistryError, SQLAlchemyError) as error:
+        logger.info("cannot order restarts yet: %s", error)
 
 
 def _gpus() -> list[str]:
@@ -76,8 +95,8 @@ class LocalHomes:
     ) -> None:
         """`guard`: of workers that servers of other machines reach."""
         self._on_exit = on_exit
+        self._have_news = asyncio.Event()
         self._is_stopping = False
-        self._slots = slots
         self._settings = settings
         here = [slot for slot in slots if not slot.public_key]
         clear_host_tier(settings)
@@ -103,19 +122,12 @@ class LocalHomes:
             registry=registry,
         )
 
-    @property
-    def addresses(self) -> list[WorkerAddress]:
-        """Of all that serve, those of other machines among them, which have their homes there."""
-        return [
-            WorkerAddress(slot.worker_id, endpoint_of(self._settings, slot), slot.public_key)
-            for slot in self._slots
-        ]
-
     def set_weights(self, weights: dict[str, int]) -> None:
         """Bytes of each ready model's weights."""
         for worker in self._workers:
             worker.set_weights(weights)
         self._embedder.set_weights(weights)
+        self._have_news.set()
 
     def restart(self, worker_id: str) -> None:
         """Let it drain, then start it anew; nothing happens where there is no such worker."""
@@ -132,13 +144,24 @@ class LocalHomes:
 
     async def run(self) -> None:
         """Keep all alive. Raises OSError if a process cannot be started at all."""
-        await asyncio.gather(self._embedder.run(), *(one.process.run() for one in self._workers))
+        processes = (self._embedder.run(), *(one.process.run() for one in self._workers))
+        await asyncio.gather(self._renew(), *processes)
 
     async def stop(self) -> None:
         """Returns when all are gone."""
         self._is_stopping = True
         processes = [self._embedder.process, *(worker.process for worker in self._workers)]
         await asyncio.gather(*(process.stop(WORKER_STOP_TIMEOUT_S) for process in processes))
+
+    async def _renew(self) -> None:
+        """Workers with too small an arena begin anew, one after another and drained before: by an
+        order to the dispatcher, as an operator would give it."""
+        while True:
+            await self._have_news.wait()
+            self._have_news.clear()
+            while names := [one.worker_id for one in self._workers if one.is_outgrown]:
+                await asyncio.to_thread(order_restarts, self._settings, names)
+                await asyncio.sleep(RENEW_LOOK_S)
 
     def _ended(self, worker_id: str, reason: str, cause: LossCause) -> None:
         self._on_exit(worker_id, reason, cause)

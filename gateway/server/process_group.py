@@ -15,27 +15,25 @@ would miss; when it is gone, they stop.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter
 
 from admin.registration.bootstrap import DemoAccess
-from gateway.auth.directory import hosted_models
 from gateway.cluster.process_hub import ProcessHub
 from gateway.http.http_server import ABORT_GRACE_S, running
 from gateway.ipc import ipc
 from gateway.server.child_process import WORKER_STOP_TIMEOUT_S, ChildProcess, EarlyWorker
 from gateway.server.local_homes import LocalHomes
 from gateway.server.process_setup import ProcessConfig, hub_socket, on_stop_signals, write_config
-from gateway.server.startup_banner import startup_banner
+from gateway.server.startup_banner import announce
+from gateway.server.worker_launcher import worker_addresses
 from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.config import child_environment
 from gateway.settings.settings import Settings
-from gateway.types import HostedModel
 from gateway.workers.worker_client import LossCause
 from registry.models import catalog
 from registry.session import make_engine, reading
@@ -45,7 +43,6 @@ logger = logging.getLogger(__name__)
 NUM_DISPATCHERS = 2
 LAST_STEPS_S = 15.0
 """Beyond the requests' own bound: what a gateway process may take to write its ledger and end."""
-READY_LOOK_S = 0.1
 
 
 class ProcessGroup:
@@ -69,7 +66,7 @@ class ProcessGroup:
         # Bound alone, or another server would not have been noticed; from here on with children.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         port = listener.getsockname()[1]
-        config = ProcessConfig(settings, self._homes.addresses, port, lock)
+        config = ProcessConfig(settings, worker_addresses(settings, slots), port, lock)
         self._config_path = write_config(config)
         self._gateways = [
             self._child(f"gateway-{index}", "gateway.server.gateway_process")
@@ -89,15 +86,13 @@ class ProcessGroup:
         self._hub = ProcessHub(
             self._registry,
             settings.dispatcher_timeout_s,
-            self._on_weights,
+            self._homes,
             self._on_silent,
-            self._on_restart,
         )
 
     async def run(self, demo: DemoAccess | None, admin_password: str = "") -> None:
         """Serve until a signal, or until a process cannot be started at all."""
-        _, weights = await asyncio.to_thread(_ready_models, self._settings)
-        self._on_weights(weights)
+        self._homes.set_weights(await asyncio.to_thread(_weights, self._settings))
         children = [*self._dispatchers, *self._gateways]
         hub_path = hub_socket(self._settings)
         async with (
@@ -106,10 +101,17 @@ class ProcessGroup:
                 self._homes.run(),
                 *(child.run() for child in children),
                 self._hub.run(),
-                self._announce(demo, admin_password),
+                announce(
+                    lambda: all(self._hub.is_ready(child.name) for child in self._gateways),
+                    lambda: _weights(self._settings),
+                    self._listener,
+                    self._settings,
+                    demo,
+                    admin_password,
+                ),
             ) as parts,
         ):
-            with self._signals():
+            with on_stop_signals(self._on_signal):
                 asked = asyncio.create_task(self._stop_asked.wait())
                 done, _ = await asyncio.wait([asked, *parts], return_when=asyncio.FIRST_COMPLETED)
                 asked.cancel()
@@ -127,19 +129,6 @@ class ProcessGroup:
         await asyncio.gather(*(child.stop(WORKER_STOP_TIMEOUT_S) for child in self._dispatchers))
         await self._homes.stop()
         logger.info("stopped")
-
-    async def _announce(self, demo: DemoAccess | None, admin_password: str) -> None:
-        """The start block, once every gateway could serve a request."""
-        names = [f"gateway-{index}" for index in range(self._settings.gateway_processes)]
-        while True:
-            await asyncio.sleep(READY_LOOK_S)
-            if all(self._hub.is_ready(name) for name in names):
-                break
-        models, _ = await asyncio.to_thread(_ready_models, self._settings)
-        host, port = self._listener.getsockname()[:2]
-        block = startup_banner(host, port, self._settings, models, demo, admin_password)
-        print(block, flush=True)
-        await asyncio.Event().wait()
 
     def _child(self, name: str, module: str) -> ChildProcess:
         return ChildProcess(
@@ -166,35 +155,19 @@ class ProcessGroup:
     def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
         self._hub.worker_ended(worker_id, reason, cause)
 
-    def _on_restart(self, worker_id: str, hangs: bool) -> None:
-        if hangs:
-            self._homes.kill(worker_id)
-        else:
-            self._homes.restart(worker_id)
-
-    def _on_weights(self, weights: dict[str, int]) -> None:
-        self._homes.set_weights(weights)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGTERM or SIGINT stops in order, the second does not wait for requests."""
-
-        def on_signal() -> None:
-            if self._stop_asked.is_set():
-                for child in self._gateways:
-                    child.hurry()
-            self._stop_asked.set()
-
-        with on_stop_signals(on_signal):
-            yield
+    def _on_signal(self) -> None:
+        """The first one stops in order, the second does not wait for requests."""
+        if self._stop_asked.is_set():
+            for child in self._gateways:
+                child.hurry()
+        self._stop_asked.set()
 
 
-def _ready_models(settings: Settings) -> tuple[Sequence[HostedModel], dict[str, int]]:
-    """What is hosted, and the bytes of its weights."""
+def _weights(settings: Settings) -> dict[str, int]:
+    """Bytes of each ready model's weights."""
     engine = make_engine(settings.registry_url)
     try:
         with reading(engine) as session:
-            weights = {m.name: m.weight_bytes for m in catalog.ready_models(session)}
-            return hosted_models(session, settings.data_path), weights
+            return {model.name: model.weight_bytes for model in catalog.ready_models(session)}
     finally:
         engine.dispose()

@@ -1,13 +1,14 @@
 """What `serve` prints once it is ready: addresses, a key, a command to try."""
 
+import asyncio
 import json
 import shlex
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Iterable, Sequence
 
 from admin.operations.users import ADMIN
 from admin.registration.bootstrap import DemoAccess
 from gateway.settings.settings import Settings
-from gateway.types import HostedModel
 
 PROMPTS = {
     "shakespeare": "Tell me about love.",
@@ -15,18 +16,36 @@ PROMPTS = {
     "python": "Write a function that adds two numbers.",
 }
 ANY_PROMPT = "Say hello."
+READY_LOOK_S = 0.05
 NO_MODELS = "none yet; add one with `polyhost models add NAME --source FOLDER`"
+
+
+async def announce(
+    is_ready: Callable[[], bool],
+    models: Callable[[], Iterable[str]],
+    listener: socket.socket,
+    settings: Settings,
+    demo: DemoAccess | None,
+    admin_password: str,
+) -> None:
+    """Print it once the server is ready, and rest. `models`: their names; asked in a thread."""
+    while not is_ready():  # noqa: ASYNC110
+        await asyncio.sleep(READY_LOOK_S)
+    names = list(await asyncio.to_thread(models))
+    host, port = listener.getsockname()[:2]
+    print(startup_banner(host, port, settings, names, demo, admin_password), flush=True)
+    await asyncio.Event().wait()
 
 
 def startup_banner(
     host: str,
     port: int,
     settings: Settings,
-    models: Sequence[HostedModel],
+    names: Sequence[str],
     demo: DemoAccess | None,
     admin_password: str = "",
 ) -> str:
-    """A few lines for a person at a terminal.
+    """A few lines for a person at a terminal. `names`: of the models.
 
     `admin_password`: of the user `admin`, if it was generated at this start.
     """
@@ -35,7 +54,6 @@ def startup_banner(
         reachable = f"[{reachable}]"
     scheme = "https" if settings.tls_cert_file else "http"
     url = f"{scheme}://{reachable}:{port}"
-    names = [model.name for model in models]
     lines = [
         "",
         f"Polyhost is ready:  {url}/v1",

@@ -24,7 +24,7 @@ from engine.protocol import Refused, TokenDelta, WorkerStatus
 from gateway.server.child_process import WORKER_COMMAND
 from gateway.server.local_homes import LocalHomes, slots_here
 from gateway.server.process_setup import on_stop_signals, set_up_logging
-from gateway.server.worker_launcher import WorkerGuard
+from gateway.server.worker_launcher import WorkerGuard, worker_addresses
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.workers.curve_keys import key_pair
@@ -94,7 +94,7 @@ class WorkerHome:
                 silence_s,
                 keys=keys,
             )
-            for address in self._homes.addresses
+            for address in worker_addresses(settings, slots)
         }
 
     async def run(self) -> None:

@@ -95,14 +95,17 @@ class WorkerLauncher:
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
-        """Bytes of each ready model's weights; a worker whose arena is too small begins anew."""
+        """Bytes of each ready model's weights."""
         self._weights = weights
-        if 0 < self._arena_bytes < self._device_budget() and (
-            max(weights.values(), default=0) > self._arena_bytes // 2
-        ):
-            # The demo's own budget is too small for other models: once more, with more.
-            logger.info("restarting %s with a larger device budget", self.worker_id)
-            self.process.restart()
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether its process began with too small an arena and would get a larger one now: the
+        demo's own budget is too small for other models."""
+        largest_bytes = max(self._weights.values(), default=0)
+        return 0 < self._arena_bytes < self._device_budget() and (
+            largest_bytes > self._arena_bytes // 2
+        )
 
     def config(self) -> str:
         """See `_config`."""
@@ -244,6 +247,14 @@ class EmbedderLauncher:
 def endpoint_of(settings: Settings, slot: WorkerSlot) -> str:
     """Where it listens."""
     return slot.endpoint or f"ipc://{machine.socket_path(settings.data_path, slot.worker_id)}"
+
+
+def worker_addresses(settings: Settings, slots: Sequence[WorkerSlot]) -> list[WorkerAddress]:
+    """Of all that serve, those of other machines among them."""
+    return [
+        WorkerAddress(slot.worker_id, endpoint_of(settings, slot), slot.public_key)
+        for slot in slots
+    ]
 
 
 def embedder_connection(

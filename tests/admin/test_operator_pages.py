@@ -32,6 +32,14 @@ DECISION = {
 }  # fmt: skip
 
 
+OPTIONS = [
+    {"worker_id": "worker-0", "outcome": "chosen", "is_warm": True, "load_s": 0.5, "wait_s": 0.0,
+     "loss_s": 0.0, "free_bytes": 2 << 30},
+    {"worker_id": "worker-1", "outcome": "begins later", "is_warm": False, "load_s": 2.0,
+     "wait_s": 1.5, "loss_s": 4.0, "free_bytes": 0},
+]  # fmt: skip
+
+
 class Deciding(FleetHandler):
     """A dispatcher with decisions to tell: one on tiny, many on others."""
 
@@ -42,7 +50,9 @@ class Deciding(FleetHandler):
         if asked["ask"] != "decisions":
             return super().answer(line)
         others = [
-            DECISION | {"kind": "load", "model": f"big-{n:02}", "at": n, "last_at": 100.0 + n}
+            DECISION
+            | {"kind": "load", "workers": OPTIONS, "model": f"big-{n:02}"}
+            | {"at": n, "last_at": 100.0 + n}
             for n in range(self.num_others)
         ]
         rows = [row for row in [DECISION, *others] if asked["model"] in ("", row["model"])]
@@ -196,7 +206,11 @@ def test_decisions_are_paged_and_keep_their_filter(site: Site, ann: Visitor) -> 
         assert re.findall(r">(big-\d\d)</a>", page) == pages[1]
         up = ann.get("/decisions?q=ig&sort=model").text
         assert re.findall(r">(big-\d\d)</a>", up) == [f"big-{n:02}" for n in range(20)]
-        assert re.findall(r">(big-\d\d)</a>", ann.get("/decisions?q=big-07").text) == ["big-07"]
+        page = ann.get("/decisions?q=big-07").text
+        assert re.findall(r">(big-\d\d)</a>", page) == ["big-07"]
+        assert "2 workers considered" in page
+        assert "worker-0: chosen (load 500 ms from host memory, 2.0 GiB free)" in page
+        assert "worker-1: begins later (load 2 s from disk, begins in 1.5 s, 0 B free)" in page
 
 
 @pytest.mark.usefixtures("owners")

@@ -76,6 +76,23 @@ def test_orders_are_kept_and_audited(site: Site, capsys: pytest.CaptureFixture[s
     assert site.read(worker_orders.all_orders)["worker-1"].drained is False
 
 
+def test_books_are_checked_and_what_is_wrong_is_the_exit_status(
+    site: Site, handler: FleetHandler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handler.checks = {"dispatcher": {"state": "ok", "text": ""}}
+    assert polyhost(site, "workers", "check") == 0
+    assert "dispatcher  ok" in capsys.readouterr().out
+    handler.checks["worker-1"] = {"state": "broken", "text": "page 3 has two owners"}
+    assert polyhost(site, "workers", "check") == 1
+    assert "worker-1    broken  page 3 has two owners" in capsys.readouterr().out
+    assert polyhost(site, "workers", "check", "--json") == 1
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["state"]) for row in rows] == [
+        ("dispatcher", "ok"),
+        ("worker-1", "broken"),
+    ]
+
+
 def test_a_worker_that_is_not_there_is_named_and_nothing_is_ordered(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:

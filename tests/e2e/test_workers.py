@@ -157,6 +157,13 @@ async def test_all_workers_restart_under_load(prepared: Prepared, pair: Server) 
     assert all(after[name] > before[name] for name in before)
 
 
+async def test_the_books_agree_while_requests_run(prepared: Prepared, pair: Server) -> None:
+    async with streams(pair, prepared.keys["acme"]):
+        found = await asyncio.to_thread(polyhost_json, pair.data_dir, "workers", "check")
+    assert {row["name"] for row in found} >= {"dispatcher", "worker-0", "worker-1"}
+    assert {row["state"] for row in found} == {"ok"}, found
+
+
 async def test_a_drained_worker_stays_out_until_it_is_resumed(
     prepared: Prepared, pair: Server
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Container, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
-from gateway.dispatch.policy.reasons import Reason
+from gateway.dispatch.policy.reasons import LoadOutcome, Reason
 
 UNKNOWN_LOAD_S = 1.0
 """Taken for a load that has never been timed."""
@@ -117,6 +117,26 @@ class WorkerView:
         return any(model.state in ("loading", "draining") for model in self.models.values())
 
 
+class LoadOption(NamedTuple):
+    """A worker that could load the model, as it was when the load was decided.
+
+    is_warm     from host memory; otherwise from disk
+    load_s      what the load would take
+    wait_s      until it could begin there
+    loss_s      seconds of loads, its own and the way back of the models in demand that it pushes
+                out; 0: it pushes none out
+    free_bytes  free memory that no other load has been promised
+    """
+
+    worker_id: str
+    outcome: LoadOutcome
+    is_warm: bool
+    load_s: float
+    wait_s: float
+    loss_s: float
+    free_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
     """Load `model_id` on `worker_id`; from relief.py (`relieve`, `surplus`), or where an operator
@@ -125,6 +145,7 @@ class LoadDecision:
     forced     it pushes models in demand out, within the load budget
     waited_s   of its oldest ticket
     load_s     what the load is expected to take
+    options    the worker beside others that could have loaded it, for the record
     """
 
     model_id: str
@@ -135,6 +156,7 @@ class LoadDecision:
     backlog_s: float = 0.0
     load_s: float = 0.0
     num_waiting: int = 0
+    options: tuple[LoadOption, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ Not every worker is judged for every model: `FleetSight.candidates` has those wo
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from gateway.dispatch.policy.claims import Claims
 from gateway.dispatch.policy.fleet_sight import FleetSight, most_claims
@@ -53,6 +53,7 @@ from gateway.dispatch.policy.fleet_view import (
     nobody_asks,
 )
 from gateway.dispatch.policy.load_budget import Bucket, LoadBudget
+from gateway.dispatch.policy.load_options import Option, considered
 from gateway.dispatch.policy.reasons import Reason
 from gateway.dispatch.policy.relief import idle_room
 
@@ -72,8 +73,6 @@ AGAIN_S = 0.05
 _USED_UP: Reason = "load budget used up"
 _MOVING: Reason = "other loads in progress"
 _TOO_FEW: Reason = "too few requests waiting"
-
-_Option: TypeAlias = tuple[WeightRoom, ModelView]
 
 
 class _Turn(NamedTuple):
@@ -124,7 +123,7 @@ class _Look:
         self._in_debt = in_debt
         self._rooms: dict[str, WeightRoom] = {}
 
-    def options(self, demand: Demand) -> list[_Option]:
+    def options(self, demand: Demand) -> list[Option]:
         """Where the load could go: a warm copy loads sooner than a cold one, then the emptier."""
         views = self.sight.candidates(demand, self)
         self.num_judged += len(views)
@@ -147,7 +146,7 @@ class _Look:
                 return room
         return None
 
-    def option(self, demand: Demand, worker_id: str) -> list[_Option]:
+    def option(self, demand: Demand, worker_id: str) -> list[Option]:
         """The same of one worker."""
         view = self.sight.view(worker_id)
         room = None if view is None else self._room(view)
@@ -333,7 +332,7 @@ class Placement:
         now_s: float,
         demand: Demand,
         look: _Look,
-        options: Sequence[_Option],
+        options: Sequence[Option],
         copies: int,
     ) -> LoadDecision | None:
         model_id = demand.model_id
@@ -346,24 +345,24 @@ class Placement:
         reason = "replica" if copies else "free memory"
         for room, model in options:
             if room.free_bytes >= model.weight_bytes:
-                return self._claim(now_s, room, demand, reason, look)
+                return self._claim(now_s, room, demand, reason, look, options)
         turn: _Turn | None = None
         for place, (room, model) in enumerate(options):
             pushed = room.push_out(model, demand, self._max_load_share)
             if pushed is not None and not pushed.num_in_demand:
                 reason = "replica" if copies else "idle models evicted"
-                return self._claim(now_s, room, demand, reason, look)
+                return self._claim(now_s, room, demand, reason, look, options)
             if copies:
                 continue  # a replica pushes nobody out
             gain = look.asks_s(model_id) * load_seconds(model)
             if pushed is not None and gain > MARGIN * pushed.worth:
-                return self._claim(now_s, room, demand, "higher value", look)
+                return self._claim(now_s, room, demand, "higher value", look, options)
             if demand.num_waiting:
                 turn = self._turn(now_s, demand, room, model, pushed, place, look, turn)
         if turn is None:  # nor does a pin nobody waits for push anybody out
             self._nowhere(now_s, demand, copies, "not enough memory")
             return None
-        return self._take(now_s, demand, turn, look, now_s)
+        return self._take(now_s, demand, turn, look, now_s, options)
 
     def _nowhere(self, now_s: float, demand: Demand, copies: int, reason: Reason) -> None:
         """Of those looked at no worker can load it, or none at nobody's cost."""
@@ -406,7 +405,13 @@ class Placement:
         return _Turn(start_s, loss_s, place, room, model, reason, rests, gathered_s, bucket)
 
     def _take(
-        self, now_s: float, demand: Demand, turn: _Turn, look: _Look, judged_s: float
+        self,
+        now_s: float,
+        demand: Demand,
+        turn: _Turn,
+        look: _Look,
+        judged_s: float,
+        options: Sequence[Option] = (),
     ) -> LoadDecision | None:
         """Begin the load, or say when. What is due keeps its place before all behind it."""
         load_s, worker_id = load_seconds(turn.model), turn.room.view.worker_id
@@ -432,7 +437,7 @@ class Placement:
             overdue = now_s - demand.oldest_s >= self._gather_wait_s
             reason = "maximum wait reached" if overdue else "enough requests waiting"
             reason = "inactive models evicted" if turn.rests else reason
-        return self._claim(now_s, turn.room, demand, reason, look, forced=True)
+        return self._claim(now_s, turn.room, demand, reason, look, options, forced=True)
 
     def _gathered_s(self, now_s: float, demand: Demand, loss_s: float) -> float:
         """When waiting for more tickets ends, if no more come."""
@@ -457,8 +462,17 @@ class Placement:
         demand: Demand,
         reason: Reason,
         look: _Look,
+        options: Sequence[Option] = (),
         forced: bool = False,
     ) -> LoadDecision:
+        def cost(room: WeightRoom, model: ModelView) -> tuple[float, PushedOut | None]:
+            pushed = room.push_out(model, demand, self._max_load_share)
+            if pushed is None or not pushed.num_in_demand:
+                return 0.0, pushed
+            turn = self._turn(now_s, demand, room, model, pushed, 0, look)
+            return turn.start_s - now_s, pushed
+
+        shown = considered(options, room, reason, cost)
         worker, model = room.view, room.view.model(demand)
         load_s, num_bytes = load_seconds(model), model.weight_bytes
         look.moved_s.pop(worker.worker_id, None)
@@ -474,4 +488,5 @@ class Placement:
             backlog_s=demand.backlog_s,
             load_s=load_s,
             num_waiting=demand.num_waiting,
+            options=shown,
         )

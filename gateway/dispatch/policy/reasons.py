@@ -64,6 +64,37 @@ WaitCode: TypeAlias = Literal[
 ]
 """Why a request waits (dispatch/explain.py)."""
 
+LoadOutcome: TypeAlias = Literal[
+    "chosen",
+    "not enough memory",  # even if all models left that may
+    "models would have to leave",  # the chosen one has free memory
+    "models in demand would have to leave",  # the chosen one has idle ones
+    "begins later",
+    "pushes more out",
+    "loads from disk",  # the chosen one has the model in host memory
+    "less free memory",
+    "its models are worth more",
+    "equal",
+]
+"""What became of a worker where a model was to be loaded (policy/load_options.py)."""
+
+GrantReason: TypeAlias = Literal[
+    "lowest cost",  # in seconds: what runs there, and the part of the prompt to read
+    "fewest requests",  # nothing of the prompt is known to be anywhere
+    "first with room",  # others would have been better
+]
+GrantOutcome: TypeAlias = Literal[
+    "chosen",
+    "higher cost",
+    "more requests",
+    "equal",
+    "capacity reserved",
+    "worker full",
+    "not enough KV memory",
+    "worker not responding",
+]
+"""What became of a worker where a request was to be granted (dispatch/grant_choices.py)."""
+
 REASONS_BEFORE_0_2: Final[Mapping[str, str]] = {
     "free memory": "free pages",
     "idle models evicted": "idle models make room",

@@ -4,11 +4,13 @@ from itertools import pairwise
 
 import pytest
 
+from engine.errors import IntegrityError
 from engine.protocol import (
     OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     Abort,
     AckUsage,
+    CheckIntegrity,
     Hello,
     LoadModel,
     ModelSpec,
@@ -286,6 +288,25 @@ def test_an_idle_worker_checks_integrity_now_and_then() -> None:
         for _ in range(5):
             r.worker.tick()
         assert r.engine.num_integrity == 0
+
+
+def test_a_worker_checks_itself_when_asked_also_while_it_works() -> None:
+    with rig(integrity_interval_s=0.0) as r:
+        gateway, other = r.connect("g"), r.connect("h")
+        gateway.send(submit("a", max_tokens=1000))
+        r.until(lambda: bool(gateway.tokens("a")))
+        gateway.send(CheckIntegrity(7))
+        r.until(lambda: gateway.status.checked == (7, ""))
+        assert not gateway.finishes("a")
+        r.until(lambda: len(other.all(WorkerStatus)) > 3)
+        assert other.status.checked is None, "another peer has not asked"
+        r.engine.broken = True
+        gateway.send(CheckIntegrity(8))
+        with pytest.raises(IntegrityError, match="scripted"):
+            r.until(lambda: False)
+        gateway.socket.poll(1000)
+        gateway.pump()
+        assert gateway.status.checked == (8, "scripted"), "what was found is told before the end"
 
 
 def drained(r: Rig) -> bool:

@@ -61,7 +61,7 @@ def test_counts_of_who_is_gone_are_kept_and_gauges_are_not() -> None:
 
 
 class Told:
-    """What links and hub were told."""
+    """What links and hub were told. Implements WorkerHomes."""
 
     def __init__(self) -> None:
         self.ended: list[tuple[str, str, LossCause]] = []
@@ -78,10 +78,18 @@ class Told:
         return ProcessHub(
             own,
             silence_s,
-            self.weights.append,
+            self,
             self.silent.append,
-            lambda worker_id, hangs: self.restarts.append((worker_id, hangs)),
         )
+
+    def set_weights(self, weights: dict[str, int]) -> None:
+        self.weights.append(weights)
+
+    def restart(self, worker_id: str) -> None:
+        self.restarts.append((worker_id, False))
+
+    def kill(self, worker_id: str) -> None:
+        self.restarts.append((worker_id, True))
 
     def link(self, name: str, own: CollectorRegistry, *, ready: bool = True) -> HubLink:
         return HubLink(
@@ -120,10 +128,10 @@ async def test_a_scrape_at_any_process_is_of_all(tmp_path: Path) -> None:
         assert sample(body, 'polyhost_requests_total{model="m"}') == 103  # it never falls
         assert sample(body, "polyhost_open") == 3
 
-        two.send_weights({"m": 5})
+        two.set_weights({"m": 5})
         meeting.worker_ended("worker-0", "killed", "process")
-        two.restart_worker("worker-0")
-        two.kill_worker("worker-1")
+        two.restart("worker-0")
+        two.kill("worker-1")
         await until(lambda: told.weights and told.ended and len(told.restarts) == 2)
         assert told.restarts == [("worker-0", False), ("worker-1", True)]
         assert told.weights == [{"m": 5}]

@@ -38,7 +38,7 @@ def handler_of(rig: Rig) -> OperatorHandler:
         return WALL_S + rig.clock.now_s
 
     return OperatorHandler(
-        cast(Any, rig.dispatcher), {"m", "n"}.__contains__, {}, rig.clock, wall_clock
+        cast(Any, rig.dispatcher), {"m", "n"}.__contains__, {}, {}, rig.clock, wall_clock
     )
 
 
@@ -53,6 +53,7 @@ def waiting_rig(tenant: str = "t") -> Rig:
 
 def answer(rig: Rig, **question: object) -> dict[str, Any]:
     found = handler_of(rig).answer(json.dumps(question).encode())
+    assert isinstance(found, dict)
     json.dumps(found, default=lambda value: None)  # whatever is in it has a form
     return found
 
@@ -94,7 +95,9 @@ async def test_decisions_have_the_time_of_the_wall() -> None:
     "line", [b"", b"x", b"[]", b'{"ask": "why", "to": 1}', b'{"ask": 1}', b"[" * 3000, b"\xff"]
 )
 def test_what_is_no_question_is_told_so(line: bytes) -> None:
-    assert "invalid request" in handler_of(Rig()).answer(line)["error"]
+    found = handler_of(Rig()).answer(line)
+    assert isinstance(found, dict)
+    assert "invalid request" in found["error"]
 
 
 async def test_the_socket_is_this_users_alone_and_goes_with_the_server(tmp_path: Path) -> None:
@@ -175,4 +178,16 @@ async def test_the_commands_show_tenants_by_name(
         rows = json.loads(await run("decisions", "--model", "n", "--json"))["decisions"]
         assert [row["kind"] for row in rows] == ["load"]
         assert (await run("why", "nothing")).startswith("1: polyhost: 'nothing' is neither")
+        rig.worker("two", states={"n": "resident"})
+        three = rig.worker("three", states={"n": "resident"})
+        rig.ask("d", tenant.id, "n")
+        shown = await run("why", "d")
+        assert "granted to three of 2 workers: fewest requests" in shown
+        assert "w does not have the model: a load would take" in shown
+        three.finish("d")
+        assert "d, of acme for n, has ended" in await run("why", "d")
+        shown = await run("decisions", "--grants", "--model", "n")
+        assert "chosen, two: " in shown
+        rows = json.loads(await run("decisions", "--grants", "--json"))["grants"]
+        assert [(row["request_id"], row["tenant"]) for row in rows] == [("d", "acme")]
     assert (await run("decisions")).startswith("1: polyhost: no server is running")

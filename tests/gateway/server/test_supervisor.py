@@ -23,7 +23,6 @@ from registry.locks import SERVER_LOCK, LockBusy, is_held
 from registry.schema import upgrade
 from registry.session import make_engine
 from tests.gateway.ledger.test_ledger import killed_with_open, open_in, postings_in
-from tests.gateway.scripted_worker import hosted
 
 WORKER = (sys.executable, "-m", "tests.gateway.scripted_worker_process", "--config")
 
@@ -165,7 +164,7 @@ def test_the_start_block_says_only_what_there_is(tmp_path: Path) -> None:
     assert "http://127.0.0.1:81/v1" in block
     assert "none yet" in block
     assert "curl" not in block
-    assert "m, n" in startup_banner("::1", 81, settings, [hosted("m"), hosted("n")], None)
+    assert "m, n" in startup_banner("::1", 81, settings, ["m", "n"], None)
     assert "http://[::1]:81" in startup_banner("::1", 81, settings, [], None)
 
 
