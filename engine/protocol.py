@@ -8,10 +8,8 @@ ROUTER socket, every gateway process connects a DEALER. Token ids only: text nev
                         LoadModel, WarmModel, UnloadModel, CheckIntegrity, Restart
     worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
 
-Fencing: a request is named by (request_id, attempt). A worker process is named by its `epoch`,
+A request is named by (request_id, attempt). A worker process is named by its `epoch`,
 drawn anew at each start; a gateway that sees a new epoch knows that all it had running is lost.
-Usage: a `Finish` is kept by the worker until `AckUsage` names it, and is sent again to whoever
-says `Hello`, so that a gateway that reconnects still learns what was used.
 """
 
 from typing import Literal, TypeAlias
@@ -20,27 +18,18 @@ import msgspec
 
 ResidencyState: TypeAlias = Literal["cold", "warm", "loading", "resident", "draining", "failed"]
 
-Outcome: TypeAlias = Literal[
-    "evicted",
-    "drains",
-    "kept: pinned",
-    "kept: floor",
-    "kept: first use",
-    "kept: residence",
-    "kept: margin",
-    "kept: busy",
-    "kept: claimed",
-    "kept: not needed",
-]
+_Gone: TypeAlias = Literal["evicted", "drains"]
+_Kept: TypeAlias = Literal["kept: pinned", "kept: floor", "kept: first use", "kept: residence"]
+_Kept2: TypeAlias = Literal["kept: margin", "kept: busy", "kept: claimed", "kept: not needed"]
+Outcome: TypeAlias = Literal[_Gone, _Kept, _Kept2]
 """What became of a model when somebody had to go; see SwapCandidate."""
 
 MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION = 10
-OLDEST_PROTOCOL_VERSION = 10
-"""What this build still speaks: releases are replaced one machine after the other."""
+PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 10, 10
+"""The newest and the oldest that this build speaks: machines are upgraded one by one."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 1500
 """Of ZeroMQ on tcp, at both ends: behind a cut link sends would succeed for half a minute."""
 PACK_VERSION = 2
@@ -48,16 +37,10 @@ PACK_VERSION = 2
 MAX_ENCODE_INPUTS = 2048
 """Inputs of one encoder request at most."""
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "timeout", "error", "refused"]
-RefusalCode: TypeAlias = Literal[
-    "unknown_model",
-    "not_resident",
-    "context_length_exceeded",
-    "overloaded",
-    "draining",
-    "invalid_sampling",
-    "invalid_constraint",
-    "wrong_task",
-]
+_NotNow: TypeAlias = Literal["not_resident", "overloaded", "draining"]
+_Never: TypeAlias = Literal["unknown_model", "context_length_exceeded", "wrong_task"]
+_Invalid: TypeAlias = Literal["invalid_sampling", "invalid_constraint"]
+RefusalCode: TypeAlias = Literal[_NotNow, _Never, _Invalid]
 ConstraintKind: TypeAlias = Literal["json_schema", "json_object", "regex", "grammar"]
 
 
@@ -316,12 +299,8 @@ class AckUsage(_Message, frozen=True):
 class LoadModel(_Message, frozen=True):
     """Make the model resident, evicting by the worker's policy. Idempotent.
 
-    Sent again for a load that still waits for its pages, the newer figures hold.
-    waited_s   how long the oldest request for it had waited when this was sent
-    backlog_s  predicted service of what waits for it
-    prefetch   nobody waits: only free pages and idle models of clearly smaller worth
-    forced     the gateway has decided, within its load budget, that it wins over margin and
-               residence: never over pins, floors, or a first use that has not happened
+    Sent again for a load that still waits for its pages, the newer figures hold. The fields are
+    explained in docs/worker-protocol.md.
     """
 
     model_id: str
@@ -341,6 +320,10 @@ class UnloadModel(_Message, frozen=True):
     """Drain the model and give its pages back. Idempotent."""
 
     model_id: str
+
+
+class Restart(_Message, frozen=True):
+    """Drain and end the process: what keeps it alive starts it again."""
 
 
 class CheckIntegrity(_Message, frozen=True):
@@ -467,10 +450,6 @@ class WorkerStatus(_Message, frozen=True):
     layout: Layout | None = None
     started_at: float = 0.0
     checked: tuple[int, str] | None = None
-
-
-class Restart(_Message, frozen=True):
-    """Drain and end the process: what keeps it alive starts it again. Of a dispatcher."""
 
 
 class Welcome(_Message, frozen=True):

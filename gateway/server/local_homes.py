@@ -136,7 +136,8 @@ class LocalHomes:
                 worker.process.restart()
 
     def kill(self, worker_id: str) -> None:
-        """End one hard that hangs; it is started again as after any other end."""
+        """End one hard that hangs; it is started again as after any other end. One of another
+        machine is its home's to end."""
         for worker in self._workers:
             if worker.worker_id == worker_id:
                 logger.error("worker hangs and is killed worker=%s", worker_id)

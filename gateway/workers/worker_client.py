@@ -312,8 +312,7 @@ class ZmqWorkerClient:
         """`keys`: this server's, which a worker on another machine asks for. `observes`, `epoch`:
         see protocol.Hello."""
         self._worker_id = address.worker_id
-        self._is_remote = bool(address.public_key)
-        if self._is_remote:
+        if address.public_key:
             heartbeat_timeout_s = min(heartbeat_timeout_s, REMOTE_SILENCE_S)
         self._wire = ZmqWire(context, address, keys, self._frame, self._full, self._cut)
         about = address.worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time
@@ -331,8 +330,8 @@ class ZmqWorkerClient:
         return self._connection.state
 
     def hangs(self) -> bool:
-        """As there. Of a worker on another machine its home says so."""
-        return not self._is_remote and self._connection.hangs()
+        """As there."""
+        return self._connection.hangs()
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect; keeps trying until `close`. Needs the running event loop."""
