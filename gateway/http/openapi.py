@@ -5,6 +5,7 @@ docs/api.md: here they are JSON, or events where `stream` is true. `Raw` fields,
 second step, are any value.
 """
 
+import re
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -37,7 +38,15 @@ POSTS: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "/api/embed": ("Vectors (Ollama)", ollama_wire.OllamaEmbedBody),
     "/api/show": ("A model (Ollama)", ollama_wire.ShowBody),
 }
+ONE_RESPONSE = "/v1/responses/{response_id}"
+BODILESS = {
+    (f"{ONE_RESPONSE}/cancel", "post"): "Stop a background response",
+    (ONE_RESPONSE, "delete"): "Delete a response",
+}
+"""Other operations without a body."""
 GETS = {
+    ONE_RESPONSE: "A stored response",
+    f"{ONE_RESPONSE}/input_items": "A page of what it was made of",
     "/v1/models": "The models that this key may use",
     "/v1/models/{name}": "One of them",
     "/v1/organization/usage/completions": "The tenant's own requests and tokens",
@@ -53,6 +62,7 @@ GETS = {
     "/api/ps": "The models that are on a device (Ollama)",
     "/api/version": "The server's version",
 }
+_IN_PATH = re.compile(r"\{(\w+)\}")
 _ALTERNATIVES = {"/tokenize": token_wire.TokenizeChatBody}
 _ERROR = {
     "type": "object",
@@ -97,13 +107,14 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
             operation = _operation(path, summary)
             operation["requestBody"] = {"required": True, "content": content}
             paths[path] = {"post": operation}
-    for path, summary in GETS.items():
+    gets = {(path, "get"): summary for path, summary in GETS.items()}
+    for (path, method), summary in (gets | BODILESS).items():
         if path in names:
             operation = _operation(path, summary)
-            if "{name}" in path:
-                place = {"name": "name", "in": "path", "required": True}
+            for name in _IN_PATH.findall(path):
+                place = {"name": name, "in": "path", "required": True}
                 operation["parameters"] = [{**place, "schema": {"type": "string"}}]
-            paths[path] = {"get": operation}
+            paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "Polyhost", "version": metadata.version("polyhost")},

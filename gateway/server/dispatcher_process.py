@@ -56,6 +56,7 @@ from gateway.server.process_setup import (
     set_up_logging,
     settle,
 )
+from gateway.state.sweeper import build_sweeper
 from gateway.types import HostedModel
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
@@ -120,6 +121,7 @@ class Active:
             for worker_id, endpoint in config.workers
         }
         self._alerts = AlertWatch(engine, settings.alert_interval_s, registry)
+        self._sweeper = build_sweeper(engine, settings)
         self._look: asyncio.Task[None] | None = None
         self.weights: dict[str, int] = {}
         self.on_weights: Callable[[], None] = lambda: None
@@ -161,6 +163,7 @@ class Active:
                 self._tick(),
                 self._read_again(),
                 self._alerts.run(),
+                self._sweeper.run(),
             ) as parts,
         ):
             logger.info("the dispatcher is running")

@@ -164,6 +164,7 @@ class GatewayProcess:
             limit_store=self._store,
             embedding_worker=self._embedding,
             cache_socket=cache_socket_path(self._settings.data_path, self._name),
+            owner=owner_of(self._settings.data_path, self._name),
             scrape=self._hub.scrape,
         )
         http = self._http = HttpServer(services, {PREFIX: AdminApp})

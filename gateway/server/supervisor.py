@@ -53,6 +53,7 @@ from gateway.server.startup_banner import startup_banner
 from gateway.server.worker_launcher import EMBEDDER_ID, embedder_connection, shm_prefix
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
+from gateway.state.sweeper import build_sweeper
 from gateway.types import HostedModel
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
@@ -183,6 +184,7 @@ class Server:
             for worker_id, endpoint in self._homes.endpoints
         }
         self._alerts = AlertWatch(engine, settings.alert_interval_s, self._metrics_registry)
+        self._sweeper = build_sweeper(engine, settings)
         self._embedding = embedder_connection(settings, context, GATEWAY_ID)
 
     async def run(self, listener: socket.socket, demo: DemoAccess | None) -> None:
@@ -201,6 +203,7 @@ class Server:
             self._poll.run(),
             self._share_file.run(),
             self._alerts.run(),
+            self._sweeper.run(),
             self._tick(listener, demo),
         )
         handler = OperatorHandler(
@@ -251,6 +254,7 @@ class Server:
             limit_store=self._limit_store,
             embedding_worker=self._embedding,
             cache_socket=cache_socket_path(self._settings.data_path, GATEWAY_ID),
+            owner=owner_of(self._settings.data_path, GATEWAY_ID),
         )
         return HttpServer(services, {PREFIX: AdminApp})
 

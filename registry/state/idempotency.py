@@ -1,7 +1,7 @@
 """Requests that are made once however often they are sent: the header `Idempotency-Key`.
 
     (nothing) --claim--> claimed --keep--> kept          its response is stored
-    claimed   --release--> (nothing)                     its request came to nothing
+    any       --release--> (nothing)                     its request came to nothing
 
 A row is a tenant's key (its digest), the digest of the body it came with, and the id of the
 response that it led to. It holds for KEEP_S. A claim whose request can no longer be running, since
@@ -83,7 +83,6 @@ def release(session: Session, tenant_id: str, response_id: str) -> None:
         delete(_table).where(
             _table.tenant_id == tenant_id,
             _table.response_id == response_id,
-            _table.is_kept.is_(False),
         )
     )
 

@@ -208,6 +208,12 @@ def beat(session: Session, owner: str, *, now_at: float) -> set[str]:
     return set(found.scalars())
 
 
+def has_lost(session: Session, before_at: float) -> bool:
+    """Whether there is anything for `fail_lost`."""
+    query = select(_table.id).where(_table.heartbeat_at < before_at).limit(1)
+    return session.execute(query).first() is not None
+
+
 def fail_lost(
     session: Session, code: str, message: str, *, owner: str | None = None, before_at: float
 ) -> int:

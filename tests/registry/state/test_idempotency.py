@@ -38,10 +38,6 @@ def test_a_request_that_came_to_nothing_frees_its_key(engine: Engine) -> None:
     with appending(engine, "test") as session:
         idempotency.release(session, "ten_1", "resp_1")
     assert claim(engine, again) is None
-    with appending(engine, "test") as session:
-        idempotency.keep(session, "ten_1", "resp_2")
-        idempotency.release(session, "ten_1", "resp_2")
-    assert claim(engine, replace(again, response_id="resp_3")) == replace(again, is_kept=True)
 
 
 def test_the_claim_of_a_dead_process_is_given_on(engine: Engine) -> None:

@@ -169,7 +169,10 @@ def test_lost_ones_fail(engine: Engine) -> None:
     add(engine, active("resp_1", at=10.0), active("resp_2", owner="gw-1", at=10.0))
     with appending(engine, "test") as session:
         responses.beat(session, "gw-1", now_at=50.0)
+        assert not responses.has_lost(session, 10.0)
+        assert responses.has_lost(session, 40.0)
         assert responses.fail_lost(session, "server_error", "it died", before_at=40.0) == 1
+        assert not responses.has_lost(session, 40.0)
         found = responses.get(session, VIEWER, "resp_1")
         assert (found.state, found.error_code, found.error_message) == (
             "failed",
