@@ -111,7 +111,7 @@ class ResponseStore:
     ) -> ResponseRecord | None:
         """Store a response; a key that was claimed for it is kept. Returns the record with its
         object; None where its tenant has as many as it may."""
-        record = self._put(record, _encode(items), response)
+        record = self.put(record, _encode(items), response)
         # Where this raises, a commit may have come through: the object stays, for the sweeper.
         with appending(self._engine, ACTOR) as session:
             is_stored = responses.add(session, record, self._max_responses)
@@ -189,7 +189,7 @@ class ResponseStore:
         ended = record
         if response is not None:
             body = _body_decoder.decode(self._bytes(record))
-            ended = self._put(record, bytes(body.input), response)
+            ended = self.put(record, bytes(body.input), response)
         with appending(self._engine, ACTOR) as session:
             is_mine = responses.finish(session, record.owner, ended)
         if response is not None:
@@ -231,7 +231,7 @@ class ResponseStore:
                 return
         self._objects.delete(object_name)
 
-    def _put(self, record: ResponseRecord, items: bytes, response: bytes) -> ResponseRecord:
+    def put(self, record: ResponseRecord, items: bytes, response: bytes) -> ResponseRecord:
         """Store the object. Returns the record with it."""
         data = b'{"input":%b,"response":%b}' % (items, response)
         found = _raw_items_decoder.decode(data)

@@ -234,14 +234,16 @@ class ResponsesService:
             raise ApiError(
                 INVALID_REQUEST, f"Idempotency-Key must have 1 to {MAX_KEY_CHARS} characters"
             )
-        key_sha256, body_sha256 = (hashlib.sha256(d).hexdigest() for d in (key.encode(), body))
-        wanted = IdempotencyRecord(
-            record.tenant_id, key_sha256, body_sha256, record.id, False, record.created_at
-        )
-        held = await self._threads.read(
-            record.tenant_id, lambda: self._store.claim(wanted, self._claim_s)
-        )
-        if held is not None and held.body_sha256 != wanted.body_sha256:
+
+        def claim() -> tuple[IdempotencyRecord | None, str]:
+            key_sha256, body_sha256 = (hashlib.sha256(d).hexdigest() for d in (key.encode(), body))
+            wanted = IdempotencyRecord(
+                record.tenant_id, key_sha256, body_sha256, record.id, False, record.created_at
+            )
+            return self._store.claim(wanted, self._claim_s), body_sha256
+
+        held, body_sha256 = await self._threads.read(record.tenant_id, claim)
+        if held is not None and held.body_sha256 != body_sha256:
             message = "this Idempotency-Key came with another body before: use a new key"
             raise ApiError(IDEMPOTENCY_CONFLICT, message)
         if held is not None and not held.is_kept:
