@@ -18,13 +18,14 @@ from registry.errors import RegistryError, SchemaError
 from registry.models import catalog, floors, residency_requests, revisions, worker_orders
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
 from registry.session import schema_connection
-from registry.state import idempotency, responses
+from registry.state import conversations, idempotency, responses
 
 TABLE_MODULES = (
     alerts,
     api_keys,
     audit,
     catalog,
+    conversations,
     export_jobs,
     floors,
     idempotency,

@@ -80,15 +80,18 @@ _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 
 
 def messages_of(
-    items: Iterable[Item], told: ToldFields | None = None, num_earlier: int = 0
+    items: Iterable[Item],
+    told: ToldFields | None = None,
+    num_earlier: int = 0,
+    field: str = "input",
 ) -> Iterator[Message]:
     """As the chat template has them. The first `num_earlier` are of stored responses; the fields
-    of the others that have no effect are told. Raises ApiError that names the item."""
+    of the others that have no effect are told. Raises ApiError that names the item in `field`."""
     turn: _Turn | None = None
     for number, item in enumerate(items):
-        place = f"input[{number - num_earlier}]"
+        place = f"{field}[{number - num_earlier}]"
         if told is not None and number >= num_earlier:
-            _tell(item, told)
+            _tell(item, told, field)
         if item.type in ("reasoning", "function_call") or item.role == "assistant":
             turn = turn or _Turn()
             turn.add(place, item)
@@ -128,11 +131,11 @@ def _kept_parts(content: "str | Sequence[Part] | None", kind: str) -> list[dict[
     return [{"type": kind, "text": text, **more} for text in texts]
 
 
-def _tell(item: Item, told: ToldFields) -> None:
+def _tell(item: Item, told: ToldFields, field: str) -> None:
     for name in _TOLD_IN_ITEM:
-        told.tell(f"input[].{name}", getattr(item, name))
+        told.tell(f"{field}[].{name}", getattr(item, name))
     if item.summary not in (_NOTHING, _EMPTY):
-        told.tell("input[].summary")
+        told.tell(f"{field}[].summary")
 
 
 class _Turn:

@@ -98,6 +98,13 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+_ConversationId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class _ConversationRef(msgspec.Struct, forbid_unknown_fields=True):
+    id: _ConversationId
+
+
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses."""
 
@@ -126,7 +133,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: int | None = None
     max_tool_calls: int | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
-    conversation: msgspec.Raw = _NOTHING
+    conversation: _ConversationId | _ConversationRef | None = None
     prompt: msgspec.Raw = _NOTHING
     prompt_cache_options: msgspec.Raw = _NOTHING
     prompt_cache_retention: msgspec.Raw = _NOTHING
@@ -158,6 +165,7 @@ class AskedResponse:
     is_store_said: bool
     previous_response_id: str | None
     is_background: bool
+    conversation_id: str | None
 
     @property
     def is_stateless(self) -> bool:
@@ -232,7 +240,13 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
         is_store_said=bool(asked.store),
         previous_response_id=asked.previous_response_id or None,
         is_background=bool(asked.background),
+        conversation_id=_conversation_id(asked),
     )
+
+
+def _conversation_id(asked: ResponsesBody) -> str | None:
+    found = asked.conversation
+    return found.id if isinstance(found, _ConversationRef) else found
 
 
 def _instructions(asked: ResponsesBody) -> tuple[Message, ...]:
@@ -241,11 +255,17 @@ def _instructions(asked: ResponsesBody) -> tuple[Message, ...]:
 
 
 def _refuse_unserved(asked: ResponsesBody) -> None:
-    for name in ("prompt", "conversation", "moderation"):
+    for name in ("prompt", "moderation"):
         if getattr(asked, name) != _NOTHING:
             raise unsupported(name)
-    if asked.background and asked.store is False:
-        raise invalid("store", "background needs a stored response: leave store out")
+    for name in ("background", "conversation"):
+        if getattr(asked, name) and asked.store is False:
+            raise invalid("store", f"{name} needs a stored response: leave store out")
+    if asked.conversation is not None and asked.previous_response_id:
+        raise invalid(
+            "previous_response_id",
+            "previous_response_id and conversation exclude each other: send one of them",
+        )
     if asked.background and asked.stream:
         raise ApiError(
             UNSUPPORTED_PARAMETER,
@@ -329,7 +349,9 @@ def _form(asked: ResponsesBody) -> ResponseFormat:
 def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
     """What a response repeats of its request."""
     form = asked.text.format if asked.text is not None else None
+    conversation_id = _conversation_id(asked)
     return {
+        "conversation": None if conversation_id is None else {"id": conversation_id},
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},

@@ -18,6 +18,7 @@ from gateway.dialects.by_route import MESSAGES, RESPONSES
 from gateway.dialects.dialect import CHAT
 from gateway.http import gets, responses
 from gateway.http.acceptor import connections_of
+from gateway.http.conversations import conversation_routes
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
 from gateway.http.ollama import OllamaRoutes
 from gateway.http.openapi import openapi
@@ -143,6 +144,7 @@ def _response_routes(edge: Edge) -> Iterator[Route]:
     yield Route(one, responses.remove, methods=["DELETE"])
     yield Route(f"{one}/input_items", responses.input_items, methods=["GET"])
     yield Route(f"{one}/cancel", responses.cancel, methods=["POST"])
+    yield from conversation_routes()
 
 
 class _Below(BaseRoute):

@@ -16,21 +16,23 @@ class StateSettings:
 
     response_retention_days: int = setting(
         30,
-        "How long responses are stored, in days. A tenant may have less of its own. 0: nothing is "
-        "stored, and stored responses are hidden and deleted.",
+        "How long responses are stored, in days, and conversations after their last change. A "
+        "tenant may have less of its own. 0: nothing is stored, and what is stored is hidden and "
+        "deleted.",
         ge=0,
         le=3650,
     )
     max_stored_responses: int = setting(
         100_000,
-        "Maximum number of stored responses per tenant. Beyond it, answers are given and not "
-        "stored, and background responses get 429 insufficient_quota.",
+        "Maximum number of stored responses and conversations per tenant. Beyond it, answers are "
+        "given and not stored; background responses and new conversations get 429 "
+        "insufficient_quota.",
         ge=1,
     )
     objects_dir: str = setting(
         "",
-        "Folder for stored responses. Servers that share a database need one folder that all of "
-        "them see. Empty: `objects` in the data folder.",
+        "Folder for stored responses and conversations. Servers that share a database need one "
+        "folder that all of them see. Empty: `objects` in the data folder.",
     )
     state_threads: int = setting(
         4, "Threads of each gateway process that read and write stored responses.", ge=1

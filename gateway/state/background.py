@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias, cast
 
 import msgspec
@@ -25,6 +26,7 @@ from gateway.api.wire import WireRequest
 from gateway.dialects.responses_answer import empty_response
 from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import INSUFFICIENT_QUOTA, SERVER_ERROR, ApiError, ClientGone
+from gateway.state.conversation_store import ConversationRefused
 from gateway.state.response_store import ResponseStore
 from gateway.state.saving import LastEventHeld, Saving
 from gateway.state.state_threads import StateThreads
@@ -213,9 +215,17 @@ class BackgroundRuns:
     async def _finish(self, record: ResponseRecord, response: bytes | None) -> None:
         for pause_s in (*FINISH_PAUSES_S, 0.0):
             try:
-                await self._threads.write(lambda: self._store.finish(record, response))
-            except NotFound:
-                return
+                await self._threads.write(partial(self._store.finish, record, response))
+            except (NotFound, ConversationRefused) as error:
+                log.warning("response %s has no place to end: %s", record.id, error)
+                if response is None:
+                    return
+                # The conversation is gone or full: it has failed, which needs no place there.
+                message = f"it could not be added to its conversation: {error}"
+                record = replace(
+                    record, state="failed", error_code="server_error", error_message=message
+                )
+                response = None
             except (SQLAlchemyError, OSError) as error:
                 log.error("the end of response %s could not be stored: %s", record.id, error)
                 await asyncio.sleep(pause_s)

@@ -16,9 +16,11 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import Engine
+from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
+from gateway.state.conversation_store import ConversationStore, Damaged
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses
@@ -30,10 +32,6 @@ log = logging.getLogger(__name__)
 ACTOR = "gateway"
 KIND = "responses"
 _encode = msgspec.json.Encoder().encode
-
-
-class ResponseDamaged(Exception):
-    """The bytes of an object are not those that were stored."""
 
 
 class ChainBroken(Exception):
@@ -71,6 +69,7 @@ class _RawOutput(msgspec.Struct):
 
 _body_decoder = msgspec.json.Decoder(StoredBody)
 _items_decoder = msgspec.json.Decoder(_Items)
+_raw_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _raw_items_decoder = msgspec.json.Decoder(_RawItems)
 
 
@@ -101,6 +100,9 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_chain_bytes = max_chain_bytes
         self._wall_clock = wall_clock
+        self.conversations = ConversationStore(
+            engine, objects, max_responses, max_chain_bytes, wall_clock
+        )
 
     def close(self) -> None:
         """When nothing more is asked."""
@@ -112,12 +114,15 @@ class ResponseStore:
         """Store a response; a key that was claimed for it is kept. Returns the record with its
         object; None where its tenant has as many as it may."""
         record = self.put(record, _encode(items), response)
-        # Where this raises, a commit may have come through: the object stays, for the sweeper.
-        with appending(self._engine, ACTOR) as session:
+
+        def insert(session: Session) -> bool:
             is_stored = responses.add(session, record, self._max_responses)
             if is_stored:
                 idempotency.keep(session, record.tenant_id, record.id)
-        if is_stored:
+            return is_stored
+
+        is_active = record.state in ACTIVE
+        if self._write(record, insert, None if is_active else (_encode(items), response)):
             return record
         self._objects.delete(record.object_name)
         return None
@@ -141,6 +146,8 @@ class ResponseStore:
         for record in chain:
             if record.state not in ("completed", "incomplete"):
                 raise ChainBroken(f"response {record.id!r} is {record.state.replace('_', ' ')}")
+            if record.conversation_id is not None:
+                raise ChainBroken(f"it is of the conversation {record.conversation_id!r}")
         if chain[-1].parent_id is not None and len(chain) <= MAX_DEPTH:
             raise ChainBroken("a response before it has been deleted or has expired")
         if chain[0].depth + 1 >= MAX_DEPTH:
@@ -186,12 +193,14 @@ class ResponseStore:
     def finish(self, record: ResponseRecord, response: bytes | None) -> bool:
         """A background response ends, with another answer than was stored for it where one is
         given. False, changing nothing, where it has ended or was deleted meanwhile."""
-        ended = record
+        ended, parts = record, None
         if response is not None:
             body = _body_decoder.decode(self._bytes(record))
-            ended = self.put(record, bytes(body.input), response)
-        with appending(self._engine, ACTOR) as session:
-            is_mine = responses.finish(session, record.owner, ended)
+            parts = bytes(body.input), response
+            ended = self.put(record, *parts)
+        is_mine = self._write(
+            record, lambda session: responses.finish(session, record.owner, ended), parts
+        )
         if response is not None:
             over = record if is_mine else ended
             self._objects.delete(over.object_name)
@@ -231,6 +240,24 @@ class ResponseStore:
                 return
         self._objects.delete(object_name)
 
+    def _write(
+        self,
+        record: ResponseRecord,
+        write: Callable[[Session], bool],
+        parts: tuple[bytes, bytes] | None,
+    ) -> bool:
+        """Write the row, and append the items of `parts` (own input, response) to the conversation
+        that they belong to, if there is one. What `write` says. Where this raises, a commit may
+        have come through: the object stays, for the sweeper."""
+        if record.conversation_id is None or parts is None:
+            with appending(self._engine, ACTOR) as session:
+                return write(session)
+        items: list[msgspec.Raw] = _raw_decoder.decode(parts[0])
+        items += msgspec.json.decode(parts[1], type=_RawOutput).output
+        viewer = Viewer(record.tenant_id, None, 0.0)
+        about = viewer, record.conversation_id, items, record.model, write
+        return self.conversations.append(*about) is not None
+
     def put(self, record: ResponseRecord, items: bytes, response: bytes) -> ResponseRecord:
         """Store the object. Returns the record with it."""
         data = b'{"input":%b,"response":%b}' % (items, response)
@@ -244,7 +271,7 @@ class ResponseStore:
         )
 
     def _bytes(self, record: ResponseRecord) -> bytes:
-        """Raises NotFound, ResponseDamaged."""
+        """Raises NotFound, Damaged."""
         try:
             data = self._objects.get(record.object_name)
         except ObjectMissing as error:
@@ -252,7 +279,7 @@ class ResponseStore:
             log.warning("the object of response %s is not there", record.id)
             raise NotFound(f"response {record.id!r} does not exist") from error
         if hashlib.sha256(data).hexdigest() != record.sha256:
-            raise ResponseDamaged(record.id)
+            raise Damaged(record.id)
         return data
 
 

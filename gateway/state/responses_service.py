@@ -26,7 +26,7 @@ from gateway.auth.auth import authenticate, find_model
 from gateway.auth.directory import Directory
 from gateway.dialects import responses_wire
 from gateway.dialects.responses_answer import replayed
-from gateway.dialects.responses_items import kept_items
+from gateway.dialects.responses_items import Item, kept_items
 from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import (
     IDEMPOTENCY_CONFLICT,
@@ -41,6 +41,8 @@ from gateway.metrics.metrics import Metrics
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
 from gateway.state.background import BackgroundRuns
+from gateway.state.conversations_service import ConversationsService
+from gateway.state.item_pages import item_page, page_of
 from gateway.state.response_store import (
     ChainBroken,
     ChainTooLong,
@@ -64,7 +66,6 @@ KEY_HEADER = "idempotency-key"
 REPLAY_HEADER = "idempotent-replayed"
 MAX_KEY_CHARS = 255
 CLAIM_MARGIN_S = 60.0
-MAX_PAGE, USUAL_PAGE = 100, 20
 _encode = msgspec.json.Encoder().encode
 _T = TypeVar("_T")
 
@@ -93,6 +94,12 @@ class ResponsesService:
         self._background = background
         self._run = run
         self._wall_clock = wall_clock
+        self.conversations = ConversationsService(
+            store.conversations,
+            threads,
+            self._viewer,
+            lambda principal: self._retention_days(principal) > 0,
+        )
 
     async def start(self) -> None:
         """Before requests come."""
@@ -122,6 +129,8 @@ class ResponsesService:
         if parent_id is not None:
             earlier = await self._earlier(viewer, parent_id)
             depth, asked = earlier.depth, asked.after(earlier.items, earlier.num_bytes)
+        if asked.conversation_id is not None:
+            asked = asked.after(*await self._conversation(viewer, asked.conversation_id))
         if not asked.store:
             return await self._run(call, asked.wire)
         asked = asked.showing(store=True, background=asked.is_background)
@@ -137,6 +146,7 @@ class ResponsesService:
             sha256="",
             items_bytes=0,
             created_at=now_at,
+            conversation_id=asked.conversation_id,
         )
         items = kept_items(asked.input, call.http_id)
         saving = Saving(self._store, self._threads, self._metrics, record, items)
@@ -184,12 +194,12 @@ class ResponsesService:
         self, principal: Principal, response_id: str, params: Mapping[str, Sequence[str]]
     ) -> bytes:
         """A page of what it was made of. Raises ApiError."""
-        limit, order, after = _page_of(params)
+        limit, order, after = page_of(params)
         viewer = self._viewer(principal)
 
         def work() -> bytes:
             items = self._store.input_items(viewer, response_id)
-            return page_of_items(items, limit, order, after)
+            return item_page(items, limit, order, after)
 
         return await self._read(viewer, response_id, work)
 
@@ -225,6 +235,21 @@ class ResponsesService:
             raise invalid(
                 param, f"{error}: begin anew with the input that still matters"
             ) from error
+
+    async def _conversation(
+        self, viewer: Viewer, conversation_id: str
+    ) -> tuple[Sequence[Item], int]:
+        """Raises ApiError."""
+        store = self._store.conversations
+        try:
+            return await self._threads.read(
+                viewer.tenant_id, lambda: store.decoded(viewer, conversation_id)
+            )
+        except NotFound as error:
+            message = (
+                f"no conversation has the id {conversation_id!r}: create one, or send the input"
+            )
+            raise ApiError(NOT_FOUND, message, "conversation") from error
 
     async def _claim(
         self, record: ResponseRecord, key: str, body: bytes
@@ -320,48 +345,11 @@ def told(record: ResponseRecord, body: StoredBody) -> bytes:
     return _encode(response)
 
 
-def page_of_items(items: list[msgspec.Raw], limit: int, order: str, after: str) -> bytes:
-    """OpenAI's list object. `items`: the oldest first. Raises ApiError."""
-    if order == "desc":
-        items = items[::-1]
-    ids = [msgspec.json.decode(item, type=_Named).id for item in items]
-    if after and after not in ids:
-        raise invalid("after", f"after: no item of this response has the id {after[:80]!r}")
-    begin = ids.index(after) + 1 if after else 0
-    shown = ids[begin : begin + limit]
-    return _encode(
-        {
-            "object": "list",
-            "data": items[begin : begin + limit],
-            "first_id": shown[0] if shown else None,
-            "last_id": shown[-1] if shown else None,
-            "has_more": begin + limit < len(items),
-        }
-    )
-
-
-class _Named(msgspec.Struct):
-    id: str
-
-
-def _page_of(params: Mapping[str, Sequence[str]]) -> tuple[int, str, str]:
-    """Raises ApiError."""
-    known = {"limit", "order", "after", "include", "include[]"}
-    for name in params.keys() - known:
-        raise ApiError(UNSUPPORTED_PARAMETER, f"{name} is not supported: remove it", name)
-    limit = params.get("limit", [str(USUAL_PAGE)])[-1]
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_PAGE:
-        raise invalid("limit", f"limit must be a whole number from 1 to {MAX_PAGE}")
-    order = params.get("order", ["desc"])[-1]
-    if order not in ("asc", "desc"):
-        raise invalid("order", "order must be asc or desc")
-    return int(limit), order, params.get("after", [""])[-1]
-
-
 def _keeping_nothing(asked: AskedResponse) -> AskedResponse:
     """Of a tenant without retention. Raises ApiError where the request cannot be without."""
     for param, is_given in (
         ("previous_response_id", asked.previous_response_id is not None),
+        ("conversation", asked.conversation_id is not None),
         ("background", asked.is_background),
     ):
         if is_given:

@@ -20,10 +20,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.dialects.responses_answer import LastEvent, last_event
 from gateway.metrics.metrics import Metrics
+from gateway.state.conversation_store import ConversationRefused
 from gateway.state.response_store import ResponseStore
 from gateway.state.state_threads import StateThreads
 from gateway.types import Answer, EventAnswer, JsonAnswer, Sink
-from registry.errors import RegistryError
+from registry.errors import NotFound, RegistryError
 from registry.state.responses import ResponseRecord, ResponseState
 
 log = logging.getLogger(__name__)
@@ -145,7 +146,8 @@ class Saving:
         if done:
             error = saving.exception()
             result = "failed" if error is not None else "stored" if saving.result() else "quota"
-            if error is not None and not isinstance(error, SQLAlchemyError | OSError):
+            known = SQLAlchemyError, OSError, NotFound, ConversationRefused
+            if error is not None and not isinstance(error, known):
                 raise error
         else:
             self._is_too_late = True

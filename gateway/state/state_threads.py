@@ -14,7 +14,7 @@ from typing import TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError
-from gateway.state.response_store import ResponseDamaged
+from gateway.state.conversation_store import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class StateThreads:
         self._waiting[tenant_id] += 1
         try:
             return await self.write(work)
-        except ResponseDamaged as error:
-            log.error("the object of response %s is damaged", error)
-            message = "the stored response is damaged: tell the operator of this server"
+        except Damaged as error:
+            log.error("the object of %s is damaged", error)
+            message = "what was stored is damaged: tell the operator of this server"
             raise ApiError(SERVER_ERROR, message) from error
         except (SQLAlchemyError, OSError) as error:
             log.warning("stored responses cannot be reached: %s", error)

@@ -4,8 +4,8 @@ One loop a server, in the process that does the database's background work; seve
 do no harm, since each step finds what is there to be deleted.
 
     every LOOK_S                  background responses whose process has died are failed
-    every `interval_s`            responses past their tenant's retention: rows, then objects; keys
-                                  of idempotent requests after a day
+    every `interval_s`            responses and conversations past their tenant's retention: rows,
+                                  then objects; keys of idempotent requests after a day
     every ORPHANS_S, and first    objects without a row that are older than ORPHAN_AGE_S: a crash
     of all                        came between object and row
 
@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
@@ -28,10 +28,11 @@ from engine.objects.folder_store import FolderStore
 from engine.objects.object_store import ObjectStore
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
+from gateway.state import conversation_store, response_store
 from gateway.state.background import LOST, LOST_S
-from gateway.state.response_store import ACTOR, KIND
+from gateway.state.response_store import ACTOR
 from registry.session import appending, reading
-from registry.state import idempotency, responses
+from registry.state import conversations, idempotency, responses
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,11 @@ LOOK_S = 10.0
 ORPHANS_S = 6 * 3600.0
 ORPHAN_AGE_S = DAY_S
 BATCH = 500
+KINDS = (
+    (response_store.KIND, responses.without_row),
+    (conversation_store.KIND, conversations.without_row),
+)
+"""Of objects, and who knows which of them have a row."""
 PAUSE_S = 0.05
 """Between two batches, so that who waits for the database gets it."""
 
@@ -113,32 +119,32 @@ class StateSweeper:
             days = self._retention_days
             days = days if own_days is None else min(days, own_days)
             before_at = now_at - days * DAY_S
-            while names := self._expire_batch(tenant_id, before_at):
-                for name in names:
-                    self._objects.delete(name)
-                num += len(names)
-                time.sleep(PAUSE_S)
+            for remove_before in (responses.remove_before, conversations.remove_before):
+                while names := self._expire_batch(remove_before, tenant_id, before_at):
+                    for name in names:
+                        self._objects.delete(name)
+                    num += len(names)
+                    time.sleep(PAUSE_S)
         with appending(self._engine, ACTOR) as session:
             idempotency.remove_before(session, now_at - idempotency.KEEP_S)
         return num
 
-    def _expire_batch(self, tenant_id: str, before_at: float) -> list[str]:
+    def _expire_batch(
+        self, remove_before: Callable[..., Sequence[str]], tenant_id: str, before_at: float
+    ) -> Sequence[str]:
         with appending(self._engine, ACTOR) as session:
-            return list(responses.remove_before(session, tenant_id, before_at, limit=BATCH))
+            return remove_before(session, tenant_id, before_at, limit=BATCH)
 
     def _delete_orphans(self, now_at: float) -> int:
         before_at = now_at - ORPHAN_AGE_S
         self._objects.delete_unfinished(before_at)
-        old = (
-            found.name
-            for found in self._objects.list()
-            if found.modified_at < before_at and found.name.split("/")[1] == KIND
-        )
+        old = (found.name for found in self._objects.list() if found.modified_at < before_at)
         num = 0
         while names := list(itertools.islice(old, BATCH)):
             with reading(self._engine) as session:
-                orphans = responses.without_row(session, names)
-            num += sum(map(self._objects.delete, orphans))
+                for kind, without_row in KINDS:
+                    of_kind = [name for name in names if name.split("/")[1] == kind]
+                    num += sum(map(self._objects.delete, without_row(session, of_kind)))
             time.sleep(PAUSE_S)
         return num
 

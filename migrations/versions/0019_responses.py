@@ -1,5 +1,5 @@
-"""Stored responses, how many each tenant has, keys of idempotent requests, and a tenant's own
-retention.
+"""Stored responses and conversations, how many each tenant has, keys of idempotent requests, and a
+tenant's own retention.
 
 Revision 0019.
 """
@@ -16,7 +16,7 @@ _STATES = "'queued', 'in_progress', 'completed', 'incomplete', 'failed', 'cancel
 
 
 def upgrade() -> None:
-    """Three tables and a column."""
+    """Four tables and a column."""
     op.create_table(
         "responses",
         sa.Column("id", sa.String(64), nullable=False),
@@ -33,12 +33,31 @@ def upgrade() -> None:
         sa.Column("heartbeat_at", sa.Double(), nullable=True),
         sa.Column("error_code", sa.String(64), nullable=False),
         sa.Column("error_message", sa.Text(), nullable=False),
+        sa.Column("conversation_id", sa.String(64), nullable=True),
         sa.CheckConstraint(f"state IN ({_STATES})", name="ck_responses_state"),
         sa.PrimaryKeyConstraint("id", name="pk_responses"),
     )
     op.create_index("ix_responses_tenant_id_created_at", "responses", ["tenant_id", "created_at"])
     op.create_index("ix_responses_heartbeat_at", "responses", ["heartbeat_at"])
     op.create_index("ix_responses_object_name", "responses", ["object_name"], unique=True)
+    op.create_table(
+        "conversations",
+        sa.Column("id", sa.String(64), nullable=False),
+        sa.Column("tenant_id", sa.String(64), nullable=False),
+        sa.Column("version", sa.BigInteger(), nullable=False),
+        sa.Column("models", sa.JSON(), nullable=False),
+        sa.Column("details", sa.JSON(), nullable=False),
+        sa.Column("object_name", sa.String(200), nullable=False),
+        sa.Column("sha256", sa.String(64), nullable=False),
+        sa.Column("items_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("updated_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="pk_conversations"),
+    )
+    op.create_index(
+        "ix_conversations_tenant_id_updated_at", "conversations", ["tenant_id", "updated_at"]
+    )
+    op.create_index("ix_conversations_object_name", "conversations", ["object_name"], unique=True)
     op.create_table(
         "response_counts",
         sa.Column("tenant_id", sa.String(64), nullable=False),
@@ -66,4 +85,5 @@ def downgrade() -> None:
     op.drop_column("tenants", "response_retention_days")
     op.drop_table("idempotency_keys")
     op.drop_table("response_counts")
+    op.drop_table("conversations")
     op.drop_table("responses")

@@ -68,6 +68,8 @@ class ResponseRecord:
     heartbeat_at: float | None = None
     error_code: str = ""
     error_message: str = ""
+    conversation_id: str | None = None
+    """What its items are appended to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,12 @@ class StoredResponse(Base):
     heartbeat_at: Mapped[OptionalInstant]
     error_code: Mapped[str] = mapped_column(String(64), default="")
     error_message: Mapped[str] = mapped_column(Text, default="")
+    conversation_id: Mapped[str | None] = mapped_column(String(64))
 
 
 class ResponseCount(Base):
-    """How many a tenant has: a quota that counted rows would read them all."""
+    """How many responses and conversations a tenant has: a quota that counted rows would read them
+    all."""
 
     __tablename__ = "response_counts"
 
@@ -121,15 +125,7 @@ _COLUMNS = tuple(getattr(_table, name) for name in ResponseRecord.__dataclass_fi
 
 def add(session: Session, record: ResponseRecord, max_responses: int) -> bool:
     """Store a row. False, changing nothing, where its tenant has `max_responses`."""
-    count = ResponseCount
-    names = ("tenant_id", "num_responses")
-    insert_new(session, count, "tenant_id", names, [(record.tenant_id, 0)])
-    one_more = (
-        update(count)
-        .where(count.tenant_id == record.tenant_id, count.num_responses < max_responses)
-        .values(num_responses=count.num_responses + 1)
-    )
-    if not _num_rows(session, one_more):
+    if not count_one(session, record.tenant_id, max_responses):
         return False
     values = {name: getattr(record, name) for name in ResponseRecord.__dataclass_fields__}
     session.execute(insert(_table).values(values))
@@ -171,7 +167,7 @@ def remove(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord
     row = session.execute(mine.returning(*_COLUMNS)).one_or_none()
     if row is None:
         raise _missing(response_id)
-    _count_less(session, viewer.tenant_id, 1)
+    count_less(session, viewer.tenant_id, 1)
     return _record(row)
 
 
@@ -250,7 +246,7 @@ def remove_before(
         delete(_table).where(_table.id.in_(old)).returning(_table.object_name)
     ).scalars()
     names = list(found)
-    _count_less(session, tenant_id, len(names))
+    count_less(session, tenant_id, len(names))
     return names
 
 
@@ -283,7 +279,20 @@ def _missing(response_id: str) -> NotFound:
     return NotFound(f"response {response_id[:80]!r} does not exist")
 
 
-def _count_less(session: Session, tenant_id: str, num: int) -> None:
+def count_one(session: Session, tenant_id: str, max_responses: int) -> bool:
+    """One more. False where the tenant has as many as it may."""
+    count = ResponseCount
+    insert_new(session, count, "tenant_id", ("tenant_id", "num_responses"), [(tenant_id, 0)])
+    one_more = (
+        update(count)
+        .where(count.tenant_id == tenant_id, count.num_responses < max_responses)
+        .values(num_responses=count.num_responses + 1)
+    )
+    return _num_rows(session, one_more) == 1
+
+
+def count_less(session: Session, tenant_id: str, num: int) -> None:
+    """So many fewer."""
     if num:
         mine = update(ResponseCount).where(ResponseCount.tenant_id == tenant_id)
         session.execute(mine.values(num_responses=ResponseCount.num_responses - num))

@@ -167,7 +167,9 @@ def test_what_clients_leave_in_parts_is_told() -> None:
     ("fields", "param"),
     [
         ({"previous_response_id": "r" * 65}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"name": "conv_1"}}, "conversation.name"),
+        ({"conversation": "conv_1", "store": False}, "store"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "store"),
         ({"background": True, "stream": True}, "stream"),

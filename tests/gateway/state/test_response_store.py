@@ -13,7 +13,8 @@ from sqlalchemy.exc import OperationalError
 from engine.objects.folder_store import FolderStore
 from gateway.dialects.responses_items import Item
 from gateway.state import response_store
-from gateway.state.response_store import ChainBroken, ChainTooLong, ResponseDamaged, ResponseStore
+from gateway.state.conversation_store import Damaged
+from gateway.state.response_store import ChainBroken, ChainTooLong, ResponseStore
 from registry.errors import NotFound
 from registry.session import make_engine, reading
 from registry.state import responses
@@ -236,7 +237,7 @@ def test_damage_is_noticed(store: ResponseStore, tmp_path: Path) -> None:
     [path] = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
     path.write_bytes(path.read_bytes().replace(b"out1", b"OUT1"))
     for look in (store.read, store.earlier, store.input_items):
-        with pytest.raises(ResponseDamaged):
+        with pytest.raises(Damaged):
             look(VIEWER, "resp_1")
 
 
