@@ -5,7 +5,7 @@ responses before its own, the pipeline answers it as any other, and the answer i
 end is told (saving.py). A stateless request goes through with nothing added, and chats never come
 here.
 
-    create        authenticate, decode, what it follows, idempotency key, run, store
+    create        authenticate, decode, idempotency key, what it follows, run, store
     retrieve, remove, input_items, cancel      of a stored response
 
 Whose a response is, is one rule (`_viewer`): the tenant's, of models that the key may use, and not
@@ -15,6 +15,7 @@ older than the tenant's retention. All else is missing in the same words.
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -125,38 +126,21 @@ class ResponsesService:
         if not self._retention_days(principal):
             return await self._run(call, _keeping_nothing(asked).wire)
         viewer = self._viewer(principal)
-        depth, parent_id = 0, asked.previous_response_id
-        if parent_id is not None:
-            earlier = await self._earlier(viewer, parent_id)
-            depth, asked = earlier.depth, asked.after(earlier.items, earlier.num_bytes)
-        if asked.conversation_id is not None:
-            asked = asked.after(*await self._conversation(viewer, asked.conversation_id))
         if not asked.store:
+            asked, _ = await self._following(viewer, asked)
             return await self._run(call, asked.wire)
-        asked = asked.showing(store=True, background=asked.is_background)
         find_model(principal, self._directory, asked.wire.model)
-        record = ResponseRecord(
-            id=responses_wire.ID_PREFIX + call.http_id,
-            tenant_id=principal.tenant_id,
-            parent_id=parent_id,
-            model=asked.wire.model,
-            state="queued",
-            depth=depth,
-            object_name="",
-            sha256="",
-            items_bytes=0,
-            created_at=now_at,
-            conversation_id=asked.conversation_id,
-        )
-        items = kept_items(asked.input, call.http_id)
-        saving = Saving(self._store, self._threads, self._metrics, record, items)
+        saving = self._saving(call.http_id, principal, asked, now_at)
         key = call.headers.get(KEY_HEADER)
         if key is not None:
-            held = await self._claim(record, key, body)
+            held = await self._claim(saving.record, key, body)
             if held is not None:
                 return await self._again(call, viewer, held, asked.wire.stream)
             saving.has_claim = True
         try:
+            asked, depth = await self._following(viewer, asked)
+            saving.record = replace(saving.record, depth=depth)
+            asked = asked.showing(store=True, background=asked.is_background)
             if asked.is_background:
                 return await self._background.start(call, asked, saving)
             answer = await self._run(call, asked.wire)
@@ -202,6 +186,34 @@ class ResponsesService:
             return item_page(items, limit, order, after)
 
         return await self._read(viewer, response_id, work)
+
+    def _saving(
+        self, http_id: str, principal: Principal, asked: AskedResponse, now_at: float
+    ) -> Saving:
+        record = ResponseRecord(
+            id=responses_wire.ID_PREFIX + http_id,
+            tenant_id=principal.tenant_id,
+            parent_id=asked.previous_response_id,
+            model=asked.wire.model,
+            state="queued",
+            depth=0,
+            object_name="",
+            sha256="",
+            items_bytes=0,
+            created_at=now_at,
+            conversation_id=asked.conversation_id,
+        )
+        items = kept_items(asked.input, http_id)
+        return Saving(self._store, self._threads, self._metrics, record, items)
+
+    async def _following(self, viewer: Viewer, asked: AskedResponse) -> tuple[AskedResponse, int]:
+        """The request behind what it follows, and how many responses that is. Raises ApiError."""
+        if asked.conversation_id is not None:
+            return asked.after(*await self._conversation(viewer, asked.conversation_id)), 0
+        if asked.previous_response_id is None:
+            return asked, 0
+        earlier = await self._earlier(viewer, asked.previous_response_id)
+        return asked.after(earlier.items, earlier.num_bytes), earlier.depth
 
     async def _found(
         self, principal: Principal, response_id: str

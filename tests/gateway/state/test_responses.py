@@ -334,6 +334,22 @@ async def test_a_key_makes_a_request_once(kit: Kit, client: Client) -> None:
     assert (status, body["error"]["code"]) == (409, "idempotency_conflict")
 
 
+async def test_a_key_holds_where_what_its_request_followed_is_gone(
+    kit: Kit, client: Client
+) -> None:
+    _, first = await ask(client)
+    body = {**ASK, "previous_response_id": first["id"]}
+    async with client.post(URL, body, idempotency_key="k") as answer:
+        told = await answer.json()
+    await call(client, "DELETE", f"{URL}/{first['id']}")
+    async with client.post(URL, body, idempotency_key="k") as answer:
+        assert (answer.status, await answer.json()) == (200, told)
+    async with client.post(URL, body, idempotency_key="k2") as answer:
+        assert answer.status == 404
+    async with client.post(URL, ASK, idempotency_key="k2") as answer:
+        assert answer.status == 200, "a request that was refused leaves no key"
+
+
 async def test_a_replayed_stream_is_one(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = kit.speak("The game")
     told = []
