@@ -47,8 +47,12 @@ IP_NOT_AUTHORIZED = ErrorKind(401, "invalid_request_error", "ip_not_authorized")
 FORBIDDEN = ErrorKind(403, "invalid_request_error", "permission_denied")
 MODEL_NOT_FOUND = ErrorKind(404, "invalid_request_error", "model_not_found")
 NOT_FOUND = ErrorKind(404, "invalid_request_error", "not_found")
+PREVIOUS_NOT_FOUND = ErrorKind(404, "invalid_request_error", "previous_response_not_found")
 METHOD_NOT_ALLOWED = ErrorKind(405, "invalid_request_error", "method_not_allowed")
 REQUEST_TIMEOUT = ErrorKind(408, "invalid_request_error", "request_timeout")
+CONFLICT = ErrorKind(409, "invalid_request_error", "conflict")
+IDEMPOTENCY_CONFLICT = ErrorKind(409, "invalid_request_error", "idempotency_conflict")
+IDEMPOTENCY_RUNNING = ErrorKind(409, "invalid_request_error", "idempotency_in_progress")
 TOO_LARGE = ErrorKind(413, "invalid_request_error", "request_too_large")
 UNSUPPORTED_MEDIA = ErrorKind(415, "invalid_request_error", "unsupported_media_type")
 HEADERS_TOO_LARGE = ErrorKind(431, "invalid_request_error", "headers_too_large")
@@ -61,7 +65,7 @@ MODEL_FAILED = ErrorKind(503, "server_error", "model_failed")
 
 DEADLINE_EXCEEDED = ErrorKind(504, "server_error", "deadline_exceeded")
 # By their status SDKs would ask again: to be told the same, or to wait as long once more.
-_NOT_TO_BE_RETRIED = (INSUFFICIENT_QUOTA, MODEL_FAILED, DEADLINE_EXCEEDED)
+_NOT_TO_BE_RETRIED = (INSUFFICIENT_QUOTA, IDEMPOTENCY_CONFLICT, MODEL_FAILED, DEADLINE_EXCEEDED)
 
 
 class ApiError(Exception):

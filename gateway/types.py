@@ -55,6 +55,8 @@ class Principal(msgspec.Struct, frozen=True):
     cache: CachePolicy = NO_CACHE
     allowed_models: frozenset[str] | None = None
     tenant_limits: Limits = UNLIMITED
+    response_retention_days: int | None = None
+    """The tenant's own, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)

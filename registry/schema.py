@@ -18,14 +18,17 @@ from registry.errors import RegistryError, SchemaError
 from registry.models import catalog, floors, residency_requests, revisions, worker_orders
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
 from registry.session import schema_connection
+from registry.state import conversations, idempotency, responses
 
 TABLE_MODULES = (
     alerts,
     api_keys,
     audit,
     catalog,
+    conversations,
     export_jobs,
     floors,
+    idempotency,
     identities,
     invoices,
     ledger,
@@ -33,6 +36,7 @@ TABLE_MODULES = (
     prices,
     quotas,
     residency_requests,
+    responses,
     revisions,
     rollups,
     tenants,
@@ -44,7 +48,7 @@ TABLE_MODULES = (
 metadata: MetaData = Base.metadata
 
 # The newest migration. A test holds it to what migrations/versions says.
-HEAD = "0018"
+HEAD = "0019"
 
 
 def applied(connection: Connection) -> str | None:

@@ -41,6 +41,7 @@ from typing import Any, Final
 from sqlalchemy import (
     URL,
     BigInteger,
+    Boolean,
     Connection,
     Double,
     Engine,
@@ -219,6 +220,8 @@ def _array(table: type[Base], name: str) -> str:
     kind = described.c[name].type
     if isinstance(kind, Double):
         return "float8[]"
+    if isinstance(kind, Boolean):
+        return "boolean[]"
     return "bigint[]" if isinstance(kind, BigInteger | Integer) else "varchar[]"
 
 

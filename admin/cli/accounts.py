@@ -21,7 +21,7 @@ from admin.cli.common import (
     size,
 )
 from admin.operations import tenants, users
-from registry.accounts.tenants import PRIORITIES
+from registry.accounts.tenants import PRIORITIES, SERVERS_RETENTION
 from registry.accounts.users import INSTALLATION, ROLES, UserRecord
 from registry.errors import InvalidValue
 
@@ -50,6 +50,13 @@ def configure_tenants(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SHARE",
         help="share of each worker reserved for this tenant, 0 to 0.5",
+    )
+    change.add_argument(
+        "--response-retention-days",
+        type=_retention_days,
+        metavar="DAYS",
+        help="how long its stored responses are kept, 0: nothing is stored, default: as the "
+        "setting response_retention_days",
     )
     _add_internal(change, None)
     access = change.add_mutually_exclusive_group()
@@ -89,6 +96,14 @@ def _add_internal(parser: argparse.ArgumentParser, default: bool | None) -> None
         default=default,
         help="a tenant of the operator's own: the playground uses its keys by default",
     )
+
+
+def _retention_days(text: str) -> int:
+    return SERVERS_RETENTION if text == "default" else int(text)
+
+
+def _kept(days: int | None) -> str:
+    return "" if days is None else f", responses kept {days} days"
 
 
 def _add_tenant(options: argparse.Namespace) -> int:
@@ -131,6 +146,7 @@ def _set_tenant(options: argparse.Namespace) -> int:
         options.priority,
         options.reserved_share,
         options.internal,
+        options.response_retention_days,
     )
     if options.json:
         print_json(asdict(tenant))
@@ -139,6 +155,7 @@ def _set_tenant(options: argparse.Namespace) -> int:
         print(
             f"{tenant.name}: weight {tenant.weight:g}, {tenant.priority}, "
             f"{tenant.reserved_share:g} reserved, {state}{', internal' if tenant.internal else ''}"
+            + _kept(tenant.response_retention_days)
         )
     return 0
 

@@ -40,6 +40,7 @@ from sqlalchemy import Connection, NullPool, inspect, select
 
 from admin.context.registration_files import DOWNLOADS_FOLDER, LOGS_FOLDER
 from gateway.settings.settings import JOURNAL_FOLDER, PACKS_FOLDER, Settings
+from gateway.settings.state_settings import OBJECTS_FOLDER
 from registry import audit
 from registry.accounts.tenants import Tenant
 from registry.audit import RegistryVersion
@@ -60,8 +61,8 @@ logger = logging.getLogger(__name__)
 
 DATABASE_ID = "database-id"
 PRIVATE = (
-    *(PACKS_FOLDER, JOURNAL_FOLDER, DOWNLOADS_FOLDER, LOGS_FOLDER, "exports", "run"),
-    *("cache-calibrations", "demo_api_key", "fair_share.json"),
+    *(PACKS_FOLDER, JOURNAL_FOLDER, DOWNLOADS_FOLDER, LOGS_FOLDER, OBJECTS_FOLDER),
+    *("exports", "run", "cache-calibrations", "demo_api_key", "fair_share.json"),
 )
 """What others may not look into, beside the database's file."""
 

@@ -53,9 +53,11 @@ def update_tenant(
     priority: str | None = None,
     reserved_share: float | None = None,
     internal: bool | None = None,
+    response_retention_days: int | None = None,
     seen: str = "",
 ) -> TenantRecord:
-    """Change what is given. `seen`: the mark of the share that was looked at. Raises
+    """Change what is given; a retention of tenants.SERVERS_RETENTION is none of its own. `seen`:
+    the mark of the share that was looked at. Raises
     ChangedMeanwhile where it is another by now."""
     with context.writing() as session:
         if seen:
@@ -69,6 +71,7 @@ def update_tenant(
             priority=priority,
             reserved_share=reserved_share,
             internal=internal,
+            response_retention_days=response_retention_days,
             now_at=context.clock(),
         )
 
@@ -103,7 +106,8 @@ def floor_mark(floor: ModelFloor | None) -> str:
 
 def share_mark(tenant: TenantRecord) -> str:
     """Of all that decides what the tenant gets, and whose it is."""
-    return version_of((tenant.weight, tenant.priority, tenant.reserved_share, tenant.internal))
+    shown = tenant.weight, tenant.priority, tenant.reserved_share, tenant.internal
+    return version_of((*shown, tenant.response_retention_days))
 
 
 @dataclass(frozen=True, slots=True)

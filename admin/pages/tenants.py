@@ -20,6 +20,7 @@ from admin.rendering.templating import path
 from admin.web.forms import Field, Form, decimal_text
 from admin.web.request import PageRequest, PageRoute, StreamRoute
 from admin.web.tables import Column, Filter, TableSpec, table_state
+from registry.accounts.tenants import SERVERS_RETENTION
 from registry.errors import AlreadyExists
 from registry.lists.keys import KeyFilter
 from registry.lists.tenants import TenantFilter
@@ -50,6 +51,7 @@ FIELDS = {
     "priority": "priority",
     "reserved": "reserved_share",
     "internal": "internal",
+    "retention": "response_retention_days",
 }
 FLOOR_FIELDS: Final = {"size": "size_bytes", "models": "models"}
 """Of the forms, and what the audit log calls them."""
@@ -127,6 +129,7 @@ def change(request: PageRequest) -> Response:
         return _page(request, view, form=form, status=409)
     weight, priority = form.decimal("weight"), form.text("priority")
     reserved = form.decimal("reserved")
+    retention = form.whole("retention")
     if form.is_sound:
         with form.refusals():
             verbs.update_tenant(
@@ -136,6 +139,7 @@ def change(request: PageRequest) -> Response:
                 priority=priority,
                 reserved_share=(reserved or 0.0) / 100,
                 internal=form.is_on("internal"),
+                response_retention_days=SERVERS_RETENTION if retention is None else retention,
                 seen=verbs.share_mark(view.tenant),
             )
             return request.redirect(_at(view), "Saved. The change applies to the next requests.")
@@ -328,8 +332,22 @@ def _form(request: PageRequest, view: TenantView, given: bool = False) -> Form:
             value="1" if tenant.internal else "",
             help="A tenant of your own. The playground uses its keys by default.",
         ),
+        Field(
+            "retention",
+            "Stored responses",
+            "number",
+            value=_days_text(tenant.response_retention_days),
+            unit="days",
+            placeholder="as the server",
+            help="How long /v1/responses are kept, if shorter than the server's setting. 0 stores "
+            "nothing and hides what is stored.",
+        ),
     )
     return with_versions(Form(fields, request.fields if given else None))
+
+
+def _days_text(days: int | None) -> str:
+    return "" if days is None else str(days)
 
 
 def _floor_form(request: PageRequest, view: TenantView, given: bool = False) -> Form:

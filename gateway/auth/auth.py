@@ -166,4 +166,5 @@ def _principal(record: KeyRecord) -> Principal:
             record.cache.sampled,
         ),
         allowed_models=record.allowed_models,
+        response_retention_days=record.response_retention_days,
     )

@@ -6,5 +6,7 @@ __all__ = [
     "messages_models",
     "messages_wire",
     "ollama_wire",
+    "responses_answer",
+    "responses_items",
     "responses_wire",
 ]

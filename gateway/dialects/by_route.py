@@ -32,7 +32,7 @@ MESSAGES = Dialect(
     messages_headers,
     heartbeat=HEARTBEAT,
 )
-RESPONSES = Dialect("responses", "resp_", responses_wire.decode, ResponsesFormat())
+RESPONSES = Dialect("responses", responses_wire.ID_PREFIX, responses_wire.decode, ResponsesFormat())
 OLLAMA_CHAT = Dialect(
     "ollama_chat",
     "ollama-",

@@ -13,9 +13,14 @@ is a list of items (reasoning, message, function_call); each is told from its be
 
 Every event has a `sequence_number`, without gaps. Clients rebuild the answer from what is added and
 done, so nothing is left open. Errors before the stream are OpenAI's error object.
+
+A stored response is told only when it is stored, so a stream's last event is held back
+(`last_event`). One that is stored already is told as a stream by `replayed`.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,12 +35,14 @@ from gateway.api.tools.output_parser import (
     ToolCallStart,
     joined,
 )
+from gateway.api.wire import WireRequest
 from gateway.errors import ApiError
 from gateway.prepare.prepare import Prepared
 
 _encode = msgspec.json.Encoder().encode
 _ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+_LAST = re.compile(rb"^event: response\.(completed|incomplete|failed)\ndata: ", re.MULTILINE)
 
 
 class ResponsesFormat:
@@ -183,9 +190,8 @@ class ResponsesStream:
         return out[0]
 
     def _say(self, name: str, body: dict[str, Any], out: list[bytes]) -> None:
-        data = _encode({"type": name, "sequence_number": self._number, **body})
+        out.append(_spelled(name, {"sequence_number": self._number, **body}))
         self._number += 1
-        out.append(b"event: %b\ndata: %b\n\n" % (name.encode(), data))
 
 
 class WholeResponse:
@@ -218,23 +224,36 @@ def response_body(
     """The response object."""
     request = prepared.request
     assert prepared.asked is not None
+    about = request.request_id, request.created_at, prepared.asked
+    return {
+        **empty_response(*about, status),
+        "error": error,
+        "output": items,
+        "usage": None if usage is None else usage_body(usage),
+    }
+
+
+def empty_response(
+    request_id: str, created_at: int, asked: WireRequest, status: str
+) -> dict[str, Any]:
+    """The response object before there is anything of it."""
     cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
     return {
-        "id": request.request_id,
+        "id": request_id,
         "object": "response",
-        "created_at": request.created_at,
+        "created_at": created_at,
         "status": status,
         "background": False,
-        "error": error,
+        "error": None,
         "incomplete_details": cut,
-        "model": request.model.name,
-        "output": items,
+        "model": asked.model,
+        "output": [],
         "previous_response_id": None,
-        "service_tier": request.service_tier or "default",
+        "service_tier": asked.service_tier or "default",
         "store": False,
         "truncation": "disabled",
-        "usage": None if usage is None else usage_body(usage),
-        **prepared.asked.shown,
+        "usage": None,
+        **asked.shown,
     }
 
 
@@ -247,3 +266,74 @@ def usage_body(usage: UsageFigures) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class LastEvent:
+    """What a stream ends with: all that comes before its last event, and this one's response as
+    JSON. `status`: of the response."""
+
+    before: bytes
+    status: str
+    number: int
+    response: bytes
+
+    def told(self, response: bytes) -> bytes:
+        """The end of the stream with this response in it."""
+        body = {"sequence_number": self.number, "response": msgspec.Raw(response)}
+        return self.before + _spelled(f"response.{self.status}", body)
+
+
+class _Last(msgspec.Struct):
+    sequence_number: int
+    response: msgspec.Raw
+
+
+def last_event(data: bytes) -> LastEvent | None:
+    """Of what a `ResponsesStream` wrote in one piece; None where the stream goes on. Texts cannot
+    look like it: their newlines are escaped."""
+    found = _LAST.search(data)
+    if found is None:
+        return None
+    last = msgspec.json.decode(data[found.end() :].strip(), type=_Last)
+    status, before = found[1].decode(), data[: found.start()]
+    return LastEvent(before, status, last.sequence_number, bytes(last.response))
+
+
+def replayed(response: bytes) -> bytes:
+    """A whole stream of a response that has ended: each item at once."""
+    body = msgspec.json.decode(response)
+    return b"".join(
+        _spelled(name, {"sequence_number": number, **event})
+        for number, (name, event) in enumerate(_replayed(body))
+    )
+
+
+def _replayed(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {**body, "status": "in_progress", "output": [], "usage": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(body["output"]):
+        at = {"item_id": item["id"], "output_index": index}
+        is_call = item["type"] == "function_call"
+        empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
+        added = {**item, **empty, "status": "in_progress"}
+        yield "response.output_item.added", {"output_index": index, "item": added}
+        if is_call:
+            name, text = "response.function_call_arguments", item["arguments"]
+            yield f"{name}.delta", {**at, "delta": text}
+            yield f"{name}.done", {**at, "arguments": text, "name": item["name"]}
+        for number, part in enumerate(item.get("content", ())):
+            place = {**at, "content_index": number}
+            kind, text = part["type"], part["text"]
+            scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+            yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+            yield f"response.{kind}.delta", {**place, "delta": text, **scores}
+            yield f"response.{kind}.done", {**place, "text": text, **scores}
+            yield "response.content_part.done", {**place, "part": part}
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{body['status']}", {"response": body}
+
+
+def _spelled(name: str, body: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name, **body}))

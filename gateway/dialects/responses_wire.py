@@ -1,19 +1,14 @@
 """What callers may send to /v1/responses, OpenAI's Responses, and what is made of it. Stage 2.
 
 Comes in: a body. Goes out: a `WireRequest` as chat completions make one, or an ApiError that names
-the field. The input is a text or items; reasoning, text and calls of the assistant that follow one
-another are one message for the chat template:
+the field. The input is a text or items; what is made of these is responses_items.py's.
 
-    message                 of any role; text parts
-    reasoning               its `content`, as an earlier answer of this server had it
-    function_call           a call; what `function_call_output` answers
-    item_reference, ...     refused by name
-
-No response is kept here: `previous_response_id`, `conversation` and `background` are refused, and a
-caller sends the whole input. Answers are written by responses_answer.py.
+What is stored of a request, and what it follows, is here as it was asked for (`AskedResponse`);
+gateway/state/ does it. Answers are written by responses_answer.py.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -26,7 +21,6 @@ from gateway.api.tool_types import (
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
-    CalledFunction,
     Description,
     FunctionName,
     FunctionSpec,
@@ -39,66 +33,23 @@ from gateway.api.tool_types import (
     ResponseFormat,
     TextFormat,
     Tool,
-    ToolCall,
     ToolChoice,
 )
 from gateway.api.wire import Message, WireRequest, small_field
-from gateway.api.wire_body import MAX_PARTS, TIER_PRIORITIES, TOLD_TIERS
+from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS
+from gateway.dialects.responses_items import Item, Part, messages_of, needed
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
+ID_PREFIX = "resp_"
 MAX_ITEMS = 8192
 MAX_USER_CHARS = 4096
 _NOTHING = msgspec.Raw(b"null")
-_EMPTY = msgspec.Raw(b"[]")
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
-_KEPT = ("previous_response_id", "conversation", "prompt")
 
 
 # What answers repeat, three times in a stream, is bounded where no prompt bounds it.
 _UserName: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_USER_CHARS)]
-
-
-class _Part(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Of a message, of a call's output, or of reasoning. Parts that are no text are refused; what
-    our own carry (annotations, log-probabilities) says nothing to a model."""
-
-    type: str
-    text: str | None = None
-    annotations: msgspec.Raw = _NOTHING
-    logprobs: msgspec.Raw = _NOTHING
-    prompt_cache_breakpoint: msgspec.Raw = _NOTHING
-    refusal: msgspec.Raw = _NOTHING
-    image_url: msgspec.Raw = _NOTHING
-    detail: msgspec.Raw = _NOTHING
-    file_id: msgspec.Raw = _NOTHING
-    file_data: msgspec.Raw = _NOTHING
-    file_url: msgspec.Raw = _NOTHING
-    filename: msgspec.Raw = _NOTHING
-    input_audio: msgspec.Raw = _NOTHING
-
-
-_Parts: TypeAlias = Annotated[list[_Part], msgspec.Meta(max_length=MAX_PARTS)]
-
-
-class _Item(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """An item of the input: a message, unless `type` says otherwise."""
-
-    type: str = "message"
-    role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | _Parts | None = None
-    call_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | _Parts | None = None
-    id: str | None = None
-    status: str | None = None
-    phase: msgspec.Raw = _NOTHING
-    summary: msgspec.Raw = _NOTHING
-    encrypted_content: msgspec.Raw = _NOTHING
-    caller: msgspec.Raw = _NOTHING
-    namespace: msgspec.Raw = _NOTHING
-    created_by: msgspec.Raw = _NOTHING
 
 
 class _FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -147,11 +98,18 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+_ConversationId: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+
+
+class _ConversationRef(msgspec.Struct, forbid_unknown_fields=True):
+    id: _ConversationId
+
+
 class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """POST /v1/responses."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    input: str | Annotated[list[_Item], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
+    input: str | Annotated[list[Item], msgspec.Meta(min_length=1, max_length=MAX_ITEMS)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
@@ -174,8 +132,8 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     background: bool | None = None
     top_logprobs: int | None = None
     max_tool_calls: int | None = None
-    previous_response_id: str | None = None
-    conversation: msgspec.Raw = _NOTHING
+    previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
+    conversation: _ConversationId | _ConversationRef | None = None
     prompt: msgspec.Raw = _NOTHING
     prompt_cache_options: msgspec.Raw = _NOTHING
     prompt_cache_retention: msgspec.Raw = _NOTHING
@@ -184,18 +142,62 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _TOLD = ("prompt_cache_options", "prompt_cache_retention", "context_management")
-_TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 _TOLD_IN_TOOL = ("defer_loading", "allowed_callers", "output_schema")
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _metadata_decoder = msgspec.json.Decoder(dict[str, str] | None)
-_PART = Shape(_Part.__struct_fields__)
+_PART = Shape(Part.__struct_fields__)
 _SHAPE = Shape(
     ResponsesBody.__struct_fields__,
-    {"input": Shape(_Item.__struct_fields__, {"content": _PART, "output": _PART})},
+    {"input": Shape(Item.__struct_fields__, {"content": _PART, "output": _PART})},
 )
 
 
+@dataclass(frozen=True, slots=True)
+class AskedResponse:
+    """A body, read. `wire`: its request, with its own input alone. `input`: that as items.
+    `instructions`: the message that comes first, whatever is before the input."""
+
+    wire: WireRequest
+    input: Sequence[Item]
+    instructions: tuple[Message, ...]
+    store: bool
+    """Nothing said is true, as OpenAI has it."""
+    is_store_said: bool
+    previous_response_id: str | None
+    is_background: bool
+    conversation_id: str | None
+
+    @property
+    def is_stateless(self) -> bool:
+        """Nothing is read or written for it."""
+        return not (self.store or self.previous_response_id or self.is_background)
+
+    def after(self, earlier: Sequence[Item], num_bytes: int) -> "AskedResponse":
+        """The same behind the items of earlier responses, which have so many bytes. Their
+        instructions are not carried over."""
+        messages = messages_of([*earlier, *self.input], None, len(earlier))
+        wire = replace(
+            self.wire,
+            messages=(*self.instructions, *messages),
+            num_bytes=self.wire.num_bytes + num_bytes,
+        )
+        return replace(self, wire=wire)
+
+    def showing(self, **fields: Any) -> "AskedResponse":
+        """The same with these fields of the response."""
+        return replace(self, wire=replace(self.wire, shown={**self.wire.shown, **fields}))
+
+    def telling(self, name: str) -> "AskedResponse":
+        """The same with one more field that has no effect."""
+        return replace(self, wire=replace(self.wire, ignored=(*self.wire.ignored, name)))
+
+
 def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
+    """The request of a body alone. Raises ApiError."""
+    return decode_asked(body, tells_unknown).wire
+
+
+def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
     """Raises ApiError."""
     asked, told = decode_telling(_decoder, body, _SHAPE, tells_unknown)
     _refuse_unserved(asked)
@@ -205,10 +207,14 @@ def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
     form = _form(asked)
     effort = asked.reasoning.effort if asked.reasoning is not None else None
     top_p = 1.0 if asked.top_p is None else max(asked.top_p, _SMALLEST_TOP_P)
-    return WireRequest(
+    instructions = _instructions(asked)
+    items = (
+        [Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    )
+    wire = WireRequest(
         kind="chat",
         model=asked.model,
-        messages=tuple(_messages(asked, told)),
+        messages=(*instructions, *messages_of(items, told)),
         max_tokens=asked.max_output_tokens,
         user=users if any(users) else (),
         sampling=SamplingParams(
@@ -226,20 +232,47 @@ def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
         num_bytes=len(body),
         ignored=told.names,
     )
+    return AskedResponse(
+        wire,
+        items,
+        instructions,
+        store=asked.store is not False,
+        is_store_said=bool(asked.store),
+        previous_response_id=asked.previous_response_id or None,
+        is_background=bool(asked.background),
+        conversation_id=_conversation_id(asked),
+    )
+
+
+def _conversation_id(asked: ResponsesBody) -> str | None:
+    found = asked.conversation
+    return found.id if isinstance(found, _ConversationRef) else found
+
+
+def _instructions(asked: ResponsesBody) -> tuple[Message, ...]:
+    text = asked.instructions
+    return ({"role": "system", "content": text},) if text else ()
 
 
 def _refuse_unserved(asked: ResponsesBody) -> None:
-    for name in _KEPT:
-        if getattr(asked, name) not in (None, _NOTHING):
-            raise ApiError(
-                UNSUPPORTED_PARAMETER,
-                f"{name} is not supported, this server keeps no responses: send the whole input",
-                name,
-            )
-    if asked.background:
-        raise unsupported("background", " with true")
-    if asked.moderation != _NOTHING:
-        raise unsupported("moderation")
+    for name in ("prompt", "moderation"):
+        if getattr(asked, name) != _NOTHING:
+            raise unsupported(name)
+    for name in ("background", "conversation"):
+        if getattr(asked, name) and asked.store is False:
+            raise invalid("store", f"{name} needs a stored response: leave store out")
+    if asked.conversation is not None and asked.previous_response_id:
+        raise invalid(
+            "previous_response_id",
+            "previous_response_id and conversation exclude each other: send one of them",
+        )
+    if asked.background and asked.stream:
+        raise ApiError(
+            UNSUPPORTED_PARAMETER,
+            "background responses are not streamed: leave stream out, and ask for the response "
+            "with GET /v1/responses/{response_id} until it has ended",
+            "stream",
+        )
     if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
         name = "top_logprobs" if asked.top_logprobs else "include"
         raise ApiError(
@@ -255,7 +288,6 @@ def _tell(asked: ResponsesBody, told: ToldFields) -> None:
         told.tell(name, getattr(asked, name))
     text, reasoning = asked.text, asked.reasoning
     for name, is_told in (
-        ("store", asked.store),
         ("truncation", asked.truncation == "auto"),
         ("max_tool_calls", asked.max_tool_calls is not None),
         ("include", asked.include),
@@ -270,106 +302,6 @@ def _tell(asked: ResponsesBody, told: ToldFields) -> None:
             told.tell(name)
 
 
-def _messages(asked: ResponsesBody, told: ToldFields) -> Iterator[Message]:
-    if asked.instructions:
-        yield {"role": "system", "content": asked.instructions}
-    if isinstance(asked.input, str):
-        yield {"role": "user", "content": asked.input}
-        return
-    turn: _Turn | None = None
-    for index, item in enumerate(asked.input):
-        place = f"input[{index}]"
-        for name in _TOLD_IN_ITEM:
-            told.tell(f"input[].{name}", getattr(item, name))
-        if item.summary not in (_NOTHING, _EMPTY):
-            told.tell("input[].summary")
-        if item.type in ("reasoning", "function_call") or item.role == "assistant":
-            turn = turn or _Turn()
-            turn.add(place, item)
-            continue
-        if turn is not None:
-            yield turn.message()
-            turn = None
-        yield _message(place, item)
-    if turn is not None:
-        yield turn.message()
-
-
-class _Turn:
-    """What the assistant said in its turn. Thousands of items are joined once."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._reasoned: list[str] = []
-        self._calls: list[ToolCall] = []
-
-    def add(self, place: str, item: _Item) -> None:
-        """More of it. Raises ApiError."""
-        if item.type == "reasoning":
-            text = _text(f"{place}.content", item.content or "")
-            if text:
-                self._reasoned.append(text)
-        elif item.type == "function_call":
-            call_id = _needed(place, "call_id", item.call_id)
-            name = _needed(place, "name", item.name)
-            function = CalledFunction(name=name, arguments=item.arguments or "")
-            self._calls.append(ToolCall(id=call_id, function=function))
-        else:
-            text = _text(f"{place}.content", _needed(place, "content", item.content))
-            if text or self._texts:
-                self._texts.append(text)
-
-    def message(self) -> Message:
-        """All of it as one."""
-        made: Message = {"role": "assistant", "content": "\n".join(self._texts)}
-        if self._reasoned:
-            made["reasoning_content"] = "\n".join(self._reasoned)
-        if self._calls:
-            made["tool_calls"] = self._calls
-        return made
-
-
-def _message(place: str, item: _Item) -> Message:
-    if item.type == "function_call_output":
-        call_id = _needed(place, "call_id", item.call_id)
-        output = _text(f"{place}.output", _needed(place, "output", item.output))
-        return {"role": "tool", "content": output, "tool_call_id": call_id}
-    if item.type != "message":
-        param = f"{place}.type"
-        raise ApiError(
-            UNSUPPORTED_PARAMETER,
-            f"{param}: items of type {item.type[:40]!r} are not supported: send messages, "
-            "reasoning, function calls and their outputs",
-            param,
-        )
-    role = _needed(place, "role", item.role)
-    text = _text(f"{place}.content", _needed(place, "content", item.content))
-    return {"role": "system" if role == "developer" else role, "content": text}
-
-
-def _needed(place: str, name: str, value: Any) -> Any:
-    if value is None:
-        raise invalid(f"{place}.{name}", f"{place}.{name} is required")
-    return value
-
-
-def _text(place: str, content: str | Sequence[_Part]) -> str:
-    if isinstance(content, str):
-        return content
-    texts: list[str] = []
-    for index, part in enumerate(content):
-        if part.type not in ("input_text", "output_text", "text", "reasoning_text"):
-            param = f"{place}[{index}].type"
-            raise ApiError(
-                UNSUPPORTED_PARAMETER,
-                f"{param}: content of type {part.type[:40]!r} is not supported, models read text "
-                "only: send text parts",
-                param,
-            )
-        texts.append(_needed(f"{place}[{index}]", "text", part.text))
-    return "\n".join(texts)
-
-
 def _tool(index: int, tool: _FunctionTool, told: ToldFields) -> Tool:
     for name in _TOLD_IN_TOOL:
         told.tell(f"tools[].{name}", getattr(tool, name))
@@ -380,7 +312,7 @@ def _tool(index: int, tool: _FunctionTool, told: ToldFields) -> Tool:
             f"{param}: tools of type {tool.type[:40]!r} are not supported: offer functions",
             param,
         )
-    name = _needed(f"tools[{index}]", "name", tool.name)
+    name = needed(f"tools[{index}]", "name", tool.name)
     function = FunctionSpec(
         name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
     )
@@ -391,7 +323,7 @@ def _choice(choice: Any) -> ToolChoice | None:
     if not isinstance(choice, _Choice):
         return choice  # type: ignore[no-any-return]
     if choice.type == "function":
-        name = _needed("tool_choice", "name", choice.name)
+        name = needed("tool_choice", "name", choice.name)
         return NamedChoice(function=NamedFunction(name=name))
     if choice.type != "allowed_tools":
         raise unsupported("tool_choice.type", f" of {choice.type[:40]!r}")
@@ -410,18 +342,21 @@ def _form(asked: ResponsesBody) -> ResponseFormat:
         return TextFormat()
     if form.type == "json_object":
         return JsonObjectFormat()
-    name = _needed("text.format", "name", form.name)
+    name = needed("text.format", "name", form.name)
     return JsonSchemaFormat(json_schema=JsonSchema(name=name, schema=form.schema))
 
 
 def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
     """What a response repeats of its request."""
     form = asked.text.format if asked.text is not None else None
+    conversation_id = _conversation_id(asked)
     return {
+        "conversation": None if conversation_id is None else {"id": conversation_id},
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
         "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id or None,
         "reasoning": {"effort": effort, "summary": None},
         "safety_identifier": asked.safety_identifier,
         "temperature": 1.0 if asked.temperature is None else asked.temperature,

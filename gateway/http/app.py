@@ -16,8 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.dialects.by_route import MESSAGES, RESPONSES
 from gateway.dialects.dialect import CHAT
-from gateway.http import gets
+from gateway.http import gets, responses
 from gateway.http.acceptor import connections_of
+from gateway.http.conversations import conversation_routes
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
 from gateway.http.ollama import OllamaRoutes
 from gateway.http.openapi import openapi
@@ -73,7 +74,7 @@ class Application(Starlette):
                 Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
                 Route("/v1/completions", Post(edge, "completion"), methods=["POST"]),
                 Route("/v1/messages", Post(edge, "chat", MESSAGES), methods=["POST"]),
-                Route("/v1/responses", Post(edge, "chat", RESPONSES), methods=["POST"]),
+                *_response_routes(edge),
                 *_token_routes(edge),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
@@ -133,6 +134,17 @@ def _ollama_routes(edge: Edge) -> list[Route]:
     """None where the setting names no key."""
     key_id = edge.services.settings.ollama_key_id
     return OllamaRoutes(edge, key_id).routes() if key_id else []
+
+
+def _response_routes(edge: Edge) -> Iterator[Route]:
+    create = Post(edge, "chat", RESPONSES, edge.responses.create)
+    one = "/v1/responses/{response_id}"
+    yield Route("/v1/responses", create, methods=["POST"])
+    yield Route(one, responses.retrieve, methods=["GET"])
+    yield Route(one, responses.remove, methods=["DELETE"])
+    yield Route(f"{one}/input_items", responses.input_items, methods=["GET"])
+    yield Route(f"{one}/cancel", responses.cancel, methods=["POST"])
+    yield from conversation_routes()
 
 
 class _Below(BaseRoute):

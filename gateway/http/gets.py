@@ -86,9 +86,9 @@ def _missing(edge: Edge) -> list[str]:
 async def list_models(request: Request) -> Response:
     """All of them, in the order of the catalog."""
     edge: Edge = request.app.state.edge
-    models = visible_models(_caller(request), edge.services.directory)
+    models = visible_models(caller(request), edge.services.directory)
     if request.state.dialect is MESSAGES:
-        query = {name: values[-1] for name, values in _params(request).items()}
+        query = {name: values[-1] for name, values in params_of(request).items()}
         return _json(model_list(models, query))
     return _json({"object": "list", "data": [_model(edge, model) for model in models]})
 
@@ -97,7 +97,7 @@ async def show_model(request: Request) -> Response:
     """One of them."""
     edge: Edge = request.app.state.edge
     name = request.path_params["name"]
-    model = find_model(_caller(request), edge.services.directory, name)
+    model = find_model(caller(request), edge.services.directory, name)
     if request.state.dialect is MESSAGES:
         return _json(model_body(model))
     return _json(_model(edge, model))
@@ -121,16 +121,17 @@ def _model(edge: Edge, model: HostedModel) -> dict[str, Any]:
 async def usage(request: Request) -> Response:
     """Tokens and requests by bucket."""
     reports: UsageReports = request.app.state.usage_reports
-    return _json_text(await reports.completions(_caller(request, USAGE), _params(request)))
+    return json_text(await reports.completions(caller(request, USAGE), params_of(request)))
 
 
 async def costs(request: Request) -> Response:
     """Money by day."""
     reports: UsageReports = request.app.state.usage_reports
-    return _json_text(await reports.costs(_caller(request, USAGE), _params(request)))
+    return json_text(await reports.costs(caller(request, USAGE), params_of(request)))
 
 
-def _params(request: Request) -> Params:
+def params_of(request: Request) -> Params:
+    """The query of a URL. Raises ApiError."""
     try:
         return parse_qs(
             request.scope["query_string"].decode(),  # request.url is made of Host, too
@@ -142,15 +143,17 @@ def _params(request: Request) -> Params:
         raise ApiError(INVALID_REQUEST, "the query string of the URL is malformed") from error
 
 
-def _caller(request: Request, scope: str = INFERENCE) -> Principal:
+def caller(request: Request, scope: str = INFERENCE) -> Principal:
+    """Whose key a request has. Raises ApiError."""
     edge: Edge = request.app.state.edge
     now_at, client = edge.clocks.now_at(), client_of(request.scope)
     return authenticate(request.headers, edge.services.directory, now_at, client, scope)
 
 
 def _json(body: object, status: int = 200) -> Response:
-    return _json_text(msgspec.json.encode(body), status)
+    return json_text(msgspec.json.encode(body), status)
 
 
-def _json_text(body: bytes, status: int = 200) -> Response:
+def json_text(body: bytes, status: int = 200) -> Response:
+    """An answer that is JSON already."""
     return Response(body, status, media_type="application/json")

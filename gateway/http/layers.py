@@ -45,7 +45,7 @@ def cors(origins: str) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=allowed,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["*"],
         )

@@ -5,6 +5,7 @@ docs/api.md: here they are JSON, or events where `stream` is true. `Raw` fields,
 second step, are any value.
 """
 
+import re
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -16,11 +17,15 @@ from starlette.responses import Response
 
 from gateway.api import encode_wire, token_wire, wire_body
 from gateway.dialects import messages_wire, ollama_wire, responses_wire
+from gateway.state import conversations_service
 
 POSTS: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "/v1/chat/completions": ("A chat completion", wire_body.ChatBody),
     "/v1/completions": ("A text completion", wire_body.CompletionBody),
     "/v1/responses": ("A response", responses_wire.ResponsesBody),
+    "/v1/conversations": ("A conversation", conversations_service.ConversationBody),
+    "/v1/conversations/{conversation_id}": ("Its metadata", conversations_service.MetadataBody),
+    "/v1/conversations/{conversation_id}/items": ("More items", conversations_service.ItemsBody),
     "/v1/messages": ("A message (Anthropic)", messages_wire.MessagesBody),
     "/v1/messages/count_tokens": ("The tokens of a message", messages_wire.MessagesBody),
     "/v1/embeddings": ("A vector for each input", encode_wire.EmbeddingBody),
@@ -37,7 +42,21 @@ POSTS: dict[str, tuple[str, type[msgspec.Struct]]] = {
     "/api/embed": ("Vectors (Ollama)", ollama_wire.OllamaEmbedBody),
     "/api/show": ("A model (Ollama)", ollama_wire.ShowBody),
 }
+ONE_RESPONSE = "/v1/responses/{response_id}"
+ONE_CONVERSATION = "/v1/conversations/{conversation_id}"
+BODILESS = {
+    (f"{ONE_RESPONSE}/cancel", "post"): "Stop a background response",
+    (ONE_RESPONSE, "delete"): "Delete a response",
+    (ONE_CONVERSATION, "delete"): "Delete a conversation",
+    (f"{ONE_CONVERSATION}/items/{{item_id}}", "delete"): "Delete an item of it",
+}
+"""Other operations without a body."""
 GETS = {
+    ONE_RESPONSE: "A stored response",
+    f"{ONE_RESPONSE}/input_items": "A page of what it was made of",
+    ONE_CONVERSATION: "A conversation without its items",
+    f"{ONE_CONVERSATION}/items": "A page of its items",
+    f"{ONE_CONVERSATION}/items/{{item_id}}": "One of them",
     "/v1/models": "The models that this key may use",
     "/v1/models/{name}": "One of them",
     "/v1/organization/usage/completions": "The tenant's own requests and tokens",
@@ -53,6 +72,7 @@ GETS = {
     "/api/ps": "The models that are on a device (Ollama)",
     "/api/version": "The server's version",
 }
+_IN_PATH = re.compile(r"\{(\w+)\}")
 _ALTERNATIVES = {"/tokenize": token_wire.TokenizeChatBody}
 _ERROR = {
     "type": "object",
@@ -96,14 +116,12 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
             content = {"application/json": {"schema": schema}}
             operation = _operation(path, summary)
             operation["requestBody"] = {"required": True, "content": content}
-            paths[path] = {"post": operation}
-    for path, summary in GETS.items():
+            paths[path] = {"post": _with_parameters(operation, path)}
+    gets = {(path, "get"): summary for path, summary in GETS.items()}
+    for (path, method), summary in (gets | BODILESS).items():
         if path in names:
             operation = _operation(path, summary)
-            if "{name}" in path:
-                place = {"name": "name", "in": "path", "required": True}
-                operation["parameters"] = [{**place, "schema": {"type": "string"}}]
-            paths[path] = {"get": operation}
+            paths.setdefault(path, {})[method] = _with_parameters(operation, path)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Polyhost", "version": metadata.version("polyhost")},
@@ -114,6 +132,13 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _with_parameters(operation: dict[str, Any], path: str) -> dict[str, Any]:
+    """Those of the path."""
+    place = {"in": "path", "required": True, "schema": {"type": "string"}}
+    parameters = [{"name": name, **place} for name in _IN_PATH.findall(path)]
+    return {**operation, "parameters": parameters} if parameters else operation
 
 
 def _operation(path: str, summary: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Post:
         settings, state = self._edge.services.settings, scope["state"]
         headers = RequestHeaders(scope["headers"])
         if not self._dialect.takes_any_media:
-            _check_media(headers)
+            check_media(headers)
         watch = ClientWatch(state["connection"])
 
         async def receive_body() -> bytes:
@@ -128,8 +128,9 @@ async def _body(receive: Receive) -> bytes:
         parts.append(body)
 
 
-def _check_media(headers: Mapping[str, str]) -> None:
-    """A form or a compressed body is refused by name instead of as malformed JSON."""
+def check_media(headers: Mapping[str, str]) -> None:
+    """A form or a compressed body is refused by name instead of as malformed JSON. Raises
+    ApiError."""
     media = headers.get("content-type", "application/json")
     if media != "application/json" and (
         media.partition(";")[0].strip().lower() != "application/json"

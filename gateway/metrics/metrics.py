@@ -207,6 +207,7 @@ class Metrics:
         )
         self.request_errors = counter("request_errors", "Responses other than 2xx.", ["code"])
         self.ignored_fields = counts("ignored_fields", "Fields without effect.", ["field"])
+        self.responses_stored = counter("responses_stored", "Responses to be stored.", ["result"])
         rejected = "Requests rejected by a limit."
         self.limit_rejections = counter("limit_rejections", rejected, ["dimension"])
         self.prepare_offences = counter(

@@ -25,6 +25,7 @@ from gateway.prepare.encode_prepare import EncodePreparer
 from gateway.prepare.lengths import PrepareBounds
 from gateway.prepare.prepare import Preparer
 from gateway.settings.http_settings import REASONING_FIELDS
+from gateway.state.responses_service import ResponsesService, build_responses
 from gateway.text.codecs import Codecs
 from gateway.text.prepare_pool import PreparePool
 
@@ -44,12 +45,14 @@ class Edge:
     clocks: Clocks
     cache: AnswerCache
     codecs: Codecs
+    responses: ResponsesService
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While requests may come: the operator can ask about cached answers."""
         path, store = self.services.cache_socket, self.cache.store
         await store.start()
+        await self.responses.start()
         reading = asyncio.create_task(self.codecs.read_ahead(self.services.directory.models()))
         try:
             if path is None:
@@ -63,6 +66,7 @@ class Edge:
 
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
+        await self.responses.close(timeout_s)
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
         await self.cache.calibrations.close()
@@ -126,7 +130,19 @@ def build_edge(
         clocks,
         settings.unknown_fields == "tell",
     )
-    return Edge(services, pipeline, token_requests, preparer, store, metrics, clocks, cache, codecs)
+    about = settings, services.directory, metrics, pipeline.handle
+    return Edge(
+        services,
+        pipeline,
+        token_requests,
+        preparer,
+        store,
+        metrics,
+        clocks,
+        cache,
+        codecs,
+        build_responses(*about, services.owner, clocks.now_at),
+    )
 
 
 def _answer_cache(

@@ -22,6 +22,7 @@ from gateway.answer.encoder import AnswerFormat, ends_of, usage_of
 from gateway.answer.text_parts import TextParts
 from gateway.api import encode_wire
 from gateway.api.told_fields import COUNTED
+from gateway.api.wire import WireRequest
 from gateway.auth.auth import authenticate
 from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
@@ -68,6 +69,8 @@ class Services:
     """Of the model `cache_embedder`; None where the server is set up without."""
     cache_socket: Path | None = None
     """Where the operator asks about cached answers; None: nowhere."""
+    owner: str = ""
+    """What background responses of this process name; its next life has the same."""
     scrape: Callable[[], Awaitable[bytes]] | None = None
     """What /metrics answers where this process is one of several; None: `metrics_registry`."""
 
@@ -103,15 +106,16 @@ class Pipeline:
         bounds = settings.request_timeout_s, settings.cache_least_logprob
         self._hits = CacheHits(cache, metrics, cache_metrics, self._tasks, *bounds)
 
-    async def handle(self, call: Call) -> Answer:
-        """Serve one request. Raises ApiError, or ClientGone where nobody waits for the answer."""
+    async def handle(self, call: Call, wanted: WireRequest | None = None) -> Answer:
+        """Serve one request, of a text that is `wanted` already or else is read of its body. Raises
+        ApiError, or ClientGone where nobody waits for the answer."""
         now_at = self._clocks.now_at()
         # 1 auth
         principal = call.principal or authenticate(
             call.headers, self._directory, now_at, call.client
         )
         # 2 prepare
-        prepared = await self._prepare(call, principal, now_at)
+        prepared = await self._prepare(call, principal, now_at, wanted)
         if prepared.ignored:
             self._tell_ignored(call, prepared.ignored)
         active = ActiveRequest(call, prepared.request, principal, self._dependencies)
@@ -152,13 +156,14 @@ class Pipeline:
         await self._tasks.drain(timeout_s)
 
     async def _prepare(
-        self, call: Call, principal: Principal, now_at: float
+        self, call: Call, principal: Principal, now_at: float, wanted: WireRequest | None
     ) -> Prepared | EncodePrepared:
         """Nobody without a key makes us read a body."""
-        kind, body = call.kind, await call.receive_body()
+        kind, body = call.kind, b"" if wanted is not None else await call.receive_body()
         if kind == "chat" or kind == "completion":
             dialect = DIALECTS[call.dialect or kind]
-            wanted = dialect.decode(body, self._tells_unknown)
+            if wanted is None:
+                wanted = dialect.decode(body, self._tells_unknown)
             about = principal, call.headers, dialect.id_prefix + call.http_id, now_at
             return await self._preparer.prepare(wanted, *about)
         about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at

@@ -58,6 +58,7 @@ from gateway.server.process_setup import (
     settle,
     take_epoch,
 )
+from gateway.state.sweeper import build_sweeper
 from gateway.types import HostedModel
 from gateway.workers.worker_client import LossCause
 
@@ -97,6 +98,7 @@ class DispatcherParts:
         self.share_file = CounterCheckpoint(settings.data_path, share)
         self.clients = made_with.clients(DISPATCHER_ID, epoch)
         self._alerts = AlertWatch(made_with.engine, settings.alert_interval_s, made_with.registry)
+        self._sweeper = build_sweeper(made_with.engine, settings)
         self._handler = OperatorHandler(
             dispatcher,
             lambda name: directory.find_model(name) is not None,
@@ -119,7 +121,12 @@ class DispatcherParts:
         self, *work: Coroutine[Any, Any, None]
     ) -> AsyncIterator[list["asyncio.Task[None]"]]:
         """Answer operators and do all that goes on beside the requests, with this `work`."""
-        own = (self.share_file.run(), self._alerts.run(), self._keep_ticking())
+        own = (
+            self.share_file.run(),
+            self._alerts.run(),
+            self._sweeper.run(),
+            self._keep_ticking(),
+        )
         async with (
             listening(self._socket, self._handler),
             running(*work, *own) as parts,

@@ -108,6 +108,7 @@ class GatewayParts:
             limit_store=self.store,
             embedding_worker=self._embedding,
             cache_socket=cache_socket_path(self._settings.data_path, self._name),
+            owner=owner_of(self._settings.data_path, self._name),
             scrape=self._scrape,
         )
         self._http = HttpServer(services, {PREFIX: AdminApp})

@@ -7,5 +7,6 @@ __all__ = [
     "http_settings",
     "oidc_settings",
     "settings",
+    "state_settings",
     "worker_settings",
 ]

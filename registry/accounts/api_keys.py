@@ -91,6 +91,8 @@ class KeyRecord:
     previous_until_at: float | None = None
     allowed_networks: tuple[Network, ...] | None = None
     tenant_limits: Limits = UNLIMITED
+    response_retention_days: int | None = None
+    """The tenant's own."""
 
     def usable(self, now_at: float) -> bool:
         """Neither revoked nor expired, and the tenant is let in."""
@@ -362,6 +364,7 @@ def _record(key: ApiKey, tenant: Tenant, own: Quota | None, shared: Quota | None
         tenant_name=tenant.name,
         tenant_weight=tenant.weight * PRIORITY_FACTORS[tenant.priority],
         tenant_disabled=tenant.disabled,
+        response_retention_days=tenant.response_retention_days,
         scopes=frozenset(key.scopes),
         limits=quotas.limits_of(own),
         tenant_limits=quotas.limits_of(shared),

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from sqlalchemy import Double, String, false, func, select
+from sqlalchemy import BigInteger, Double, String, false, func, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from registry import audit
@@ -31,6 +31,9 @@ PRIORITIES: tuple[Priority, ...] = get_args(Priority)
 PRIORITY_FACTORS: dict[str, float] = {"interactive": 4.0, "standard": 1.0, "batch": 0.05}
 """What a weight is multiplied by. A batch tenant has what others leave, and a twentieth of a share
 while they leave nothing: it waits long and never for ever."""
+SERVERS_RETENTION = -1
+"""As a tenant's own: none, the server's holds."""
+MAX_RETENTION_DAYS = 3650
 MAX_RESERVED_SHARE = 0.5
 """Of a worker, over all tenants together: the rest is for everybody."""
 
@@ -41,7 +44,9 @@ class TenantRecord:
 
     `priority` multiplies it (PRIORITY_FACTORS). `reserved_share` of each worker's request places
     and KV memory is kept free for this tenant's requests. `internal`: the operator's own; the
-    playground asks as its keys where nobody chooses another.
+    playground asks as its keys where nobody chooses another. `response_retention_days`: how long
+    its stored responses are kept where that is less than the server's setting; 0: nothing is
+    stored; None: as the server's setting says.
     """
 
     id: str
@@ -52,6 +57,7 @@ class TenantRecord:
     priority: Priority = "standard"
     reserved_share: float = 0.0
     internal: bool = False
+    response_retention_days: int | None = None
 
 
 class Tenant(Base):
@@ -67,6 +73,7 @@ class Tenant(Base):
     priority: Mapped[Priority] = mapped_column(String(16), server_default="standard")
     reserved_share: Mapped[float] = mapped_column(Double, server_default="0")
     internal: Mapped[bool] = mapped_column(server_default=false())
+    response_retention_days: Mapped[int | None] = mapped_column(BigInteger)
 
 
 def create_tenant(
@@ -111,9 +118,11 @@ def update_tenant(
     priority: str | None = None,
     reserved_share: float | None = None,
     internal: bool | None = None,
+    response_retention_days: int | None = None,
     now_at: float,
 ) -> TenantRecord:
-    """Change what is given. Raises NotFound or InvalidValue."""
+    """Change what is given; a retention of SERVERS_RETENTION is none of its own. Raises NotFound
+    or InvalidValue."""
     tenant = _row(session, name_or_id)
     before = _public(tenant)
     if weight is not None:
@@ -129,6 +138,8 @@ def update_tenant(
         tenant.reserved_share = reserved_share
     if internal is not None:
         tenant.internal = internal
+    if response_retention_days is not None:
+        tenant.response_retention_days = _checked_retention(response_retention_days)
     session.flush()
     if reserved_share is not None or disabled is False:
         _check_reserved(session, tenant)
@@ -170,6 +181,14 @@ def _checked_priority(priority: str) -> Priority:
     raise InvalidValue(f"priority must be one of {', '.join(PRIORITIES)}, got {priority!r}")
 
 
+def _checked_retention(days: int) -> int | None:
+    if days == SERVERS_RETENTION:
+        return None
+    if not 0 <= days <= MAX_RETENTION_DAYS:
+        raise InvalidValue(f"response retention must be 0 to {MAX_RETENTION_DAYS} days, got {days}")
+    return days
+
+
 def _check_reserved(session: Session, tenant: Tenant) -> None:
     """Raises InvalidValue where all tenants' shares together are out of bounds."""
     total = session.scalar(
@@ -196,4 +215,5 @@ def _record(row: Tenant) -> TenantRecord:
 
 
 def _public(row: Tenant) -> JsonObject:
-    return values_of(row, "name", "weight", "disabled", "priority", "reserved_share", "internal")
+    names = ("name", "weight", "disabled", "priority", "reserved_share", "internal")
+    return values_of(row, *names, "response_retention_days")

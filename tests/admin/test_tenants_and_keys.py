@@ -58,10 +58,16 @@ def test_a_tenant_is_made_changed_shut_out_and_let_in(
     assert "already exists" in again.text
     for wrong in ("0", "-1", "x", "1e9", "99999"):
         assert ann.post("/tenant/add", {"name": "wrong", "weight": wrong}).status == 422, wrong
-    fields = {"weight": "4", "priority": "batch", "reserved": "12.5"}
+    fields = {"weight": "4", "priority": "batch", "reserved": "12.5", "retention": "7"}
     assert "Saved" in ann.post(f"/tenant/change/{at}", fields).text
     found = site.read(tenants.get_tenant, at)
     assert (found.weight, found.priority, found.reserved_share) == (4.0, "batch", 0.125)
+    assert found.response_retention_days == 7
+    assert 'value="7"' in ann.get(f"/tenants/{at}").text
+    assert "Saved" in ann.post(f"/tenant/change/{at}", {**fields, "retention": ""}).text
+    assert site.read(tenants.get_tenant, at).response_retention_days is None
+    refused = ann.post(f"/tenant/change/{at}", {**fields, "retention": "9999"})
+    assert "response retention must be" in refused.text
     refused = ann.post(f"/tenant/change/{at}", {**fields, "reserved": "80"})
     assert refused.status == 422
     assert "reserved share must be" in refused.text

@@ -434,6 +434,7 @@ def make_kit(
     max_context: int = 256,
     embedding: EmbeddingWorker | None = None,
     pool: PreparePool | None = None,
+    owner: str = "",
     **settings: Any,
 ) -> Kit:
     """An application; close its edge when done."""
@@ -442,13 +443,15 @@ def make_kit(
     model = hosted_model(folder, max_context=max_context)
     book = PriceBook({model.name: [(0.0, PRICES)]})
     directory.replace(1, [key_record()], [model], PLENTY, book)
+    own = {"default_max_tokens": 32, "metrics_token": "*", "data_dir": str(folder / "data")}
     services = Services(
-        settings=Settings(**{"default_max_tokens": 32, "metrics_token": "*", **settings}),
+        settings=Settings(**{**own, **settings}),
         directory=directory,
         dispatcher=dispatcher,
         ledger=ledger,
         metrics_registry=CollectorRegistry(),
         embedding_worker=embedding,
+        owner=owner,
     )
     edge = build_edge(services, pool=pool or shared_pool())
     admin = AdminApp(edge)

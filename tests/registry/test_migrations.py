@@ -40,6 +40,7 @@ EXAMPLES: dict[str, object] = {
     "limits.owner": lambda number: "id-5" if number == 6 else "",  # a key that there is
     "state": "ready",
     "export_jobs.state": "done",
+    "responses.state": "completed",
     "cache_mode": "off",
     "action": "load",
     "audit_log.action": "tenant.create",

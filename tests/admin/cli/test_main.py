@@ -139,6 +139,9 @@ def test_a_disabled_tenant(run: Run) -> None:
     assert "internal" in run("tenants", "set", "acme", "--internal")
     assert "internal" in run("tenants", "set", "acme", "--weight", "1"), "what is not said stays"
     assert "internal" not in run("tenants", "set", "acme", "--no-internal")
+    assert "kept 7 days" in run("tenants", "set", "acme", "--response-retention-days", "7")
+    assert "kept 7 days" in run("tenants", "set", "acme", "--weight", "1")
+    assert "kept" not in run("tenants", "set", "acme", "--response-retention-days", "default")
     run("tenants", "add", "own", "--internal")
     assert "active, internal" in run("tenants", "list")
 

@@ -167,8 +167,8 @@ async def test_a_stream_that_fails_says_so_in_its_last_event(kit: Kit, client: C
 async def test_errors_are_openais(kit: Kit, client: Client) -> None:
     status, body = await ask(client, model="nobody")
     assert (status, body["error"]["code"]) == (404, "model_not_found")
-    status, body = await ask(client, previous_response_id="resp_1")
-    assert (status, body["error"]["param"]) == (400, "previous_response_id")
+    status, body = await ask(client, prompt={"id": "pmpt_1"})
+    assert (status, body["error"]["param"]) == (400, "prompt")
     assert not kit.dispatcher.requests
 
 

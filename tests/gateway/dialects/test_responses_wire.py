@@ -144,7 +144,6 @@ def test_what_has_no_effect_is_told() -> None:
         stream=True,
     )
     assert set(request.ignored) == {
-        "store",
         "truncation",
         "include",
         "text.verbosity",
@@ -167,10 +166,13 @@ def test_what_clients_leave_in_parts_is_told() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"previous_response_id": "r" * 65}, "previous_response_id"),
+        ({"conversation": {"name": "conv_1"}}, "conversation.name"),
+        ({"conversation": "conv_1", "store": False}, "store"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "store"),
+        ({"background": True, "stream": True}, "stream"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": []}, "input"),

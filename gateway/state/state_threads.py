@@ -1,0 +1,65 @@
+"""Where stored state is read and written: threads, since databases and files block.
+
+Reads of callers wait in a bounded number, of one tenant a quarter of it, and the next is told so.
+What a request writes at its end is not refused: the requests themselves are bounded.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError
+from gateway.state.conversation_store import Damaged
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+_T = TypeVar("_T")
+
+
+class StateThreads:
+    """Of one gateway process. Used on the event loop."""
+
+    def __init__(self, num_threads: int, max_waiting: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="state")
+        self._max_waiting = max_waiting
+        self._max_waiting_tenant = max(1, max_waiting // 4)
+        self._waiting: Counter[str] = Counter()
+
+    async def read(self, tenant_id: str, work: Callable[[], _T]) -> _T:
+        """What a caller waits for. Raises ApiError where too many wait, or database or objects
+        fail; what else `work` raises."""
+        if (
+            self._waiting.total() >= self._max_waiting
+            or self._waiting[tenant_id] >= self._max_waiting_tenant
+        ):
+            message = "too many requests for stored responses are waiting: try again in a moment"
+            raise ApiError(QUEUE_FULL, message, retry_after_s=RETRY_S)
+        self._waiting[tenant_id] += 1
+        try:
+            return await self.write(work)
+        except Damaged as error:
+            log.error("the object of %s is damaged", error)
+            message = "what was stored is damaged: tell the operator of this server"
+            raise ApiError(SERVER_ERROR, message) from error
+        except (SQLAlchemyError, OSError) as error:
+            log.warning("stored responses cannot be reached: %s", error)
+            message = "stored responses cannot be reached at the moment: try again"
+            raise ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S) from error
+        finally:
+            self._waiting[tenant_id] -= 1
+            if not self._waiting[tenant_id]:
+                del self._waiting[tenant_id]
+
+    async def write(self, work: Callable[[], _T]) -> _T:
+        """Raises what `work` raises. It goes on where whoever waits is cancelled."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """When no more requests come. Blocks until what runs has ended."""
+        self._threads.shutdown(wait=True)

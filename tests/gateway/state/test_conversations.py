@@ -1,0 +1,215 @@
+"""Conversations over HTTP: kept, extended by responses, seen by nobody else."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.errors import WorkerLost
+from gateway.state import background
+from tests.gateway.dialects.test_responses import ASK, URL, ask, stream_of
+from tests.gateway.edge_kit import KEY, Client, Kit, key_record, silent
+from tests.gateway.state.test_background import ended
+from tests.gateway.state.test_responses import OTHER_KEY, call, days, prompt_of, rows
+
+ALL = "/v1/conversations"
+USER = {"type": "message", "role": "user", "content": "Hi"}
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    monkeypatch.setattr(background, "FINISH_PAUSES_S", (0.01, 0.01))
+
+
+async def post(client: Client, path: str, body: Any, key: str = KEY) -> tuple[int, Any]:
+    async with client.post(path, body, key) as answer:
+        return answer.status, await answer.json()
+
+
+async def created(client: Client, *items: Any, **fields: Any) -> str:
+    status, body = await post(client, ALL, {"items": list(items), **fields})
+    assert (status, body["object"]) == (200, "conversation"), body
+    return str(body["id"])
+
+
+async def texts(client: Client, conversation_id: str) -> list[str]:
+    status, page = await call(client, "GET", f"{ALL}/{conversation_id}/items?order=asc&limit=100")
+    assert status == 200, page
+    return [item["content"][0]["text"] for item in page["data"]]
+
+
+async def test_a_conversation_is_kept(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER, metadata={"a": "b"})
+    path = f"{ALL}/{conversation_id}"
+    status, body = await call(client, "GET", path)
+    assert (status, body["id"], body["metadata"]) == (200, conversation_id, {"a": "b"})
+    status, body = await post(client, path, {"metadata": {"c": "d"}})
+    assert (status, body["metadata"]) == (200, {"c": "d"})
+    more = [{**USER, "content": "b"}, {**USER, "content": "c"}]
+    status, added = await post(client, f"{path}/items", {"items": more})
+    assert (status, added["object"], len(added["data"])) == (200, "list", 2)
+    assert await texts(client, conversation_id) == ["Hi", "b", "c"]
+    item = added["data"][0]
+    assert await call(client, "GET", f"{path}/items/{item['id']}") == (200, item)
+    status, body = await call(client, "DELETE", f"{path}/items/{item['id']}")
+    assert (status, body["id"]) == (200, conversation_id)
+    assert await texts(client, conversation_id) == ["Hi", "c"]
+    assert (await call(client, "GET", f"{path}/items/{item['id']}"))[0] == 404
+    status, body = await call(client, "DELETE", path)
+    assert body == {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+    assert (await call(client, "GET", path))[0] == 404
+
+
+async def test_responses_read_and_extend_it(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = kit.speak("one")
+    status, first = await ask(client, conversation=conversation_id, input="b")
+    assert (status, first["conversation"]) == (200, {"id": conversation_id})
+    assert prompt_of(kit) == (
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
+    )
+    kit.dispatcher.script = kit.speak("two")
+    events = await stream_of(client, conversation={"id": conversation_id}, input="c")
+    assert events[-1]["response"]["store"] is True
+    assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nc<|im_end|>" in prompt_of(kit)
+    assert await texts(client, conversation_id) == ["Hi", "b", "one", "c", "two"]
+    assert rows(kit) == 3
+    status, body = await ask(client, previous_response_id=first["id"])
+    assert (status, body["error"]["code"]) == (404, "previous_response_not_found")
+    assert conversation_id in body["error"]["message"]
+
+
+async def test_a_background_response_extends_it(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = silent
+    _, told = await ask(client, conversation=conversation_id, input="b", background=True)
+    running = await kit.begun()
+    assert await texts(client, conversation_id) == ["Hi"]
+    kit.speak("one")(running)
+    await ended(client, told["id"], "completed")
+    assert await texts(client, conversation_id) == ["Hi", "b", "one"]
+
+
+async def test_what_fails_adds_nothing(kit: Kit, client: Client) -> None:
+    def script(running: Any) -> None:
+        running.say(kit.ids("The"))
+        running.fail(WorkerLost())
+
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = script
+    assert (await ask(client, conversation=conversation_id))[0] == 503
+    await stream_of(client, conversation=conversation_id)
+    assert await texts(client, conversation_id) == ["Hi"]
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+async def test_one_that_is_deleted_meanwhile_takes_no_answer(
+    kit: Kit, client: Client, is_background: bool
+) -> None:
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = silent
+    fields = {"conversation": conversation_id, "background": is_background}
+    asking = asyncio.create_task(ask(client, **fields))
+    running = await kit.begun()
+    await call(client, "DELETE", f"{ALL}/{conversation_id}")
+    kit.speak("one")(running)
+    status, body = await asking
+    assert status == 200
+    if is_background:
+        body = await ended(client, body["id"], "failed")
+        assert "its conversation" in body["error"]["message"]
+    else:
+        assert body["store"] is False, "the answer is not lost"
+
+
+async def test_answers_at_a_time_all_come_in(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client)
+    kit.dispatcher.script = kit.speak("one")
+    answers = await asyncio.gather(
+        *(ask(client, conversation=conversation_id, input=f"q{n}") for n in range(5))
+    )
+    assert {body["store"] for _, body in answers} == {True}
+    found = await texts(client, conversation_id)
+    assert sorted(found) == sorted([*(f"q{n}" for n in range(5)), *["one"] * 5])
+    for number in range(5):
+        assert found[found.index(f"q{number}") + 1] == "one", "a turn stays together"
+
+
+async def test_another_tenants_is_a_missing_one(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    kit.use_keys(key_record(), key_record(OTHER_KEY, "key_2", tenant_id="ten_2"))
+    told = set()
+    for key, name in ((OTHER_KEY, conversation_id), (KEY, "conv_" + "0" * 32)):
+        for method, path in (
+            ("GET", ""),
+            ("DELETE", ""),
+            ("GET", "/items"),
+            ("GET", "/items/x"),
+            ("DELETE", "/items/x"),
+        ):
+            status, body = await call(client, method, f"{ALL}/{name}{path}", key)
+            told.add((status, body["error"]["code"], body["error"]["message"]))
+        for path, sent in (("", {"metadata": {}}), ("/items", {"items": [USER]})):
+            status, body = await post(client, f"{ALL}/{name}{path}", sent, key)
+            told.add((status, body["error"]["code"], body["error"]["message"]))
+        status, body = await post(client, URL, {**ASK, "conversation": name}, key)
+        assert (status, body["error"]["param"]) == (404, "conversation")
+    assert len(told) == 1
+    assert {status for status, *_ in told} == {404}
+    assert await texts(client, conversation_id) == ["Hi"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("", {"items": [{"type": "message", "role": "user"}]}, "items[0].content"),
+        ("", {"items": [{"type": "image_call"}]}, "items[0].type"),
+        ("", {"items": [USER] * 21}, "items"),
+        ("", {"odd": 1}, "odd"),
+        ("", {"metadata": {"a": 1}}, "metadata[...]"),
+        ("/ID", {}, "metadata"),
+        ("/ID/items", {"items": []}, "items"),
+        ("/ID/items", {}, "items"),
+    ],
+)
+async def test_what_is_wrong_names_the_field(
+    kit: Kit, client: Client, path: str, body: Any, param: str
+) -> None:
+    conversation_id = await created(client)
+    status, told = await post(client, ALL + path.replace("ID", conversation_id), body)
+    assert (status, told["error"]["param"]) == (400, param)
+
+
+async def test_without_retention_there_are_none(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    days(kit, 0)
+    status, body = await post(client, ALL, {})
+    assert (status, body["error"]["code"]) == (400, "unsupported_parameter")
+    assert (await call(client, "GET", f"{ALL}/{conversation_id}"))[0] == 404
+    status, body = await ask(client, conversation=conversation_id)
+    assert (status, body["error"]["param"]) == (400, "conversation")
+
+
+async def test_openais_own_client(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("Yes.")
+    async with openai.AsyncOpenAI(
+        api_key=KEY, base_url=f"{client.base}/v1", max_retries=0, _strict_response_validation=True
+    ) as sdk:
+        made = await sdk.conversations.create(metadata={"a": "b"})
+        assert (await sdk.conversations.retrieve(made.id)).metadata == {"a": "b"}
+        told = await sdk.responses.create(model="tiny", input="Hi", conversation=made.id)
+        assert told.conversation is not None
+        assert told.conversation.id == made.id
+        added = await sdk.conversations.items.create(
+            made.id, items=[{"type": "message", "role": "user", "content": "And?"}]
+        )
+        pages = sdk.conversations.items.list(made.id, order="asc", limit=2)
+        kinds = [item.type async for item in pages]
+        assert kinds == ["message"] * 3
+        item_id = str(added.data[0].id)
+        await sdk.conversations.items.retrieve(item_id, conversation_id=made.id)
+        await sdk.conversations.items.delete(item_id, conversation_id=made.id)
+        await sdk.conversations.update(made.id, metadata={"c": "d"})
+        assert (await sdk.conversations.delete(made.id)).deleted
