@@ -14,7 +14,7 @@ it. So a client's loop goes through it, whatever the client puts in between.
 
 A prompt without a script is answered simply: a result of a tool is repeated, a schema is filled in,
 a tool that is offered is called, and any other message is repeated. Numbers and quoted texts of the
-message become arguments.
+message become arguments; where any object will do, the quoted texts are its names.
 
 TEMPLATE is the chat template that goes with it: Hermes' tool calls, and reasoning in <think>.
 """
@@ -59,7 +59,7 @@ TEMPLATE = """{{- bos_token -}}
 SCRIPT = re.compile(r"<<(\[.*?\])>>", re.DOTALL)
 TOOLS = re.compile(r"<tools>(.*)</tools>", re.DOTALL)
 RESULT = re.compile(r"<tool_response>(.*)</tool_response>", re.DOTALL)
-QUOTED = re.compile(r"\"([^\"]+)\"|'([^']+)'")
+QUOTED = re.compile(r"([\"'`])(.+?)\1")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 MAX_DEPTH = 6
 
@@ -123,6 +123,8 @@ def _simple(said: list[Said], schema: str) -> Turn:
         return Turn(text=f"The result is {result[1]}.")
     if schema:
         form = json.loads(schema)
+        if not form.get("properties") and form.get("type", "object") == "object":
+            return Turn(text=json.dumps(dict.fromkeys(_values(text)[1], "text")))
         return Turn(text=json.dumps(_filled(form, form, *_values(text))))
     offered = next((found for one in said if (found := TOOLS.search(one.text))), None)
     if offered is not None:
@@ -135,7 +137,7 @@ def _simple(said: list[Said], schema: str) -> Turn:
 
 def _values(text: str) -> tuple[Iterator[float], Iterator[str]]:
     numbers = (float(found) for found in NUMBER.findall(text))
-    return numbers, (one or other for one, other in QUOTED.findall(text))
+    return numbers, (quoted for _, quoted in QUOTED.findall(text))
 
 
 def _filled(

@@ -11,6 +11,7 @@ give it a logit a class.
 Lives here: the worker. Does not: what is answered (script.py), who asks.
 """
 
+import json
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from admin.cli import main as cli
 from admin.cli import server as serve
 from bench.gateway_worker import Worker
 from engine.config import WorkerConfig, decode_worker_config, read_config
-from engine.protocol import Finish, Submit, TokenDelta, TokenLogprobs, ToWorker, Usage
+from engine.protocol import Constraint, Finish, Submit, TokenDelta, TokenLogprobs, ToWorker, Usage
 from tests.compat.script import Said, Turn, answer
 
 MODULE = "tests.compat.scripted_model"
@@ -98,9 +99,7 @@ class ScriptedModel(Worker):
             self._encode(peer, message)
             return
         said = self._said(message.prompt_token_ids)
-        constraint = message.constraint
-        is_schema = constraint is not None and constraint.kind == "json_schema"
-        turn = answer(said, constraint.text if constraint is not None and is_schema else "")
+        turn = answer(said, _schema(message.constraint))
         begun = said[-1].text if said else ""
         text = turn.written(may_reason="</think>" not in begun)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -176,6 +175,18 @@ class ScriptedModel(Worker):
         finish = Finish("stop", Usage(len(message.prompt_token_ids), 0, 0, 1e-6))
         delta = TokenDelta(message.request_id, message.attempt, [], finish, vectors=b"".join(rows))
         self._deltas.setdefault(peer, []).append(delta)
+
+
+def _schema(constraint: Constraint | None) -> str:
+    """The schema that an answer has to obey, whatever reasoning stands before it; "" for none."""
+    text = constraint.text if constraint is not None else ""
+    if constraint is not None and constraint.kind.startswith("json"):
+        return text or "{}"
+    before, json_mark, behind = text.partition("%json ")
+    if not json_mark or "tool_call" in before + behind:
+        return ""
+    _, end = json.JSONDecoder().raw_decode(behind)
+    return behind[:end]
 
 
 def work(config: WorkerConfig) -> None:

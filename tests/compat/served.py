@@ -28,10 +28,11 @@ SCRIPTED, EMBED, CROSS = "scripted", "embed", "cross"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A data folder, and a key of its one tenant."""
+    """A data folder, and a key of its one tenant with its id."""
 
     data_dir: Path
     key: str
+    key_id: str
 
 
 def prepare(root: Path, generating: Iterable[str] = (), embedding: Iterable[str] = ()) -> Prepared:
@@ -53,8 +54,9 @@ def prepare(root: Path, generating: Iterable[str] = (), embedding: Iterable[str]
         for model in registrar.run(context, begun):
             assert model.state == "ready", model.reason
         tenants.create_tenant(context, "clients")
-        _, key = keys.create_key(context, "clients", "tests", scopes=("inference", "usage"))
-    return Prepared(settings.data_path, key)
+        scopes = ("inference", "usage")
+        record, key = keys.create_key(context, "clients", "tests", scopes=scopes)
+    return Prepared(settings.data_path, key, record.id)
 
 
 def write_scripted(folder: Path) -> None:
@@ -72,6 +74,7 @@ def write_scripted(folder: Path) -> None:
 @contextlib.contextmanager
 def serving(prepared: Prepared, **settings: object) -> Iterator[Server]:
     """The server until the block ends; `settings` are fields of Settings."""
+    settings = {"ollama_key_id": prepared.key_id, **settings}
     server = Polyhost(prepared.data_dir, settings).serve(prepared.key, module=(MODULE,))
     with server.process:
         yield server

@@ -64,6 +64,7 @@ def test_a_tool_is_called_with_what_the_message_names() -> None:
 def test_a_schema_is_filled_in() -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"const": 2}}}
     assert json.loads(answer(asked("x"), json.dumps(schema)).text) == {"ok": True, "n": 2}
+    assert json.loads(answer(asked("With `a` and 'b'."), "{}").text) == {"a": "text", "b": "text"}
 
 
 def test_what_is_written_is_in_the_forms_of_the_template() -> None:
