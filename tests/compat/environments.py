@@ -57,6 +57,19 @@ def sources(python: Path) -> dict[str, Path]:
     return {path.name.rpartition("-")[0]: path for path in found}
 
 
+def node_modules(package: Path) -> Path:
+    """The folder with the packages of `package`'s lock installed. Raises Missing."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        raise Missing("there is no node here, or no npm")
+    lock = package.with_name("package-lock.json")
+    with _made("node", lock.read_bytes()) as (folder, is_there):
+        if not is_there:
+            for file in (package, lock):
+                shutil.copy(file, folder)
+            _run(["npm", "ci", "--no-audit", "--no-fund", "--prefix", str(folder)])
+    return folder
+
+
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -86,4 +99,4 @@ def _run(command: list[str]) -> None:
         raise Missing(f"{command[0]}: {error}") from error
     if ended.returncode:
         said = (ended.stderr.strip() or ended.stdout.strip() or "failed").splitlines()
-        raise Missing(f"pip could not get the packages: {said[-1]}")
+        raise Missing(f"the packages could not be had: {said[-1]}")
