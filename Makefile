@@ -17,7 +17,7 @@ BIN  := $(VENV)/bin
 BARE := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 PIP  := $(BARE) -c constraints.txt
 
-.PHONY: help setup setup-locked serve test check cuda-image files bench soak soak-server clean
+.PHONY: help setup setup-locked serve test compat check cuda-image files bench soak soak-server clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ check: $(VENV)/.dev  ## run ruff, the formatting check and mypy --strict
 
 test: $(VENV)/.dev  ## run all tests except the long ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+compat: $(VENV)/.dev  ## run the SDKs' own suites and agents' loops, from a package index
+	$(BIN)/python -m pytest -m compat tests/compat $(ARGS)
 
 # Registration, kernels and the GPU's path on what GPU machines often have: older torch, Triton and
 # transformers, a newer Python. No GPU is needed.

@@ -4,12 +4,13 @@ Comes in: a body. Goes out: a `WireRequest` as completions and chats make one, o
 ApiError that names the field.
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
 
 from gateway.api.bodies import decode_body, invalid
-from gateway.api.told_fields import CHAT, decode_telling
+from gateway.api.told_fields import CHAT, decode_telling, shape_of
 from gateway.api.wire import WireRequest, chat_request
 from gateway.api.wire_body import MAX_PROMPT_IDS, ChatBody
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
@@ -48,21 +49,24 @@ _peek_decoder = msgspec.json.Decoder(_Peek)
 _prompt_decoder = msgspec.json.Decoder(TokenizeBody)
 _chat_decoder = msgspec.json.Decoder(TokenizeChatBody)
 _ids_decoder = msgspec.json.Decoder(DetokenizeBody)
+_PROMPT, _IDS = shape_of(TokenizeBody), shape_of(DetokenizeBody)
+_CHAT = replace(CHAT, known=TokenizeChatBody.__struct_fields__)
 
 
-def decode_tokenize(body: bytes) -> tuple[WireRequest, bool]:
+def decode_tokenize(body: bytes, tells_unknown: bool = False) -> tuple[WireRequest, bool]:
     """The request, and whether the tokens' texts are wanted. Raises ApiError."""
     if decode_body(_peek_decoder, body).messages == msgspec.Raw(b"null"):
-        asked = decode_body(_prompt_decoder, body)
+        asked, told = decode_telling(_prompt_decoder, body, _PROMPT, tells_unknown)
         request = WireRequest(
             kind="completion",
             model=asked.model,
             prompt=asked.prompt,
             is_bare=asked.add_special_tokens is False,
             num_bytes=len(body),
+            ignored=told.names,
         )
         return request, bool(asked.return_token_strs)
-    chat, told = decode_telling(_chat_decoder, body, CHAT)
+    chat, told = decode_telling(_chat_decoder, body, _CHAT, tells_unknown)
     if chat.add_special_tokens:
         raise ApiError(
             UNSUPPORTED_PARAMETER,
@@ -73,8 +77,11 @@ def decode_tokenize(body: bytes) -> tuple[WireRequest, bool]:
     return chat_request(chat, len(body), told.names), bool(chat.return_token_strs)
 
 
-def decode_detokenize(body: bytes) -> DetokenizeBody:
-    """Raises ApiError."""
+def decode_detokenize(
+    body: bytes, tells_unknown: bool = False
+) -> tuple[DetokenizeBody, tuple[str, ...]]:
+    """The body, and the names of fields that are told. Raises ApiError."""
     if body.count(b",") > MAX_PROMPT_IDS:
         raise invalid("tokens", f"tokens has more than {MAX_PROMPT_IDS} token ids")
-    return decode_body(_ids_decoder, body)
+    asked, told = decode_telling(_ids_decoder, body, _IDS, tells_unknown)
+    return asked, told.names

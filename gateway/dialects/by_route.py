@@ -13,6 +13,12 @@ from dataclasses import replace
 
 from gateway.dialects import messages_wire, ollama_wire, responses_wire
 from gateway.dialects.dialect import CHAT, COMPLETION, Dialect
+from gateway.dialects.field_names import (
+    MESSAGES_NAMES,
+    OLLAMA_CHAT_NAMES,
+    OLLAMA_GENERATE_NAMES,
+    RESPONSES_NAMES,
+)
 from gateway.dialects.messages_answer import (
     HEARTBEAT,
     MessagesFormat,
@@ -31,8 +37,15 @@ MESSAGES = Dialect(
     messages_error,
     messages_headers,
     heartbeat=HEARTBEAT,
+    names=MESSAGES_NAMES,
 )
-RESPONSES = Dialect("responses", responses_wire.ID_PREFIX, responses_wire.decode, ResponsesFormat())
+RESPONSES = Dialect(
+    "responses",
+    responses_wire.ID_PREFIX,
+    responses_wire.decode,
+    ResponsesFormat(),
+    names=RESPONSES_NAMES,
+)
 OLLAMA_CHAT = Dialect(
     "ollama_chat",
     "ollama-",
@@ -41,6 +54,7 @@ OLLAMA_CHAT = Dialect(
     ollama_error,
     media_type=LINES,
     heartbeat=b"",  # its readers take nothing but objects
+    names=OLLAMA_CHAT_NAMES,
     takes_any_media=True,  # `curl -d` says that it is a form
 )
 OLLAMA_GENERATE = replace(
@@ -48,6 +62,7 @@ OLLAMA_GENERATE = replace(
     name="ollama_generate",
     decode=ollama_wire.decode_generate,
     format=OllamaFormat(is_chat=False),
+    names=OLLAMA_GENERATE_NAMES,
 )
 DIALECTS = {
     dialect.name: dialect

@@ -18,6 +18,7 @@ from gateway.answer.answer import OpenAiFormat
 from gateway.answer.encoder import AnswerFormat
 from gateway.api import wire
 from gateway.api.wire import WireRequest
+from gateway.dialects.field_names import Names, renamed
 from gateway.errors import ApiError
 
 Decode: TypeAlias = Callable[[bytes, bool], WireRequest]
@@ -52,8 +53,14 @@ class Dialect:
     headers: Callable[[Mapping[str, str], str, float], dict[str, str]] = plain_headers
     media_type: bytes = SERVER_SENT_EVENTS
     heartbeat: bytes = HEARTBEAT
+    names: Names = ()
+    """Of fields, where they are not those of chats."""
     takes_any_media: bool = False
     """Whatever a body calls itself, it is read as JSON."""
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """The error with the dialect's own names of fields."""
+        return renamed(error, self.names)
 
 
 def _decode_chat(body: bytes, tells_unknown: bool) -> WireRequest:

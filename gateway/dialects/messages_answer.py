@@ -29,13 +29,14 @@ from gateway.api.tools.output_parser import (
     ToolCallStart,
     joined,
 )
-from gateway.dialects.messages_wire import signature_of
+from gateway.dialects.messages_wire import THREAD, signature_of
 from gateway.errors import (
     CONTEXT_LENGTH,
     INSUFFICIENT_QUOTA,
     QUEUE_FULL,
     TOO_LARGE,
     UNAVAILABLE,
+    UNSUPPORTED_PARAMETER,
     ApiError,
 )
 from gateway.prepare.prepare import Prepared
@@ -204,7 +205,10 @@ def messages_error(error: ApiError, http_id: str) -> tuple[int, bytes]:
     if kind == CONTEXT_LENGTH:  # By these words clients know that they have to shorten a chat.
         message = f"prompt is too long: {message}"
     name = "request_too_large" if kind == TOO_LARGE else _ERROR_TYPES.get(status)
-    body = {"type": name or "invalid_request_error", "message": message}
+    body: dict[str, Any] = {"type": name or "invalid_request_error", "message": message}
+    if kind == UNSUPPORTED_PARAMETER and error.param == THREAD:
+        # The SDK's tool runner asks for a thread, and goes on without one where it is told this.
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": [THREAD]}
     return status, _encode({"type": "error", "error": body, "request_id": http_id})
 
 

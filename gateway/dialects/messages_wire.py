@@ -44,6 +44,7 @@ from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, MAX_STOP_CHARS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
 MAX_STOP_SEQUENCES = 16
+THREAD = "thread"
 SIGNED = "ph1."
 """Begins the signatures of this server."""
 _NOTHING = msgspec.Raw(b"null")
@@ -171,6 +172,7 @@ class MessagesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     diagnostics: msgspec.Raw = _NOTHING
     user_profile_id: msgspec.Raw = _NOTHING
     workspace_id: msgspec.Raw = _NOTHING
+    thread: msgspec.Raw = _NOTHING
 
 
 _TOLD = (
@@ -212,6 +214,9 @@ def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) 
         raise invalid("max_tokens", "max_tokens is required")
     if asked.mcp_servers:
         raise unsupported("mcp_servers")
+    if asked.thread != _NOTHING:
+        message = "thread is not supported, no conversation is kept: send all messages without it"
+        raise ApiError(UNSUPPORTED_PARAMETER, message, THREAD)
     for name in _TOLD:
         told.tell(name, getattr(asked, name))
     if asked.thinking is not None and asked.thinking.display is not None:

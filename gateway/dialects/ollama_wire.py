@@ -120,11 +120,12 @@ class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     options: msgspec.Raw = _NOTHING
 
 
-class ShowBody(msgspec.Struct):
+class ShowBody(msgspec.Struct, forbid_unknown_fields=True):
     """POST /api/show; it has had both names."""
 
     model: Annotated[str, msgspec.Meta(max_length=256)] = ""
     name: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    verbose: msgspec.Raw = _NOTHING
 
 
 _OPTIONS = Shape(_Options.__struct_fields__)
@@ -140,6 +141,7 @@ _MESSAGES = Shape(
 _CHAT = Shape(OllamaChatBody.__struct_fields__, {"messages": _MESSAGES}, {"options": _OPTIONS})
 _GENERATE = Shape(OllamaGenerateBody.__struct_fields__, objects={"options": _OPTIONS})
 _EMBED = Shape(OllamaEmbedBody.__struct_fields__)
+_SHOW = Shape(ShowBody.__struct_fields__)
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
 _embed_decoder = msgspec.json.Decoder(OllamaEmbedBody)
@@ -202,13 +204,14 @@ def decode_embed(body: bytes, max_inputs: int, tells_unknown: bool = False) -> E
     )
 
 
-def decode_show(body: bytes) -> str:
-    """The model that /api/show asks for. Raises ApiError."""
-    asked = decode_body(_show_decoder, body)
+def decode_show(body: bytes, tells_unknown: bool = False) -> tuple[str, tuple[str, ...]]:
+    """The model that /api/show asks for, and the fields that are told. Raises ApiError."""
+    asked, told = decode_telling(_show_decoder, body, _SHOW, tells_unknown)
+    told.tell("verbose", asked.verbose)
     name = asked.model or asked.name
     if not name:
         raise invalid("model", "model is required")
-    return _name(name)
+    return _name(name), told.names
 
 
 def _name(name: str) -> str:

@@ -12,7 +12,7 @@ them, and asks nobody before a request of plain text.
 Models are not pulled, made or deleted here: that is the operator's to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,8 +111,9 @@ class OllamaRoutes:
 
     async def _show(self, request: Request) -> Response:
         principal = self._caller(request)
-        timeout_s = self._edge.services.settings.receive_timeout_s
-        name = ollama_wire.decode_show(await body_within(request.receive, timeout_s))
+        settings = self._edge.services.settings
+        body = await body_within(request.receive, settings.receive_timeout_s)
+        name, told = ollama_wire.decode_show(body, settings.unknown_fields == "tell")
         model = find_model(principal, self._edge.services.directory, name)
         capabilities = ["embedding"] if model.task == "embed" else []
         if model.task == "generate":
@@ -131,7 +132,8 @@ class OllamaRoutes:
                     "polyhost.embedding_length": model.dim,
                 },
                 "capabilities": capabilities,
-            }
+            },
+            told,
         )
 
 
@@ -153,5 +155,6 @@ def _entry(model: HostedModel) -> dict[str, Any]:
     }
 
 
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def _json(body: object, told: Sequence[str] = ()) -> Response:
+    headers = {"x-polyhost-ignored": ", ".join(told)} if told else None
+    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)

@@ -1,95 +1,111 @@
 """The OpenAPI document of the tenants' API, made of the types that bodies are decoded into.
 
-So it cannot say anything of a request that the server does not check. What answers hold is in
-docs/api.md: here they are JSON, or events where `stream` is true. `Raw` fields, which are read in a
+So it cannot say anything of a request that the server does not check. Answers are those of
+answer_types.py, errors those of the error table by their status. `Raw` fields, which are read in a
 second step, are any value.
 """
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import errors
 from gateway.api import encode_wire, token_wire, wire_body
-from gateway.dialects import messages_wire, ollama_wire, responses_wire
+from gateway.dialects import by_route, messages_wire, ollama_wire, responses_wire
+from gateway.dialects.dialect import CHAT
+from gateway.http import answer_types as types
 from gateway.state import conversations_service
 
-POSTS: dict[str, tuple[str, type[msgspec.Struct]]] = {
-    "/v1/chat/completions": ("A chat completion", wire_body.ChatBody),
-    "/v1/completions": ("A text completion", wire_body.CompletionBody),
-    "/v1/responses": ("A response", responses_wire.ResponsesBody),
-    "/v1/conversations": ("A conversation", conversations_service.ConversationBody),
-    "/v1/conversations/{conversation_id}": ("Its metadata", conversations_service.MetadataBody),
-    "/v1/conversations/{conversation_id}/items": ("More items", conversations_service.ItemsBody),
-    "/v1/messages": ("A message (Anthropic)", messages_wire.MessagesBody),
-    "/v1/messages/count_tokens": ("The tokens of a message", messages_wire.MessagesBody),
-    "/v1/embeddings": ("A vector for each input", encode_wire.EmbeddingBody),
-    "/v1/classify": ("Class probabilities for each input", encode_wire.ClassifyBody),
-    "/v1/rerank": ("Documents by their relevance", encode_wire.RerankBody),
-    "/v2/rerank": ("Documents by their relevance", encode_wire.RerankBody),
-    "/rerank": ("Documents by their relevance", encode_wire.RerankBody),
-    "/v1/score": ("The relevance of pairs of texts", encode_wire.ScoreBody),
-    "/score": ("The relevance of pairs of texts", encode_wire.ScoreBody),
-    "/tokenize": ("A prompt in token ids", token_wire.TokenizeBody),
-    "/detokenize": ("Token ids as text", token_wire.DetokenizeBody),
-    "/api/chat": ("A chat (Ollama)", ollama_wire.OllamaChatBody),
-    "/api/generate": ("A text (Ollama)", ollama_wire.OllamaGenerateBody),
-    "/api/embed": ("Vectors (Ollama)", ollama_wire.OllamaEmbedBody),
-    "/api/show": ("A model (Ollama)", ollama_wire.ShowBody),
-}
+Body: TypeAlias = type[msgspec.Struct]
 ONE_RESPONSE = "/v1/responses/{response_id}"
 ONE_CONVERSATION = "/v1/conversations/{conversation_id}"
-BODILESS = {
-    (f"{ONE_RESPONSE}/cancel", "post"): "Stop a background response",
-    (ONE_RESPONSE, "delete"): "Delete a response",
-    (ONE_CONVERSATION, "delete"): "Delete a conversation",
-    (f"{ONE_CONVERSATION}/items/{{item_id}}", "delete"): "Delete an item of it",
+POSTS: dict[str, tuple[str, Body, Body | None]] = {
+    "/v1/chat/completions": ("A chat completion", wire_body.ChatBody, types.ChatAnswer),
+    "/v1/completions": ("A text completion", wire_body.CompletionBody, types.CompletionAnswer),
+    "/v1/responses": ("A response", responses_wire.ResponsesBody, types.ResponseAnswer),
+    "/v1/conversations": ("A conversation", conversations_service.ConversationBody, None),
+    ONE_CONVERSATION: ("Its metadata", conversations_service.MetadataBody, None),
+    f"{ONE_CONVERSATION}/items": ("More items", conversations_service.ItemsBody, None),
+    "/v1/messages": ("A message (Anthropic)", messages_wire.MessagesBody, types.MessagesAnswer),
+    "/v1/messages/count_tokens": (
+        "The tokens of a message",
+        messages_wire.MessagesBody,
+        types.CountAnswer,
+    ),
+    "/v1/embeddings": (
+        "A vector for each input",
+        encode_wire.EmbeddingBody,
+        types.EmbeddingAnswer,
+    ),
+    "/v1/classify": (
+        "Class probabilities for each input",
+        encode_wire.ClassifyBody,
+        types.ClassifyAnswer,
+    ),
+    "/v1/rerank": ("Documents by their relevance", encode_wire.RerankBody, types.RerankAnswer),
+    "/v2/rerank": ("Documents by their relevance", encode_wire.RerankBody, types.RerankAnswer),
+    "/rerank": ("Documents by their relevance", encode_wire.RerankBody, types.RerankAnswer),
+    "/v1/score": ("The relevance of pairs of texts", encode_wire.ScoreBody, types.ScoreAnswer),
+    "/score": ("The relevance of pairs of texts", encode_wire.ScoreBody, types.ScoreAnswer),
+    "/tokenize": ("A prompt in token ids", token_wire.TokenizeBody, types.TokenizeAnswer),
+    "/detokenize": ("Token ids as text", token_wire.DetokenizeBody, types.DetokenizeAnswer),
+    "/api/chat": ("A chat (Ollama)", ollama_wire.OllamaChatBody, None),
+    "/api/generate": ("A text (Ollama)", ollama_wire.OllamaGenerateBody, None),
+    "/api/embed": ("Vectors (Ollama)", ollama_wire.OllamaEmbedBody, None),
+    "/api/show": ("A model (Ollama)", ollama_wire.ShowBody, None),
+}
+"""By path: what it does, its body, and its answer, where that is told."""
+BODILESS: dict[tuple[str, str], tuple[str, tuple[Body, ...]]] = {
+    (f"{ONE_RESPONSE}/cancel", "post"): ("Stop a background response", (types.ResponseAnswer,)),
+    (ONE_RESPONSE, "delete"): ("Delete a response", ()),
+    (ONE_CONVERSATION, "delete"): ("Delete a conversation", ()),
+    (f"{ONE_CONVERSATION}/items/{{item_id}}", "delete"): ("Delete an item of it", ()),
 }
 """Other operations without a body."""
-GETS = {
-    ONE_RESPONSE: "A stored response",
-    f"{ONE_RESPONSE}/input_items": "A page of what it was made of",
-    ONE_CONVERSATION: "A conversation without its items",
-    f"{ONE_CONVERSATION}/items": "A page of its items",
-    f"{ONE_CONVERSATION}/items/{{item_id}}": "One of them",
-    "/v1/models": "The models that this key may use",
-    "/v1/models/{name}": "One of them",
-    "/v1/organization/usage/completions": "The tenant's own requests and tokens",
-    "/v1/organization/costs": "The tenant's own costs",
-    "/health": "Whether a request could be served",
-    "/ping": "Whether a request could be served",
-    "/health/ready": "Whether a request could be served",
-    "/health/live": "Whether the process is alive",
-    "/version": "The server's version",
-    "/metrics": "Metrics in Prometheus' text format",
-    "/openapi.json": "This document",
-    "/api/tags": "The models (Ollama)",
-    "/api/ps": "The models that are on a device (Ollama)",
-    "/api/version": "The server's version",
+GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
+    ONE_RESPONSE: ("A stored response", (types.ResponseAnswer,)),
+    f"{ONE_RESPONSE}/input_items": ("A page of what it was made of", ()),
+    ONE_CONVERSATION: ("A conversation without its items", ()),
+    f"{ONE_CONVERSATION}/items": ("A page of its items", ()),
+    f"{ONE_CONVERSATION}/items/{{item_id}}": ("One of them", ()),
+    "/v1/models": (
+        "The models that this key may use",
+        (types.ModelsAnswer, types.MessagesModels),
+    ),
+    "/v1/models/{name}": ("One of them", (types.ModelAnswer, types.MessagesModel)),
+    "/v1/organization/usage/completions": (
+        "The tenant's own requests and tokens",
+        (types.PageAnswer,),
+    ),
+    "/v1/organization/costs": ("The tenant's own costs", (types.PageAnswer,)),
+    "/health": ("Whether a request could be served", ()),
+    "/ping": ("Whether a request could be served", ()),
+    "/health/ready": ("Whether a request could be served", ()),
+    "/health/live": ("Whether the process is alive", ()),
+    "/version": ("The server's version", (types.VersionAnswer,)),
+    "/metrics": ("Metrics in Prometheus' text format", ()),
+    "/openapi.json": ("This document", ()),
+    "/api/tags": ("The models (Ollama)", ()),
+    "/api/ps": ("The models that are on a device (Ollama)", ()),
+    "/api/version": ("The server's version", (types.VersionAnswer,)),
 }
+EVENTS: dict[str, Body | None] = {
+    "/v1/chat/completions": types.ChatChunk,
+    "/v1/completions": types.CompletionAnswer,
+    "/v1/responses": None,
+    "/v1/messages": None,
+}
+"""Routes that stream events, and what each event holds, where that is told."""
 _IN_PATH = re.compile(r"\{(\w+)\}")
 _ALTERNATIVES = {"/tokenize": token_wire.TokenizeChatBody}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "string"},
-            },
-        }
-    },
-}
+_KINDS = [kind for kind in vars(errors).values() if isinstance(kind, errors.ErrorKind)]
 
 
 async def openapi(request: Request) -> Response:
@@ -108,19 +124,18 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
     schemas = _Schemas()
     names = {route.replace(":path}", "}") for route in routes}
     paths: dict[str, Any] = {}
-    for path, (summary, body) in POSTS.items():
+    for path, (summary, body, answer) in POSTS.items():
         if path in names:
             schema = schemas.reference(body)
             if path in _ALTERNATIVES:
                 schema = {"anyOf": [schema, schemas.reference(_ALTERNATIVES[path])]}
-            content = {"application/json": {"schema": schema}}
-            operation = _operation(path, summary)
-            operation["requestBody"] = {"required": True, "content": content}
+            operation = _operation(schemas, path, summary, (answer,) if answer else ())
+            operation["requestBody"] = {"required": True, "content": _json(schema)}
             paths[path] = {"post": _with_parameters(operation, path)}
-    gets = {(path, "get"): summary for path, summary in GETS.items()}
-    for (path, method), summary in (gets | BODILESS).items():
+    gets = {(path, "get"): about for path, about in GETS.items()}
+    for (path, method), (summary, answers) in (gets | BODILESS).items():
         if path in names:
-            operation = _operation(path, summary)
+            operation = _operation(schemas, path, summary, answers)
             paths.setdefault(path, {})[method] = _with_parameters(operation, path)
     return {
         "openapi": "3.1.0",
@@ -128,7 +143,7 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
         "security": [{"key": []}],
         "paths": paths,
         "components": {
-            "schemas": {**schemas.components, "Error": _ERROR},
+            "schemas": schemas.components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -141,18 +156,41 @@ def _with_parameters(operation: dict[str, Any], path: str) -> dict[str, Any]:
     return {**operation, "parameters": parameters} if parameters else operation
 
 
-def _operation(path: str, summary: str) -> dict[str, Any]:
-    """Errors of other APIs have forms of their own."""
-    is_openais = not path.startswith(("/api/", "/v1/messages"))
-    schema = {"$ref": "#/components/schemas/Error"} if is_openais else {}
-    error = {"application/json": {"schema": schema}}
+def _operation(
+    schemas: "_Schemas", path: str, summary: str, answers: Sequence[Body]
+) -> dict[str, Any]:
+    told = [schemas.reference(answer) for answer in answers]
+    right: dict[str, Any] = {"description": "As docs/api.md says"}
+    if told:
+        right["content"] = _json(told[0] if len(told) == 1 else {"anyOf": told})
+    if path in EVENTS:
+        event = EVENTS[path]
+        schema = {"type": "string"} if event is None else schemas.reference(event)
+        right.setdefault("content", {})["text/event-stream"] = {"schema": schema}
+    return {"summary": summary, "responses": {"200": right, **_errors(schemas, path)}}
+
+
+def _errors(schemas: "_Schemas", path: str) -> dict[str, Any]:
+    """By status, in the form of the route's API. A few may come on every route, so all are told."""
+    answer: Body = types.ErrorAnswer
+    write = CHAT.error
+    if path.startswith("/api/"):
+        answer, write = types.OllamaErrorAnswer, by_route.OLLAMA_CHAT.error
+    elif path.startswith("/v1/messages"):
+        answer, write = types.MessagesErrorAnswer, by_route.MESSAGES.error
+    content = _json(schemas.reference(answer))
+    codes: dict[int, list[str]] = {}
+    for kind in _KINDS:
+        status, _ = write(errors.ApiError(kind, ""), "")
+        codes.setdefault(status, []).append(kind.code)
     return {
-        "summary": summary,
-        "responses": {
-            "200": {"description": "As docs/api.md says"},
-            "default": {"description": "An error in the form of this API", "content": error},
-        },
+        str(status): {"description": ", ".join(codes[status]), "content": content}
+        for status in sorted(codes)
     }
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}
 
 
 class _Schemas:

@@ -75,6 +75,8 @@ class Post:
                     await WholeAnswer(answer.parts).send(send)
             finally:
                 answer.close()
+        except ApiError as error:
+            raise self._dialect.renamed(error) from error
         finally:
             watch.stop()
 

@@ -52,17 +52,18 @@ class TokenRequests:
     async def tokenize(self, call: Call) -> Answer:
         """Raises ApiError."""
         principal = self._authenticate(call)
-        asked, shows_texts = token_wire.decode_tokenize(await call.receive_body())
+        body = await call.receive_body()
+        asked, shows_texts = token_wire.decode_tokenize(body, self._tells_unknown)
         found = await self._encoded(call, principal, asked)
         [ids] = found.prompts
         names = [found.codec.pieces.name(i) for i in ids] if shows_texts else None
-        body = {
+        said = {
             "count": len(ids),
             "max_model_len": found.model.max_context,
             "tokens": ids,
             "token_strs": names,
         }
-        return _answer(body)
+        return _answer(said)
 
     async def count_tokens(self, call: Call) -> Answer:
         """Raises ApiError."""
@@ -77,12 +78,15 @@ class TokenRequests:
     async def detokenize(self, call: Call) -> Answer:
         """Raises ApiError."""
         principal = self._authenticate(call)
-        asked = token_wire.decode_detokenize(await call.receive_body())
+        body = await call.receive_body()
+        asked, told = token_wire.decode_detokenize(body, self._tells_unknown)
         model = find_model(principal, self._directory, asked.model)
         if model.task != "generate":
             raise wrong_task(model.name, model.task)
         _check_ids(model, asked.tokens)
         codec = await self._codecs.text(model)
+        if told:
+            call.tell_ignored(told)
         await self._count(call, principal, model)
         # Thousands of tokens are milliseconds of work.
         text = await asyncio.to_thread(_text_of, codec, asked.tokens)

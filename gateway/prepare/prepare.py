@@ -205,7 +205,7 @@ class Preparer:
         prompts = [ids, *[(await encode(one))[0] for one in _each_prompt(asked)]]
         num_tokens = sum(map(len, prompts))
         lengths.check_prompt(_param(asked), num_tokens)
-        if len(prompts) > 1:
+        if len(prompts) * asked.n > 1:
             _check_scores(asked, num_tokens)
         told = (*asked.ignored, *said.ignored)[:MAX_NAMES]
         return Encoded(model, codec, lengths, prompts, plan, told)
@@ -365,15 +365,17 @@ def _echoes(
 
 
 def _check_scores(asked: WireRequest, num_tokens: int) -> None:
-    """Prompts' scores are written on the event loop and kept until then, for all prompts at once;
-    those of one prompt are bounded by its context. Raises ApiError."""
+    """Prompts' scores are written on the event loop and kept until then, for all answers at once;
+    those of one answer are bounded by the context. Raises ApiError."""
     num_top = max(asked.prompt_logprobs, asked.logprobs if asked.echo else -1)
     most = MAX_SCORES // ((num_top + 1) * asked.n) if num_top >= 0 else num_tokens
     if num_tokens > most:
+        param = _param(asked)
         raise invalid(
-            "prompt",
-            f"prompt has {num_tokens} tokens in all prompts, with scores of each it may have "
-            f"{most}: send several requests, or ask for fewer log-probabilities",
+            param,
+            f"{param} has {num_tokens} tokens in all, with the log-probabilities of each in every "
+            f"answer it may have {most}: send several requests, or ask for fewer log-probabilities "
+            "or answers",
         )
 
 

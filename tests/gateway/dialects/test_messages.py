@@ -279,6 +279,9 @@ async def test_errors_before_and_after_the_body_is_read(kit: Kit, client: Client
     async with client.post(URL, ASK, key="wrong") as answer:
         assert answer.status == 401
         assert (await answer.json())["error"]["type"] == "authentication_error"
+    status, body = await ask(client, thread={"type": "create"})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert (status, body["error"]["details"]) == (400, details)  # the SDK's tool runner reads it
     status, body = await ask(client, model="nobody")
     assert (status, body["error"]["type"]) == (404, "not_found_error")
     async with client.post(URL + "/nothing", ASK) as answer:

@@ -193,6 +193,7 @@ def test_unknown_fields_are_refused_or_told_by_the_setting() -> None:
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"thread": {"type": "create"}}, "thread"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_field(body: dict[str, Any], param: str) -> None:

@@ -1,11 +1,12 @@
 """/tokenize and /detokenize: what a prompt is in tokens, and back, as vLLM spells it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from registry.accounts.quotas import Limits
-from tests.gateway.edge_kit import Client, Kit, key_record
+from tests.gateway.edge_kit import Client, Kit, client_of, key_record, make_kit
 
 USER = {"role": "user", "content": "Hello <|im_end|>"}
 TEXT = "The game is afoot! 😀"
@@ -41,6 +42,31 @@ async def test_messages_are_the_prompt_of_a_chat(kit: Kit, client: Client) -> No
     )
     _, bare = await ask(client, "/tokenize", messages=[USER], add_generation_prompt=False)
     assert len(bare["tokens"]) < len(sent)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"messages": [USER]}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/api/show", {}),
+    ],
+)
+async def test_unknown_fields_are_refused_or_told_by_the_setting(
+    tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    for setting, status in (("refuse", 400), ("tell", 200)):
+        kit = make_kit(tmp_path / setting, unknown_fields=setting, ollama_key_id="key_1")
+        async with client_of(kit) as client:
+            async with client.post(path, {"model": "tiny", "more": 1, **body}) as answer:
+                assert answer.status == status
+                assert answer.headers.get("x-polyhost-ignored") == (
+                    "more" if status == 200 else None
+                )
+            async with client.post(path, {"model": "tiny", **body}) as answer:
+                assert answer.status == 200
+                assert "x-polyhost-ignored" not in answer.headers
 
 
 async def test_control_tokens_of_a_prompt_are_meant(kit: Kit, client: Client) -> None:

@@ -367,7 +367,7 @@ async def test_a_length_that_the_context_cuts_is_not_the_callers(tmp_path: Path)
     stage.close()
 
 
-async def test_scores_of_several_prompts_are_bounded(
+async def test_scores_of_several_answers_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "MAX_SCORES", 18)
@@ -387,8 +387,15 @@ async def test_scores_of_several_prompts_are_bounded(
         {"prompt_logprobs": 6},
     ]
     for fields in refused:
-        with pytest.raises(ApiError, match="prompt has 3 tokens in all prompts"):
+        with pytest.raises(ApiError, match="prompt has 3 tokens in all"):
             await prepared(stage, msgspec.structs.replace(asked, **fields))
+    one = msgspec.structs.replace(asked, prompt=(1, 2, 3), more_prompts=())
+    await prepared(
+        stage, msgspec.structs.replace(one, echo=True, logprobs=6)
+    )  # bounded by the context
+    await prepared(stage, msgspec.structs.replace(one, prompt_logprobs=2, n=2))
+    with pytest.raises(ApiError, match="in every answer it may have 2"):
+        await prepared(stage, msgspec.structs.replace(one, prompt_logprobs=3, n=2))
     await prepared(stage, msgspec.structs.replace(ASK, prompt=(1, 2, 3), prompt_logprobs=20))
     stage.close()
 
