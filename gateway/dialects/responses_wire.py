@@ -176,7 +176,7 @@ class AskedResponse:
         """The same behind the items of earlier responses, which have so many bytes. Their
         instructions are not carried over."""
         messages = messages_of([*earlier, *self.input], None, len(earlier))
-        wire = replace(
+        wire = msgspec.structs.replace(
             self.wire,
             messages=(*self.instructions, *messages),
             num_bytes=self.wire.num_bytes + num_bytes,
@@ -185,11 +185,11 @@ class AskedResponse:
 
     def showing(self, **fields: Any) -> "AskedResponse":
         """The same with these fields of the response."""
-        return replace(self, wire=replace(self.wire, shown={**self.wire.shown, **fields}))
+        return replace(self, wire=msgspec.structs.replace(self.wire, shown={**self.wire.shown, **fields}))
 
     def telling(self, name: str) -> "AskedResponse":
         """The same with one more field that has no effect."""
-        return replace(self, wire=replace(self.wire, ignored=(*self.wire.ignored, name)))
+        return replace(self, wire=msgspec.structs.replace(self.wire, ignored=(*self.wire.ignored, name)))
 
 
 def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
