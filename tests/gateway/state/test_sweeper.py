@@ -117,6 +117,22 @@ def test_objects_without_a_row_go_when_they_are_old(world: World) -> None:
     assert world.names == {kept, fresh, files}, "what is of another kind is somebody else's"
 
 
+def test_conversations_go_when_they_were_not_changed_for_long(world: World) -> None:
+    store = world.store.conversations
+    assert store.create("conv_1", "ten_1", [], {}) is not None
+    world.now_at += 20 * DAY_S
+    assert store.create("conv_2", "ten_1", [], {}) is not None
+    store.describe(Viewer("ten_1", None, 0.0), "conv_1", {"a": "b"})
+    world.now_at += 20 * DAY_S
+    assert world.sweeper.look() == Swept()
+    orphan = new_name("ten_1", "conversations")
+    world.objects.put(orphan, b"[]")
+    world.age(orphan, NOW_AT)
+    world.now_at += 11 * DAY_S
+    assert world.sweeper.look() == Swept(num_expired=2, num_orphans=1)
+    assert world.names == set()
+
+
 def test_what_dead_processes_were_making_has_failed(world: World) -> None:
     world.add("resp_1", state="in_progress", owner="dead", heartbeat_at=NOW_AT - LOST_S - 1)
     world.add("resp_2", state="queued", owner="alive", heartbeat_at=NOW_AT - LOST_S + 1)
