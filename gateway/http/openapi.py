@@ -76,6 +76,7 @@ GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
     "/api/tags": ("The models (Ollama)", ()),
     "/api/ps": ("The models that are on a device (Ollama)", ()),
     "/api/version": ("The server's version", (types.VersionAnswer,)),
+    "/": ("That there is a server (Ollama)", ()),
 }
 EVENTS: dict[str, Body | None] = {
     "/v1/chat/completions": types.ChatChunk,
@@ -154,7 +155,7 @@ def _operation(
         "summary": summary,
         "responses": {"200": right, **_errors(schemas, path)},
     }
-    if path.startswith(_OPEN):
+    if path == "/" or path.startswith(_OPEN):
         operation["security"] = []
     elif path.startswith("/api/"):  # without a key in the name of the setting's
         operation["security"] = [{}, *_SECURITY]
