@@ -283,7 +283,7 @@ class ResponseAnswer(_Struct):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     error: dict[str, Any] | None
     incomplete_details: dict[str, str] | None
@@ -306,6 +306,7 @@ class ResponseAnswer(_Struct):
     tools: list[dict[str, Any]]
     top_p: float
     user: str | None
+    conversation: dict[str, str] | None = None
 
 
 class _Thought(_Struct):

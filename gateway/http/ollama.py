@@ -5,6 +5,7 @@ a server on one's own machine send none.
 /api/tags, /api/ps, /api/show            the models that the caller may use, those that are on a
                                          device, and one of them
 /api/version                             Polyhost's own
+/                                        the text by which clients know that a server is there
 
 Whoever shows a key is served in its name; whoever shows none, in the name of the setting's key.
 Web pages of others show none and are refused: a browser on this machine would spend the key for
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from gateway.auth.auth import authenticate_or_use, find_model, has_key, visible_models
@@ -58,6 +59,7 @@ class OllamaRoutes:
             Route("/api/ps", self._loaded, methods=["GET"]),
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/version", gets.version, methods=["GET"]),
+            Route("/", _root, methods=["GET"]),
         ]
 
     async def _handle(self, call: Call) -> Answer:
@@ -135,6 +137,11 @@ class OllamaRoutes:
             },
             told,
         )
+
+
+async def _root(request: Request) -> Response:
+    del request
+    return PlainTextResponse("Ollama is running")
 
 
 def _entry(model: HostedModel) -> dict[str, Any]:

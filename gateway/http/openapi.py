@@ -95,6 +95,7 @@ GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
     "/api/tags": ("The models (Ollama)", ()),
     "/api/ps": ("The models that are on a device (Ollama)", ()),
     "/api/version": ("The server's version", (types.VersionAnswer,)),
+    "/": ("That there is a server (Ollama)", ()),
 }
 EVENTS: dict[str, Body | None] = {
     "/v1/chat/completions": types.ChatChunk,
@@ -103,6 +104,14 @@ EVENTS: dict[str, Body | None] = {
     "/v1/messages": None,
 }
 """Routes that stream events, and what each event holds, where that is told."""
+_OPEN = ("/health", "/ping", "/version", "/metrics", "/openapi.json", "/api/version")
+"""Beginnings of routes without an API key."""
+_KEYS: dict[str, dict[str, str]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+}
+_SECURITY: list[dict[str, list[str]]] = [{name: []} for name in _KEYS]
 _IN_PATH = re.compile(r"\{(\w+)\}")
 _ALTERNATIVES = {"/tokenize": token_wire.TokenizeChatBody}
 _KINDS = [kind for kind in vars(errors).values() if isinstance(kind, errors.ErrorKind)]
@@ -140,11 +149,11 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Polyhost", "version": metadata.version("polyhost")},
-        "security": [{"key": []}],
+        "security": _SECURITY,
         "paths": paths,
         "components": {
             "schemas": schemas.components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": _KEYS,
         },
     }
 
@@ -167,7 +176,15 @@ def _operation(
         event = EVENTS[path]
         schema = {"type": "string"} if event is None else schemas.reference(event)
         right.setdefault("content", {})["text/event-stream"] = {"schema": schema}
-    return {"summary": summary, "responses": {"200": right, **_errors(schemas, path)}}
+    operation: dict[str, Any] = {
+        "summary": summary,
+        "responses": {"200": right, **_errors(schemas, path)},
+    }
+    if path == "/" or path.startswith(_OPEN):
+        operation["security"] = []
+    elif path.startswith("/api/"):  # without a key in the name of the setting's
+        operation["security"] = [{}, *_SECURITY]
+    return operation
 
 
 def _errors(schemas: "_Schemas", path: str) -> dict[str, Any]:

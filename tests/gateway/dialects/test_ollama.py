@@ -210,6 +210,10 @@ async def test_models(kit: Kit, client: Client) -> None:
     assert shown["capabilities"] == ["completion"]
     assert shown["model_info"]["polyhost.context_length"] == 256
     assert "version" in await get(client, "/api/version")
+    async with client.session.get(client.base + "/") as answer:
+        assert (answer.status, await answer.text()) == (200, "Ollama is running")
+    async with client.session.head(client.base + "/") as answer:
+        assert answer.status == 200
     headers = {"authorization": f"Bearer {KEY}x"}
     async with client.session.get(client.base + "/api/tags", headers=headers) as answer:
         assert answer.status == 401

@@ -43,6 +43,20 @@ async def test_every_route_is_in_it_and_nothing_else(tmp_path: Path) -> None:
         assert ("/api/chat" in found["paths"]) == bool(key_id)
 
 
+async def test_it_says_which_routes_need_a_key(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path, ollama_key_id="key_1")
+    async with client_of(kit) as client:
+        found = await served(client)
+        for path, ways in found["paths"].items():
+            if "get" not in ways or path.startswith(("/api/", "/metrics")):
+                continue
+            url = client.base + path.replace("{name}", "tiny")
+            async with client.session.get(url) as answer:
+                security = ways["get"].get("security", found["security"])
+                assert (answer.status == 401) == bool(security), path
+    assert {} in found["paths"]["/api/tags"]["get"]["security"]
+
+
 async def test_all_references_lead_somewhere(kit: Kit, client: Client) -> None:
     await client.chat()
     found = await served(client)
