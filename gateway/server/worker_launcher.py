@@ -92,6 +92,7 @@ class WorkerLauncher:
             on_exit=partial(on_exit, slot.worker_id),
             command=command,
             early=early,
+            is_secret=guard is not None,
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
