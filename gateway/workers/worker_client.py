@@ -285,6 +285,8 @@ class WorkerConnection:
         elif isinstance(message, StepOutput):
             self._listener.on_deltas(self._worker_id, message.epoch, message.deltas)
         elif isinstance(message, WorkerStatus):
+            if message.worker_id != self._worker_id:  # Another machine has names of its own.
+                message = msgspec.structs.replace(message, worker_id=self._worker_id)
             self._listener.on_status(self._worker_id, message)
         else:
             self._listener.on_refused(self._worker_id, message)

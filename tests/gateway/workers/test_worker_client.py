@@ -168,6 +168,21 @@ def on_both_loops(scene: Scene) -> Callable[..., None]:
     return test
 
 
+def test_a_status_has_the_name_that_the_worker_has_here() -> None:
+    """The first worker of every machine calls itself worker-0."""
+    named: list[tuple[str, str]] = []
+
+    class Names(Recorder):
+        def on_status(self, worker_id: str, status: WorkerStatus) -> None:
+            named.append((worker_id, status.worker_id))
+
+    connection = WorkerConnection("worker-7", "g", 10.0, NoWire(), lambda: 0.0)
+    connection.start(Names())
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e1", "cpu"))
+    connection.receive(STATUS)
+    assert named == [("worker-7", "worker-7")]
+
+
 class NoWire:
     """A wire that takes everything and brings nothing."""
 
