@@ -52,6 +52,9 @@ START_S = 300.0
 HELLO_INTERVAL_S = 1.0
 """How long a Welcome may take before the connection is made anew."""
 
+REFUSED_AGAIN_S = 10.0
+"""Pause before a worker of another build is asked again: by then its machine may have ours."""
+
 
 class WorkerUnavailable(Exception):
     """The message was not sent: there is no connection, or the worker does not read."""
@@ -189,8 +192,8 @@ class WorkerConnection:
     @property
     def patient_until_s(self) -> float:
         """Until then `check` has nothing to do, whatever does not arrive."""
-        connecting = self.state == "connecting"
-        return self._last_heard_s + (HELLO_INTERVAL_S if connecting else self._heartbeat_timeout_s)
+        bounds_s = {"connecting": HELLO_INTERVAL_S, "refused": REFUSED_AGAIN_S}
+        return self._last_heard_s + bounds_s.get(self.state, self._heartbeat_timeout_s)
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect."""
@@ -227,6 +230,8 @@ class WorkerConnection:
             self.lose(f"silent for {silent_s:.1f} s", "silence")
         elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
             self._connect()
+        elif self.state == "refused" and silent_s > REFUSED_AGAIN_S:
+            self._connect()
 
     def receive(self, message: FromWorker) -> None:
         """A message of the connection that is open now."""
@@ -237,7 +242,7 @@ class WorkerConnection:
             self._deliver(message)
 
     def refuse(self, reason: str) -> None:
-        """A worker of another build: nothing is sent to it any more."""
+        """A worker of another build: nothing is sent to it until it is asked again."""
         logger.error("worker refused worker=%s as=%s: %s", *self._names, reason)
         was_connected = self._on("refuse")
         self._wire.drop()

@@ -27,6 +27,7 @@ from engine.protocol import (
 from gateway.errors import IllegalTransition
 from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import (
+    REFUSED_AGAIN_S,
     START_S,
     TRANSITIONS,
     ClientEvent,
@@ -181,6 +182,22 @@ def test_a_status_has_the_name_that_the_worker_has_here() -> None:
     connection.receive(Welcome(PROTOCOL_VERSION, "w", "e1", "cpu"))
     connection.receive(STATUS)
     assert named == [("worker-7", "worker-7")]
+
+
+def test_a_refused_worker_is_asked_again() -> None:
+    """On another machine nobody says when a process of another release has taken its place."""
+    now = [0.0]
+    connection = WorkerConnection("w", "g", 10.0, NoWire(), lambda: now[0])
+    heard = Recorder()
+    connection.start(heard)
+    connection.receive(Welcome(PROTOCOL_VERSION + 1, "w", "e1", "cpu"))
+    now[0] = REFUSED_AGAIN_S - 1.0
+    connection.check()
+    assert connection.state == "refused"
+    now[0] = REFUSED_AGAIN_S + 1.0
+    connection.check()
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e2", "cpu"))
+    assert heard.events == ["connected e2"]
 
 
 class NoWire:
