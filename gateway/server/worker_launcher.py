@@ -186,6 +186,13 @@ def clear_host_tier(settings: Settings) -> None:
                 path.unlink()
 
 
+def remove_host_tier(settings: Settings) -> None:
+    """Shared memory is given back at an orderly stop; what was killed leaves it to the next."""
+    for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 class EmbedderLauncher:
     """One process, or none where the settings name no model. `on_exit` as there.
 
