@@ -297,11 +297,6 @@ class WorkerConnection:
             self._listener.on_refused(self._worker_id, message)
 
 
-REMOTE_SILENCE_S = 3.0
-"""A worker on another machine counts as lost after so long, or as the setting says if that is
-less: a machine that goes says nothing, and its requests go on elsewhere."""
-
-
 class ZmqWorkerClient:
     """Implements WorkerClient over one ipc or tcp endpoint."""
 
@@ -319,8 +314,6 @@ class ZmqWorkerClient:
         """`keys`: this server's, which a worker on another machine asks for. `observes`, `epoch`:
         see protocol.Hello."""
         self._worker_id = address.worker_id
-        if address.public_key:
-            heartbeat_timeout_s = min(heartbeat_timeout_s, REMOTE_SILENCE_S)
         self._wire = ZmqWire(context, address, keys, self._frame, self._full, self._cut)
         about = address.worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time
         self._connection = WorkerConnection(*about, observes=observes, epoch=epoch)

@@ -115,7 +115,6 @@ async def far(context: Context, folder: Path) -> AsyncIterator[tuple[FarPeer, Li
     port = server.sockets[0].getsockname()[1]
     address = WorkerAddress("w", f"tcp://127.0.0.1:{port}", there.public_key)
     client = ZmqWorkerClient(context, address, "gateway", LONG_S, keys=here)
-    client._connection._heartbeat_timeout_s = LONG_S  # What is seen here is the wire's doing.
     serving = asyncio.create_task(peer.serve())
     client.start(heard)
     try:
