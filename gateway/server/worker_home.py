@@ -28,6 +28,7 @@ from gateway.server.process_setup import on_stop_signals, set_up_logging
 from gateway.server.worker_launcher import WorkerGuard, remove_host_tier, worker_addresses
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
+from gateway.settings.worker_settings import MAX_PORT
 from gateway.workers.curve_keys import key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
@@ -35,7 +36,6 @@ from registry import locks
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.25
-MAX_PORT = 65535
 
 
 async def serve_workers(

@@ -60,7 +60,7 @@ async def test_what_runs_may_end_and_shared_memory_is_given_back(
     home = asyncio.create_task(
         serve_workers(settings, "127.0.0.1", free_port(), [key], tmp_path, program)
     )
-    while not (tmp_path / "ready").exists():  # noqa: ASYNC110
+    while not (tmp_path / "ready").exists():
         assert not home.done(), home
         await asyncio.sleep(0.01)
     assert list(machine.SHM_DIR.glob(f"{shm_prefix(settings)}-*"))
