@@ -48,6 +48,8 @@ from engine.protocol import (
 
 logger = logging.getLogger(__name__)
 RequestKey: TypeAlias = tuple[str, int]
+HANDSHAKE_MS = 2000
+"""By tcp, a connection that has shown no allowed key by then is closed: each holds a descriptor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -243,4 +245,5 @@ def _guard(
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return guard
