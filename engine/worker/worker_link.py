@@ -176,6 +176,7 @@ class WorkerLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, config.max_frame_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._guard = _guard(context, self._socket, config) if config.is_remote else None
+        self._socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
         self._socket.bind(config.endpoint)
 
     def wait(self, timeout_s: float) -> bool:

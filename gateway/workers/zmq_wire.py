@@ -56,6 +56,7 @@ class ZmqWire:
         socket.setsockopt(zmq.LINGER, 0)
         if self._address.public_key:
             self._secure(socket)
+        socket.setsockopt(zmq.IPV6, "[" in self._address.endpoint)
         socket.connect(self._address.endpoint)
         self._socket = socket
         self._descriptor = socket.fileno()
