@@ -22,6 +22,7 @@ and at every timer tick. That works alike on asyncio and uvloop and costs no fut
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -128,6 +129,11 @@ class Wire(Protocol):
 
 
 ClientState: TypeAlias = Literal["new", "connecting", "connected", "refused", "closed"]
+PAUSES_S: Final[Mapping[ClientState, float]] = {
+    "connecting": HELLO_INTERVAL_S,
+    "refused": REFUSED_AGAIN_S,
+}
+"""Of silence, after which a connection is made anew."""
 ClientEvent: TypeAlias = Literal["connect", "welcome", "refuse", "close"]
 
 TRANSITIONS: Final[Mapping[ClientState, Mapping[ClientEvent, ClientState]]] = {
@@ -192,8 +198,7 @@ class WorkerConnection:
     @property
     def patient_until_s(self) -> float:
         """Until then `check` has nothing to do, whatever does not arrive."""
-        bounds_s = {"connecting": HELLO_INTERVAL_S, "refused": REFUSED_AGAIN_S}
-        return self._last_heard_s + bounds_s.get(self.state, self._heartbeat_timeout_s)
+        return self._last_heard_s + PAUSES_S.get(self.state, self._heartbeat_timeout_s)
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect."""
@@ -228,9 +233,7 @@ class WorkerConnection:
         silent_s = self._clock() - self._last_heard_s
         if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
             self.lose(f"silent for {silent_s:.1f} s", "silence")
-        elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
-            self._connect()
-        elif self.state == "refused" and silent_s > REFUSED_AGAIN_S:
+        elif silent_s > PAUSES_S.get(self.state, math.inf):
             self._connect()
 
     def receive(self, message: FromWorker) -> None:
