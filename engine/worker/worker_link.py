@@ -228,10 +228,17 @@ class _AllowedKeys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = frozenset(key.encode() for key in keys)
+        self._num_refused = 0
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a peer with this public key, in Z85, is one of them."""
-        return key in self._keys
+        if key in self._keys:
+            return True
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # 1st, 2nd, 4th ...: no flood
+            text = "key refused (%d so far): it is of no server that may connect key=%s"
+            logger.warning(text, self._num_refused, key.decode())
+        return False
 
 
 def _guard(
