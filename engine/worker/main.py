@@ -38,6 +38,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -212,6 +213,9 @@ def serve(config: WorkerConfig) -> int:
     num_threads = config.engine.num_threads or auto_num_threads(cores)
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
+    if config.is_remote:  # Connections of anybody must not take the descriptors that loads need.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     opened = open_device(config)
     config, backend = msgspec.structs.replace(config, engine=opened.config), opened.backend
     engine = Engine(config.engine, backend, opened.dependencies)

@@ -48,6 +48,8 @@ from engine.protocol import (
 
 logger = logging.getLogger(__name__)
 RequestKey: TypeAlias = tuple[str, int]
+HANDSHAKE_MS = 2000
+"""By tcp, a connection that has shown no allowed key by then is closed: each holds a descriptor."""
 
 
 @dataclass(slots=True, eq=False)
@@ -174,6 +176,7 @@ class WorkerLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, config.max_frame_bytes)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._guard = _guard(context, self._socket, config) if config.is_remote else None
+        self._socket.setsockopt(zmq.IPV6, "[" in config.endpoint)
         self._socket.bind(config.endpoint)
 
     def wait(self, timeout_s: float) -> bool:
@@ -225,10 +228,17 @@ class _AllowedKeys:
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = frozenset(key.encode() for key in keys)
+        self._num_refused = 0
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a peer with this public key, in Z85, is one of them."""
-        return key in self._keys
+        if key in self._keys:
+            return True
+        self._num_refused += 1
+        if self._num_refused & (self._num_refused - 1) == 0:  # 1st, 2nd, 4th ...: no flood
+            text = "key refused (%d so far): it is of no server that may connect key=%s"
+            logger.warning(text, self._num_refused, key.decode())
+        return False
 
 
 def _guard(
@@ -243,4 +253,5 @@ def _guard(
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     return guard

@@ -67,7 +67,11 @@ class ChildProcess:
         on_exit: Callable[[str, LossCause], None],
         command: Sequence[str] = WORKER_COMMAND,
         early: Process | None = None,
+        *,
+        is_secret: bool = False,
     ) -> None:
+        """`is_secret`: the configuration is written to the process' standard input at every start,
+        for every user of the machine can read a command line."""
         self._name = name
         self._make_config = make_config
         self._environment = dict(environment)
@@ -75,6 +79,7 @@ class ChildProcess:
         self._on_exit = on_exit
         self._command = command
         self._early = early
+        self._is_secret = is_secret
         self._process: Process | None = None
         self._restart = False
         self._stopping = False
@@ -149,15 +154,18 @@ class ChildProcess:
     async def _run_once(self) -> str:
         """Start it, wait for its end, say how it ended."""
         process, self._early = self._early, None
-        is_early = process is not None
-        if process is None:
+        is_given_later = process is not None or self._is_secret
+        if process is None and self._is_secret:
+            command = [*self._command, GIVEN_LATER]
+            process = await _start(command, self._environment, asyncio.subprocess.PIPE)
+        elif process is None:
             command = [*self._command, self._make_config()]
             process = await _start(command, self._environment, asyncio.subprocess.DEVNULL)
         self._process = process
         self.num_starts += 1
         logger.info("process started name=%s pid=%d", self._name, process.pid)
         try:
-            if is_early:
+            if is_given_later:
                 await _configure(process, self._make_config())
             status = await process.wait()
         finally:

@@ -148,11 +148,12 @@ class LocalHomes:
         processes = (self._embedder.run(), *(one.process.run() for one in self._workers))
         await asyncio.gather(self._renew(), *processes)
 
-    async def stop(self) -> None:
-        """Returns when all are gone."""
+    async def stop(self, timeout_s: float = WORKER_STOP_TIMEOUT_S) -> None:
+        """Returns when all are gone. `timeout_s`: for what still runs on them; a server has none
+        left."""
         self._is_stopping = True
         processes = [self._embedder.process, *(worker.process for worker in self._workers)]
-        await asyncio.gather(*(process.stop(WORKER_STOP_TIMEOUT_S) for process in processes))
+        await asyncio.gather(*(process.stop(timeout_s) for process in processes))
 
     async def _renew(self) -> None:
         """Workers with too small an arena begin anew, one after another and drained before: by an

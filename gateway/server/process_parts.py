@@ -27,6 +27,11 @@ from gateway.workers.curve_keys import WorkerAddress, key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry.session import make_engine
 
+REMOTE_SILENCE_S = 3.0
+"""A worker on another machine counts as lost after so long, or as the setting says if that is
+less: a machine that goes says nothing, and its requests go on elsewhere. Only its home, which sees
+the process, waits for as long as the setting says before it kills it."""
+
 
 class Resources(NamedTuple):
     """Of one process. `workers`: where each listens. `registry`: its metrics."""
@@ -43,12 +48,13 @@ class Resources(NamedTuple):
         settings = self.settings
         name = owner_of(settings.data_path, gateway_id)  # Other servers have a gateway-0, too.
         keys = key_pair(settings.data_path)
+        silence_s = settings.worker_heartbeat_timeout_s
         return {
             address.worker_id: ZmqWorkerClient(
                 self.context,
                 address,
                 name,
-                settings.worker_heartbeat_timeout_s,
+                min(silence_s, REMOTE_SILENCE_S) if address.public_key else silence_s,
                 keys=keys,
                 observes=epoch > 0,
                 epoch=epoch,

@@ -13,7 +13,6 @@ process serves nothing itself: process_group.py.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ from gateway.cluster.local_dispatcher import LocalDispatcher
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import listen
 from gateway.http.own_hosts import exposure
-from gateway.ipc import machine
 from gateway.ledger.ledger_recovery import adopt
 from gateway.limits import limit_stores
 from gateway.server.child_process import WORKER_COMMAND, EarlyWorker
@@ -42,8 +40,8 @@ from gateway.server.process_setup import (
     set_up_logging,
 )
 from gateway.server.startup_banner import announce
-from gateway.server.worker_launcher import shm_prefix, worker_addresses
-from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
+from gateway.server.worker_launcher import remove_host_tier, worker_addresses
+from gateway.server.worker_slots import WorkerSlot
 from gateway.settings.settings import Settings
 from gateway.workers.worker_client import LossCause
 from registry import locks
@@ -67,16 +65,14 @@ async def serve(
     """Run until SIGTERM or SIGINT. `early`: a worker's process that waits for its configuration.
 
     Raises RegistryError (another server holds the data folder, it belongs to another database, the
-    schema is newer) or OSError (the port is taken) before anything is served, ServerFailed where
-    it cannot go on, or this machine has not the devices that the settings name.
+    schema is newer) or OSError (the port is taken) before anything is served, NoSuchWorkers
+    where this machine has not the devices that the settings name, ServerFailed where it cannot go
+    on.
     """
     set_up_logging()
     for warning in exposure(settings):
         logger.warning(warning)
-    try:
-        slots = await asyncio.to_thread(slots_here, settings)
-    except NoSuchWorkers as error:
-        raise ServerFailed(str(error)) from error
+    slots = await asyncio.to_thread(slots_here, settings)
     data_path = settings.data_path
     data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
@@ -177,10 +173,3 @@ class Server:
     def _on_worker_exit(self, worker_id: str, reason: str, cause: LossCause) -> None:
         self._gateway.worker_ended(worker_id, reason, cause)
         self._dispatching.worker_ended(worker_id, reason, cause)
-
-
-def remove_host_tier(settings: Settings) -> None:
-    """A stopped server gives its shared memory back; one that was killed leaves it to the next."""
-    for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-*"):
-        with contextlib.suppress(OSError):
-            path.unlink()

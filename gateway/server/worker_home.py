@@ -21,12 +21,14 @@ import zmq
 from prometheus_client import CollectorRegistry
 
 from engine.protocol import Refused, TokenDelta, WorkerStatus
-from gateway.server.child_process import WORKER_COMMAND
+from gateway.http.http_server import listen
+from gateway.server.child_process import WORKER_COMMAND, WORKER_STOP_TIMEOUT_S
 from gateway.server.local_homes import LocalHomes, slots_here
 from gateway.server.process_setup import on_stop_signals, set_up_logging
-from gateway.server.worker_launcher import WorkerGuard, worker_addresses
+from gateway.server.worker_launcher import WorkerGuard, remove_host_tier, worker_addresses
 from gateway.server.worker_slots import NoSuchWorkers, WorkerSlot
 from gateway.settings.settings import Settings
+from gateway.settings.worker_settings import MAX_PORT
 from gateway.workers.curve_keys import key_pair
 from gateway.workers.worker_client import LossCause, ZmqWorkerClient
 from registry import locks
@@ -34,7 +36,6 @@ from registry import locks
 logger = logging.getLogger(__name__)
 
 WATCH_S = 0.25
-MAX_PORT = 65535
 
 
 async def serve_workers(
@@ -59,6 +60,9 @@ async def serve_workers(
     if port + len(slots) - 1 > MAX_PORT:
         raise NoSuchWorkers(f"{len(slots)} workers need a port each: choose a lower one")
     with locks.hold(settings.data_path / locks.SERVER_LOCK):
+        for index in range(len(slots)):
+            with listen(host, port + index):
+                pass  # It is free: said here, for a worker would say it only after its imports.
         keys = await asyncio.to_thread(key_pair, settings.data_path)
         guard = WorkerGuard(keys.secret_key, [*server_keys, keys.public_key], str(packs_dir))
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -68,6 +72,7 @@ async def serve_workers(
             await home.run()
         finally:
             context.destroy(linger=0)
+            remove_host_tier(settings)
 
 
 class WorkerHome:
@@ -82,6 +87,7 @@ class WorkerHome:
         worker_command: Sequence[str],
     ) -> None:
         self._is_stopping = asyncio.Event()
+        self._shutdown_timeout_s = settings.shutdown_timeout_s
         about = settings, slots, worker_command, self._on_exit, CollectorRegistry()
         self._homes = LocalHomes(*about, guard=guard)
         keys = key_pair(settings.data_path)
@@ -114,7 +120,7 @@ class WorkerHome:
             asked.cancel()
             for client in self._clients.values():
                 client.close()
-            await self._homes.stop()
+            await self._homes.stop(self._shutdown_timeout_s + WORKER_STOP_TIMEOUT_S)
         for part in done - {asked}:
             part.result()  # Raises what ended it.
 

@@ -92,6 +92,7 @@ class WorkerLauncher:
             on_exit=partial(on_exit, slot.worker_id),
             command=command,
             early=early,
+            is_secret=guard is not None,
         )
 
     def set_weights(self, weights: Mapping[str, int]) -> None:
@@ -183,6 +184,13 @@ def clear_host_tier(settings: Settings) -> None:
         for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-{form}"):
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def remove_host_tier(settings: Settings) -> None:
+    """Shared memory is given back at an orderly stop; what was killed leaves it to the next."""
+    for path in machine.SHM_DIR.glob(f"{shm_prefix(settings)}-*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 class EmbedderLauncher:

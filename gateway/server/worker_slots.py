@@ -20,6 +20,7 @@ from itertools import pairwise
 
 from gateway.ipc.machine import Core
 from gateway.settings.worker_settings import WorkerSpec, worker_name
+from registry.errors import RegistryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class WorkerSlot:
     """Of the other machine that has it."""
 
 
-class NoSuchWorkers(ValueError):
+class NoSuchWorkers(RegistryError):
     """What is asked for cannot be had on this machine; the message says what to change."""
 
 

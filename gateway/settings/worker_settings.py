@@ -13,6 +13,7 @@ DEVICE_OR_NONE = rf"\A(?:{_NAMED})?\Z"
 LABEL = r"\A[ -~]{1,64}\Z"
 MAX_LABELS = 16
 MAX_WORKERS = 64
+MAX_PORT = 65535
 TCP_OR_NONE = r"\A(?:tcp://[^\s/]+:[0-9]{1,5})?\Z"
 CURVE_KEY = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
 CURVE_KEY_OR_NONE = rf"\A(?:{CURVE_KEY})?\Z"
@@ -25,8 +26,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes  of its arena, as `device_budget_bytes`
     threads       as `num_threads`
     labels        words of the operator's that `polyhost workers list` shows
-    endpoint      of a worker that runs on another machine (`polyhost worker`); device, memory and
-                  threads are set there
+    endpoint      of a worker that runs on another machine (`polyhost workers serve`); device,
+                  memory and threads are set there
     public_key    of that machine
     """
 
@@ -44,9 +45,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         say."""
         if bool(self.endpoint) != bool(self.public_key):
             raise ValueError(
-                "endpoint and public_key belong together: set both as `polyhost worker` on the "
-                "other machine says them"
+                "endpoint and public_key belong together: set both as `polyhost workers serve` "
+                "on the other machine prints them"
             )
+        if self.endpoint and not 0 < int(self.endpoint.rpartition(":")[2]) <= MAX_PORT:
+            raise ValueError(f"the port of {self.endpoint} must be between 1 and {MAX_PORT}")
         if self.endpoint and (self.device or self.memory_bytes or self.threads):
             raise ValueError(
                 "device, memory_bytes and threads of a worker with an endpoint are set on its "
@@ -210,6 +213,12 @@ class WorkerSettings:
 
     def check_worker(self) -> None:
         """Raises ValueError where fields contradict one another."""
+        listed = [spec.endpoint for spec in self.workers if spec.endpoint]
+        if len(set(listed)) < len(listed):
+            raise ValueError(
+                "workers must have different endpoints: every worker of a machine has a port of "
+                "its own"
+            )
         page = self.page_bytes
         if page and (page < 4096 or page & (page - 1)):
             raise ValueError("page_bytes must be 0 or a power of two of at least 4096")

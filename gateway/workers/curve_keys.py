@@ -9,10 +9,12 @@ import contextlib
 import os
 import secrets
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
+
+from registry.errors import RegistryError
 
 FILE = "curve-key.json"
 
@@ -26,14 +28,17 @@ class WorkerAddress(NamedTuple):
     public_key: str = ""
 
 
+_Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=40, max_length=40)]
+
+
 class KeyPair(msgspec.Struct, frozen=True):
     """Both halves, in Z85."""
 
-    public_key: str
-    secret_key: str
+    public_key: _Key
+    secret_key: _Key
 
 
-class KeyFileError(Exception):
+class KeyFileError(RegistryError):
     """The file of the key pair cannot be read; the message says what to do."""
 
 
@@ -46,6 +51,8 @@ def key_pair(data_path: Path) -> KeyPair:
     if not path.exists():
         data_path.mkdir(mode=0o700, parents=True, exist_ok=True)
         public, secret = zmq.curve_keypair()
+        while public.startswith(b"-"):  # The commands would take that for an option.
+            public, secret = zmq.curve_keypair()
         drawn = msgspec.json.encode(KeyPair(public.decode(), secret.decode()))
         made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
         descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -60,7 +67,7 @@ def key_pair(data_path: Path) -> KeyPair:
             made.unlink()
     try:
         return msgspec.json.decode(path.read_bytes(), type=KeyPair)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise KeyFileError(
             f"{path} is damaged ({error}): put it back from a backup, or delete it and give the "
             "new public key to the other machines"

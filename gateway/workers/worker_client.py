@@ -22,6 +22,7 @@ and at every timer tick. That works alike on asyncio and uvloop and costs no fut
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
@@ -51,6 +52,9 @@ START_S = 300.0
 """A worker's process answers by then, however slow its imports and its device are."""
 HELLO_INTERVAL_S = 1.0
 """How long a Welcome may take before the connection is made anew."""
+
+REFUSED_AGAIN_S = 10.0
+"""Pause before a worker of another build is asked again: by then its machine may have ours."""
 
 
 class WorkerUnavailable(Exception):
@@ -125,6 +129,11 @@ class Wire(Protocol):
 
 
 ClientState: TypeAlias = Literal["new", "connecting", "connected", "refused", "closed"]
+PAUSES_S: Final[Mapping[ClientState, float]] = {
+    "connecting": HELLO_INTERVAL_S,
+    "refused": REFUSED_AGAIN_S,
+}
+"""Of silence, after which a connection is made anew."""
 ClientEvent: TypeAlias = Literal["connect", "welcome", "refuse", "close"]
 
 TRANSITIONS: Final[Mapping[ClientState, Mapping[ClientEvent, ClientState]]] = {
@@ -189,8 +198,7 @@ class WorkerConnection:
     @property
     def patient_until_s(self) -> float:
         """Until then `check` has nothing to do, whatever does not arrive."""
-        connecting = self.state == "connecting"
-        return self._last_heard_s + (HELLO_INTERVAL_S if connecting else self._heartbeat_timeout_s)
+        return self._last_heard_s + PAUSES_S.get(self.state, self._heartbeat_timeout_s)
 
     def start(self, listener: WorkerListener) -> None:
         """Begin to connect."""
@@ -225,7 +233,7 @@ class WorkerConnection:
         silent_s = self._clock() - self._last_heard_s
         if self.state == "connected" and silent_s > self._heartbeat_timeout_s:
             self.lose(f"silent for {silent_s:.1f} s", "silence")
-        elif self.state == "connecting" and silent_s > HELLO_INTERVAL_S:
+        elif silent_s > PAUSES_S.get(self.state, math.inf):
             self._connect()
 
     def receive(self, message: FromWorker) -> None:
@@ -237,7 +245,7 @@ class WorkerConnection:
             self._deliver(message)
 
     def refuse(self, reason: str) -> None:
-        """A worker of another build: nothing is sent to it any more."""
+        """A worker of another build: nothing is sent to it until it is asked again."""
         logger.error("worker refused worker=%s as=%s: %s", *self._names, reason)
         was_connected = self._on("refuse")
         self._wire.drop()
@@ -285,14 +293,11 @@ class WorkerConnection:
         elif isinstance(message, StepOutput):
             self._listener.on_deltas(self._worker_id, message.epoch, message.deltas)
         elif isinstance(message, WorkerStatus):
+            if message.worker_id != self._worker_id:  # Another machine has names of its own.
+                message = msgspec.structs.replace(message, worker_id=self._worker_id)
             self._listener.on_status(self._worker_id, message)
         else:
             self._listener.on_refused(self._worker_id, message)
-
-
-REMOTE_SILENCE_S = 3.0
-"""A worker on another machine counts as lost after so long, or as the setting says if that is
-less: a machine that goes says nothing, and its requests go on elsewhere."""
 
 
 class ZmqWorkerClient:
@@ -312,8 +317,6 @@ class ZmqWorkerClient:
         """`keys`: this server's, which a worker on another machine asks for. `observes`, `epoch`:
         see protocol.Hello."""
         self._worker_id = address.worker_id
-        if address.public_key:
-            heartbeat_timeout_s = min(heartbeat_timeout_s, REMOTE_SILENCE_S)
         self._wire = ZmqWire(context, address, keys, self._frame, self._full, self._cut)
         about = address.worker_id, gateway_id, heartbeat_timeout_s, self._wire, _loop_time
         self._connection = WorkerConnection(*about, observes=observes, epoch=epoch)

@@ -6,14 +6,23 @@ was sent on it may not have arrived (`on_cut`).
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import cast
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from engine.protocol import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, ToWorker, encode
 from gateway.workers.curve_keys import KeyPair, WorkerAddress
 
+logger = logging.getLogger(__name__)
+
+FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 MAX_MESSAGES_PER_DRAIN = 256
 """Then other callbacks get a turn before the rest is read."""
 SEND_HIGH_WATER = 4096
@@ -46,6 +55,7 @@ class ZmqWire:
         self._socket: zmq.Socket[bytes] | None = None
         self._descriptor = -1
         self._drain_handle: asyncio.Handle | None = None
+        self._failure = 0
 
     def open(self) -> None:
         """A new socket in place of the old one."""
@@ -56,6 +66,7 @@ class ZmqWire:
         socket.setsockopt(zmq.LINGER, 0)
         if self._address.public_key:
             self._secure(socket)
+        socket.setsockopt(zmq.IPV6, "[" in self._address.endpoint)
         socket.connect(self._address.endpoint)
         self._socket = socket
         self._descriptor = socket.fileno()
@@ -70,17 +81,32 @@ class ZmqWire:
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        monitor = self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        monitor = self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILURES)
         loop = asyncio.get_running_loop()
         loop.add_reader(monitor.fileno(), self._monitored, monitor)
 
     def _monitored(self, monitor: zmq.Socket[bytes]) -> None:
         is_cut = False
         while cast(int, monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            monitor.recv_multipart(zmq.NOBLOCK)
-            is_cut = True
+            event = recv_monitor_message(monitor, zmq.NOBLOCK)["event"]
+            is_cut |= event == zmq.EVENT_DISCONNECTED
+            if event & FAILURES:
+                self._failed(event)
         if is_cut and monitor is self._monitor:
             self._on_cut()
+
+    def _failed(self, event: int) -> None:
+        """Say once why no connection is made, until one is or there is another reason."""
+        if event == self._failure:
+            return
+        self._failure = event
+        address = self._address
+        reason = "did not prove the public_key in polyhost.toml: compare it with the machine's"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            assert self._keys is not None
+            key = self._keys.public_key
+            reason = f"refuses this server: start it with --server-key '{key}', too"
+        logger.error("worker=%s at %s %s", address.worker_id, address.endpoint, reason)
 
     def send(self, message: ToWorker) -> bool:
         """Queue a message; False where the pipe is full."""
@@ -130,6 +156,7 @@ class ZmqWire:
                 return
             if not cast(int, socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return  # half the cost of asking for a frame and being told of none
+            self._failure = 0
             self._on_frame(socket.recv(zmq.NOBLOCK))
         self._drain_soon()
 

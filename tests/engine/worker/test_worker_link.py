@@ -22,6 +22,7 @@ from engine.protocol import (
     WorkerStatus,
     encode,
 )
+from engine.worker import worker_link
 from engine.worker.worker_link import UsageOutbox, WorkerLink
 from tests.engine.worker_rig import PATIENCE_S, Gateway, Rig, rig, submit, worker_config
 
@@ -248,7 +249,11 @@ def curve_keys() -> tuple[str, str]:
 
 @contextmanager
 def far_socket(
-    context: zmq.Context[zmq.Socket[bytes]], port: int, own: tuple[str, str], worker_key: str
+    context: zmq.Context[zmq.Socket[bytes]],
+    port: int,
+    own: tuple[str, str],
+    worker_key: str,
+    host: str = "127.0.0.1",
 ) -> Iterator[zmq.Socket[bytes]]:
     """A server's end of a connection to a worker on another machine."""
     socket = context.socket(zmq.DEALER)
@@ -256,7 +261,8 @@ def far_socket(
         socket.setsockopt(zmq.CURVE_SERVERKEY, worker_key.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, own[0].encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, own[1].encode())
-    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.setsockopt(zmq.IPV6, "[" in host)
+    socket.connect(f"tcp://{host}:{port}")
     try:
         yield socket
     finally:
@@ -309,3 +315,48 @@ def test_by_tcp_only_an_allowed_key_gets_an_answer(intruder: str) -> None:
             context.destroy(linger=0)
     names = [message.gateway_id for message in heard if isinstance(message, Hello)]
     assert names == (["first", "second"] if intruder == "allowed" else ["second"])
+
+
+@contextmanager
+def far_link(port: int, host: str = "127.0.0.1") -> Iterator[tuple[WorkerLink, tuple[str, str]]]:
+    """A worker's end, and a pair whose secret half is the worker's and public half is allowed."""
+    keys = curve_keys()
+    with tempfile.TemporaryDirectory() as directory:
+        about = {"secret_key": keys[1], "allowed_keys": [keys[0]]}
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        config = worker_config(directory, endpoint=f"tcp://{host}:{port}", **about)
+        link = WorkerLink(context, config)
+        try:
+            yield link, keys
+        finally:
+            link.close(0.0)
+            context.destroy(linger=0)
+
+
+def has_ipv6() -> bool:
+    try:
+        with sockets.socket(sockets.AF_INET6) as made:
+            made.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["[::1]", "[::]"])
+def test_a_worker_listens_on_an_ipv6_address(host: str) -> None:
+    port = free_port()
+    with far_link(port, host) as (link, keys):
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        with far_socket(context, port, keys, keys[0], "[::1]") as socket:
+            socket.send(encode(Hello(PROTOCOL_VERSION, "g")))
+            assert link.wait(PATIENCE_S)
+        context.destroy(linger=0)
+
+
+def test_a_connection_that_shows_no_key_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_link, "HANDSHAKE_MS", 50)
+    port = free_port()
+    with far_link(port), sockets.create_connection(("127.0.0.1", port), PATIENCE_S) as silent:
+        while silent.recv(1024):
+            pass  # ZeroMQ's greeting, and then the end

@@ -44,6 +44,8 @@ class Watched:
         backoff_s: float = 0.01,
         arguments: tuple[str, ...] = (),
         early: EarlyWorker | None = None,
+        *,
+        is_secret: bool = False,
     ) -> None:
         self.ends: list[str] = []
         self.causes: list[LossCause] = []
@@ -56,6 +58,7 @@ class Watched:
             self._ended,
             command=(sys.executable, "-c", program, *arguments),
             early=early.process if early else None,
+            is_secret=is_secret,
         )
         self.task = asyncio.create_task(self.process.run())
 
@@ -212,6 +215,23 @@ async def test_one_that_nobody_takes_ends_with_its_pipe(tmp_path: Path) -> None:
     early.process.stdin.close()
     assert await early.process.wait() == 0
     assert told.read_text() == "''\n"
+
+
+async def test_a_secret_configuration_is_on_no_command_line(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    watched = Watched(LISTENS, arguments=(str(told),), is_secret=True)
+    for start in (1, 2):
+        pid = await watched.started(times=start)
+        await watched.until(lambda n=start: told.exists() and told.read_text().count("\n") == n)  # type: ignore[misc]
+        assert Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3:] == [
+            str(told).encode(),
+            b"-",
+            b"",
+        ]
+        os.kill(pid, signal.SIGKILL)
+    await watched.process.stop(timeout_s=20.0)
+    watched.task.cancel()
+    assert told.read_text().splitlines()[:2] == ["'config 0'", "'config 1'"]
 
 
 async def test_what_cannot_be_started_is_an_error() -> None:

@@ -17,7 +17,8 @@ import pytest
 from admin.context.data_folder import bind_database
 from gateway.ipc import machine
 from gateway.server.startup_banner import startup_banner
-from gateway.server.supervisor import ServerFailed, serve
+from gateway.server.supervisor import serve
+from gateway.server.worker_slots import NoSuchWorkers
 from gateway.settings.settings import Settings
 from registry.locks import SERVER_LOCK, LockBusy, is_held
 from registry.schema import upgrade
@@ -209,5 +210,5 @@ async def test_several_workers_start_serve_and_end(tmp_path: Path, num_processes
 
 async def test_devices_that_are_not_there_end_the_start_with_one_line(tmp_path: Path) -> None:
     settings = settings_in(tmp_path, num_workers=2, device="cuda:0")
-    with pytest.raises(ServerFailed, match="2 workers are to use cuda:0"):
+    with pytest.raises(NoSuchWorkers, match="2 workers are to use cuda:0"):
         await serve(settings, WORKER)

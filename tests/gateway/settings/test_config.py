@@ -115,6 +115,23 @@ def test_workers_are_tables_of_the_file_or_json(tmp_path: Path) -> None:
             load_settings(environ={"POLYHOST_WORKERS": wrong})
 
 
+@pytest.mark.parametrize(
+    ("endpoints", "said"),
+    [
+        (["tcp://a:7600", "tcp://a:7600"], "must have different endpoints"),
+        (["tcp://a:0"], "port of tcp://a:0 must be between 1 and 65535"),
+        (["tcp://a:65536"], "port of tcp://a:65536 must be"),
+        (["a:7600"], "endpoint"),
+    ],
+)
+def test_a_worker_on_another_machine_has_an_address_of_its_own(
+    endpoints: list[str], said: str
+) -> None:
+    tables = [{"endpoint": endpoint, "public_key": "k" * 40} for endpoint in endpoints]
+    with pytest.raises(SettingsError, match=said):
+        load_settings(environ={"POLYHOST_WORKERS": json.dumps(tables)})
+
+
 def test_the_reference_describes_every_field_with_its_default() -> None:
     rows = settings_reference()
     assert [row.name for row in rows] == [field.name for field in fields(Settings)]

@@ -27,6 +27,7 @@ from engine.protocol import (
 from gateway.errors import IllegalTransition
 from gateway.workers.curve_keys import WorkerAddress
 from gateway.workers.worker_client import (
+    REFUSED_AGAIN_S,
     START_S,
     TRANSITIONS,
     ClientEvent,
@@ -166,6 +167,37 @@ def on_both_loops(scene: Scene) -> Callable[..., None]:
 
     test.__name__ = scene.__name__
     return test
+
+
+def test_a_status_has_the_name_that_the_worker_has_here() -> None:
+    """The first worker of every machine calls itself worker-0."""
+    named: list[tuple[str, str]] = []
+
+    class Names(Recorder):
+        def on_status(self, worker_id: str, status: WorkerStatus) -> None:
+            named.append((worker_id, status.worker_id))
+
+    connection = WorkerConnection("worker-7", "g", 10.0, NoWire(), lambda: 0.0)
+    connection.start(Names())
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e1", "cpu"))
+    connection.receive(STATUS)
+    assert named == [("worker-7", "worker-7")]
+
+
+def test_a_refused_worker_is_asked_again() -> None:
+    """On another machine nobody says when a process of another release has taken its place."""
+    now = [0.0]
+    connection = WorkerConnection("w", "g", 10.0, NoWire(), lambda: now[0])
+    heard = Recorder()
+    connection.start(heard)
+    connection.receive(Welcome(PROTOCOL_VERSION + 1, "w", "e1", "cpu"))
+    now[0] = REFUSED_AGAIN_S - 1.0
+    connection.check()
+    assert connection.state == "refused"
+    now[0] = REFUSED_AGAIN_S + 1.0
+    connection.check()
+    connection.receive(Welcome(PROTOCOL_VERSION, "w", "e2", "cpu"))
+    assert heard.events == ["connected e2"]
 
 
 class NoWire:

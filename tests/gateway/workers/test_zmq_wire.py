@@ -1,6 +1,7 @@
 """Connections by tcp: encrypted, and given up as soon as ZeroMQ's heartbeats find them dead."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import zmq
 
 from engine.protocol import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from engine.worker.worker_link import WorkerLink
 from gateway.workers.curve_keys import KeyPair, WorkerAddress, key_pair
 from gateway.workers.worker_client import ZmqWorkerClient
+from tests.engine.worker_rig import worker_config
 from tests.gateway.workers.test_worker_client import (
     Context,
     Peer,
@@ -115,7 +118,6 @@ async def far(context: Context, folder: Path) -> AsyncIterator[tuple[FarPeer, Li
     port = server.sockets[0].getsockname()[1]
     address = WorkerAddress("w", f"tcp://127.0.0.1:{port}", there.public_key)
     client = ZmqWorkerClient(context, address, "gateway", LONG_S, keys=here)
-    client._connection._heartbeat_timeout_s = LONG_S  # What is seen here is the wire's doing.
     serving = asyncio.create_task(peer.serve())
     client.start(heard)
     try:
@@ -151,3 +153,55 @@ def test_a_worker_of_another_machine_needs_this_servers_keys(context: Context) -
     address = WorkerAddress("w", "tcp://127.0.0.1:7", "k" * 40)
     with pytest.raises(ValueError, match="worker w needs this server's keys"):
         ZmqWorkerClient(context, address, "g", LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("listed", "allowed", "said"),
+    [
+        ("worker", "other", "refuses this server: start it with --server-key '{server}', too"),
+        ("other", "server", "did not prove the public_key in polyhost.toml"),
+    ],
+)
+async def test_a_wrong_key_is_said_once_at_both_ends(
+    context: Context,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    listed: str,
+    allowed: str,
+    said: str,
+) -> None:
+    keys = {name: key_pair(tmp_path / name) for name in ("worker", "server", "other")}
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{one.getsockname()[1]}"
+    config = worker_config(
+        str(tmp_path),
+        endpoint=endpoint,
+        secret_key=keys["worker"].secret_key,
+        allowed_keys=[keys[allowed].public_key],
+    )
+    link = WorkerLink(context, config)
+    address = WorkerAddress("w", endpoint, keys[listed].public_key)
+    client = ZmqWorkerClient(context, address, "gateway", LONG_S, keys=keys["server"])
+    client.start(Recorder())
+    wanted = said.format(server=keys["server"].public_key)
+    seen: list[int] = []
+    failed = client._wire._failed
+
+    def count(event: int) -> None:
+        seen.append(event)
+        failed(event)
+
+    monkeypatch.setattr(client._wire, "_failed", count)
+    try:
+        async with asyncio.timeout(20):
+            while len(seen) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        client.close()
+        link.close(0.0)
+    (told,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert told.startswith(f"worker=w at {endpoint} {wanted}")
+    refused = [record for record in caplog.records if "key refused" in record.getMessage()]
+    assert bool(refused) == (allowed == "other")
