@@ -185,11 +185,15 @@ class AskedResponse:
 
     def showing(self, **fields: Any) -> "AskedResponse":
         """The same with these fields of the response."""
-        return replace(self, wire=msgspec.structs.replace(self.wire, shown={**self.wire.shown, **fields}))
+        return replace(
+            self, wire=msgspec.structs.replace(self.wire, shown={**self.wire.shown, **fields})
+        )
 
     def telling(self, name: str) -> "AskedResponse":
         """The same with one more field that has no effect."""
-        return replace(self, wire=msgspec.structs.replace(self.wire, ignored=(*self.wire.ignored, name)))
+        return replace(
+            self, wire=msgspec.structs.replace(self.wire, ignored=(*self.wire.ignored, name))
+        )
 
 
 def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:

@@ -124,7 +124,9 @@ class BackgroundRuns:
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         running = self._running[record.id] = _Running(saving.record, admitted)
         own = replace(call, when_gone=running.when_gone)
-        task = asyncio.create_task(self._make(own, msgspec.structs.replace(asked.wire, stream=True), running))
+        task = asyncio.create_task(
+            self._make(own, msgspec.structs.replace(asked.wire, stream=True), running)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if self._beating is None or self._beating.done():
