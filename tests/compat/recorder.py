@@ -10,6 +10,9 @@ The bodies of a suite are made from schemas and hold every field that OpenAI or 
 field that is refused by name is noted and left out, and the rest is sent again, so that one run
 tells all fields that are refused and whether the answer to the others is valid.
 
+Ids of a suite are made up, too: where a path or a body names a response or a conversation, one is
+made for the test, and its id is sent instead.
+
 This file is imported by itself, without the product.
 """
 
@@ -28,6 +31,10 @@ MOCKS = ("respx_mock", "respx2_mock")
 NOT_SENT = ("test_path_params", "test_deprecated_model_warning")
 """Tests of the SDK alone."""
 MAX_TRIES = 40
+PLACE = re.compile(r"(.*/v1)/(responses|conversations)(?:/([^/]+)(?:/items/([^/]+)|/\w+)?)?")
+KEPT = ("authorization", "content-type")
+NEW_RESPONSE = {"model": "model", "input": "string"}
+NEW_CONVERSATION = {"items": [{"type": "message", "role": "user", "content": "string"}]}
 REQUIRED = {"model": "model", "input": "string", "max_tokens": 16}
 """What some suites leave out although the service needs it."""
 _send = httpx2.Client.send
@@ -80,6 +87,8 @@ def pytest_runtest_call(item: Any) -> Any:
 
 def send(client: Any, request: Any, **options: Any) -> Any:
     """As httpx2's, and again without what was refused."""
+    if "exchanges" in _now and not _now["mocked"]:
+        request = _with_real_ids(client, request)
     for _ in range(MAX_TRIES):
         response = _send(client, request, **options)
         if "exchanges" not in _now or _now["mocked"]:
@@ -101,6 +110,40 @@ def send(client: Any, request: Any, **options: Any) -> Any:
         response.close()
         request = again
     raise AssertionError(f"{MAX_TRIES} fields were refused")
+
+
+def _with_real_ids(client: Any, request: Any) -> Any:
+    """The same about responses and conversations that are there."""
+
+    def made(kind: str, body: dict[str, Any]) -> str:
+        url = request.url.copy_with(path=f"{prefix}/{kind}", query=None)
+        asked = httpx2.Request("POST", url, headers=headers, content=json.dumps(body).encode())
+        found: dict[str, Any] = _send(client, asked).json()
+        return str(found["id"])
+
+    found = PLACE.fullmatch(request.url.path)
+    if found is None:
+        return request
+    prefix, kind, name, item = found.groups()
+    headers = {k: v for k, v in request.headers.items() if k.lower() in KEPT}
+    if name:
+        body = NEW_CONVERSATION if kind == "conversations" else NEW_RESPONSE
+        is_cancelled = request.url.path.endswith("/cancel")
+        real = made(kind, {**body, "background": True} if is_cancelled else body)
+        path = request.url.path.replace(f"/{name}", f"/{real}", 1)
+        if item:
+            page = request.url.copy_with(path=f"{prefix}/{kind}/{real}/items", query=None)
+            listed = _send(client, httpx2.Request("GET", page, headers=headers)).json()
+            path = path.replace(f"/items/{item}", f"/items/{listed['data'][0]['id']}")
+        url = request.url.copy_with(path=path)
+        return httpx2.Request(request.method, url, headers=request.headers, content=request.content)
+    if kind != "responses":
+        return request
+    body = json.loads(request.content)
+    if "previous_response_id" in body:
+        body["previous_response_id"] = made(kind, NEW_RESPONSE)
+        body.pop("conversation", None)  # nobody takes both
+    return _again(request, body)
 
 
 def _problem(response: Any) -> dict[str, Any]:
