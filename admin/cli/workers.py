@@ -24,7 +24,7 @@ from admin.cli.common import (
 from admin.context.data_folder import private_files
 from admin.live.workers import STATES, WorkerView, check_books, list_workers, order_workers
 from gateway.settings.settings import Settings
-from gateway.settings.worker_settings import CURVE_KEY
+from gateway.settings.worker_settings import CURVE_KEY, MAX_PORT
 from gateway.workers.curve_keys import key_pair
 from registry.errors import InvalidValue, RegistryError
 from registry.models.worker_orders import WorkerAction
@@ -113,18 +113,22 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Raises ValueError."""
+    """Raises ArgumentTypeError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not 1 <= int(port) <= 65535:
-        raise ValueError(text)
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= MAX_PORT:
+        example = "10.0.0.5:7600 or [fd00::5]:7600"
+        raise argparse.ArgumentTypeError(f"{text!r} is no address with a port, such as {example}")
     return host, int(port)
 
 
 def _key(text: str) -> str:
-    """Raises ValueError."""
+    """Raises ArgumentTypeError."""
     if not re.fullmatch(CURVE_KEY, text):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no key: run `polyhost workers key` on the server's machine, and put what "
+            "it prints between single quotes"
+        )
     return text
 
 

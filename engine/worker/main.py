@@ -215,7 +215,8 @@ def serve(config: WorkerConfig) -> int:
     torch.set_num_interop_threads(1)
     if config.is_remote:  # Connections of anybody must not take the descriptors that loads need.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        with contextlib.suppress(ValueError, OSError):  # macOS has no number for "no limit"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     opened = open_device(config)
     config, backend = msgspec.structs.replace(config, engine=opened.config), opened.backend
     engine = Engine(config.engine, backend, opened.dependencies)
