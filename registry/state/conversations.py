@@ -84,6 +84,7 @@ def add(session: Session, record: ConversationRecord, max_responses: int) -> boo
 
 def get(session: Session, viewer: Viewer, conversation_id: str) -> ConversationRecord:
     """Raises NotFound."""
+    responses.check_id(conversation_id)
     query = select(*_COLUMNS).where(_table.id == conversation_id, *_recent(viewer))
     row = session.execute(query).one_or_none()
     if row is None or not _may_see(viewer, row.models):

@@ -45,6 +45,7 @@ ResponseState: TypeAlias = Literal[
 ]
 ACTIVE: Final = ("queued", "in_progress")
 ENDED: Final = ("completed", "incomplete", "failed", "cancelled")
+MAX_ID_LEN: Final = 64
 MAX_DEPTH: Final = 1000
 """Responses that follow one another."""
 
@@ -134,6 +135,7 @@ def add(session: Session, record: ResponseRecord, max_responses: int) -> bool:
 
 def get(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord:
     """Raises NotFound."""
+    check_id(response_id)
     query = select(*_COLUMNS).where(_table.id == response_id, *_visible(viewer))
     row = session.execute(query).one_or_none()
     if row is None:
@@ -144,6 +146,7 @@ def get(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord:
 def chain(session: Session, viewer: Viewer, response_id: str) -> list[ResponseRecord]:
     """The response and those before it, the newest first, as far as they are there: the chain is
     whole where the last has no parent. Raises NotFound where the first is not there."""
+    check_id(response_id)
     first = select(_table.id, _table.parent_id, literal(0).label("step")).where(
         _table.id == response_id, *_visible(viewer)
     )
@@ -163,6 +166,7 @@ def chain(session: Session, viewer: Viewer, response_id: str) -> list[ResponseRe
 
 def remove(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord:
     """Delete the row; the caller deletes its object. Raises NotFound."""
+    check_id(response_id)
     mine = delete(_table).where(_table.id == response_id, *_visible(viewer))
     row = session.execute(mine.returning(*_COLUMNS)).one_or_none()
     if row is None:
@@ -190,6 +194,7 @@ def finish(session: Session, owner: str, ended: ResponseRecord) -> bool:
 
 def cancel(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord:
     """An active one is cancelled; one that has ended stays as it is. Raises NotFound."""
+    check_id(response_id)
     mine = update(_table).where(
         _table.id == response_id, _table.state.in_(ACTIVE), *_visible(viewer)
     )
@@ -260,6 +265,13 @@ def num_responses(session: Session, tenant_id: str) -> int:
     """How many the tenant has."""
     query = select(ResponseCount.num_responses).where(ResponseCount.tenant_id == tenant_id)
     return session.execute(query).scalar() or 0
+
+
+def check_id(found: str) -> None:
+    """An id comes from an address, where anybody may have written anything: PostgreSQL takes no
+    NUL, and neither takes half a surrogate pair. Raises NotFound of what is no id."""
+    if not (found.isascii() and found.isprintable()) or len(found) > MAX_ID_LEN:
+        raise _missing(found)
 
 
 def _visible(viewer: Viewer) -> Iterable[ColumnElement[bool]]:

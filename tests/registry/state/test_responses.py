@@ -9,7 +9,7 @@ from sqlalchemy import Engine, func, select
 from registry.accounts import tenants
 from registry.errors import NotFound
 from registry.session import appending, reading, writing
-from registry.state import responses
+from registry.state import conversations, responses
 from registry.state.responses import MAX_DEPTH, ResponseRecord, Viewer
 
 VIEWER = Viewer("ten_1", None, 0.0)
@@ -67,6 +67,21 @@ def test_a_response_is_seen_by_its_tenant_alone(engine: Engine) -> None:
         assert told == {"response 'ID' does not exist"}
         bound = Viewer("ten_1", frozenset({"tiny"}), 1000.0)
         assert responses.get(session, bound, "resp_1") == kept
+
+
+@pytest.mark.parametrize("name", ["", "a\x00b", "a\n", "\udc80", "ä", "x" * 65])
+def test_what_is_no_id_is_missing(engine: Engine, name: str) -> None:
+    with appending(engine, "test") as session:
+        for query in (
+            responses.get,
+            responses.chain,
+            responses.remove,
+            responses.cancel,
+            conversations.get,
+            conversations.remove,
+        ):
+            with pytest.raises(NotFound):
+                query(session, VIEWER, name)
 
 
 def test_only_who_sees_it_removes_or_cancels_it(engine: Engine) -> None:
