@@ -7,7 +7,7 @@ template, in which reasoning, text and calls of the assistant that follow one an
     message                 of any role; text parts
     reasoning               its `content`, as an earlier answer of this server had it
     function_call           a call; what `function_call_output` answers
-    item_reference, ...     refused by name
+    item_reference          of a stored item: gateway/state/item_references.py; others are refused
 
 or the items as they are stored and shown, each with an id and its content as a list of parts.
 """

@@ -139,6 +139,12 @@ class ResponseStore:
                     raise
         raise AssertionError
 
+    def items(self, viewer: Viewer, response_id: str) -> list[msgspec.Raw]:
+        """Its own input, then what came out."""
+        _, body = self.read(viewer, response_id)
+        output = msgspec.json.decode(body.response, type=_RawOutput).output
+        return [*_raw_decoder.decode(body.input), *output]
+
     def earlier(self, viewer: Viewer, response_id: str) -> Earlier:
         """What is before a request that follows this one. Raises ChainBroken, ChainTooLong."""
         with reading(self._engine) as session:

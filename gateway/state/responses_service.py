@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -41,6 +42,7 @@ from gateway.errors import (
 from gateway.metrics.metrics import Metrics
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
+from gateway.state import item_references
 from gateway.state.background import BackgroundRuns
 from gateway.state.conversations_service import ConversationsService
 from gateway.state.item_pages import item_page, page_of
@@ -119,13 +121,15 @@ class ResponsesService:
             call.headers, self._directory, now_at, call.client
         )
         call.principal = principal
-        body = await call.receive_body()
+        body = sent = await call.receive_body()
+        viewer = self._viewer(principal)
+        if item_references.WORD in sent:
+            body = await self._with_items(viewer, sent)
         asked = responses_wire.decode_asked(body, self._tells_unknown)
         if asked.is_stateless:
             return await self._run(call, asked.wire)
         if not self._retention_days(principal):
             return await self._run(call, _keeping_nothing(asked).wire)
-        viewer = self._viewer(principal)
         if not asked.store:
             asked, _ = await self._following(viewer, asked)
             return await self._run(call, asked.wire)
@@ -133,7 +137,7 @@ class ResponsesService:
         saving = self._saving(call.http_id, principal, asked, now_at)
         key = call.headers.get(KEY_HEADER)
         if key is not None:
-            held = await self._claim(saving.record, key, body)
+            held = await self._claim(saving.record, key, sent)
             if held is not None:
                 return await self._again(call, viewer, held, asked.wire.stream)
             saving.has_claim = True
@@ -205,6 +209,15 @@ class ResponsesService:
         )
         items = kept_items(asked.input, http_id)
         return Saving(self._store, self._threads, self._metrics, record, items)
+
+    async def _with_items(self, viewer: Viewer, body: bytes) -> bytes:
+        """Raises ApiError."""
+
+        def work() -> bytes:
+            most = self._settings.max_body_bytes
+            return item_references.resolved(body, most, partial(self._store.items, viewer))
+
+        return await self._threads.read(viewer.tenant_id, work)
 
     async def _following(self, viewer: Viewer, asked: AskedResponse) -> tuple[AskedResponse, int]:
         """The request behind what it follows, and how many responses that is. Raises ApiError."""

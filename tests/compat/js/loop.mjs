@@ -25,7 +25,8 @@ const add = tool({
 })
 const openai = createOpenAI({ baseURL, apiKey })
 const models = {
-  responses: openai('scripted'), // its default
+  responses: openai('scripted'), // its default, which names stored items by their ids
+  stateless: openai('scripted'),
   chat: openai.chat('scripted'),
   compatible: createOpenAICompatible({
     name: 'polyhost',
@@ -37,10 +38,8 @@ const models = {
   messages: createAnthropic({ baseURL, apiKey })('scripted'),
 }
 
-// By default the provider refers to items that OpenAI has stored.
-const providerOptions = { openai: { store: false } }
-
 for (const [name, model] of Object.entries(models)) {
+  const providerOptions = name === 'stateless' ? { openai: { store: false } } : {}
   test(`a loop by ${name}`, async () => {
     const options = { model, prompt: LOOP, tools: { add }, stopWhen: stepCountIs(5), providerOptions }
     const result = await generateText(options)
