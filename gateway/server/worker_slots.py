@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gateway.ipc.machine import Core
-from gateway.settings.worker_settings import WorkerSpec, worker_name
+from gateway.settings.worker_settings import WorkerSpec, worker_names
 from registry.errors import RegistryError
 
 
@@ -65,7 +65,7 @@ def plan_slots(
             "remove one of the two settings"
         )
     wanted = list(specs) or [WorkerSpec()] * (num_workers or _chosen(device, machine))
-    named = [(worker_name(index), spec) for index, spec in enumerate(wanted)]
+    named = list(zip(worker_names(wanted), wanted, strict=True))
     here = iter(_here([each for each in named if not each[1].endpoint], device, machine))
     return [_elsewhere(name, spec) if spec.endpoint else next(here) for name, spec in named]
 

@@ -1,5 +1,6 @@
 """Settings of workers, and of registering the models that they run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -14,6 +15,9 @@ LABEL = r"\A[ -~]{1,64}\Z"
 MAX_LABELS = 16
 MAX_WORKERS = 64
 MAX_PORT = 65535
+NAME_OR_NONE = r"\A(?:(?!cache-)[a-z0-9][a-z0-9._-]{0,30})?\Z"
+OTHERS_NAMES = frozenset({"dispatcher", "embedder-0", "hub", "operator"})
+"""Sockets beside the workers' have these."""
 TCP_OR_NONE = r"\A(?:tcp://[^\s/]+:[0-9]{1,5})?\Z"
 CURVE_KEY = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}"
 CURVE_KEY_OR_NONE = rf"\A(?:{CURVE_KEY})?\Z"
@@ -26,6 +30,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes  of its arena, as `device_budget_bytes`
     threads       as `num_threads`
     labels        words of the operator's that `polyhost workers list` shows
+    name          what commands, pages and metrics call it; without one, worker-N by its place
     endpoint      of a worker that runs on another machine (`polyhost workers serve`); device,
                   memory and threads are set there
     public_key    of that machine
@@ -37,6 +42,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: Annotated[
         tuple[Annotated[str, msgspec.Meta(pattern=LABEL)], ...], msgspec.Meta(max_length=MAX_LABELS)
     ] = ()
+    name: Annotated[str, msgspec.Meta(pattern=NAME_OR_NONE)] = ""
     endpoint: Annotated[str, msgspec.Meta(pattern=TCP_OR_NONE)] = ""
     public_key: Annotated[str, msgspec.Meta(pattern=CURVE_KEY_OR_NONE)] = ""
 
@@ -57,9 +63,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-def worker_name(index: int) -> str:
-    """Of the worker that is listed in this place, from 0 on."""
-    return f"worker-{index}"
+def worker_names(specs: Sequence[WorkerSpec]) -> list[str]:
+    """Of the workers that are listed like this. A place is a poor name where tables come and go:
+    what was ordered of `worker-1` would then hold for another."""
+    return [spec.name or f"worker-{index}" for index, spec in enumerate(specs)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +118,9 @@ class WorkerSettings:
     workers: tuple[WorkerSpec, ...] = setting(
         (),
         "The workers one by one, as tables `[[workers]]` in polyhost.toml with `device`, "
-        "`memory_bytes` (of its arena), `threads` and `labels`. What a table leaves out is as "
-        "the other settings say. A table with `endpoint` and `public_key` is a worker on another "
-        "machine.",
+        "`memory_bytes` (of its arena), `threads`, `labels` and `name`. What a table leaves out "
+        "is as the other settings say. A table with `endpoint` and `public_key` is a worker on "
+        "another machine.",
         max_length=MAX_WORKERS,
     )
     device_budget_bytes: int = setting(
@@ -208,11 +215,17 @@ class WorkerSettings:
     @property
     def worker_labels(self) -> dict[str, tuple[str, ...]]:
         """By worker, of those that have some."""
-        listed = enumerate(self.workers)
-        return {worker_name(index): spec.labels for index, spec in listed if spec.labels}
+        named = zip(worker_names(self.workers), self.workers, strict=True)
+        return {name: spec.labels for name, spec in named if spec.labels}
 
     def check_worker(self) -> None:
         """Raises ValueError where fields contradict one another."""
+        names = worker_names(self.workers)
+        if len(set(names)) < len(names) or not OTHERS_NAMES.isdisjoint(names):
+            raise ValueError(
+                "workers must have different names, and none of "
+                f"{', '.join(sorted(OTHERS_NAMES))}: change `name` in [[workers]]"
+            )
         listed = [spec.endpoint for spec in self.workers if spec.endpoint]
         if len(set(listed)) < len(listed):
             raise ValueError(

@@ -122,6 +122,12 @@ def test_workers_of_other_machines_take_nothing_of_this_one() -> None:
     assert plan_slots([far], 0, "auto", gpus(2)) == slots[:1]
 
 
+def test_workers_have_names_of_their_own_or_by_their_places() -> None:
+    specs = [WorkerSpec(), WorkerSpec(name="rack-2"), WorkerSpec()]
+    slots = plan_slots(specs, 0, "cpu", SMALL)
+    assert [slot.worker_id for slot in slots] == ["worker-0", "rack-2", "worker-2"]
+
+
 def plan_slots_named(names: list[str]) -> list[WorkerSlot]:
     """As without workers of other machines, under other names."""
     alone = plan_slots([], len(names), "cpu", Machine([TWO_SOCKETS.nodes[0]]))

@@ -116,6 +116,23 @@ def test_workers_are_tables_of_the_file_or_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["a", "a"], "must have different names"),
+        (["worker-1", ""], "must have different names"),
+        (["hub"], "none of dispatcher, embedder-0, hub, operator"),
+        (["A b"], "name"),
+        (["../x"], "name"),
+        (["cache-gateway-0"], "name"),
+    ],
+)
+def test_workers_have_names_of_their_own(names: list[str], said: str) -> None:
+    tables = json.dumps([{"name": name} for name in names])
+    with pytest.raises(SettingsError, match=said):
+        load_settings(environ={"POLYHOST_WORKERS": tables})
+
+
+@pytest.mark.parametrize(
     ("endpoints", "said"),
     [
         (["tcp://a:7600", "tcp://a:7600"], "must have different endpoints"),

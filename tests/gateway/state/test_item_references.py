@@ -13,9 +13,9 @@ from gateway.state import item_references
 from gateway.state.item_references import MAX_RESPONSES, resolved
 from registry.errors import NotFound
 from tests.gateway.dialects.test_messages import CALL, HERMES
-from tests.gateway.dialects.test_responses import TOOL, ask
+from tests.gateway.dialects.test_responses import TOOL, URL, ask
 from tests.gateway.edge_kit import KEY, Kit, client_of, key_record, make_kit
-from tests.gateway.state.test_responses import OTHER_KEY, URL, call, prompt_of
+from tests.gateway.state.test_responses import OTHER_KEY, call, prompt_of
 from tests.migrated import migrated
 
 RESPONSE = "resp_" + "0f" * 16
