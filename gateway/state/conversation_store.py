@@ -91,7 +91,7 @@ class ConversationStore:
         about = ConversationRecord(
             conversation_id, tenant_id, 0, [], details, "", "", 0, now_at, now_at
         )
-        record = self._put(about, _with_own_ids([], items))
+        record = self._put(about, with_own_ids([], items))
         with appending(self._engine, ACTOR) as session:
             if conversations.add(session, record, self._max_responses):
                 return record
@@ -125,7 +125,7 @@ class ConversationStore:
         added: list[Items] = []
 
         def edit(record: ConversationRecord, before: Items) -> tuple[ConversationRecord, Items]:
-            new = _with_own_ids(before, items)
+            new = with_own_ids(before, items)
             added.append(new)
             models = sorted({*record.models, model} - {""})
             return replace(record, models=models), [*before, *new]
@@ -216,16 +216,18 @@ def id_of(item: msgspec.Raw) -> str:
     return msgspec.json.decode(item, type=_Named).id
 
 
-def _with_own_ids(before: Items, items: Items) -> Items:
-    """Items that were in a conversation or a response before may come again."""
+def with_own_ids(before: Items, items: Items) -> Items:
+    """The items, each with an id that no other has: those that were in a conversation or a response
+    before may come again. Thousands of one id cost no more than others."""
     taken = {id_of(item) for item in before}
+    numbers: dict[str, int] = {}
     made: Items = []
     for item in items:
-        item_id = id_of(item)
-        number = 2
+        given = item_id = id_of(item)
         while item_id in taken:
-            item_id, number = f"{id_of(item)}_{number}", number + 1
-        if item_id != id_of(item):
+            numbers[given] = numbers.get(given, 1) + 1
+            item_id = f"{given}_{numbers[given]}"
+        if item_id != given:
             item = msgspec.Raw(_encode({**msgspec.json.decode(item), "id": item_id}))
         taken.add(item_id)
         made.append(item)

@@ -11,6 +11,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from engine.objects.folder_store import FolderStore
+from gateway.state import conversation_store
 from gateway.state.conversation_store import (
     ConversationFull,
     ConversationStore,
@@ -85,6 +86,20 @@ def test_items_come_and_go(store: ConversationStore, objects: FolderStore) -> No
 def test_an_id_that_is_taken_gets_another(store: ConversationStore) -> None:
     store.append(VIEWER, ID, items("a", "b", "b"))
     assert ids(store) == ["a", "a_2", "b", "b_2"]
+
+
+def test_thousands_of_one_id_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def counted(item: msgspec.Raw) -> str:
+        nonlocal num_read
+        num_read += 1
+        return id_of(item)
+
+    monkeypatch.setattr(conversation_store, "id_of", counted)
+    made = conversation_store.with_own_ids(items("a"), items(*["a"] * 3000))
+    assert len({id_of(item) for item in made}) == 3000
+    assert num_read == 3001
 
 
 def test_of_many_writers_none_loses_an_item(store: ConversationStore, objects: FolderStore) -> None:
