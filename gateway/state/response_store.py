@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
-from gateway.state.conversation_store import ConversationStore, Damaged
+from gateway.state.conversation_store import ConversationStore, Damaged, with_own_ids
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses
@@ -166,7 +166,8 @@ class ResponseStore:
 
     def input_items(self, viewer: Viewer, response_id: str) -> list[msgspec.Raw]:
         """All that the response was made of: the items of those before it, as far as they are
-        there, and its own input; the oldest first. Raises ChainTooLong."""
+        there, and its own input; the oldest first, each with an id of its own, by which a list goes
+        on. Raises ChainTooLong."""
         with reading(self._engine) as session:
             chain = responses.chain(session, viewer, response_id)
         if sum(record.items_bytes for record in chain) > 2 * self._max_chain_bytes:
@@ -177,7 +178,7 @@ class ResponseStore:
             items += found.input
             if record is not chain[0]:
                 items += found.response.output
-        return items
+        return with_own_ids([], items)
 
     def remove(self, viewer: Viewer, response_id: str) -> None:
         """Delete one response."""

@@ -223,6 +223,21 @@ async def test_input_items_come_in_pages(kit: Kit, client: Client) -> None:
         assert (status, body["error"]["param"]) == (400, wrong.partition("=")[0])
 
 
+async def test_pages_end_where_items_come_with_one_id(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("Yes")
+    items = [{"role": "user", "id": "same", "content": text} for text in "abc"]
+    _, first = await ask(client, input=items)
+    _, second = await ask(client, input=items, previous_response_id=first["id"])
+    path = f"{URL}/{second['id']}/input_items?limit=1&order=asc"
+    found, after = [], ""
+    for _ in range(7):
+        _, page = await call(client, "GET", path + after)
+        found += [item["id"] for item in page["data"]]
+        after = f"&after={page['last_id']}"
+    assert page["has_more"] is False
+    assert len(set(found)) == 7
+
+
 def days(kit: Kit, own: int | None) -> None:
     kit.use_keys(replace(key_record(), response_retention_days=own))
 
