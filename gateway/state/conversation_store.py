@@ -95,7 +95,7 @@ class ConversationStore:
         with appending(self._engine, ACTOR) as session:
             if conversations.add(session, record, self._max_responses):
                 return record
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
         return None
 
     def get(self, viewer: Viewer, conversation_id: str) -> ConversationRecord:
@@ -154,7 +154,7 @@ class ConversationStore:
         """Delete it. Responses that were made in it stay."""
         with appending(self._engine, ACTOR) as session:
             record = conversations.remove(session, viewer, conversation_id)
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
 
     def _change(
         self,
@@ -178,7 +178,7 @@ class ConversationStore:
                         raise _Unwanted
             except _Unwanted:
                 pass
-            self._objects.delete((before if is_wanted else after).object_name)
+            discard(self._objects, (before if is_wanted else after).object_name)
             if is_moved:
                 return is_wanted
         raise ConversationBusy("others are changing this conversation: try again")
@@ -209,6 +209,15 @@ class ConversationStore:
         return replace(
             record, object_name=stored.name, sha256=stored.sha256, items_bytes=stored.size_bytes
         )
+
+
+def discard(objects: ObjectStore, name: str) -> None:
+    """Delete an object that no row names any more. What was asked for is done by then: where the
+    store fails, the object is left to the sweeper."""
+    try:
+        objects.delete(name)
+    except OSError as error:
+        log.warning("the object %s is left to the sweeper, it cannot be deleted: %s", name, error)
 
 
 def id_of(item: msgspec.Raw) -> str:

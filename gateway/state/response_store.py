@@ -20,7 +20,12 @@ from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
-from gateway.state.conversation_store import ConversationStore, Damaged, with_own_ids
+from gateway.state.conversation_store import (
+    ConversationStore,
+    Damaged,
+    discard,
+    with_own_ids,
+)
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses
@@ -124,7 +129,7 @@ class ResponseStore:
         is_active = record.state in ACTIVE
         if self._write(record, insert, None if is_active else (_encode(items), response)):
             return record
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
         return None
 
     def read(self, viewer: Viewer, response_id: str) -> tuple[ResponseRecord, StoredBody]:
@@ -184,7 +189,7 @@ class ResponseStore:
         """Delete one response."""
         with appending(self._engine, ACTOR) as session:
             record = responses.remove(session, viewer, response_id)
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
 
     def begin(self, response_id: str, owner: str) -> bool:
         """A background response runs. False where it is not this owner's any more."""
@@ -204,7 +209,7 @@ class ResponseStore:
         )
         if response is not None:
             over = record if is_mine else ended
-            self._objects.delete(over.object_name)
+            discard(self._objects, over.object_name)
         return is_mine
 
     def cancel(self, viewer: Viewer, response_id: str) -> None:
@@ -239,7 +244,7 @@ class ResponseStore:
                 object_name = responses.remove(session, viewer, record.id).object_name
             except NotFound:
                 return
-        self._objects.delete(object_name)
+        discard(self._objects, object_name)
 
     def _write(
         self,
