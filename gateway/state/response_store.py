@@ -10,7 +10,7 @@ it was told. Items, never tokens: another revision of the model has other tokens
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -217,10 +217,10 @@ class ResponseStore:
         with appending(self._engine, ACTOR) as session:
             responses.cancel(session, viewer, response_id)
 
-    def beat(self, owner: str) -> set[str]:
-        """The owner lives. Returns the ids of the responses that it still has to run."""
+    def beat(self, owner: str, response_ids: Collection[str]) -> set[str]:
+        """The owner lives, and runs these. Returns the ids of those that it still has to run."""
         with appending(self._engine, ACTOR) as session:
-            return responses.beat(session, owner, now_at=self._wall_clock())
+            return responses.beat(session, owner, response_ids, now_at=self._wall_clock())
 
     def fail_lost(self, message: str, owner: str) -> int:
         """Those that an earlier life of the owner was running have failed. Returns how many."""
