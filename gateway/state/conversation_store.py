@@ -8,6 +8,7 @@ there or neither. All of it blocks and runs in threads.
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -30,6 +31,7 @@ ACTOR = "gateway"
 KIND = "conversations"
 MAX_TRIES = 20
 MAX_READS = 5
+NUM_LOCKS = 64
 Items: TypeAlias = list[msgspec.Raw]
 """As JSON, each with an id; the oldest first."""
 Also: TypeAlias = Callable[[Session], bool]
@@ -81,6 +83,7 @@ class ConversationStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._wall_clock = wall_clock
+        self._locks = tuple(threading.Lock() for _ in range(NUM_LOCKS))
 
     def create(
         self, conversation_id: str, tenant_id: str, items: Items, details: dict[str, str]
@@ -163,25 +166,27 @@ class ConversationStore:
         edit: Callable[[ConversationRecord, Items], tuple[ConversationRecord, Items]],
         also: Also = lambda session: True,
     ) -> bool:
-        """False where `also` would not. Raises ConversationBusy, ConversationFull."""
-        for _ in range(MAX_TRIES):
-            before, items = self._read(viewer, conversation_id)
-            edited, items = edit(before, items)
-            moved = replace(edited, version=before.version + 1, updated_at=self._wall_clock())
-            after = self._put(moved, items)
-            is_moved = is_wanted = False
-            try:
-                with appending(self._engine, ACTOR) as session:
-                    is_moved = conversations.move(session, after)
-                    is_wanted = is_moved and also(session)
-                    if not is_wanted:
-                        raise _Unwanted
-            except _Unwanted:
-                pass
-            discard(self._objects, (before if is_wanted else after).object_name)
-            if is_moved:
-                return is_wanted
-        raise ConversationBusy("others are changing this conversation: try again")
+        """False where `also` would not. Raises ConversationBusy, ConversationFull. Threads of this
+        process take turns, so only other processes make a change begin anew."""
+        with self._locks[hash(conversation_id) % NUM_LOCKS]:
+            for _ in range(MAX_TRIES):
+                before, items = self._read(viewer, conversation_id)
+                edited, items = edit(before, items)
+                moved = replace(edited, version=before.version + 1, updated_at=self._wall_clock())
+                after = self._put(moved, items)
+                is_moved = is_wanted = False
+                try:
+                    with appending(self._engine, ACTOR) as session:
+                        is_moved = conversations.move(session, after)
+                        is_wanted = is_moved and also(session)
+                        if not is_wanted:
+                            raise _Unwanted
+                except _Unwanted:
+                    pass
+                discard(self._objects, (before if is_wanted else after).object_name)
+                if is_moved:
+                    return is_wanted
+            raise ConversationBusy("others are changing this conversation: try again")
 
     def _read(self, viewer: Viewer, conversation_id: str) -> tuple[ConversationRecord, Items]:
         for tries_left in reversed(range(MAX_READS)):
