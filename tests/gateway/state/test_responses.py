@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
+from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import WorkerLost
 from gateway.state.response_store import ResponseStore
 from registry.session import make_engine, reading, writing
@@ -176,6 +178,22 @@ async def test_another_tenants_response_is_a_missing_one(kit: Kit, client: Clien
             told.add((answer.status, error["code"], error["param"]))
     assert told == {(404, "previous_response_not_found", "previous_response_id")}
     assert (await call(client, "GET", f"{URL}/{mine['id']}"))[0] == 200
+
+
+async def test_what_comes_before_is_put_together_in_a_thread(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after, names = AskedResponse.after, list[str]()
+
+    def watched(asked: AskedResponse, *about: Any) -> AskedResponse:
+        names.append(threading.current_thread().name)
+        return after(asked, *about)
+
+    monkeypatch.setattr(AskedResponse, "after", watched)
+    _, first = await ask(client)
+    status, _ = await ask(client, previous_response_id=first["id"])
+    assert status == 200
+    assert [name.partition("_")[0] for name in names] == ["state-read"]
 
 
 async def test_a_deleted_response_is_gone_for_what_would_follow(kit: Kit, client: Client) -> None:
