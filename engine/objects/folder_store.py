@@ -22,6 +22,7 @@ from engine.objects.object_store import (
     ObjectStat,
     StoredObject,
     checked,
+    is_part,
 )
 
 _SHARD_CHARS = 2
@@ -101,7 +102,7 @@ class FolderStore:
         for folder in _below(self._root.joinpath(*parts), NUM_PARTS - 1 - len(parts)):
             tenant_and_kind = folder.relative_to(self._root).as_posix()
             for entry in _files(folder):
-                if entry.name.startswith(_TEMPORARY):
+                if not is_part(entry.name):
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     found = entry.stat(follow_symlinks=False)
@@ -165,12 +166,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
-    """The folders so many levels below."""
+    """The folders so many levels below. What else is there (`lost+found`) is left alone."""
     if not depth:
         yield folder
         return
     for entry in _entries(folder):
-        if entry.is_dir(follow_symlinks=False):
+        if is_part(entry.name) and entry.is_dir(follow_symlinks=False):
             yield from _below(Path(entry.path), depth - 1)
 
 

@@ -90,6 +90,11 @@ def checked(name: str, num_parts: int) -> list[str]:
     """The parts of a name or prefix. Raises InvalidName: each has 1 to 64 letters, digits, `_` or
     `-`, so none is `..`, hidden, or a path of its own."""
     parts = name.split("/")
-    if len(parts) != num_parts or not all(_PART.fullmatch(part) for part in parts):
+    if len(parts) != num_parts or not all(map(is_part, parts)):
         raise InvalidName(f"not a name of an object: {name[:200]!r}")
     return parts
+
+
+def is_part(text: str) -> bool:
+    """Whether a name may have this part."""
+    return _PART.fullmatch(text) is not None

@@ -35,7 +35,9 @@ class StateSettings:
         "folder that all of them see. Empty: `objects` in the data folder.",
     )
     state_threads: int = setting(
-        4, "Threads of each gateway process that read and write stored responses.", ge=1
+        4,
+        "Threads of each gateway process that read stored responses; as many others write them.",
+        ge=1,
     )
     max_state_waiting: int = setting(
         256,

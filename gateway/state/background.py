@@ -240,7 +240,7 @@ class BackgroundRuns:
             await asyncio.sleep(BEAT_S)
             known = list(self._running)
             try:
-                alive = await self._threads.write(lambda: self._store.beat(self._owner))
+                alive = await self._threads.write(partial(self._store.beat, self._owner, known))
             except SQLAlchemyError as error:
                 log.warning("background responses: the database is away: %s", error)
                 continue

@@ -8,6 +8,7 @@ there or neither. All of it blocks and runs in threads.
 
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
@@ -30,6 +31,7 @@ ACTOR = "gateway"
 KIND = "conversations"
 MAX_TRIES = 20
 MAX_READS = 5
+NUM_LOCKS = 64
 Items: TypeAlias = list[msgspec.Raw]
 """As JSON, each with an id; the oldest first."""
 Also: TypeAlias = Callable[[Session], bool]
@@ -81,6 +83,7 @@ class ConversationStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._wall_clock = wall_clock
+        self._locks = tuple(threading.Lock() for _ in range(NUM_LOCKS))
 
     def create(
         self, conversation_id: str, tenant_id: str, items: Items, details: dict[str, str]
@@ -91,11 +94,11 @@ class ConversationStore:
         about = ConversationRecord(
             conversation_id, tenant_id, 0, [], details, "", "", 0, now_at, now_at
         )
-        record = self._put(about, _with_own_ids([], items))
+        record = self._put(about, with_own_ids([], items))
         with appending(self._engine, ACTOR) as session:
             if conversations.add(session, record, self._max_responses):
                 return record
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
         return None
 
     def get(self, viewer: Viewer, conversation_id: str) -> ConversationRecord:
@@ -125,7 +128,7 @@ class ConversationStore:
         added: list[Items] = []
 
         def edit(record: ConversationRecord, before: Items) -> tuple[ConversationRecord, Items]:
-            new = _with_own_ids(before, items)
+            new = with_own_ids(before, items)
             added.append(new)
             models = sorted({*record.models, model} - {""})
             return replace(record, models=models), [*before, *new]
@@ -154,7 +157,7 @@ class ConversationStore:
         """Delete it. Responses that were made in it stay."""
         with appending(self._engine, ACTOR) as session:
             record = conversations.remove(session, viewer, conversation_id)
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
 
     def _change(
         self,
@@ -163,25 +166,27 @@ class ConversationStore:
         edit: Callable[[ConversationRecord, Items], tuple[ConversationRecord, Items]],
         also: Also = lambda session: True,
     ) -> bool:
-        """False where `also` would not. Raises ConversationBusy, ConversationFull."""
-        for _ in range(MAX_TRIES):
-            before, items = self._read(viewer, conversation_id)
-            edited, items = edit(before, items)
-            moved = replace(edited, version=before.version + 1, updated_at=self._wall_clock())
-            after = self._put(moved, items)
-            is_moved = is_wanted = False
-            try:
-                with appending(self._engine, ACTOR) as session:
-                    is_moved = conversations.move(session, after)
-                    is_wanted = is_moved and also(session)
-                    if not is_wanted:
-                        raise _Unwanted
-            except _Unwanted:
-                pass
-            self._objects.delete((before if is_wanted else after).object_name)
-            if is_moved:
-                return is_wanted
-        raise ConversationBusy("others are changing this conversation: try again")
+        """False where `also` would not. Raises ConversationBusy, ConversationFull. Threads of this
+        process take turns, so only other processes make a change begin anew."""
+        with self._locks[hash(conversation_id) % NUM_LOCKS]:
+            for _ in range(MAX_TRIES):
+                before, items = self._read(viewer, conversation_id)
+                edited, items = edit(before, items)
+                moved = replace(edited, version=before.version + 1, updated_at=self._wall_clock())
+                after = self._put(moved, items)
+                is_moved = is_wanted = False
+                try:
+                    with appending(self._engine, ACTOR) as session:
+                        is_moved = conversations.move(session, after)
+                        is_wanted = is_moved and also(session)
+                        if not is_wanted:
+                            raise _Unwanted
+                except _Unwanted:
+                    pass
+                discard(self._objects, (before if is_wanted else after).object_name)
+                if is_moved:
+                    return is_wanted
+            raise ConversationBusy("others are changing this conversation: try again")
 
     def _read(self, viewer: Viewer, conversation_id: str) -> tuple[ConversationRecord, Items]:
         for tries_left in reversed(range(MAX_READS)):
@@ -211,21 +216,32 @@ class ConversationStore:
         )
 
 
+def discard(objects: ObjectStore, name: str) -> None:
+    """Delete an object that no row names any more. What was asked for is done by then: where the
+    store fails, the object is left to the sweeper."""
+    try:
+        objects.delete(name)
+    except OSError as error:
+        log.warning("the object %s is left to the sweeper, it cannot be deleted: %s", name, error)
+
+
 def id_of(item: msgspec.Raw) -> str:
     """Of an item as JSON."""
     return msgspec.json.decode(item, type=_Named).id
 
 
-def _with_own_ids(before: Items, items: Items) -> Items:
-    """Items that were in a conversation or a response before may come again."""
+def with_own_ids(before: Items, items: Items) -> Items:
+    """The items, each with an id that no other has: those that were in a conversation or a response
+    before may come again. Thousands of one id cost no more than others."""
     taken = {id_of(item) for item in before}
+    numbers: dict[str, int] = {}
     made: Items = []
     for item in items:
-        item_id = id_of(item)
-        number = 2
+        given = item_id = id_of(item)
         while item_id in taken:
-            item_id, number = f"{id_of(item)}_{number}", number + 1
-        if item_id != id_of(item):
+            numbers[given] = numbers.get(given, 1) + 1
+            item_id = f"{given}_{numbers[given]}"
+        if item_id != given:
             item = msgspec.Raw(_encode({**msgspec.json.decode(item), "id": item_id}))
         taken.add(item_id)
         made.append(item)

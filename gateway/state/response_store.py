@@ -10,7 +10,7 @@ it was told. Items, never tokens: another revision of the model has other tokens
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,12 @@ from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
-from gateway.state.conversation_store import ConversationStore, Damaged
+from gateway.state.conversation_store import (
+    ConversationStore,
+    Damaged,
+    discard,
+    with_own_ids,
+)
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses
@@ -124,7 +129,7 @@ class ResponseStore:
         is_active = record.state in ACTIVE
         if self._write(record, insert, None if is_active else (_encode(items), response)):
             return record
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
         return None
 
     def read(self, viewer: Viewer, response_id: str) -> tuple[ResponseRecord, StoredBody]:
@@ -172,7 +177,8 @@ class ResponseStore:
 
     def input_items(self, viewer: Viewer, response_id: str) -> list[msgspec.Raw]:
         """All that the response was made of: the items of those before it, as far as they are
-        there, and its own input; the oldest first. Raises ChainTooLong."""
+        there, and its own input; the oldest first, each with an id of its own, by which a list goes
+        on. Raises ChainTooLong."""
         with reading(self._engine) as session:
             chain = responses.chain(session, viewer, response_id)
         if sum(record.items_bytes for record in chain) > 2 * self._max_chain_bytes:
@@ -183,13 +189,13 @@ class ResponseStore:
             items += found.input
             if record is not chain[0]:
                 items += found.response.output
-        return items
+        return with_own_ids([], items)
 
     def remove(self, viewer: Viewer, response_id: str) -> None:
         """Delete one response."""
         with appending(self._engine, ACTOR) as session:
             record = responses.remove(session, viewer, response_id)
-        self._objects.delete(record.object_name)
+        discard(self._objects, record.object_name)
 
     def begin(self, response_id: str, owner: str) -> bool:
         """A background response runs. False where it is not this owner's any more."""
@@ -209,7 +215,7 @@ class ResponseStore:
         )
         if response is not None:
             over = record if is_mine else ended
-            self._objects.delete(over.object_name)
+            discard(self._objects, over.object_name)
         return is_mine
 
     def cancel(self, viewer: Viewer, response_id: str) -> None:
@@ -217,10 +223,10 @@ class ResponseStore:
         with appending(self._engine, ACTOR) as session:
             responses.cancel(session, viewer, response_id)
 
-    def beat(self, owner: str) -> set[str]:
-        """The owner lives. Returns the ids of the responses that it still has to run."""
+    def beat(self, owner: str, response_ids: Collection[str]) -> set[str]:
+        """The owner lives, and runs these. Returns the ids of those that it still has to run."""
         with appending(self._engine, ACTOR) as session:
-            return responses.beat(session, owner, now_at=self._wall_clock())
+            return responses.beat(session, owner, response_ids, now_at=self._wall_clock())
 
     def fail_lost(self, message: str, owner: str) -> int:
         """Those that an earlier life of the owner was running have failed. Returns how many."""
@@ -244,7 +250,7 @@ class ResponseStore:
                 object_name = responses.remove(session, viewer, record.id).object_name
             except NotFound:
                 return
-        self._objects.delete(object_name)
+        discard(self._objects, object_name)
 
     def _write(
         self,

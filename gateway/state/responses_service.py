@@ -28,7 +28,7 @@ from gateway.auth.auth import authenticate, find_model
 from gateway.auth.directory import Directory
 from gateway.dialects import responses_wire
 from gateway.dialects.responses_answer import replayed
-from gateway.dialects.responses_items import Item, kept_items
+from gateway.dialects.responses_items import kept_items
 from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import (
     IDEMPOTENCY_CONFLICT,
@@ -49,7 +49,6 @@ from gateway.state.item_pages import item_page, page_of
 from gateway.state.response_store import (
     ChainBroken,
     ChainTooLong,
-    Earlier,
     ResponseStore,
     StoredBody,
     is_active,
@@ -220,13 +219,14 @@ class ResponsesService:
         return await self._threads.read(viewer.tenant_id, work)
 
     async def _following(self, viewer: Viewer, asked: AskedResponse) -> tuple[AskedResponse, int]:
-        """The request behind what it follows, and how many responses that is. Raises ApiError."""
+        """The request behind what it follows, and how many responses that is. It is put together in
+        the thread that reads: 100,000 items take longer than the event loop may. Raises
+        ApiError."""
         if asked.conversation_id is not None:
-            return asked.after(*await self._conversation(viewer, asked.conversation_id)), 0
+            return await self._in_conversation(viewer, asked, asked.conversation_id), 0
         if asked.previous_response_id is None:
             return asked, 0
-        earlier = await self._earlier(viewer, asked.previous_response_id)
-        return asked.after(earlier.items, earlier.num_bytes), earlier.depth
+        return await self._behind(viewer, asked, asked.previous_response_id)
 
     async def _found(
         self, principal: Principal, response_id: str
@@ -243,13 +243,18 @@ class ResponsesService:
         except ChainTooLong as error:
             raise ApiError(INVALID_REQUEST, str(error)) from error
 
-    async def _earlier(self, viewer: Viewer, response_id: str) -> Earlier:
+    async def _behind(
+        self, viewer: Viewer, asked: AskedResponse, response_id: str
+    ) -> tuple[AskedResponse, int]:
         """Raises ApiError."""
         param = "previous_response_id"
+
+        def work() -> tuple[AskedResponse, int]:
+            earlier = self._store.earlier(viewer, response_id)
+            return asked.after(earlier.items, earlier.num_bytes), earlier.depth
+
         try:
-            return await self._threads.read(
-                viewer.tenant_id, lambda: self._store.earlier(viewer, response_id)
-            )
+            return await self._threads.read(viewer.tenant_id, work)
         except NotFound as error:
             message = f"no response has the id {response_id!r}: send the whole input"
             raise ApiError(PREVIOUS_NOT_FOUND, message, param) from error
@@ -261,14 +266,14 @@ class ResponsesService:
                 param, f"{error}: begin anew with the input that still matters"
             ) from error
 
-    async def _conversation(
-        self, viewer: Viewer, conversation_id: str
-    ) -> tuple[Sequence[Item], int]:
+    async def _in_conversation(
+        self, viewer: Viewer, asked: AskedResponse, conversation_id: str
+    ) -> AskedResponse:
         """Raises ApiError."""
         store = self._store.conversations
         try:
             return await self._threads.read(
-                viewer.tenant_id, lambda: store.decoded(viewer, conversation_id)
+                viewer.tenant_id, lambda: asked.after(*store.decoded(viewer, conversation_id))
             )
         except NotFound as error:
             message = (

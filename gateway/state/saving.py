@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.dialects.responses_answer import LastEvent, last_event
 from gateway.metrics.metrics import Metrics
-from gateway.state.conversation_store import ConversationRefused
+from gateway.state.conversation_store import ConversationRefused, Damaged
 from gateway.state.response_store import ResponseStore
 from gateway.state.state_threads import StateThreads
 from gateway.types import Answer, EventAnswer, JsonAnswer, Sink
@@ -101,6 +101,9 @@ class Saving:
             return EventAnswer(partial(self._events, answer), answer.close)
         try:
             return JsonAnswer([await self._told(b"".join(answer.parts))], answer.close)
+        except BaseException:
+            answer.close()
+            raise
         finally:
             await self.give_up()
 
@@ -146,7 +149,7 @@ class Saving:
         if done:
             error = saving.exception()
             result = "failed" if error is not None else "stored" if saving.result() else "quota"
-            known = SQLAlchemyError, OSError, NotFound, ConversationRefused
+            known = SQLAlchemyError, OSError, NotFound, ConversationRefused, Damaged
             if error is not None and not isinstance(error, known):
                 raise error
         else:

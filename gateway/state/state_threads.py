@@ -1,7 +1,8 @@
 """Where stored state is read and written: threads, since databases and files block.
 
-Reads of callers wait in a bounded number, of one tenant a quarter of it, and the next is told so.
-What a request writes at its end is not refused: the requests themselves are bounded.
+What callers wait for waits in a bounded number, of one tenant a quarter of it, and the next is told
+so. What a request writes at its end is not refused, as the requests themselves are bounded, and has
+threads of its own: long lists of one tenant hold up neither answers nor heartbeats of others.
 """
 
 import asyncio
@@ -26,7 +27,9 @@ class StateThreads:
     """Of one gateway process. Used on the event loop."""
 
     def __init__(self, num_threads: int, max_waiting: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="state")
+        """`num_threads`: of either sort."""
+        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="state-read")
+        self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="state-write")
         self._max_waiting = max_waiting
         self._max_waiting_tenant = max(1, max_waiting // 4)
         self._waiting: Counter[str] = Counter()
@@ -42,7 +45,7 @@ class StateThreads:
             raise ApiError(QUEUE_FULL, message, retry_after_s=RETRY_S)
         self._waiting[tenant_id] += 1
         try:
-            return await self.write(work)
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
         except Damaged as error:
             log.error("the object of %s is damaged", error)
             message = "what was stored is damaged: tell the operator of this server"
@@ -58,8 +61,9 @@ class StateThreads:
 
     async def write(self, work: Callable[[], _T]) -> _T:
         """Raises what `work` raises. It goes on where whoever waits is cancelled."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, work)
 
     def close(self) -> None:
         """When no more requests come. Blocks until what runs has ended."""
-        self._threads.shutdown(wait=True)
+        self._readers.shutdown(wait=True)
+        self._writers.shutdown(wait=True)

@@ -202,9 +202,11 @@ def cancel(session: Session, viewer: Viewer, response_id: str) -> ResponseRecord
     return get(session, viewer, response_id)
 
 
-def beat(session: Session, owner: str, *, now_at: float) -> set[str]:
-    """The owner lives. Returns the ids of those that it still has to run."""
-    mine = update(_table).where(_table.owner == owner, _table.heartbeat_at.is_not(None))
+def beat(session: Session, owner: str, response_ids: Collection[str], *, now_at: float) -> set[str]:
+    """The owner lives, and runs these. Returns the ids of those that it still has to run."""
+    mine = update(_table).where(
+        _table.id.in_(response_ids), _table.owner == owner, _table.heartbeat_at.is_not(None)
+    )
     found = session.execute(mine.values(heartbeat_at=now_at).returning(_table.id))
     return set(found.scalars())
 

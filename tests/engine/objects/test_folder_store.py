@@ -150,6 +150,16 @@ def test_lists_by_prefix(store: ObjectStore) -> None:
     assert list(store.list("nobody/")) == []
 
 
+def test_what_others_left_in_the_folder_is_no_object(store: ObjectStore, root: Path) -> None:
+    name = new_name("ten_1", "kind")
+    store.put(name, b"x")
+    shard = root / "ten_1" / "kind" / name.rpartition("/")[2][:2]
+    (shard / "copy of it.bak").write_bytes(b"x")
+    (root / "lost+found" / "kind" / "aa").mkdir(parents=True)
+    (root / "lost+found" / "kind" / "aa" / "aaaa").write_bytes(b"x")
+    assert [found.name for found in store.list()] == [name]
+
+
 @pytest.mark.parametrize("step", ["write", "fsync", "rename"])
 def test_a_writer_that_fails_leaves_nothing(
     store: ObjectStore, root: Path, monkeypatch: pytest.MonkeyPatch, step: str

@@ -12,7 +12,7 @@ from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, WorkerLost
 from gateway.state import background
 from gateway.state.response_store import ResponseStore
 from registry.accounts.quotas import Limits
-from registry.session import appending, make_engine
+from registry.session import appending, make_engine, reading
 from registry.state import responses
 from tests.gateway.dialects.test_responses import ASK, URL, ask
 from tests.gateway.edge_kit import (
@@ -24,6 +24,7 @@ from tests.gateway.edge_kit import (
     key_record,
     make_kit,
     silent,
+    until,
 )
 from tests.gateway.state.test_responses import call, prompt_of, rows
 from tests.migrated import migrated
@@ -210,6 +211,31 @@ async def test_the_end_is_stored_when_the_database_is_back(
     told = await queued(client)
     await ended(client, told["id"], "completed")
     assert tries == 3
+
+
+async def test_one_whose_end_was_not_stored_is_not_kept_alive_by_others(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*about: Any) -> bool:
+        raise OSError("away")
+
+    monkeypatch.setattr(ResponseStore, "finish", fail)
+    kit.dispatcher.script = kit.speak("The game")
+    given_up = (await queued(client))["id"]
+    await until(lambda: not kit.edge.responses._background.num_running)
+    kit.dispatcher.script = silent
+    running = (await queued(client))["id"]
+    engine = make_engine(kit.edge.services.settings.registry_url)
+    viewer = responses.Viewer("ten_1", None, 0.0)
+
+    def beats(*ids: str) -> list[float | None]:
+        with reading(engine) as session:
+            return [responses.get(session, viewer, each).heartbeat_at for each in ids]
+
+    before = beats(given_up, running)
+    await until(lambda: beats(running) != before[1:])
+    assert beats(given_up) == before[:1]
+    engine.dispose()
 
 
 async def test_at_a_shutdown_what_cannot_end_has_failed(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import OperationalError
 
 from engine.objects.folder_store import FolderStore
+from engine.objects.object_store import StoredObject
+from gateway.state import conversation_store
 from gateway.state.conversation_store import (
     ConversationFull,
     ConversationStore,
@@ -87,13 +89,30 @@ def test_an_id_that_is_taken_gets_another(store: ConversationStore) -> None:
     assert ids(store) == ["a", "a_2", "b", "b_2"]
 
 
-def test_of_many_writers_none_loses_an_item(store: ConversationStore, objects: FolderStore) -> None:
+def test_thousands_of_one_id_are_read_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def counted(item: msgspec.Raw) -> str:
+        nonlocal num_read
+        num_read += 1
+        return id_of(item)
+
+    monkeypatch.setattr(conversation_store, "id_of", counted)
+    made = conversation_store.with_own_ids(items("a"), items(*["a"] * 3000))
+    assert len({id_of(item) for item in made}) == 3000
+    assert num_read == 3001
+
+
+def test_of_many_processes_none_loses_an_item(
+    store: ConversationStore, engine: Engine, objects: FolderStore
+) -> None:
     start = threading.Barrier(4)
 
     def write(number: int) -> None:
+        process = ConversationStore(engine, objects, 10, 5000, lambda: 1000.0)
         start.wait()
         for turn in range(5):
-            store.append(VIEWER, ID, items(f"{number}-{turn}"))
+            process.append(VIEWER, ID, items(f"{number}-{turn}"))
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(write, range(4)))
@@ -103,6 +122,25 @@ def test_of_many_writers_none_loses_an_item(store: ConversationStore, objects: F
         own = [each for each in found if each.startswith(f"{number}-")]
         assert own == [f"{number}-{turn}" for turn in range(5)]
     assert num_objects(objects) == 1
+
+
+def test_threads_of_one_process_take_turns(
+    store: ConversationStore, objects: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, names, start = objects.put, list[str](), threading.Barrier(8)
+
+    def counted(name: str, data: bytes) -> StoredObject:
+        names.append(name)
+        return put(name, data)
+
+    def write(number: int) -> None:
+        start.wait()
+        store.append(VIEWER, ID, items(str(number)))
+
+    monkeypatch.setattr(objects, "put", counted)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(8)))
+    assert (len(ids(store)), len(names)) == (9, 8), "no change was begun anew"
 
 
 def test_a_change_that_is_not_wanted_changes_nothing(

@@ -124,6 +124,19 @@ async def test_one_that_is_deleted_meanwhile_takes_no_answer(
         assert body["store"] is False, "the answer is not lost"
 
 
+async def test_one_that_is_damaged_meanwhile_takes_no_answer(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = silent
+    asking = asyncio.create_task(ask(client, conversation=conversation_id))
+    running = await kit.begun()
+    settings = kit.edge.services.settings
+    [path] = [p for p in settings.objects_path(settings.data_path).rglob("*") if p.is_file()]
+    path.write_bytes(b"[]")
+    kit.speak("one")(running)
+    status, body = await asking
+    assert (status, body["store"]) == (200, False), "the answer is not lost"
+
+
 async def test_answers_at_a_time_all_come_in(kit: Kit, client: Client) -> None:
     conversation_id = await created(client)
     kit.dispatcher.script = kit.speak("one")

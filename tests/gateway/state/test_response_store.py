@@ -157,7 +157,7 @@ def test_an_object_without_a_row_is_no_response(
         store.read(VIEWER, "resp_1")
 
 
-def test_a_crash_between_row_and_object_leaves_an_object(
+def test_a_failure_between_row_and_object_leaves_an_object(
     engine: Engine, objects: FolderStore, store: ResponseStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(name: str) -> bool:
@@ -165,11 +165,26 @@ def test_a_crash_between_row_and_object_leaves_an_object(
 
     add(store, 1)
     monkeypatch.setattr(objects, "delete", fail)
-    with pytest.raises(OSError, match="disk"):
-        store.remove(VIEWER, "resp_1")
+    store.remove(VIEWER, "resp_1")
     assert check_integrity(engine, objects) == (0, 1)
     with pytest.raises(NotFound):
         store.read(VIEWER, "resp_1")
+
+
+def test_what_is_stored_is_stored_where_no_object_can_be_deleted(
+    engine: Engine, objects: FolderStore, store: ResponseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> bool:
+        raise OSError(f"the disk is gone: {name}")
+
+    assert store.conversations.create("conv_1", "ten_1", [], {}) is not None
+    queued = replace(NEW, state="queued", owner="gw", conversation_id="conv_1")
+    record = store.add(queued, [message("a")], response("", output=[]))
+    assert record is not None
+    monkeypatch.setattr(objects, "delete", fail)
+    assert store.finish(replace(record, state="completed"), response("b"))
+    assert len(store.conversations.items(VIEWER, "conv_1")) == 2
+    assert store.read(VIEWER, "resp_1")[0].state == "completed"
 
 
 def test_a_row_that_cannot_be_deleted_keeps_its_object(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.exc import OperationalError
 
+from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import WorkerLost
 from gateway.state.response_store import ResponseStore
 from registry.session import make_engine, reading, writing
@@ -178,6 +180,22 @@ async def test_another_tenants_response_is_a_missing_one(kit: Kit, client: Clien
     assert (await call(client, "GET", f"{URL}/{mine['id']}"))[0] == 200
 
 
+async def test_what_comes_before_is_put_together_in_a_thread(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after, names = AskedResponse.after, list[str]()
+
+    def watched(asked: AskedResponse, *about: Any) -> AskedResponse:
+        names.append(threading.current_thread().name)
+        return after(asked, *about)
+
+    monkeypatch.setattr(AskedResponse, "after", watched)
+    _, first = await ask(client)
+    status, _ = await ask(client, previous_response_id=first["id"])
+    assert status == 200
+    assert [name.partition("_")[0] for name in names] == ["state-read"]
+
+
 async def test_a_deleted_response_is_gone_for_what_would_follow(kit: Kit, client: Client) -> None:
     _, first = await ask(client)
     _, second = await ask(client, previous_response_id=first["id"])
@@ -221,6 +239,21 @@ async def test_input_items_come_in_pages(kit: Kit, client: Client) -> None:
     for wrong in ("limit=0", "limit=101", "limit=x", "order=up", "after=nobody", "before=x"):
         status, body = await call(client, "GET", f"{path}?{wrong}")
         assert (status, body["error"]["param"]) == (400, wrong.partition("=")[0])
+
+
+async def test_pages_end_where_items_come_with_one_id(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("Yes")
+    items = [{"role": "user", "id": "same", "content": text} for text in "abc"]
+    _, first = await ask(client, input=items)
+    _, second = await ask(client, input=items, previous_response_id=first["id"])
+    path = f"{URL}/{second['id']}/input_items?limit=1&order=asc"
+    found, after = [], ""
+    for _ in range(7):
+        _, page = await call(client, "GET", path + after)
+        found += [item["id"] for item in page["data"]]
+        after = f"&after={page['last_id']}"
+    assert page["has_more"] is False
+    assert len(set(found)) == 7
 
 
 def days(kit: Kit, own: int | None) -> None:

@@ -113,7 +113,12 @@ def test_objects_without_a_row_go_when_they_are_old(world: World) -> None:
     ):
         world.objects.put(name, b"x")
         world.age(name, at)
+    stray = world.objects._root / "ten_1" / "responses" / "aa" / "aa.bak"
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"x")
+    os.utime(stray, (0, 0))
     assert world.sweeper.look() == Swept(num_orphans=1)
+    assert stray.exists()
     assert world.names == {kept, fresh, files}, "what is of another kind is somebody else's"
 
 

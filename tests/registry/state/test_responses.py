@@ -172,10 +172,11 @@ def test_a_background_response_ends_once(engine: Engine) -> None:
 def test_one_that_is_cancelled_is_not_its_owners_any_more(engine: Engine) -> None:
     add(engine, active("resp_1"), active("resp_2"), active("resp_3", owner="gw-1"))
     with appending(engine, "test") as session:
-        assert responses.beat(session, "gw-0", now_at=20.0) == {"resp_1", "resp_2"}
+        known = ["resp_1", "resp_2", "resp_3"]
+        assert responses.beat(session, "gw-0", known, now_at=20.0) == {"resp_1", "resp_2"}
         assert responses.cancel(session, VIEWER, "resp_1").state == "cancelled"
         assert responses.cancel(session, VIEWER, "resp_1").state == "cancelled"
-        assert responses.beat(session, "gw-0", now_at=21.0) == {"resp_2"}
+        assert responses.beat(session, "gw-0", known, now_at=21.0) == {"resp_2"}
         assert not responses.finish(session, "gw-0", record("resp_1"))
         assert not responses.begin(session, "resp_1", "gw-0")
 
@@ -183,7 +184,7 @@ def test_one_that_is_cancelled_is_not_its_owners_any_more(engine: Engine) -> Non
 def test_lost_ones_fail(engine: Engine) -> None:
     add(engine, active("resp_1", at=10.0), active("resp_2", owner="gw-1", at=10.0))
     with appending(engine, "test") as session:
-        responses.beat(session, "gw-1", now_at=50.0)
+        responses.beat(session, "gw-1", ["resp_2"], now_at=50.0)
         assert not responses.has_lost(session, 10.0)
         assert responses.has_lost(session, 40.0)
         assert responses.fail_lost(session, "server_error", "it died", before_at=40.0) == 1
