@@ -16,7 +16,7 @@ def kit(tmp_path: Path) -> Kit:
 
 
 async def test_a_stream_is_noted_every_so_many_tokens(kit: Kit, client: Client) -> None:
-    kit.dispatcher.script = kit.speak_slowly(TEXT, 0.001)
+    kit.dispatcher.script = kit.speak_slowly(TEXT, 0.005)
     await client.events("/v1/chat/completions", {**CHAT, "stream": True, "max_tokens": 120})
     noted = [tokens for _, tokens in kit.ledger.checkpoints]
     assert noted == sorted(noted)
