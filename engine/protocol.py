@@ -1,6 +1,6 @@
 """The worker protocol: every message between a gateway (or dispatcher) and a worker.
 
-The only module of the engine that the gateway imports, so it imports neither torch nor
+Beside engine/objects all of the engine that the gateway imports: neither torch nor
 transformers. Messages are tagged msgspec structs in msgpack, one a ZeroMQ frame. A worker binds a
 ROUTER socket, every gateway process connects a DEALER. Token ids only: text never crosses this.
 

@@ -48,7 +48,7 @@ def resolved(body: bytes, max_bytes: int, read: Callable[[str], Iterable[msgspec
         fields = _body_decoder.decode(body)
         items = _items_decoder.decode(fields.get("input", b"[]"))
         named = [_named_decoder.decode(item) for item in items]
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body
     stored: dict[str, msgspec.Raw] = {}
     seen: set[str] = set()

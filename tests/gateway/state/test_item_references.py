@@ -56,7 +56,16 @@ def test_what_is_not_there_is_named(item_id: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"", b"[]", b"{", b'{"input": "item_reference"}', b'{"input": [1]}']
+    "sent",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"input": "item_reference"}',
+        b'{"input": [1]}',
+        b'{"input": [{"type": "\xff"}]}',
+        b"[" * 100_000,
+    ],
 )
 def test_what_is_no_request_is_left_to_the_decoder(sent: bytes) -> None:
     assert resolved(sent, BIG, read) == sent
