@@ -11,6 +11,7 @@ Messages tell the caller what to do. `retry_after_s` is set only where waiting h
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 _PATH = re.compile(r"(?<![\w.])/\w")
 """The beginning of an absolute path; a model's name has its slash within."""
@@ -28,6 +29,11 @@ class ClientGone(Exception):
     """The client went away before its answer was ready; there is nobody to answer."""
 
 
+Fault: TypeAlias = Literal["none", "client", "limit", "server"]
+"""Whose it is that a request got no answer: the request's, a limit's (a full queue is one, too), or
+this server's. `none`: it got one."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
     """A row of the table: HTTP status, OpenAI `type`, stable `code`."""
@@ -35,6 +41,13 @@ class ErrorKind:
     status: int
     type: str
     code: str
+
+    @property
+    def fault(self) -> Fault:
+        """As metrics count it."""
+        if self.status >= 500:
+            return "server"
+        return "limit" if self.status == 429 else "client"
 
 
 INVALID_REQUEST = ErrorKind(400, "invalid_request_error", "invalid_request")

@@ -17,6 +17,7 @@ from engine.protocol import (
     TokenLogprobs,
     Usage,
 )
+from gateway.errors import ErrorKind, Fault
 from gateway.pricing.policy.pricing import FREE, Rates
 from registry.accounts.quotas import UNLIMITED, Limits
 
@@ -279,6 +280,27 @@ class Sink(Protocol):
 
 
 @dataclass(slots=True)
+class AnswerNote:
+    """How one HTTP request was answered, for metrics: written on the way, counted at the end.
+
+    model    the hosted model that was asked for; "": none, or none that is hosted
+    code     `ok`, an error's code (of an error event in a stream, too), or `client_gone`
+    """
+
+    model: str = ""
+    code: str = "ok"
+    fault: Fault = "none"
+
+    def fail(self, kind: ErrorKind) -> None:
+        """It is answered by this error."""
+        self.code, self.fault = kind.code, kind.fault
+
+    def client_gone(self) -> None:
+        """Nobody waited for the end of it."""
+        self.code, self.fault = "client_gone", "client"
+
+
+@dataclass(slots=True)
 class Call:
     """One HTTP request. `answer_headers` is filled in on the way, for errors too.
 
@@ -299,6 +321,7 @@ class Call:
     principal: Principal | None = None
     dialect: str = ""
     """By its name; "": the one of its kind."""
+    note: AnswerNote = field(default_factory=AnswerNote)
 
     def tell_ignored(self, names: Sequence[str]) -> None:
         """These fields had no effect."""

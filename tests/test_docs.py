@@ -24,7 +24,9 @@ from engine.config import EngineConfig, WorkerConfig
 from engine.protocol import ModelStatus, WorkerStatus
 from gateway import errors
 from gateway.http.app import create_app
-from gateway.metrics.metrics import Metrics, StateCollector
+from gateway.metrics.families import MetricsRegistry
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.state_metrics import StateCollector
 from gateway.protocols import Accounts, DispatcherSnapshot, LedgerSnapshot
 from gateway.settings.settings import Settings, settings_reference
 from tests import files_page
@@ -167,7 +169,7 @@ def test_every_metric_is_documented() -> None:
 
 def test_every_route_is_documented() -> None:
     settings = Settings(ollama_key_id="key_1")
-    services = mock.Mock(metrics_registry=CollectorRegistry(), settings=settings)
+    services = mock.Mock(metrics_registry=MetricsRegistry(), settings=settings)
     page = read("docs/api.md")
     missing = []
     for route in create_app(services, {}).routes:

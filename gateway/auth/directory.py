@@ -100,6 +100,10 @@ class Directory:
         """All usable keys."""
         return self._keys.values()
 
+    def model_names(self) -> list[str]:
+        """Of all `ready` models. In any thread."""
+        return list(self._models)
+
     def models(self) -> list[HostedModel]:
         """All `ready` models, in the order of the catalog."""
         return list(self._models.values())

@@ -323,7 +323,8 @@ class AnswerCache:
             return
         self._look_at = now_at + LOOK_S
         size = await self.store.size()
-        self.size = CacheSize(size.num_entries, size.num_bytes)
+        is_shared = self.store.kind != "memory"
+        self.size = CacheSize(size.num_entries, size.num_bytes, is_shared)
 
     def purged(self) -> None:
         """Something is about to be dropped, or was: what is under way now might be of its kind and

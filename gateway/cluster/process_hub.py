@@ -9,113 +9,24 @@ that does not answer within ANSWER_S counts with what it said last. One that say
 `silence_s` hangs: `on_silent` is called. The connection's end tells a child that its parent is
 gone, and it stops.
 
-`merge` makes one server's figures of what every process says of itself. Counters, histograms and
-gauges are summed by name and labels, for each process has its own part of the whole; MAX names the
-gauges that are one thing seen by many. Counters never fall: what a process that is gone had counted
-is kept by `Retired`, up to the last time it was asked.
+Figures are copied on the event loop, and made into messages and text in a thread of their own
+(gateway/metrics/families.py has how those of several processes become one server's). Counters never
+fall: what a process that is gone had counted is kept, up to the last time it was asked.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.ipc import ipc
+from gateway.metrics.families import Family, MetricsRegistry, MetricsText, Retired, merge
 from gateway.workers.worker_client import LossCause
-
-MAX = frozenset(
-    {
-        "polyhost_ready",
-        "polyhost_degraded",
-        "polyhost_ledger_lag_seconds",
-        "polyhost_ledger_refusing",
-    }
-)
-_KEPT = frozenset({"counter", "histogram"})
-
-Key = tuple[str, tuple[tuple[str, str], ...]]
-
-
-class Family(msgspec.Struct, frozen=True, array_like=True):
-    """A metric with its samples: (name, sorted labels, value)."""
-
-    name: str
-    text: str
-    kind: str
-    samples: list[tuple[str, tuple[tuple[str, str], ...], float]]
-
-
-def families_of(registry: CollectorRegistry) -> list[Family]:
-    """What a process tells now. When a series began is left out: of a sum it means nothing."""
-    return [
-        Family(
-            metric.name,
-            metric.documentation,
-            metric.type,
-            [
-                (sample.name, tuple(sorted(sample.labels.items())), float(sample.value))
-                for sample in metric.samples
-                if not sample.name.endswith("_created")
-            ],
-        )
-        for metric in registry.collect()
-    ]
-
-
-def merge(parts: Iterable[Sequence[Family]]) -> list[Family]:
-    """All of them as one process'."""
-    heads: dict[str, Family] = {}
-    values: dict[str, dict[Key, float]] = {}
-    for families in parts:
-        for family in families:
-            heads.setdefault(family.name, family)
-            found = values.setdefault(family.name, {})
-            for name, labels, value in family.samples:
-                before = found.get((name, labels))
-                if before is None:
-                    found[name, labels] = value
-                elif family.name in MAX:
-                    found[name, labels] = max(before, value)
-                else:
-                    found[name, labels] = before + value
-    return [
-        Family(name, head.text, head.kind, [(*key, value) for key, value in values[name].items()])
-        for name, head in heads.items()
-    ]
-
-
-class Retired:
-    """What processes had counted that are gone."""
-
-    def __init__(self) -> None:
-        self.families: list[Family] = []
-
-    def add(self, families: Sequence[Family]) -> None:
-        """The last word of one more."""
-        kept = [family for family in families if family.kind in _KEPT]
-        self.families = merge([self.families, kept])
-
-
-class MergedMetrics(Collector):
-    """Renders like a registry: `generate_latest(MergedMetrics(...))` asks for nothing else."""
-
-    def __init__(self, families: Sequence[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        """See Collector."""
-        for family in self._families:
-            metric = Metric(family.name, family.text, family.kind)
-            for name, labels, value in family.samples:
-                metric.add_sample(name, dict(labels), value)
-            yield metric
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -133,7 +44,8 @@ class MetricsReport(_Message, frozen=True):
     Collect, and a heartbeat."""
 
     call: int
-    families: list[Family]
+    figures: bytes
+    """list[Family], encoded: most are never looked at."""
     ready: bool
 
 
@@ -186,6 +98,8 @@ to_child: "msgspec.msgpack.Decoder[list[ToChild]]" = msgspec.msgpack.Decoder(lis
 
 logger = logging.getLogger(__name__)
 
+_families: "msgspec.msgpack.Decoder[list[Family]]" = msgspec.msgpack.Decoder(list[Family])
+_NOTHING = msgspec.msgpack.encode([])
 COLLECT_S = 1.0
 ANSWER_S = 1.0
 SCRAPE_S = 5.0
@@ -195,7 +109,7 @@ class _Child:
     def __init__(self, channel: "ipc.Channel[ToParent, ToChild]") -> None:
         self.channel = channel
         self.name = ""
-        self.families: list[Family] = []
+        self.figures = _NOTHING
         self.ready = False
         self.call = 0
         """The last Collect that it has answered."""
@@ -219,11 +133,12 @@ class WorkerHomes(Protocol):
 
 
 class ProcessHub:
-    """The parent's end. `registry` is the parent's own figures."""
+    """The parent's end. `registry` is the parent's own figures. `silent_s`: see MetricsText."""
 
     def __init__(
         self,
-        registry: CollectorRegistry,
+        registry: MetricsRegistry,
+        silent_s: float,
         silence_s: float,
         homes: WorkerHomes,
         on_silent: Callable[[str], None],
@@ -234,6 +149,8 @@ class ProcessHub:
         self._on_silent = on_silent
         self._children: set[_Child] = set()
         self._retired = Retired()
+        self._format = MetricsText(silent_s)
+        self._thread = ThreadPoolExecutor(1, "metrics")
         self._call = 0
         self._answered = asyncio.Event()
         self._scraping: set[asyncio.Task[None]] = set()
@@ -283,9 +200,16 @@ class ProcessHub:
                     await self._answered.wait()
             except TimeoutError:
                 break
-        parts = [child.families for child in self._children]
-        own = families_of(self._registry)
-        return generate_latest(MergedMetrics(merge([own, self._retired.families, *parts])))
+        build, retired = self._registry.take(), self._retired.families
+        figures = [child.figures for child in self._children]
+        loop = asyncio.get_running_loop()
+        now_s = loop.time()
+
+        def text() -> bytes:
+            parts = [_families.decode(part) for part in figures]
+            return self._format.text(merge([build(), retired, *parts]), now_s)
+
+        return await loop.run_in_executor(self._thread, text)
 
     def _ask(self) -> int:
         self._call += 1
@@ -298,7 +222,7 @@ class ProcessHub:
         if isinstance(message, Here):
             child.name = message.name
         elif isinstance(message, MetricsReport):
-            child.families, child.ready, child.call = message.families, message.ready, message.call
+            child.figures, child.ready, child.call = message.figures, message.ready, message.call
             self._answered.set()
         elif isinstance(message, Weights):
             self._homes.set_weights(message.weights)
@@ -315,7 +239,7 @@ class ProcessHub:
 
     def _lost(self, child: _Child) -> None:
         self._children.discard(child)
-        self._retired.add(child.families)
+        self._retired.add(_families.decode(child.figures))
         self._answered.set()
 
 
@@ -326,7 +250,7 @@ class HubLink:
     def __init__(
         self,
         name: str,
-        registry: CollectorRegistry,
+        registry: MetricsRegistry,
         is_ready: Callable[[], bool],
         on_worker_ended: Callable[[str, str, LossCause], None],
         on_orphaned: Callable[[], None],
@@ -340,6 +264,9 @@ class HubLink:
         self._channel.on_lost = lambda reason: on_orphaned()
         self._scrapes: dict[int, asyncio.Future[bytes]] = {}
         self._call = 0
+        # Of its own: behind other work of threads it would be taken for a process that hangs.
+        self._thread = ThreadPoolExecutor(1, "metrics")
+        self._reports: set[asyncio.Task[None]] = set()
 
     async def connect(self, path: Path) -> None:
         """Raises OSError where the parent is gone."""
@@ -348,8 +275,11 @@ class HubLink:
 
     def close(self) -> None:
         """Say nothing more; the last figures get out."""
-        self._report(0)
+        for report in self._reports:
+            report.cancel()
+        self._send(0, _encoded(self._registry.take()))
         self._channel.close()
+        self._thread.shutdown(wait=False)
 
     def set_weights(self, weights: dict[str, int]) -> None:
         """See WorkerHomes."""
@@ -381,7 +311,9 @@ class HubLink:
 
     def _receive(self, message: ToChild) -> None:
         if isinstance(message, Collect):
-            self._report(message.call)
+            task = asyncio.create_task(self._report(message.call))
+            self._reports.add(task)
+            task.add_done_callback(self._reports.discard)
         elif isinstance(message, WorkerEnded):
             self._on_worker_ended(message.worker_id, message.reason, message.cause)
         else:
@@ -389,5 +321,13 @@ class HubLink:
             if answer is not None and not answer.done():
                 answer.set_result(message.body)
 
-    def _report(self, call: int) -> None:
-        self._channel.send(MetricsReport(call, families_of(self._registry), self._is_ready()))
+    async def _report(self, call: int) -> None:
+        build, loop = self._registry.take(), asyncio.get_running_loop()
+        self._send(call, await loop.run_in_executor(self._thread, _encoded, build))
+
+    def _send(self, call: int, figures: bytes) -> None:
+        self._channel.send(MetricsReport(call, figures, self._is_ready()))
+
+
+def _encoded(build: Callable[[], list[Family]]) -> bytes:
+    return msgspec.msgpack.encode(build())

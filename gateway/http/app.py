@@ -66,8 +66,13 @@ class Application(Starlette):
         super().__init__(
             middleware=[
                 *cors(settings.cors_origins),
-                Middleware(RequestHeads, now_s=edge.clocks.now_s, now_at=edge.clocks.now_at),
-                Middleware(ErrorAnswers, metrics=edge.metrics),
+                Middleware(
+                    RequestHeads,
+                    now_s=edge.clocks.now_s,
+                    now_at=edge.clocks.now_at,
+                    metrics=edge.metrics,
+                ),
+                Middleware(ErrorAnswers),
                 Middleware(BodyBound, max_bytes=settings.max_body_bytes),
             ],
             routes=[
@@ -97,10 +102,23 @@ class Application(Starlette):
             lifespan=lifespan,
         )
         self.router.redirect_slashes = False
+        routes = [route for route in self.routes if isinstance(route, Route)]
+        self._paths = {route.endpoint: route.path for route in reversed(routes)}
+        self._prefixes = tuple(mounted)
         self.state.edge = edge
         self.state.usage_reports = UsageReports(settings, edge.clocks.now_at)
         self.connections = connections_of(settings)
         edge.metrics.watch_connections(self.connections)
+
+    def path_of(self, scope: Scope) -> str:
+        """For metrics: the path of the route that took a request, with its parameters' names. The
+        first of several that one function serves; `other` where no route did."""
+        endpoint = scope.get("endpoint")
+        path = None if endpoint is None else self._paths.get(endpoint)
+        if path is None:  # a client may ask for any path: none becomes a label
+            asked: str = scope["path"]
+            return next((p for p in self._prefixes if asked.startswith(p)), "other")
+        return path
 
     def build_middleware_stack(self) -> ASGIApp:
         """The layers alone, the first of the list outermost."""

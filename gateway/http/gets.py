@@ -14,12 +14,13 @@
 /v1/organization/costs                   is asked and told is usage_reports.py's
 """
 
+import asyncio
 from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -65,7 +66,8 @@ async def metrics(request: Request) -> Response:
     services = edge.services
     check_metrics_token(request.headers, services.settings.metrics_token)
     if services.scrape is None:
-        body = generate_latest(services.metrics_registry)
+        build, now_s = services.metrics_registry.take(), edge.clocks.now_s()
+        body = await asyncio.to_thread(lambda: edge.metrics_text.text(build(), now_s))
     else:
         body = await services.scrape()
     return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})

@@ -27,6 +27,7 @@ from gateway.errors import (
 )
 from gateway.metrics.metrics import Metrics
 from gateway.prepare.prepare import RandomBytes
+from gateway.types import AnswerNote
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,20 @@ def cors(origins: str) -> list[Middleware]:
 class RequestHeads:
     """A request's id and clock, and the headers that every answer carries.
 
-    Puts `http_id`, `arrived_s`, `dialect` and `answer_headers` into the request's state, and
-    `has_begun` once its answer has.
+    Puts `http_id`, `arrived_s`, `dialect`, `answer_headers` and `note` into the request's state,
+    and `has_begun` once its answer has. Each answer is counted once, when all of it was sent or its
+    client is gone.
     """
 
     def __init__(
-        self, app: ASGIApp, now_s: Callable[[], float], now_at: Callable[[], float]
+        self,
+        app: ASGIApp,
+        now_s: Callable[[], float],
+        now_at: Callable[[], float],
+        metrics: Metrics,
     ) -> None:
         self._app = app
+        self._answers = metrics.answers
         self._now_s = now_s
         self._now_at = now_at
         self._random = RandomBytes()
@@ -80,6 +87,7 @@ class RequestHeads:
             "arrived_s": arrived_s,
             "dialect": dialect,
             "answer_headers": answer_headers,
+            "note": (note := AnswerNote()),
             "has_begun": False,
         }
 
@@ -97,15 +105,16 @@ class RequestHeads:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+        route = scope["app"].path_of(scope)
+        self._answers.add(route, note.model, note.code, note.fault)
 
 
 class ErrorAnswers:
     """Whatever is raised becomes the dialect's error object. The named boundary of the gateway:
     nothing else catches all, and nothing raised gets further."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -115,6 +124,7 @@ class ErrorAnswers:
                 raise HTTPException(404)
             await self._app(scope, receive, send)
         except ClientGone:
+            scope["state"]["note"].client_gone()
             log.info("request %s: client gone", http_id)
         except ApiError as error:
             _let_go(error)
@@ -131,11 +141,11 @@ class ErrorAnswers:
     ) -> None:
         """The dialect's error object with the headers that SDKs obey."""
         state = scope["state"]
+        state["note"].fail(error.kind)
         if state["has_begun"]:
             # Too late for a status: the connection ends short, which the client can tell.
             log.error("request %s failed after it began: %s", state["http_id"], error)
             return
-        self._metrics.request_errors.labels(error.kind.code).inc()
         status, body = state["dialect"].error(error, state["http_id"])
         headers = error.headers()
         if b"x-should-retry" in dict(headers):

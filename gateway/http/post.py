@@ -62,6 +62,7 @@ class Post:
             arrived_s=state["arrived_s"],
             when_gone=watch.when_gone,
             answer_headers=state["answer_headers"],
+            note=state["note"],
             dialect="" if self._dialect is CHAT else self._dialect.name,
         )
         try:

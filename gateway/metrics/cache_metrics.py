@@ -14,6 +14,8 @@ class CacheSize:
 
     num_entries: int = 0
     num_bytes: int = 0
+    is_shared: bool = False
+    """Other gateway processes see the same store."""
     is_degraded: bool = False
     """The store was not there when it was asked last."""
 

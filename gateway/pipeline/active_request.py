@@ -42,7 +42,8 @@ import msgspec
 from engine.protocol import Usage
 from gateway.errors import DEADLINE_EXCEEDED, ApiError, ClientGone
 from gateway.limits.limits import Limiter, LimitReservation
-from gateway.metrics.metrics import Metrics, Times
+from gateway.metrics.counters import Times
+from gateway.metrics.metrics import Metrics
 from gateway.pricing.bill import bill
 from gateway.pricing.policy.pricing import Billed, most_nanos
 from gateway.protocols import UsageLedger
@@ -272,6 +273,7 @@ class ActiveRequest:
             raise
         finally:  # Who is cancelled here is posted all the same.
             await self._reservation.settle(0, 0, said.cost_nanos, now_at)
+        self._metrics.posted_cost.add(said.cost_nanos, self.request.model.name)
         return said.cost_nanos
 
     async def close(self) -> None:
@@ -329,7 +331,7 @@ class ActiveRequest:
             await reservation.settle(0, 0, 0, ended_at)
         else:
             await reservation.release()
-        self._count(ending, duration_s)
+        self._count(ending, duration_s, said)
         await self._is_open()  # Whatever became of it, post or void ends it.
         if said is None:
             await self._ledger.void(request.request_id)
@@ -385,7 +387,7 @@ class ActiveRequest:
             await asyncio.wait([self._opening])
         return not self._opening.cancelled() and self._opening.exception() is None
 
-    def _count(self, ending: Outcome, duration_s: float) -> None:
+    def _count(self, ending: Outcome, duration_s: float, said: Posting | None) -> None:
         metrics, name = self._metrics, self.request.model.name
         metrics.requests_ended.add(1, name, ending.outcome or "void")
         metrics.e2e_request_latency.of(name).observe(duration_s)
@@ -393,8 +395,24 @@ class ActiveRequest:
         if ending.outcome is not None:
             metrics.prompt_tokens.add(self.request.num_prompt_tokens, name)
             metrics.generation_tokens.add(ending.completion_tokens, name)
+            self._count_text(ending, duration_s)
+        if said is not None:
+            metrics.posted_cost.add(said.cost_nanos, name)
         for reason in ending.finish_reasons:
             metrics.request_success.add(1, name, reason)
+
+    def _count_text(self, ending: Outcome, duration_s: float) -> None:
+        metrics, name = self._metrics, self.request.model.name
+        metrics.prompt_length.of(name).observe(self.request.num_prompt_tokens)
+        num_tokens = ending.completion_tokens
+        if self._first_token_s is None:
+            return  # an encoder's
+        metrics.output_length.of(name).observe(num_tokens)
+        metrics.prefill_time.of(name).observe(max(0.0, ending.ttft_s - ending.queue_s))
+        decode_s = max(0.0, duration_s - ending.ttft_s)
+        metrics.decode_time.of(name).observe(decode_s)
+        if num_tokens > 1:
+            metrics.time_per_output_token.of(name).observe(decode_s / (num_tokens - 1))
 
 
 def open_record(request: PreparedRequest, principal: Principal, now_at: float) -> OpenRecord:

@@ -17,7 +17,9 @@ from gateway.ipc.control_socket import listening
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore
 from gateway.metrics.cache_metrics import CacheMetrics
-from gateway.metrics.metrics import Metrics, StateCollector
+from gateway.metrics.families import MetricsText
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.state_metrics import StateCollector
 from gateway.pipeline.active_request import Clocks
 from gateway.pipeline.pipeline import Pipeline, Services
 from gateway.pipeline.token_requests import TokenRequests
@@ -46,6 +48,7 @@ class Edge:
     cache: AnswerCache
     codecs: Codecs
     responses: ResponsesService
+    metrics_text: MetricsText
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -82,7 +85,7 @@ def build_edge(
 ) -> Edge:
     """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own."""
     settings = services.settings
-    metrics = Metrics(services.metrics_registry)
+    metrics = Metrics(services.metrics_registry, services.directory.model_names)
     store = services.limit_store
     limiter = Limiter(
         store,
@@ -117,6 +120,7 @@ def build_edge(
             num_open_holds=lambda: store.num_open,
             cache_size=lambda: cache.size,
             limits_degraded=lambda: store.is_degraded,
+            models=services.directory.model_names,
         )
     )
     pipeline = Pipeline(
@@ -142,6 +146,7 @@ def build_edge(
         cache,
         codecs,
         build_responses(*about, services.owner, clocks.now_at),
+        MetricsText(settings.metrics_silent_s),
     )
 
 

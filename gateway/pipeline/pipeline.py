@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from gateway.answer import encode_answer
 from gateway.answer.choice import Piece
 from gateway.answer.encode_answer import AnswerMemory, RowParts
@@ -34,6 +32,7 @@ from gateway.errors import ApiError, ClientGone
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore, MemoryStore
 from gateway.metrics.cache_metrics import CacheMetrics
+from gateway.metrics.families import MetricsRegistry
 from gateway.metrics.metrics import Metrics
 from gateway.pipeline.active_request import ActiveRequest, Clocks, Dependencies, TaskSet
 from gateway.pipeline.coalesce import CacheHits, InFlight
@@ -62,7 +61,7 @@ class Services:
     dispatcher: RequestDispatcher
     """The fair queue, in this process or another."""
     ledger: UsageLedger
-    metrics_registry: CollectorRegistry
+    metrics_registry: MetricsRegistry
     limit_store: LimitStore = field(default_factory=MemoryStore)
     """Counts of limits; the registry poll fills in what a restart has lost."""
     embedding_worker: EmbeddingWorker | None = None
@@ -151,6 +150,10 @@ class Pipeline:
         for name in names:
             self._metrics.ignored_fields.add(1, name if name in COUNTED else "other")
 
+    def _note_model(self, call: Call, name: str) -> None:
+        if self._directory.find_model(name) is not None:
+            call.note.model = name
+
     async def drain(self, timeout_s: float) -> None:
         """At shutdown: wait until every request that ended is settled and posted."""
         await self._tasks.drain(timeout_s)
@@ -164,6 +167,7 @@ class Pipeline:
             dialect = DIALECTS[call.dialect or kind]
             if wanted is None:
                 wanted = dialect.decode(body, self._tells_unknown)
+            self._note_model(call, wanted.model)
             about = principal, call.headers, dialect.id_prefix + call.http_id, now_at
             return await self._preparer.prepare(wanted, *about)
         about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
@@ -172,6 +176,7 @@ class Pipeline:
             asked = ollama_wire.decode_embed(body, most, self._tells_unknown)
         else:
             asked = encode_wire.decode(kind, body, most, self._tells_unknown)
+        self._note_model(call, asked.model)
         return await self._encode_preparer.prepare(asked, *about)
 
     def _parts(
@@ -227,9 +232,11 @@ class Pipeline:
             await active.fail(error)
             if not isinstance(error, ApiError):
                 raise
+            active.call.note.fail(error.kind)
             sink.write(encoder.error(error))
             return
         if active.is_gone:
+            active.call.note.client_gone()
             return
         flight.end(parts.choices[0], parts.cached_tokens)
         sink.write(encoder.end(ends_of(parts), usage_of(parts, active.times_s)))

@@ -105,6 +105,7 @@ class TokenRequests:
 
     async def _count(self, call: Call, principal: Principal, model: HostedModel) -> None:
         """One request, and nothing else of its limits."""
+        call.note.model = model.name
         request = PreparedRequest(
             request_id="tokens-" + call.http_id,
             kind="chat",

@@ -46,7 +46,8 @@ from gateway.http.http_server import running
 from gateway.ipc import ipc
 from gateway.ipc.control_socket import listening, operator_socket
 from gateway.limits.store import MemoryStore
-from gateway.metrics.metrics import Metrics, StateCollector
+from gateway.metrics.metrics import Metrics
+from gateway.metrics.state_metrics import StateCollector
 from gateway.protocols import LedgerSnapshot
 from gateway.server.process_parts import Resources, lose, resources
 from gateway.server.process_setup import (

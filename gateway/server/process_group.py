@@ -20,12 +20,14 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import Counter
 
 from admin.registration.bootstrap import DemoAccess
 from gateway.cluster.process_hub import ProcessHub
 from gateway.http.http_server import ABORT_GRACE_S, running
 from gateway.ipc import ipc
+from gateway.metrics.families import MetricsRegistry
+from gateway.metrics.metrics import watch_process
 from gateway.server.child_process import WORKER_STOP_TIMEOUT_S, ChildProcess, EarlyWorker
 from gateway.server.local_homes import LocalHomes
 from gateway.server.process_setup import ProcessConfig, hub_socket, on_stop_signals, write_config
@@ -60,7 +62,8 @@ class ProcessGroup:
         """`lock`: see process_setup.py. `early`: see child_process.py."""
         self._settings = settings
         self._listener = listener
-        self._registry = CollectorRegistry()
+        self._registry = MetricsRegistry()
+        watch_process(self._registry)
         about = (settings, slots, worker_command, self._on_worker_exit, self._registry)
         self._homes = LocalHomes(*about, early)
         # Bound alone, or another server would not have been noticed; from here on with children.
@@ -85,6 +88,7 @@ class ProcessGroup:
         )
         self._hub = ProcessHub(
             self._registry,
+            settings.metrics_silent_s,
             settings.dispatcher_timeout_s,
             self._homes,
             self._on_silent,

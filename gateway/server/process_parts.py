@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import zmq
-from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine
 
 from gateway.auth.directory import Directory
@@ -21,6 +20,8 @@ from gateway.auth.registry_poll import RegistryPoll
 from gateway.dispatch.dispatcher import Dispatcher
 from gateway.ledger.ledger_recovery import owner_of
 from gateway.limits.store import LimitStore
+from gateway.metrics.families import MetricsRegistry
+from gateway.metrics.metrics import watch_process
 from gateway.settings.settings import Settings
 from gateway.types import HostedModel
 from gateway.workers.curve_keys import WorkerAddress, key_pair
@@ -40,7 +41,7 @@ class Resources(NamedTuple):
     workers: Sequence[WorkerAddress]
     engine: Engine
     context: zmq.Context[zmq.Socket[bytes]]
-    registry: CollectorRegistry
+    registry: MetricsRegistry
 
     def clients(self, gateway_id: str, epoch: int = 0) -> dict[str, ZmqWorkerClient]:
         """A connection to each worker, not begun yet, by its name. `epoch`: of a dispatcher. Raises
@@ -98,7 +99,9 @@ def resources(settings: Settings, workers: Sequence[WorkerAddress]) -> Iterator[
     engine = make_engine(settings.registry_url)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
     try:
-        yield Resources(settings, workers, engine, context, CollectorRegistry())
+        registry = MetricsRegistry()
+        watch_process(registry)
+        yield Resources(settings, workers, engine, context, registry)
     finally:
         context.destroy(linger=0)
         engine.dispose()

@@ -77,6 +77,12 @@ class HttpSettings:
         "everybody who reaches the server can read tenant ids, model names and token counts. "
         "Empty: /metrics is closed.",
     )
+    metrics_silent_s: float = setting(
+        3600.0,
+        "GET /metrics leaves out the histograms of models that had no request for so long, so that "
+        "a large catalog is not megabytes a scrape. Their counts are kept.",
+        gt=0.0,
+    )
     keep_alive_timeout_s: float = setting(
         30.0, "How long a connection may be idle between two requests before it is closed.", gt=0.0
     )

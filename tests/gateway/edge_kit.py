@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import numpy as np
 import uvicorn
-from prometheus_client import CollectorRegistry
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from admin.app import AdminApp
@@ -41,6 +40,7 @@ from gateway.http.http_protocol import http_config
 from gateway.http.http_server import AcceptingServer
 from gateway.http.post import ClientWatch
 from gateway.limits.store import MemoryStore
+from gateway.metrics.families import MetricsRegistry
 from gateway.pipeline.edge import Edge, build_edge
 from gateway.pipeline.pipeline import Services
 from gateway.pricing.policy.pricing import PriceBook, Prices
@@ -449,7 +449,7 @@ def make_kit(
         directory=directory,
         dispatcher=dispatcher,
         ledger=ledger,
-        metrics_registry=CollectorRegistry(),
+        metrics_registry=MetricsRegistry(),
         embedding_worker=embedding,
         owner=owner,
     )

@@ -1,63 +1,28 @@
 """One answer to /metrics of several processes, and what else they tell one another."""
 
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Counter, Gauge, Histogram
 
 from gateway.cluster import process_hub as hub
-from gateway.cluster.process_hub import Family, HubLink, ProcessHub, Retired, families_of, merge
+from gateway.cluster.process_hub import HubLink, ProcessHub
 from gateway.ipc import ipc
+from gateway.metrics.families import MetricsRegistry
 from gateway.workers.worker_client import LossCause
 from tests.gateway.ipc.test_ipc import until
 
 
-def registry(count: float, gauge: float, ready: int = 1) -> CollectorRegistry:
+def registry(count: float, gauge: float, ready: int = 1) -> MetricsRegistry:
     """What one process counts."""
-    own = CollectorRegistry()
+    own = MetricsRegistry()
     Counter("polyhost_requests", "Asked.", ["model"], registry=own).labels("m").inc(count)
     Gauge("polyhost_open", "Open.", registry=own).set(gauge)
     Gauge("polyhost_ready", "Ready.", registry=own).set(ready)
     Histogram("polyhost_seconds", "Took.", buckets=(1.0, 2.0), registry=own).observe(count)
     return own
-
-
-def values(families: list[Family]) -> dict[str, float]:
-    return {name: value for family in families for name, _, value in family.samples}
-
-
-def test_sums_are_sums_and_what_is_one_thing_stays_one() -> None:
-    merged = values(merge([families_of(registry(1, 2)), families_of(registry(1.5, 3, ready=0))]))
-    assert merged["polyhost_requests_total"] == 2.5
-    assert merged["polyhost_open"] == 5
-    assert merged["polyhost_ready"] == 1
-    assert merged["polyhost_seconds_count"] == 2
-    assert not [name for name in merged if name.endswith("_created")]
-
-
-def test_labels_keep_series_apart() -> None:
-    one, two = CollectorRegistry(), CollectorRegistry()
-    for own, tenants in ((one, "ab"), (two, "bc")):
-        counter = Counter("polyhost_x", "X.", ["tenant"], registry=own)
-        for tenant in tenants:
-            counter.labels(tenant).inc()
-    (family,) = merge([families_of(one), families_of(two)])
-    assert {dict(labels)["tenant"]: value for _, labels, value in family.samples} == {
-        "a": 1,
-        "b": 2,
-        "c": 1,
-    }
-
-
-def test_counts_of_who_is_gone_are_kept_and_gauges_are_not() -> None:
-    retired = Retired()
-    retired.add(families_of(registry(1, 5)))
-    retired.add(families_of(registry(2, 5)))
-    kept = values(retired.families)
-    assert kept["polyhost_requests_total"] == 3
-    assert kept["polyhost_seconds_sum"] == 3
-    assert "polyhost_open" not in kept
 
 
 class Told:
@@ -77,6 +42,7 @@ class Told:
         own = registry(100, 0)
         return ProcessHub(
             own,
+            math.inf,
             silence_s,
             self,
             self.silent.append,
@@ -91,7 +57,7 @@ class Told:
     def kill(self, worker_id: str) -> None:
         self.restarts.append((worker_id, True))
 
-    def link(self, name: str, own: CollectorRegistry, *, ready: bool = True) -> HubLink:
+    def link(self, name: str, own: MetricsRegistry, *, ready: bool = True) -> HubLink:
         return HubLink(
             name,
             own,

@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import ModelStatus, Outcome, SwapRecord, WorkerStatus
 from gateway.dispatch.policy.reasons import OUTCOMES, REASONS_BEFORE_0_2, Reason
-from gateway.metrics.metrics import INTER_TOKEN_BUCKETS, LabelCounts, TimeHistogram
+from gateway.metrics.counters import LabelCounts, TimeHistogram
+from gateway.metrics.metrics import INTER_TOKEN_BUCKETS
 from tests.gateway.edge_kit import client_of, key_record, make_kit
 
 STATUS = WorkerStatus(

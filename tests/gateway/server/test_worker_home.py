@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
 
 from gateway.ipc import machine
+from gateway.metrics.families import MetricsRegistry
 from gateway.server import local_homes, worker_home
 from gateway.server.process_parts import REMOTE_SILENCE_S, Resources
 from gateway.server.worker_home import WorkerHome, serve_workers
@@ -78,7 +78,7 @@ def test_a_home_is_as_patient_as_the_setting_says_and_its_server_is_not(tmp_path
     home = WorkerHome(settings, [slot], WorkerGuard("", [], ""), context, SLEEP)
     addresses = [WorkerAddress("near", "ipc://near"), WorkerAddress("far", "tcp://far:7", "k" * 40)]
     engine = cast(Any, None)
-    server = Resources(settings, addresses, engine, context, CollectorRegistry()).clients("g")
+    server = Resources(settings, addresses, engine, context, MetricsRegistry()).clients("g")
     assert silence_s(home._clients["worker-0"]) == silence_s(server["near"]) == 15.0
     assert silence_s(server["far"]) == REMOTE_SILENCE_S
     context.destroy()
