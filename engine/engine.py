@@ -121,6 +121,7 @@ class Engine:
             "prompt_tokens": 0.0,
             "generation_tokens": 0.0,
             "batch_tokens": 0.0,
+            "batch_rows": 0.0,
             "deadline_timeouts": 0.0,
         }
         self._device_counters = dependencies.counters
@@ -376,7 +377,6 @@ class Engine:
             ended.queue.instance_id, ended.device_s, now_s, produced=ended.produced
         )
         self._counters["steps"] += 1
-        self._counters["batch_tokens"] += sum(item.row.num_scheduled_tokens for item in ended.rows)
 
     def _append(self, request: Request, sampled: SampledToken, now_s: float) -> None:
         token = sampled.token

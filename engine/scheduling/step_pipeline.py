@@ -312,6 +312,8 @@ class Charges:
             ended.device_s, [(row.num_scheduled_tokens, row_context(row)) for row in rows]
         )
         sizes = [row.num_scheduled_tokens for row in rows]
+        self._count("rows", len(rows))
+        self._count("tokens", sum(sizes))
         ended.queue.pace.observe(ended.device_s, sum(sizes), sum(n for n in sizes if n > 1))
         began_s = self._counters["busy_seconds"]
         busy_s = began_s + ended.device_s
@@ -335,6 +337,13 @@ class Charges:
                 request.memory_s += (busy_s - since_s) * held
                 request.held_since_s = busy_s
         self._counters["busy_seconds"] = busy_s
+
+    def _count(self, what: str, size: int) -> None:
+        """The sum, and the steps by size: `step_rows_le_8` counts those of 5 to 8 rows. A size that
+        never was has no counter."""
+        bucket = f"step_{what}_le_{1 << max(0, size - 1).bit_length()}"
+        for name, amount in ((f"batch_{what}", size), (bucket, 1)):
+            self._counters[name] = self._counters.get(name, 0.0) + amount
 
 
 def services(requests: Iterable[Request]) -> list[RequestService]:

@@ -5,7 +5,12 @@ A look copies what there is, on the event loop; families are made of it wherever
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, UnknownMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    UnknownMetricFamily,
+)
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -37,6 +42,14 @@ _COUNTERS = {
     "constraint_restarts": ("constraint_restarts", "Restarts of the process for token masks."),
     "weights_moved_pages": ("weights_moved_pages", "Weight pages moved to make room."),
 }
+
+
+# (name, text, how the worker counts them, the worker's sum)
+_STEP_SIZES = (
+    ("iteration_tokens_total", "Tokens of a step of the engine.", "step_tokens", "batch_tokens"),
+    ("iteration_rows", "Requests in a step of the engine.", "step_rows", "batch_rows"),
+)
+_SIZE_BOUNDS = tuple(1 << n for n in range(17))
 
 
 class StateCollector(Collector):
@@ -187,7 +200,10 @@ def _worker_metrics(workers: list[WorkerStatus]) -> Iterator[Metric]:
     labels = ["worker", "model_name", "state"]
     doc = "1 for the current state of the model."
     yield by(GaugeMetricFamily, "model_residency", doc, labels, states)
+    yield from _step_sizes(workers)
     for name in sorted({name for worker in workers for name in worker.counters}):
+        if "_le_" in name:
+            continue
         rows = (([w.worker_id], w.counters[name]) for w in workers if name in w.counters)
         if name in _COUNTERS:
             metric, doc = _COUNTERS[name]
@@ -196,6 +212,20 @@ def _worker_metrics(workers: list[WorkerStatus]) -> Iterator[Metric]:
             # Untyped: among the worker's own figures are counts and sizes.
             doc = "Figure reported by the worker."
             yield by(UnknownMetricFamily, f"engine_{name}", doc, ["worker"], rows)
+
+
+def _step_sizes(workers: list[WorkerStatus]) -> Iterator[Metric]:
+    """A worker counts its steps by powers of two."""
+    for name, doc, kind, total_name in _STEP_SIZES:
+        metric = HistogramMetricFamily(f"polyhost_{name}", doc, labels=["worker"])
+        for worker in workers:
+            num_steps, buckets = 0.0, []
+            for bound in _SIZE_BOUNDS:
+                num_steps += worker.counters.get(f"{kind}_le_{bound}", 0.0)
+                buckets.append((str(float(bound)), num_steps))
+            buckets.append(("+Inf", num_steps))
+            metric.add_metric([worker.worker_id], buckets, worker.counters.get(total_name, 0.0))
+        yield metric
 
 
 def _ledger_metrics(ledger: LedgerSnapshot) -> Iterator[Metric]:

@@ -31,7 +31,13 @@ STATUS = WorkerStatus(
     ],
     leases=[],
     swaps=[],
-    counters={"preemptions": 3.0, "steps": 8.0},
+    counters={
+        "preemptions": 3.0,
+        "steps": 8.0,
+        "batch_rows": 20.0,
+        "step_rows_le_1": 3.0,
+        "step_rows_le_8": 5.0,
+    },
 )
 
 
@@ -69,6 +75,11 @@ async def test_what_a_scrape_shows(tmp_path: Path) -> None:
         'polyhost_model_residency{model_name="org/a",state="resident",worker="w0"} 1.0',
         'polyhost_num_preemptions_total{worker="w0"} 3.0',
         'polyhost_engine_steps{worker="w0"} 8.0',
+        'polyhost_iteration_rows_bucket{le="1.0",worker="w0"} 3.0',
+        'polyhost_iteration_rows_bucket{le="4.0",worker="w0"} 3.0',
+        'polyhost_iteration_rows_bucket{le="8.0",worker="w0"} 8.0',
+        'polyhost_iteration_rows_bucket{le="+Inf",worker="w0"} 8.0',
+        'polyhost_iteration_rows_sum{worker="w0"} 20.0',
         'polyhost_num_requests_running{model_name="tiny"} 2.0',
         'polyhost_num_requests_waiting{model_name="tiny"} 1.0',
         'polyhost_service_seconds_total{tenant="ten_1"} 3.5',
@@ -78,6 +89,7 @@ async def test_what_a_scrape_shows(tmp_path: Path) -> None:
         "polyhost_ready 1.0",
     ):
         assert line in text, line
+    assert "_le_" not in text
 
 
 async def test_decisions_are_counted_under_new_and_old_reasons(
