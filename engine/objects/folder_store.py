@@ -2,11 +2,16 @@
 
     root/tenant/kind/3f/3f9c...     the object; 256 folders a kind, so that none becomes large
     root/tenant/kind/3f/.7b1e...    an object that is being written
+    root/.owner                     whose objects these are: the name of the owner's database
 
 An object is written into a temporary file beside its place, synced and renamed, and then the folder
 is synced: after a crash it is there whole or not at all. Folders are 0700 and files 0600, and a
 folder that is made is synced into its parent. Nothing follows a symbolic link out of the folder:
 names have no separators of their own, and files are opened with O_NOFOLLOW.
+
+A folder on a volume that is not mounted is an empty folder, or none, and would have every object
+missing. So the first that is put leaves the owner's name in the folder. Where the owner has objects
+and its name is not there, the store is away (`StoreAway`): nothing is read, put or deleted.
 """
 
 import contextlib
@@ -15,11 +20,13 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from engine.objects.object_store import (
     NUM_PARTS,
     ObjectMissing,
     ObjectStat,
+    StoreAway,
     StoredObject,
     checked,
     is_part,
@@ -32,15 +39,55 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
+OWNER_FILE = ".owner"
+
+
+class FolderOwner(Protocol):
+    """Whose objects a folder has. May block, and raise what its database raises."""
+
+    def name(self) -> str:
+        """Always the same, and no other owner's."""
+
+    def has_objects(self) -> bool:
+        """Whether it has put any that are not deleted."""
+
+
 class FolderStore:
     """See the module. The folder is made when the first object is put."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, owner: FolderOwner | None = None) -> None:
+        """`owner` None: whatever is in the folder is its user's."""
         self._root = root
+        self._owner = owner
+
+    def check(self) -> None:
+        """See ObjectStore."""
+        if self._owner is not None:
+            self._is_claimed(self._owner)
+
+    def _is_claimed(self, owner: FolderOwner) -> bool:
+        """Whether its name is in the folder; it may be put there where it is not. Raises
+        StoreAway."""
+        path, name = self._root / OWNER_FILE, owner.name()
+        found = _text_of(path)
+        if found == name:
+            return True
+        if found is None and not owner.has_objects():
+            return False
+        if found is None and any(self._found("")):  # an earlier release left no name
+            self._claim(name)
+            return True
+        what = "has no objects" if found is None else "has the objects of another database"
+        raise StoreAway(
+            f"the folder {self._root} {what}: mount the right one, or set objects_dir. If what was "
+            f"stored is gone for good, write {name} into {path}"
+        )
 
     def put(self, name: str, data: bytes) -> StoredObject:
         """See ObjectStore."""
         path = self._path(name)
+        if self._owner is not None and not self._is_claimed(self._owner):
+            self._claim(self._owner.name())
         folder = path.parent
         temporary = folder / f"{_TEMPORARY}{secrets.token_hex(16)}"
         try:
@@ -92,11 +139,16 @@ class FolderStore:
         try:
             self._path(name).unlink()
         except (FileNotFoundError, NotADirectoryError):
+            self.check()
             return False
         return True
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         """See ObjectStore."""
+        self.check()
+        yield from self._found(prefix)
+
+    def _found(self, prefix: str) -> Iterator[ObjectStat]:
         below = prefix.rstrip("/")
         parts = checked(below, min(below.count("/") + 1, NUM_PARTS - 1)) if below else []
         for folder in _below(self._root.joinpath(*parts), NUM_PARTS - 1 - len(parts)):
@@ -110,6 +162,7 @@ class FolderStore:
 
     def delete_unfinished(self, before_at: float) -> int:
         """See ObjectStore."""
+        self.check()
         num = 0
         for folder in _below(self._root, NUM_PARTS - 1):
             for entry in _files(folder):
@@ -121,6 +174,22 @@ class FolderStore:
                         num += 1
         return num
 
+    def _claim(self, name: str) -> None:
+        """Of several processes that come first, one writes it, whole."""
+        _make_folders(self._root)
+        path = self._root / OWNER_FILE
+        made = path.with_name(f"{OWNER_FILE}.{secrets.token_hex(8)}")
+        descriptor = os.open(made, _NEW_FILE, 0o600)
+        try:
+            with open(descriptor, "wb", buffering=0) as file:
+                _write_all(file.fileno(), name.encode())
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
+        finally:
+            made.unlink()
+        _sync_folder(self._root)
+
     def _path(self, name: str) -> Path:
         tenant, kind, own = checked(name, NUM_PARTS)
         return self._root / tenant / kind / own[:_SHARD_CHARS] / own
@@ -130,11 +199,19 @@ class FolderStore:
         try:
             descriptor = os.open(self._path(name), _OLD_FILE)
         except (FileNotFoundError, NotADirectoryError) as error:
+            self.check()
             raise ObjectMissing(name) from error
         try:
             yield descriptor
         finally:
             os.close(descriptor)
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text("ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _stat(name: str, found: os.stat_result) -> ObjectStat:

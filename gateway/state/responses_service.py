@@ -21,7 +21,6 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from engine.objects.folder_store import FolderStore
 from gateway.api.bodies import invalid
 from gateway.api.wire import WireRequest
 from gateway.auth.auth import authenticate, find_model
@@ -46,6 +45,7 @@ from gateway.state import item_references
 from gateway.state.background import BackgroundRuns
 from gateway.state.conversations_service import ConversationsService
 from gateway.state.item_pages import item_page, page_of
+from gateway.state.objects import objects_of
 from gateway.state.response_store import (
     ChainBroken,
     ChainTooLong,
@@ -347,9 +347,10 @@ def build_responses(
 ) -> ResponsesService:
     """Of one gateway process, which background responses name as `owner`. Connects to the database
     and makes folders when first asked."""
+    engine = make_engine(settings.registry_url)
     store = ResponseStore(
-        make_engine(settings.registry_url),
-        FolderStore(settings.objects_path(settings.data_path)),
+        engine,
+        objects_of(engine, settings),
         settings.max_stored_responses,
         settings.max_body_bytes,
         wall_clock,
