@@ -24,6 +24,7 @@ from gateway.api.wire import Message
 from gateway.api.wire_body import MAX_PARTS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 
+MAX_ID_CHARS = 128
 _NOTHING = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"[]")
 ID_PREFIXES = {
@@ -105,12 +106,24 @@ def messages_of(
 
 
 def kept_items(items: Iterable[Item], unique: str) -> list[dict[str, Any]]:
-    """The items as they are stored and shown. Who sent no id gets one with `unique` in it."""
+    """The items as they are stored and shown. Who sent no id, or one that no address can have, gets
+    one with `unique` in it."""
     return [_kept(item, f"{unique}i{number}") for number, item in enumerate(items)]
 
 
+def is_usable_id(item_id: str) -> bool:
+    """It can be part of an address: clients shorten paths with `.` and `..`."""
+    return (
+        0 < len(item_id) <= MAX_ID_CHARS
+        and item_id.isprintable()
+        and not {".", ".."}.intersection(item_id.split("/"))
+    )
+
+
 def _kept(item: Item, name: str) -> dict[str, Any]:
-    own_id = item.id or ID_PREFIXES.get(item.type, "item_") + name
+    own_id = item.id or ""
+    if not is_usable_id(own_id):
+        own_id = ID_PREFIXES.get(item.type, "item_") + name
     kept: dict[str, Any] = {"id": own_id, "type": item.type, "status": item.status or "completed"}
     if item.type == "message":
         is_own = item.role == "assistant"

@@ -44,6 +44,8 @@ ID_PREFIX = "resp_"
 MAX_ITEMS = 8192
 MAX_USER_CHARS = 4096
 _NOTHING = msgspec.Raw(b"null")
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+"""Of what answers repeat and lists show: pairs, and the characters of each."""
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -358,7 +360,7 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
         "conversation": None if conversation_id is None else {"id": conversation_id},
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},
+        "metadata": metadata_of(asked.metadata),
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": asked.previous_response_id or None,
         "reasoning": {"effort": effort, "summary": None},
@@ -379,6 +381,24 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "user": asked.user,
     }
+
+
+def metadata_of(raw: msgspec.Raw) -> dict[str, str]:
+    """The caller's own notes, bounded as OpenAI has it. Raises ApiError."""
+    found = small_field("metadata", raw, _metadata_decoder) or {}
+    if len(found) > MAX_METADATA:
+        message = f"metadata has {len(found)} keys, the maximum is {MAX_METADATA}"
+        raise invalid("metadata", message)
+    for key, value in found.items():
+        if len(key) > MAX_KEY_CHARS:
+            message = f"a key of metadata has {len(key)} characters, the maximum is {MAX_KEY_CHARS}"
+            raise invalid("metadata", message)
+        if len(value) > MAX_VALUE_CHARS:
+            param = f"metadata.{key}"
+            raise invalid(
+                param, f"{param} has {len(value)} characters, the maximum is {MAX_VALUE_CHARS}"
+            )
+    return found
 
 
 def _plain(value: Any) -> Any:

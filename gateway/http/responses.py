@@ -5,14 +5,16 @@
     GET     /v1/responses/{id}/input_items     a page of the items it was made of
     POST    /v1/responses/{id}/cancel          a background response stops
 
-They need a key with the scope `inference`, and take nothing of any limit.
+They need a key with the scope `inference`. `input_items` reads up to a thousand objects and counts
+as a request in limits. The others read one or none and take nothing of any limit: who waits for a
+background response asks again and again.
 """
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
-from gateway.http.gets import caller, json_text, params_of
+from gateway.http.gets import caller, counted_caller, json_text, params_of
 from gateway.pipeline.edge import Edge
 from gateway.state.responses_service import ResponsesService
 
@@ -36,7 +38,7 @@ async def remove(request: Request) -> Response:
 
 async def input_items(request: Request) -> Response:
     """A page."""
-    principal, params = caller(request), params_of(request)
+    principal, params = await counted_caller(request), params_of(request)
     return json_text(await _service(request).input_items(principal, _id(request), params))
 
 

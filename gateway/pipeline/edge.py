@@ -39,6 +39,7 @@ class Edge:
     services: Services
     pipeline: Pipeline
     token_requests: TokenRequests
+    limiter: Limiter
     preparer: Preparer
     store: LimitStore
     metrics: Metrics
@@ -135,6 +136,7 @@ def build_edge(
         services,
         pipeline,
         token_requests,
+        limiter,
         preparer,
         store,
         metrics,

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol import SamplingParams
 from gateway.api import token_wire
 from gateway.api.bodies import invalid
 from gateway.api.wire import WireRequest
@@ -27,7 +26,7 @@ from gateway.pipeline.active_request import Clocks
 from gateway.prepare.prepare import Encoded, Preparer
 from gateway.text.codecs import Codecs, TextModel
 from gateway.text.detokenize import TextStream
-from gateway.types import Answer, Call, HostedModel, JsonAnswer, PreparedRequest, Principal
+from gateway.types import Answer, Call, HostedModel, JsonAnswer, Principal
 
 
 class TokenRequests:
@@ -105,17 +104,8 @@ class TokenRequests:
 
     async def _count(self, call: Call, principal: Principal, model: HostedModel) -> None:
         """One request, and nothing else of its limits."""
-        request = PreparedRequest(
-            request_id="tokens-" + call.http_id,
-            kind="chat",
-            model=model,
-            prompt_token_ids=[],
-            max_tokens=0,
-            sampling=SamplingParams(),
-            stop_token_ids=[],
-        )
-        reservation = await self._limiter.reserve(principal, request, call.answer_headers)
-        await reservation.settle(0, 0, 0, self._clocks.now_at())
+        request_id = "tokens-" + call.http_id
+        await self._limiter.count(principal, request_id, call.answer_headers, model)
 
 
 def _check_ids(model: HostedModel, ids: Sequence[int]) -> None:

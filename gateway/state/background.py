@@ -135,6 +135,7 @@ class BackgroundRuns:
         if task.done() and not running.admitted.done() and task.exception() is not None:
             await saving.forget()
             task.result()  # raises
+        await saving.keep()
         return JsonAnswer([response])
 
     def stop(self, response_id: str) -> None:

@@ -127,6 +127,16 @@ class Saving:
         self.record = stored or self.record
         return self._is_stored
 
+    async def keep(self) -> None:
+        """What was begun runs: whoever sends its key again gets it. Where that cannot be stored,
+        they are told that it runs until the claim is over."""
+        if not self.has_claim:
+            return
+        try:
+            await self._threads.write(lambda: self._store.keep_key(self.record))
+        except SQLAlchemyError as error:
+            log.warning("response %s: its key is not kept: %s", self.record.id, error)
+
     async def give_up(self) -> None:
         """Unless it is stored: its key is free for another try."""
         if self.has_claim and not self._is_stored:

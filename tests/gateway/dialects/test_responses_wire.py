@@ -192,6 +192,9 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"messages": []}, "messages"),
         ({"metadata": {"a": "b" * 70_000}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"ok": "", "a": "b" * 513}}, "metadata.a"),
         ({"user": "u" * 5000}, "user"),
         ({"safety_identifier": "u" * 5000}, "safety_identifier"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
@@ -204,6 +207,11 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str) -> 
         asked(**{"items": fields.pop("input", "a"), **fields})
     assert caught.value.kind.status == 400
     assert caught.value.param == param
+
+
+def test_metadata_has_openais_bounds() -> None:
+    most = {f"{n:064}": "ä" * 512 for n in range(16)}
+    assert asked(metadata=most).shown["metadata"] == most
 
 
 def test_unknown_fields_are_told_by_the_setting() -> None:
