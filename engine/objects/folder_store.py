@@ -31,11 +31,11 @@ from engine.objects.object_store import (
     checked,
     is_part,
 )
+from engine.objects.whole_files import NEW_FILE, sync_folder, write_new, write_once
 
 _SHARD_CHARS = 2
 _READ_BYTES = 1 << 20
 _TEMPORARY = "."
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -91,20 +91,18 @@ class FolderStore:
         folder = path.parent
         temporary = folder / f"{_TEMPORARY}{secrets.token_hex(16)}"
         try:
-            descriptor = os.open(temporary, _NEW_FILE, 0o600)
+            descriptor = os.open(temporary, NEW_FILE, 0o600)
         except FileNotFoundError:
             _make_folders(folder)
-            descriptor = os.open(temporary, _NEW_FILE, 0o600)
+            descriptor = os.open(temporary, NEW_FILE, 0o600)
         try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+            write_new(descriptor, data)
             temporary.rename(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(folder)
+        sync_folder(folder)
         return StoredObject(name, len(data), hashlib.sha256(data).hexdigest())
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -175,20 +173,8 @@ class FolderStore:
         return num
 
     def _claim(self, name: str) -> None:
-        """Of several processes that come first, one writes it, whole."""
         _make_folders(self._root)
-        path = self._root / OWNER_FILE
-        made = path.with_name(f"{OWNER_FILE}.{secrets.token_hex(8)}")
-        descriptor = os.open(made, _NEW_FILE, 0o600)
-        try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), name.encode())
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(made, path)
-        finally:
-            made.unlink()
-        _sync_folder(self._root)
+        write_once(self._root / OWNER_FILE, name.encode())
 
     def _path(self, name: str) -> Path:
         tenant, kind, own = checked(name, NUM_PARTS)
@@ -218,12 +204,6 @@ def _stat(name: str, found: os.stat_result) -> ObjectStat:
     return ObjectStat(name, found.st_size, found.st_mtime)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 def _make_folders(folder: Path) -> None:
     """Those that are missing, each synced into its parent."""
     missing = [folder]
@@ -231,15 +211,7 @@ def _make_folders(folder: Path) -> None:
         missing.append(missing[-1].parent)
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-        _sync_folder(each.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(each.parent)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:

@@ -162,6 +162,9 @@ class ResponsesStream:
             self._say(f"response.{part['type']}.done", body, out)
             self._say("response.content_part.done", {**self._at(), "part": part}, out)
             item["content"] = [part]
+            asked = self._prepared.asked
+            if item["type"] == "reasoning" and asked is not None and asked.seal is not None:
+                item["encrypted_content"] = asked.seal.seal(text, asked.model)
         place = {"output_index": len(self.items) - 1, "item": item}
         self._say("response.output_item.done", place, out)
 

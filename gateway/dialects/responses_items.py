@@ -5,7 +5,8 @@ its output. Comes in: items, of a body or of stored responses. Goes out: message
 template, in which reasoning, text and calls of the assistant that follow one another are one:
 
     message                 of any role; text parts
-    reasoning               its `content`, as an earlier answer of this server had it
+    reasoning               its `content`, as an earlier answer of this server had it, or the text
+                            that it sealed as `encrypted_content` (`opened`)
     function_call           a call; what `function_call_output` answers
     item_reference          of a stored item: gateway/state/item_references.py; others are refused
 
@@ -23,6 +24,7 @@ from gateway.api.tool_types import CalledFunction, ToolCall
 from gateway.api.wire import Message
 from gateway.api.wire_body import MAX_PARTS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import SEALED, SealBroken, TenantSeal
 
 MAX_ID_CHARS = 128
 _NOTHING = msgspec.Raw(b"null")
@@ -78,6 +80,25 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
+
+
+def opened(item: Item, place: str, model: str, seal: TenantSeal) -> Item:
+    """Reasoning that this server sealed, with its text as content; all else as it is. Raises
+    ApiError where it does not open."""
+    try:
+        sealed = msgspec.json.decode(item.encrypted_content, type=str | None)
+        if not sealed or not sealed.startswith(SEALED):
+            return item
+        text = seal.open(sealed, model)
+    except (SealBroken, msgspec.ValidationError) as error:
+        param = f"{place}.encrypted_content"
+        raise invalid(
+            param,
+            f"{param} does not open for this key and model: send the item as it was received, or "
+            "leave it out",
+        ) from error
+    content = [Part("reasoning_text", text)]
+    return msgspec.structs.replace(item, content=content, encrypted_content=_NOTHING)
 
 
 def messages_of(

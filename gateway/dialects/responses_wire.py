@@ -37,8 +37,9 @@ from gateway.api.tool_types import (
 )
 from gateway.api.wire import Message, WireRequest, small_field
 from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS
-from gateway.dialects.responses_items import Item, Part, messages_of, needed
+from gateway.dialects.responses_items import Item, Part, messages_of, needed, opened
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import TenantSeal
 
 ID_PREFIX = "resp_"
 MAX_ITEMS = 8192
@@ -48,6 +49,7 @@ MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 """Of what answers repeat and lists show: pairs, and the characters of each."""
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
 
 
 # What answers repeat, three times in a stream, is bounded where no prompt bounds it.
@@ -198,12 +200,12 @@ class AskedResponse:
         )
 
 
-def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
+def decode(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
     """The request of a body alone. Raises ApiError."""
-    return decode_asked(body, tells_unknown).wire
+    return decode_asked(body, tells_unknown, seal).wire
 
 
-def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
+def decode_asked(body: bytes, tells_unknown: bool, seal: TenantSeal) -> AskedResponse:
     """Raises ApiError."""
     asked, told = decode_telling(_decoder, body, _SHAPE, tells_unknown)
     _refuse_unserved(asked)
@@ -214,9 +216,13 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
     effort = asked.reasoning.effort if asked.reasoning is not None else None
     top_p = 1.0 if asked.top_p is None else max(asked.top_p, _SMALLEST_TOP_P)
     instructions = _instructions(asked)
-    items = (
-        [Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
-    )
+    if isinstance(asked.input, str):
+        items = [Item(role="user", content=asked.input)]
+    else:
+        items = [
+            opened(item, f"input[{number}]", asked.model, seal)
+            for number, item in enumerate(asked.input)
+        ]
     wire = WireRequest(
         kind="chat",
         model=asked.model,
@@ -234,6 +240,7 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
         response_format=form,
         reasoning=reasoning_of(effort, None),
         service_tier=TOLD_TIERS.get(asked.service_tier or "", ""),
+        seal=seal if _SEALED in (asked.include or ()) else None,
         shown=_shown(asked, effort),
         num_bytes=len(body),
         ignored=told.names,
@@ -296,7 +303,7 @@ def _tell(asked: ResponsesBody, told: ToldFields) -> None:
     for name, is_told in (
         ("truncation", asked.truncation == "auto"),
         ("max_tool_calls", asked.max_tool_calls is not None),
-        ("include", asked.include),
+        ("include", set(asked.include or ()) - {_SEALED}),
         ("service_tier", asked.service_tier == "scale"),
         ("stream_options.include_obfuscation", asked.stream_options is not None
          and asked.stream_options.include_obfuscation),

@@ -272,6 +272,7 @@ class _Item(_Struct):
     role: Literal["assistant"] | None = None
     content: list[_Part] = []
     summary: list[Any] = []
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None

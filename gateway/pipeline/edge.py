@@ -24,6 +24,8 @@ from gateway.pipeline.token_requests import TokenRequests
 from gateway.prepare.encode_prepare import EncodePreparer
 from gateway.prepare.lengths import PrepareBounds
 from gateway.prepare.prepare import Preparer
+from gateway.sealing.master_keys import read_keys
+from gateway.sealing.seals import Seals
 from gateway.settings.http_settings import REASONING_FIELDS
 from gateway.state.responses_service import ResponsesService, build_responses
 from gateway.text.codecs import Codecs
@@ -81,7 +83,8 @@ class Edge:
 def build_edge(
     services: Services, clocks: Clocks = REAL_CLOCKS, pool: PreparePool | None = None
 ) -> Edge:
-    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own."""
+    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own.
+    Raises SealKeyError."""
     settings = services.settings
     metrics = Metrics(services.metrics_registry)
     store = services.limit_store
@@ -120,15 +123,16 @@ def build_edge(
             limits_degraded=lambda: store.is_degraded,
         )
     )
-    pipeline = Pipeline(
-        services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
-    )
+    seals = Seals(read_keys(settings))
+    stages = preparer, encode_preparer, limiter, cache
+    pipeline = Pipeline(services, *stages, metrics, cache_metrics, clocks, seals)
     token_requests = TokenRequests(
         services.directory,
         preparer,
         codecs,
         limiter,
         clocks,
+        seals,
         settings.unknown_fields == "tell",
     )
     about = settings, services.directory, metrics, pipeline.handle
@@ -143,7 +147,7 @@ def build_edge(
         clocks,
         cache,
         codecs,
-        build_responses(*about, services.owner, clocks.now_at),
+        build_responses(*about, services.owner, clocks.now_at, seals),
     )
 
 

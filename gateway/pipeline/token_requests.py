@@ -24,6 +24,7 @@ from gateway.errors import context_overflow, wrong_task
 from gateway.limits.limits import Limiter
 from gateway.pipeline.active_request import Clocks
 from gateway.prepare.prepare import Encoded, Preparer
+from gateway.sealing.seals import Seals
 from gateway.text.codecs import Codecs, TextModel
 from gateway.text.detokenize import TextStream
 from gateway.types import Answer, Call, HostedModel, JsonAnswer, Principal
@@ -39,6 +40,7 @@ class TokenRequests:
         codecs: Codecs,
         limiter: Limiter,
         clocks: Clocks,
+        seals: Seals,
         tells_unknown: bool,
     ) -> None:
         self._directory = directory
@@ -46,6 +48,7 @@ class TokenRequests:
         self._codecs = codecs
         self._limiter = limiter
         self._clocks = clocks
+        self._seals = seals
         self._tells_unknown = tells_unknown
 
     async def tokenize(self, call: Call) -> Answer:
@@ -68,7 +71,8 @@ class TokenRequests:
         """Raises ApiError."""
         principal = self._authenticate(call)
         body = await call.receive_body()
-        asked = messages_wire.decode(body, self._tells_unknown, needs_length=False)
+        seal = self._seals.of(principal.tenant_id)
+        asked = messages_wire.decode(body, self._tells_unknown, seal, needs_length=False)
         found = await self._encoded(
             call, principal, msgspec.structs.replace(asked, max_tokens=None)
         )

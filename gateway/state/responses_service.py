@@ -39,6 +39,7 @@ from gateway.errors import (
     ApiError,
 )
 from gateway.metrics.metrics import Metrics
+from gateway.sealing.seals import Seals
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
 from gateway.state import item_references
@@ -85,6 +86,7 @@ class ResponsesService:
         background: BackgroundRuns,
         run: Run,
         wall_clock: Callable[[], float],
+        seals: Seals,
     ) -> None:
         self._settings = settings
         self._tells_unknown = settings.unknown_fields == "tell"
@@ -96,6 +98,7 @@ class ResponsesService:
         self._background = background
         self._run = run
         self._wall_clock = wall_clock
+        self._seals = seals
         self.conversations = ConversationsService(
             store.conversations,
             threads,
@@ -124,7 +127,8 @@ class ResponsesService:
         viewer = self._viewer(principal)
         if item_references.WORD in sent:
             body = await self._with_items(viewer, sent)
-        asked = responses_wire.decode_asked(body, self._tells_unknown)
+        seal = self._seals.of(principal.tenant_id)
+        asked = responses_wire.decode_asked(body, self._tells_unknown, seal)
         if asked.is_stateless:
             return await self._run(call, asked.wire)
         if not self._retention_days(principal):
@@ -344,6 +348,7 @@ def build_responses(
     run: Run,
     owner: str,
     wall_clock: Callable[[], float],
+    seals: Seals,
 ) -> ResponsesService:
     """Of one gateway process, which background responses name as `owner`. Connects to the database
     and makes folders when first asked."""
@@ -358,7 +363,7 @@ def build_responses(
     threads = StateThreads(settings.state_threads, settings.max_state_waiting)
     background = BackgroundRuns(store, threads, run, owner, wall_clock)
     about = store, threads, metrics, background
-    return ResponsesService(settings, directory, *about, run, wall_clock)
+    return ResponsesService(settings, directory, *about, run, wall_clock, seals)
 
 
 class _Background(msgspec.Struct):
