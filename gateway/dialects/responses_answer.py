@@ -15,13 +15,14 @@ Every event has a `sequence_number`, without gaps. Clients rebuild the answer fr
 done, so nothing is left open. Errors before the stream are OpenAI's error object.
 
 A stored response is told only when it is stored, so a stream's last event is held back
-(`last_event`). One that is stored already is told as a stream by `replayed`.
+(`last_event`). One that is stored already is told as a stream by `replayed`. A background response
+has `response.queued` behind `response.created`, both told before there is anything of it.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -42,6 +43,8 @@ from gateway.prepare.prepare import Prepared
 _encode = msgspec.json.Encoder().encode
 _ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+NUM_BEFORE = 2
+"""Events of a background response that are told before anything of it is made."""
 _LAST = re.compile(rb"^event: response\.(completed|incomplete|failed)\ndata: ", re.MULTILINE)
 
 
@@ -67,7 +70,11 @@ class ResponsesStream:
         """Told so far; the last one may be open."""
         self._text: list[str] = []
         self._is_open = False
-        self._number = 0
+        asked = prepared.asked
+        is_background = asked is not None and bool(asked.shown.get("background"))
+        self._begins = () if is_background else ("response.created",)
+        self._number = NUM_BEFORE if is_background else 0
+        self._has_begun = False
 
     def piece(self, piece: Piece) -> bytes:
         """See StreamEncoder."""
@@ -94,9 +101,10 @@ class ResponsesStream:
         return b"".join(out)
 
     def _begin(self) -> list[bytes]:
-        if self._number:
+        if self._has_begun:
             return []
-        names = ("response.created", "response.in_progress")
+        self._has_begun = True
+        names = (*self._begins, "response.in_progress")
         return [self._response(name, "in_progress", None) for name in names]
 
     def _event(self, event: Event, out: list[bytes]) -> None:
@@ -303,39 +311,83 @@ def last_event(data: bytes) -> LastEvent | None:
     return LastEvent(before, status, last.sequence_number, bytes(last.response))
 
 
+def queued_events(response: bytes) -> list[bytes]:
+    """The first NUM_BEFORE events of a background response."""
+    return [_numbered(*event) for event in enumerate(_before(msgspec.json.decode(response)))]
+
+
 def replayed(response: bytes) -> bytes:
     """A whole stream of a response that has ended: each item at once."""
+    return replayed_from(response, (), 0)
+
+
+def replayed_from(response: bytes, cuts: Sequence[Sequence[int]], at: int) -> bytes:
+    """The events of a response that has ended, from number `at` on. `cuts`: of each item the
+    lengths of its deltas; without them a text is one. Of one that was cancelled, or failed and was
+    not stored so far, there is the last event at least."""
     body = msgspec.json.decode(response)
-    return b"".join(
-        _spelled(name, {"sequence_number": number, **event})
-        for number, (name, event) in enumerate(_replayed(body))
-    )
+    events = list(enumerate(_replayed(body, cuts)))
+    if at >= len(events) and body["status"] not in ("completed", "incomplete"):
+        return _numbered(at, events[-1][1])
+    return b"".join(_numbered(*event) for event in events[at:])
 
 
-def _replayed(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = {**body, "status": "in_progress", "output": [], "usage": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
+_Told: TypeAlias = tuple[str, dict[str, Any]]
+
+
+def _numbered(number: int, event: _Told) -> bytes:
+    return _spelled(event[0], {"sequence_number": number, **event[1]})
+
+
+def _begun(body: dict[str, Any], status: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("usage", "error", "incomplete_details"))
+    return {"response": {**body, **nothing, "status": status, "output": []}}
+
+
+def _before(body: dict[str, Any]) -> Iterator[_Told]:
+    yield "response.created", _begun(body, "queued")
+    yield "response.queued", _begun(body, "queued")
+
+
+def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[int]]) -> Iterator[_Told]:
+    begun = _begun(body, "in_progress")
+    if body["background"]:
+        yield from _before(body)
+    else:
+        yield "response.created", begun
+    yield "response.in_progress", begun
     for index, item in enumerate(body["output"]):
+        own = cuts[index] if index < len(cuts) else None
         at = {"item_id": item["id"], "output_index": index}
         is_call = item["type"] == "function_call"
         empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
         added = {**item, **empty, "status": "in_progress"}
+        added.pop("encrypted_content", None)
         yield "response.output_item.added", {"output_index": index, "item": added}
         if is_call:
             name, text = "response.function_call_arguments", item["arguments"]
-            yield f"{name}.delta", {**at, "delta": text}
+            for piece in _pieces(text, own):
+                yield f"{name}.delta", {**at, "delta": piece}
             yield f"{name}.done", {**at, "arguments": text, "name": item["name"]}
         for number, part in enumerate(item.get("content", ())):
             place = {**at, "content_index": number}
             kind, text = part["type"], part["text"]
             scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
             yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            yield f"response.{kind}.delta", {**place, "delta": text, **scores}
+            for piece in _pieces(text, own):
+                yield f"response.{kind}.delta", {**place, "delta": piece, **scores}
             yield f"response.{kind}.done", {**place, "text": text, **scores}
             yield "response.content_part.done", {**place, "part": part}
         yield "response.output_item.done", {"output_index": index, "item": item}
-    yield f"response.{body['status']}", {"response": body}
+    status = "failed" if body["status"] == "cancelled" else body["status"]
+    yield f"response.{status}", {"response": body}
+
+
+def _pieces(text: str, lengths: Sequence[int] | None) -> Iterator[str]:
+    begin = 0
+    for length in [len(text)] if lengths is None else lengths:
+        yield text[begin : begin + length]
+        begin += length
 
 
 def _spelled(name: str, body: dict[str, Any]) -> bytes:

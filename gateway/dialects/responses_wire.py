@@ -279,13 +279,6 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
             "previous_response_id",
             "previous_response_id and conversation exclude each other: send one of them",
         )
-    if asked.background and asked.stream:
-        raise ApiError(
-            UNSUPPORTED_PARAMETER,
-            "background responses are not streamed: leave stream out, and ask for the response "
-            "with GET /v1/responses/{response_id} until it has ended",
-            "stream",
-        )
     if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
         name = "top_logprobs" if asked.top_logprobs else "include"
         raise ApiError(

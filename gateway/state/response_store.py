@@ -4,8 +4,9 @@ The order of writes is object first, row second, and the other way round to dele
 names what is not there; what a crash leaves in between is an object without a row, which the
 sweeper deletes (sweeper.py). All of it blocks and runs in threads (state_threads.py).
 
-An object is `{"input": [items], "response": {...}}`: the request's own items, and the response as
-it was told. Items, never tokens: another revision of the model has other tokens.
+An object is `{"input": [items], "response": {...}, "cuts": [...]}`: the request's own items, the
+response as it was told, and in which pieces a background response's texts were told. Items, never
+tokens: another revision of the model has other tokens.
 """
 
 import hashlib
@@ -55,6 +56,8 @@ class StoredBody(msgspec.Struct):
 
     input: msgspec.Raw
     response: msgspec.Raw
+    cuts: list[list[int]] = []
+    """Of the output's items, the lengths of the deltas that were told (event_log.py)."""
 
 
 class _Output(msgspec.Struct):
@@ -206,14 +209,19 @@ class ResponseStore:
         with appending(self._engine, ACTOR) as session:
             return responses.begin(session, response_id, owner)
 
-    def finish(self, record: ResponseRecord, response: bytes | None) -> bool:
+    def finish(
+        self,
+        record: ResponseRecord,
+        response: bytes | None,
+        cuts: Sequence[Sequence[int]] = (),
+    ) -> bool:
         """A background response ends, with another answer than was stored for it where one is
         given. False, changing nothing, where it has ended or was deleted meanwhile."""
         ended, parts = record, None
         if response is not None:
             body = _body_decoder.decode(self._bytes(record))
             parts = bytes(body.input), response
-            ended = self.put(record, *parts)
+            ended = self.put(record, *parts, cuts)
         is_mine = self._write(
             record, lambda session: responses.finish(session, record.owner, ended), parts
         )
@@ -279,9 +287,15 @@ class ResponseStore:
         about = viewer, record.conversation_id, items, record.model, write
         return self.conversations.append(*about) is not None
 
-    def put(self, record: ResponseRecord, items: bytes, response: bytes) -> ResponseRecord:
+    def put(
+        self,
+        record: ResponseRecord,
+        items: bytes,
+        response: bytes,
+        cuts: Sequence[Sequence[int]] = (),
+    ) -> ResponseRecord:
         """Store the object. Returns the record with it."""
-        data = b'{"input":%b,"response":%b}' % (items, response)
+        data = b'{"input":%b,"response":%b,"cuts":%b}' % (items, response, _encode(cuts))
         found = _raw_items_decoder.decode(data)
         stored = self._objects.put(new_name(record.tenant_id, KIND), data)
         return replace(

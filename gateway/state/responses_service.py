@@ -6,7 +6,7 @@ end is told (saving.py). A stateless request goes through with nothing added, an
 here.
 
     create        authenticate, decode, idempotency key, what it follows, run, store
-    retrieve, remove, input_items, cancel      of a stored response
+    retrieve, follow, remove, input_items, cancel      of a stored response
 
 Whose a response is, is one rule (`_viewer`): the tenant's, of models that the key may use, and not
 older than the tenant's retention. All else is missing in the same words.
@@ -45,6 +45,7 @@ from gateway.settings.state_settings import DAY_S
 from gateway.state import item_references
 from gateway.state.background import BackgroundRuns
 from gateway.state.conversations_service import ConversationsService
+from gateway.state.event_following import Following, SoFar
 from gateway.state.item_pages import item_page, page_of
 from gateway.state.objects import objects_of
 from gateway.state.response_store import (
@@ -64,6 +65,8 @@ from registry.state.responses import ResponseRecord, Viewer
 
 Run: TypeAlias = Callable[[Call, WireRequest], Awaitable[Answer]]
 """The pipeline: raises ApiError and ClientGone as it does."""
+WhenGone: TypeAlias = Callable[[Callable[[], None]], None]
+"""See Call."""
 
 KEY_HEADER = "idempotency-key"
 REPLAY_HEADER = "idempotent-replayed"
@@ -147,9 +150,14 @@ class ResponsesService:
         try:
             asked, depth = await self._following(viewer, asked)
             saving.record = replace(saving.record, depth=depth)
-            asked = asked.showing(store=True, background=asked.is_background)
+            asked = asked.showing(
+                store=True, background=asked.is_background, created_at=int(now_at)
+            )
             if asked.is_background:
-                return await self._background.start(call, asked, saving)
+                response = await self._background.start(call, asked, saving)
+                if asked.wire.stream:
+                    return self._followed(viewer, saving.record.id, -1, call.when_gone)
+                return JsonAnswer([response])
             answer = await self._run(call, asked.wire)
         except BaseException:
             await saving.give_up()
@@ -160,6 +168,16 @@ class ResponsesService:
         """The response as it is now. Raises ApiError."""
         record, body = await self._found(principal, response_id)
         return told(record, body)
+
+    async def follow(
+        self, principal: Principal, response_id: str, starting_after: int, when_gone: WhenGone
+    ) -> EventAnswer:
+        """The events of a background response behind this number. Raises ApiError."""
+        _, body = await self._found(principal, response_id)
+        if not _is_background(body):
+            message = "only background responses can be streamed later: leave stream out"
+            raise ApiError(INVALID_REQUEST, message, "stream")
+        return self._followed(self._viewer(principal), response_id, starting_after, when_gone)
 
     async def remove(self, principal: Principal, response_id: str) -> bytes:
         """Delete it; one that is being made is stopped. Raises ApiError."""
@@ -172,7 +190,7 @@ class ResponsesService:
         """A background response stops, if it has not ended. Returns what it is then. Raises
         ApiError."""
         record, body = await self._found(principal, response_id)
-        if not msgspec.json.decode(body.response, type=_Background).background:
+        if not _is_background(body):
             message = "only background responses can be cancelled: this one was answered at once"
             raise ApiError(INVALID_REQUEST, message)
         if is_active(record):
@@ -193,6 +211,18 @@ class ResponsesService:
             return item_page(items, limit, order, after)
 
         return await self._read(viewer, response_id, work)
+
+    def _followed(
+        self, viewer: Viewer, response_id: str, starting_after: int, when_gone: WhenGone
+    ) -> EventAnswer:
+        async def look() -> SoFar:
+            read = partial(self._store.read, viewer, response_id)
+            record, body = await self._read(viewer, response_id, read)
+            return SoFar(told(record, body), is_active(record), body.cuts)
+
+        following = Following(self._background.log_of(response_id), look, starting_after)
+        when_gone(following.stop)
+        return EventAnswer(following.run)
 
     def _saving(
         self, http_id: str, principal: Principal, asked: AskedResponse, now_at: float
@@ -325,6 +355,8 @@ class ResponsesService:
         response = told(record, body)
         if not streams:
             return JsonAnswer([response])
+        if _is_background(body):
+            return self._followed(viewer, record.id, -1, call.when_gone)
 
         async def events(sink: Sink) -> None:
             sink.write(replayed(response))
@@ -368,6 +400,10 @@ def build_responses(
 
 class _Background(msgspec.Struct):
     background: bool = False
+
+
+def _is_background(body: StoredBody) -> bool:
+    return msgspec.json.decode(body.response, type=_Background).background
 
 
 def told(record: ResponseRecord, body: StoredBody) -> bytes:

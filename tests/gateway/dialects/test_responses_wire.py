@@ -174,7 +174,6 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "store"),
-        ({"background": True, "stream": True}, "stream"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": []}, "input"),

@@ -111,7 +111,6 @@ async def test_one_that_fails_says_why(kit: Kit, client: Client) -> None:
         ({"model": "nobody"}, 404, "model_not_found"),
         ({"input": "a " * 3000}, 400, "context_length_exceeded"),
         ({"store": False}, 400, "invalid_request"),
-        ({"stream": True}, 400, "unsupported_parameter"),
     ],
 )
 async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(
