@@ -37,6 +37,7 @@ from gateway.api.tools.output_parser import (
     joined,
 )
 from gateway.api.wire import WireRequest
+from gateway.dialects.responses_scores import MessageScores
 from gateway.errors import ApiError
 from gateway.prepare.prepare import Prepared
 
@@ -69,6 +70,10 @@ class ResponsesStream:
         self.items: list[dict[str, Any]] = []
         """Told so far; the last one may be open."""
         self._text: list[str] = []
+        wants_scores = prepared.request.logprobs >= 0
+        self._scores = MessageScores(prepared) if wants_scores else None
+        self._entries: list[dict[str, Any]] = []
+        """Of the open message's tokens."""
         self._is_open = False
         asked = prepared.asked
         is_background = asked is not None and bool(asked.shown.get("background"))
@@ -79,7 +84,11 @@ class ResponsesStream:
     def piece(self, piece: Piece) -> bytes:
         """See StreamEncoder."""
         out = self._begin()
-        for event in joined(piece.events):
+        events = joined(piece.events)
+        if self._scores is not None:
+            texts = [e for e in events if isinstance(e, ContentDelta | ReasoningDelta)]
+            self._scores.take(piece, len(texts))
+        for event in events:
             self._event(event, out)
         return b"".join(out)
 
@@ -111,8 +120,11 @@ class ResponsesStream:
         match event:
             case ContentDelta():
                 self._open("message", out)
-                self._delta("response.output_text.delta", event.text, out)
+                entries = [] if self._scores is None else self._scores.of(event.text)
+                self._delta("response.output_text.delta", event.text, out, entries)
             case ReasoningDelta():
+                if self._scores is not None:
+                    self._scores.of(event.text)
                 self._open("reasoning", out)
                 self._delta("response.reasoning_text.delta", event.text, out)
             case ToolCallStart():
@@ -141,14 +153,23 @@ class ResponsesStream:
         self.items.append({**item, **body})
         self._is_open = True
         self._text.clear()
+        self._entries = []
         place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
         self._say("response.output_item.added", place, out)
 
-    def _delta(self, name: str, text: str, out: list[bytes]) -> None:
+    def _delta(
+        self,
+        name: str,
+        text: str,
+        out: list[bytes],
+        entries: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """`entries`: of a message's text, the log-probabilities of its tokens."""
         self._text.append(text)
         body = {**self._at(), "delta": text}
-        if name == "response.output_text.delta":
-            body["logprobs"] = []
+        if entries is not None:
+            self._entries += entries
+            body["logprobs"] = entries
         self._say(name, body, out)
 
     def _close(self, out: list[bytes], status: str) -> None:
@@ -166,7 +187,7 @@ class ResponsesStream:
             part = self._part(text)
             body = {**self._at(), "text": text}
             if item["type"] == "message":
-                body["logprobs"] = []
+                body["logprobs"] = self._entries
             self._say(f"response.{part['type']}.done", body, out)
             self._say("response.content_part.done", {**self._at(), "part": part}, out)
             item["content"] = [part]
@@ -180,7 +201,7 @@ class ResponsesStream:
         kind = _PARTS[self.items[-1]["type"]]
         part: dict[str, Any] = {"type": kind, "text": text}
         if kind == "output_text":
-            part |= {"annotations": [], "logprobs": []}
+            part |= {"annotations": [], "logprobs": self._entries}
         return part
 
     def _at(self) -> dict[str, Any]:
@@ -210,16 +231,21 @@ class WholeResponse:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
+        self._stream = ResponsesStream(prepared)
         self._events: list[Event] = []
 
     def add(self, piece: Piece) -> None:
-        """See WholeEncoder."""
-        self._events.extend(piece.events)
+        """See WholeEncoder. Texts are put together once; scores belong to their own piece."""
+        if self._prepared.request.logprobs >= 0:
+            self._stream.piece(piece)
+        else:
+            self._events.extend(piece.events)
 
     def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
         """See WholeEncoder."""
-        stream = ResponsesStream(self._prepared)
-        stream.piece(Piece(0, joined(self._events)))
+        stream = self._stream
+        if self._events:
+            stream.piece(Piece(0, joined(self._events)))
         stream.end(ends, usage)
         status = "incomplete" if ends[0].finish_reason == "length" else "completed"
         return _encode(response_body(self._prepared, status, stream.items, usage))
@@ -321,9 +347,13 @@ def replayed(response: bytes) -> bytes:
     return replayed_from(response, (), 0)
 
 
-def replayed_from(response: bytes, cuts: Sequence[Sequence[int]], at: int) -> bytes:
-    """The events of a response that has ended, from number `at` on. `cuts`: of each item the
-    lengths of its deltas; without them a text is one. Of one that was cancelled, or failed and was
+Cut: TypeAlias = int | tuple[int, int]
+"""The length of a delta in characters, and with how many log-probabilities it came, if with any."""
+
+
+def replayed_from(response: bytes, cuts: Sequence[Sequence[Cut]], at: int) -> bytes:
+    """The events of a response that has ended, from number `at` on. `cuts`: of each item those of
+    its deltas; without them a text is one. Of one that was cancelled, or failed and was
     not stored so far, there is the last event at least."""
     body = msgspec.json.decode(response)
     events = list(enumerate(_replayed(body, cuts)))
@@ -349,7 +379,7 @@ def _before(body: dict[str, Any]) -> Iterator[_Told]:
     yield "response.queued", _begun(body, "queued")
 
 
-def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[int]]) -> Iterator[_Told]:
+def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[Cut]]) -> Iterator[_Told]:
     begun = _begun(body, "in_progress")
     if body["background"]:
         yield from _before(body)
@@ -366,16 +396,18 @@ def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[int]]) -> Iterator[_
         yield "response.output_item.added", {"output_index": index, "item": added}
         if is_call:
             name, text = "response.function_call_arguments", item["arguments"]
-            for piece in _pieces(text, own):
+            for piece, _ in _pieces(text, (), own):
                 yield f"{name}.delta", {**at, "delta": piece}
             yield f"{name}.done", {**at, "arguments": text, "name": item["name"]}
         for number, part in enumerate(item.get("content", ())):
             place = {**at, "content_index": number}
             kind, text = part["type"], part["text"]
-            scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            for piece in _pieces(text, own):
-                yield f"response.{kind}.delta", {**place, "delta": piece, **scores}
+            scores = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
+            begun = {**part, "text": "", **{key: [] for key in scores}}
+            yield "response.content_part.added", {**place, "part": begun}
+            for piece, entries in _pieces(text, part.get("logprobs", ()), own):
+                told = {"logprobs": entries} if scores else {}
+                yield f"response.{kind}.delta", {**place, "delta": piece, **told}
             yield f"response.{kind}.done", {**place, "text": text, **scores}
             yield "response.content_part.done", {**place, "part": part}
         yield "response.output_item.done", {"output_index": index, "item": item}
@@ -383,11 +415,14 @@ def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[int]]) -> Iterator[_
     yield f"response.{status}", {"response": body}
 
 
-def _pieces(text: str, lengths: Sequence[int] | None) -> Iterator[str]:
-    begin = 0
-    for length in [len(text)] if lengths is None else lengths:
-        yield text[begin : begin + length]
-        begin += length
+def _pieces(
+    text: str, entries: Sequence[Any], cuts: Sequence[Cut] | None
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    begin = first = 0
+    for cut in [(len(text), len(entries))] if cuts is None else cuts:
+        length, num = (cut, 0) if isinstance(cut, int) else cut
+        yield text[begin : begin + length], entries[first : first + num]
+        begin, first = begin + length, first + num
 
 
 def _spelled(name: str, body: dict[str, Any]) -> bytes:

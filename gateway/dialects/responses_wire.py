@@ -36,7 +36,7 @@ from gateway.api.tool_types import (
     ToolChoice,
 )
 from gateway.api.wire import Message, WireRequest, small_field
-from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS
+from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS, TopLogprobs
 from gateway.dialects.responses_items import Item, Part, messages_of, needed, opened
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 from gateway.sealing.seals import TenantSeal
@@ -134,7 +134,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: msgspec.Raw = _NOTHING
     store: bool | None = None
     background: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     max_tool_calls: int | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     conversation: _ConversationId | _ConversationRef | None = None
@@ -240,6 +240,7 @@ def decode_asked(body: bytes, tells_unknown: bool, seal: TenantSeal) -> AskedRes
         response_format=form,
         reasoning=reasoning_of(effort, None),
         service_tier=TOLD_TIERS.get(asked.service_tier or "", ""),
+        logprobs=_num_scores(asked),
         seal=seal if _SEALED in (asked.include or ()) else None,
         shown=_shown(asked, effort),
         num_bytes=len(body),
@@ -255,6 +256,13 @@ def decode_asked(body: bytes, tells_unknown: bool, seal: TenantSeal) -> AskedRes
         is_background=bool(asked.background),
         conversation_id=_conversation_id(asked),
     )
+
+
+def _num_scores(asked: ResponsesBody) -> int:
+    """See WireRequest.logprobs. The likeliest can be asked for alone, too."""
+    if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
+        return asked.top_logprobs or 0
+    return -1
 
 
 def _conversation_id(asked: ResponsesBody) -> str | None:
@@ -279,14 +287,6 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
             "previous_response_id",
             "previous_response_id and conversation exclude each other: send one of them",
         )
-    if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
-        name = "top_logprobs" if asked.top_logprobs else "include"
-        raise ApiError(
-            UNSUPPORTED_PARAMETER,
-            f"{name}: log-probabilities are not supported in /v1/responses: use "
-            "/v1/chat/completions",
-            name,
-        )
 
 
 def _tell(asked: ResponsesBody, told: ToldFields) -> None:
@@ -296,7 +296,7 @@ def _tell(asked: ResponsesBody, told: ToldFields) -> None:
     for name, is_told in (
         ("truncation", asked.truncation == "auto"),
         ("max_tool_calls", asked.max_tool_calls is not None),
-        ("include", set(asked.include or ()) - {_SEALED}),
+        ("include", set(asked.include or ()) - {_SEALED, _LOGPROBS}),
         ("service_tier", asked.service_tier == "scale"),
         ("stream_options.include_obfuscation", asked.stream_options is not None
          and asked.stream_options.include_obfuscation),
@@ -378,6 +378,7 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
             }
             for tool in asked.tools or ()
         ],
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "user": asked.user,
     }

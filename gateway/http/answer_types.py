@@ -299,6 +299,7 @@ class ResponseAnswer(_Struct):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
+    top_logprobs: int
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     temperature: float

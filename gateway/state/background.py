@@ -23,7 +23,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.api.wire import WireRequest
-from gateway.dialects.responses_answer import LastEvent, empty_response, queued_events
+from gateway.dialects.responses_answer import Cut, LastEvent, empty_response, queued_events
 from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import INSUFFICIENT_QUOTA, SERVER_ERROR, ApiError, ClientGone
 from gateway.state.conversation_store import ConversationRefused
@@ -225,7 +225,7 @@ class BackgroundRuns:
         await self._finish(failed, None)
 
     async def _finish(
-        self, record: ResponseRecord, response: bytes | None, cuts: Sequence[Sequence[int]] = ()
+        self, record: ResponseRecord, response: bytes | None, cuts: Sequence[Sequence[Cut]] = ()
     ) -> bool:
         """Whether it has ended so, with this response."""
         for pause_s in (*FINISH_PAUSES_S, 0.0):

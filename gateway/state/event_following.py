@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from gateway.dialects.responses_answer import NUM_BEFORE, queued_events, replayed_from
+from gateway.dialects.responses_answer import NUM_BEFORE, Cut, queued_events, replayed_from
 from gateway.errors import UNAVAILABLE, ApiError
 from gateway.state.event_log import EventLog
 from gateway.types import Sink
@@ -28,7 +28,7 @@ class SoFar:
 
     response: bytes
     is_active: bool
-    cuts: list[list[int]] = field(default_factory=list)
+    cuts: list[list[Cut]] = field(default_factory=list)
 
 
 Look: TypeAlias = Callable[[], Awaitable[SoFar]]

@@ -1,8 +1,9 @@
 """Events of a background response while it is made, for those who read along. Stage 9's last step.
 
     events   0, 1, 2, ...    as the stream wrote them; an event's number is its place
-    cuts                     how many characters each delta had, item by item: with these the events
-                             of a response that has ended are made again from what is stored
+    cuts                     how many characters and log-probabilities each delta had, item by item:
+                             with these the events of a response that has ended are made again from
+                             what is stored
 
 The log lies in the process that makes the response, and ends with it. It holds a bounded number of
 bytes; who is further behind than that goes on from what is stored at the end, as at another
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from gateway.dialects.responses_answer import Cut
 from gateway.types import Sink
 
 MAX_HELD_BYTES = 16 << 20
@@ -22,8 +24,8 @@ MAX_HELD_BYTES = 16 << 20
 
 class _Event(msgspec.Struct):
     type: str
-    output_index: int = 0
     delta: str = ""
+    logprobs: list[msgspec.Raw] = []
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -40,8 +42,8 @@ class EventLog:
         self._events: deque[bytes] = deque()
         self._num_dropped = self._num_bytes = 0
         self._changed = asyncio.Event()
-        self.cuts: list[list[int]] = []
-        """Of each item of the output, the lengths of its deltas."""
+        self.cuts: list[list[Cut]] = []
+        """Of each item of the output, those of its deltas."""
         self.is_over = False
         self.has_last = False
         """The event that the stream ends with is in it."""
@@ -105,7 +107,9 @@ class EventLog:
             if head.endswith(b".output_item.added"):
                 self.cuts.append([])
             elif head.endswith(b".delta"):
-                self.cuts[-1].append(len(_decode(data).delta))
+                found = _decode(data)
+                length, num = len(found.delta), len(found.logprobs)
+                self.cuts[-1].append((length, num) if num else length)
         while self._num_bytes > MAX_HELD_BYTES and len(self._events) > 1:
             self._num_bytes -= len(self._events.popleft())
             self._num_dropped += 1

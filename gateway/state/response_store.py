@@ -20,6 +20,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
+from gateway.dialects.responses_answer import Cut
 from gateway.dialects.responses_items import Item
 from gateway.state.conversation_store import (
     ConversationStore,
@@ -56,8 +57,8 @@ class StoredBody(msgspec.Struct):
 
     input: msgspec.Raw
     response: msgspec.Raw
-    cuts: list[list[int]] = []
-    """Of the output's items, the lengths of the deltas that were told (event_log.py)."""
+    cuts: list[list[Cut]] = []
+    """Of the output's items, in which pieces they were told (event_log.py)."""
 
 
 class _Output(msgspec.Struct):
@@ -213,7 +214,7 @@ class ResponseStore:
         self,
         record: ResponseRecord,
         response: bytes | None,
-        cuts: Sequence[Sequence[int]] = (),
+        cuts: Sequence[Sequence[Cut]] = (),
     ) -> bool:
         """A background response ends, with another answer than was stored for it where one is
         given. False, changing nothing, where it has ended or was deleted meanwhile."""
@@ -292,7 +293,7 @@ class ResponseStore:
         record: ResponseRecord,
         items: bytes,
         response: bytes,
-        cuts: Sequence[Sequence[int]] = (),
+        cuts: Sequence[Sequence[Cut]] = (),
     ) -> ResponseRecord:
         """Store the object. Returns the record with it."""
         data = b'{"input":%b,"response":%b,"cuts":%b}' % (items, response, _encode(cuts))
