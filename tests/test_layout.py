@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {
             "admin",
             "cachetools",
+            "cryptography",
             "engine.objects",
             "engine.protocol",
             "jinja2",
@@ -104,6 +105,7 @@ ONE_HOME: dict[str, tuple[str, ...]] = {
     "triton": ("kernels/",),
     "huggingface_hub": ("engine/registration/hub.py",),
     "argon2": ("registry/accounts/users.py",),
+    "cryptography": ("gateway/sealing/seals.py",),
 }
 
 # Shared by engine, gateway and admin: the standard library alone.

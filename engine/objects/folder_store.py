@@ -2,11 +2,16 @@
 
     root/tenant/kind/3f/3f9c...     the object; 256 folders a kind, so that none becomes large
     root/tenant/kind/3f/.7b1e...    an object that is being written
+    root/.owner                     whose objects these are: the name of the owner's database
 
 An object is written into a temporary file beside its place, synced and renamed, and then the folder
 is synced: after a crash it is there whole or not at all. Folders are 0700 and files 0600, and a
 folder that is made is synced into its parent. Nothing follows a symbolic link out of the folder:
 names have no separators of their own, and files are opened with O_NOFOLLOW.
+
+A folder on a volume that is not mounted is an empty folder, or none, and would have every object
+missing. So the first that is put leaves the owner's name in the folder. Where the owner has objects
+and its name is not there, the store is away (`StoreAway`): nothing is read, put or deleted.
 """
 
 import contextlib
@@ -15,49 +20,89 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from engine.objects.object_store import (
     NUM_PARTS,
     ObjectMissing,
     ObjectStat,
+    StoreAway,
     StoredObject,
     checked,
     is_part,
 )
+from engine.objects.whole_files import NEW_FILE, sync_folder, write_new, write_once
 
 _SHARD_CHARS = 2
 _READ_BYTES = 1 << 20
 _TEMPORARY = "."
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _OLD_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+OWNER_FILE = ".owner"
+
+
+class FolderOwner(Protocol):
+    """Whose objects a folder has. May block, and raise what its database raises."""
+
+    def name(self) -> str:
+        """Always the same, and no other owner's."""
+
+    def has_objects(self) -> bool:
+        """Whether it has put any that are not deleted."""
 
 
 class FolderStore:
     """See the module. The folder is made when the first object is put."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, owner: FolderOwner | None = None) -> None:
+        """`owner` None: whatever is in the folder is its user's."""
         self._root = root
+        self._owner = owner
+
+    def check(self) -> None:
+        """See ObjectStore."""
+        if self._owner is not None:
+            self._is_claimed(self._owner)
+
+    def _is_claimed(self, owner: FolderOwner) -> bool:
+        """Whether its name is in the folder; it may be put there where it is not. Raises
+        StoreAway."""
+        path, name = self._root / OWNER_FILE, owner.name()
+        found = _text_of(path)
+        if found == name:
+            return True
+        if found is None and not owner.has_objects():
+            return False
+        if found is None and any(self._found("")):  # an earlier release left no name
+            self._claim(name)
+            return True
+        what = "has no objects" if found is None else "has the objects of another database"
+        raise StoreAway(
+            f"the folder {self._root} {what}: mount the right one, or set objects_dir. If what was "
+            f"stored is gone for good, write {name} into {path}"
+        )
 
     def put(self, name: str, data: bytes) -> StoredObject:
         """See ObjectStore."""
         path = self._path(name)
+        if self._owner is not None and not self._is_claimed(self._owner):
+            self._claim(self._owner.name())
         folder = path.parent
         temporary = folder / f"{_TEMPORARY}{secrets.token_hex(16)}"
         try:
-            descriptor = os.open(temporary, _NEW_FILE, 0o600)
+            descriptor = os.open(temporary, NEW_FILE, 0o600)
         except FileNotFoundError:
             _make_folders(folder)
-            descriptor = os.open(temporary, _NEW_FILE, 0o600)
+            descriptor = os.open(temporary, NEW_FILE, 0o600)
         try:
-            with open(descriptor, "wb", buffering=0) as file:
-                _write_all(file.fileno(), data)
-                os.fsync(file.fileno())
+            write_new(descriptor, data)
             temporary.rename(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-        _sync_folder(folder)
+        sync_folder(folder)
         return StoredObject(name, len(data), hashlib.sha256(data).hexdigest())
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
@@ -92,11 +137,16 @@ class FolderStore:
         try:
             self._path(name).unlink()
         except (FileNotFoundError, NotADirectoryError):
+            self.check()
             return False
         return True
 
     def list(self, prefix: str = "") -> Iterator[ObjectStat]:
         """See ObjectStore."""
+        self.check()
+        yield from self._found(prefix)
+
+    def _found(self, prefix: str) -> Iterator[ObjectStat]:
         below = prefix.rstrip("/")
         parts = checked(below, min(below.count("/") + 1, NUM_PARTS - 1)) if below else []
         for folder in _below(self._root.joinpath(*parts), NUM_PARTS - 1 - len(parts)):
@@ -110,6 +160,7 @@ class FolderStore:
 
     def delete_unfinished(self, before_at: float) -> int:
         """See ObjectStore."""
+        self.check()
         num = 0
         for folder in _below(self._root, NUM_PARTS - 1):
             for entry in _files(folder):
@@ -121,6 +172,10 @@ class FolderStore:
                         num += 1
         return num
 
+    def _claim(self, name: str) -> None:
+        _make_folders(self._root)
+        write_once(self._root / OWNER_FILE, name.encode())
+
     def _path(self, name: str) -> Path:
         tenant, kind, own = checked(name, NUM_PARTS)
         return self._root / tenant / kind / own[:_SHARD_CHARS] / own
@@ -130,6 +185,7 @@ class FolderStore:
         try:
             descriptor = os.open(self._path(name), _OLD_FILE)
         except (FileNotFoundError, NotADirectoryError) as error:
+            self.check()
             raise ObjectMissing(name) from error
         try:
             yield descriptor
@@ -137,14 +193,15 @@ class FolderStore:
             os.close(descriptor)
 
 
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text("ascii", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def _stat(name: str, found: os.stat_result) -> ObjectStat:
     return ObjectStat(name, found.st_size, found.st_mtime)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def _make_folders(folder: Path) -> None:
@@ -154,15 +211,7 @@ def _make_folders(folder: Path) -> None:
         missing.append(missing[-1].parent)
     for each in reversed(missing):
         each.mkdir(mode=0o700, exist_ok=True)
-        _sync_folder(each.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_folder(each.parent)
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:

@@ -28,6 +28,11 @@ class ObjectMissing(Exception):
     """There is no object of that name."""
 
 
+class StoreAway(OSError):
+    """What was stored is not here: a folder that is not mounted, or another one in its place. No
+    object is known to be missing, so nothing may be deleted for it."""
+
+
 class InvalidName(ValueError):
     """A name that this module did not make."""
 
@@ -51,7 +56,11 @@ class StoredObject:
 
 
 class ObjectStore(Protocol):
-    """Blocking calls, safe from several threads and processes. OSError: the store has failed."""
+    """Blocking calls, safe from several threads and processes. OSError: the store has failed;
+    StoreAway, one of these, where it is not the one that objects were put into."""
+
+    def check(self) -> None:
+        """Raises OSError where the store is not here."""
 
     def put(self, name: str, data: bytes) -> StoredObject:
         """Store the bytes; durable when it returns, and never seen in part. Raises InvalidName,

@@ -52,7 +52,7 @@ _EVEN_BYTES = 64
 """Padded events are multiples of it."""
 
 
-class _Scores:
+class TokenScores:
     """The `logprobs` of a choice in its request's format; None where they were not asked for."""
 
     def __init__(self, request: PreparedRequest, pieces: PieceTable, index: int = 0) -> None:
@@ -164,7 +164,7 @@ class Chunks:
         self._is_chat = request.kind == "chat"
         # With include_usage every chunk but the last says "usage": null, as OpenAI's do.
         self._extra = {"usage": None} if request.include_usage else {}
-        self._scores = [_Scores(request, pieces, n) for n in range(request.num_choices)]
+        self._scores = [TokenScores(request, pieces, n) for n in range(request.num_choices)]
         choices = range(request.num_choices if self._is_even else 0)
         self._around = [self._around_text(index) for index in choices]
         self._begun: set[int] = set()
@@ -265,7 +265,7 @@ class WholeChoice:
         self._request = request
         self._index = index
         self._echo = request.echo_of(index)
-        self._scores = _Scores(request, pieces, index)
+        self._scores = TokenScores(request, pieces, index)
         self._events: list[Event] = []
         self._scored: list[ScoredToken] = []
         self._prompt: Sequence[ScoredToken] = ()

@@ -32,12 +32,14 @@ RETRY_S = 1.0
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What is new of one choice. `prompt` comes once, where the prompt's scores were asked for."""
+    """What is new of one choice. `prompt` comes once, where the prompt's scores were asked for.
+    `text`: the model's, before any parser, where scores were."""
 
     index: int
     events: Sequence[Event] = ()
     scored: Sequence[ScoredToken] = ()
     prompt: Sequence[ScoredToken] = ()
+    text: str = ""
 
 
 class PartsOwner(Protocol):
@@ -188,7 +190,7 @@ class Choice:
             log.info("request %s: no last event: %s", self._request.request_id, error)
 
     def _take(self, event: TokenEvent) -> Piece:
-        text = ""
+        text, num_before = "", len(self._texts)
         reasoned: list[Event] = []
         if event.token_ids:
             num_tokens = len(event.token_ids)
@@ -219,7 +221,8 @@ class Choice:
         if self._request.logprobs < 0 and self._request.prompt_logprobs < 0:
             return Piece(self.index, events)
         scored = self._text.take_scored(has_ended)
-        return Piece(self.index, events, scored, self._prompt(event))
+        new = "".join(self._texts[num_before:])
+        return Piece(self.index, events, scored, self._prompt(event), new)
 
     def _reason(self, event: TokenEvent) -> list[Event]:
         """Token by token, so that those of the reasoning are counted one by one."""

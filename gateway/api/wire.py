@@ -39,6 +39,7 @@ from gateway.api.wire_body import (
     MessageBody,
 )
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import TenantSeal
 
 Kind: TypeAlias = Literal["chat", "completion"]
 Message: TypeAlias = dict[str, Any]
@@ -101,6 +102,8 @@ class WireRequest(msgspec.Struct, frozen=True):
     """Where `max_tokens` is more than there is room for, the answer ends with the context."""
     is_bare: bool = False
     """The tokenizer puts nothing around the prompt."""
+    seal: TenantSeal | None = None
+    """How the dialect seals or signs reasoning, where it does."""
     shown: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """Fields of the body that the answer repeats, by the dialect's own names."""
     num_bytes: int = 0

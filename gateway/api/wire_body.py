@@ -59,7 +59,7 @@ _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _Repetition = Annotated[float, msgspec.Meta(ge=0.01, le=100)]
 # -1 and 0: no bound, as vLLM and HF spell it.
 _TopK = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
-_TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 _CallId = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
@@ -126,7 +126,7 @@ class CommonBody(GuidedFields, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     stop: _Stop | _Stops | None = None
     stop_token_ids: _StopIds | None = None
-    prompt_logprobs: _TopLogprobs | None = None
+    prompt_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     n: _Count | None = None
     stream: bool | None = None
@@ -147,7 +147,7 @@ class ChatBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[MessageBody], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
-    top_logprobs: _TopLogprobs | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -176,7 +176,7 @@ class CompletionBody(CommonBody, forbid_unknown_fields=True, kw_only=True):
 
     prompt: msgspec.Raw
     echo: bool | None = None
-    logprobs: _TopLogprobs | None = None
+    logprobs: TopLogprobs | None = None
     best_of: int | None = None
     suffix: str | None = None
 

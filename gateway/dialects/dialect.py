@@ -20,9 +20,11 @@ from gateway.api import wire
 from gateway.api.wire import WireRequest
 from gateway.dialects.field_names import Names, renamed
 from gateway.errors import ApiError
+from gateway.sealing.seals import TenantSeal
 
-Decode: TypeAlias = Callable[[bytes, bool], WireRequest]
-"""From a body; the flag says that unknown fields at the top are told and not refused."""
+Decode: TypeAlias = Callable[[bytes, bool, TenantSeal], WireRequest]
+"""From a body; the flag says that unknown fields at the top are told and not refused. The seal is
+the caller's."""
 HEARTBEAT = b": still here\n\n"
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"
 
@@ -63,11 +65,13 @@ class Dialect:
         return renamed(error, self.names)
 
 
-def _decode_chat(body: bytes, tells_unknown: bool) -> WireRequest:
+def _decode_chat(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
+    del seal
     return wire.decode("chat", body, tells_unknown)
 
 
-def _decode_completion(body: bytes, tells_unknown: bool) -> WireRequest:
+def _decode_completion(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
+    del seal
     return wire.decode("completion", body, tells_unknown)
 
 

@@ -29,7 +29,7 @@ from gateway.api.tools.output_parser import (
     ToolCallStart,
     joined,
 )
-from gateway.dialects.messages_wire import THREAD, signature_of
+from gateway.dialects.messages_wire import THREAD
 from gateway.errors import (
     CONTEXT_LENGTH,
     INSUFFICIENT_QUOTA,
@@ -144,7 +144,7 @@ class MessagesStream:
         if self._open == "thinking":
             text = "".join(self._thinking)
             self._thinking.clear()
-            signature = signature_of(text, self._prepared.request.model.name)
+            signature = _signature(self._prepared, text)
             self._delta({"type": "signature_delta", "signature": signature}, out)
         out.append(_event("content_block_stop", {"index": self._index}))
         self._open = ""
@@ -169,7 +169,7 @@ class WholeMessage:
                 case ContentDelta():
                     blocks.append({"type": "text", "text": event.text})
                 case ReasoningDelta():
-                    signature = signature_of(event.text, self._prepared.request.model.name)
+                    signature = _signature(self._prepared, event.text)
                     block = {"type": "thinking", "thinking": event.text, "signature": signature}
                     blocks.append(block)
                 case ToolCallStart():
@@ -236,6 +236,12 @@ def _seconds(duration: str) -> float:
     assert found is not None
     hours, minutes, seconds, milliseconds = (float(part or 0) for part in found.groups())
     return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000
+
+
+def _signature(prepared: Prepared, thinking: str) -> str:
+    assert prepared.asked is not None
+    assert prepared.asked.seal is not None
+    return prepared.asked.seal.sign(thinking, prepared.asked.model)
 
 
 def _message(

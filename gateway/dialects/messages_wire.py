@@ -9,12 +9,13 @@ the field. What differs from chats:
     max_tokens     is required; more than the context has room for is no error
     last message   of the assistant's is continued
 
-Reasoning that this server wrote is told by its signature, a checksum that says that the text is as
-it was; that of other providers is left out and told. Answers are written by messages_answer.py.
+Reasoning that this server wrote is told by its signature (gateway/sealing/seals.py), which says
+that the text is as this tenant was given it; that of other providers is left out and told. Answers
+are written by messages_answer.py.
 """
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
@@ -42,13 +43,14 @@ from gateway.api.tool_types import (
 from gateway.api.wire import Message, WireRequest
 from gateway.api.wire_body import MAX_MESSAGES, MAX_PARTS, MAX_STOP_CHARS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import SIGNED, SealBroken, TenantSeal
 
 MAX_STOP_SEQUENCES = 16
 THREAD = "thread"
-SIGNED = "ph1."
-"""Begins the signatures of this server."""
 _NOTHING = msgspec.Raw(b"null")
 _SMALLEST_TOP_P = 1e-9
+Check: TypeAlias = Callable[[str, str], None]
+"""Of a signature and its text, for the model of the request. Raises SealBroken."""
 
 
 class _Base(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
@@ -207,7 +209,9 @@ _SHAPE = Shape(
 _encode = msgspec.json.Encoder().encode
 
 
-def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) -> WireRequest:
+def decode(
+    body: bytes, tells_unknown: bool, seal: TenantSeal, needs_length: bool = True
+) -> WireRequest:
     """Raises ApiError. `needs_length`: False where tokens are only counted."""
     asked, told = decode_telling(_decoder, body, _SHAPE, tells_unknown)
     if asked.max_tokens is None and needs_length:
@@ -221,7 +225,8 @@ def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) 
         told.tell(name, getattr(asked, name))
     if asked.thinking is not None and asked.thinking.display is not None:
         told.tell("thinking.display")
-    messages = list(_messages(asked, told))
+    check = partial(seal.check, model=asked.model)
+    messages = list(_messages(asked, check, told))
     keeps_open = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     if keeps_open and not messages[-1]["content"]:
         raise invalid("messages", "the last message of the assistant has no text to continue")
@@ -250,25 +255,19 @@ def decode(body: bytes, tells_unknown: bool = False, needs_length: bool = True) 
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         response_format=_format(asked),
         reasoning=_reasoning(asked),
+        seal=seal,
         num_bytes=len(body),
         ignored=told.names,
     )
 
 
-def signature_of(thinking: str, model: str) -> str:
-    """Of reasoning that this server wrote."""
-    digest = hashlib.blake2b(thinking.encode(), digest_size=16, person=b"thinking")
-    digest.update(b"\0" + model.encode())
-    return SIGNED + digest.hexdigest()
-
-
-def _messages(asked: MessagesBody, told: ToldFields) -> Iterator[Message]:
+def _messages(asked: MessagesBody, check: Check, told: ToldFields) -> Iterator[Message]:
     if asked.system:
         yield {"role": "system", "content": _texts("system", asked.system, told)}
     last: Message | None = None
     texts: list[str] = []
     for index, message in enumerate(asked.messages):
-        for made in _of_message(f"messages[{index}].content", message, asked.model, told):
+        for made in _of_message(f"messages[{index}].content", message, check, told):
             # Turns of one side that follow each other are one. Thousands are joined once.
             if last is not None and last["role"] == made["role"] == "user":
                 texts.append(made["content"])
@@ -286,12 +285,12 @@ def _turn(message: Message, texts: Sequence[str]) -> Message:
 
 
 def _of_message(
-    place: str, message: _MessageBody, model: str, told: ToldFields
+    place: str, message: _MessageBody, check: Check, told: ToldFields
 ) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
     elif message.role == "assistant":
-        yield _assistant(place, message.content, model, told)
+        yield _assistant(place, message.content, check, told)
     else:
         texts: list[str] = []
         for index, block in enumerate(message.content):
@@ -308,7 +307,19 @@ def _of_message(
             yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _assistant(place: str, blocks: Sequence[_Block], model: str, told: ToldFields) -> Message:
+def _check_signed(param: str, block: _Thinking, check: Check) -> None:
+    """Raises ApiError."""
+    try:
+        check(block.signature, block.thinking)
+    except SealBroken as error:
+        raise invalid(
+            param,
+            f"{param} does not belong to this thinking and model: send the block as it was "
+            "received, or leave it out",
+        ) from error
+
+
+def _assistant(place: str, blocks: Sequence[_Block], check: Check, told: ToldFields) -> Message:
     texts: list[str] = []
     reasoned: list[str] = []
     calls: list[ToolCall] = []
@@ -321,17 +332,11 @@ def _assistant(place: str, blocks: Sequence[_Block], model: str, told: ToldField
             function = CalledFunction(name=block.name, arguments=arguments)
             calls.append(ToolCall(id=block.id, function=function))
         elif isinstance(block, _Thinking):
-            if not block.signature.startswith(SIGNED):
-                told.tell("messages[].content[].thinking")
-            elif block.signature != signature_of(block.thinking, model):
-                param = f"{place}[{index}].signature"
-                raise invalid(
-                    param,
-                    f"{param} does not belong to this thinking and model: send the block as it was "
-                    "received, or leave it out",
-                )
-            else:
+            if block.signature.startswith(SIGNED):
+                _check_signed(f"{place}[{index}].signature", block, check)
                 reasoned.append(block.thinking)
+            else:
+                told.tell("messages[].content[].thinking")
         elif isinstance(block, _RedactedThinking):
             told.tell("messages[].content[].redacted_thinking")
         else:

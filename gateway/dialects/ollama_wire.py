@@ -35,6 +35,7 @@ from gateway.api.tool_types import (
 )
 from gateway.api.wire import Message, WireRequest
 from gateway.api.wire_body import MAX_MESSAGES, MAX_STOP_CHARS
+from gateway.sealing.seals import TenantSeal
 
 LATEST = ":latest"
 _NOTHING = msgspec.Raw(b"null")
@@ -150,8 +151,9 @@ _any_decoder = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 
 
-def decode_chat(body: bytes, tells_unknown: bool = False) -> WireRequest:
+def decode_chat(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
     """Raises ApiError."""
+    del seal
     asked, told = decode_telling(_chat_decoder, body, _CHAT, tells_unknown)
     messages = tuple(_messages(asked))
     return WireRequest(
@@ -163,8 +165,9 @@ def decode_chat(body: bytes, tells_unknown: bool = False) -> WireRequest:
     )
 
 
-def decode_generate(body: bytes, tells_unknown: bool = False) -> WireRequest:
+def decode_generate(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
     """Raises ApiError."""
+    del seal
     asked, told = decode_telling(_generate_decoder, body, _GENERATE, tells_unknown)
     for name in ("suffix", "template"):
         if getattr(asked, name):

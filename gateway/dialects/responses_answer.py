@@ -15,13 +15,14 @@ Every event has a `sequence_number`, without gaps. Clients rebuild the answer fr
 done, so nothing is left open. Errors before the stream are OpenAI's error object.
 
 A stored response is told only when it is stored, so a stream's last event is held back
-(`last_event`). One that is stored already is told as a stream by `replayed`.
+(`last_event`). One that is stored already is told as a stream by `replayed`. A background response
+has `response.queued` behind `response.created`, both told before there is anything of it.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -36,12 +37,15 @@ from gateway.api.tools.output_parser import (
     joined,
 )
 from gateway.api.wire import WireRequest
+from gateway.dialects.responses_scores import MessageScores
 from gateway.errors import ApiError
 from gateway.prepare.prepare import Prepared
 
 _encode = msgspec.json.Encoder().encode
 _ID_PREFIX = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+NUM_BEFORE = 2
+"""Events of a background response that are told before anything of it is made."""
 _LAST = re.compile(rb"^event: response\.(completed|incomplete|failed)\ndata: ", re.MULTILINE)
 
 
@@ -66,13 +70,25 @@ class ResponsesStream:
         self.items: list[dict[str, Any]] = []
         """Told so far; the last one may be open."""
         self._text: list[str] = []
+        wants_scores = prepared.request.logprobs >= 0
+        self._scores = MessageScores(prepared) if wants_scores else None
+        self._entries: list[dict[str, Any]] = []
+        """Of the open message's tokens."""
         self._is_open = False
-        self._number = 0
+        asked = prepared.asked
+        is_background = asked is not None and bool(asked.shown.get("background"))
+        self._begins = () if is_background else ("response.created",)
+        self._number = NUM_BEFORE if is_background else 0
+        self._has_begun = False
 
     def piece(self, piece: Piece) -> bytes:
         """See StreamEncoder."""
         out = self._begin()
-        for event in joined(piece.events):
+        events = joined(piece.events)
+        if self._scores is not None:
+            texts = [e for e in events if isinstance(e, ContentDelta | ReasoningDelta)]
+            self._scores.take(piece, len(texts))
+        for event in events:
             self._event(event, out)
         return b"".join(out)
 
@@ -94,17 +110,21 @@ class ResponsesStream:
         return b"".join(out)
 
     def _begin(self) -> list[bytes]:
-        if self._number:
+        if self._has_begun:
             return []
-        names = ("response.created", "response.in_progress")
+        self._has_begun = True
+        names = (*self._begins, "response.in_progress")
         return [self._response(name, "in_progress", None) for name in names]
 
     def _event(self, event: Event, out: list[bytes]) -> None:
         match event:
             case ContentDelta():
                 self._open("message", out)
-                self._delta("response.output_text.delta", event.text, out)
+                entries = [] if self._scores is None else self._scores.of(event.text)
+                self._delta("response.output_text.delta", event.text, out, entries)
             case ReasoningDelta():
+                if self._scores is not None:
+                    self._scores.of(event.text)
                 self._open("reasoning", out)
                 self._delta("response.reasoning_text.delta", event.text, out)
             case ToolCallStart():
@@ -133,14 +153,23 @@ class ResponsesStream:
         self.items.append({**item, **body})
         self._is_open = True
         self._text.clear()
+        self._entries = []
         place = {"output_index": len(self.items) - 1, "item": self.items[-1]}
         self._say("response.output_item.added", place, out)
 
-    def _delta(self, name: str, text: str, out: list[bytes]) -> None:
+    def _delta(
+        self,
+        name: str,
+        text: str,
+        out: list[bytes],
+        entries: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
+        """`entries`: of a message's text, the log-probabilities of its tokens."""
         self._text.append(text)
         body = {**self._at(), "delta": text}
-        if name == "response.output_text.delta":
-            body["logprobs"] = []
+        if entries is not None:
+            self._entries += entries
+            body["logprobs"] = entries
         self._say(name, body, out)
 
     def _close(self, out: list[bytes], status: str) -> None:
@@ -158,10 +187,13 @@ class ResponsesStream:
             part = self._part(text)
             body = {**self._at(), "text": text}
             if item["type"] == "message":
-                body["logprobs"] = []
+                body["logprobs"] = self._entries
             self._say(f"response.{part['type']}.done", body, out)
             self._say("response.content_part.done", {**self._at(), "part": part}, out)
             item["content"] = [part]
+            asked = self._prepared.asked
+            if item["type"] == "reasoning" and asked is not None and asked.seal is not None:
+                item["encrypted_content"] = asked.seal.seal(text, asked.model)
         place = {"output_index": len(self.items) - 1, "item": item}
         self._say("response.output_item.done", place, out)
 
@@ -169,7 +201,7 @@ class ResponsesStream:
         kind = _PARTS[self.items[-1]["type"]]
         part: dict[str, Any] = {"type": kind, "text": text}
         if kind == "output_text":
-            part |= {"annotations": [], "logprobs": []}
+            part |= {"annotations": [], "logprobs": self._entries}
         return part
 
     def _at(self) -> dict[str, Any]:
@@ -199,16 +231,21 @@ class WholeResponse:
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
+        self._stream = ResponsesStream(prepared)
         self._events: list[Event] = []
 
     def add(self, piece: Piece) -> None:
-        """See WholeEncoder."""
-        self._events.extend(piece.events)
+        """See WholeEncoder. Texts are put together once; scores belong to their own piece."""
+        if self._prepared.request.logprobs >= 0:
+            self._stream.piece(piece)
+        else:
+            self._events.extend(piece.events)
 
     def whole(self, ends: Sequence[ChoiceEnd], usage: UsageFigures) -> bytes:
         """See WholeEncoder."""
-        stream = ResponsesStream(self._prepared)
-        stream.piece(Piece(0, joined(self._events)))
+        stream = self._stream
+        if self._events:
+            stream.piece(Piece(0, joined(self._events)))
         stream.end(ends, usage)
         status = "incomplete" if ends[0].finish_reason == "length" else "completed"
         return _encode(response_body(self._prepared, status, stream.items, usage))
@@ -300,39 +337,92 @@ def last_event(data: bytes) -> LastEvent | None:
     return LastEvent(before, status, last.sequence_number, bytes(last.response))
 
 
+def queued_events(response: bytes) -> list[bytes]:
+    """The first NUM_BEFORE events of a background response."""
+    return [_numbered(*event) for event in enumerate(_before(msgspec.json.decode(response)))]
+
+
 def replayed(response: bytes) -> bytes:
     """A whole stream of a response that has ended: each item at once."""
+    return replayed_from(response, (), 0)
+
+
+Cut: TypeAlias = int | tuple[int, int]
+"""The length of a delta in characters, and with how many log-probabilities it came, if with any."""
+
+
+def replayed_from(response: bytes, cuts: Sequence[Sequence[Cut]], at: int) -> bytes:
+    """The events of a response that has ended, from number `at` on. `cuts`: of each item those of
+    its deltas; without them a text is one. Of one that was cancelled, or failed and was
+    not stored so far, there is the last event at least."""
     body = msgspec.json.decode(response)
-    return b"".join(
-        _spelled(name, {"sequence_number": number, **event})
-        for number, (name, event) in enumerate(_replayed(body))
-    )
+    events = list(enumerate(_replayed(body, cuts)))
+    if at >= len(events) and body["status"] not in ("completed", "incomplete"):
+        return _numbered(at, events[-1][1])
+    return b"".join(_numbered(*event) for event in events[at:])
 
 
-def _replayed(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    begun = {**body, "status": "in_progress", "output": [], "usage": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
+_Told: TypeAlias = tuple[str, dict[str, Any]]
+
+
+def _numbered(number: int, event: _Told) -> bytes:
+    return _spelled(event[0], {"sequence_number": number, **event[1]})
+
+
+def _begun(body: dict[str, Any], status: str) -> dict[str, Any]:
+    nothing = dict.fromkeys(("usage", "error", "incomplete_details"))
+    return {"response": {**body, **nothing, "status": status, "output": []}}
+
+
+def _before(body: dict[str, Any]) -> Iterator[_Told]:
+    yield "response.created", _begun(body, "queued")
+    yield "response.queued", _begun(body, "queued")
+
+
+def _replayed(body: dict[str, Any], cuts: Sequence[Sequence[Cut]]) -> Iterator[_Told]:
+    begun = _begun(body, "in_progress")
+    if body["background"]:
+        yield from _before(body)
+    else:
+        yield "response.created", begun
+    yield "response.in_progress", begun
     for index, item in enumerate(body["output"]):
+        own = cuts[index] if index < len(cuts) else None
         at = {"item_id": item["id"], "output_index": index}
         is_call = item["type"] == "function_call"
         empty: dict[str, Any] = {"arguments": ""} if is_call else {"content": []}
         added = {**item, **empty, "status": "in_progress"}
+        added.pop("encrypted_content", None)
         yield "response.output_item.added", {"output_index": index, "item": added}
         if is_call:
             name, text = "response.function_call_arguments", item["arguments"]
-            yield f"{name}.delta", {**at, "delta": text}
+            for piece, _ in _pieces(text, (), own):
+                yield f"{name}.delta", {**at, "delta": piece}
             yield f"{name}.done", {**at, "arguments": text, "name": item["name"]}
         for number, part in enumerate(item.get("content", ())):
             place = {**at, "content_index": number}
             kind, text = part["type"], part["text"]
-            scores: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
-            yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            yield f"response.{kind}.delta", {**place, "delta": text, **scores}
+            scores = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
+            begun = {**part, "text": "", **{key: [] for key in scores}}
+            yield "response.content_part.added", {**place, "part": begun}
+            for piece, entries in _pieces(text, part.get("logprobs", ()), own):
+                told = {"logprobs": entries} if scores else {}
+                yield f"response.{kind}.delta", {**place, "delta": piece, **told}
             yield f"response.{kind}.done", {**place, "text": text, **scores}
             yield "response.content_part.done", {**place, "part": part}
         yield "response.output_item.done", {"output_index": index, "item": item}
-    yield f"response.{body['status']}", {"response": body}
+    status = "failed" if body["status"] == "cancelled" else body["status"]
+    yield f"response.{status}", {"response": body}
+
+
+def _pieces(
+    text: str, entries: Sequence[Any], cuts: Sequence[Cut] | None
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    begin = first = 0
+    for cut in [(len(text), len(entries))] if cuts is None else cuts:
+        length, num = (cut, 0) if isinstance(cut, int) else cut
+        yield text[begin : begin + length], entries[first : first + num]
+        begin, first = begin + length, first + num
 
 
 def _spelled(name: str, body: dict[str, Any]) -> bytes:

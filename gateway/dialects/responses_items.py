@@ -5,7 +5,8 @@ its output. Comes in: items, of a body or of stored responses. Goes out: message
 template, in which reasoning, text and calls of the assistant that follow one another are one:
 
     message                 of any role; text parts
-    reasoning               its `content`, as an earlier answer of this server had it
+    reasoning               its `content`, as an earlier answer of this server had it, or the text
+                            that it sealed as `encrypted_content` (`opened`)
     function_call           a call; what `function_call_output` answers
     item_reference          of a stored item: gateway/state/item_references.py; others are refused
 
@@ -23,7 +24,9 @@ from gateway.api.tool_types import CalledFunction, ToolCall
 from gateway.api.wire import Message
 from gateway.api.wire_body import MAX_PARTS
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import SEALED, SealBroken, TenantSeal
 
+MAX_ID_CHARS = 128
 _NOTHING = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"[]")
 ID_PREFIXES = {
@@ -79,6 +82,25 @@ class Item(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _TOLD_IN_ITEM = ("phase", "encrypted_content", "caller", "namespace")
 
 
+def opened(item: Item, place: str, model: str, seal: TenantSeal) -> Item:
+    """Reasoning that this server sealed, with its text as content; all else as it is. Raises
+    ApiError where it does not open."""
+    try:
+        sealed = msgspec.json.decode(item.encrypted_content, type=str | None)
+        if not sealed or not sealed.startswith(SEALED):
+            return item
+        text = seal.open(sealed, model)
+    except (SealBroken, msgspec.ValidationError) as error:
+        param = f"{place}.encrypted_content"
+        raise invalid(
+            param,
+            f"{param} does not open for this key and model: send the item as it was received, or "
+            "leave it out",
+        ) from error
+    content = [Part("reasoning_text", text)]
+    return msgspec.structs.replace(item, content=content, encrypted_content=_NOTHING)
+
+
 def messages_of(
     items: Iterable[Item],
     told: ToldFields | None = None,
@@ -105,12 +127,24 @@ def messages_of(
 
 
 def kept_items(items: Iterable[Item], unique: str) -> list[dict[str, Any]]:
-    """The items as they are stored and shown. Who sent no id gets one with `unique` in it."""
+    """The items as they are stored and shown. Who sent no id, or one that no address can have, gets
+    one with `unique` in it."""
     return [_kept(item, f"{unique}i{number}") for number, item in enumerate(items)]
 
 
+def is_usable_id(item_id: str) -> bool:
+    """It can be part of an address: clients shorten paths with `.` and `..`."""
+    return (
+        0 < len(item_id) <= MAX_ID_CHARS
+        and item_id.isprintable()
+        and not {".", ".."}.intersection(item_id.split("/"))
+    )
+
+
 def _kept(item: Item, name: str) -> dict[str, Any]:
-    own_id = item.id or ID_PREFIXES.get(item.type, "item_") + name
+    own_id = item.id or ""
+    if not is_usable_id(own_id):
+        own_id = ID_PREFIXES.get(item.type, "item_") + name
     kept: dict[str, Any] = {"id": own_id, "type": item.type, "status": item.status or "completed"}
     if item.type == "message":
         is_own = item.role == "assistant"

@@ -36,16 +36,20 @@ from gateway.api.tool_types import (
     ToolChoice,
 )
 from gateway.api.wire import Message, WireRequest, small_field
-from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS
-from gateway.dialects.responses_items import Item, Part, messages_of, needed
+from gateway.api.wire_body import TIER_PRIORITIES, TOLD_TIERS, TopLogprobs
+from gateway.dialects.responses_items import Item, Part, messages_of, needed, opened
 from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
+from gateway.sealing.seals import TenantSeal
 
 ID_PREFIX = "resp_"
 MAX_ITEMS = 8192
 MAX_USER_CHARS = 4096
 _NOTHING = msgspec.Raw(b"null")
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+"""Of what answers repeat and lists show: pairs, and the characters of each."""
 _SMALLEST_TOP_P = 1e-9
 _LOGPROBS = "message.output_text.logprobs"
+_SEALED = "reasoning.encrypted_content"
 
 
 # What answers repeat, three times in a stream, is bounded where no prompt bounds it.
@@ -130,7 +134,7 @@ class ResponsesBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: msgspec.Raw = _NOTHING
     store: bool | None = None
     background: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     max_tool_calls: int | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     conversation: _ConversationId | _ConversationRef | None = None
@@ -196,12 +200,12 @@ class AskedResponse:
         )
 
 
-def decode(body: bytes, tells_unknown: bool = False) -> WireRequest:
+def decode(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireRequest:
     """The request of a body alone. Raises ApiError."""
-    return decode_asked(body, tells_unknown).wire
+    return decode_asked(body, tells_unknown, seal).wire
 
 
-def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
+def decode_asked(body: bytes, tells_unknown: bool, seal: TenantSeal) -> AskedResponse:
     """Raises ApiError."""
     asked, told = decode_telling(_decoder, body, _SHAPE, tells_unknown)
     _refuse_unserved(asked)
@@ -212,9 +216,13 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
     effort = asked.reasoning.effort if asked.reasoning is not None else None
     top_p = 1.0 if asked.top_p is None else max(asked.top_p, _SMALLEST_TOP_P)
     instructions = _instructions(asked)
-    items = (
-        [Item(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
-    )
+    if isinstance(asked.input, str):
+        items = [Item(role="user", content=asked.input)]
+    else:
+        items = [
+            opened(item, f"input[{number}]", asked.model, seal)
+            for number, item in enumerate(asked.input)
+        ]
     wire = WireRequest(
         kind="chat",
         model=asked.model,
@@ -232,6 +240,8 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
         response_format=form,
         reasoning=reasoning_of(effort, None),
         service_tier=TOLD_TIERS.get(asked.service_tier or "", ""),
+        logprobs=_num_scores(asked),
+        seal=seal if _SEALED in (asked.include or ()) else None,
         shown=_shown(asked, effort),
         num_bytes=len(body),
         ignored=told.names,
@@ -246,6 +256,13 @@ def decode_asked(body: bytes, tells_unknown: bool = False) -> AskedResponse:
         is_background=bool(asked.background),
         conversation_id=_conversation_id(asked),
     )
+
+
+def _num_scores(asked: ResponsesBody) -> int:
+    """See WireRequest.logprobs. The likeliest can be asked for alone, too."""
+    if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
+        return asked.top_logprobs or 0
+    return -1
 
 
 def _conversation_id(asked: ResponsesBody) -> str | None:
@@ -270,21 +287,6 @@ def _refuse_unserved(asked: ResponsesBody) -> None:
             "previous_response_id",
             "previous_response_id and conversation exclude each other: send one of them",
         )
-    if asked.background and asked.stream:
-        raise ApiError(
-            UNSUPPORTED_PARAMETER,
-            "background responses are not streamed: leave stream out, and ask for the response "
-            "with GET /v1/responses/{response_id} until it has ended",
-            "stream",
-        )
-    if asked.top_logprobs or _LOGPROBS in (asked.include or ()):
-        name = "top_logprobs" if asked.top_logprobs else "include"
-        raise ApiError(
-            UNSUPPORTED_PARAMETER,
-            f"{name}: log-probabilities are not supported in /v1/responses: use "
-            "/v1/chat/completions",
-            name,
-        )
 
 
 def _tell(asked: ResponsesBody, told: ToldFields) -> None:
@@ -294,7 +296,7 @@ def _tell(asked: ResponsesBody, told: ToldFields) -> None:
     for name, is_told in (
         ("truncation", asked.truncation == "auto"),
         ("max_tool_calls", asked.max_tool_calls is not None),
-        ("include", asked.include),
+        ("include", set(asked.include or ()) - {_SEALED, _LOGPROBS}),
         ("service_tier", asked.service_tier == "scale"),
         ("stream_options.include_obfuscation", asked.stream_options is not None
          and asked.stream_options.include_obfuscation),
@@ -358,7 +360,7 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
         "conversation": None if conversation_id is None else {"id": conversation_id},
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_output_tokens,
-        "metadata": small_field("metadata", asked.metadata, _metadata_decoder) or {},
+        "metadata": metadata_of(asked.metadata),
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
         "previous_response_id": asked.previous_response_id or None,
         "reasoning": {"effort": effort, "summary": None},
@@ -376,9 +378,28 @@ def _shown(asked: ResponsesBody, effort: str | None) -> dict[str, Any]:
             }
             for tool in asked.tools or ()
         ],
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "user": asked.user,
     }
+
+
+def metadata_of(raw: msgspec.Raw) -> dict[str, str]:
+    """The caller's own notes, bounded as OpenAI has it. Raises ApiError."""
+    found = small_field("metadata", raw, _metadata_decoder) or {}
+    if len(found) > MAX_METADATA:
+        message = f"metadata has {len(found)} keys, the maximum is {MAX_METADATA}"
+        raise invalid("metadata", message)
+    for key, value in found.items():
+        if len(key) > MAX_KEY_CHARS:
+            message = f"a key of metadata has {len(key)} characters, the maximum is {MAX_KEY_CHARS}"
+            raise invalid("metadata", message)
+        if len(value) > MAX_VALUE_CHARS:
+            param = f"metadata.{key}"
+            raise invalid(
+                param, f"{param} has {len(value)} characters, the maximum is {MAX_VALUE_CHARS}"
+            )
+    return found
 
 
 def _plain(value: Any) -> Any:

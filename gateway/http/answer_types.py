@@ -272,6 +272,7 @@ class _Item(_Struct):
     role: Literal["assistant"] | None = None
     content: list[_Part] = []
     summary: list[Any] = []
+    encrypted_content: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -298,6 +299,7 @@ class ResponseAnswer(_Struct):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
+    top_logprobs: int
     reasoning: dict[str, str | None]
     safety_identifier: str | None
     temperature: float

@@ -158,7 +158,7 @@ def _response_routes(edge: Edge) -> Iterator[Route]:
     create = Post(edge, "chat", RESPONSES, edge.responses.create)
     one = "/v1/responses/{response_id}"
     yield Route("/v1/responses", create, methods=["POST"])
-    yield Route(one, responses.retrieve, methods=["GET"])
+    yield Route(one, responses.Retrieve(), methods=["GET"])
     yield Route(one, responses.remove, methods=["DELETE"])
     yield Route(f"{one}/input_items", responses.input_items, methods=["GET"])
     yield Route(f"{one}/cancel", responses.cancel, methods=["POST"])

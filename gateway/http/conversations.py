@@ -5,7 +5,8 @@
     GET, POST          /v1/conversations/{id}/items       a page of its items, more of them
     GET, DELETE        /v1/conversations/{id}/items/{id}  one of them
 
-They need a key with the scope `inference`, and take nothing of any limit.
+They need a key with the scope `inference`. Each counts as a request in the limits of the key, its
+tenant and the server: whatever it is about, the whole list is read, and written by a change.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.api.told_fields import ToldFields
-from gateway.http.gets import caller, json_text, params_of
+from gateway.http.gets import counted_caller, json_text, params_of
 from gateway.http.post import RequestHeaders, body_within, check_media
 from gateway.pipeline.edge import Edge
 from gateway.state.conversations_service import ConversationsService
 
 _ALL = "/v1/conversations"
 _ONE = f"{_ALL}/{{conversation_id}}"
-_ITEM = f"{_ONE}/items/{{item_id}}"
+_ITEM = f"{_ONE}/items/{{item_id:path}}"
+"""Ids that callers give may have slashes, which arrive as such whether quoted or not."""
 
 
 def conversation_routes() -> Iterator[Route]:
@@ -38,45 +40,47 @@ def conversation_routes() -> Iterator[Route]:
 
 
 async def _create(request: Request) -> Response:
-    principal, told = caller(request), ToldFields()
+    principal, told = await counted_caller(request), ToldFields()
     answer = await _service(request).create(principal, await _body(request), told)
     return _telling(request, told, answer)
 
 
 async def _retrieve(request: Request) -> Response:
-    return json_text(await _service(request).retrieve(caller(request), _id(request)))
+    principal = await counted_caller(request)
+    return json_text(await _service(request).retrieve(principal, _id(request)))
 
 
 async def _update(request: Request) -> Response:
-    principal = caller(request)
+    principal = await counted_caller(request)
     body = await _body(request)
     return json_text(await _service(request).update(principal, _id(request), body))
 
 
 async def _remove(request: Request) -> Response:
-    return json_text(await _service(request).remove(caller(request), _id(request)))
+    principal = await counted_caller(request)
+    return json_text(await _service(request).remove(principal, _id(request)))
 
 
 async def _items(request: Request) -> Response:
-    principal, params = caller(request), params_of(request)
+    principal, params = await counted_caller(request), params_of(request)
     return json_text(await _service(request).items(principal, _id(request), params))
 
 
 async def _add_items(request: Request) -> Response:
-    principal, told = caller(request), ToldFields()
+    principal, told = await counted_caller(request), ToldFields()
     body = await _body(request)
     answer = await _service(request).add_items(principal, _id(request), body, told)
     return _telling(request, told, answer)
 
 
 async def _item(request: Request) -> Response:
-    about = _id(request), _id(request, "item_id")
-    return json_text(await _service(request).item(caller(request), *about))
+    principal, about = await counted_caller(request), (_id(request), _id(request, "item_id"))
+    return json_text(await _service(request).item(principal, *about))
 
 
 async def _remove_item(request: Request) -> Response:
-    about = _id(request), _id(request, "item_id")
-    return json_text(await _service(request).remove_item(caller(request), *about))
+    principal, about = await counted_caller(request), (_id(request), _id(request, "item_id"))
+    return json_text(await _service(request).remove_item(principal, *about))
 
 
 def _telling(request: Request, told: ToldFields, answer: bytes) -> Response:

@@ -152,6 +152,15 @@ def caller(request: Request, scope: str = INFERENCE) -> Principal:
     return authenticate(request.headers, edge.services.directory, now_at, client, scope)
 
 
+async def counted_caller(request: Request) -> Principal:
+    """The same, of a request that counts in limits though no model computes it. Raises
+    ApiError."""
+    edge: Edge = request.app.state.edge
+    principal, state = caller(request), request.state
+    await edge.limiter.count(principal, f"state-{state.http_id}", state.answer_headers)
+    return principal
+
+
 def _json(body: object, status: int = 200) -> Response:
     return json_text(msgspec.json.encode(body), status)
 

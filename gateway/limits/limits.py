@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
 
 from gateway.errors import INSUFFICIENT_QUOTA, RATE_LIMITED, UNAVAILABLE, ApiError
@@ -35,7 +35,7 @@ from gateway.limits.policy.rate_limit import (
 )
 from gateway.limits.store import LimitStore
 from gateway.pricing.policy.pricing import most_nanos
-from gateway.types import PreparedRequest, Principal
+from gateway.types import HostedModel, PreparedRequest, Principal
 from registry.accounts.quotas import UNLIMITED, Limits, LimitScope
 
 PeriodKind: TypeAlias = rate_limit.PeriodKind
@@ -198,16 +198,44 @@ class Limiter:
         Raises ApiError RATE_LIMITED or INSUFFICIENT_QUOTA, or UNAVAILABLE where nobody can say what
         is left of a limit; nothing was taken then.
         """
-        draws = self._draws(principal, request)
+        num_prompt, num_output = (
+            len(request.prompt_token_ids),
+            request.num_choices * request.max_tokens,
+        )
+        most = min(MAX_COST_NANOS, most_nanos(request.rates, num_prompt, num_output))
+        used = UsedAmounts(num_prompt, num_output, most)
+        draws = partial(self._draws, principal, request.model, used)
+        return await self._reserve(request.request_id, draws, headers)
+
+    async def count(
+        self,
+        principal: Principal,
+        request_id: str,
+        headers: MutableMapping[str, str],
+        model: HostedModel | None = None,
+    ) -> None:
+        """Take one request that no model computes: no tokens, no money, and over at once. Raises as
+        `reserve`. `model`: whose limits hold for it too, if it is of one."""
+        draws = partial(self._draws, principal, model, UsedAmounts(0, 0, 0))
+        reservation = await self._reserve(request_id, draws, headers)
+        await reservation.settle(0, 0, 0, self._wall_clock())
+
+    async def _reserve(
+        self,
+        request_id: str,
+        draws_now: Callable[[], list[Draw]],
+        headers: MutableMapping[str, str],
+    ) -> LimitReservation:
+        draws = draws_now()
         if self._unread.names:
-            draws = await self._once_read(draws, principal, request)
+            draws = await self._once_read(draws, draws_now)
         if not draws:  # Nobody is asked, which may be another process.
-            return LimitReservation(self._store, Reservation(request.request_id, ()))
-        decision = await self._store.reserve(request.request_id, draws, self._clock())
+            return LimitReservation(self._store, Reservation(request_id, ()))
+        decision = await self._store.reserve(request_id, draws, self._clock())
         if decision.refusal is not None and decision.refusal.is_past:  # The clock was set back.
             self._unread.read_again(decision.refusal.draw.name)
-            draws = await self._once_read(draws, principal, request)
-            decision = await self._store.reserve(request.request_id, draws, self._clock())
+            draws = await self._once_read(draws, draws_now)
+            decision = await self._store.reserve(request_id, draws, self._clock())
         if decision.figures:
             _add_headers(headers, draws, decision.figures)
         if decision.reservation is not None:
@@ -219,7 +247,7 @@ class Limiter:
         raise _error(refusal, headers)
 
     async def _once_read(
-        self, draws: list[Draw], principal: Principal, request: PreparedRequest
+        self, draws: list[Draw], draws_now: Callable[[], list[Draw]]
     ) -> list[Draw]:
         """What it draws when the past of all of them is known. Raises ApiError UNAVAILABLE."""
         names = [draw.name for draw in draws]
@@ -228,19 +256,18 @@ class Limiter:
         if not await self._unread.wait(names) and not self._fail_open:
             self._on_rejection(next(d.meter for d in draws if d.name in self._unread.names))
             raise ApiError(UNAVAILABLE, _UNREAD, retry_after_s=1.0)
-        return self._draws(principal, request)  # Another period may have begun.
+        return draws_now()  # Another period may have begun.
 
-    def _draws(self, principal: Principal, request: PreparedRequest) -> list[Draw]:
-        num_prompt, num_output = (
-            len(request.prompt_token_ids),
-            request.num_choices * request.max_tokens,
-        )
-        most = min(MAX_COST_NANOS, most_nanos(request.rates, num_prompt, num_output))
-        used = UsedAmounts(num_prompt, num_output, most)
+    def _draws(
+        self, principal: Principal, model: HostedModel | None, used: UsedAmounts
+    ) -> list[Draw]:
+        of_model: tuple[tuple[LimitScope, str, Limits], ...] = ()
+        if model is not None:
+            of_model = (("model", model.name, model.limits),)
         scopes: tuple[tuple[LimitScope, str, Limits], ...] = (
             ("key", principal.key_id, principal.limits),
             ("tenant", principal.tenant_id, principal.tenant_limits),
-            ("model", request.model.name, request.model.limits),
+            *of_model,
             ("gateway", "", self._gateway_limits()),
         )
         draws, budgets = list[Draw](), list[_Budget]()
@@ -257,7 +284,8 @@ class Limiter:
             for name, kind, limit in budgets:
                 period = period_of(kind, now_at)
                 resets_in_s = period.ends_at - now_at
-                draws.append(Draw(name, "cost", 0, limit, most, period.number, resets_in_s, kind))
+                about = period.number, resets_in_s, kind
+                draws.append(Draw(name, "cost", 0, limit, used.cost_nanos, *about))
         return draws
 
 

@@ -26,6 +26,8 @@ from gateway.pipeline.token_requests import TokenRequests
 from gateway.prepare.encode_prepare import EncodePreparer
 from gateway.prepare.lengths import PrepareBounds
 from gateway.prepare.prepare import Preparer
+from gateway.sealing.master_keys import read_keys
+from gateway.sealing.seals import Seals
 from gateway.settings.http_settings import REASONING_FIELDS
 from gateway.state.responses_service import ResponsesService, build_responses
 from gateway.text.codecs import Codecs
@@ -41,6 +43,7 @@ class Edge:
     services: Services
     pipeline: Pipeline
     token_requests: TokenRequests
+    limiter: Limiter
     preparer: Preparer
     store: LimitStore
     metrics: Metrics
@@ -83,7 +86,8 @@ class Edge:
 def build_edge(
     services: Services, clocks: Clocks = REAL_CLOCKS, pool: PreparePool | None = None
 ) -> Edge:
-    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own."""
+    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own.
+    Raises SealKeyError."""
     settings = services.settings
     metrics = Metrics(services.metrics_registry, services.directory.model_names)
     store = services.limit_store
@@ -123,15 +127,16 @@ def build_edge(
             models=services.directory.model_names,
         )
     )
-    pipeline = Pipeline(
-        services, preparer, encode_preparer, limiter, cache, metrics, cache_metrics, clocks
-    )
+    seals = Seals(read_keys(settings))
+    stages = preparer, encode_preparer, limiter, cache
+    pipeline = Pipeline(services, *stages, metrics, cache_metrics, clocks, seals)
     token_requests = TokenRequests(
         services.directory,
         preparer,
         codecs,
         limiter,
         clocks,
+        seals,
         settings.unknown_fields == "tell",
     )
     about = settings, services.directory, metrics, pipeline.handle
@@ -139,13 +144,14 @@ def build_edge(
         services,
         pipeline,
         token_requests,
+        limiter,
         preparer,
         store,
         metrics,
         clocks,
         cache,
         codecs,
-        build_responses(*about, services.owner, clocks.now_at),
+        build_responses(*about, services.owner, clocks.now_at, seals),
         MetricsText(settings.metrics_silent_s),
     )
 

@@ -39,6 +39,7 @@ from gateway.pipeline.coalesce import CacheHits, InFlight
 from gateway.prepare.encode_prepare import EncodePrepared, EncodePreparer
 from gateway.prepare.prepare import Prepared, Preparer
 from gateway.protocols import RequestDispatcher, UsageLedger
+from gateway.sealing.seals import Seals
 from gateway.settings.settings import Settings
 from gateway.types import Answer, Call, EventAnswer, JsonAnswer, Principal, Sink
 
@@ -87,6 +88,7 @@ class Pipeline:
         metrics: Metrics,
         cache_metrics: CacheMetrics,
         clocks: Clocks,
+        seals: Seals,
     ) -> None:
         settings = self._settings = services.settings
         self._tells_unknown = settings.unknown_fields == "tell"
@@ -97,6 +99,7 @@ class Pipeline:
         self._encode_preparer = encode_preparer
         self._limiter = limiter
         self._clocks = clocks
+        self._seals = seals
         self._answer_memory = AnswerMemory(settings.max_encode_answer_bytes)
         self._tasks = TaskSet()
         self._dependencies = Dependencies(
@@ -166,7 +169,8 @@ class Pipeline:
         if kind == "chat" or kind == "completion":
             dialect = DIALECTS[call.dialect or kind]
             if wanted is None:
-                wanted = dialect.decode(body, self._tells_unknown)
+                seal = self._seals.of(principal.tenant_id)
+                wanted = dialect.decode(body, self._tells_unknown, seal)
             self._note_model(call, wanted.model)
             about = principal, call.headers, dialect.id_prefix + call.http_id, now_at
             return await self._preparer.prepare(wanted, *about)

@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from engine.protocol import SamplingParams
 from gateway.api import token_wire
 from gateway.api.bodies import invalid
 from gateway.api.wire import WireRequest
@@ -25,9 +24,10 @@ from gateway.errors import context_overflow, wrong_task
 from gateway.limits.limits import Limiter
 from gateway.pipeline.active_request import Clocks
 from gateway.prepare.prepare import Encoded, Preparer
+from gateway.sealing.seals import Seals
 from gateway.text.codecs import Codecs, TextModel
 from gateway.text.detokenize import TextStream
-from gateway.types import Answer, Call, HostedModel, JsonAnswer, PreparedRequest, Principal
+from gateway.types import Answer, Call, HostedModel, JsonAnswer, Principal
 
 
 class TokenRequests:
@@ -40,6 +40,7 @@ class TokenRequests:
         codecs: Codecs,
         limiter: Limiter,
         clocks: Clocks,
+        seals: Seals,
         tells_unknown: bool,
     ) -> None:
         self._directory = directory
@@ -47,6 +48,7 @@ class TokenRequests:
         self._codecs = codecs
         self._limiter = limiter
         self._clocks = clocks
+        self._seals = seals
         self._tells_unknown = tells_unknown
 
     async def tokenize(self, call: Call) -> Answer:
@@ -69,7 +71,8 @@ class TokenRequests:
         """Raises ApiError."""
         principal = self._authenticate(call)
         body = await call.receive_body()
-        asked = messages_wire.decode(body, self._tells_unknown, needs_length=False)
+        seal = self._seals.of(principal.tenant_id)
+        asked = messages_wire.decode(body, self._tells_unknown, seal, needs_length=False)
         found = await self._encoded(
             call, principal, msgspec.structs.replace(asked, max_tokens=None)
         )
@@ -106,17 +109,8 @@ class TokenRequests:
     async def _count(self, call: Call, principal: Principal, model: HostedModel) -> None:
         """One request, and nothing else of its limits."""
         call.note.model = model.name
-        request = PreparedRequest(
-            request_id="tokens-" + call.http_id,
-            kind="chat",
-            model=model,
-            prompt_token_ids=[],
-            max_tokens=0,
-            sampling=SamplingParams(),
-            stop_token_ids=[],
-        )
-        reservation = await self._limiter.reserve(principal, request, call.answer_headers)
-        await reservation.settle(0, 0, 0, self._clocks.now_at())
+        request_id = "tokens-" + call.http_id
+        await self._limiter.count(principal, request_id, call.answer_headers, model)
 
 
 def _check_ids(model: HostedModel, ids: Sequence[int]) -> None:

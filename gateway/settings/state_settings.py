@@ -1,4 +1,4 @@
-"""Settings of what the API keeps for tenants: stored responses."""
+"""Settings of what the API keeps for tenants: stored responses, and what callers keep sealed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +7,7 @@ from gateway.settings.base_settings import setting
 
 OBJECTS_FOLDER = "objects"
 """Inside the data folder."""
+SEAL_KEYS_FILE = "seal-keys.json"
 DAY_S = 86_400.0
 
 
@@ -48,6 +49,18 @@ class StateSettings:
     state_sweep_interval_s: float = setting(
         600.0, "How often expired responses are deleted.", gt=0.0
     )
+
+    seal_keys_file: str = setting(
+        "",
+        "File with the keys that seal reasoning (`encrypted_content`) and sign thinking. Servers "
+        "with the same tenants need the same file. Empty: `seal-keys.json` in the data folder, "
+        "made at the first start.",
+    )
+
+    def seal_keys_path(self, data_path: Path) -> Path:
+        """The file of master keys, absolute."""
+        given = self.seal_keys_file
+        return Path(given).expanduser().resolve() if given else data_path / SEAL_KEYS_FILE
 
     def objects_path(self, data_path: Path) -> Path:
         """The folder for objects, absolute."""

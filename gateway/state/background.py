@@ -1,7 +1,7 @@
 """Responses that are made in the background: `background: true`, without a connection.
 
-    start   the row says queued, the request goes through the pipeline as a stream that nobody
-            reads, and is answered once it has its limits and its place in the queue
+    start   the row says queued, the request goes through the pipeline as a stream into a log
+            (event_log.py), and is answered once it has its limits and its place in the queue
     first   event: the row says in_progress
     end     the answer is stored in place of the empty one; or the row says failed
     stop    the request is aborted, as for a client that goes away
@@ -14,7 +14,7 @@ one statement that finds it active, so it ends once; what it used is the ledger'
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias, cast
@@ -23,14 +23,15 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.api.wire import WireRequest
-from gateway.dialects.responses_answer import empty_response
+from gateway.dialects.responses_answer import Cut, LastEvent, empty_response, queued_events
 from gateway.dialects.responses_wire import AskedResponse
 from gateway.errors import INSUFFICIENT_QUOTA, SERVER_ERROR, ApiError, ClientGone
 from gateway.state.conversation_store import ConversationRefused
+from gateway.state.event_log import EventLog
 from gateway.state.response_store import ResponseStore
 from gateway.state.saving import LastEventHeld, Saving
 from gateway.state.state_threads import StateThreads
-from gateway.types import Answer, Call, EventAnswer, JsonAnswer
+from gateway.types import Answer, Call, EventAnswer
 from registry.errors import NotFound
 from registry.state.responses import ResponseRecord, ResponseState
 
@@ -50,6 +51,7 @@ class _Running:
 
     record: ResponseRecord
     admitted: "asyncio.Future[None]"
+    log: EventLog
     is_stopped: bool = False
     aborts: list[Callable[[], None]] = field(default_factory=list)
 
@@ -107,7 +109,7 @@ class BackgroundRuns:
         if num:
             log.warning("%d background responses failed, the process had stopped", num)
 
-    async def start(self, call: Call, asked: AskedResponse, saving: Saving) -> JsonAnswer:
+    async def start(self, call: Call, asked: AskedResponse, saving: Saving) -> bytes:
         """Returns the queued response. Raises ApiError where it is refused; then nothing stays."""
         now_at = self._wall_clock()
         record = replace(saving.record, owner=self._owner, heartbeat_at=now_at)
@@ -122,7 +124,9 @@ class BackgroundRuns:
             )
             raise ApiError(INSUFFICIENT_QUOTA, message)
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        running = self._running[record.id] = _Running(saving.record, admitted)
+        events = EventLog(lambda: self._begun(running))
+        events.begin(b"".join(queued_events(response)))
+        running = self._running[record.id] = _Running(saving.record, admitted, events)
         own = replace(call, when_gone=running.when_gone)
         task = asyncio.create_task(
             self._make(own, msgspec.structs.replace(asked.wire, stream=True), running)
@@ -135,7 +139,13 @@ class BackgroundRuns:
         if task.done() and not running.admitted.done() and task.exception() is not None:
             await saving.forget()
             task.result()  # raises
-        return JsonAnswer([response])
+        await saving.keep()
+        return response
+
+    def log_of(self, response_id: str) -> EventLog | None:
+        """The events of one that this process makes."""
+        running = self._running.get(response_id)
+        return None if running is None else running.log
 
     def stop(self, response_id: str) -> None:
         """It was cancelled or deleted."""
@@ -157,12 +167,15 @@ class BackgroundRuns:
 
     async def _make(self, call: Call, wire: WireRequest, running: _Running) -> None:
         """Raises what refuses the request before it has its place in the queue."""
+        told = b""
         try:
             last = await self._answer(call, wire, running)
-            if last is not None:
-                await self._finish(replace(running.record, state=last[0]), last[1])
-            else:
+            if last is None:
                 await self._fail(running, ApiError(SERVER_ERROR, LOST))
+            else:
+                state = cast(ResponseState, last.status)
+                about = replace(running.record, state=state), last.response, running.log.cuts
+                told = last.told(last.response) if await self._finish(*about) else b""
         except ClientGone:
             await self._fail(running, ApiError(SERVER_ERROR, LOST))
         except ApiError as error:
@@ -175,21 +188,18 @@ class BackgroundRuns:
             await self._fail(running, ApiError(SERVER_ERROR, message))
         finally:
             del self._running[running.record.id]
+            running.log.end(told)
 
-    async def _answer(
-        self, call: Call, wire: WireRequest, running: _Running
-    ) -> tuple[ResponseState, bytes] | None:
-        """Its state and response; None where it was stopped."""
+    async def _answer(self, call: Call, wire: WireRequest, running: _Running) -> LastEvent | None:
+        """What its stream ends with; None where it was stopped."""
         answer = await self._run(call, wire)
         assert isinstance(answer, EventAnswer)
-        held = LastEventHeld(None, lambda: self._begun(running))
+        held = LastEventHeld(running.log)
         try:
             await answer.run(held)
         finally:
             answer.close()
-        if held.last is None:
-            return None
-        return cast(ResponseState, held.last.status), held.last.response
+        return held.last
 
     def _begun(self, running: _Running) -> None:
         record = running.record
@@ -214,14 +224,18 @@ class BackgroundRuns:
         )
         await self._finish(failed, None)
 
-    async def _finish(self, record: ResponseRecord, response: bytes | None) -> None:
+    async def _finish(
+        self, record: ResponseRecord, response: bytes | None, cuts: Sequence[Sequence[Cut]] = ()
+    ) -> bool:
+        """Whether it has ended so, with this response."""
         for pause_s in (*FINISH_PAUSES_S, 0.0):
             try:
-                await self._threads.write(partial(self._store.finish, record, response))
+                finish = partial(self._store.finish, record, response, cuts)
+                return await self._threads.write(finish) and response is not None
             except (NotFound, ConversationRefused) as error:
                 log.warning("response %s has no place to end: %s", record.id, error)
                 if response is None:
-                    return
+                    return False
                 # The conversation is gone or full: it has failed, which needs no place there.
                 message = f"it could not be added to its conversation: {error}"
                 record = replace(
@@ -231,8 +245,7 @@ class BackgroundRuns:
             except (SQLAlchemyError, OSError) as error:
                 log.error("the end of response %s could not be stored: %s", record.id, error)
                 await asyncio.sleep(pause_s)
-            else:
-                return
+        return False
 
     async def _beat(self) -> None:
         """While anything runs. What is not this process' any more was cancelled elsewhere."""

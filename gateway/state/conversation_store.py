@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
@@ -218,10 +219,10 @@ class ConversationStore:
 
 def discard(objects: ObjectStore, name: str) -> None:
     """Delete an object that no row names any more. What was asked for is done by then: where the
-    store fails, the object is left to the sweeper."""
+    store fails, or cannot tell whether it is the right one, the object is left to the sweeper."""
     try:
         objects.delete(name)
-    except OSError as error:
+    except (OSError, SQLAlchemyError) as error:
         log.warning("the object %s is left to the sweeper, it cannot be deleted: %s", name, error)
 
 

@@ -13,8 +13,15 @@ import msgspec
 
 from gateway.api.bodies import invalid
 from gateway.api.told_fields import Shape, ToldFields, decode_telling
-from gateway.api.wire import small_field
-from gateway.dialects.responses_items import Item, Part, kept_items, messages_of
+from gateway.dialects.responses_items import (
+    MAX_ID_CHARS,
+    Item,
+    Part,
+    is_usable_id,
+    kept_items,
+    messages_of,
+)
+from gateway.dialects.responses_wire import metadata_of
 from gateway.errors import (
     CONFLICT,
     INSUFFICIENT_QUOTA,
@@ -70,7 +77,6 @@ _SHAPE = Shape((), {"items": Shape(Item.__struct_fields__, {"content": _PART, "o
 _new_decoder = msgspec.json.Decoder(ConversationBody)
 _metadata_body_decoder = msgspec.json.Decoder(MetadataBody)
 _items_decoder = msgspec.json.Decoder(ItemsBody)
-_details_decoder = msgspec.json.Decoder(dict[str, str] | None)
 
 
 class ConversationsService:
@@ -95,7 +101,7 @@ class ConversationsService:
         if not self._retains(principal):
             raise ApiError(UNSUPPORTED_PARAMETER, NONE_STORED)
         items = _checked(asked.items or [], told)
-        details = small_field("metadata", asked.metadata, _details_decoder) or {}
+        details = metadata_of(asked.metadata)
         name = ID_PREFIX + secrets.token_hex(16)
         record = await self._read(
             principal, lambda: self._store.create(name, principal.tenant_id, items, details)
@@ -115,7 +121,7 @@ class ConversationsService:
     async def update(self, principal: Principal, conversation_id: str, body: bytes) -> bytes:
         """Other metadata."""
         asked = _decoded(_metadata_body_decoder, body, ToldFields())
-        details = small_field("metadata", asked.metadata, _details_decoder) or {}
+        details = metadata_of(asked.metadata)
         viewer = self._viewer_of(principal)
         return shown(
             await self._read(
@@ -212,7 +218,10 @@ def _checked(items: Sequence[Item], told: ToldFields) -> Items:
     """As they are stored. Raises ApiError for items that no model could read."""
     for _ in messages_of(items, told, field="items"):
         pass
+    for number, item in enumerate(items):
+        if item.id and not is_usable_id(item.id):
+            param = f"items[{number}].id"
+            message = f"{param} must have at most {MAX_ID_CHARS} printable characters"
+            raise invalid(param, f"{message}, and no part between slashes may be . or ..")
     kept: list[dict[str, Any]] = kept_items(items, secrets.token_hex(16))
-    if not all(item["id"].isprintable() and len(item["id"]) <= 128 for item in kept):
-        raise invalid("items[].id", "items[].id must have at most 128 printable characters")
     return [msgspec.Raw(_encode(item)) for item in kept]

@@ -83,6 +83,15 @@ def _by_id(
     response_id: str, read: Callable[[str], Iterable[msgspec.Raw]]
 ) -> dict[str, msgspec.Raw]:
     try:
-        return {_named_decoder.decode(item).id: item for item in read(response_id)}
+        return {_named_decoder.decode(item).id: _plain(item) for item in read(response_id)}
     except NotFound:
         return {}
+
+
+def _plain(item: msgspec.Raw) -> msgspec.Raw:
+    """Stored reasoning has its text; what was sealed of it opens for its own model alone."""
+    if b'"encrypted_content"' not in bytes(item):
+        return item
+    fields = _body_decoder.decode(item)
+    fields.pop("encrypted_content", None)
+    return msgspec.Raw(_encode(fields))

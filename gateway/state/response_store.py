@@ -4,13 +4,14 @@ The order of writes is object first, row second, and the other way round to dele
 names what is not there; what a crash leaves in between is an object without a row, which the
 sweeper deletes (sweeper.py). All of it blocks and runs in threads (state_threads.py).
 
-An object is `{"input": [items], "response": {...}}`: the request's own items, and the response as
-it was told. Items, never tokens: another revision of the model has other tokens.
+An object is `{"input": [items], "response": {...}, "cuts": [...]}`: the request's own items, the
+response as it was told, and in which pieces a background response's texts were told. Items, never
+tokens: another revision of the model has other tokens.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
+from gateway.dialects.responses_answer import Cut
 from gateway.dialects.responses_items import Item
 from gateway.state.conversation_store import (
     ConversationStore,
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 
 ACTOR = "gateway"
 KIND = "responses"
+MAX_CHAIN_READ = 4
+"""What the objects of a chain may have together, as a multiple of what its items may: each also
+has the instructions, tools and schemas of its response, which agents send with every turn."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -52,6 +57,8 @@ class StoredBody(msgspec.Struct):
 
     input: msgspec.Raw
     response: msgspec.Raw
+    cuts: list[list[Cut]] = []
+    """Of the output's items, in which pieces they were told (event_log.py)."""
 
 
 class _Output(msgspec.Struct):
@@ -116,17 +123,18 @@ class ResponseStore:
     def add(
         self, record: ResponseRecord, items: Sequence[Any], response: bytes
     ) -> ResponseRecord | None:
-        """Store a response; a key that was claimed for it is kept. Returns the record with its
-        object; None where its tenant has as many as it may."""
+        """Store a response; a key that was claimed for it is kept, unless it may still be refused,
+        as one that is queued. Returns the record with its object; None where its tenant has as many
+        as it may."""
         record = self.put(record, _encode(items), response)
+        is_active = record.state in ACTIVE
 
         def insert(session: Session) -> bool:
             is_stored = responses.add(session, record, self._max_responses)
-            if is_stored:
+            if is_stored and not is_active:
                 idempotency.keep(session, record.tenant_id, record.id)
             return is_stored
 
-        is_active = record.state in ACTIVE
         if self._write(record, insert, None if is_active else (_encode(items), response)):
             return record
         discard(self._objects, record.object_name)
@@ -170,8 +178,8 @@ class ResponseStore:
                 f"{self._max_chain_bytes}"
             )
         items: list[Item] = []
-        for record in reversed(chain):
-            found = _items_decoder.decode(self._bytes(record))
+        for data in self._objects_of(chain):
+            found = _items_decoder.decode(data)
             items += [*found.input, *found.response.output]
         return Earlier(items, chain[0].depth + 1, num_bytes)
 
@@ -184,11 +192,11 @@ class ResponseStore:
         if sum(record.items_bytes for record in chain) > 2 * self._max_chain_bytes:
             raise ChainTooLong("its items are too many to be listed")
         items: list[msgspec.Raw] = []
-        for record in reversed(chain):
-            found = _raw_items_decoder.decode(self._bytes(record))
-            items += found.input
-            if record is not chain[0]:
-                items += found.response.output
+        output: list[msgspec.Raw] = []
+        for data in self._objects_of(chain):
+            found = _raw_items_decoder.decode(data)
+            items += [*output, *found.input]
+            output = found.response.output
         return with_own_ids([], items)
 
     def remove(self, viewer: Viewer, response_id: str) -> None:
@@ -202,14 +210,19 @@ class ResponseStore:
         with appending(self._engine, ACTOR) as session:
             return responses.begin(session, response_id, owner)
 
-    def finish(self, record: ResponseRecord, response: bytes | None) -> bool:
+    def finish(
+        self,
+        record: ResponseRecord,
+        response: bytes | None,
+        cuts: Sequence[Sequence[Cut]] = (),
+    ) -> bool:
         """A background response ends, with another answer than was stored for it where one is
         given. False, changing nothing, where it has ended or was deleted meanwhile."""
         ended, parts = record, None
         if response is not None:
             body = _body_decoder.decode(self._bytes(record))
             parts = bytes(body.input), response
-            ended = self.put(record, *parts)
+            ended = self.put(record, *parts, cuts)
         is_mine = self._write(
             record, lambda session: responses.finish(session, record.owner, ended), parts
         )
@@ -241,6 +254,11 @@ class ResponseStore:
         with appending(self._engine, ACTOR) as session:
             return idempotency.claim(session, wanted, claim_s=claim_s)
 
+    def keep_key(self, record: ResponseRecord) -> None:
+        """A queued response is not refused any more: its key stands for it."""
+        with appending(self._engine, ACTOR) as session:
+            idempotency.keep(session, record.tenant_id, record.id)
+
     def withdraw(self, record: ResponseRecord) -> None:
         """Nothing of it stays, if anything was stored: no response, and no key."""
         viewer = Viewer(record.tenant_id, None, 0.0)
@@ -270,9 +288,15 @@ class ResponseStore:
         about = viewer, record.conversation_id, items, record.model, write
         return self.conversations.append(*about) is not None
 
-    def put(self, record: ResponseRecord, items: bytes, response: bytes) -> ResponseRecord:
+    def put(
+        self,
+        record: ResponseRecord,
+        items: bytes,
+        response: bytes,
+        cuts: Sequence[Sequence[Cut]] = (),
+    ) -> ResponseRecord:
         """Store the object. Returns the record with it."""
-        data = b'{"input":%b,"response":%b}' % (items, response)
+        data = b'{"input":%b,"response":%b,"cuts":%b}' % (items, response, _encode(cuts))
         found = _raw_items_decoder.decode(data)
         stored = self._objects.put(new_name(record.tenant_id, KIND), data)
         return replace(
@@ -281,6 +305,21 @@ class ResponseStore:
             sha256=stored.sha256,
             items_bytes=len(items) + sum(map(len, found.response.output)),
         )
+
+    def _objects_of(self, chain: Sequence[ResponseRecord]) -> Iterator[bytes]:
+        """The oldest first, one at a time in memory. Raises ChainTooLong when they are more than a
+        request may cause to be read."""
+        most = MAX_CHAIN_READ * self._max_chain_bytes
+        num_bytes = 0
+        for record in reversed(chain):
+            data = self._bytes(record)
+            num_bytes += len(data)
+            if num_bytes > most:
+                raise ChainTooLong(
+                    f"the responses before it have more than {most} bytes with their instructions "
+                    "and tools, which is the maximum"
+                )
+            yield data
 
     def _bytes(self, record: ResponseRecord) -> bytes:
         """Raises NotFound, Damaged."""

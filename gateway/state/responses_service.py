@@ -6,7 +6,7 @@ end is told (saving.py). A stateless request goes through with nothing added, an
 here.
 
     create        authenticate, decode, idempotency key, what it follows, run, store
-    retrieve, remove, input_items, cancel      of a stored response
+    retrieve, follow, remove, input_items, cancel      of a stored response
 
 Whose a response is, is one rule (`_viewer`): the tenant's, of models that the key may use, and not
 older than the tenant's retention. All else is missing in the same words.
@@ -21,7 +21,6 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from engine.objects.folder_store import FolderStore
 from gateway.api.bodies import invalid
 from gateway.api.wire import WireRequest
 from gateway.auth.auth import authenticate, find_model
@@ -40,12 +39,15 @@ from gateway.errors import (
     ApiError,
 )
 from gateway.metrics.metrics import Metrics
+from gateway.sealing.seals import Seals
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
 from gateway.state import item_references
 from gateway.state.background import BackgroundRuns
 from gateway.state.conversations_service import ConversationsService
+from gateway.state.event_following import Following, SoFar
 from gateway.state.item_pages import item_page, page_of
+from gateway.state.objects import objects_of
 from gateway.state.response_store import (
     ChainBroken,
     ChainTooLong,
@@ -63,6 +65,8 @@ from registry.state.responses import ResponseRecord, Viewer
 
 Run: TypeAlias = Callable[[Call, WireRequest], Awaitable[Answer]]
 """The pipeline: raises ApiError and ClientGone as it does."""
+WhenGone: TypeAlias = Callable[[Callable[[], None]], None]
+"""See Call."""
 
 KEY_HEADER = "idempotency-key"
 REPLAY_HEADER = "idempotent-replayed"
@@ -85,6 +89,7 @@ class ResponsesService:
         background: BackgroundRuns,
         run: Run,
         wall_clock: Callable[[], float],
+        seals: Seals,
     ) -> None:
         self._settings = settings
         self._tells_unknown = settings.unknown_fields == "tell"
@@ -96,6 +101,7 @@ class ResponsesService:
         self._background = background
         self._run = run
         self._wall_clock = wall_clock
+        self._seals = seals
         self.conversations = ConversationsService(
             store.conversations,
             threads,
@@ -124,7 +130,8 @@ class ResponsesService:
         viewer = self._viewer(principal)
         if item_references.WORD in sent:
             body = await self._with_items(viewer, sent)
-        asked = responses_wire.decode_asked(body, self._tells_unknown)
+        seal = self._seals.of(principal.tenant_id)
+        asked = responses_wire.decode_asked(body, self._tells_unknown, seal)
         if asked.is_stateless:
             return await self._run(call, asked.wire)
         if not self._retention_days(principal):
@@ -143,9 +150,14 @@ class ResponsesService:
         try:
             asked, depth = await self._following(viewer, asked)
             saving.record = replace(saving.record, depth=depth)
-            asked = asked.showing(store=True, background=asked.is_background)
+            asked = asked.showing(
+                store=True, background=asked.is_background, created_at=int(now_at)
+            )
             if asked.is_background:
-                return await self._background.start(call, asked, saving)
+                response = await self._background.start(call, asked, saving)
+                if asked.wire.stream:
+                    return self._followed(viewer, saving.record.id, -1, call.when_gone)
+                return JsonAnswer([response])
             answer = await self._run(call, asked.wire)
         except BaseException:
             await saving.give_up()
@@ -156,6 +168,16 @@ class ResponsesService:
         """The response as it is now. Raises ApiError."""
         record, body = await self._found(principal, response_id)
         return told(record, body)
+
+    async def follow(
+        self, principal: Principal, response_id: str, starting_after: int, when_gone: WhenGone
+    ) -> EventAnswer:
+        """The events of a background response behind this number. Raises ApiError."""
+        _, body = await self._found(principal, response_id)
+        if not _is_background(body):
+            message = "only background responses can be streamed later: leave stream out"
+            raise ApiError(INVALID_REQUEST, message, "stream")
+        return self._followed(self._viewer(principal), response_id, starting_after, when_gone)
 
     async def remove(self, principal: Principal, response_id: str) -> bytes:
         """Delete it; one that is being made is stopped. Raises ApiError."""
@@ -168,7 +190,7 @@ class ResponsesService:
         """A background response stops, if it has not ended. Returns what it is then. Raises
         ApiError."""
         record, body = await self._found(principal, response_id)
-        if not msgspec.json.decode(body.response, type=_Background).background:
+        if not _is_background(body):
             message = "only background responses can be cancelled: this one was answered at once"
             raise ApiError(INVALID_REQUEST, message)
         if is_active(record):
@@ -189,6 +211,18 @@ class ResponsesService:
             return item_page(items, limit, order, after)
 
         return await self._read(viewer, response_id, work)
+
+    def _followed(
+        self, viewer: Viewer, response_id: str, starting_after: int, when_gone: WhenGone
+    ) -> EventAnswer:
+        async def look() -> SoFar:
+            read = partial(self._store.read, viewer, response_id)
+            record, body = await self._read(viewer, response_id, read)
+            return SoFar(told(record, body), is_active(record), body.cuts)
+
+        following = Following(self._background.log_of(response_id), look, starting_after)
+        when_gone(following.stop)
+        return EventAnswer(following.run)
 
     def _saving(
         self, http_id: str, principal: Principal, asked: AskedResponse, now_at: float
@@ -321,6 +355,8 @@ class ResponsesService:
         response = told(record, body)
         if not streams:
             return JsonAnswer([response])
+        if _is_background(body):
+            return self._followed(viewer, record.id, -1, call.when_gone)
 
         async def events(sink: Sink) -> None:
             sink.write(replayed(response))
@@ -344,12 +380,14 @@ def build_responses(
     run: Run,
     owner: str,
     wall_clock: Callable[[], float],
+    seals: Seals,
 ) -> ResponsesService:
     """Of one gateway process, which background responses name as `owner`. Connects to the database
     and makes folders when first asked."""
+    engine = make_engine(settings.registry_url)
     store = ResponseStore(
-        make_engine(settings.registry_url),
-        FolderStore(settings.objects_path(settings.data_path)),
+        engine,
+        objects_of(engine, settings),
         settings.max_stored_responses,
         settings.max_body_bytes,
         wall_clock,
@@ -357,11 +395,15 @@ def build_responses(
     threads = StateThreads(settings.state_threads, settings.max_state_waiting)
     background = BackgroundRuns(store, threads, run, owner, wall_clock)
     about = store, threads, metrics, background
-    return ResponsesService(settings, directory, *about, run, wall_clock)
+    return ResponsesService(settings, directory, *about, run, wall_clock, seals)
 
 
 class _Background(msgspec.Struct):
     background: bool = False
+
+
+def _is_background(body: StoredBody) -> bool:
+    return msgspec.json.decode(body.response, type=_Background).background
 
 
 def told(record: ResponseRecord, body: StoredBody) -> bytes:

@@ -43,35 +43,28 @@ _status_decoder = msgspec.json.Decoder(_Status)
 class LastEventHeld:
     """A sink before another one: holds back what the stream ends with. Implements Sink."""
 
-    def __init__(self, sink: Sink | None, on_event: Callable[[], None] = lambda: None) -> None:
-        """`sink` None: nobody reads along. `on_event`: called at the first event."""
+    def __init__(self, sink: Sink) -> None:
         self._sink = sink
-        self._on_event: Callable[[], None] | None = on_event
         self.last: LastEvent | None = None
 
     @property
     def is_full(self) -> bool:
         """See Sink."""
-        return self._sink is not None and self._sink.is_full
+        return self._sink.is_full
 
     def write(self, event: bytes) -> None:
         """See Sink."""
-        if self._on_event is not None:
-            on_event, self._on_event = self._on_event, None
-            on_event()
         self.last = last_event(event)
-        if self._sink is not None and self.last is None:
+        if self.last is None:
             self._sink.write(event)
 
     def when_drained(self, callback: Callable[[], None]) -> None:
         """See Sink."""
-        if self._sink is not None:
-            self._sink.when_drained(callback)
+        self._sink.when_drained(callback)
 
     async def drained(self) -> None:
         """See Sink."""
-        if self._sink is not None:
-            await self._sink.drained()
+        await self._sink.drained()
 
 
 class Saving:
@@ -126,6 +119,16 @@ class Saving:
         self._is_stored = stored is not None
         self.record = stored or self.record
         return self._is_stored
+
+    async def keep(self) -> None:
+        """What was begun runs: whoever sends its key again gets it. Where that cannot be stored,
+        they are told that it runs until the claim is over."""
+        if not self.has_claim:
+            return
+        try:
+            await self._threads.write(lambda: self._store.keep_key(self.record))
+        except SQLAlchemyError as error:
+            log.warning("response %s: its key is not kept: %s", self.record.id, error)
 
     async def give_up(self) -> None:
         """Unless it is stored: its key is free for another try."""

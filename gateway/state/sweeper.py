@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from engine.objects.folder_store import FolderStore
 from engine.objects.object_store import ObjectStore
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
 from gateway.state import conversation_store, response_store
 from gateway.state.background import LOST, LOST_S
+from gateway.state.objects import objects_of
 from gateway.state.response_store import ACTOR
 from registry.session import appending, reading
 from registry.state import conversations, idempotency, responses
@@ -91,6 +91,7 @@ class StateSweeper:
         num_lost = self._fail_lost(now_at)
         num_expired = num_orphans = 0
         if now_at - self._swept_at >= self._interval_s:
+            self._objects.check()  # Rows whose objects are out of reach stay, too.
             num_expired = self._expire(now_at)
             self._swept_at = now_at
         if now_at - self._orphans_at >= ORPHANS_S:
@@ -151,6 +152,5 @@ class StateSweeper:
 
 def build_sweeper(engine: Engine, settings: Settings) -> StateSweeper:
     """Of a server."""
-    objects = FolderStore(settings.objects_path(settings.data_path))
     days, interval_s = settings.response_retention_days, settings.state_sweep_interval_s
-    return StateSweeper(engine, objects, days, interval_s)
+    return StateSweeper(engine, objects_of(engine, settings), days, interval_s)

@@ -5,15 +5,13 @@ its own. Only public halves leave the machine. Keys are written as ZeroMQ writes
 characters.
 """
 
-import contextlib
-import os
-import secrets
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 import zmq
 
+from engine.objects.whole_files import write_once
 from registry.errors import RegistryError
 
 FILE = "curve-key.json"
@@ -54,17 +52,7 @@ def key_pair(data_path: Path) -> KeyPair:
         while public.startswith(b"-"):  # The commands would take that for an option.
             public, secret = zmq.curve_keypair()
         drawn = msgspec.json.encode(KeyPair(public.decode(), secret.decode()))
-        made = path.with_name(f".{FILE}.{secrets.token_hex(8)}")
-        descriptor = os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(drawn)
-                file.flush()
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(made, path)
-        finally:
-            made.unlink()
+        write_once(path, drawn)
     try:
         return msgspec.json.decode(path.read_bytes(), type=KeyPair)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -114,17 +114,20 @@ def remove_before(
     session: Session, tenant_id: str, before_at: float, *, limit: int
 ) -> Sequence[str]:
     """Delete rows of this tenant that were last changed before then, at most so many. Returns the
-    names of their objects, for the caller to delete."""
+    names of their objects, for the caller to delete.
+
+    A change that commits while the statement waits for its row keeps it: PostgreSQL looks at a
+    condition on the row again then, and not at the list of ids.
+    """
+    is_old = _table.updated_at < before_at
     old = (
         select(_table.id)
-        .where(_table.tenant_id == tenant_id, _table.updated_at < before_at)
+        .where(_table.tenant_id == tenant_id, is_old)
         .order_by(_table.updated_at)
         .limit(limit)
     )
-    found = session.execute(
-        delete(_table).where(_table.id.in_(old)).returning(_table.object_name)
-    ).scalars()
-    names = list(found)
+    mine = delete(_table).where(_table.id.in_(old), is_old).returning(_table.object_name)
+    names = list(session.execute(mine).scalars())
     responses.count_less(session, tenant_id, len(names))
     return names
 

@@ -186,8 +186,9 @@ def finish(session: Session, owner: str, ended: ResponseRecord) -> bool:
     it has ended already or is gone."""
     values = {
         name: getattr(ended, name)
-        for name in ("state", "object_name", "sha256", "items_bytes", "error_code", "error_message")
+        for name in ("state", "object_name", "sha256", "items_bytes", "error_code")
     }
+    values["error_message"] = storable(ended.error_message)
     mine = update(_table).where(*_active(ended.id, owner))
     return _num_rows(session, mine.values(**values, heartbeat_at=None)) == 1
 
@@ -274,6 +275,12 @@ def check_id(found: str) -> None:
     NUL, and neither takes half a surrogate pair. Raises NotFound of what is no id."""
     if not (found.isascii() and found.isprintable()) or len(found) > MAX_ID_LEN:
         raise _missing(found)
+
+
+def storable(text: str) -> str:
+    """What PostgreSQL takes of a text, which may repeat what a caller wrote: no NUL, no half of a
+    surrogate pair. Each is a question mark then."""
+    return text.replace("\0", "?").encode(errors="replace").decode()
 
 
 def _visible(viewer: Viewer) -> Iterable[ColumnElement[bool]]:

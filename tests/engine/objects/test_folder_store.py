@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.objects.folder_store import FolderStore
-from engine.objects.object_store import InvalidName, ObjectMissing, ObjectStore, new_name
+from engine.objects.folder_store import OWNER_FILE, FolderStore
+from engine.objects.object_store import (
+    InvalidName,
+    ObjectMissing,
+    ObjectStore,
+    StoreAway,
+    new_name,
+)
 
 HOSTILE = (
     "",
@@ -244,3 +250,87 @@ def test_writers_side_by_side(store: ObjectStore, root: Path) -> None:
         names = [name for made in threads.map(write, range(8)) for name in made]
     assert {found.name for found in store.list()} == {*names, shared}
     assert len(files_of(root)) == 81
+
+
+class Database:
+    """Whose objects they are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.num_objects = 0
+
+    def name(self) -> str:
+        return self._name
+
+    def has_objects(self) -> bool:
+        return self.num_objects > 0
+
+
+def test_a_folder_that_is_not_mounted_is_not_an_empty_one(root: Path, tmp_path: Path) -> None:
+    owner = Database("db-1")
+    store = FolderStore(root, owner)
+    name = new_name("ten_1", "responses")
+    with pytest.raises(ObjectMissing):
+        store.get(name)
+    assert not root.exists(), "nobody has put anything"
+    store.put(name, b"mine")
+    owner.num_objects = 1
+    with pytest.raises(ObjectMissing):
+        store.get(new_name("ten_1", "responses"))
+    elsewhere = tmp_path / "elsewhere"
+    root.rename(elsewhere)
+    calls: tuple[Callable[[], object], ...] = (
+        store.check,
+        lambda: store.get(name),
+        lambda: store.stat(name),
+        lambda: store.digest(name),
+        lambda: store.delete(name),
+        lambda: store.put(name, b"x"),
+        lambda: list(store.list()),
+        lambda: store.delete_unfinished(0.0),
+    )
+    for is_there in (False, True):  # no folder; the empty one of a mount point
+        if is_there:
+            root.mkdir()
+        for call in calls:
+            with pytest.raises(StoreAway, match="mount the right one"):
+                call()
+        assert not is_there or not any(root.iterdir())
+    root.rmdir()
+    elsewhere.rename(root)
+    assert store.get(name) == b"mine"
+
+
+def test_a_folder_of_another_owner_is_left_alone(root: Path) -> None:
+    name = new_name("ten_1", "responses")
+    FolderStore(root, Database("db-1")).put(name, b"mine")
+    other = FolderStore(root, Database("db-2"))
+    for call in (other.check, lambda: list(other.list()), lambda: other.put(name, b"x")):
+        with pytest.raises(StoreAway, match=r"another database.*write db-2 into"):
+            call()
+    (root / OWNER_FILE).write_text("db-2\n")
+    assert other.get(name) == b"mine"
+
+
+def test_what_an_earlier_release_stored_is_taken_over(root: Path) -> None:
+    name = new_name("ten_1", "responses")
+    FolderStore(root).put(name, b"mine")
+    owner = Database("db-1")
+    owner.num_objects = 1
+    assert [found.name for found in FolderStore(root, owner).list()] == [name]
+    assert (root / OWNER_FILE).read_text() == "db-1"
+    assert stat.S_IMODE((root / OWNER_FILE).stat().st_mode) == 0o600
+
+
+def test_owners_side_by_side(root: Path) -> None:
+    stores = [FolderStore(root, Database("db-1")) for _ in range(8)]
+    start = threading.Barrier(8)
+
+    def put(store: FolderStore) -> None:
+        start.wait()
+        store.put(new_name("ten_1", "responses"), b"x")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(put, stores))
+    assert len(list(stores[0].list())) == 8
+    assert sorted(path.name for path in root.iterdir()) == [OWNER_FILE, "ten_1"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.api import token_wire, wire
 from gateway.dialects import messages_wire, ollama_wire, responses_wire
 from gateway.errors import ApiError
+from tests.gateway.sealing_kit import SEAL
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 BODIES: dict[str, tuple[Callable[[bytes], object], Any]] = {
@@ -35,7 +36,7 @@ BODIES: dict[str, tuple[Callable[[bytes], object], Any]] = {
         {"model": "m", "prompt": ["a", "b"], "stop_token_ids": [1], "prompt_logprobs": 1},
     ),
     "messages": (
-        lambda raw: messages_wire.decode(raw, True),
+        lambda raw: messages_wire.decode(raw, True, SEAL),
         {
             "model": "m",
             "max_tokens": 5,
@@ -51,7 +52,7 @@ BODIES: dict[str, tuple[Callable[[bytes], object], Any]] = {
         },
     ),
     "responses": (
-        lambda raw: responses_wire.decode(raw, True),
+        lambda raw: responses_wire.decode(raw, True, SEAL),
         {
             "model": "m",
             "input": [
@@ -65,7 +66,7 @@ BODIES: dict[str, tuple[Callable[[bytes], object], Any]] = {
         },
     ),
     "ollama": (
-        lambda raw: ollama_wire.decode_chat(raw, True),
+        lambda raw: ollama_wire.decode_chat(raw, True, SEAL),
         {
             "model": "m",
             "messages": [{"role": "tool", "content": "a", "tool_call_id": "c"}],

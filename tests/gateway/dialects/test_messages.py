@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.dialects.messages_wire import signature_of
 from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, WorkerLost
 from registry.accounts.quotas import Limits
 from tests.gateway.edge_kit import KEY, Client, Kit, client_of, key_record, make_kit
+from tests.gateway.sealing_kit import seal_of
 
 URL = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}
@@ -172,7 +172,7 @@ async def test_thinking_text_and_calls_are_blocks(
         else:
             _, body = await ask(client, **fields)
     thinking, text, call = body["content"]
-    signature = signature_of("hm", "tiny")
+    signature = seal_of(kit).sign("hm", "tiny")
     assert thinking == {"type": "thinking", "thinking": "hm", "signature": signature}
     assert (text["type"], text["text"].strip()) == ("text", "So:")
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "f", {"a": "x y"})

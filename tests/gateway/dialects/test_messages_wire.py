@@ -9,8 +9,10 @@ import pytest
 from gateway.api.reasoning_types import Reasoning
 from gateway.api.tool_types import JsonSchemaFormat, NamedChoice, NamedFunction, ToolCall
 from gateway.api.wire import WireRequest
-from gateway.dialects.messages_wire import decode, signature_of
+from gateway.dialects.messages_wire import decode
 from gateway.errors import ApiError
+from gateway.sealing.seals import Seals
+from tests.gateway.sealing_kit import MASTER, SEAL
 
 USER = {"role": "user", "content": "a"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
@@ -22,7 +24,7 @@ CONTROL = {"type": "ephemeral"}
 
 def asked(*messages: dict[str, Any], tells: bool = False, **fields: Any) -> WireRequest:
     body = {"model": "m", "max_tokens": 9, "messages": messages or [USER], **fields}
-    return decode(json.dumps(body).encode(), tells)
+    return decode(json.dumps(body).encode(), tells, SEAL)
 
 
 def assistant(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def test_thousands_of_turns_of_a_user_cost_no_more_than_one() -> None:
 
 
 def test_thinking_is_taken_back_with_its_own_signature_only() -> None:
-    thinking = {"type": "thinking", "thinking": "hm", "signature": signature_of("hm", "m")}
+    thinking = {"type": "thinking", "thinking": "hm", "signature": SEAL.sign("hm", "m")}
     request = asked(USER, assistant(thinking, TEXT), USER)
     assert request.messages[1]["reasoning_content"] == "hm"
     foreign = {**thinking, "signature": "EqQBCgIYAhIM"}
@@ -106,11 +108,15 @@ def test_thinking_is_taken_back_with_its_own_signature_only() -> None:
         "messages[].content[].thinking",
         "messages[].content[].redacted_thinking",
     )
-    for changed in ({**thinking, "thinking": "ha"}, {**thinking, "signature": "ph1.00"}):
+    for changed in (
+        {**thinking, "thinking": "ha"},
+        {**thinking, "signature": "phm1.00"},
+        {**thinking, "signature": SEAL.sign("hm", "other")},
+        {**thinking, "signature": Seals([MASTER]).of("ten_2").sign("hm", "m")},
+    ):
         with pytest.raises(ApiError) as caught:
             asked(USER, assistant(changed, TEXT), USER)
         assert caught.value.param == "messages[1].content[0].signature"
-    assert signature_of("hm", "m") != signature_of("hm", "other")
 
 
 def test_a_last_message_of_the_assistant_is_continued() -> None:
@@ -199,11 +205,11 @@ def test_unknown_fields_are_refused_or_told_by_the_setting() -> None:
 def test_what_is_refused_names_the_field(body: dict[str, Any], param: str) -> None:
     whole = {"model": "m", "max_tokens": 9, "messages": [USER], **body}
     with pytest.raises(ApiError) as caught:
-        decode(json.dumps(whole).encode())
+        decode(json.dumps(whole).encode(), False, SEAL)
     assert caught.value.kind.status == 400
     assert caught.value.param == param
 
 
 def test_tokens_can_be_counted_without_a_length() -> None:
     body = json.dumps({"model": "m", "messages": [USER]}).encode()
-    assert decode(body, needs_length=False).max_tokens is None
+    assert decode(body, False, SEAL, needs_length=False).max_tokens is None

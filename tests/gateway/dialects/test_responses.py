@@ -10,7 +10,8 @@ from openai.types.responses import Response
 
 from gateway.errors import WorkerLost
 from tests.gateway.dialects.test_messages import CALL, HERMES
-from tests.gateway.edge_kit import KEY, Client, Kit, client_of, make_kit
+from tests.gateway.edge_kit import KEY, Client, Kit, client_of, key_record, make_kit
+from tests.gateway.sealing_kit import seal_of
 
 URL = "/v1/responses"
 ASK: dict[str, Any] = {"model": "tiny", "input": "Hello"}
@@ -132,6 +133,38 @@ async def test_a_loop_goes_on_with_its_own_items(tmp_path: Path) -> None:
     prompt = kit.tokenizer.decode(ids, skip_special_tokens=False)
     assert '<tool_call>{"name": "f", "arguments": {"a": "x y"}}</tool_call>' in prompt
     assert "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n" in prompt
+
+
+REASONING = HERMES.replace("+ m['content']", "+ (m.reasoning_content or '') + m['content']")
+SEALED = {"include": ["reasoning.encrypted_content"], "store": False}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_who_keeps_nothing_gets_reasoning_sealed(tmp_path: Path, stream: bool) -> None:
+    kit = make_kit(tmp_path, REASONING, max_context=1024)
+    kit.dispatcher.script = kit.speak("<think>\nhm\n</think>\n\nYes.")
+    async with client_of(kit) as client:
+        if stream:
+            events = await stream_of(client, **SEALED)
+            output = check_told_to_the_end(events)
+            added = [e["item"] for e in events if e["type"] == "response.output_item.added"]
+            assert "encrypted_content" not in added[0]
+        else:
+            output = (await ask(client, **SEALED))[1]["output"]
+        reasoning = output[0]
+        assert seal_of(kit).open(reasoning["encrypted_content"], "tiny") == "hm"
+        # Clients of this field send it back without the text.
+        kept = {key: reasoning[key] for key in ("type", "id", "summary", "encrypted_content")}
+        turns = [{"role": "user", "content": "Hello"}, kept, output[1]]
+        status, _ = await ask(client, **SEALED, input=[*turns, {"role": "user", "content": "b"}])
+        assert status == 200
+        asked = kit.dispatcher.requests[-1].request.prompt_token_ids
+        assert "assistant\nhmYes." in kit.tokenizer.decode(asked, skip_special_tokens=False)
+        kit.use_keys(key_record(), key_record("another-key", "key_2", tenant_id="ten_2"))
+        async with client.post(URL, {**ASK, "input": turns}, key="another-key") as answer:
+            body = await answer.json()
+        assert (answer.status, body["error"]["param"]) == (400, "input[1].encrypted_content")
+        assert "encrypted_content" not in (await ask(client))[1]["output"][0]
 
 
 async def test_an_answer_that_was_cut_is_incomplete(kit: Kit, client: Client) -> None:

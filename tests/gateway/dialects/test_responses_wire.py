@@ -17,6 +17,8 @@ from gateway.api.tool_types import (
 from gateway.api.wire import WireRequest
 from gateway.dialects.responses_wire import decode
 from gateway.errors import ApiError
+from gateway.sealing.seals import Seals
+from tests.gateway.sealing_kit import MASTER, SEAL
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}", "id": "fc_1"}
@@ -37,7 +39,7 @@ SAID = {
 
 
 def asked(items: Any = "a", tells: bool = False, **fields: Any) -> WireRequest:
-    return decode(json.dumps({"model": "m", "input": items, **fields}).encode(), tells)
+    return decode(json.dumps({"model": "m", "input": items, **fields}).encode(), tells, SEAL)
 
 
 def test_items_of_one_turn_are_one_message() -> None:
@@ -135,7 +137,7 @@ def test_what_has_no_effect_is_told() -> None:
         [{**REASONING, "encrypted_content": "x"}, {**SAID, "odd": 1}],
         store=True,
         truncation="auto",
-        include=["reasoning.encrypted_content"],
+        include=["file_search_call.results"],
         text={"verbosity": "low"},
         reasoning={"summary": "auto"},
         stream_options={"include_obfuscation": True},
@@ -172,9 +174,7 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"background": True, "store": False}, "store"),
-        ({"background": True, "stream": True}, "stream"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
@@ -192,6 +192,9 @@ def test_what_clients_leave_in_parts_is_told() -> None:
         ({"messages": []}, "messages"),
         ({"metadata": {"a": "b" * 70_000}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata[...]"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"metadata": {"k" * 65: ""}}, "metadata"),
+        ({"metadata": {"ok": "", "a": "b" * 513}}, "metadata.a"),
         ({"user": "u" * 5000}, "user"),
         ({"safety_identifier": "u" * 5000}, "safety_identifier"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
@@ -204,6 +207,54 @@ def test_what_is_refused_names_the_field(fields: dict[str, Any], param: str) -> 
         asked(**{"items": fields.pop("input", "a"), **fields})
     assert caught.value.kind.status == 400
     assert caught.value.param == param
+
+
+def reasoning(sealed: str | None, **fields: Any) -> list[Any]:
+    item = {"type": "reasoning", "summary": [], "encrypted_content": sealed, **fields}
+    return [{"role": "user", "content": "a"}, item, {"role": "assistant", "content": "b"}]
+
+
+def test_sealed_reasoning_is_opened() -> None:
+    sealed = SEAL.seal("hm", "m")
+    text = {"type": "reasoning_text", "text": "forged"}
+    for content in (None, [], [text]):
+        request = asked(reasoning(sealed, content=content))
+        assert request.messages[1]["reasoning_content"] == "hm"
+        assert not request.ignored
+    plain = asked(reasoning(None, content=[text]))
+    assert plain.messages[1]["reasoning_content"] == "forged"
+    foreign = asked(reasoning("gAAAAABo"))
+    assert "reasoning_content" not in foreign.messages[1]
+    assert foreign.ignored == ("input[].encrypted_content",)
+
+
+@pytest.mark.parametrize(
+    "sealed",
+    [
+        SEAL.seal("hm", "other"),
+        Seals([MASTER]).of("ten_2").seal("hm", "m"),
+        SEAL.seal("hm", "m")[:-8] + "AAAAAAA=",
+        "phs1.",
+        7,
+    ],
+)
+def test_what_does_not_open_names_the_field(sealed: Any) -> None:
+    with pytest.raises(ApiError) as caught:
+        asked(reasoning(sealed))
+    assert (caught.value.kind.status, caught.value.param) == (400, "input[1].encrypted_content")
+
+
+def test_what_is_included_is_sealed_and_the_rest_is_told() -> None:
+    assert asked().seal is None
+    request = asked(include=["reasoning.encrypted_content"])
+    assert (request.seal, request.ignored) == (SEAL, ())
+    request = asked(include=["reasoning.encrypted_content", "file_search_call.results"])
+    assert (request.seal, request.ignored) == (SEAL, ("include",))
+
+
+def test_metadata_has_openais_bounds() -> None:
+    most = {f"{n:064}": "ä" * 512 for n in range(16)}
+    assert asked(metadata=most).shown["metadata"] == most
 
 
 def test_unknown_fields_are_told_by_the_setting() -> None:

@@ -14,6 +14,7 @@ from gateway.dialects import messages_wire, ollama_wire, responses_wire
 from gateway.errors import ApiError
 from gateway.http.openapi import document
 from tests.gateway.edge_kit import Client, Kit, client_of, make_kit
+from tests.gateway.sealing_kit import SEAL
 
 USER = {"role": "user", "content": "Hello"}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -78,9 +79,9 @@ def accepts(path: str, body: Any) -> bool:
 DECODERS: dict[str, Callable[[bytes], object]] = {
     "/v1/chat/completions": lambda raw: wire.decode("chat", raw),
     "/v1/completions": lambda raw: wire.decode("completion", raw),
-    "/v1/messages": messages_wire.decode,
-    "/v1/responses": responses_wire.decode,
-    "/api/chat": ollama_wire.decode_chat,
+    "/v1/messages": lambda raw: messages_wire.decode(raw, False, SEAL),
+    "/v1/responses": lambda raw: responses_wire.decode(raw, False, SEAL),
+    "/api/chat": lambda raw: ollama_wire.decode_chat(raw, False, SEAL),
 }
 
 

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from gateway.errors import QUEUE_FULL, UNAVAILABLE, ApiError, WorkerLost
+from gateway.limits.limits import Limiter
 from gateway.state import background
 from gateway.state.response_store import ResponseStore
 from registry.accounts.quotas import Limits
@@ -110,7 +111,6 @@ async def test_one_that_fails_says_why(kit: Kit, client: Client) -> None:
         ({"model": "nobody"}, 404, "model_not_found"),
         ({"input": "a " * 3000}, 400, "context_length_exceeded"),
         ({"store": False}, 400, "invalid_request"),
-        ({"stream": True}, 400, "unsupported_parameter"),
     ],
 )
 async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(
@@ -120,6 +120,40 @@ async def test_what_is_wrong_is_told_at_once_and_leaves_nothing(
     assert (found, body["error"]["code"]) == (status, code)
     assert rows(kit) == 0
     assert not kit.dispatcher.requests
+
+
+async def test_a_key_stands_for_what_is_not_refused_any_more(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the row and the refusal a second request must not be told of a response that is gone
+    in a moment."""
+    reserved, go_on = asyncio.Event(), asyncio.Event()
+    reserve = Limiter.reserve
+
+    async def waiting(limiter: Limiter, *about: Any) -> Any:
+        reserved.set()
+        await go_on.wait()
+        return await reserve(limiter, *about)
+
+    async def send() -> tuple[int, Any]:
+        async with client.post(URL, {**ASK, "background": True}, idempotency_key="k") as answer:
+            return answer.status, await answer.json()
+
+    monkeypatch.setattr(Limiter, "reserve", waiting)
+    kit.dispatcher.refusal = ApiError(QUEUE_FULL, "full", retry_after_s=1.0)
+    first = asyncio.create_task(send())
+    await asyncio.wait_for(reserved.wait(), 5)
+    status, body = await send()
+    assert (status, body["error"]["code"]) == (409, "idempotency_in_progress")
+    go_on.set()
+    assert (await first)[0] == 429
+    assert rows(kit) == 0
+    kit.dispatcher.refusal, kit.dispatcher.script = None, kit.speak("The game")
+    status, told = await send()
+    assert status == 200
+    status, again = await send()
+    assert (status, again["id"], len(kit.dispatcher.requests)) == (200, told["id"], 1)
+    await ended(client, told["id"], "completed")
 
 
 async def test_limits_and_a_full_queue_refuse_at_once(kit: Kit, client: Client) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 from typing import Any
+from urllib.parse import quote
 
 import openai
 import pytest
 
 from gateway.errors import WorkerLost
 from gateway.state import background
+from registry.accounts.quotas import Limits
 from tests.gateway.dialects.test_responses import ASK, URL, ask, stream_of
 from tests.gateway.edge_kit import KEY, Client, Kit, key_record, silent
 from tests.gateway.state.test_background import ended
@@ -130,7 +132,8 @@ async def test_one_that_is_damaged_meanwhile_takes_no_answer(kit: Kit, client: C
     asking = asyncio.create_task(ask(client, conversation=conversation_id))
     running = await kit.begun()
     settings = kit.edge.services.settings
-    [path] = [p for p in settings.objects_path(settings.data_path).rglob("*") if p.is_file()]
+    root = settings.objects_path(settings.data_path)
+    [path] = [p for p in root.glob("*/*/*/*") if p.is_file()]
     path.write_bytes(b"[]")
     kit.speak("one")(running)
     status, body = await asking
@@ -182,6 +185,10 @@ async def test_another_tenants_is_a_missing_one(kit: Kit, client: Client) -> Non
         ("", {"items": [USER] * 21}, "items"),
         ("", {"odd": 1}, "odd"),
         ("", {"metadata": {"a": 1}}, "metadata[...]"),
+        ("", {"metadata": {"a": "b" * 513}}, "metadata.a"),
+        ("/ID", {"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ("", {"items": [USER, {**USER, "id": "a/../b"}]}, "items[1].id"),
+        ("/ID/items", {"items": [{**USER, "id": "a" * 129}]}, "items[0].id"),
         ("/ID", {}, "metadata"),
         ("/ID/items", {"items": []}, "items"),
         ("/ID/items", {}, "items"),
@@ -193,6 +200,55 @@ async def test_what_is_wrong_names_the_field(
     conversation_id = await created(client)
     status, told = await post(client, ALL + path.replace("ID", conversation_id), body)
     assert (status, told["error"]["param"]) == (400, param)
+
+
+async def test_items_with_odd_ids_are_found(kit: Kit, client: Client) -> None:
+    odd = ["a/b", "/", "a b?c=d#e%2F", "日本", "msg_1/"]
+    conversation_id = await created(client, *({**USER, "id": item_id} for item_id in odd))
+    for item_id in odd:
+        path = f"{ALL}/{conversation_id}/items/{quote(item_id, safe='')}"
+        status, item = await call(client, "GET", path)
+        assert (status, item.get("id")) == (200, item_id)
+        assert (await call(client, "DELETE", path))[0] == 200
+    kit.dispatcher.script = kit.speak("one")
+    asked = [{**USER, "id": item_id} for item_id in ("..", "x" * 500, "kept")]
+    await ask(client, conversation=conversation_id, input=asked)
+    _, page = await call(client, "GET", f"{ALL}/{conversation_id}/items?order=asc")
+    ids = [item["id"] for item in page["data"]]
+    assert [item_id[:4] for item_id in ids] == ["msg_", "msg_", "kept", "msg_"]
+    for item_id in ids:
+        path = f"{ALL}/{conversation_id}/items/{quote(item_id, safe='')}"
+        assert (await call(client, "GET", path))[1]["id"] == item_id
+
+
+async def test_each_route_counts_as_a_request(kit: Kit, client: Client) -> None:
+    conversation_id = await created(client, USER)
+    kit.dispatcher.script = kit.speak("one")
+    _, told = await ask(client)
+    path = f"{ALL}/{conversation_id}"
+    asked: list[tuple[str, str, Any]] = [
+        ("POST", ALL, {}),
+        ("GET", path, None),
+        ("POST", path, {"metadata": {}}),
+        ("GET", f"{path}/items", None),
+        ("POST", f"{path}/items", {"items": [USER]}),
+        ("GET", f"{path}/items/x", None),
+        ("DELETE", f"{path}/items/x", None),
+        ("DELETE", path, None),
+        ("GET", f"{URL}/{told['id']}/input_items", None),
+    ]
+    headers = {"authorization": f"Bearer {KEY}"}
+    for number, (method, at, body) in enumerate(asked):
+        limits = Limits(requests_per_minute=1, tokens_per_minute=1)
+        kit.use_keys(key_record(key_id=f"key_{number}", limits=limits))
+        for is_over in (False, True):
+            about = method, client.base + at
+            async with client.session.request(*about, json=body, headers=headers) as answer:
+                assert (answer.status == 429) == is_over, (method, at)
+                assert answer.headers["x-ratelimit-remaining-requests"] == "0"
+    for _ in range(3):
+        assert (await call(client, "GET", f"{URL}/{told['id']}"))[0] == 200, "who polls may"
+    assert not kit.edge.store.num_open
 
 
 async def test_without_retention_there_are_none(kit: Kit, client: Client) -> None:

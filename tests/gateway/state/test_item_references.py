@@ -45,6 +45,17 @@ def test_references_become_the_items_in_their_places() -> None:
     assert found == {"model": "tiny", "input": [HEARD, SAID, new], "metadata": {"a": "ä"}}
 
 
+def test_stored_reasoning_is_read_by_any_model() -> None:
+    """What was sealed of it would open for its own alone."""
+    item = {"id": SAID["id"], "type": "reasoning", "content": [], "encrypted_content": "phs1.x"}
+
+    def read_sealed(_: str) -> Iterable[msgspec.Raw]:
+        return [msgspec.Raw(json.dumps(item).encode())]
+
+    [found] = json.loads(resolved(body(reference(SAID["id"])), BIG, read_sealed))["input"]
+    assert found == {"id": SAID["id"], "type": "reasoning", "content": []}
+
+
 @pytest.mark.parametrize(
     "item_id", ["", "msg_1", "msg_" + "0e" * 16 + "00", "msg_" + "0f" * 16 + "99", "x" * 10_000]
 )

@@ -128,6 +128,19 @@ def test_a_chain_has_bounds(store: ResponseStore) -> None:
         store.earlier(VIEWER, "resp_3")
 
 
+def test_what_answers_repeat_counts_too(store: ResponseStore) -> None:
+    for number in range(1, 5):
+        parent = f"resp_{number - 1}" if number > 1 else None
+        record = replace(NEW, id=f"resp_{number}", parent_id=parent, depth=number - 1)
+        said = response("y", instructions="x" * 11_000)
+        assert store.add(record, [message("a")], said) is not None
+    assert len(store.earlier(VIEWER, "resp_3").items) == 6
+    assert len(store.input_items(VIEWER, "resp_3")) == 5
+    for read in (store.earlier, store.input_items):
+        with pytest.raises(ChainTooLong, match="40000 bytes with their instructions"):
+            read(VIEWER, "resp_4")
+
+
 def failing(engine: Engine, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """The database fails when it begins, when a row is written or when it commits."""
 

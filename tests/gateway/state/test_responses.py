@@ -45,6 +45,11 @@ def prompt_of(kit: Kit) -> str:
     return text
 
 
+def objects_path(kit: Kit) -> Path:
+    settings = kit.edge.services.settings
+    return settings.objects_path(settings.data_path)
+
+
 def rows(kit: Kit) -> int:
     engine = make_engine(kit.edge.services.settings.registry_url)
     with reading(engine) as session:
@@ -207,8 +212,28 @@ async def test_a_deleted_response_is_gone_for_what_would_follow(kit: Kit, client
     for response_id in (first["id"], second["id"]):
         status, body = await ask(client, previous_response_id=response_id)
         assert (status, body["error"]["code"]) == (404, "previous_response_not_found")
-    objects = kit.edge.services.settings.objects_path(kit.edge.services.settings.data_path)
-    assert len([path for path in objects.rglob("*") if path.is_file()]) == 1
+    assert len([path for path in objects_path(kit).glob("*/*/*/*") if path.is_file()]) == 1
+
+
+async def test_a_folder_that_is_away_is_no_missing_response(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("The game")
+    _, told = await ask(client)
+    root = objects_path(kit)
+    elsewhere = root.with_name("elsewhere")
+    root.rename(elsewhere)
+    root.mkdir()
+    for method, path in (("GET", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+        status, body = await call(client, method, f"{URL}/{told['id']}{path}")
+        assert (status, body["error"]["code"]) == (503, "service_unavailable"), path
+    status, body = await ask(client, previous_response_id=told["id"])
+    assert (status, body["error"]["code"]) == (503, "service_unavailable")
+    status, unstored = await ask(client)
+    assert (status, unstored["store"]) == (200, False), "the answer is not lost"
+    assert (await ask(client, background=True))[0] == 503
+    root.rmdir()
+    elsewhere.rename(root)
+    assert await call(client, "GET", f"{URL}/{told['id']}") == (200, told)
+    assert rows(kit) == 1
 
 
 async def test_input_items_come_in_pages(kit: Kit, client: Client) -> None:

@@ -9,9 +9,10 @@ import pytest
 from sqlalchemy import Engine
 
 from engine.objects.folder_store import FolderStore
-from engine.objects.object_store import new_name
+from engine.objects.object_store import StoreAway, new_name
 from gateway.settings.state_settings import DAY_S
 from gateway.state.background import LOST_S
+from gateway.state.objects import DatabaseOwner
 from gateway.state.response_store import ResponseStore
 from gateway.state.sweeper import BATCH, ORPHAN_AGE_S, StateSweeper, Swept
 from registry.accounts import tenants
@@ -34,7 +35,8 @@ class World:
         migrated(url)
         self.now_at = NOW_AT
         self.engine: Engine = make_engine(url)
-        self.objects = FolderStore(folder / "objects")
+        self.root = folder / "objects"
+        self.objects = FolderStore(self.root, DatabaseOwner(self.engine))
         self.store = ResponseStore(self.engine, self.objects, 10_000, 10_000, lambda: self.now_at)
         self.sweeper = StateSweeper(self.engine, self.objects, days, 600.0, lambda: self.now_at)
 
@@ -143,6 +145,39 @@ def test_what_dead_processes_were_making_has_failed(world: World) -> None:
     world.add("resp_2", state="queued", owner="alive", heartbeat_at=NOW_AT - LOST_S + 1)
     assert world.sweeper.look() == Swept(num_lost=1)
     assert (world.state("resp_1"), world.state("resp_2")) == ("failed", "queued")
+
+
+def test_nothing_is_deleted_while_the_folder_is_away(world: World) -> None:
+    world.add("resp_1", created_at=NOW_AT - 31 * DAY_S)
+    kept = world.add("resp_2")
+    elsewhere = world.root.with_name("elsewhere")
+    world.root.rename(elsewhere)
+    for _ in range(2):
+        with pytest.raises(StoreAway):
+            world.sweeper.look()
+        world.root.mkdir(exist_ok=True)
+    assert world.state("resp_1") == "completed"
+    world.root.rmdir()
+    elsewhere.rename(world.root)
+    assert world.sweeper.look() == Swept(num_expired=1)
+    assert world.names == {kept}
+
+
+def test_objects_of_another_database_are_no_orphans(world: World, tmp_path: Path) -> None:
+    world.add("resp_1", created_at=NOW_AT - 2 * ORPHAN_AGE_S)
+    (tmp_path / "other").mkdir()
+    other = World(tmp_path / "other")
+    other.sweeper = StateSweeper(
+        other.engine,
+        FolderStore(world.root, DatabaseOwner(other.engine)),
+        30,
+        600.0,
+        lambda: NOW_AT,
+    )
+    with pytest.raises(StoreAway):
+        other.sweeper.look()
+    other.engine.dispose()
+    assert len(world.names) == 1
 
 
 def test_old_keys_go(world: World) -> None:

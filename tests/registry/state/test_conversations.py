@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 
 from registry.errors import NotFound
 from registry.session import appending, reading
@@ -100,3 +100,35 @@ def test_old_ones_are_removed_by_their_last_change(engine: Engine) -> None:
         assert list(found) == [NEW.object_name]
         assert responses.num_responses(session, "ten_1") == 1
         assert conversations.without_row(session, names) == {"o4", NEW.object_name}
+
+
+def test_one_that_is_changed_meanwhile_is_not_removed(engine: Engine) -> None:
+    """The sweeper waits for the change's transaction, and finds the row as it is then."""
+    add(engine, NEW)
+    with ThreadPoolExecutor(1) as threads:
+        with appending(engine, "test") as session:
+            assert conversations.move(session, moved(NEW, updated_at=2000.0))
+            session.flush()
+
+            def sweep() -> list[str]:
+                with appending(engine, "test") as sweeping:
+                    found = conversations.remove_before(sweeping, "ten_1", 1500.0, limit=10)
+                    return list(found)
+
+            swept = threads.submit(sweep)
+            waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+            while engine.dialect.name == "postgresql":
+                with engine.connect() as watching:
+                    if watching.scalar(waiting):
+                        break
+        assert swept.result(30) == []
+    with reading(engine) as session:
+        assert conversations.get(session, VIEWER, "conv_1").version == 1
+        assert responses.num_responses(session, "ten_1") == 1
+
+
+def test_metadata_may_hold_anything(engine: Engine) -> None:
+    add(engine, replace(NEW, details={"a\0": "\0", "b": "\U0001f600"}))
+    with reading(engine) as session:
+        found = conversations.get(session, VIEWER, "conv_1").details
+    assert found == {"a\0": "\0", "b": "\U0001f600"}

@@ -169,6 +169,16 @@ def test_a_background_response_ends_once(engine: Engine) -> None:
     assert found.heartbeat_at is None
 
 
+def test_an_error_may_repeat_anything(engine: Engine) -> None:
+    """PostgreSQL takes no NUL, and no half of a surrogate pair."""
+    with appending(engine, "test") as session:
+        made = replace(record("resp_1"), state="queued", owner="gw-0", heartbeat_at=1.0)
+        assert responses.add(session, made, 10)
+        ended = replace(made, state="failed", error_code="x", error_message="a\0b\ud800c日")
+        assert responses.finish(session, "gw-0", ended)
+        assert responses.get(session, VIEWER, "resp_1").error_message == "a?b?c日"
+
+
 def test_one_that_is_cancelled_is_not_its_owners_any_more(engine: Engine) -> None:
     add(engine, active("resp_1"), active("resp_2"), active("resp_3", owner="gw-1"))
     with appending(engine, "test") as session:

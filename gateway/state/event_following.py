@@ -1,0 +1,84 @@
+"""GET /v1/responses/{id}?stream=true: the events of a background response, from a number on.
+
+    at the process that makes it    as they come, from its log (event_log.py)
+    at another process              the beginning; the rest when it has ended
+    when it has ended               all, made again from what is stored, with the numbers they had
+
+Another process is told nothing of the events in between, so it looks every POLL_S whether the
+response has ended. What was cancelled, or failed with its process, ends with `response.failed`,
+whose number follows what the caller has.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from gateway.dialects.responses_answer import NUM_BEFORE, Cut, queued_events, replayed_from
+from gateway.errors import UNAVAILABLE, ApiError
+from gateway.state.event_log import EventLog
+from gateway.types import Sink
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SoFar:
+    """A response as it is told now. `cuts`: of one that has ended, see EventLog."""
+
+    response: bytes
+    is_active: bool
+    cuts: list[list[Cut]] = field(default_factory=list)
+
+
+Look: TypeAlias = Callable[[], Awaitable[SoFar]]
+"""Raises ApiError where it cannot be read, or is gone."""
+
+
+class Following:
+    """One reader of one response."""
+
+    def __init__(self, log: EventLog | None, look: Look, starting_after: int) -> None:
+        """`log`: where this process makes it. `starting_after`: the last number that the reader
+        has; -1: none."""
+        self._log = log
+        self._look = look
+        self._next = starting_after + 1
+        self._is_gone = False
+        self._gone = asyncio.Event()
+
+    def stop(self) -> None:
+        """The reader is gone."""
+        self._is_gone = True
+        self._gone.set()
+        if self._log is not None:
+            self._log.wake()
+
+    async def run(self, sink: Sink) -> None:
+        """Until the last event, or the reader is gone. A response that is deleted meanwhile ends
+        the stream."""
+        if self._log is not None:
+            self._next = await self._log.send(self._next, sink, lambda: self._is_gone)
+            if self._log.has_last and self._next >= self._log.num_events:
+                return
+        while not self._is_gone:
+            try:
+                found = await self._look()
+            except ApiError as error:
+                if error.kind != UNAVAILABLE:
+                    return
+            else:
+                if not found.is_active:
+                    sink.write(replayed_from(found.response, found.cuts, self._next))
+                    return
+                if self._next < NUM_BEFORE:
+                    sink.write(b"".join(queued_events(found.response)[self._next :]))
+                    self._next = NUM_BEFORE
+            await self._pause()
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(POLL_S):
+                await self._gone.wait()
+        except TimeoutError:
+            return

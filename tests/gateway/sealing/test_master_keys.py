@@ -1,0 +1,56 @@
+"""The file of master keys: drawn once, read by all, and refused with a reason."""
+
+import stat
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gateway.sealing.master_keys import MasterKey, SealKeyError, read_keys
+from gateway.settings.settings import Settings
+
+
+def test_it_is_drawn_once_for_all(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path / "data"))
+    start = threading.Barrier(8)
+
+    def read(_: int) -> list[MasterKey]:
+        start.wait()
+        return read_keys(settings)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(read, range(8)))
+    assert all(keys == found[0] for keys in found)
+    assert len(found[0][0].key) == 32
+    [path] = (tmp_path / "data").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read_keys(Settings(data_dir=str(tmp_path / "other"))) != found[0]
+
+
+def test_another_file_is_shared_by_servers(tmp_path: Path) -> None:
+    shared = tmp_path / "keys.json"
+    settings = Settings(data_dir=str(tmp_path / "data"), seal_keys_file=str(shared))
+    with pytest.raises(SealKeyError, match=r"seal_keys_file: .*does not exist"):
+        read_keys(settings)
+    keys = read_keys(Settings(data_dir=str(tmp_path / "first")))
+    (tmp_path / "first" / "seal-keys.json").rename(shared)
+    assert read_keys(settings) == keys
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"keys": []}',
+        '{"keys": [{"id": "0123456789ab", "key": "AAAA"}]}',
+        '{"keys": [{"id": "x.y", "key": "' + "A" * 43 + '="}]}',
+        "\udcff",
+    ],
+)
+def test_a_damaged_file_says_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "seal-keys.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(SealKeyError, match="put it back from a backup"):
+        read_keys(Settings(data_dir=str(tmp_path)))

@@ -1,0 +1,317 @@
+"""Streams of background responses: while they are made, at another process, and afterwards."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.errors import WorkerLost
+from gateway.state import background, event_following, event_log
+from gateway.state.event_log import EventLog
+from tests.gateway.dialects.test_messages import CALL, HERMES
+from tests.gateway.dialects.test_responses import ASK, TOOL, URL, ask, check_told_to_the_end
+from tests.gateway.edge_kit import (
+    KEY,
+    Client,
+    Kit,
+    Running,
+    client_of,
+    key_record,
+    make_kit,
+    silent,
+    until,
+)
+from tests.gateway.state.test_background import cancel, delete, ended, queued
+from tests.gateway.state.test_responses import OTHER_KEY, call, rows
+from tests.migrated import migrated
+
+Event = dict[str, Any]
+STREAMED = {**ASK, "background": True, "stream": True}
+
+
+@pytest.fixture(autouse=True)
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "BEAT_S", 0.02)
+    monkeypatch.setattr(event_following, "POLL_S", 0.02)
+
+
+class Reader:
+    """Events of one stream, read one by one."""
+
+    def __init__(self, content: Any) -> None:
+        self._content = content
+
+    async def next(self) -> Event | None:
+        """None: the stream has ended."""
+        async with asyncio.timeout(5):
+            while line := (await self._content.readline()).decode():
+                if line.startswith("data: "):
+                    return dict(json.loads(line.removeprefix("data: ")))
+        return None
+
+    async def rest(self) -> list[Event]:
+        found = []
+        while (event := await self.next()) is not None:
+            found.append(event)
+        return found
+
+
+@asynccontextmanager
+async def created(client: Client, **fields: Any) -> AsyncIterator[Reader]:
+    async with client.post(URL, {**STREAMED, **fields}) as answer:
+        assert answer.status == 200, await answer.text()
+        yield Reader(answer.content)
+
+
+@asynccontextmanager
+async def following(client: Client, response_id: str, query: str = "") -> AsyncIterator[Reader]:
+    headers = {"authorization": f"Bearer {KEY}"}
+    path = f"{client.base}{URL}/{response_id}?stream=true{query}"
+    async with client.session.get(path, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        assert answer.content_type == "text/event-stream"
+        yield Reader(answer.content)
+
+
+async def all_of(client: Client, response_id: str, after: int | None = None) -> list[Event]:
+    query = "" if after is None else f"&starting_after={after}"
+    async with following(client, response_id, query) as reader:
+        return await reader.rest()
+
+
+def check_whole(events: list[Event]) -> None:
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = [event["type"].removeprefix("response.") for event in events[:3]]
+    assert kinds == ["created", "queued", "in_progress"]
+    states = [event["response"]["status"] for event in events[:3]]
+    assert states == ["queued", "queued", "in_progress"]
+
+
+async def test_a_stream_goes_on_without_its_reader(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = silent
+    async with created(client) as reader:
+        first = await reader.next()
+        assert first is not None
+        response_id = first["response"]["id"]
+        assert first["response"]["status"] == "queued"
+        running = await kit.begun()
+        running.say(kit.ids("The"))
+        seen = [first]
+        while seen[-1]["type"] != "response.output_text.delta":
+            event = await reader.next()
+            assert event is not None
+            seen.append(event)
+    # The reader is gone; it goes on.
+    async with following(client, response_id, f"&starting_after={len(seen) - 1}") as reader:
+        running.say([*kit.ids(" game"), kit.end_id])
+        running.end("stop")
+        seen += await reader.rest()
+    check_whole(seen)
+    [item] = check_told_to_the_end(seen)
+    assert item["content"][0]["text"] == "The game"
+    assert not running.aborted
+    told = await ended(client, response_id, "completed")
+    assert (seen[-1]["type"], seen[-1]["response"]) == ("response.completed", told)
+    assert await all_of(client, response_id) == seen
+    for after in range(len(seen)):
+        assert await all_of(client, response_id, after) == seen[after + 1 :]
+    assert await all_of(client, response_id, len(seen) + 5) == []
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+async def test_what_is_stored_is_told_as_it_was(tmp_path: Path, one_by_one: bool) -> None:
+    kit = make_kit(tmp_path / "tiny", HERMES, max_context=1024)
+    migrated(kit.edge.services.settings.registry_url)
+    text = f"<think>\nhm, 日本\n</think>\n\nSo: 😀\n{CALL}"
+    kit.dispatcher.script = kit.speak(text, one_by_one)
+    async with client_of(kit) as client:
+        include = ["reasoning.encrypted_content"]
+        async with created(client, tools=[TOOL], include=include) as reader:
+            live = await reader.rest()
+        check_whole(live)
+        kinds = [item["type"] for item in check_told_to_the_end(live)]
+        assert kinds == ["reasoning", "message", "function_call"]
+        assert await all_of(client, live[0]["response"]["id"]) == live
+
+
+async def test_another_process_tells_the_rest_at_the_end(tmp_path: Path) -> None:
+    one = make_kit(tmp_path / "tiny")
+    migrated(one.edge.services.settings.registry_url)
+    two = make_kit(tmp_path / "tiny")
+    one.dispatcher.script = silent
+    async with client_of(one) as first, client_of(two) as second:
+        told = await queued(first)
+        running = await one.begun()
+        async with following(second, told["id"]) as reader:
+            seen = [await reader.next(), await reader.next()]
+            running.say(kit_ids := one.ids("The"))
+            await ended(first, told["id"], "in_progress")
+            async with following(first, told["id"]) as here:
+                running.say([*one.ids(" game"), one.end_id])
+                running.end("stop")
+                live = await here.rest()
+            assert seen + await reader.rest() == live
+        check_whole(live)
+        assert len(kit_ids) >= 1
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+async def test_one_that_is_cancelled_ends_its_streams(
+    kit: Kit, client: Client, has_tokens: bool
+) -> None:
+    kit.dispatcher.script = silent
+    told = await queued(client)
+    running = await kit.begun()
+    async with following(client, told["id"]) as reader:
+        seen = [await reader.next(), await reader.next()]
+        if has_tokens:
+            running.say(kit.ids("The"))
+            seen += [await reader.next() for _ in range(4)]
+        await cancel(client, told["id"])
+        *others, last = await reader.rest()
+    # Without tokens it is told as one that has begun: what is stored does not say.
+    assert [e["type"] for e in others] == [] if has_tokens else ["response.in_progress"]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
+    assert last["sequence_number"] == len(seen) + len(others)
+    again = await all_of(client, told["id"], 57)
+    assert [event["sequence_number"] for event in again] == [58]
+
+
+async def test_one_that_fails_says_so_in_its_last_event(kit: Kit, client: Client) -> None:
+    def script(running: Running) -> None:
+        running.say(kit.ids("The"))
+        running.fail(WorkerLost())
+
+    kit.dispatcher.script = script
+    async with created(client) as reader:
+        live = await reader.rest()
+    check_whole(live)
+    check_told_to_the_end(live)
+    assert live[-1]["type"] == "response.failed"
+    assert live[-1]["response"]["error"]["code"] == "service_unavailable"
+    assert await all_of(client, live[0]["response"]["id"]) == live
+
+
+async def test_one_that_is_deleted_ends_its_streams(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = silent
+    told = await queued(client)
+    async with following(client, told["id"]) as reader:
+        assert await reader.next() is not None
+        await delete(client, told["id"])
+        assert len(await reader.rest()) == 1, "the other event of before"
+
+
+async def test_who_is_too_far_behind_goes_on_from_what_is_stored(
+    kit: Kit, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "MAX_HELD_BYTES", 1000)
+    kit.dispatcher.script = silent
+    told = await queued(client)
+    running = await kit.begun()
+    running.say(kit.ids("The game is"))
+    await ended(client, told["id"], "in_progress")
+    async with following(client, told["id"]) as reader:
+        await reader.next()
+        running.say([*kit.ids(" afoot"), kit.end_id])
+        running.end("stop")
+        rest = await reader.rest()
+    whole = await all_of(client, told["id"])
+    assert rest == whole[1:]
+    check_whole(whole)
+    [item] = check_told_to_the_end(whole)
+    assert item["content"][0]["text"] == "The game is afoot"
+
+
+async def test_a_log_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "MAX_HELD_BYTES", 100)
+    log = EventLog()
+    log.write(b'event: response.output_item.added\ndata: {"type":""}\n\n')
+    for number in range(50):
+        log.write(b'event: x.delta\ndata: {"type":"","delta":"%d"}\n\n' % number)
+    assert log.num_events == 51
+    assert sum(map(len, log._events)) <= 100
+    assert log.cuts == [[len(str(number)) for number in range(50)]]
+
+
+async def test_readers_that_leave_are_forgotten(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = silent
+    told = await queued(client)
+    running = await kit.begun()
+    for _ in range(3):
+        async with following(client, told["id"]) as reader:
+            await reader.next()
+    names = {"Following.run", "Retrieve.__call__"}
+
+    def num_readers() -> int:
+        found = (task.get_coro() for task in asyncio.all_tasks())
+        return sum(getattr(each, "__qualname__", "") in names for each in found)
+
+    await until(lambda: not num_readers())
+    kit.speak("The game")(running)
+    await ended(client, told["id"], "completed")
+
+
+async def test_a_refused_one_is_no_stream(kit: Kit, client: Client) -> None:
+    async with client.post(URL, {**STREAMED, "model": "nobody"}) as answer:
+        assert (answer.status, answer.content_type) == (404, "application/json")
+    assert rows(kit) == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("?stream=yes", "stream"),
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=1e3", "starting_after"),
+        ("?starting_after=3", "starting_after"),
+        ("?odd=1", "odd"),
+        ("?stream=true", "stream"),
+    ],
+)
+async def test_what_is_wrong_names_the_parameter(
+    kit: Kit, client: Client, query: str, param: str
+) -> None:
+    """The last: it was answered at once."""
+    kit.dispatcher.script = kit.speak("The game")
+    _, told = await ask(client)
+    status, body = await call(client, "GET", f"{URL}/{told['id']}{query}")
+    assert (status, body["error"]["param"]) == (400, param)
+
+
+async def test_another_tenants_is_a_missing_one(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("The game")
+    told = await queued(client)
+    kit.use_keys(key_record(), key_record(OTHER_KEY, "key_2", tenant_id="ten_2"))
+    status, _ = await call(client, "GET", f"{URL}/{told['id']}?stream=true", OTHER_KEY)
+    assert status == 404
+
+
+async def test_a_key_leads_to_the_same_events(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("The game")
+    told = []
+    for _ in range(2):
+        async with client.post(URL, STREAMED, idempotency_key="k") as answer:
+            told.append(await Reader(answer.content).rest())
+    assert told[0] == told[1]
+    assert len(kit.dispatcher.requests) == 1
+
+
+async def test_openais_own_client(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("Yes, I do.")
+    async with openai.AsyncOpenAI(
+        api_key=KEY, base_url=f"{client.base}/v1", max_retries=0, _strict_response_validation=True
+    ) as sdk:
+        async with sdk.responses.stream(model="tiny", input="Hi", background=True) as stream:
+            events = [event async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == "Yes, I do."
+        async with sdk.responses.stream(response_id=final.id, starting_after=4) as stream:
+            again = [event.sequence_number async for event in stream]
+        assert again == [event.sequence_number for event in events[5:]]
+        plain = await sdk.responses.retrieve(final.id, stream=True, starting_after=4)
+        assert [event.sequence_number async for event in plain] == again
