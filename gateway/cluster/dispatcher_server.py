@@ -375,17 +375,17 @@ class ConnectedGateway:
     def reserve(self, message: Reserve) -> None:
         """Decide it. What an earlier connection of this process was granted, and it was not told,
         is taken anew: of that only the money is still held."""
-        name = message.reservation_id
+        name, now_s = message.reservation_id, self._server.clock()
         self._server.claim(name)
-        decision = run_now(self._server.store.reserve(name, message.draws, message.now_s))
+        decision = run_now(self._server.store.reserve(name, message.draws, now_s))
         if decision.reservation is not None:
             self.open[name] = decision.reservation
         self.channel.send(Done(message.call, decision))
 
     async def _limits(self, message: Close | Figure | Restore | Add) -> Done:
-        store = self._server.store
+        store, now_s = self._server.store, self._server.clock()
         if isinstance(message, Figure):
-            return Done(message.call, None, await store.figures(message.draws, message.now_s))
+            return Done(message.call, None, await store.figures(message.draws, now_s))
         if isinstance(message, Close):
             self.open.pop(message.reservation.id, None)
             self._server.forget_early(self, message.reservation.id)
@@ -397,9 +397,9 @@ class ConnectedGateway:
                 await store.settle(message.reservation, replace(message.used, cost_nanos=0))
                 self._server.hold_spent(self, message.spent)
         elif isinstance(message, Restore):
-            await store.restore(message.pasts, message.now_s)
+            await store.restore(message.pasts, now_s)
         else:
-            await store.add(message.pasts, message.now_s)
+            await store.add(message.pasts, now_s)
         return Done(message.call)
 
 

@@ -16,7 +16,8 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import uvloop
 
@@ -25,6 +26,7 @@ from admin.web.headers import PREFIX
 from gateway.auth.directory import Directory
 from gateway.cache.cache_handler import cache_socket_path
 from gateway.cluster.dispatcher_client import SocketLink
+from gateway.cluster.dispatcher_places import DispatcherPlaces, DispatcherWatch
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
 from gateway.cluster.process_hub import HubLink
@@ -172,14 +174,21 @@ class GatewayProcess:
     def __init__(self, name: str, made_with: Resources, port: int) -> None:
         settings = self._settings = made_with.settings
         self._port = port
-        link = self._link = SocketLink(dispatcher_socket(settings), settings.dispatcher_timeout_s)
+        places = DispatcherPlaces(
+            dispatcher_socket(settings),
+            settings.dispatcher_address,
+            settings.dispatcher_peers,
+            made_with.tls(),
+        )
+        link = self._link = SocketLink(places, settings.dispatcher_timeout_s)
         remote = RemoteStore(link)
         requests = self._requests = DispatcherProxy(
             settings, link, claim_orphan=lambda *finish: self._gateway.ledger.claim(*finish)
         )
+        owner = owner_of(settings.data_path, name)  # Other servers have a gateway-0, too.
         link.hello = lambda: Hello(
             PROTOCOL_VERSION,
-            name,
+            owner,
             requests.waiting_specs(),
             requests.running_specs(),
             remote.open_reservations(),
@@ -202,7 +211,7 @@ class GatewayProcess:
         await self._hub.connect(hub_socket(self._settings))
         await gateway.ledger.start()
         async with (
-            running(self._link.run(), self._tick()),
+            running(self._link.run(), self._tick(), *self._watches()),
             limit_stores.sharing(gateway.store, self._settings, gateway.poll.poke),
         ):
             await gateway.load()
@@ -217,6 +226,13 @@ class GatewayProcess:
     def on_signal(self) -> None:
         """The first one stops in order, the second does not wait for requests."""
         self._gateway.stop()
+
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        """What else goes on where other servers may have the dispatcher."""
+        settings = self._settings
+        if not settings.is_clustered:
+            return []
+        return [DispatcherWatch(settings.registry_url, self._link.moved).run()]
 
     async def _tick(self) -> None:
         while True:

@@ -8,8 +8,8 @@
 
 Every decision is elsewhere: which request goes (dispatcher.py), which workers there are and what
 each has (worker_slots.py, policy/memory_budget.py), when one is restarted (child_process.py). What
-ends the server on its own: a part of it that fails for good. With `gateway_processes` above 1 this
-process serves nothing itself: process_group.py.
+ends the server on its own: a part of it that fails for good. With `gateway_processes` above 1, or
+with other servers, this process serves nothing itself: process_group.py.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from admin.operations.models import tidy
 from admin.operations.users import ensure_admin
 from admin.registration.bootstrap import DemoAccess, ensure_demo
 from gateway.cluster.local_dispatcher import LocalDispatcher
+from gateway.dispatch.counter_checkpoint import LeadFile
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import listen
 from gateway.http.own_hosts import exposure
@@ -88,7 +89,7 @@ async def serve(
         demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
         gateway_ids = [f"gateway-{index}" for index in range(settings.gateway_processes)]
         await asyncio.to_thread(adopt, settings, gateway_ids, by=GATEWAY_ID)
-        if settings.gateway_processes > 1:
+        if settings.gateway_processes > 1 or settings.is_clustered:
             try:
                 with dispatcher_lock(settings) as lock:
                     group = ProcessGroup(settings, slots, listener, lock, worker_command, early)
@@ -139,6 +140,7 @@ class Server:
             {"gateway": requests.check_integrity},
             requests.tick,
             next_epoch(settings),
+            LeadFile(settings.data_path),
         )
 
     async def run(

@@ -10,9 +10,9 @@ several callers one gets it. `leads` is what tenants' counters are ahead by; onl
 present epoch writes it. For PostgreSQL: servers on several machines have no SQLite in common.
 """
 
+import json
 from typing import Any, NamedTuple
 
-import msgspec
 from sqlalchemy import Engine, String, Text, text
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -107,7 +107,7 @@ def give_up(engine: Engine, holder: str, epoch: int) -> None:
 def read_leads(engine: Engine) -> dict[str, float]:
     """By tenant, in seconds; none where nobody wrote any."""
     found = _all(engine, "SELECT leads FROM dispatcher_leases WHERE name = :name")
-    return msgspec.json.decode(found[0][0], type=dict[str, float]) if found else {}
+    return dict(json.loads(found[0][0])) if found else {}
 
 
 def write_leads(engine: Engine, epoch: int, leads: dict[str, float]) -> bool:
@@ -116,7 +116,7 @@ def write_leads(engine: Engine, epoch: int, leads: dict[str, float]) -> bool:
         "UPDATE dispatcher_leases SET leads = :leads "
         "WHERE name = :name AND epoch = :epoch RETURNING 1"
     )
-    return bool(_all(engine, statement, epoch=epoch, leads=msgspec.json.encode(leads).decode()))
+    return bool(_all(engine, statement, epoch=epoch, leads=json.dumps(leads)))
 
 
 def _all(engine: Engine, statement: str, **values: object) -> list[tuple[Any, ...]]:

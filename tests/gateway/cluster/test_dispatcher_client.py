@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gateway.cluster.dispatcher_client import SocketLink
+from gateway.cluster.dispatcher_places import DispatcherPlaces
 from gateway.cluster.dispatcher_protocol import (
     PROTOCOL_VERSION,
     Hello,
@@ -52,7 +53,7 @@ class Played:
 async def linked(
     path: Path, silence_s: float = 60.0
 ) -> AsyncIterator[tuple[SocketLink, list[str]]]:
-    link, log = SocketLink(path, silence_s), list[str]()
+    link, log = SocketLink(DispatcherPlaces(path), silence_s), list[str]()
     link.hello = lambda: Hello(PROTOCOL_VERSION, "gateway-0", [], [], [])
     link.on_up.append(lambda is_other: log.append(f"up {link.epoch} {is_other}"))
     link.on_down.append(lambda: log.append("down"))
