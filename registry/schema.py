@@ -17,7 +17,7 @@ from registry.base import Base
 from registry.errors import RegistryError, SchemaError
 from registry.models import catalog, floors, residency_requests, revisions, worker_orders
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
-from registry.servers import dispatcher_leases
+from registry.servers import dispatcher_leases, gateway_leases
 from registry.session import schema_connection
 from registry.state import conversations, idempotency, responses
 
@@ -30,6 +30,7 @@ TABLE_MODULES = (
     dispatcher_leases,
     export_jobs,
     floors,
+    gateway_leases,
     idempotency,
     identities,
     invoices,

@@ -8,6 +8,7 @@ __all__ = [
     "dispatcher_protocol",
     "dispatcher_proxy",
     "dispatcher_server",
+    "gateway_lease",
     "local_dispatcher",
     "process_hub",
     "remote_limits",

@@ -19,8 +19,9 @@ from typing import TypeVar
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
+from gateway.cluster.policy.absences import RENEW_S as GATEWAY_RENEW_S
 from gateway.cluster.policy.election import AWAY_S, LOOK_S, RENEW_S, TTL_S, Candidacy, Tenure
-from registry.servers import dispatcher_leases
+from registry.servers import dispatcher_leases, gateway_leases
 from registry.servers.dispatcher_leases import LeaseRow
 from registry.session import make_impatient_engine
 
@@ -128,6 +129,14 @@ class DispatcherLease:
             await self._call(dispatcher_leases.give_up, self.engine, self._own[0], self.epoch)
         except SQLAlchemyError as error:
             logger.warning("cannot give up the dispatcher's lease, it runs out: %s", error)
+
+    async def num_gateways(self) -> int:
+        """Of all servers, those that live; 0 where the database does not say."""
+        try:
+            return await self._call(gateway_leases.num_live, self.engine, 3 * GATEWAY_RENEW_S)
+        except SQLAlchemyError as error:
+            logger.warning("cannot read how many gateways there are: %s", error)
+            return 0
 
     async def _call(self, work: Callable[..., T], *about: object) -> T:
         """In its thread."""

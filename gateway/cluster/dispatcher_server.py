@@ -82,7 +82,8 @@ class _Orphan:
 
 class DispatcherServer:
     """All gateway processes of one dispatcher. `on_behind` is asked for a new look at the registry;
-    `caught_up` says that it was taken. `num_expected`: how many gateway processes there are."""
+    `caught_up` says that it was taken. `num_expected`: how many gateway processes there are.
+    `orphans_wait_s`: for so long the money of a gateway that is gone waits for one in its place."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class DispatcherServer:
         clock: Callable[[], float],
         on_behind: Callable[[], None],
         num_expected: int = 0,
+        orphans_wait_s: float = math.inf,
     ) -> None:
         self.dispatcher = dispatcher
         self.store = store
@@ -106,6 +108,7 @@ class DispatcherServer:
         self.num_behind = 0
         """Tickets that ever had to be held."""
         self._orphans: dict[str, _Orphan] = {}
+        self._orphans_wait_s = orphans_wait_s
         self._num_expected = num_expected
         self._gathers = num_expected > 0
         self._gather_until_s = math.inf
@@ -306,7 +309,8 @@ class DispatcherServer:
             if money:
                 kept = replace(reservation, taken=money)
                 run_now(self.store.carry([kept], now_s))
-                self._orphans[reservation.id] = _Orphan(peer.gateway_id, kept)
+                until_s = now_s + self._orphans_wait_s
+                self._orphans[reservation.id] = _Orphan(peer.gateway_id, kept, until_s)
 
 
 class ConnectedGateway:

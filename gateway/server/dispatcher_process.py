@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import sys
@@ -38,7 +39,7 @@ from admin.alerts.alerts import AlertWatch
 from gateway.auth.directory import Directory
 from gateway.cluster.dispatcher_client import REMOTE_SILENCE_S
 from gateway.cluster.dispatcher_lease import DispatcherLease, RowLeads
-from gateway.cluster.dispatcher_server import DispatcherServer
+from gateway.cluster.dispatcher_server import ORPHAN_HOLD_S, DispatcherServer
 from gateway.cluster.local_dispatcher import DISPATCHER_ID
 from gateway.cluster.process_hub import HubLink, WorkerHomes
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
@@ -159,8 +160,10 @@ class Active:
         epoch: int,
         homes: WorkerHomes,
         lease: DispatcherLease | None = None,
+        num_gateways: int = 0,
     ) -> None:
-        """`lease`: where it was elected among those of several servers."""
+        """`lease`: where it was elected among those of several servers; `num_gateways`: how many
+        of all of them live."""
         self._lease = lease
         self._tls = made_with.tls()
         settings = self._settings = made_with.settings
@@ -172,9 +175,10 @@ class Active:
         if lease is not None:
             self.dispatcher.may_grant = lease.may_grant
             leads = RowLeads(made_with.engine, epoch)
-        silence_s = settings.dispatcher_timeout_s
+        silence_s, orphans_wait_s = settings.dispatcher_timeout_s, math.inf
         if lease is not None:
             silence_s = min(silence_s, REMOTE_SILENCE_S)
+            orphans_wait_s = settings.server_lost_after_s + 2 * ORPHAN_HOLD_S  # adopted by then
         self._store = MemoryStore()
         self._server = DispatcherServer(
             self.dispatcher,
@@ -183,7 +187,8 @@ class Active:
             silence_s,
             time.monotonic,
             self._look_now,
-            settings.gateway_processes * (1 + len(settings.dispatcher_peers)),
+            num_gateways or settings.gateway_processes,
+            orphans_wait_s,
         )
         self._poll = made_with.poll(directory, self._store, self._on_models, self.dispatcher)
         checks = {"limits": self._store.check_integrity}
@@ -371,7 +376,8 @@ async def run(name: str, config: ProcessConfig) -> None:
                         if epoch is not None:
                             about = (name, epoch)
                             logger.info("this dispatcher is active now name=%s epoch=%d", *about)
-                            one = Active(made_with, epoch, hub, lease)
+                            num_gateways = await lease.num_gateways() if lease else 0
+                            one = Active(made_with, epoch, hub, lease, num_gateways)
                             active.append(one)
                             await one.run(stop)
         finally:

@@ -29,6 +29,7 @@ from gateway.cluster.dispatcher_client import SocketLink
 from gateway.cluster.dispatcher_places import DispatcherPlaces, DispatcherWatch
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
+from gateway.cluster.gateway_lease import GatewayLease
 from gateway.cluster.process_hub import HubLink
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
@@ -114,6 +115,10 @@ class GatewayParts:
             scrape=self._scrape,
         )
         self._http = HttpServer(services, {PREFIX: AdminApp})
+
+    async def adopt(self, gateway_id: str) -> None:
+        """Close what a lost gateway of another server left open. Raises SQLAlchemyError."""
+        await self.poll.carry(await self.ledger.adopt(gateway_id))
 
     def connect(self) -> None:
         """Begin to connect to the workers."""
@@ -202,6 +207,10 @@ class GatewayProcess:
             lambda *ended: self._gateway.worker_ended(*ended),
             self._on_orphaned,
         )
+        self._lease: GatewayLease | None = None
+        if settings.is_clustered:
+            about = (settings.registry_url, owner, settings.server_lost_after_s)
+            self._lease = GatewayLease(*about, lambda lost: self._gateway.adopt(lost))
         store = limit_stores.open_store(settings, name) if settings.redis_url else remote
         self._gateway = GatewayParts(name, made_with, requests, store, scrape=self._hub.scrape)
 
@@ -216,10 +225,13 @@ class GatewayProcess:
         ):
             await gateway.load()
             gateway.connect()
-            async with running(gateway.poll.run()):
+            leases = [] if self._lease is None else [self._lease.run()]
+            async with running(gateway.poll.run(), *leases):
                 with listen(self._settings.host, self._port, shared=True) as listener:
                     await gateway.serve(listener)
             await gateway.close()
+        if self._lease is not None:
+            await self._lease.close()
         self._hub.close()
         logger.info("stopped")
 

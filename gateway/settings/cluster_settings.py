@@ -42,6 +42,13 @@ class ClusterSettings:
         "the database is away.",
         max_length=MAX_PEERS,
     )
+    server_lost_after_s: float = setting(
+        60.0,
+        "A server that has not said in the database for so long that it lives counts as lost. "
+        "Another one then closes the requests that it left open, and bills what their clients "
+        "had been sent.",
+        gt=0.0,
+    )
     cluster_cert_file: str = setting(
         "",
         "PEM file with this server's certificate for connections between servers. Empty: "

@@ -13,7 +13,7 @@ depends_on: tuple[str, ...] | None = None
 
 
 def upgrade() -> None:
-    """One table."""
+    """Two tables."""
     op.create_table(
         "dispatcher_leases",
         sa.Column("name", sa.String(64), nullable=False),
@@ -24,8 +24,15 @@ def upgrade() -> None:
         sa.Column("leads", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_dispatcher_leases"),
     )
+    op.create_table(
+        "gateway_leases",
+        sa.Column("gateway_id", sa.String(64), nullable=False),
+        sa.Column("renewed_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("gateway_id", name="pk_gateway_leases"),
+    )
 
 
 def downgrade() -> None:
     """The next upgrade begins with epochs by the clock."""
+    op.drop_table("gateway_leases")
     op.drop_table("dispatcher_leases")

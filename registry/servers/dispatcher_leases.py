@@ -20,7 +20,8 @@ from registry.base import Base, Count, Id, Instant
 
 NAME = "dispatcher"
 MAX_ADDRESS_LEN = 255
-_NOW = "extract(epoch FROM clock_timestamp())::float8"
+NOW = "extract(epoch FROM clock_timestamp())::float8"
+"""PostgreSQL's, not that of the transaction's begin."""
 _OURS = "name = :name AND holder = :holder AND epoch = :epoch"
 
 
@@ -70,18 +71,18 @@ def take(
     it was `seen`, or has not run out. `at_once`: it need not run out. A row that seems to hold for
     much longer than any is made for was made by a clock that was set back since."""
     values = {"holder": holder, "address": address, "ttl": ttl_s, "least": least}
-    rises = f"GREATEST(:least, floor({_NOW})::bigint"
+    rises = f"GREATEST(:least, floor({NOW})::bigint"
     if seen is None:
         names = "(name, holder, address, epoch, until_at, leads)"
-        made = f"VALUES (:name, :holder, :address, {rises}), {_NOW} + :ttl, '{{}}')"
+        made = f"VALUES (:name, :holder, :address, {rises}), {NOW} + :ttl, '{{}}')"
         end = "ON CONFLICT (name) DO NOTHING RETURNING epoch"
         found = _all(engine, f"INSERT INTO dispatcher_leases {names} {made} {end}", **values)
     else:
-        ran_out = f"until_at <= {_NOW} OR until_at > {_NOW} + 2 * :ttl"
+        ran_out = f"until_at <= {NOW} OR until_at > {NOW} + 2 * :ttl"
         found = _all(
             engine,
             "UPDATE dispatcher_leases SET holder = :holder, address = :address, "
-            f"epoch = {rises}, epoch + 1), until_at = {_NOW} + :ttl "
+            f"epoch = {rises}, epoch + 1), until_at = {NOW} + :ttl "
             "WHERE name = :name AND epoch = :seen_epoch AND until_at = :seen_until "
             f"AND (:at_once OR {ran_out}) RETURNING epoch",
             **values,
@@ -94,7 +95,7 @@ def take(
 
 def renew(engine: Engine, holder: str, epoch: int, ttl_s: float) -> bool:
     """False: it is another's."""
-    statement = f"UPDATE dispatcher_leases SET until_at = {_NOW} + :ttl WHERE {_OURS} RETURNING 1"
+    statement = f"UPDATE dispatcher_leases SET until_at = {NOW} + :ttl WHERE {_OURS} RETURNING 1"
     return bool(_all(engine, statement, holder=holder, epoch=epoch, ttl=ttl_s))
 
 
