@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.protocol import (
     Abort,
+    AdoptUsage,
     Finish,
     Refused,
     SwapRecord,
@@ -211,6 +212,11 @@ class DispatcherProxy(GrantedRequests):
     def ack_usage(self, request_ids: Iterable[str]) -> None:
         """Their usage is durable: the workers may forget it."""
         self.unacked.ack(request_ids)
+
+    def adopt_usage(self, gateway_id: str) -> None:
+        """Another gateway is lost with its server, and its open records are this one's: ask the
+        workers for the finishes that they keep for it."""
+        self._workers.send_all(AdoptUsage(gateway_id))
 
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""

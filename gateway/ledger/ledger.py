@@ -4,7 +4,8 @@
                 computed meanwhile
     checkpoint  how much of a stream its client has been sent; nobody waits for it
     post        written before its answer ends, so that a kill takes nothing back; when it is
-                durable too, and only then, the worker is told to forget the usage
+                durable too, and only then, the worker is told to forget the usage; with other
+                servers at the database, when that has it
     void        its end where nothing is owed (refused or failed before any token)
 
 Written and durable are the journal's words (journal.py); from there ledger_writer.py fills the
@@ -40,6 +41,7 @@ from gateway.ledger.journal_segments import (
     JournalLimits,
     JournalRefused,
     JournalStopped,
+    Position,
     Record,
     Void,
 )
@@ -128,6 +130,8 @@ def behind() -> ApiError:
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 0.1
+"""How often it is looked whether the database has ends that workers are to forget."""
 LOOK_S = 0.01
 """How often it is looked whether the database has everything, where somebody waits for that."""
 MAX_BIGINT = 2**63 - 1
@@ -137,7 +141,8 @@ class Ledger:
     """Implements services.UsageLedger.
 
     `find_rates(tenant_id, model, at)` gives the prices of recovered records;
-    `on_durable(request_ids)` is called on the event loop after their postings or voids are durable;
+    `on_durable(request_ids)` is called on the event loop after their postings or voids are durable
+    (with other servers at the database: are there);
     `on_recovered(posting)` gets what an earlier process's requests used, when it is written.
     """
 
@@ -177,6 +182,10 @@ class Ledger:
         self._left: dict[str, OpenRecord] = {}
         self._parts: dict[str, dict[str, tuple[int, Finish]]] = {}
         """By request and name at the worker: the latest attempt that ended, and how."""
+        self._reports_late = settings.is_clustered
+        self._unreported: deque[tuple[Position, list[str]]] = deque()
+        """Ends that are durable here, and from where on the database has them."""
+        self._reporting: asyncio.TimerHandle | None = None
         self._openings = PendingOpens(settings.ledger_open_timeout_s, self._give_up_open)
         self._recoveries: set[asyncio.Task[None]] = set()
         self._num_recovered = 0
@@ -223,6 +232,9 @@ class Ledger:
         for recovery in self._recoveries:
             recovery.cancel()
         written = await asyncio.to_thread(self._stop, timeout_s)
+        self._report()
+        if self._reporting is not None:
+            self._reporting.cancel()
         if not written:
             logger.warning(
                 "ledger: closed before all records were in the database; the next start writes them"
@@ -411,11 +423,25 @@ class Ledger:
             return
         ended = [tag.ends for tag in tags if tag.ends is not None]
         self._open.difference_update(ended)
-        if ended:
+        if ended and self._reports_late:
+            self._unreported.append((self._journal.segments.durable, ended))
+            self._report()
+        elif ended:
             self._on_durable(ended)
         for tag in tags:
             if tag.waiter is not None and not tag.waiter.done():
                 tag.waiter.set_result(None)
+
+    def _report(self) -> None:
+        """Those that the database has: this machine may never come back with its journal."""
+        while self._unreported and self._writer.is_at(self._unreported[0][0]):
+            self._on_durable(self._unreported.popleft()[1])
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+        if self._unreported:
+            assert self._loop is not None
+            self._reporting = self._loop.call_later(REPORT_S, self._report)
 
     def _close_later(self, records: Sequence[OpenRecord]) -> None:
         """When workers have had their time to say what they know of these."""

@@ -119,6 +119,7 @@ class GatewayParts:
     async def adopt(self, gateway_id: str) -> None:
         """Close what a lost gateway of another server left open. Raises SQLAlchemyError."""
         await self.poll.carry(await self.ledger.adopt(gateway_id))
+        self.requests.adopt_usage(gateway_id)
 
     def connect(self) -> None:
         """Begin to connect to the workers."""

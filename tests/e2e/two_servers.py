@@ -68,16 +68,16 @@ class Pair:
         """The other one."""
         return NAMES[1 - NAMES.index(name)]
 
-    def signal(self, name: str, number: signal.Signals) -> None:
+    def send_all(self, name: str, number: signal.Signals) -> None:
         """To all processes of a server: as if its machine had stopped."""
         pid = self.servers[name].process.pid
         for each in (pid, *below(pid)):
             os.kill(each, number)
 
     def heal(self, name: str, number: signal.Signals) -> None:
-        """After `signal`: it serves again."""
+        """After `send_all`: it serves again."""
         if number == signal.SIGSTOP:
-            self.signal(name, signal.SIGCONT)
+            self.send_all(name, signal.SIGCONT)
         elif self.servers[name].process.has_ended:
             self.servers[name].process.stop()
             self.start(name)
@@ -208,7 +208,7 @@ async def disturb(
     async with streams(server, key) as seen:
         began_at = time.time()
         if whole:
-            pair.signal(first, number)
+            pair.send_all(first, number)
         else:
             os.kill(active_dispatcher(pair.servers[first]), number)
         took_s = await has_dispatcher(server, began_at)
