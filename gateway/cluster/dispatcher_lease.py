@@ -151,8 +151,12 @@ class RowLeads:
         self._epoch = epoch
 
     def read(self) -> dict[str, float]:
-        """Raises SQLAlchemyError, ValueError."""
-        return dispatcher_leases.read_leads(self._engine)
+        """Raises SQLAlchemyError."""
+        try:
+            return dispatcher_leases.read_leads(self._engine)
+        except (ValueError, TypeError) as error:
+            logger.warning("cannot read who was ahead, all tenants begin equal: %s", error)
+            return {}
 
     def write(self, leads: dict[str, float]) -> None:
         """A dispatcher that has lost its place changes nothing. Raises SQLAlchemyError."""

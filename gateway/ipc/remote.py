@@ -7,6 +7,7 @@ not compared. A channel exists only after that: before it nothing that a peer se
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -44,6 +45,16 @@ def tls_contexts(cert: Path, key: Path, ca: Path) -> TlsContexts:
             ) from error
         found.append(context)
     return TlsContexts(*found)
+
+
+def check_listening(address: tuple[str, int]) -> None:
+    """At a start, before anybody is told the address. Raises OSError where it cannot be bound: it
+    is no address of this machine, or taken."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, where = found[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(where)
 
 
 async def connect(

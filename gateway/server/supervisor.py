@@ -26,6 +26,7 @@ from gateway.dispatch.counter_checkpoint import LeadFile
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import listen
 from gateway.http.own_hosts import exposure
+from gateway.ipc.remote import check_listening, tls_contexts
 from gateway.ledger.ledger_recovery import adopt
 from gateway.limits import limit_stores
 from gateway.server.child_process import WORKER_COMMAND, EarlyWorker
@@ -43,6 +44,7 @@ from gateway.server.process_setup import (
 from gateway.server.startup_banner import announce
 from gateway.server.worker_launcher import remove_host_tier, worker_addresses
 from gateway.server.worker_slots import WorkerSlot
+from gateway.settings.cluster_settings import split_address
 from gateway.settings.settings import Settings
 from gateway.workers.worker_client import LossCause
 from registry import locks
@@ -80,6 +82,8 @@ async def serve(
         locks.hold(data_path / locks.SERVER_LOCK),
         listen(settings.host, settings.port) as listener,
     ):
+        if settings.is_clustered:
+            await asyncio.to_thread(check_cluster, settings)
         await asyncio.to_thread(check_database, settings)  # Before anything is made or deleted.
         await asyncio.to_thread(secure_files, settings)
         await asyncio.to_thread(upgrade, settings.registry_url)
@@ -104,6 +108,19 @@ async def serve(
                 await server.run(listener, demo, password)
         finally:
             remove_host_tier(settings)
+
+
+def check_cluster(settings: Settings) -> None:
+    """What its processes need to be one of several servers: they would try again for ever. Raises
+    RegistryError, OSError."""
+    tls_contexts(*settings.tls_files(settings.data_path))
+    try:
+        check_listening(split_address(settings.dispatcher_address))
+    except OSError as error:
+        raise RegistryError(
+            f"cannot listen at dispatcher_address {settings.dispatcher_address} ({error}): set it "
+            "to a free port and an address of this machine"
+        ) from error
 
 
 class Server:

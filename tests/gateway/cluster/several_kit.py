@@ -47,7 +47,7 @@ from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnava
 from tests.gateway.scripted_worker import KV_BYTES, Clock, hosted, prepared, principal
 
 PEER = "dispatcher"
-AHEAD_S = (0.0, 1e5, -5e3)
+AHEAD_S = (0.0, 1e5, 5e3)
 """Of the dispatchers' clocks, one after the other."""
 
 

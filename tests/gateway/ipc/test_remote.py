@@ -88,6 +88,18 @@ async def test_nobody_there_and_no_files_are_said(tmp_path: Path) -> None:
         tls_contexts(tmp_path / "none", tmp_path / "none", tmp_path / "none")
 
 
+def test_an_address_that_cannot_be_had_is_found_at_the_start() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(OSError, match=r"in use"):
+            remote.check_listening(taken.getsockname())
+    for address in ("192.0.2.1", "no.such.host.invalid"):
+        with pytest.raises(OSError, match=r"."):
+            remote.check_listening((address, 7500))
+    remote.check_listening(("127.0.0.1", free_port()))
+
+
 def test_certificates_are_added_and_never_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
