@@ -4,7 +4,7 @@ Beside engine/objects all of the engine that the gateway imports: neither torch 
 transformers. Messages are tagged msgspec structs in msgpack, one a ZeroMQ frame. A worker binds a
 ROUTER socket, every gateway process connects a DEALER. Token ids only: text never crosses this.
 
-    gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage,
+    gateway -> worker   Hello, SetCatalog, Submit, Abort, AckUsage, AdoptUsage,
                         LoadModel, WarmModel, UnloadModel, CheckIntegrity, Restart
     worker -> gateway   Welcome, StepOutput, Refused, WorkerStatus
 
@@ -28,7 +28,7 @@ MAX_CANDIDATES = 64
 """Rows of one SwapChoice at most."""
 MAX_CELLS = 512
 """Stretches of one Layout at most: a picture is not much wider. Some 3 kB."""
-PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 10, 10
+PROTOCOL_VERSION, OLDEST_PROTOCOL_VERSION = 11, 10
 """The newest and the oldest that this build speaks: machines are upgraded one by one."""
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 500, 1500
 """Of ZeroMQ on tcp, at both ends: behind a cut link sends would succeed for half a minute."""
@@ -296,6 +296,13 @@ class AckUsage(_Message, frozen=True):
     requests: list[tuple[str, int]]
 
 
+class AdoptUsage(_Message, frozen=True):
+    """A gateway is gone with its server, and the sender closes its books: its finishes are the
+    sender's from here on, and are sent to it. Nothing happens while that gateway is connected."""
+
+    gateway_id: str
+
+
 class LoadModel(_Message, frozen=True):
     """Make the model resident, evicting by the worker's policy. Idempotent.
 
@@ -463,7 +470,7 @@ class Welcome(_Message, frozen=True):
 
 
 _Order: TypeAlias = LoadModel | WarmModel | UnloadModel | CheckIntegrity | Restart
-ToWorker: TypeAlias = Hello | SetCatalog | Submit | Abort | AckUsage | _Order
+ToWorker: TypeAlias = Hello | SetCatalog | Submit | Abort | AckUsage | AdoptUsage | _Order
 FromWorker: TypeAlias = Welcome | StepOutput | Refused | WorkerStatus
 
 

@@ -110,6 +110,21 @@ def make_engine(url: str, **options: Any) -> Engine:
     return engine
 
 
+def make_impatient_engine(url: str, timeout_s: float) -> Engine:
+    """An engine for leases: one connection, on which a statement ends after `timeout_s`, and a
+    server that has vanished is noticed as soon. Raises InvalidValue where it is no PostgreSQL."""
+    if _parsed(url).get_backend_name() != "postgresql":
+        raise InvalidValue("several servers share a PostgreSQL database: set database_url to it")
+    milliseconds = round(timeout_s * 1000)
+    options = _postgresql_options()
+    options["connect_args"] |= {
+        "connect_timeout": 2,  # the least that libpq knows
+        "options": f"-c lock_timeout={milliseconds} -c statement_timeout={milliseconds}",
+        "tcp_user_timeout": milliseconds,
+    }
+    return make_engine(url, **options | {"pool_size": 1, "max_overflow": 0, "pool_pre_ping": False})
+
+
 @contextmanager
 def reading(engine: Engine) -> Iterator[Session]:
     """A session on one consistent snapshot, rolled back at the end."""

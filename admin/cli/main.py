@@ -27,6 +27,7 @@ GROUPS = {
     "serve": ("server", "configure_serve", "start the gateway"),
     "models": ("models", "configure", "register and manage hosted models"),
     "workers": ("workers", "configure", "show, drain and restart the server's workers"),
+    "servers": ("servers", "configure", "certificates of several servers with one dispatcher"),
     "tenants": ("accounts", "configure_tenants", "manage tenants and their models' floors"),
     "keys": ("keys", "configure", "manage API keys"),
     "limits": (

@@ -39,6 +39,7 @@ from pathlib import Path
 from sqlalchemy import Connection, NullPool, inspect, select
 
 from admin.context.registration_files import DOWNLOADS_FOLDER, LOGS_FOLDER
+from gateway.settings.cluster_settings import CLUSTER_FOLDER
 from gateway.settings.settings import JOURNAL_FOLDER, PACKS_FOLDER, Settings
 from gateway.settings.state_settings import OBJECTS_FOLDER
 from registry import audit
@@ -62,7 +63,7 @@ logger = logging.getLogger(__name__)
 DATABASE_ID = "database-id"
 PRIVATE = (
     *(PACKS_FOLDER, JOURNAL_FOLDER, DOWNLOADS_FOLDER, LOGS_FOLDER, OBJECTS_FOLDER),
-    *("exports", "run", "cache-calibrations", "demo_api_key", "fair_share.json"),
+    *("exports", "run", "cache-calibrations", "demo_api_key", "fair_share.json", CLUSTER_FOLDER),
 )
 """What others may not look into, beside the database's file."""
 

@@ -157,7 +157,8 @@ def tidy(settings: Settings) -> None:
     """At a server's start: end registrations that died, delete what they left and unused packs."""
     with open_context(settings, "server") as context:
         list_models(context)
-        sweep_packs(context.data_dir, context.engine)
+        if not settings.is_clustered:  # Other servers register models into the same folder.
+            sweep_packs(context.data_dir, context.engine)
 
 
 def sweep_packs(data_dir: Path, engine: Engine) -> list[str]:

@@ -131,6 +131,14 @@ class UsageOutbox:
                 num_acked += 1
         return num_acked
 
+    def adopt(self, gateway_id: str, by: str) -> list[TokenDelta]:
+        """What is kept for the one gateway is kept for the other from here on: this, as deltas."""
+        adopted = self.unacked(gateway_id)
+        for delta in adopted:
+            key = (delta.request_id, delta.attempt)
+            self._entries[key] = (by, self._entries[key][1])
+        return adopted
+
     def unacked(self, gateway_id: str) -> list[TokenDelta]:
         """What `gateway_id` has not acknowledged, as deltas without tokens, oldest first."""
         return [

@@ -32,6 +32,7 @@ from engine.protocol import (
     PROTOCOL_VERSION,
     Abort,
     AckUsage,
+    AdoptUsage,
     CheckIntegrity,
     FromWorker,
     Hello,
@@ -198,6 +199,8 @@ class Worker:
                     self._engine.abort(message.request_id, message.attempt)
             case AckUsage():
                 self._outbox.ack(peer.gateway_id, message.requests)
+            case AdoptUsage():
+                self._adopt_usage(peer, message.gateway_id)
             case CheckIntegrity():
                 self._check_for(peer, message.call, now_s)
             case SetCatalog() | LoadModel() | WarmModel() | UnloadModel():
@@ -234,11 +237,28 @@ class Worker:
             return
         peer.observes, peer.taken = hello.observes, []
         self._send(peer, self._welcome(version))
-        kept = self._outbox.unacked(peer.gateway_id)
-        for start in range(0, len(kept), RESEND_BATCH):
-            self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
+        self._send_kept(peer, self._outbox.unacked(peer.gateway_id))
         status = self._board.greeting(now_s, draining=self._draining)
         self._send(peer, msgspec.structs.replace(peer.status(status), service=[]))
+
+    def _send_kept(self, peer: Peer, kept: list[TokenDelta]) -> None:
+        for start in range(0, len(kept), RESEND_BATCH):
+            self._send(peer, StepOutput(self._epoch, kept[start : start + RESEND_BATCH]))
+
+    def _adopt_usage(self, peer: Peer, gateway_id: str) -> None:
+        """A gateway that is connected closes its own books."""
+        if any(other.gateway_id == gateway_id for other in self._peers.values()):
+            logger.warning(
+                "gateway=%s asks for the usage of %s, which is connected: it stays",
+                peer.gateway_id,
+                gateway_id,
+            )
+            return
+        adopted = self._outbox.adopt(gateway_id, peer.gateway_id)
+        logger.info(
+            "gateway=%s has taken over finishes=%d of %s", peer.gateway_id, len(adopted), gateway_id
+        )
+        self._send_kept(peer, adopted)
 
     def _obeys(self, hello: Hello) -> bool:
         """Whether it is the dispatcher to obey, instead of any before it. Another gets no answer:

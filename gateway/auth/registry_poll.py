@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sqlalchemy import Engine
@@ -25,7 +25,7 @@ from gateway.types import HostedModel
 from registry.models import residency_requests
 from registry.models.residency_requests import ResidencyRequest
 from registry.models.worker_orders import WorkerOrder
-from registry.money.ledger import Posting
+from registry.money.ledger import OpenRecord, Posting
 from registry.session import reading, writing
 
 logger = logging.getLogger(__name__)
@@ -129,6 +129,10 @@ class RegistryPoll:
     async def settled(self) -> None:
         """Returns when the past of every limit that is known of is known."""
         await self._restore.settled()
+
+    async def carry(self, records: Iterable[OpenRecord]) -> None:
+        """Requests of a gateway that is lost are closed here: see limit_restore.py."""
+        await self._restore.carry(records)
 
     def count_posting(self, posting: Posting) -> None:
         """A request of an earlier server was posted: see limit_restore.py."""

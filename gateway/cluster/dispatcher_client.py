@@ -5,16 +5,16 @@
 
 `DispatcherLink` is what both kinds of connections are: where gateway and dispatcher are one
 process, it is opened once (local_dispatcher.py). `SocketLink` tries again every RETRY_S while
-nobody listens. What is to be said in a Hello the owner is asked for at each connect; what is sent
-while it is down is dropped, for the next Hello says it. Knows no requests (dispatcher_proxy.py) and
-no limits (remote_limits.py).
+nobody listens, at one place after the other where there are several servers. What is to be said in
+a Hello the owner is asked for at each connect; what is sent while it is down is dropped, for the
+next Hello says it. Knows no requests (dispatcher_proxy.py) and no limits (remote_limits.py).
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
+from gateway.cluster.dispatcher_places import DispatcherPlaces
 from gateway.cluster.dispatcher_protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -30,6 +30,10 @@ from gateway.ipc import ipc
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05
+WELCOME_S = 2.0
+"""Where another server may have the dispatcher, one that does not answer a Hello is left."""
+REMOTE_SILENCE_S = 3.0
+"""So is one on another machine that is silent, which may be gone."""
 
 
 class DispatcherLink:
@@ -98,44 +102,65 @@ class DispatcherLink:
 
 
 class SocketLink(DispatcherLink):
-    """Connected by `run`, to whoever listens at `path`."""
+    """Connected by `run`, to whoever listens at one of the `places`."""
 
-    def __init__(self, path: Path, silence_s: float) -> None:
+    def __init__(self, places: DispatcherPlaces, silence_s: float) -> None:
         super().__init__()
-        self._path = path
+        self._places = places
         self._silence_s = silence_s
         self._lost = asyncio.Event()
+        self._at: str | None = None
+        self._next = 0
+
+    def moved(self, address: str, epoch: int) -> None:
+        """The dispatcher of this epoch is there, as their election says. Leave an earlier one."""
+        self._places.known = address
+        if epoch > self.epoch and address != self._at:
+            self._next = 0
+            if self._channel is not None:
+                self._channel.lose(f"the dispatcher of epoch {epoch} is at {address}")
 
     async def run(self) -> None:
         """Stay connected for ever."""
         try:
             while True:
-                await self._connect_once()
+                addresses = self._places.in_order()
+                address = addresses[self._next % len(addresses)]
+                self._next += 1
+                await self._connect_once(address)
+                self._at = None
+                await asyncio.sleep(RETRY_S)
         finally:
             self.close()
 
-    async def _connect_once(self) -> None:
+    async def _connect_once(self, address: str) -> None:
         channel: ipc.Channel[ToGateway, ToDispatcher] = ipc.Channel(to_gateway)
         self._lost.clear()
         self.hear(channel)
         try:
-            await ipc.connect(self._path, channel)
+            await self._places.connect(address, channel)
         except OSError:
-            await asyncio.sleep(RETRY_S)
             return
         if channel.closed:
-            await asyncio.sleep(RETRY_S)
             return
+        self._at = address
         self.open(channel)
+        silence_s, began_s = self._silence_s, asyncio.get_running_loop().time()
+        if not self._places.is_own(address):
+            silence_s = min(silence_s, REMOTE_SILENCE_S)
         while not self._lost.is_set():
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await self._lost.wait()
             except TimeoutError:
                 channel.send(Ping())
-                if channel.silent_s > self._silence_s:
-                    channel.lose(f"silent for {self._silence_s:.0f} s")
-        await asyncio.sleep(RETRY_S)
+                waited_s = asyncio.get_running_loop().time() - began_s
+                if self.is_up:
+                    self._next = 0
+                elif self._places.are_several and waited_s > WELCOME_S:
+                    channel.lose("it does not answer")
+                if channel.silent_s > silence_s:
+                    channel.lose(f"silent for {silence_s:.0f} s")
 
     def _down(self, channel: ipc.MessageChannel[ToGateway, ToDispatcher], reason: str) -> None:
         self._lost.set()

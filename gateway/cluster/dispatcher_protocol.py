@@ -1,4 +1,4 @@
-"""Between the gateways of one machine and their dispatcher: every message.
+"""Between gateways, of one server or several, and their dispatcher: every message.
 
 Stage 5. A gateway holds its clients' connections, the prompts and the workers' answers; the
 dispatcher holds tickets. A ticket says what a request takes and whose it is, never what it asks.
@@ -27,7 +27,8 @@ got no answer to, it asks again on the new connection. Both sides do the same if
 was cut.
 
 **Fencing.** Dispatchers are numbered by `epoch`, which rises each time one takes over (it is kept
-in the lock file, under the lock that makes one of them the active one). A gateway that has seen an
+in the lock file, under the lock that makes one of them the active one, and with several servers in
+the row by which they elect one). A gateway that has seen an
 epoch speaks to no smaller one. Grants are named by (request id, attempt); a gateway takes one only
 for a request that waits for just that, or whose earlier attempt it then gives up, and says Leave or
 Returned to any other. Tokens never pass the dispatcher, so what streams does not notice when it
@@ -46,7 +47,7 @@ from gateway.errors import ApiError, ErrorKind
 from gateway.limits.policy.rate_limit import Draw, LimitFigures, Reservation, UsedAmounts
 from gateway.limits.store import LimitDecision, Past
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 HEARTBEAT_S = 0.25
 """How often each side says something."""
 TOKENS_EVERY_S = 0.1
@@ -58,10 +59,16 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
-    """A request that waits. Times are the machine's monotonic clock, which processes share.
+    """A request that waits. Times are how long ago, or how long from now, when it is sent: no clock
+    of one machine means anything on another.
 
-    `queued_s`, `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`:
-    how its prompt begins (policy/prefix_places.py), where there are several workers."""
+    age_s         since it arrived
+    wait_left_s   until it may wait
+    left_s        until it has to have ended
+    queued_for_s  since it began to wait as this attempt
+
+    `num_before`, `num_losses`: as the ticket's (gateway/dispatch/tickets.py). `marks`: how its
+    prompt begins (policy/prefix_places.py), where there are several workers."""
 
     request_id: str
     attempt: int
@@ -72,11 +79,11 @@ class TicketSpec(msgspec.Struct, frozen=True, array_like=True):
     revision: str
     num_prompt_tokens: int
     max_tokens: int
-    arrived_s: float
-    deadline_s: float
-    ends_by_s: float
+    age_s: float
+    wait_left_s: float
+    left_s: float
     continues: bool
-    queued_s: float
+    queued_for_s: float
     num_before: int = 0
     num_losses: int = 0
     marks: list[int] = []
@@ -168,7 +175,6 @@ class Reserve(_Message, frozen=True):
     call: int
     reservation_id: str
     draws: list[Draw]
-    now_s: float
 
 
 class Close(_Message, frozen=True):
@@ -186,7 +192,6 @@ class Figure(_Message, frozen=True):
 
     call: int
     draws: list[Draw]
-    now_s: float
 
 
 class Carry(_Message, frozen=True):
@@ -201,7 +206,6 @@ class Restore(_Message, frozen=True):
 
     call: int
     pasts: list[Past]
-    now_s: float
 
 
 class Add(_Message, frozen=True):
@@ -209,7 +213,6 @@ class Add(_Message, frozen=True):
 
     call: int
     pasts: list[Past]
-    now_s: float
 
 
 class Ping(_Message, frozen=True):

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from engine.protocol import (
     Abort,
+    AdoptUsage,
     Finish,
     Refused,
     SwapRecord,
@@ -161,7 +162,7 @@ class DispatcherProxy(GrantedRequests):
             ticket.marks = prefix_marks(*about_prompt)
         self.live[request.request_id] = ticket
         self._num_waiting += 1
-        self._link.send(Ask(_spec(ticket)))
+        self._link.send(Ask(_spec(ticket, self._clock())))
         return stream
 
     def _check(self, request: PreparedRequest, principal: Principal) -> None:
@@ -212,6 +213,11 @@ class DispatcherProxy(GrantedRequests):
         """Their usage is durable: the workers may forget it."""
         self.unacked.ack(request_ids)
 
+    def adopt_usage(self, gateway_id: str) -> None:
+        """Another gateway is lost with its server, and its open records are this one's: ask the
+        workers for the finishes that they keep for it."""
+        self._workers.send_all(AdoptUsage(gateway_id))
+
     def begin_drain(self) -> None:
         """Not ready any more; take nothing new, finish what is here."""
         self._stopping = True
@@ -248,12 +254,18 @@ class DispatcherProxy(GrantedRequests):
 
     def waiting_specs(self) -> list[TicketSpec]:
         """What a dispatcher is to be told that does not know of it."""
-        return [_spec(ticket) for ticket in self.live.values() if ticket.state == "waiting"]
+        return [
+            _spec(ticket, self._clock())
+            for ticket in self.live.values()
+            if ticket.state == "waiting"
+        ]
 
     def running_specs(self) -> list[RunningSpec]:
         """The same of what runs."""
         return [
-            RunningSpec(_spec(ticket), ticket.worker_id, ticket.epoch, ticket.num_tokens)
+            RunningSpec(
+                _spec(ticket, self._clock()), ticket.worker_id, ticket.epoch, ticket.num_tokens
+            )
             for ticket in self
         ]
 
@@ -303,7 +315,9 @@ class DispatcherProxy(GrantedRequests):
                 return  # said twice
             self._give_up_attempt(ticket, "worker_lost")
         if grant.attempt < ticket.attempt:  # of a worker that was lost meanwhile
-            self._link.send(Returned(grant.request_id, grant.attempt, None, _spec(ticket)))
+            self._link.send(
+                Returned(grant.request_id, grant.attempt, None, _spec(ticket, self._clock()))
+            )
             return
         now_s = self._clock()
         ticket.num_losses = max(ticket.num_losses, grant.num_losses)
@@ -318,7 +332,7 @@ class DispatcherProxy(GrantedRequests):
         if not is_sent:
             text = "the gateway process of the request is not connected to this worker"
             refused = Refused(grant.worker_epoch, *ticket.key, "not_resident", text, True)
-            self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
+            self._link.send(Returned(*ticket.key, refused, _spec(ticket, self._clock())))
             return
         ticket.grant(grant.worker_id, grant.worker_epoch, now_s)
         self._num_waiting -= 1
@@ -361,7 +375,7 @@ class DispatcherProxy(GrantedRequests):
             return
         event, end = self.refusal(ticket, refused, self._clock())
         self._change(ticket, event)
-        self._link.send(Returned(*ticket.key, refused, _spec(ticket)))
+        self._link.send(Returned(*ticket.key, refused, _spec(ticket, self._clock())))
         if end is not None:
             self._leave(ticket, end)
 
@@ -376,7 +390,7 @@ class DispatcherProxy(GrantedRequests):
                 self._leave(ticket, end, is_lost=not ticket.aborted)
             else:
                 ticket.next_attempt(self._clock())
-                self._link.send(Returned(*key, None, _spec(ticket)))
+                self._link.send(Returned(*key, None, _spec(ticket, self._clock())))
 
     # The rest.
 
@@ -442,7 +456,7 @@ class DispatcherProxy(GrantedRequests):
         ticket.stream.finish(end)
 
 
-def _spec(ticket: Ticket) -> TicketSpec:
+def _spec(ticket: Ticket, now_s: float) -> TicketSpec:
     request = ticket.request
     return TicketSpec(
         request_id=request.request_id,
@@ -454,11 +468,11 @@ def _spec(ticket: Ticket) -> TicketSpec:
         revision=request.model.revision,
         num_prompt_tokens=request.num_prompt_tokens,
         max_tokens=request.max_tokens,
-        arrived_s=ticket.arrival_s,
-        deadline_s=ticket.deadline_s,
-        ends_by_s=ticket.ends_by_s,
+        age_s=now_s - ticket.arrival_s,
+        wait_left_s=ticket.deadline_s - now_s,
+        left_s=ticket.ends_by_s - now_s,
         continues=request.continues,
-        queued_s=ticket.queued_s,
+        queued_for_s=now_s - ticket.queued_s,
         num_before=ticket.num_before,
         num_losses=ticket.num_losses,
         marks=list(ticket.marks),

@@ -82,7 +82,8 @@ class _Orphan:
 
 class DispatcherServer:
     """All gateway processes of one dispatcher. `on_behind` is asked for a new look at the registry;
-    `caught_up` says that it was taken. `num_expected`: how many gateway processes there are."""
+    `caught_up` says that it was taken. `num_expected`: how many gateway processes there are.
+    `orphans_wait_s`: for so long the money of a gateway that is gone waits for one in its place."""
 
     def __init__(
         self,
@@ -93,6 +94,7 @@ class DispatcherServer:
         clock: Callable[[], float],
         on_behind: Callable[[], None],
         num_expected: int = 0,
+        orphans_wait_s: float = math.inf,
     ) -> None:
         self.dispatcher = dispatcher
         self.store = store
@@ -106,6 +108,7 @@ class DispatcherServer:
         self.num_behind = 0
         """Tickets that ever had to be held."""
         self._orphans: dict[str, _Orphan] = {}
+        self._orphans_wait_s = orphans_wait_s
         self._num_expected = num_expected
         self._gathers = num_expected > 0
         self._gather_until_s = math.inf
@@ -306,7 +309,8 @@ class DispatcherServer:
             if money:
                 kept = replace(reservation, taken=money)
                 run_now(self.store.carry([kept], now_s))
-                self._orphans[reservation.id] = _Orphan(peer.gateway_id, kept)
+                until_s = now_s + self._orphans_wait_s
+                self._orphans[reservation.id] = _Orphan(peer.gateway_id, kept, until_s)
 
 
 class ConnectedGateway:
@@ -375,17 +379,17 @@ class ConnectedGateway:
     def reserve(self, message: Reserve) -> None:
         """Decide it. What an earlier connection of this process was granted, and it was not told,
         is taken anew: of that only the money is still held."""
-        name = message.reservation_id
+        name, now_s = message.reservation_id, self._server.clock()
         self._server.claim(name)
-        decision = run_now(self._server.store.reserve(name, message.draws, message.now_s))
+        decision = run_now(self._server.store.reserve(name, message.draws, now_s))
         if decision.reservation is not None:
             self.open[name] = decision.reservation
         self.channel.send(Done(message.call, decision))
 
     async def _limits(self, message: Close | Figure | Restore | Add) -> Done:
-        store = self._server.store
+        store, now_s = self._server.store, self._server.clock()
         if isinstance(message, Figure):
-            return Done(message.call, None, await store.figures(message.draws, message.now_s))
+            return Done(message.call, None, await store.figures(message.draws, now_s))
         if isinstance(message, Close):
             self.open.pop(message.reservation.id, None)
             self._server.forget_early(self, message.reservation.id)
@@ -397,9 +401,9 @@ class ConnectedGateway:
                 await store.settle(message.reservation, replace(message.used, cost_nanos=0))
                 self._server.hold_spent(self, message.spent)
         elif isinstance(message, Restore):
-            await store.restore(message.pasts, message.now_s)
+            await store.restore(message.pasts, now_s)
         else:
-            await store.add(message.pasts, message.now_s)
+            await store.add(message.pasts, now_s)
         return Done(message.call)
 
 

@@ -90,6 +90,11 @@ class GatewayWorkers:
         """Queue a message; False where the connection is gone (`on_lost` comes or has come)."""
         return is_sent(self._clients[worker_id], message)
 
+    def send_all(self, message: ToWorker) -> None:
+        """Queue a message for every worker that is connected."""
+        for worker_id in list(self._connected):
+            self.send(worker_id, message)
+
     @property
     def is_heard(self) -> bool:
         """A worker has sent a status."""

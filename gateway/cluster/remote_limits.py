@@ -61,7 +61,8 @@ class _Call:
 
 
 class RemoteStore:
-    """See limits/store.py. Of one gateway process, on its event loop."""
+    """See limits/store.py. Of one gateway process, on its event loop. The time of a call is the
+    dispatcher's: this machine's clock may have begun elsewhere."""
 
     def __init__(self, link: DispatcherLink) -> None:
         self._link = link
@@ -76,9 +77,7 @@ class RemoteStore:
         self, reservation_id: str, draws: Sequence[Draw], now_s: float
     ) -> LimitDecision:
         """See LimitStore. Raises ApiError UNAVAILABLE where nobody answers in time."""
-        done = await self._ask(
-            lambda call: Reserve(call, reservation_id, list(draws), now_s), WAIT_S
-        )
+        done = await self._ask(lambda call: Reserve(call, reservation_id, list(draws)), WAIT_S)
         if done is None or done.decision is None:
             message = "rate limits cannot be checked at the moment: try again later"
             raise ApiError(UNAVAILABLE, message, retry_after_s=1.0)
@@ -94,7 +93,7 @@ class RemoteStore:
 
     async def figures(self, draws: Sequence[Draw], now_s: float) -> list[LimitFigures]:
         """See LimitStore; none where nobody answers."""
-        done = await self._ask(lambda call: Figure(call, list(draws), now_s), WAIT_S)
+        done = await self._ask(lambda call: Figure(call, list(draws)), WAIT_S)
         return [] if done is None else done.figures
 
     async def carry(self, reservations: Sequence[Reservation], now_s: float) -> None:
@@ -107,11 +106,11 @@ class RemoteStore:
         """See LimitStore."""
         for begin in range(0, len(pasts), RESTORE_SLICE):
             some = list(pasts[begin : begin + RESTORE_SLICE])
-            await self._ask(partial(Restore, pasts=some, now_s=now_s), WAIT_S, keep=True)
+            await self._ask(partial(Restore, pasts=some), WAIT_S, keep=True)
 
     async def add(self, pasts: Sequence[Past], now_s: float) -> None:
         """See LimitStore."""
-        await self._ask(lambda call: Add(call, list(pasts), now_s), WAIT_S, keep=True)
+        await self._ask(lambda call: Add(call, list(pasts)), WAIT_S, keep=True)
 
     async def loss(self) -> Loss | None:
         """The dispatcher's process restores what it needs."""

@@ -14,7 +14,7 @@ Knows no connections: `GatewayPeer` is one gateway as it is seen from here.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -84,6 +84,11 @@ class PeerStream(msgspec.Struct, frozen=True):
             self.peer.deny(self.request_id, end)
 
 
+def always() -> bool:
+    """Of a dispatcher that nobody else can replace while its process lives."""
+    return True
+
+
 class TicketDispatcher(Dispatcher):
     """See the module."""
 
@@ -95,6 +100,8 @@ class TicketDispatcher(Dispatcher):
         placement: Placer | None = None,
     ) -> None:
         super().__init__(settings, self._send_grant, self._send_recall, clock, share, placement)
+        self.may_grant: Callable[[], bool] = always
+        """Whether this is the dispatcher, as far as can be known now (dispatcher_lease.py)."""
         self._peers: dict[str, GatewayPeer] = {}  # by request id, of live tickets
 
     def ask(self, peer: GatewayPeer, spec: TicketSpec, *, is_new: bool = True) -> None:
@@ -238,19 +245,21 @@ class TicketDispatcher(Dispatcher):
             spec.continues,
             spec.priority,
         )
+        now_s = self._clock()
+        arrival_s = now_s - spec.age_s
         return Ticket(
             request=request,
             tenant_id=spec.tenant_id,
             weight=spec.weight,
-            seq=self._place_of(spec.arrived_s),
-            arrival_s=spec.arrived_s,
-            deadline_s=spec.deadline_s,
-            ends_by_s=spec.ends_by_s,
+            seq=self._place_of(arrival_s),
+            arrival_s=arrival_s,
+            deadline_s=now_s + spec.wait_left_s,
+            ends_by_s=now_s + spec.left_s,
             prediction=self._predict(request, spec.tenant_id),
             stream=PeerStream(peer, spec.request_id),
             attempt=spec.attempt,
             num_losses=spec.num_losses,
-            queued_s=spec.queued_s,
+            queued_s=now_s - spec.queued_for_s,
             num_before=spec.num_before,
             marks=spec.marks,
         )
@@ -262,6 +271,17 @@ class TicketDispatcher(Dispatcher):
 
     def _of(self, peer: GatewayPeer, request_id: str) -> Ticket | None:
         return self._running.live.get(request_id) if self._peers.get(request_id) is peer else None
+
+    def _match(self, now_s: float, workers: Iterable[WorkerCapacity] | None) -> None:
+        if self.may_grant():
+            super()._match(now_s, workers)
+
+    def _place(self, now_s: float) -> None:
+        if self.may_grant():
+            super()._place(now_s)
+
+    def _pass(self, ticket: Ticket, now_s: float) -> bool:
+        return self.may_grant() and super()._pass(ticket, now_s)
 
     def _send_grant(self, ticket: Ticket, worker: WorkerCapacity) -> bool:
         owes_load = self._book.owes_load(worker.worker_id, ticket.model_name)

@@ -1,4 +1,5 @@
-"""What tenants' counters are ahead of the floor, kept in a small file over restarts.
+"""What tenants' counters are ahead of the floor, kept over restarts: in a small file, or where
+several servers have one dispatcher in a row of their database (cluster/dispatcher_lease.py).
 
 Without it a restart would forgive whoever had just taken more than its share. Written every
 WRITE_EVERY_S while it changes, and at the stop; a dispatcher that is killed loses what was charged
@@ -13,6 +14,9 @@ import logging
 import math
 import os
 from pathlib import Path
+from typing import Protocol
+
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.dispatch.policy.fair_share import FairShare
 
@@ -24,18 +28,43 @@ WRITE_EVERY_S = 5.0
 MAX_BYTES = 4 << 20
 
 
+class LeadStore(Protocol):
+    """Where they are kept. Both calls block."""
+
+    def read(self) -> dict[str, float]:
+        """By tenant, in seconds; none where nobody wrote any. Raises SQLAlchemyError."""
+
+    def write(self, leads: dict[str, float]) -> None:
+        """In the place of those before. Raises OSError, SQLAlchemyError."""
+
+
+class LeadFile:
+    """A file of the data folder. Implements LeadStore."""
+
+    def __init__(self, data_path: Path) -> None:
+        self._path = data_path / NAME
+
+    def read(self) -> dict[str, float]:
+        """See LeadStore."""
+        return read_leads(self._path)
+
+    def write(self, leads: dict[str, float]) -> None:
+        """See LeadStore."""
+        write_leads(self._path, leads)
+
+
 class CounterCheckpoint:
     """Used on the event loop; reads and writes in a thread."""
 
-    def __init__(self, data_path: Path, share: FairShare) -> None:
-        self._path = data_path / NAME
+    def __init__(self, store: LeadStore, share: FairShare) -> None:
+        self._store = store
         self._share = share
         self._written: dict[str, float] = {}
         self._lock = asyncio.Lock()
 
     async def load(self) -> None:
-        """Restore what there is; call it before anybody waits."""
-        self._share.restore_leads(await asyncio.to_thread(read_leads, self._path))
+        """Restore what there is; call it before anybody waits. Raises SQLAlchemyError."""
+        self._share.restore_leads(await asyncio.to_thread(self._store.read))
 
     async def run(self) -> None:
         """Write for ever."""
@@ -44,14 +73,15 @@ class CounterCheckpoint:
             await self.write()
 
     async def write(self) -> None:
-        """Now, where something has changed. A disk that fails is logged and tried again."""
+        """Now, where something has changed. A disk or database that fails is logged and tried
+        again."""
         async with self._lock:
             leads = self._share.leads()
             if leads == self._written:
                 return
             try:
-                await asyncio.to_thread(write_leads, self._path, leads)
-            except OSError as error:
+                await asyncio.to_thread(self._store.write, leads)
+            except (OSError, SQLAlchemyError) as error:
                 logger.warning("cannot write the fair-share counters: %s", error)
             else:
                 self._written = leads

@@ -179,24 +179,39 @@ async def listening(
     """Take connections on this path until the block ends, which ends them too. What lies there is
     of a process that is gone: the caller holds a lock that says so. Raises OSError where it cannot
     be bound."""
-    channels: set[Channel[Any, Any]] = set()
-
-    def accept() -> Channel[Any, Any]:
-        channels.difference_update([channel for channel in channels if channel.closed])
-        channel = new_channel()
-        channels.add(channel)
-        return channel
-
+    accept = Accepted(new_channel)
     path.unlink(missing_ok=True)
     mask = os.umask(0o077)
     try:
         server = await asyncio.get_running_loop().create_unix_server(accept, str(path))
     finally:
         os.umask(mask)
-    try:
+    async with accept.until_closed(server):
         yield
-    finally:
-        server.close()
-        for channel in channels:
-            channel.close()
-        await asyncio.sleep(0)  # in which their transports close
+
+
+class Accepted:
+    """The connections of a listener: makes their channels, and ends them with it."""
+
+    def __init__(self, new_channel: Callable[[], Channel[Any, Any]]) -> None:
+        self._new_channel = new_channel
+        self._channels: set[Channel[Any, Any]] = set()
+
+    def __call__(self) -> Channel[Any, Any]:
+        """For a connection that is being made."""
+        channels = self._channels
+        channels.difference_update([channel for channel in channels if channel.closed])
+        channel = self._new_channel()
+        channels.add(channel)
+        return channel
+
+    @contextlib.asynccontextmanager
+    async def until_closed(self, server: asyncio.Server) -> AsyncIterator[None]:
+        """The end of the block ends the listener and its connections."""
+        try:
+            yield
+        finally:
+            server.close()
+            for channel in self._channels:
+                channel.close()
+            await asyncio.sleep(0)  # in which their transports close

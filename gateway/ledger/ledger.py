@@ -4,7 +4,8 @@
                 computed meanwhile
     checkpoint  how much of a stream its client has been sent; nobody waits for it
     post        written before its answer ends, so that a kill takes nothing back; when it is
-                durable too, and only then, the worker is told to forget the usage
+                durable too, and only then, the worker is told to forget the usage; with other
+                servers at the database, when that has it
     void        its end where nothing is owed (refused or failed before any token)
 
 Written and durable are the journal's words (journal.py); from there ledger_writer.py fills the
@@ -40,11 +41,12 @@ from gateway.ledger.journal_segments import (
     JournalLimits,
     JournalRefused,
     JournalStopped,
+    Position,
     Record,
     Void,
 )
 from gateway.ledger.ledger_recovery import LOCK_WAIT_S, closing, owner_of, together
-from gateway.ledger.ledger_writer import LedgerWriter
+from gateway.ledger.ledger_writer import ACTOR, LedgerWriter
 from gateway.pricing.policy.pricing import Rates
 from gateway.protocols import LedgerSnapshot
 from gateway.settings.settings import JOURNAL_FOLDER, Settings
@@ -52,7 +54,7 @@ from gateway.workers.choices import base_id
 from registry import locks
 from registry.money import ledger as tables
 from registry.money.ledger import OUTCOMES, Checkpoint, OpenRecord, Posting
-from registry.session import reading
+from registry.session import appending, reading
 
 BUSY_WAIT_S = 5.0
 """What a client is told to wait where nothing new is taken."""
@@ -128,6 +130,8 @@ def behind() -> ApiError:
 
 logger = logging.getLogger(__name__)
 
+REPORT_S = 0.1
+"""How often it is looked whether the database has ends that workers are to forget."""
 LOOK_S = 0.01
 """How often it is looked whether the database has everything, where somebody waits for that."""
 MAX_BIGINT = 2**63 - 1
@@ -137,7 +141,8 @@ class Ledger:
     """Implements services.UsageLedger.
 
     `find_rates(tenant_id, model, at)` gives the prices of recovered records;
-    `on_durable(request_ids)` is called on the event loop after their postings or voids are durable;
+    `on_durable(request_ids)` is called on the event loop after their postings or voids are durable
+    (with other servers at the database: are there);
     `on_recovered(posting)` gets what an earlier process's requests used, when it is written.
     """
 
@@ -177,8 +182,12 @@ class Ledger:
         self._left: dict[str, OpenRecord] = {}
         self._parts: dict[str, dict[str, tuple[int, Finish]]] = {}
         """By request and name at the worker: the latest attempt that ended, and how."""
+        self._reports_late = settings.is_clustered
+        self._unreported: deque[tuple[Position, list[str]]] = deque()
+        """Ends that are durable here, and from where on the database has them."""
+        self._reporting: asyncio.TimerHandle | None = None
         self._openings = PendingOpens(settings.ledger_open_timeout_s, self._give_up_open)
-        self._recovery: asyncio.Task[None] | None = None
+        self._recoveries: set[asyncio.Task[None]] = set()
         self._num_recovered = 0
 
     async def start(self) -> None:
@@ -198,7 +207,21 @@ class Ledger:
             logger.warning(
                 "ledger: recovering records=%d that an earlier run left open", len(self._left)
             )
-            self._recovery = asyncio.create_task(self._recover(), name="ledger-recovery")
+            self._close_later(left)
+
+    async def adopt(self, gateway_id: str) -> list[OpenRecord]:
+        """Another gateway is gone with its server: what it left open is closed here, as what an
+        earlier process left. Of several gateways that adopt it each record goes to one; these are
+        returned. Should it come back, what it posts of them changes nothing. Raises
+        SQLAlchemyError."""
+        records = await asyncio.to_thread(self._adopt, gateway_id)
+        self._left.update((record.request_id, record) for record in records)
+        self._open.update(record.request_id for record in records)
+        if records:
+            about = (len(records), gateway_id)
+            logger.warning("ledger: closing records=%d of gateway=%s, which is lost", *about)
+            self._close_later(records)
+        return records
 
     async def stop(self, timeout_s: float) -> bool:
         """Write what is queued. False where the database did not take all of it in time: the
@@ -206,9 +229,12 @@ class Ledger:
 
         Recovery that has not ended is left to the next start.
         """
-        if self._recovery is not None:
-            self._recovery.cancel()
+        for recovery in self._recoveries:
+            recovery.cancel()
         written = await asyncio.to_thread(self._stop, timeout_s)
+        self._report()
+        if self._reporting is not None:
+            self._reporting.cancel()
         if not written:
             logger.warning(
                 "ledger: closed before all records were in the database; the next start writes them"
@@ -276,8 +302,8 @@ class Ledger:
 
     async def recovered(self) -> None:
         """Returns once all that was left open has been handed to the journal."""
-        if self._recovery is not None:
-            await asyncio.wait([self._recovery])
+        if self._recoveries:
+            await asyncio.wait(list(self._recoveries))
 
     async def written(self) -> None:
         """Returns once the database has all that was handed over so far. It may be away for long.
@@ -333,6 +359,10 @@ class Ledger:
         names = (self._owner, "") if self._is_first else (self._owner,)
         with reading(self._engine) as session:
             return [record for name in names for record in tables.open_left(session, name)]
+
+    def _adopt(self, gateway_id: str) -> list[OpenRecord]:
+        with appending(self._engine, ACTOR) as session:
+            return tables.adopt(session, gateway_id, self._owner)
 
     def _stop(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
@@ -393,15 +423,35 @@ class Ledger:
             return
         ended = [tag.ends for tag in tags if tag.ends is not None]
         self._open.difference_update(ended)
-        if ended:
+        if ended and self._reports_late:
+            self._unreported.append((self._journal.segments.durable, ended))
+            self._report()
+        elif ended:
             self._on_durable(ended)
         for tag in tags:
             if tag.waiter is not None and not tag.waiter.done():
                 tag.waiter.set_result(None)
 
-    async def _recover(self) -> None:
+    def _report(self) -> None:
+        """Those that the database has: this machine may never come back with its journal."""
+        while self._unreported and self._writer.is_at(self._unreported[0][0]):
+            self._on_durable(self._unreported.popleft()[1])
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
+        if self._unreported:
+            assert self._loop is not None
+            self._reporting = self._loop.call_later(REPORT_S, self._report)
+
+    def _close_later(self, records: Sequence[OpenRecord]) -> None:
+        """When workers have had their time to say what they know of these."""
+        recovery = asyncio.create_task(self._recover(records), name="ledger-recovery")
+        self._recoveries.add(recovery)
+        recovery.add_done_callback(self._recoveries.discard)
+
+    async def _recover(self, records: Sequence[OpenRecord]) -> None:
         await asyncio.sleep(self._settings.ledger_recovery_wait_s)
-        for record in list(self._left.values()):
+        for record in records:
             del self._left[record.request_id]
             parts = self._parts.pop(record.request_id, {})
             self._close(record, together([finish for _, finish in parts.values()]))

@@ -13,6 +13,9 @@ gateway's, which closes it at its start like its own (`Ledger.recover`). For the
 the data folder's lock, before any gateway starts; after a kill, doing it again changes nothing.
 What the database does not take in time stays where it is, for the next start.
 
+A server whose machine is gone for good closes nothing itself. Where several servers share a
+database, another one does it while it runs (`Ledger.adopt`, cluster/gateway_lease.py).
+
 `closing`: what is posted for a request that an earlier process left open. No clock, no database:
 
     a Finish of a worker        posted as `disconnected`, billed by its usage: the connection ended,
@@ -168,7 +171,7 @@ def _adopt(engine: Engine, settings: Settings, folder: Path, by: str) -> None:
         return
     left, taker = (owner_of(settings.data_path, name) for name in (folder.name, by))
     with appending(engine, ACTOR) as session:
-        num_open = tables.adopt(session, left, taker)
+        num_open = len(tables.adopt(session, left, taker))
     if num_open:
         logger.warning("gateway=%s closes open records=%d of %s", by, num_open, folder.name)
 

@@ -161,13 +161,19 @@ class LimitRestore:
         """Count what an earlier life of this gateway left open. Raises SQLAlchemyError."""
         if not self._gateway_id:
             return
-        now_at = self._wall_clock()
-        for record in await asyncio.to_thread(self._read_left):
+        await self.carry(await asyncio.to_thread(self._read_left))
+
+    async def carry(self, records: Iterable[OpenRecord]) -> None:
+        """Count what these, which another life or gateway left open, may cost at most; until
+        `count_posting`."""
+        now_at, carried = self._wall_clock(), []
+        for record in records:
             taken = tuple(self._taken(record, now_at))
             if taken:
-                self._left[record.request_id] = Reservation(record.request_id, taken)
-        if self._left:
-            await self._store.carry(list(self._left.values()), self._clock())
+                reservation = self._left[record.request_id] = Reservation(record.request_id, taken)
+                carried.append(reservation)
+        if carried:
+            await self._store.carry(carried, self._clock())
 
     def watch(self, owned: Owned) -> None:
         """These limits hold from now on: counts that have yet to begin are unread until they have.

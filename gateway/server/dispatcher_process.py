@@ -5,7 +5,9 @@
     standby --the lock is free--> active        (there is no way back: an active one ends)
 
 Two of them run. The kernel gives the lock (flock) to one, and frees it in the moment in which that
-one dies; the other looks every LOOK_S. Whoever becomes active takes the next epoch, reads the
+one dies; the other looks every LOOK_S. With other servers (`dispatcher_address`), whoever has its
+server's lock is a candidate, and one of them is elected by a lease in the database
+(cluster/dispatcher_lease.py). Whoever becomes active takes the next epoch, reads the
 registry, the counts of limits as the ledger knows them and what tenants were ahead by
 (counter_checkpoint.py), connects to the workers, and then listens for gateway processes, which tell
 it the rest (dispatcher_protocol.py). A load that was under way is the worker's and goes on: its
@@ -20,6 +22,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import signal
 import sys
@@ -34,17 +37,20 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from admin.alerts.alerts import AlertWatch
 from gateway.auth.directory import Directory
-from gateway.cluster.dispatcher_server import DispatcherServer
+from gateway.cluster.dispatcher_client import REMOTE_SILENCE_S
+from gateway.cluster.dispatcher_lease import DispatcherLease, RowLeads
+from gateway.cluster.dispatcher_server import ORPHAN_HOLD_S, DispatcherServer
 from gateway.cluster.local_dispatcher import DISPATCHER_ID
 from gateway.cluster.process_hub import HubLink, WorkerHomes
 from gateway.cluster.ticket_dispatcher import TicketDispatcher
-from gateway.dispatch.counter_checkpoint import CounterCheckpoint
+from gateway.dispatch.counter_checkpoint import CounterCheckpoint, LeadFile, LeadStore
 from gateway.dispatch.dispatcher import TICK_S
 from gateway.dispatch.operator_handler import OperatorHandler
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import running
-from gateway.ipc import ipc
+from gateway.ipc import ipc, remote
 from gateway.ipc.control_socket import listening, operator_socket
+from gateway.ledger.ledger_recovery import owner_of
 from gateway.limits.store import MemoryStore
 from gateway.metrics.metrics import Metrics
 from gateway.metrics.state_metrics import StateCollector
@@ -54,11 +60,13 @@ from gateway.server.process_setup import (
     ProcessConfig,
     dispatcher_socket,
     hub_socket,
+    note_epoch,
     read_config,
     set_up_logging,
     settle,
     take_epoch,
 )
+from gateway.settings.cluster_settings import split_address
 from gateway.state.sweeper import build_sweeper
 from gateway.types import HostedModel
 from gateway.workers.worker_client import LossCause
@@ -88,15 +96,16 @@ class DispatcherParts:
         checks: Mapping[str, Callable[[], None]],
         tick: Callable[[], None],
         epoch: int,
+        leads: LeadStore,
     ) -> None:
-        """`epoch`: see process_setup.take_epoch. `share`: the dispatcher's. `checks`: see
-        OperatorHandler. `tick`: called every TICK_S."""
+        """`epoch`: see process_setup.take_epoch. `share`: the dispatcher's; `leads` keeps it.
+        `checks`: see OperatorHandler. `tick`: called every TICK_S."""
         settings = made_with.settings
         self._dispatcher = dispatcher
         self._homes = homes
         self._tick = tick
         self._socket = operator_socket(settings.data_path)
-        self.share_file = CounterCheckpoint(settings.data_path, share)
+        self.share_file = CounterCheckpoint(leads, share)
         self.clients = made_with.clients(DISPATCHER_ID, epoch)
         self._alerts = AlertWatch(made_with.engine, settings.alert_interval_s, made_with.registry)
         self._sweeper = build_sweeper(made_with.engine, settings)
@@ -146,26 +155,46 @@ class DispatcherParts:
 class Active:
     """The active dispatcher of several gateway processes."""
 
-    def __init__(self, made_with: Resources, epoch: int, homes: WorkerHomes) -> None:
+    def __init__(
+        self,
+        made_with: Resources,
+        epoch: int,
+        homes: WorkerHomes,
+        lease: DispatcherLease | None = None,
+        num_gateways: int = 0,
+    ) -> None:
+        """`lease`: where it was elected among those of several servers; `num_gateways`: how many
+        of all of them live."""
+        self._lease = lease
+        self._tls = made_with.tls()
         settings = self._settings = made_with.settings
         directory, registry = Directory(), made_with.registry
         share = FairShare(settings.fair_share_max_lead_s)
         self._homes = homes
         self.dispatcher = TicketDispatcher(settings, share=share)
+        leads: LeadStore = LeadFile(settings.data_path)
+        if lease is not None:
+            self.dispatcher.may_grant = lease.may_grant
+            leads = RowLeads(made_with.engine, epoch)
+        silence_s, orphans_wait_s = settings.dispatcher_timeout_s, math.inf
+        if lease is not None:
+            silence_s = min(silence_s, REMOTE_SILENCE_S)
+            orphans_wait_s = settings.server_lost_after_s + 2 * ORPHAN_HOLD_S  # adopted by then
         self._store = MemoryStore()
         self._server = DispatcherServer(
             self.dispatcher,
             self._store,
             epoch,
-            settings.dispatcher_timeout_s,
+            silence_s,
             time.monotonic,
             self._look_now,
-            settings.gateway_processes,
+            num_gateways or settings.gateway_processes,
+            orphans_wait_s,
         )
         self._poll = made_with.poll(directory, self._store, self._on_models, self.dispatcher)
         checks = {"limits": self._store.check_integrity}
         about = (made_with, self.dispatcher, share, homes, directory)
-        self.parts = DispatcherParts(*about, checks, self._tick, epoch)
+        self.parts = DispatcherParts(*about, checks, self._tick, epoch, leads)
         self._look: asyncio.Task[None] | None = None
         self.dispatcher.add_swap_listener(Metrics(registry).on_swap)
         registry.register(StateCollector(self.dispatcher, _NoLedger(), lambda: 0))
@@ -176,7 +205,7 @@ class Active:
         ).set(epoch)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Dispatch until `stop`."""
+        """Dispatch until `stop`, or until another server's dispatcher has taken over."""
         parts = self.parts
         await parts.share_file.load()
         await self._poll.load()
@@ -184,7 +213,8 @@ class Active:
         await self._await_workers()
         async with (
             ipc.listening(dispatcher_socket(self._settings), self._server.new_channel),
-            parts.running(self._poll.run(), self._read_again()) as tasks,
+            self._listening_for_others(),
+            parts.running(self._poll.run(), self._read_again(), *self._keeping()) as tasks,
         ):
             logger.info("the dispatcher is running")
             asked = asyncio.create_task(stop.wait())
@@ -195,6 +225,20 @@ class Active:
             part.result()  # Raises what ended it.
         await parts.share_file.write()
         self.dispatcher.close()
+
+    def _keeping(self) -> list[Coroutine[Any, Any, None]]:
+        """Ends when another server's dispatcher has taken over."""
+        return [self._lease.lost()] if self._lease is not None else []
+
+    @contextlib.asynccontextmanager
+    async def _listening_for_others(self) -> AsyncIterator[None]:
+        """For gateways of other servers."""
+        if self._tls is None:
+            yield
+            return
+        address = split_address(self._settings.dispatcher_address)
+        async with remote.listening(address, self._tls, self._server.new_channel):
+            yield
 
     async def _await_workers(self) -> None:
         clients = self.parts.clients.values()
@@ -264,6 +308,49 @@ async def my_turn(lock: Path, stop: asyncio.Event) -> AsyncIterator[int | None]:
         os.close(descriptor)
 
 
+@contextlib.asynccontextmanager
+async def elected(
+    made_with: Resources, config: ProcessConfig, epoch: int, stop: asyncio.Event
+) -> AsyncIterator[tuple[int | None, DispatcherLease | None]]:
+    """The epoch, and where there are other servers the lease by which this one's dispatcher is the
+    active one; the epoch is the row's then, and not below `epoch`. None: told to stop before."""
+    settings = made_with.settings
+    if not settings.is_clustered:
+        yield epoch, None
+        return
+    server_id = owner_of(settings.data_path, "").rstrip("/")
+    with DispatcherLease(settings.registry_url, server_id, settings.dispatcher_address) as lease:
+        async with listening(operator_socket(settings.data_path), Elsewhere(lease)):
+            taken = await lease.take(epoch, stop)
+        if taken is None:
+            yield None, None
+            return
+        note_epoch(Path(config.lock), taken)
+        keeping = asyncio.create_task(lease.keep())
+        try:
+            yield taken, lease
+        finally:
+            keeping.cancel()
+            await lease.give_up()
+
+
+class Elsewhere:
+    """What operators are told on a server whose dispatcher is not the active one. Implements
+    ControlHandler."""
+
+    def __init__(self, lease: DispatcherLease) -> None:
+        self._lease = lease
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """An error, whatever was asked."""
+        seen = self._lease.seen
+        at = f" at {seen.address}" if seen is not None else ""
+        return {
+            "error": f"another server has the active dispatcher{at}: run the command on its "
+            "machine, with its data folder"
+        }
+
+
 async def run(name: str, config: ProcessConfig) -> None:
     """The process' life. Raises what ends it."""
     set_up_logging(name)
@@ -286,10 +373,14 @@ async def run(name: str, config: ProcessConfig) -> None:
             await _warm_up(made_with)
             async with my_turn(Path(config.lock), stop) as epoch:
                 if epoch is not None:
-                    logger.info("this dispatcher is active now name=%s epoch=%d", name, epoch)
-                    one = Active(made_with, epoch, hub)
-                    active.append(one)
-                    await one.run(stop)
+                    async with elected(made_with, config, epoch, stop) as (epoch, lease):
+                        if epoch is not None:
+                            about = (name, epoch)
+                            logger.info("this dispatcher is active now name=%s epoch=%d", *about)
+                            num_gateways = await lease.num_gateways() if lease else 0
+                            one = Active(made_with, epoch, hub, lease, num_gateways)
+                            active.append(one)
+                            await one.run(stop)
         finally:
             hub.close()
 

@@ -16,7 +16,8 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import uvloop
 
@@ -25,8 +26,10 @@ from admin.web.headers import PREFIX
 from gateway.auth.directory import Directory
 from gateway.cache.cache_handler import cache_socket_path
 from gateway.cluster.dispatcher_client import SocketLink
+from gateway.cluster.dispatcher_places import DispatcherPlaces, DispatcherWatch
 from gateway.cluster.dispatcher_protocol import PROTOCOL_VERSION, Hello
 from gateway.cluster.dispatcher_proxy import DispatcherProxy
+from gateway.cluster.gateway_lease import GatewayLease
 from gateway.cluster.process_hub import HubLink
 from gateway.cluster.remote_limits import RemoteStore
 from gateway.dispatch.dispatcher import TICK_S, Dispatcher
@@ -113,6 +116,11 @@ class GatewayParts:
         )
         self._http = HttpServer(services, {PREFIX: AdminApp})
 
+    async def adopt(self, gateway_id: str) -> None:
+        """Close what a lost gateway of another server left open. Raises SQLAlchemyError."""
+        await self.poll.carry(await self.ledger.adopt(gateway_id))
+        self.requests.adopt_usage(gateway_id)
+
     def connect(self) -> None:
         """Begin to connect to the workers."""
         for client in self._clients.values():
@@ -172,14 +180,21 @@ class GatewayProcess:
     def __init__(self, name: str, made_with: Resources, port: int) -> None:
         settings = self._settings = made_with.settings
         self._port = port
-        link = self._link = SocketLink(dispatcher_socket(settings), settings.dispatcher_timeout_s)
+        places = DispatcherPlaces(
+            dispatcher_socket(settings),
+            settings.dispatcher_address,
+            settings.dispatcher_peers,
+            made_with.tls(),
+        )
+        link = self._link = SocketLink(places, settings.dispatcher_timeout_s)
         remote = RemoteStore(link)
         requests = self._requests = DispatcherProxy(
             settings, link, claim_orphan=lambda *finish: self._gateway.ledger.claim(*finish)
         )
+        owner = owner_of(settings.data_path, name)  # Other servers have a gateway-0, too.
         link.hello = lambda: Hello(
             PROTOCOL_VERSION,
-            name,
+            owner,
             requests.waiting_specs(),
             requests.running_specs(),
             remote.open_reservations(),
@@ -193,6 +208,10 @@ class GatewayProcess:
             lambda *ended: self._gateway.worker_ended(*ended),
             self._on_orphaned,
         )
+        self._lease: GatewayLease | None = None
+        if settings.is_clustered:
+            about = (settings.registry_url, owner, settings.server_lost_after_s)
+            self._lease = GatewayLease(*about, lambda lost: self._gateway.adopt(lost))
         store = limit_stores.open_store(settings, name) if settings.redis_url else remote
         self._gateway = GatewayParts(name, made_with, requests, store, scrape=self._hub.scrape)
 
@@ -202,21 +221,31 @@ class GatewayProcess:
         await self._hub.connect(hub_socket(self._settings))
         await gateway.ledger.start()
         async with (
-            running(self._link.run(), self._tick()),
+            running(self._link.run(), self._tick(), *self._watches()),
             limit_stores.sharing(gateway.store, self._settings, gateway.poll.poke),
         ):
             await gateway.load()
             gateway.connect()
-            async with running(gateway.poll.run()):
+            leases = [] if self._lease is None else [self._lease.run()]
+            async with running(gateway.poll.run(), *leases):
                 with listen(self._settings.host, self._port, shared=True) as listener:
                     await gateway.serve(listener)
             await gateway.close()
+        if self._lease is not None:
+            await self._lease.close()
         self._hub.close()
         logger.info("stopped")
 
     def on_signal(self) -> None:
         """The first one stops in order, the second does not wait for requests."""
         self._gateway.stop()
+
+    def _watches(self) -> list[Coroutine[Any, Any, None]]:
+        """What else goes on where other servers may have the dispatcher."""
+        settings = self._settings
+        if not settings.is_clustered:
+            return []
+        return [DispatcherWatch(settings.registry_url, self._link.moved).run()]
 
     async def _tick(self) -> None:
         while True:

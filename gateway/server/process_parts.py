@@ -18,6 +18,7 @@ from sqlalchemy import Engine
 from gateway.auth.directory import Directory
 from gateway.auth.registry_poll import RegistryPoll
 from gateway.dispatch.dispatcher import Dispatcher
+from gateway.ipc.remote import TlsContexts, tls_contexts
 from gateway.ledger.ledger_recovery import owner_of
 from gateway.limits.store import LimitStore
 from gateway.metrics.families import MetricsRegistry
@@ -62,6 +63,13 @@ class Resources(NamedTuple):
             )
             for address in self.workers
         }
+
+    def tls(self) -> TlsContexts | None:
+        """Of connections to other servers; None where there are none. Raises RegistryError."""
+        settings = self.settings
+        if not settings.is_clustered:
+            return None
+        return tls_contexts(*settings.tls_files(settings.data_path))
 
     def poll(
         self,

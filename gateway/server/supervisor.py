@@ -8,8 +8,8 @@
 
 Every decision is elsewhere: which request goes (dispatcher.py), which workers there are and what
 each has (worker_slots.py, policy/memory_budget.py), when one is restarted (child_process.py). What
-ends the server on its own: a part of it that fails for good. With `gateway_processes` above 1 this
-process serves nothing itself: process_group.py.
+ends the server on its own: a part of it that fails for good. With `gateway_processes` above 1, or
+with other servers, this process serves nothing itself: process_group.py.
 """
 
 import asyncio
@@ -22,9 +22,11 @@ from admin.operations.models import tidy
 from admin.operations.users import ensure_admin
 from admin.registration.bootstrap import DemoAccess, ensure_demo
 from gateway.cluster.local_dispatcher import LocalDispatcher
+from gateway.dispatch.counter_checkpoint import LeadFile
 from gateway.dispatch.policy.fair_share import FairShare
 from gateway.http.http_server import listen
 from gateway.http.own_hosts import exposure
+from gateway.ipc.remote import check_listening, tls_contexts
 from gateway.ledger.ledger_recovery import adopt
 from gateway.limits import limit_stores
 from gateway.sealing.master_keys import read_keys
@@ -43,6 +45,7 @@ from gateway.server.process_setup import (
 from gateway.server.startup_banner import announce
 from gateway.server.worker_launcher import remove_host_tier, worker_addresses
 from gateway.server.worker_slots import WorkerSlot
+from gateway.settings.cluster_settings import split_address
 from gateway.settings.settings import Settings
 from gateway.workers.worker_client import LossCause
 from registry import locks
@@ -80,6 +83,8 @@ async def serve(
         locks.hold(data_path / locks.SERVER_LOCK),
         listen(settings.host, settings.port) as listener,
     ):
+        if settings.is_clustered:
+            await asyncio.to_thread(check_cluster, settings)
         await asyncio.to_thread(check_database, settings)  # Before anything is made or deleted.
         await asyncio.to_thread(secure_files, settings)
         await asyncio.to_thread(read_keys, settings)  # Drawn here, or found damaged.
@@ -90,7 +95,7 @@ async def serve(
         demo = await asyncio.to_thread(ensure_demo, settings) if settings.demo else None
         gateway_ids = [f"gateway-{index}" for index in range(settings.gateway_processes)]
         await asyncio.to_thread(adopt, settings, gateway_ids, by=GATEWAY_ID)
-        if settings.gateway_processes > 1:
+        if settings.gateway_processes > 1 or settings.is_clustered:
             try:
                 with dispatcher_lock(settings) as lock:
                     group = ProcessGroup(settings, slots, listener, lock, worker_command, early)
@@ -105,6 +110,19 @@ async def serve(
                 await server.run(listener, demo, password)
         finally:
             remove_host_tier(settings)
+
+
+def check_cluster(settings: Settings) -> None:
+    """What its processes need to be one of several servers: they would try again for ever. Raises
+    RegistryError, OSError."""
+    tls_contexts(*settings.tls_files(settings.data_path))
+    try:
+        check_listening(split_address(settings.dispatcher_address))
+    except OSError as error:
+        raise RegistryError(
+            f"cannot listen at dispatcher_address {settings.dispatcher_address} ({error}): set it "
+            "to a free port and an address of this machine"
+        ) from error
 
 
 class Server:
@@ -141,6 +159,7 @@ class Server:
             {"gateway": requests.check_integrity},
             requests.tick,
             next_epoch(settings),
+            LeadFile(settings.data_path),
         )
 
     async def run(

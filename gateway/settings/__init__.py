@@ -3,6 +3,7 @@ from."""
 
 __all__ = [
     "base_settings",
+    "cluster_settings",
     "config",
     "http_settings",
     "oidc_settings",

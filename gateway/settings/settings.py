@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.settings.base_settings import ExportSettings, setting
 from gateway.settings.cache_settings import CacheSettings
+from gateway.settings.cluster_settings import ClusterSettings
 from gateway.settings.http_settings import HttpSettings, PageSettings
 from gateway.settings.ledger_settings import InvoiceSettings, LedgerSettings
 from gateway.settings.oidc_settings import OidcSettings
@@ -192,6 +193,7 @@ class Settings(
     RegistrationSettings,
     QueueSettings,
     LimitSettings,
+    ClusterSettings,
     ServerSettings,
     PageSettings,
     HttpSettings,
@@ -208,6 +210,7 @@ class Settings(
         self.check_oidc()
         self.check_worker()
         self.check_queue()
+        self.check_cluster(self.registry_url, self.workers)
 
 
 class SettingRow(NamedTuple):

@@ -341,10 +341,13 @@ def open_left(session: Session, gateway_id: str | None = None) -> list[OpenRecor
     return [OpenRecord(*_open_values(row)) for row in session.scalars(query)]
 
 
-def adopt(session: Session, gateway_id: str, by: str) -> int:
-    """Open records of a gateway that never starts again are another's to close from here on."""
-    left = update(OpenRecordRow).where(OpenRecordRow.gateway_id == gateway_id)
-    return session.connection().execute(left.values(gateway_id=by)).rowcount
+def adopt(session: Session, gateway_id: str, by: str) -> list[OpenRecord]:
+    """Open records of a gateway that is gone are another's to close from here on: these, as they
+    are now. Of several that ask for them each record goes to one."""
+    table = OpenRecordRow.__table__
+    left = update(table).where(table.c.gateway_id == gateway_id)  # type: ignore[arg-type]
+    taken = left.values(gateway_id=by).returning(*(table.c[name] for name in _OPEN_NAMES))
+    return [OpenRecord(*row) for row in session.connection().execute(taken)]
 
 
 def check_integrity(session: Session) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.protocol import (
     PROTOCOL_VERSION,
     AckUsage,
+    AdoptUsage,
     Finish,
     Hello,
     StepOutput,
@@ -112,6 +113,31 @@ def test_a_vanished_gateways_requests_are_aborted_and_told_when_it_is_back() -> 
         r.until(lambda: outbox_size(r) == 0)
         again = r.connect("g")
         assert again.all(StepOutput) == []
+
+
+def test_the_finishes_of_a_lost_gateway_go_to_the_one_that_closes_its_books() -> None:
+    with rig() as r:
+        other, lost = r.connect("other"), r.connect("lost")
+        lost.send(submit("done", max_tokens=2))
+        lost.send(submit("a", max_tokens=10**6))
+        r.until(lambda: len(lost.tokens("a")) > 5)
+        other.send(AdoptUsage("lost"))
+        other.send(submit("b", max_tokens=1))
+        r.until(lambda: bool(other.finishes("b")))
+        assert other.finishes("done") == []  # it is connected, and closes its own books
+        lost.close()
+        r.until(lambda: ("a", 1) not in r.engine.running)
+        other.send(AdoptUsage("lost"))
+        r.until(lambda: len(other.finishes("a")) == 1 and len(other.finishes("done")) == 1)
+        assert finish_reasons(other, "a") == ["abort"]
+        assert other.tokens("a") == other.tokens("done") == []
+        back = r.connect("lost")
+        back.send(AckUsage([("a", 1)]))  # not its own any more
+        back.send(submit("c", max_tokens=1))
+        r.until(lambda: bool(back.finishes("c")))
+        assert back.finishes("a") == []
+        other.send(AckUsage([("a", 1), ("done", 1), ("b", 1)]))
+        r.until(lambda: outbox_size(r) == 1)
 
 
 def test_a_gateway_on_a_new_connection_gets_the_old_ones_finishes_not_its_tokens() -> None:

@@ -47,6 +47,8 @@ from gateway.workers.worker_client import LossCause, WorkerListener, WorkerUnava
 from tests.gateway.scripted_worker import KV_BYTES, Clock, hosted, prepared, principal
 
 PEER = "dispatcher"
+AHEAD_S = (0.0, 1e5, 5e3)
+"""Of the dispatchers' clocks, one after the other."""
 
 
 @dataclass(eq=False)
@@ -333,8 +335,19 @@ class Gateway:
         return stream
 
 
+class ElsewhereClock:
+    """The same time on another machine, whose monotonic clock began at another moment."""
+
+    def __init__(self, clock: Clock, ahead_s: float) -> None:
+        self._clock = clock
+        self._ahead_s = ahead_s
+
+    def __call__(self) -> float:
+        return self._clock.now_s + self._ahead_s
+
+
 class Several:
-    """All of it. `deliver` until nothing is on its way."""
+    """All of it; dispatchers have clocks of their own. `deliver` until nothing is on its way."""
 
     def __init__(
         self, num_gateways: int = 2, num_requests: int = 4, settings: Settings | None = None
@@ -362,13 +375,14 @@ class Several:
         self.epoch += 1
         self.store = MemoryStore()
         self.share = FairShare(self.settings.fair_share_max_lead_s)
-        self.dispatcher = TicketDispatcher(self.settings, self.clock, self.share)
+        clock = ElsewhereClock(self.clock, AHEAD_S[self.epoch % len(AHEAD_S)])
+        self.dispatcher = TicketDispatcher(self.settings, clock, self.share)
         self.server = DispatcherServer(
             self.dispatcher,
             self.store,
             self.epoch,
             1e9,
-            self.clock,
+            clock,
             self._behind,
             self.num_gateways,
         )

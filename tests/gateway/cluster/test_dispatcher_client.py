@@ -5,7 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
+from bench.processes import free_port
+from gateway.cluster import dispatcher_client
 from gateway.cluster.dispatcher_client import SocketLink
+from gateway.cluster.dispatcher_places import DispatcherPlaces
 from gateway.cluster.dispatcher_protocol import (
     PROTOCOL_VERSION,
     Hello,
@@ -16,9 +21,10 @@ from gateway.cluster.dispatcher_protocol import (
     Welcome,
     to_dispatcher,
 )
-from gateway.ipc import ipc
+from gateway.ipc import ipc, remote
 from gateway.ipc.ipc import Channel
 from tests.gateway.ipc.test_ipc import until
+from tests.gateway.ipc.test_remote import authority
 
 
 class Played:
@@ -50,9 +56,9 @@ class Played:
 
 @asynccontextmanager
 async def linked(
-    path: Path, silence_s: float = 60.0
+    path: Path, silence_s: float = 60.0, places: DispatcherPlaces | None = None
 ) -> AsyncIterator[tuple[SocketLink, list[str]]]:
-    link, log = SocketLink(path, silence_s), list[str]()
+    link, log = SocketLink(places or DispatcherPlaces(path), silence_s), list[str]()
     link.hello = lambda: Hello(PROTOCOL_VERSION, "gateway-0", [], [], [])
     link.on_up.append(lambda is_other: log.append(f"up {link.epoch} {is_other}"))
     link.on_down.append(lambda: log.append("down"))
@@ -108,3 +114,45 @@ async def test_one_that_hangs_is_given_up(tmp_path: Path) -> None:
         async with ipc.listening(path, played.new_channel):
             await until(lambda: "down" in log)
             await until(lambda: len(played.channels) > 1)
+
+
+async def test_it_goes_where_the_election_says_and_looks_elsewhere_by_itself(
+    tmp_path: Path,
+) -> None:
+    path, port = tmp_path / "s", free_port()
+    tls = authority(tmp_path / "ca", "a", "b")
+    gone, there = f"127.0.0.1:{free_port()}", f"127.0.0.1:{port}"
+    places = DispatcherPlaces(path, "10.0.0.1:7500", [gone, there], tls["a"])
+    own, other = Played(4), Played(5)
+    async with linked(path, places=places) as (link, log), ipc.listening(path, own.new_channel):
+        await until(lambda: log == ["up 4 True", "State"])
+        link.moved("10.0.0.1:7500", 4)  # It is there already.
+        async with remote.listening(("127.0.0.1", port), tls["b"], other.new_channel):
+            link.moved(there, 5)
+            await until(lambda: log[2:] == ["down", "up 5 True", "State"])
+            assert [type(message) for message in other.heard] == [Hello]
+        other.die()
+        num_before = len(own.channels)
+        await until(lambda: len(own.channels) > num_before)  # An earlier one does not do.
+        assert not link.is_up
+        later = Played(6)
+        async with remote.listening(("127.0.0.1", port), tls["b"], later.new_channel):
+            await until(lambda: "up 6 True" in log)
+
+
+async def test_one_that_does_not_answer_a_hello_is_left_for_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was stopped: the kernel takes the connection."""
+    monkeypatch.setattr(dispatcher_client, "WELCOME_S", 0.01)
+    path, address = tmp_path / "s", ("127.0.0.1", free_port())
+    tls = authority(tmp_path / "ca", "a", "b")
+    places = DispatcherPlaces(path, "10.0.0.1:7500", [f"127.0.0.1:{address[1]}"], tls["a"])
+    stopped, other = Played(4), Played(5)
+    stopped.new_channel = lambda: Channel(to_dispatcher)  # type: ignore[method-assign]
+    async with (
+        linked(path, places=places) as (_, log),
+        ipc.listening(path, stopped.new_channel),
+        remote.listening(address, tls["b"], other.new_channel),
+    ):
+        await until(lambda: "up 5 True" in log)

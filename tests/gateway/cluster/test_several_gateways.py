@@ -445,3 +445,33 @@ async def test_a_request_that_cannot_be_taken_in_is_answered(
     several.deliver()
     with pytest.raises(ApiError, match="could not be queued"):
         await rest(stream)
+
+
+async def test_a_dispatcher_that_does_not_know_whether_it_is_the_one_grants_nothing() -> None:
+    several = Several()
+    one, two = several.gateways
+    several.dispatcher.may_grant = lambda: False
+    streams = [several.ask(one, "r1"), several.ask(two, "r2")]
+    several.settle()
+    several.advance(1.0)
+    assert several.worker.submitted == []
+    several.dispatcher.may_grant = lambda: True
+    several.advance(1.0)
+    assert sorted(several.worker.submitted) == [("r1", 1), ("r2", 1)]
+    assert not any(map(ended, streams))
+
+
+async def test_a_wait_is_as_long_whatever_clock_the_next_dispatcher_has() -> None:
+    several = Several(num_requests=1, settings=Settings(queue_timeout_s=10.0))
+    one, two = several.gateways
+    several.ask(one, "busy")
+    late = several.ask(two, "late")
+    for _ in range(3):
+        several.advance(3.0)
+        several.kill_dispatcher()
+        several.take_over()
+        several.settle()
+        assert several.dispatcher.snapshot().num_waiting == 1
+    several.advance(1.5)
+    with pytest.raises(ApiError, match=r"waited 1[01] s"):
+        await rest(late)

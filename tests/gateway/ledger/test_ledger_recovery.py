@@ -241,3 +241,42 @@ async def test_a_model_that_is_gone_costs_nothing(engine: Engine) -> None:
         assert ledger.claim("a", finish("stop"))
         await ledger.recovered()
     assert postings_in(engine)["a"].cost_nanos == 0
+
+
+async def test_a_lost_server_s_books_are_closed_once_even_if_it_comes_back(
+    engine: Engine, tmp_path: Path
+) -> None:
+    """Its streams may go on, and its journal is there; of two postings the first one counts."""
+    other = tmp_path / "other"
+    lost, owner = ledger_on(engine), owner_of(tmp_path, "gateway-0")
+    await lost.start()
+    for name in ("stream", "open", "done"):
+        await lost.open(opened(name))
+    lost.checkpoint("stream", 64)
+    await lost.post(posting("done"))
+    await lost.written()
+    async with started(ledger_on(engine, data_dir=str(other))) as ledger:
+        await ledger.open(opened("mine"))
+        await ledger.written()
+        assert {one.request_id for one in await ledger.adopt(owner)} == {"stream", "open"}
+        assert await ledger.adopt(owner) == []
+        await ledger.recovered()
+        await ledger.written()
+        told = {name: (row.outcome, row.cost_nanos) for name, row in postings_in(engine).items()}
+        assert told == {
+            "done": ("finished", 70),
+            "stream": ("disconnected", 7 * 1 + 64 * 100),
+            "open": ("failed", 0),
+        }
+        assert open_in(engine) == ["mine"]
+        await lost.post(posting("stream", 90))
+        await lost.open(opened("late"))
+        await lost.written()
+        await killed(lost)
+        async with started(ledger_on(engine)) as again:
+            await again.recovered()
+            await again.check_integrity()
+        after = {name: (row.outcome, row.cost_nanos) for name, row in postings_in(engine).items()}
+        assert after == {**told, "late": ("failed", 0)}
+        await ledger.post(posting("mine"))
+    assert open_in(engine) == []

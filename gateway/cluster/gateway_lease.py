@@ -1,0 +1,74 @@
+"""One gateway of several servers: says that it lives, and adopts the books of those that are lost.
+
+A row for each gateway is renewed every RENEW_S. A gateway whose row stays the same for
+`server_lost_after_s` is lost with its machine (policy/absences.py): its open records are closed by
+whoever takes them first, as after a kill (ledger.py, `adopt`), and then its row is deleted. If it
+was not lost after all, nothing is billed twice: of two postings of a request the first one counts,
+and what its journal brings later changes nothing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.cluster.policy.absences import RENEW_S, Absences
+from gateway.cluster.policy.election import AWAY_S
+from registry.servers import gateway_leases
+from registry.session import make_impatient_engine
+
+logger = logging.getLogger(__name__)
+
+
+class GatewayLease:
+    """This gateway's row, and its look at the others'. `adopt(gateway_id)` closes what that one
+    left open; it may raise SQLAlchemyError, and is called again then."""
+
+    def __init__(
+        self,
+        url: str,
+        gateway_id: str,
+        lost_after_s: float,
+        adopt: Callable[[str], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises InvalidValue for another database than PostgreSQL."""
+        self._engine: Engine = make_impatient_engine(url, AWAY_S)
+        self._gateway_id = gateway_id
+        self._absences = Absences(lost_after_s)
+        self._adopt = adopt
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Renew and look for ever."""
+        is_away = False
+        while True:
+            try:
+                await self._look()
+                is_away = False
+            except SQLAlchemyError as error:
+                if not is_away:
+                    logger.warning("cannot renew this gateway's row, trying again: %s", error)
+                is_away = True
+            await asyncio.sleep(RENEW_S)
+
+    async def close(self) -> None:
+        """It stops in order: what is left of its books is its next start's. Call it last."""
+        try:
+            await asyncio.to_thread(gateway_leases.forget, self._engine, self._gateway_id)
+        except SQLAlchemyError as error:
+            logger.warning("cannot delete this gateway's row: %s", error)
+        self._engine.dispose()
+
+    async def _look(self) -> None:
+        asked_s = self._clock()
+        rows = await asyncio.to_thread(gateway_leases.renew, self._engine, self._gateway_id)
+        for gateway_id in self._absences.look(rows, asked_s, self._clock()):
+            if gateway_id != self._gateway_id:
+                logger.warning("gateway=%s is lost with its server: closing its books", gateway_id)
+                await self._adopt(gateway_id)
+                about = (self._engine, gateway_id, rows[gateway_id])
+                await asyncio.to_thread(gateway_leases.forget, *about)

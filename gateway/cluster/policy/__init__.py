@@ -1,0 +1,3 @@
+"""Which of several servers' dispatchers is active. Pure."""
+
+__all__ = ["absences", "election"]

@@ -1,0 +1,57 @@
+"""Gateways that say that they live, and what becomes of one that does not any more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from gateway.cluster import gateway_lease
+from gateway.cluster.gateway_lease import GatewayLease
+from registry.servers import gateway_leases
+from registry.session import make_engine
+from tests.gateway.ipc.test_ipc import until
+
+LOST_AFTER_S = 0.6
+
+
+@asynccontextmanager
+async def running(
+    url: str, name: str, adopted: list[str], failures: int = 0
+) -> AsyncIterator[None]:
+    """A gateway that lives. Its first `failures` adoptions fail."""
+    left = iter(range(failures))
+
+    async def adopt(lost: str) -> None:
+        if next(left, None) is not None:
+            raise OperationalError("", {}, Exception("the database went away"))
+        adopted.append(lost)
+
+    lease = GatewayLease(url, name, LOST_AFTER_S, adopt)
+    task = asyncio.create_task(lease.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await lease.close()
+
+
+async def test_the_books_of_a_lost_one_are_adopted_and_its_row_goes(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_lease, "RENEW_S", 0.05)
+    adopted: list[str] = []
+    engine = make_engine(postgres_url)
+    gateway_leases.renew(engine, "lost/gateway-0")
+    async with running(postgres_url, "a/gateway-0", adopted, failures=1):
+        await asyncio.sleep(LOST_AFTER_S / 3)
+        async with running(postgres_url, "b/gateway-0", adopted):
+            await until(lambda: adopted)
+            await asyncio.sleep(0.2)
+        # The one that was stopped in order has no row any more, so nobody waits for it.
+        await asyncio.sleep(2 * LOST_AFTER_S)
+        assert set(adopted) == {"lost/gateway-0"}
+        assert set(gateway_leases.renew(engine, "x")) == {"a/gateway-0"}
+    engine.dispose()
