@@ -18,7 +18,7 @@ from registry.errors import RegistryError, SchemaError
 from registry.models import catalog, floors, residency_requests, revisions, worker_orders
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
 from registry.session import schema_connection
-from registry.state import conversations, idempotency, responses
+from registry.state import conversations, file_quota, files, idempotency, responses, uploads
 
 TABLE_MODULES = (
     alerts,
@@ -27,6 +27,8 @@ TABLE_MODULES = (
     catalog,
     conversations,
     export_jobs,
+    file_quota,
+    files,
     floors,
     idempotency,
     identities,
@@ -40,6 +42,7 @@ TABLE_MODULES = (
     revisions,
     rollups,
     tenants,
+    uploads,
     user_sessions,
     users,
     worker_orders,
@@ -48,7 +51,7 @@ TABLE_MODULES = (
 metadata: MetaData = Base.metadata
 
 # The newest migration. A test holds it to what migrations/versions says.
-HEAD = "0019"
+HEAD = "0020"
 
 
 def applied(connection: Connection) -> str | None:
