@@ -13,6 +13,7 @@ from gateway.cache.cache_handler import CacheHandler
 from gateway.cache.calibrations import Calibrations
 from gateway.cache.embedder import Embedder, HostedEmbedder, NoEmbedder
 from gateway.cache.lookup import AnswerCache, open_stores
+from gateway.files.files_service import FilesService, build_files
 from gateway.ipc.control_socket import listening
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore
@@ -46,6 +47,7 @@ class Edge:
     cache: AnswerCache
     codecs: Codecs
     responses: ResponsesService
+    files: FilesService
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -67,6 +69,7 @@ class Edge:
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
         await self.responses.close(timeout_s)
+        await self.files.close()
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
         await self.cache.calibrations.close()
@@ -142,6 +145,7 @@ def build_edge(
         cache,
         codecs,
         build_responses(*about, services.owner, clocks.now_at),
+        build_files(settings, metrics, clocks.now_at),
     )
 
 

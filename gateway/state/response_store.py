@@ -22,10 +22,10 @@ from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
 from gateway.state.conversation_store import (
     ConversationStore,
-    Damaged,
     discard,
     with_own_ids,
 )
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses
