@@ -108,13 +108,18 @@ class _Content:
         content = await service.content(_caller(request), _id(request, "file_id"))
         watch = ClientWatch(scope["state"]["connection"])
         try:
-            await self._send(service, content, watch, send)
+            await self._send(service, content, watch, send, scope["method"] == "HEAD")
         finally:
             watch.stop()
             service.close_content(content)
 
     async def _send(
-        self, service: FilesService, content: FileContent, watch: ClientWatch, send: Send
+        self,
+        service: FilesService,
+        content: FileContent,
+        watch: ClientWatch,
+        send: Send,
+        is_head: bool,
     ) -> None:
         record = content.record
         # Never as what it says it is: a browser is not to show a tenant's page as one of ours.
@@ -128,7 +133,9 @@ class _Content:
             (b"x-content-type-options", b"nosniff"),
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        has_more = True
+        has_more = not is_head
+        if is_head:
+            await send({"type": "http.response.body", "body": b""})
         while has_more and not watch.gone:
             piece = content.piece
             has_more = await service.advance(content)

@@ -33,6 +33,7 @@ from tests.gateway.files.file_kit import (
     send,
     usage,
 )
+from tests.gateway.http.test_openapi_answers import check, document
 
 ALL = "/v1/files"
 
@@ -56,6 +57,10 @@ async def test_a_file_is_kept_listed_read_and_deleted(kit: Kit, client: Client) 
     assert file["expires_at"] - file["created_at"] == 30 * DAY_S
     assert await call(client, "GET", f"{ALL}/{file['id']}") == (200, file)
     assert await content(client, file["id"]) == (200, data)
+    url = f"{client.base}{ALL}/{file['id']}/content"
+    key = {"authorization": f"Bearer {KEY}"}
+    async with client.session.head(url, headers=key) as answer:
+        assert (answer.status, answer.headers["content-length"]) == (200, str(len(data)))
     assert usage(settings) == FileUsage(1, len(data))
     assert [path.stat().st_size for path in objects_of(settings)] == [len(data)]
     assert [path.stat().st_mode & 0o777 for path in objects_of(settings)] == [0o600]
@@ -414,3 +419,29 @@ async def test_openais_client(kit: Kit, client: Client) -> None:
     with reading(make_engine(kit.edge.services.settings.registry_url)) as session:
         digests = set(session.execute(select(StoredFile.sha256)).scalars())
     assert digests == {hashlib.sha256(f"{n}".encode()).hexdigest() for n in range(4)}
+
+
+async def test_the_openapi_document_tells_the_answers(kit: Kit, client: Client) -> None:
+    found = await document(client)
+    file = await send(client, b"data")
+    check(found, ALL, 200, file)
+    asked = {"bytes": 4, "filename": "a", "mime_type": "a/b", "purpose": "evals"}
+    _, upload = await call(client, "POST", "/v1/uploads", json=asked)
+    check(found, "/v1/uploads", 200, upload)
+    path, told = f"/v1/uploads/{upload['id']}", "/v1/uploads/{upload_id}"
+    status, part = await call(client, "POST", f"{path}/parts", data=form(b"data", field="data"))
+    check(found, f"{told}/parts", status, part)
+    asked = {"part_ids": [part["id"]]}
+    status, done = await call(client, "POST", f"{path}/complete", json=asked)
+    check(found, f"{told}/complete", status, done)
+    one = f"{ALL}/{{file_id}}"
+    for method, url, where in (
+        ("GET", ALL, ALL),
+        ("GET", f"{ALL}/{file['id']}", one),
+        ("GET", f"{ALL}/file-1", one),
+        ("DELETE", f"{ALL}/{file['id']}", one),
+    ):
+        status, body = await call(client, method, url)
+        check(found, where, status, body, method.lower())
+    forms = found["paths"][ALL]["post"]["requestBody"]["content"]["multipart/form-data"]
+    assert forms["schema"]["required"] == ["file", "purpose"]
