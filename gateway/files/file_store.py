@@ -45,21 +45,21 @@ class FileStore:
     fail, NotFound of what the viewer may not see."""
 
     def __init__(self, engine: Engine, objects: ObjectStore, bounds: FileBounds) -> None:
-        self._engine = engine
-        self._objects = objects
+        self.engine = engine
+        self.objects = objects
         self._bounds = bounds
 
     def close(self) -> None:
         """When nothing more is asked."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     def writer(self, tenant_id: str, kind: str) -> ObjectWriter:
         """Of a new object: `files.KIND` or `uploads.KIND`."""
-        return self._objects.writer(new_name(tenant_id, kind))
+        return self.objects.writer(new_name(tenant_id, kind))
 
     def reserve(self, wanted: FileReservation) -> None:
         """Raises QuotaReached."""
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             if not file_quota.reserve(session, wanted, self._bounds):
                 raise QuotaReached
 
@@ -67,27 +67,27 @@ class FileStore:
         """A file is whole, and what was reserved under its id is settled. Returns it with its
         object; None, keeping nothing, where nothing is reserved any more."""
         record = _with_object(record, writer)
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             if files.add(session, record, record.id):
                 return record
-        self._discard([record.object_name])
+        self.discard([record.object_name])
         return None
 
     def give_up(self, writer: ObjectWriter | None, reservation_id: str) -> None:
         """Nothing becomes of it."""
         if writer is not None:
             writer.abort()
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             file_quota.release(session, reservation_id)
 
     def get(self, viewer: FileViewer, file_id: str) -> FileRecord:
         """One file."""
-        with reading(self._engine) as session:
+        with reading(self.engine) as session:
             return files.get(session, viewer, file_id)
 
     def listed(self, viewer: FileViewer, page: FilePage) -> list[FileRecord]:
         """Files of a page, and one more where there are more."""
-        with reading(self._engine) as session:
+        with reading(self.engine) as session:
             return files.listed(
                 session,
                 viewer,
@@ -99,16 +99,16 @@ class FileStore:
 
     def remove(self, viewer: FileViewer, file_id: str) -> None:
         """Delete one file."""
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             record = files.remove(session, viewer, file_id)
-        self._discard([record.object_name])
+        self.discard([record.object_name])
 
     def pieces(self, record: FileRecord) -> Generator[bytes, None, None]:
         """The bytes of a file. The last of them come when all were found right. Raises NotFound
         where they are gone, Damaged."""
         digest, last = hashlib.sha256(), b""
         try:
-            for piece in self._objects.pieces(record.object_name):
+            for piece in self.objects.pieces(record.object_name):
                 if last:
                     yield last
                 digest.update(piece)
@@ -123,7 +123,7 @@ class FileStore:
 
     def add_upload(self, record: UploadRecord) -> None:
         """A pending one. Raises QuotaReached."""
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             if not uploads.add(session, record, self._bounds):
                 raise QuotaReached
 
@@ -131,13 +131,13 @@ class FileStore:
         self, viewer: FileViewer, upload_id: str
     ) -> tuple[UploadRecord, dict[str, UploadPartRecord]]:
         """An upload with its parts."""
-        with reading(self._engine) as session:
+        with reading(self.engine) as session:
             record = uploads.get(session, viewer, upload_id)
             return record, uploads.parts(session, upload_id)
 
     def claim_part(self, viewer: FileViewer, upload_id: str, num_bytes: int) -> None:
         """A part of at most so many bytes is to come. Raises UploadOver, QuotaReached."""
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             record = uploads.get(session, viewer, upload_id)
             if record.state != "pending" or record.expires_at <= viewer.now_at:
                 raise UploadOver(f"the upload is {ended_state(record, viewer.now_at)}")
@@ -152,24 +152,24 @@ class FileStore:
         """A part is whole. Raises UploadOver, keeping nothing."""
         stored = writer.finish()
         part = replace(part, object_name=stored.name, size_bytes=stored.size_bytes)
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             if uploads.add_part(session, part, num_claimed):
                 return part
-        self._discard([part.object_name])
+        self.discard([part.object_name])
         raise UploadOver("the upload ended while the part was sent")
 
     def give_up_part(self, writer: ObjectWriter | None, upload_id: str, num_claimed: int) -> None:
         """Nothing becomes of it."""
         if writer is not None:
             writer.abort()
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             uploads.unclaim_part(session, upload_id, num_claimed)
 
     def part_pieces(self, parts: Sequence[UploadPartRecord]) -> Generator[bytes, None, None]:
         """The bytes of parts, one after another. Raises UploadOver where an object is gone."""
         for part in parts:
             try:
-                yield from self._objects.pieces(part.object_name)
+                yield from self.objects.pieces(part.object_name)
             except ObjectMissing as error:
                 raise UploadOver("the upload ended while it was completed") from error
 
@@ -180,32 +180,32 @@ class FileStore:
         nothing, where the upload has ended."""
         record = _with_object(record, writer)
         try:
-            with appending(self._engine, ACTOR) as session:
+            with appending(self.engine, ACTOR) as session:
                 parts = uploads.end(session, upload_id, "completed", record.id)
                 if parts is None or not files.add(session, record, upload_id):
                     raise _Unwanted
         except _Unwanted:
-            self._discard([record.object_name])
+            self.discard([record.object_name])
             return None
-        self._discard(parts)
+        self.discard(parts)
         return record
 
     def cancel(self, viewer: FileViewer, upload_id: str) -> UploadRecord:
         """A pending upload and all its parts go; one that has ended stays as it is."""
-        with appending(self._engine, ACTOR) as session:
+        with appending(self.engine, ACTOR) as session:
             uploads.get(session, viewer, upload_id)
             parts = uploads.end(session, upload_id, "cancelled")
             if parts is not None:
                 file_quota.release(session, upload_id)
             record = uploads.get(session, viewer, upload_id)
-        self._discard(parts or ())
+        self.discard(parts or ())
         return record
 
-    def _discard(self, names: Iterable[str]) -> None:
+    def discard(self, names: Iterable[str]) -> None:
         """What has no row any more. What cannot be deleted is left to the sweeper."""
         for name in names:
             try:
-                self._objects.delete(name)
+                self.objects.delete(name)
             except OSError as error:
                 log.warning("object %s could not be deleted: %s", name, error)
 

@@ -72,18 +72,18 @@ class FilesService:
     """One object per gateway process. All that is asked for a `principal` raises ApiError."""
 
     def __init__(self, access: FileAccess, receiver: FileReceiver) -> None:
-        self._access = access
+        self.access = access
         self._receiver = receiver
         self.uploads = UploadsService(access, receiver)
 
     async def close(self) -> None:
         """When no more requests come."""
-        await asyncio.to_thread(self._access.threads.close)
-        self._access.store.close()
+        await asyncio.to_thread(self.access.threads.close)
+        self.access.store.close()
 
     async def create(self, principal: Principal, body: FileBody) -> bytes:
         """A new file. Raises ClientGone."""
-        access, store, tenant_id = self._access, self._access.store, principal.tenant_id
+        access, store, tenant_id = self.access, self.access.store, principal.tenant_id
         access.check_keeps(principal)
         form = FileForm(body.content_type, "file", FORM_FIELDS)
         most = access.settings.max_file_bytes
@@ -114,13 +114,13 @@ class FilesService:
     async def listed(self, principal: Principal, params: Mapping[str, Sequence[str]]) -> bytes:
         """A page of them."""
         page = page_of(params)
-        viewer = self._access.viewer(principal)
+        viewer = self.access.viewer(principal)
 
         def work() -> bytes:
-            return _encode(file_list(self._access.store.listed(viewer, page), page.limit))
+            return _encode(file_list(self.access.store.listed(viewer, page), page.limit))
 
         try:
-            return await self._access.read(principal, "file", page.after, work)
+            return await self.access.read(principal, "file", page.after, work)
         except ApiError as error:
             if error.kind == NOT_FOUND:
                 message = f"after: no file has the id {page.after[:80]!r}"
@@ -133,20 +133,20 @@ class FilesService:
 
     async def remove(self, principal: Principal, file_id: str) -> bytes:
         """Delete it. What is being read of it is read to its end."""
-        viewer, store = self._access.viewer(principal), self._access.store
-        await self._access.read(principal, "file", file_id, lambda: store.remove(viewer, file_id))
+        viewer, store = self.access.viewer(principal), self.access.store
+        await self.access.read(principal, "file", file_id, lambda: store.remove(viewer, file_id))
         return _encode({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, principal: Principal, file_id: str) -> FileContent:
         """Its bytes, the first of them read. Close it when done."""
         record = await self._found(principal, file_id)
-        rest = self._access.store.pieces(record)
-        first = await self._access.read(principal, "file", file_id, lambda: next(rest, b""))
+        rest = self.access.store.pieces(record)
+        first = await self.access.read(principal, "file", file_id, lambda: next(rest, b""))
         return FileContent(record, first, rest)
 
     async def advance(self, content: FileContent) -> bool:
         """The next piece. False at the end. Raises OSError, Damaged."""
-        content.piece = await self._access.threads.go_on(lambda: next(content.rest, b""))
+        content.piece = await self.access.threads.go_on(lambda: next(content.rest, b""))
         return bool(content.piece)
 
     def close_content(self, content: FileContent) -> None:
@@ -155,15 +155,15 @@ class FilesService:
             content.rest.close()
 
     async def _found(self, principal: Principal, file_id: str) -> FileRecord:
-        viewer, store = self._access.viewer(principal), self._access.store
-        return await self._access.read(
+        viewer, store = self.access.viewer(principal), self.access.store
+        return await self.access.read(
             principal, "file", file_id, lambda: store.get(viewer, file_id)
         )
 
     def _record(self, principal: Principal, file_id: str, form: FileForm) -> FileRecord:
         """Without its object. Raises ApiError by what the form says."""
         fields = form.fields
-        now_at = self._access.wall_clock()
+        now_at = self.access.wall_clock()
         own_s = expires_in(fields.get(ANCHOR), fields.get(SECONDS))
         return FileRecord(
             id=file_id,
@@ -174,7 +174,7 @@ class FilesService:
             sha256="",
             object_name="",
             created_at=now_at,
-            expires_at=self._access.expires_at(now_at, own_s),
+            expires_at=self.access.expires_at(now_at, own_s),
         )
 
 

@@ -407,61 +407,6 @@ class _ErrorBody(_Struct):
     code: str
 
 
-class FileAnswer(_Struct):
-    """A file of /v1/files."""
-
-    id: str
-    object: Literal["file"]
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: str
-    status: Literal["processed"]
-    status_details: None
-
-
-class FilesAnswer(_Struct):
-    """GET /v1/files: a page."""
-
-    object: Literal["list"]
-    data: list[FileAnswer]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-class FileDeletedAnswer(_Struct):
-    """DELETE /v1/files/{file_id}."""
-
-    id: str
-    object: Literal["file"]
-    deleted: bool
-
-
-class UploadAnswer(_Struct):
-    """An upload of /v1/uploads."""
-
-    id: str
-    object: Literal["upload"]
-    bytes: int
-    created_at: int
-    expires_at: int
-    filename: str
-    purpose: str
-    status: Literal["pending", "completed", "cancelled"]
-    file: FileAnswer | None
-
-
-class UploadPartAnswer(_Struct):
-    """POST /v1/uploads/{upload_id}/parts."""
-
-    id: str
-    object: Literal["upload.part"]
-    created_at: int
-    upload_id: str
-
-
 class ErrorAnswer(_Struct):
     """OpenAI's error object."""
 

@@ -18,6 +18,7 @@ from gateway.dialects.by_route import MESSAGES, RESPONSES
 from gateway.dialects.dialect import CHAT
 from gateway.http import gets, responses
 from gateway.http.acceptor import connections_of
+from gateway.http.batches import batch_routes
 from gateway.http.conversations import conversation_routes
 from gateway.http.files import file_routes, takes_file
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
@@ -78,6 +79,7 @@ class Application(Starlette):
                 *_response_routes(edge),
                 *_token_routes(edge),
                 *file_routes(),
+                *batch_routes(),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
                 *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),

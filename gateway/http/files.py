@@ -22,7 +22,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import INVALID_REQUEST, REQUEST_TIMEOUT, UNSUPPORTED_MEDIA, ApiError, ClientGone
+from gateway.dialects.messages_models import VERSION_HEADER
+from gateway.errors import (
+    INVALID_REQUEST,
+    NOT_FOUND,
+    REQUEST_TIMEOUT,
+    UNSUPPORTED_MEDIA,
+    ApiError,
+    ClientGone,
+)
 from gateway.files.file_body import FileBody
 from gateway.files.files_service import FileContent, FilesService
 from gateway.http.gets import caller, json_text, params_of
@@ -195,6 +203,9 @@ async def _json_body(request: Request) -> bytes:
 
 def _caller(request: Request) -> Principal:
     """Nobody without a key makes us read a body. Raises ApiError."""
+    if VERSION_HEADER in request.headers:  # Anthropic's clients have other files at this path
+        message = f"unknown URL: {request.method} {request.scope['path']} of Anthropic's API"
+        raise ApiError(NOT_FOUND, message)
     return caller(request, FILES)
 
 

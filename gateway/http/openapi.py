@@ -18,17 +18,20 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.api import encode_wire, token_wire, wire_body
+from gateway.batches import batches_service
 from gateway.dialects import by_route, messages_wire, ollama_wire, responses_wire
 from gateway.dialects.dialect import CHAT
 from gateway.files import uploads_service
 from gateway.files.file_fields import FORM_FIELDS
 from gateway.http import answer_types as types
+from gateway.http import file_answer_types as file_types
 from gateway.state import conversations_service
 
 Body: TypeAlias = type[msgspec.Struct]
 ONE_RESPONSE = "/v1/responses/{response_id}"
 ONE_CONVERSATION = "/v1/conversations/{conversation_id}"
-FILES, UPLOADS = "/v1/files", "/v1/uploads"
+FILES, UPLOADS, BATCHES = "/v1/files", "/v1/uploads", "/v1/batches"
+ONE_BATCH = f"{BATCHES}/{{batch_id}}"
 ONE_FILE, ONE_UPLOAD = f"{FILES}/{{file_id}}", f"{UPLOADS}/{{upload_id}}"
 POSTS: dict[str, tuple[str, Body, Body | None]] = {
     "/v1/chat/completions": ("A chat completion", wire_body.ChatBody, types.ChatAnswer),
@@ -43,11 +46,12 @@ POSTS: dict[str, tuple[str, Body, Body | None]] = {
         messages_wire.MessagesBody,
         types.CountAnswer,
     ),
-    UPLOADS: ("A file that comes in parts", uploads_service.UploadBody, types.UploadAnswer),
+    BATCHES: ("A batch of requests", batches_service.BatchBody, file_types.BatchAnswer),
+    UPLOADS: ("A file that comes in parts", uploads_service.UploadBody, file_types.UploadAnswer),
     f"{ONE_UPLOAD}/complete": (
         "Its parts become a file",
         uploads_service.CompleteBody,
-        types.UploadAnswer,
+        file_types.UploadAnswer,
     ),
     "/v1/embeddings": (
         "A vector for each input",
@@ -77,13 +81,14 @@ BODILESS: dict[tuple[str, str], tuple[str, tuple[Body, ...]]] = {
     (ONE_RESPONSE, "delete"): ("Delete a response", ()),
     (ONE_CONVERSATION, "delete"): ("Delete a conversation", ()),
     (f"{ONE_CONVERSATION}/items/{{item_id}}", "delete"): ("Delete an item of it", ()),
-    (ONE_FILE, "delete"): ("Delete a file", (types.FileDeletedAnswer,)),
-    (f"{ONE_UPLOAD}/cancel", "post"): ("Delete its parts", (types.UploadAnswer,)),
+    (ONE_FILE, "delete"): ("Delete a file", (file_types.FileDeletedAnswer,)),
+    (f"{ONE_BATCH}/cancel", "post"): ("Begin nothing more of it", (file_types.BatchAnswer,)),
+    (f"{ONE_UPLOAD}/cancel", "post"): ("Delete its parts", (file_types.UploadAnswer,)),
 }
 """Other operations without a body."""
 FORMS: dict[str, tuple[str, str, tuple[str, ...], Body]] = {
-    FILES: ("A file", "file", FORM_FIELDS, types.FileAnswer),
-    f"{ONE_UPLOAD}/parts": ("A part of a file", "data", (), types.UploadPartAnswer),
+    FILES: ("A file", "file", FORM_FIELDS, file_types.FileAnswer),
+    f"{ONE_UPLOAD}/parts": ("A part of a file", "data", (), file_types.UploadPartAnswer),
 }
 """By path, what takes a form: what it does, the field with the file, the others, its answer."""
 GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
@@ -92,8 +97,10 @@ GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
     ONE_CONVERSATION: ("A conversation without its items", ()),
     f"{ONE_CONVERSATION}/items": ("A page of its items", ()),
     f"{ONE_CONVERSATION}/items/{{item_id}}": ("One of them", ()),
-    FILES: ("The tenant's files", (types.FilesAnswer,)),
-    ONE_FILE: ("One of them", (types.FileAnswer,)),
+    BATCHES: ("The tenant's batches", (file_types.BatchesAnswer,)),
+    ONE_BATCH: ("One of them", (file_types.BatchAnswer,)),
+    FILES: ("The tenant's files", (file_types.FilesAnswer,)),
+    ONE_FILE: ("One of them", (file_types.FileAnswer,)),
     f"{ONE_FILE}/content": ("Its bytes", ()),
     "/v1/models": (
         "The models that this key may use",

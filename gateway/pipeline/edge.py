@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from gateway.batches.batches_service import BatchesService, build_batches
 from gateway.cache.cache_handler import CacheHandler
 from gateway.cache.calibrations import Calibrations
 from gateway.cache.embedder import Embedder, HostedEmbedder, NoEmbedder
@@ -48,6 +49,7 @@ class Edge:
     codecs: Codecs
     responses: ResponsesService
     files: FilesService
+    batches: BatchesService
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -55,6 +57,7 @@ class Edge:
         path, store = self.services.cache_socket, self.cache.store
         await store.start()
         await self.responses.start()
+        self.batches.start()
         reading = asyncio.create_task(self.codecs.read_ahead(self.services.directory.models()))
         try:
             if path is None:
@@ -69,6 +72,7 @@ class Edge:
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
         await self.responses.close(timeout_s)
+        await self.batches.close()
         await self.files.close()
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
@@ -134,6 +138,8 @@ def build_edge(
         settings.unknown_fields == "tell",
     )
     about = settings, services.directory, metrics, pipeline.handle
+    files = build_files(settings, metrics, clocks.now_at)
+    times = clocks.now_s, clocks.now_at
     return Edge(
         services,
         pipeline,
@@ -145,7 +151,8 @@ def build_edge(
         cache,
         codecs,
         build_responses(*about, services.owner, clocks.now_at),
-        build_files(settings, metrics, clocks.now_at),
+        files,
+        build_batches(settings, files, services.directory, pipeline.handle, *times),
     )
 
 

@@ -57,7 +57,7 @@ class StateSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSettings:
-    """Files and uploads of tenants."""
+    """Files, uploads and batches of tenants."""
 
     file_retention_days: int = setting(
         30,
@@ -100,4 +100,19 @@ class FileSettings:
         4,
         "Threads of each gateway process that read files; as many others write them.",
         ge=1,
+    )
+    max_batches: int = setting(
+        100,
+        "Maximum number of a tenant's batches that have not ended. Further ones get 429 "
+        "insufficient_quota.",
+        ge=0,
+    )
+    max_batches_running: int = setting(
+        4,
+        "Maximum number of batches that each gateway process runs at the same time. 0: none; they "
+        "wait.",
+        ge=0,
+    )
+    batch_lines: int = setting(
+        8, "Maximum number of requests of one batch that run at the same time.", ge=1
     )

@@ -36,6 +36,7 @@ from gateway.state.background import LOST, LOST_S
 from gateway.state.response_store import ACTOR
 from registry.session import appending, reading
 from registry.state import (
+    batches,
     conversations,
     file_quota,
     files,
@@ -55,6 +56,7 @@ KINDS = (
     (conversation_store.KIND, conversations.without_row),
     (files.KIND, files.without_row),
     (uploads.KIND, uploads.without_row),
+    (batches.KIND, batches.without_row),
 )
 """Of objects, and who knows which of them have a row."""
 PAUSE_S = 0.05
@@ -166,6 +168,7 @@ class StateSweeper:
                 time.sleep(PAUSE_S)
         with appending(self._engine, ACTOR) as session:
             file_quota.remove_expired(session, now_at, limit=BATCH)
+            batches.remove_before(session, since_at)
         return num
 
     def _removed(self, remove: Callable[[Session], Sequence[str]]) -> Sequence[str]:

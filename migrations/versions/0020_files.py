@@ -1,4 +1,7 @@
-"""Files of tenants, uploads in parts, and what a tenant has of them."""
+"""Files of tenants, uploads in parts, and what a tenant has of them.
+
+Revision 0020.
+"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -42,6 +42,7 @@ EXAMPLES: dict[str, object] = {
     "export_jobs.state": "done",
     "responses.state": "completed",
     "uploads.state": "completed",
+    "batches.state": "completed",
     "cache_mode": "off",
     "action": "load",
     "audit_log.action": "tenant.create",

@@ -9,6 +9,7 @@ import aiohttp
 from sqlalchemy import func, select
 
 from gateway.settings.settings import Settings
+from registry.accounts.api_keys import KeyRecord
 from registry.session import make_engine, reading
 from registry.state import file_quota
 from registry.state.file_quota import FileUsage, ReservedFile
@@ -25,12 +26,17 @@ def file_kit(folder: Path, **settings: Any) -> Kit:
     """An application with a database and a folder for objects."""
     kit = make_kit(folder / "tiny", **settings)
     migrated(kit.edge.services.settings.registry_url)
-    kit.use_keys(
+    kit.use_keys(*file_keys())
+    return kit
+
+
+def file_keys() -> list[KeyRecord]:
+    """Two tenants' keys that may keep files, and one that may not."""
+    return [
         replace(key_record(), scopes=SCOPES),
         replace(key_record(OTHER_KEY, "key_2", tenant_id="ten_2"), scopes=SCOPES),
         key_record(PLAIN_KEY, "key_3"),
-    )
-    return kit
+    ]
 
 
 def form(data: bytes, purpose: str = "batch", field: str = "file", **fields: str) -> Any:

@@ -93,6 +93,13 @@ async def test_nobody_else_sees_it(kit: Kit, client: Client) -> None:
     assert await content(client, file["id"]) == (200, b"mine")
 
 
+async def test_anthropics_clients_have_no_files_here(kit: Kit, client: Client) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    for method, options in (("GET", {}), ("POST", {"data": form(b"data")})):
+        status, body = await call(client, method, ALL, headers=headers, **options)
+        assert (status, body["error"]["message"][:11]) == (404, "unknown URL")
+
+
 async def test_lists_are_pages(kit: Kit, client: Client) -> None:
     files = [await send(client, b"x", purpose=p) for p in ("batch", "evals", "batch", "vision")]
     ids = [file["id"] for file in files]
