@@ -14,14 +14,18 @@ import msgspec
 
 from gateway.types import RequestKind
 
-ENDPOINTS: dict[str, RequestKind] = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completion",
-    "/v1/embeddings": "embedding",
-    "/v1/classify": "classify",
-    "/v1/rerank": "rerank",
-    "/v1/score": "score",
+RESPONSES = "/v1/responses"
+ENDPOINTS: dict[str, tuple[RequestKind, str]] = {
+    RESPONSES: ("chat", "responses"),
+    "/v1/chat/completions": ("chat", ""),
+    "/v1/completions": ("completion", ""),
+    "/v1/embeddings": ("embedding", ""),
+    "/v1/classify": ("classify", ""),
+    "/v1/rerank": ("rerank", ""),
+    "/v1/score": ("score", ""),
 }
+"""What a request to each is, and its dialect's name, if it is not the one of its kind."""
+_NOTHING = msgspec.Raw(b"null")
 MAX_LINES = 50_000
 MAX_ERRORS = 100
 """That are told; the file is not read further."""
@@ -40,6 +44,22 @@ class BatchLine(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str
     stream: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: msgspec.Raw = _NOTHING
+
+    def refused(self, endpoint: str) -> str:
+        """The field that a line may not have, or ""."""
+        is_response = endpoint == RESPONSES
+        for name, is_there in (
+            ("stream", self.stream),
+            ("background", is_response and self.background),
+            ("previous_response_id", is_response and self.previous_response_id),
+            ("conversation", is_response and self.conversation != _NOTHING),
+        ):
+            if is_there:
+                return name
+        return ""
 
 
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -137,8 +157,9 @@ def _check(line: BatchLine, endpoint: str, found: CheckedInput, seen: set[bytes]
         body = _body_decoder.decode(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WrongLine("invalid_request", f"the body is not a request: {error}", "body") from error
-    if body.stream:
-        raise WrongLine("unsupported_parameter", "stream is not supported in batches", "stream")
+    name = body.refused(endpoint)
+    if name:
+        raise WrongLine("unsupported_parameter", f"{name} is not supported in batches", name)
     found.model = found.model or body.model
     if body.model != found.model:
         message = f"the batch has requests to {found.model[:80]!r}: all must be to one model"

@@ -37,6 +37,8 @@ from gateway.batches.batch_output import (
     unanswered_line,
 )
 from gateway.batches.batch_store import BatchLost, BatchStore, file_id_of
+from gateway.dialects.by_route import DIALECTS
+from gateway.dialects.dialect import CHAT
 from gateway.errors import (
     QUEUE_FULL,
     RATE_LIMITED,
@@ -324,8 +326,9 @@ class BatchRun:
             else:
                 self._aborts.setdefault(index, []).append(abort)
 
+        kind, dialect = ENDPOINTS[self.batch.endpoint]
         call = Call(
-            kind=ENDPOINTS[self.batch.endpoint],
+            kind=kind,
             headers=_NO_HEADERS,
             client="",
             receive_body=receive_body,
@@ -333,6 +336,7 @@ class BatchRun:
             arrived_s=self._parts.now_s(),
             when_gone=when_gone,
             principal=principal,
+            dialect=dialect,
         )
         try:
             answer = await self._parts.run(call)
@@ -341,8 +345,10 @@ class BatchRun:
                 return b"".join(answer.parts)
             finally:
                 answer.close()
-        except (ApiError, ClientGone):
+        except ClientGone:
             raise
+        except ApiError as error:
+            raise DIALECTS.get(dialect or kind, CHAT).renamed(error) from error
         except Exception as error:
             log.exception("line %d of batch %s failed", index + 1, self.batch.id)
             message = f"internal server error: report it with the request id {request_id}"

@@ -152,7 +152,7 @@ async def test_what_a_batch_is_made_of_is_checked(kit: Kit, client: Client) -> N
     other = await send(client, b"x", purpose="evals")
     right = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h"}
     for change, status, param in (
-        ({"endpoint": "/v1/responses"}, 400, "endpoint"),
+        ({"endpoint": "/v1/messages"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"input_file_id": "file-1"}, 404, "id"),
         ({"input_file_id": other["id"]}, 400, "input_file_id"),
@@ -181,6 +181,23 @@ async def test_nobody_else_sees_it_and_lists_are_pages(kit: Kit, client: Client)
     for batch_id in ids:
         await call(client, "POST", f"{ALL}/{batch_id}/cancel")
         await ended(client, batch_id)
+
+
+async def test_responses_in_a_batch_are_not_stored(kit: Kit, client: Client) -> None:
+    speak_back(kit)
+    url = "/v1/responses"
+    body = {"model": "tiny", "input": "Hello"}
+    lines = [line("a", url=url, body=body), line("b", url=url, body={"model": "tiny"})]
+    done = await ended(client, (await begun(client, lines, endpoint=url))["id"])
+    answer = (await lines_of(client, done["output_file_id"]))["a"]["response"]["body"]
+    assert (answer["object"], answer["status"], answer["store"]) == ("response", "completed", False)
+    assert (await call(client, "GET", f"{url}/{answer['id']}"))[0] == 404
+    error = (await lines_of(client, done["error_file_id"]))["b"]["response"]["body"]["error"]
+    assert error["param"] == "input"
+    for field in ({"background": True}, {"previous_response_id": "resp_1"}, {"conversation": "c"}):
+        wrong = [line("a", url=url, body={**body, **field})]
+        done = await ended(client, (await begun(client, wrong, endpoint=url))["id"])
+        assert done["errors"]["data"][0]["param"] == next(iter(field))
 
 
 async def test_a_cancelled_batch_keeps_what_was_answered(tmp_path: Path) -> None:
