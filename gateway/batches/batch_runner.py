@@ -1,12 +1,14 @@
 """Finds batches that nobody holds, and runs some at a time in this gateway process.
 
 A batch belongs to whoever has claimed it last; a process says every few seconds that it holds it,
-and one that was silent for LOST_S has lost it. The first look comes when the ledger has closed what
-an earlier life of this process left open, so that a line is not made again while its first time is
-still being posted.
+and one that was silent for LOST_S has lost it. What an earlier life of the same process held is
+free at once: a token begins with what names the process in all its lives. The first look comes when
+the ledger has closed what an earlier life left open, so that a line is not made again while its
+first time is still being posted.
 """
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from functools import partial
@@ -25,8 +27,13 @@ LOST_S = 30.0
 class BatchRunner:
     """Of one gateway process. Used on the event loop."""
 
-    def __init__(self, parts: BatchParts, max_running: int, first_look_s: float) -> None:
-        """`first_look_s`: after `start`."""
+    def __init__(
+        self, parts: BatchParts, owner: str, max_running: int, first_look_s: float
+    ) -> None:
+        """`owner`: this process, in its next life too; "": it is known by no name. `first_look_s`:
+        after `start`."""
+        self._prefix = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
+        self._has_looked = False
         self._parts = parts
         self._max_running = max_running
         self._first_look_s = first_look_s
@@ -74,8 +81,11 @@ class BatchRunner:
     async def _look(self) -> None:
         """Raises SQLAlchemyError."""
         parts = self._parts
+        if self._prefix and not self._has_looked:
+            await parts.threads.write(partial(parts.store.release_all, self._prefix))
+        self._has_looked = True
         while len(self._running) < self._max_running:
-            token, now_at = secrets.token_hex(16), parts.now_at()
+            token, now_at = self._prefix + secrets.token_hex(16), parts.now_at()
             claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, list(self._running))
             batch: BatchRecord | None = await parts.threads.write(claim)
             if batch is None:

@@ -78,6 +78,11 @@ class BatchStore:
         with appending(self._engine, ACTOR) as session:
             batches.release(session, batch_id, token)
 
+    def release_all(self, prefix: str) -> None:
+        """See batches.release_all."""
+        with appending(self._engine, ACTOR) as session:
+            batches.release_all(session, prefix)
+
     def change(self, batch_id: str, token: str, states: Collection[str], **values: Any) -> bool:
         """See batches.change."""
         with appending(self._engine, ACTOR) as session:

@@ -166,10 +166,11 @@ def build_batches(
     files: FilesService,
     directory: Directory,
     run: Callable[[Call], Awaitable[Answer]],
+    owner: str,
     now_s: Callable[[], float],
     now_at: Callable[[], float],
 ) -> BatchesService:
-    """Of one gateway process."""
+    """Of one gateway process, which `owner` names in all its lives."""
     access = files.access
     store = BatchStore(access.store)
     parts = BatchParts(
@@ -184,5 +185,5 @@ def build_batches(
         now_at,
     )
     first_look_s = settings.ledger_recovery_wait_s + RECOVERY_MARGIN_S
-    runner = BatchRunner(parts, settings.max_batches_running, first_look_s)
+    runner = BatchRunner(parts, owner, settings.max_batches_running, first_look_s)
     return BatchesService(access, store, runner, settings.max_batches)

@@ -139,7 +139,7 @@ def build_edge(
     )
     about = settings, services.directory, metrics, pipeline.handle
     files = build_files(settings, metrics, clocks.now_at)
-    times = clocks.now_s, clocks.now_at
+    times = services.owner, clocks.now_s, clocks.now_at
     return Edge(
         services,
         pipeline,

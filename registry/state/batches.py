@@ -231,6 +231,12 @@ def release(session: Session, batch_id: str, token: str) -> None:
     session.execute(update(_table).where(*_held(batch_id, token)).values(heartbeat_at=None))
 
 
+def release_all(session: Session, prefix: str) -> None:
+    """Whoever drew tokens that begin so is dead: what they hold is for the next who claims it."""
+    mine = update(_table).where(_table.state.in_(ACTIVE), _table.token.startswith(prefix))
+    session.execute(mine.values(heartbeat_at=None))
+
+
 def change(
     session: Session, batch_id: str, token: str, states: Collection[str], **values: Any
 ) -> bool:

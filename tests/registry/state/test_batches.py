@@ -95,6 +95,16 @@ def test_a_batch_is_held_by_one_at_a_time(engine: Engine) -> None:
         assert batches.has_free(session, 1000.0, ["batch_1"])
 
 
+def test_what_a_dead_process_held_is_free_at_once(engine: Engine) -> None:
+    add(engine, NEW, replace(NEW, id="batch_2", created_at=1001.0))
+    assert claim(engine, "dead-1", 1000.0) == "batch_1"
+    assert claim(engine, "alive-1", 1000.0) == "batch_2"
+    with appending(engine, "test") as session:
+        batches.release_all(session, "dead-")
+    assert claim(engine, "dead-2", 1001.0) == "batch_1"
+    assert claim(engine, "dead-2", 1001.0) is None
+
+
 def test_states_change_from_those_that_are_named(engine: Engine) -> None:
     add(engine, NEW)
     claim(engine, "t", 1000.0)
