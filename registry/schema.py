@@ -19,16 +19,27 @@ from registry.models import catalog, floors, residency_requests, revisions, work
 from registry.money import alerts, export_jobs, invoices, ledger, plans, prices, rollups
 from registry.servers import dispatcher_leases, gateway_leases
 from registry.session import schema_connection
-from registry.state import conversations, idempotency, responses
+from registry.state import (
+    batches,
+    conversations,
+    file_quota,
+    files,
+    idempotency,
+    responses,
+    uploads,
+)
 
 TABLE_MODULES = (
     alerts,
     api_keys,
     audit,
+    batches,
     catalog,
     conversations,
     dispatcher_leases,
     export_jobs,
+    file_quota,
+    files,
     floors,
     gateway_leases,
     idempotency,
@@ -43,6 +54,7 @@ TABLE_MODULES = (
     revisions,
     rollups,
     tenants,
+    uploads,
     user_sessions,
     users,
     worker_orders,
@@ -51,7 +63,7 @@ TABLE_MODULES = (
 metadata: MetaData = Base.metadata
 
 # The newest migration. A test holds it to what migrations/versions says.
-HEAD = "0020"
+HEAD = "0022"
 
 
 def applied(connection: Connection) -> str | None:

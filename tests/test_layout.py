@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "msgspec",
             "numpy",
             "prometheus_client",
+            "python_multipart",
             "redis",
             "registry",
             "sqlalchemy",
@@ -102,6 +103,7 @@ ONLY_FOR: dict[str, tuple[str, ...]] = {
 ONE_HOME: dict[str, tuple[str, ...]] = {
     "starlette": ("gateway/http/", "admin/"),
     "redis": ("gateway/redis/", "gateway/cache/redis_link.py"),
+    "python_multipart": ("gateway/files/",),
     "triton": ("kernels/",),
     "huggingface_hub": ("engine/registration/hub.py",),
     "argon2": ("registry/accounts/users.py",),

@@ -26,6 +26,7 @@ from admin.registration import registrar
 from admin.registration.registrar import Progress
 from gateway.settings.settings import Settings
 from registry.accounts import api_keys, tenants
+from registry.accounts.key_terms import FILES, INFERENCE
 from registry.accounts.tenants import TenantRecord
 from registry.errors import NotFound, RegistryError
 
@@ -148,7 +149,10 @@ def _create(session: Session, tenant: TenantRecord, plaintext: str, now_at: floa
             "demo_api_key (POLYHOST_DEMO_API_KEY) is a key that was revoked, has expired or has "
             "another secret now: set another value"
         )
-    api_keys.create_key(session, tenant.id, DEMO_KEY_NAME, plaintext=plaintext, now_at=now_at)
+    scopes = (INFERENCE, FILES)
+    api_keys.create_key(
+        session, tenant.id, DEMO_KEY_NAME, scopes=scopes, plaintext=plaintext, now_at=now_at
+    )
 
 
 def _works(session: Session, plaintext: str, now_at: float) -> bool:

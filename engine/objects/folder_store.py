@@ -18,12 +18,14 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Protocol
 
 from engine.objects.object_store import (
     NUM_PARTS,
+    PIECE_BYTES,
     ObjectMissing,
     ObjectStat,
     StoreAway,
@@ -31,10 +33,9 @@ from engine.objects.object_store import (
     checked,
     is_part,
 )
-from engine.objects.whole_files import NEW_FILE, sync_folder, write_new, write_once
+from engine.objects.whole_files import NEW_FILE, sync_folder, write_all, write_once
 
 _SHARD_CHARS = 2
-_READ_BYTES = 1 << 20
 _TEMPORARY = "."
 _OLD_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -85,39 +86,37 @@ class FolderStore:
 
     def put(self, name: str, data: bytes) -> StoredObject:
         """See ObjectStore."""
+        writer = self.writer(name)
+        try:
+            writer.write(data)
+            return writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def writer(self, name: str) -> "FolderWriter":
+        """See ObjectStore."""
         path = self._path(name)
         if self._owner is not None and not self._is_claimed(self._owner):
             self._claim(self._owner.name())
-        folder = path.parent
-        temporary = folder / f"{_TEMPORARY}{secrets.token_hex(16)}"
-        try:
-            descriptor = os.open(temporary, NEW_FILE, 0o600)
-        except FileNotFoundError:
-            _make_folders(folder)
-            descriptor = os.open(temporary, NEW_FILE, 0o600)
-        try:
-            write_new(descriptor, data)
-            temporary.rename(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        sync_folder(folder)
-        return StoredObject(name, len(data), hashlib.sha256(data).hexdigest())
+        return FolderWriter(name, path)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
+        """See ObjectStore."""
+        return b"".join(self.pieces(name, start, length))
+
+    def pieces(
+        self, name: str, start: int = 0, length: int | None = None
+    ) -> Generator[bytes, None, None]:
         """See ObjectStore."""
         if start < 0 or (length is not None and length < 0):
             raise ValueError(f"a range begins and ends at 0 or later, got {start}, {length}")
         with self._opened(name) as descriptor:
-            size = os.fstat(descriptor).st_size
-            left = max(0, size - start)
+            left = max(0, os.fstat(descriptor).st_size - start)
             left = left if length is None else min(left, length)
-            parts = []
-            while left and (part := os.pread(descriptor, left, start)):
-                parts.append(part)
-                start, left = start + len(part), left - len(part)
-            return b"".join(parts)
+            while left and (piece := os.pread(descriptor, min(left, PIECE_BYTES), start)):
+                start, left = start + len(piece), left - len(piece)
+                yield piece
 
     def stat(self, name: str) -> ObjectStat:
         """See ObjectStore."""
@@ -128,7 +127,7 @@ class FolderStore:
         """See ObjectStore."""
         made = hashlib.sha256()
         with self._opened(name) as descriptor:
-            while part := os.read(descriptor, _READ_BYTES):
+            while part := os.read(descriptor, PIECE_BYTES):
                 made.update(part)
         return made.hexdigest()
 
@@ -198,6 +197,60 @@ def _text_of(path: Path) -> str | None:
         return path.read_text("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+class FolderWriter:
+    """Implements ObjectWriter."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        """Raises OSError."""
+        self._name = name
+        self._path = path
+        self._temporary = path.parent / f"{_TEMPORARY}{secrets.token_hex(16)}"
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self._lock = threading.Lock()
+        try:
+            self._descriptor = os.open(self._temporary, NEW_FILE, 0o600)
+        except FileNotFoundError:
+            _make_folders(path.parent)
+            self._descriptor = os.open(self._temporary, NEW_FILE, 0o600)
+        self._is_open = True
+
+    def write(self, data: bytes) -> None:
+        """See ObjectWriter."""
+        with self._lock:
+            self._check_open()
+            write_all(self._descriptor, data)
+            self._digest.update(data)
+            self._size_bytes += len(data)
+
+    def finish(self) -> StoredObject:
+        """See ObjectWriter."""
+        with self._lock:
+            self._check_open()
+            os.fsync(self._descriptor)
+            self._temporary.rename(self._path)
+            self._close()
+            sync_folder(self._path.parent)
+            return StoredObject(self._name, self._size_bytes, self._digest.hexdigest())
+
+    def abort(self) -> None:
+        """See ObjectWriter."""
+        with self._lock:
+            if self._is_open:
+                self._close()
+                with contextlib.suppress(OSError):
+                    self._temporary.unlink()
+
+    def _check_open(self) -> None:
+        """Another file may have the descriptor by now."""
+        if not self._is_open:
+            raise ValueError(f"object {self._name} was finished or aborted")
+
+    def _close(self) -> None:
+        self._is_open = False
+        os.close(self._descriptor)
 
 
 def _stat(name: str, found: os.stat_result) -> ObjectStat:

@@ -1,4 +1,4 @@
-"""The seam for bytes that are too long for a database: responses today, files and packs later.
+"""The seam for bytes that are too long for a database: responses and files today, packs later.
 
 An object has a name and bytes, and never changes: whoever has new bytes puts a new object. A name
 is `tenant/kind/random` and is made here, never from what a caller wrote. What makes an object exist
@@ -22,6 +22,7 @@ from typing import Protocol
 
 _PART = re.compile(r"[A-Za-z0-9_-]{1,64}")
 NUM_PARTS = 3
+PIECE_BYTES = 1 << 20
 
 
 class ObjectMissing(Exception):
@@ -55,6 +56,20 @@ class StoredObject:
     sha256: str
 
 
+class ObjectWriter(Protocol):
+    """An object that comes in pieces, of which nothing is seen before `finish`. Blocking calls;
+    those of several threads wait for one another."""
+
+    def write(self, data: bytes) -> None:
+        """The next bytes. Raises OSError; then only `abort` is left."""
+
+    def finish(self) -> StoredObject:
+        """The object is whole and durable when it returns. Raises OSError."""
+
+    def abort(self) -> None:
+        """Nothing of it stays, unless it was finished."""
+
+
 class ObjectStore(Protocol):
     """Blocking calls, safe from several threads and processes. OSError: the store has failed;
     StoreAway, one of these, where it is not the one that objects were put into."""
@@ -66,9 +81,17 @@ class ObjectStore(Protocol):
         """Store the bytes; durable when it returns, and never seen in part. Raises InvalidName,
         OSError."""
 
+    def writer(self, name: str) -> ObjectWriter:
+        """`put` in pieces. Whoever has it finishes or aborts it. Raises InvalidName, OSError."""
+
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """The bytes from `start` on, `length` at most; fewer where the object ends. Raises
         ObjectMissing, InvalidName, OSError."""
+
+    def pieces(self, name: str, start: int = 0, length: int | None = None) -> Iterator[bytes]:
+        """The bytes that `get` returns, at most PIECE_BYTES at a time. An object that is deleted
+        meanwhile is read to its end. Close the generator, or exhaust it. Raises as `get`, with the
+        first piece."""
 
     def stat(self, name: str) -> ObjectStat:
         """Raises as `get`."""

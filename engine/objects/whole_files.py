@@ -27,11 +27,16 @@ def write_once(path: Path, data: bytes) -> None:
 
 def write_new(descriptor: int, data: bytes) -> None:
     """All of it, synced; closes the file. Raises OSError."""
-    view = memoryview(data)
     with open(descriptor, "wb", buffering=0) as file:
-        while view:
-            view = view[os.write(file.fileno(), view) :]
+        write_all(file.fileno(), data)
         os.fsync(file.fileno())
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """All of it. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
 
 
 def sync_folder(folder: Path) -> None:

@@ -18,7 +18,9 @@ from gateway.dialects.by_route import MESSAGES, RESPONSES
 from gateway.dialects.dialect import CHAT
 from gateway.http import gets, responses
 from gateway.http.acceptor import connections_of
+from gateway.http.batches import batch_routes
 from gateway.http.conversations import conversation_routes
+from gateway.http.files import file_routes, takes_file
 from gateway.http.layers import BodyBound, ErrorAnswers, RequestHeads, cors
 from gateway.http.ollama import OllamaRoutes
 from gateway.http.openapi import openapi
@@ -73,7 +75,7 @@ class Application(Starlette):
                     metrics=edge.metrics,
                 ),
                 Middleware(ErrorAnswers),
-                Middleware(BodyBound, max_bytes=settings.max_body_bytes),
+                Middleware(BodyBound, max_bytes=settings.max_body_bytes, is_apart=takes_file),
             ],
             routes=[
                 Route("/v1/chat/completions", Post(edge, "chat"), methods=["POST"]),
@@ -81,6 +83,8 @@ class Application(Starlette):
                 Route("/v1/messages", Post(edge, "chat", MESSAGES), methods=["POST"]),
                 *_response_routes(edge),
                 *_token_routes(edge),
+                *file_routes(),
+                *batch_routes(),
                 Route("/v1/embeddings", Post(edge, "embedding"), methods=["POST"]),
                 Route("/v1/classify", Post(edge, "classify"), methods=["POST"]),
                 *(Route(path, Post(edge, "rerank"), methods=["POST"]) for path in RERANK),

@@ -161,14 +161,21 @@ class ErrorAnswers:
 
 
 class BodyBound:
-    """No body is larger than `max_bytes`, whatever its headers claim."""
+    """No body is larger than `max_bytes`, whatever its headers claim. `is_apart`: of a request
+    whose route bounds its body itself."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, is_apart: Callable[[Scope], bool] = lambda _: False
+    ) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._is_apart = is_apart
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. A body whose length is given cannot be longer, by HTTP."""
+        if self._is_apart(scope):
+            await self._app(scope, receive, send)
+            return
         if not await self._tells_length(scope, receive):
             receive = self._bounded(receive)
         await self._app(scope, receive, send)

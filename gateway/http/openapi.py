@@ -18,14 +18,21 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.api import encode_wire, token_wire, wire_body
+from gateway.batches import batches_service
 from gateway.dialects import by_route, messages_wire, ollama_wire, responses_wire
 from gateway.dialects.dialect import CHAT
+from gateway.files import uploads_service
+from gateway.files.file_fields import FORM_FIELDS
 from gateway.http import answer_types as types
+from gateway.http import file_answer_types as file_types
 from gateway.state import conversations_service
 
 Body: TypeAlias = type[msgspec.Struct]
 ONE_RESPONSE = "/v1/responses/{response_id}"
 ONE_CONVERSATION = "/v1/conversations/{conversation_id}"
+FILES, UPLOADS, BATCHES = "/v1/files", "/v1/uploads", "/v1/batches"
+ONE_BATCH = f"{BATCHES}/{{batch_id}}"
+ONE_FILE, ONE_UPLOAD = f"{FILES}/{{file_id}}", f"{UPLOADS}/{{upload_id}}"
 POSTS: dict[str, tuple[str, Body, Body | None]] = {
     "/v1/chat/completions": ("A chat completion", wire_body.ChatBody, types.ChatAnswer),
     "/v1/completions": ("A text completion", wire_body.CompletionBody, types.CompletionAnswer),
@@ -38,6 +45,13 @@ POSTS: dict[str, tuple[str, Body, Body | None]] = {
         "The tokens of a message",
         messages_wire.MessagesBody,
         types.CountAnswer,
+    ),
+    BATCHES: ("A batch of requests", batches_service.BatchBody, file_types.BatchAnswer),
+    UPLOADS: ("A file that comes in parts", uploads_service.UploadBody, file_types.UploadAnswer),
+    f"{ONE_UPLOAD}/complete": (
+        "Its parts become a file",
+        uploads_service.CompleteBody,
+        file_types.UploadAnswer,
     ),
     "/v1/embeddings": (
         "A vector for each input",
@@ -67,14 +81,27 @@ BODILESS: dict[tuple[str, str], tuple[str, tuple[Body, ...]]] = {
     (ONE_RESPONSE, "delete"): ("Delete a response", ()),
     (ONE_CONVERSATION, "delete"): ("Delete a conversation", ()),
     (f"{ONE_CONVERSATION}/items/{{item_id}}", "delete"): ("Delete an item of it", ()),
+    (ONE_FILE, "delete"): ("Delete a file", (file_types.FileDeletedAnswer,)),
+    (f"{ONE_BATCH}/cancel", "post"): ("Begin nothing more of it", (file_types.BatchAnswer,)),
+    (f"{ONE_UPLOAD}/cancel", "post"): ("Delete its parts", (file_types.UploadAnswer,)),
 }
 """Other operations without a body."""
+FORMS: dict[str, tuple[str, str, tuple[str, ...], Body]] = {
+    FILES: ("A file", "file", FORM_FIELDS, file_types.FileAnswer),
+    f"{ONE_UPLOAD}/parts": ("A part of a file", "data", (), file_types.UploadPartAnswer),
+}
+"""By path, what takes a form: what it does, the field with the file, the others, its answer."""
 GETS: dict[str, tuple[str, tuple[Body, ...]]] = {
     ONE_RESPONSE: ("A stored response", (types.ResponseAnswer,)),
     f"{ONE_RESPONSE}/input_items": ("A page of what it was made of", ()),
     ONE_CONVERSATION: ("A conversation without its items", ()),
     f"{ONE_CONVERSATION}/items": ("A page of its items", ()),
     f"{ONE_CONVERSATION}/items/{{item_id}}": ("One of them", ()),
+    BATCHES: ("The tenant's batches", (file_types.BatchesAnswer,)),
+    ONE_BATCH: ("One of them", (file_types.BatchAnswer,)),
+    FILES: ("The tenant's files", (file_types.FilesAnswer,)),
+    ONE_FILE: ("One of them", (file_types.FileAnswer,)),
+    f"{ONE_FILE}/content": ("Its bytes", ()),
     "/v1/models": (
         "The models that this key may use",
         (types.ModelsAnswer, types.MessagesModels),
@@ -104,6 +131,8 @@ EVENTS: dict[str, Body | None] = {
     "/v1/messages": None,
 }
 """Routes that stream events, and what each event holds, where that is told."""
+BINARY = (f"{ONE_FILE}/content",)
+"""Routes that answer with bytes."""
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/openapi.json", "/api/version")
 """Beginnings of routes without an API key."""
 _KEYS: dict[str, dict[str, str]] = {
@@ -141,6 +170,11 @@ def document(routes: frozenset[str]) -> dict[str, Any]:
             operation = _operation(schemas, path, summary, (answer,) if answer else ())
             operation["requestBody"] = {"required": True, "content": _json(schema)}
             paths[path] = {"post": _with_parameters(operation, path)}
+    for path, (summary, file, others, answer) in FORMS.items():
+        if path in names:
+            operation = _operation(schemas, path, summary, (answer,))
+            operation["requestBody"] = {"required": True, "content": _form(file, others)}
+            paths[path] = {"post": _with_parameters(operation, path)}
     gets = {(path, "get"): about for path, about in GETS.items()}
     for (path, method), (summary, answers) in (gets | BODILESS).items():
         if path in names:
@@ -170,6 +204,8 @@ def _operation(
 ) -> dict[str, Any]:
     told = [schemas.reference(answer) for answer in answers]
     right: dict[str, Any] = {"description": "As docs/api.md says"}
+    if path in BINARY:
+        right["content"] = {"application/octet-stream": {"schema": {"format": "binary"}}}
     if told:
         right["content"] = _json(told[0] if len(told) == 1 else {"anyOf": told})
     if path in EVENTS:
@@ -204,6 +240,19 @@ def _errors(schemas: "_Schemas", path: str) -> dict[str, Any]:
         str(status): {"description": ", ".join(codes[status]), "content": content}
         for status in sorted(codes)
     }
+
+
+def _form(file: str, others: Sequence[str]) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": {
+            file: {"type": "string", "format": "binary"},
+            **{name: {"type": "string"} for name in others},
+        },
+        "required": [file, *others[:1]],
+        "additionalProperties": False,
+    }
+    return {"multipart/form-data": {"schema": schema}}
 
 
 def _json(schema: dict[str, Any]) -> dict[str, Any]:

@@ -102,8 +102,8 @@ class Metrics:
         self.answers = AnswerCounts(registry)
         self.ignored_fields = counts("ignored_fields", "Fields without effect.", ["field"])
         self.responses_stored = counter("responses_stored", "Responses to be stored.", ["result"])
-        rejected = "Requests rejected by a limit."
-        self.limit_rejections = counter("limit_rejections", rejected, ["dimension"])
+        self.files_received = counter("files_received", "Files and parts to be kept.", ["result"])
+        self.limit_rejections = counter("limit_rejections", "Requests over a limit.", ["dimension"])
         self.prepare_offences = counter(
             "prepare_offences",
             "Requests that made a model's chat template or tokenizer take more than it may.",

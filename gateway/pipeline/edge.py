@@ -9,10 +9,12 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from gateway.batches.batches_service import BatchesService, build_batches
 from gateway.cache.cache_handler import CacheHandler
 from gateway.cache.calibrations import Calibrations
 from gateway.cache.embedder import Embedder, HostedEmbedder, NoEmbedder
 from gateway.cache.lookup import AnswerCache, open_stores
+from gateway.files.files_service import FilesService, build_files
 from gateway.ipc.control_socket import listening
 from gateway.limits.limits import Limiter
 from gateway.limits.store import LimitStore
@@ -52,6 +54,8 @@ class Edge:
     codecs: Codecs
     responses: ResponsesService
     metrics_text: MetricsText
+    files: FilesService
+    batches: BatchesService
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -59,6 +63,7 @@ class Edge:
         path, store = self.services.cache_socket, self.cache.store
         await store.start()
         await self.responses.start()
+        self.batches.start()
         reading = asyncio.create_task(self.codecs.read_ahead(self.services.directory.models()))
         try:
             if path is None:
@@ -73,6 +78,8 @@ class Edge:
     async def close(self, timeout_s: float) -> None:
         """At shutdown, when no more requests come: let what has ended be posted."""
         await self.responses.close(timeout_s)
+        await self.batches.close()
+        await self.files.close()
         await self.pipeline.drain(timeout_s)
         self.preparer.close()
         await self.cache.calibrations.close()
@@ -140,6 +147,8 @@ def build_edge(
         settings.unknown_fields == "tell",
     )
     about = settings, services.directory, metrics, pipeline.handle
+    files = build_files(settings, metrics, clocks.now_at)
+    times = services.owner, clocks.now_s, clocks.now_at
     return Edge(
         services,
         pipeline,
@@ -153,6 +162,8 @@ def build_edge(
         codecs,
         build_responses(*about, services.owner, clocks.now_at, seals),
         MetricsText(settings.metrics_silent_s),
+        files,
+        build_batches(settings, files, services.directory, pipeline.handle, *times),
     )
 
 

@@ -19,7 +19,7 @@ from gateway.settings.cluster_settings import ClusterSettings
 from gateway.settings.http_settings import HttpSettings, PageSettings
 from gateway.settings.ledger_settings import InvoiceSettings, LedgerSettings
 from gateway.settings.oidc_settings import OidcSettings
-from gateway.settings.state_settings import StateSettings
+from gateway.settings.state_settings import FileSettings, StateSettings
 from gateway.settings.worker_settings import RegistrationSettings, WorkerSettings
 
 ENV_PREFIX = "POLYHOST_"
@@ -199,6 +199,7 @@ class Settings(
     HttpSettings,
     OidcSettings,
     CacheSettings,
+    FileSettings,
     StateSettings,
     ExportSettings,
 ):

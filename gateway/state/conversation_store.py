@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectMissing, ObjectStore, new_name
 from gateway.dialects.responses_items import Item
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import conversations
@@ -56,10 +57,6 @@ class ConversationFull(ConversationRefused):
 
 class _Unwanted(Exception):
     """A change is taken back."""
-
-
-class Damaged(Exception):
-    """The bytes of an object are not those that were stored."""
 
 
 class _Named(msgspec.Struct):

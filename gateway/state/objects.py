@@ -13,7 +13,7 @@ from engine.objects.folder_store import FolderStore
 from gateway.settings.settings import Settings
 from registry import audit
 from registry.session import reading, writing
-from registry.state import responses
+from registry.state import batches, files, responses, uploads
 
 ACTOR = "gateway"
 
@@ -31,7 +31,8 @@ class DatabaseOwner:
     def has_objects(self) -> bool:
         """See FolderOwner."""
         with reading(self._engine) as session:
-            return bool(responses.tenants_of(session))
+            has = files.has_any, uploads.has_parts, batches.has_segments
+            return bool(responses.tenants_of(session)) or any(any_of(session) for any_of in has)
 
     @cached_property
     def _name(self) -> str:

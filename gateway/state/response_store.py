@@ -24,10 +24,10 @@ from gateway.dialects.responses_answer import Cut
 from gateway.dialects.responses_items import Item
 from gateway.state.conversation_store import (
     ConversationStore,
-    Damaged,
     discard,
     with_own_ids,
 )
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import appending, reading
 from registry.state import idempotency, responses

@@ -20,9 +20,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.dialects.responses_answer import LastEvent, last_event
 from gateway.metrics.metrics import Metrics
-from gateway.state.conversation_store import ConversationRefused, Damaged
+from gateway.state.conversation_store import ConversationRefused
 from gateway.state.response_store import ResponseStore
-from gateway.state.state_threads import StateThreads
+from gateway.state.state_threads import Damaged, StateThreads
 from gateway.types import Answer, EventAnswer, JsonAnswer, Sink
 from registry.errors import NotFound, RegistryError
 from registry.state.responses import ResponseRecord, ResponseState

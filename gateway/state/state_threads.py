@@ -1,4 +1,4 @@
-"""Where stored state is read and written: threads, since databases and files block.
+"""Where stored state and files are read and written: threads, since databases and disks block.
 
 What callers wait for waits in a bounded number, of one tenant a quarter of it, and the next is told
 so. What a request writes at its end is not refused, as the requests themselves are bounded, and has
@@ -15,7 +15,6 @@ from typing import TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.errors import QUEUE_FULL, SERVER_ERROR, UNAVAILABLE, ApiError
-from gateway.state.conversation_store import Damaged
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +22,16 @@ RETRY_S = 1.0
 _T = TypeVar("_T")
 
 
+class Damaged(Exception):
+    """The bytes of an object are not those that were stored."""
+
+
 class StateThreads:
     """Of one gateway process. Used on the event loop."""
 
-    def __init__(self, num_threads: int, max_waiting: int) -> None:
-        """`num_threads`: of either sort."""
+    def __init__(self, num_threads: int, max_waiting: int, what: str = "stored responses") -> None:
+        """`num_threads`: of either sort. `what`: is read and written, for messages."""
+        self._what = what
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="state-read")
         self._writers = ThreadPoolExecutor(num_threads, thread_name_prefix="state-write")
         self._max_waiting = max_waiting
@@ -41,7 +45,7 @@ class StateThreads:
             self._waiting.total() >= self._max_waiting
             or self._waiting[tenant_id] >= self._max_waiting_tenant
         ):
-            message = "too many requests for stored responses are waiting: try again in a moment"
+            message = f"too many requests for {self._what} are waiting: try again in a moment"
             raise ApiError(QUEUE_FULL, message, retry_after_s=RETRY_S)
         self._waiting[tenant_id] += 1
         try:
@@ -51,13 +55,17 @@ class StateThreads:
             message = "what was stored is damaged: tell the operator of this server"
             raise ApiError(SERVER_ERROR, message) from error
         except (SQLAlchemyError, OSError) as error:
-            log.warning("stored responses cannot be reached: %s", error)
-            message = "stored responses cannot be reached at the moment: try again"
+            log.warning("%s cannot be reached: %s", self._what, error)
+            message = f"{self._what} cannot be reached at the moment: try again"
             raise ApiError(UNAVAILABLE, message, retry_after_s=RETRY_S) from error
         finally:
             self._waiting[tenant_id] -= 1
             if not self._waiting[tenant_id]:
                 del self._waiting[tenant_id]
+
+    async def go_on(self, work: Callable[[], _T]) -> _T:
+        """The next step of what a caller has begun to read. Raises what `work` raises."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
     async def write(self, work: Callable[[], _T]) -> _T:
         """Raises what `work` raises. It goes on where whoever waits is cancelled."""

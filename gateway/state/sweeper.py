@@ -1,11 +1,13 @@
-"""Deletes what is not to be kept any longer: expired responses, objects without a row, old keys.
+"""Deletes what is not to be kept any longer: expired responses and files, objects without a row,
+old keys.
 
 One loop a server, in the process that does the database's background work; several at one database
 do no harm, since each step finds what is there to be deleted.
 
     every LOOK_S                  background responses whose process has died are failed
     every `interval_s`            responses and conversations past their tenant's retention: rows,
-                                  then objects; keys of idempotent requests after a day
+                                  then objects; keys of idempotent requests after a day; files
+                                  and uploads past their end, and what dead processes reserved
     every ORPHANS_S, and first    objects without a row that are older than ORPHAN_AGE_S: a crash
     of all                        came between object and row
 
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.orm import Session
 
 from engine.objects.object_store import ObjectStore
 from gateway.settings.settings import Settings
@@ -32,7 +35,15 @@ from gateway.state.background import LOST, LOST_S
 from gateway.state.objects import objects_of
 from gateway.state.response_store import ACTOR
 from registry.session import appending, reading
-from registry.state import conversations, idempotency, responses
+from registry.state import (
+    batches,
+    conversations,
+    file_quota,
+    files,
+    idempotency,
+    responses,
+    uploads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +54,9 @@ BATCH = 500
 KINDS = (
     (response_store.KIND, responses.without_row),
     (conversation_store.KIND, conversations.without_row),
+    (files.KIND, files.without_row),
+    (uploads.KIND, uploads.without_row),
+    (batches.KIND, batches.without_row),
 )
 """Of objects, and who knows which of them have a row."""
 PAUSE_S = 0.05
@@ -68,10 +82,12 @@ class StateSweeper:
         retention_days: int,
         interval_s: float,
         wall_clock: Callable[[], float] = time.time,
+        file_retention_days: int = 30,
     ) -> None:
         self._engine = engine
         self._objects = objects
         self._retention_days = retention_days
+        self._file_retention_days = file_retention_days
         self._interval_s = interval_s
         self._wall_clock = wall_clock
         self._swept_at = self._orphans_at = -math.inf
@@ -83,7 +99,7 @@ class StateSweeper:
             try:
                 await asyncio.to_thread(self.look)
             except (SQLAlchemyError, OSError) as error:
-                log.warning("stored responses could not be swept, the next look tries: %s", error)
+                log.warning("stored state could not be swept, the next look tries: %s", error)
 
     def look(self) -> Swept:
         """Once: what is due. Blocks. Raises SQLAlchemyError, OSError."""
@@ -92,14 +108,14 @@ class StateSweeper:
         num_expired = num_orphans = 0
         if now_at - self._swept_at >= self._interval_s:
             self._objects.check()  # Rows whose objects are out of reach stay, too.
-            num_expired = self._expire(now_at)
+            num_expired = self._expire(now_at) + self._expire_files(now_at)
             self._swept_at = now_at
         if now_at - self._orphans_at >= ORPHANS_S:
             num_orphans = self._delete_orphans(now_at)
             self._orphans_at = now_at
         if num_lost or num_expired or num_orphans:
             log.info(
-                "stored responses: %d lost, %d expired, %d objects without a row",
+                "stored state: %d lost, %d expired, %d objects without a row",
                 *(num_lost, num_expired, num_orphans),
             )
         return Swept(num_lost, num_expired, num_orphans)
@@ -136,6 +152,30 @@ class StateSweeper:
         with appending(self._engine, ACTOR) as session:
             return remove_before(session, tenant_id, before_at, limit=BATCH)
 
+    def _expire_files(self, now_at: float) -> int:
+        """Files, and parts of uploads. Where none are kept, all."""
+        days = self._file_retention_days
+        since_at = now_at - days * DAY_S if days else math.inf
+        removals: tuple[Callable[[Session], Sequence[str]], ...] = (
+            lambda session: uploads.expire(session, now_at, limit=BATCH),
+            lambda session: files.remove_expired(session, now_at, since_at, limit=BATCH),
+        )
+        num = 0
+        for remove in removals:
+            while names := self._removed(remove):
+                for name in names:
+                    self._objects.delete(name)
+                num += len(names)
+                time.sleep(PAUSE_S)
+        with appending(self._engine, ACTOR) as session:
+            file_quota.remove_expired(session, now_at, limit=BATCH)
+            batches.remove_before(session, since_at)
+        return num
+
+    def _removed(self, remove: Callable[[Session], Sequence[str]]) -> Sequence[str]:
+        with appending(self._engine, ACTOR) as session:
+            return remove(session)
+
     def _delete_orphans(self, now_at: float) -> int:
         before_at = now_at - ORPHAN_AGE_S
         self._objects.delete_unfinished(before_at)
@@ -153,4 +193,5 @@ class StateSweeper:
 def build_sweeper(engine: Engine, settings: Settings) -> StateSweeper:
     """Of a server."""
     days, interval_s = settings.response_retention_days, settings.state_sweep_interval_s
-    return StateSweeper(engine, objects_of(engine, settings), days, interval_s)
+    keep_days, objects = settings.file_retention_days, objects_of(engine, settings)
+    return StateSweeper(engine, objects, days, interval_s, file_retention_days=keep_days)

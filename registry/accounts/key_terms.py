@@ -4,6 +4,7 @@ Scopes deny by default; what a key does not name it may not do:
 
     inference   to ask models
     usage       to read its own tenant's usage and costs
+    files       to send, list, read and delete its own tenant's files
 
 Networks are CIDR blocks of IPv4 and IPv6, and single addresses. An IPv4 address in IPv6's notation
 (`::ffff:192.0.2.7`, as on a socket that listens to both) is that IPv4 address. What the rules for
@@ -117,7 +118,8 @@ class KeyChanges:
 
 INFERENCE = "inference"
 USAGE = "usage"
-SCOPES = frozenset({INFERENCE, USAGE})
+FILES = "files"
+SCOPES = frozenset({INFERENCE, USAGE, FILES})
 
 
 def checked_scopes(names: Iterable[str]) -> list[str]:

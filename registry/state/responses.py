@@ -271,9 +271,8 @@ def num_responses(session: Session, tenant_id: str) -> int:
 
 
 def check_id(found: str) -> None:
-    """An id comes from an address, where anybody may have written anything: PostgreSQL takes no
-    NUL, and neither takes half a surrogate pair. Raises NotFound of what is no id."""
-    if not (found.isascii() and found.isprintable()) or len(found) > MAX_ID_LEN:
+    """Raises NotFound of what is no id."""
+    if not is_id(found):
         raise _missing(found)
 
 
@@ -281,6 +280,12 @@ def storable(text: str) -> str:
     """What PostgreSQL takes of a text, which may repeat what a caller wrote: no NUL, no half of a
     surrogate pair. Each is a question mark then."""
     return text.replace("\0", "?").encode(errors="replace").decode()
+
+
+def is_id(text: str) -> bool:
+    """An id comes from an address, where anybody may have written anything: PostgreSQL takes no
+    NUL, and neither takes half a surrogate pair."""
+    return text.isascii() and text.isprintable() and len(text) <= MAX_ID_LEN
 
 
 def _visible(viewer: Viewer) -> Iterable[ColumnElement[bool]]:

@@ -10,8 +10,8 @@ The bodies of a suite are made from schemas and hold every field that OpenAI or 
 field that is refused by name is noted and left out, and the rest is sent again, so that one run
 tells all fields that are refused and whether the answer to the others is valid.
 
-Ids of a suite are made up, too: where a path or a body names a response or a conversation, one is
-made for the test, and its id is sent instead.
+Ids of a suite are made up, too: where a path or a body names a response, a conversation, a file, an
+upload or a batch, one is made for the test, and its id is sent instead.
 
 This file is imported by itself, without the product.
 """
@@ -31,11 +31,18 @@ MOCKS = ("respx_mock", "respx2_mock")
 NOT_SENT = ("test_path_params", "test_deprecated_model_warning")
 """Tests of the SDK alone."""
 MAX_TRIES = 40
-PLACE = re.compile(r"(.*/v1)/(responses|conversations)(?:/([^/]+)(?:/items/([^/]+)|/\w+)?)?")
+PLACE = re.compile(
+    r"(.*/v1)/(responses|conversations|files|uploads|batches)(?:/([^/]+)(?:/items/([^/]+)|/\w+)?)?"
+)
+OTHERS = "anthropic-version"
+"""A header of requests to routes of the same names that are not these."""
 KEPT = ("authorization", "content-type")
 NEW_RESPONSE = {"model": "model", "input": "string"}
 NEW_CONVERSATION = {"items": [{"type": "message", "role": "user", "content": "string"}]}
-REQUIRED = {"model": "model", "input": "string", "max_tokens": 16}
+NEW_UPLOAD = {"bytes": 4, "filename": "f", "mime_type": "text/plain", "purpose": "user_data"}
+REQUIRED = {"model": "model", "input": "string", "max_tokens": 16, "bytes": 4}
+REQUIRED["endpoint"] = "/v1/chat/completions"
+NEW_BATCH = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
 """What some suites leave out although the service needs it."""
 _send = httpx2.Client.send
 _now: dict[str, Any] = {}
@@ -122,11 +129,13 @@ def _with_real_ids(client: Any, request: Any) -> Any:
         return str(found["id"])
 
     found = PLACE.fullmatch(request.url.path)
-    if found is None:
+    if found is None or OTHERS in request.headers:
         return request
     prefix, kind, name, item = found.groups()
     headers = {k: v for k, v in request.headers.items() if k.lower() in KEPT}
     if name:
+        if kind in ("files", "uploads", "batches"):
+            return _with_real_file(client, request, prefix, kind, name)
         body = NEW_CONVERSATION if kind == "conversations" else NEW_RESPONSE
         is_cancelled = request.url.path.endswith("/cancel")
         real = made(kind, {**body, "background": True} if is_cancelled else body)
@@ -137,6 +146,8 @@ def _with_real_ids(client: Any, request: Any) -> Any:
             path = path.replace(f"/items/{item}", f"/items/{listed['data'][0]['id']}")
         url = request.url.copy_with(path=path)
         return httpx2.Request(request.method, url, headers=request.headers, content=request.content)
+    if kind == "batches" and request.method == "POST":
+        return _with_real_file(client, request, prefix, kind, "")
     if kind != "responses":
         return request
     body = json.loads(request.content)
@@ -144,6 +155,35 @@ def _with_real_ids(client: Any, request: Any) -> Any:
         body["previous_response_id"] = made(kind, NEW_RESPONSE)
         body.pop("conversation", None)  # nobody takes both
     return _again(request, body)
+
+
+def _with_real_file(client: Any, request: Any, prefix: str, kind: str, name: str) -> Any:
+    """The same about a file, an upload with a part, or a batch, that is there. `name` "": of a new
+    batch."""
+
+    def posted(path: str, **body: Any) -> str:
+        url = request.url.copy_with(path=f"{prefix}/{path}", query=None)
+        kept = {"authorization": request.headers["authorization"]}
+        made = _send(client, httpx2.Request("POST", url, headers=kept, **body)).json()
+        return str(made["id"])
+
+    request.read()
+    content = request.content
+    if kind == "uploads":
+        real = posted(kind, json=NEW_UPLOAD)
+    else:
+        purpose = "batch" if kind == "batches" else "user_data"
+        real = posted("files", data={"purpose": purpose}, files={"file": ("f", b"data")})
+    if kind == "batches":
+        if not name:
+            return _again(request, {**json.loads(content), "input_file_id": real})
+        real = posted(kind, json={**NEW_BATCH, "input_file_id": real})
+    elif request.url.path.endswith("/complete"):
+        part = posted(f"{kind}/{real}/parts", files={"data": ("f", b"data")})
+        content = json.dumps({**json.loads(content), "part_ids": [part]}).encode()
+    url = request.url.copy_with(path=request.url.path.replace(f"/{name}", f"/{real}", 1))
+    headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
+    return httpx2.Request(request.method, url, headers=headers, content=content)
 
 
 def _problem(response: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def prepare(root: Path, generating: Iterable[str] = (), embedding: Iterable[str]
         for model in registrar.run(context, begun):
             assert model.state == "ready", model.reason
         tenants.create_tenant(context, "clients")
-        scopes = ("inference", "usage")
+        scopes = ("inference", "usage", "files")
         record, key = keys.create_key(context, "clients", "tests", scopes=scopes)
     return Prepared(settings.data_path, key, record.id)
 

@@ -41,6 +41,8 @@ EXAMPLES: dict[str, object] = {
     "state": "ready",
     "export_jobs.state": "done",
     "responses.state": "completed",
+    "uploads.state": "completed",
+    "batches.state": "completed",
     "cache_mode": "off",
     "action": "load",
     "audit_log.action": "tenant.create",

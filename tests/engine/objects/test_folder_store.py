@@ -12,6 +12,7 @@ import pytest
 
 from engine.objects.folder_store import OWNER_FILE, FolderStore
 from engine.objects.object_store import (
+    PIECE_BYTES,
     InvalidName,
     ObjectMissing,
     ObjectStore,
@@ -334,3 +335,44 @@ def test_owners_side_by_side(root: Path) -> None:
         list(threads.map(put, stores))
     assert len(list(stores[0].list())) == 8
     assert sorted(path.name for path in root.iterdir()) == [OWNER_FILE, "ten_1"]
+
+
+def test_an_object_comes_in_pieces_and_is_read_in_pieces(store: ObjectStore, root: Path) -> None:
+    name = new_name("ten_1", "files")
+    data = os.urandom(2 * PIECE_BYTES + 17)
+    writer = store.writer(name)
+    for at in range(0, len(data), 300_000):
+        writer.write(data[at : at + 300_000])
+    assert list(store.list()) == [], "nothing is seen before its end"
+    stored = writer.finish()
+    assert (stored.size_bytes, stored.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    pieces = list(store.pieces(name))
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES, PIECE_BYTES, 17]
+    assert b"".join(pieces) == data
+    assert b"".join(store.pieces(name, 5, PIECE_BYTES)) == data[5 : 5 + PIECE_BYTES]
+    writer.abort()
+    assert store.get(name) == data, "what was finished stays"
+    with pytest.raises(ValueError, match="finished"):
+        writer.write(b"more")
+
+
+def test_an_object_that_is_deleted_is_read_to_its_end(store: ObjectStore) -> None:
+    name = new_name("ten_1", "files")
+    data = os.urandom(PIECE_BYTES + 1)
+    store.put(name, data)
+    pieces = store.pieces(name)
+    first = next(pieces)
+    assert store.delete(name)
+    assert first + b"".join(pieces) == data
+    with pytest.raises(ObjectMissing):
+        next(store.pieces(name))
+
+
+def test_an_aborted_writer_leaves_nothing(store: ObjectStore, root: Path) -> None:
+    writer = store.writer(new_name("ten_1", "files"))
+    writer.write(b"a")
+    writer.abort()
+    writer.abort()
+    assert files_of(root) == []
+    with pytest.raises(ValueError, match="aborted"):
+        writer.finish()

@@ -16,10 +16,10 @@ from gateway.state import conversation_store
 from gateway.state.conversation_store import (
     ConversationFull,
     ConversationStore,
-    Damaged,
     Items,
     id_of,
 )
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import make_engine, reading
 from registry.state import conversations, responses

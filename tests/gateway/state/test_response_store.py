@@ -13,8 +13,8 @@ from sqlalchemy.exc import OperationalError
 from engine.objects.folder_store import FolderStore
 from gateway.dialects.responses_items import Item
 from gateway.state import response_store
-from gateway.state.conversation_store import Damaged
 from gateway.state.response_store import ChainBroken, ChainTooLong, ResponseStore
+from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import make_engine, reading
 from registry.state import responses

@@ -107,7 +107,7 @@ def test_more_than_a_batch(world: World) -> None:
 
 def test_objects_without_a_row_go_when_they_are_old(world: World) -> None:
     kept = world.add("resp_1", created_at=NOW_AT - 2 * ORPHAN_AGE_S)
-    old, fresh, files = (new_name("ten_1", kind) for kind in ("responses", "responses", "files"))
+    old, fresh, files = (new_name("ten_1", kind) for kind in ("responses", "responses", "packs"))
     for name, at in (
         (old, NOW_AT - ORPHAN_AGE_S - 1),
         (fresh, NOW_AT - ORPHAN_AGE_S + 1),

@@ -1,0 +1,175 @@
+"""The file of a batch: its lines one by one, and what is wrong with them.
+
+Comes in: the file's bytes in pieces. Goes out: lines with their numbers, or OpenAI's error objects
+for lines that no request can be made of. A line is `{"custom_id", "method", "url", "body"}`. Never
+more than a line and a piece is in memory; of earlier lines a digest of the `custom_id` stays.
+"""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.types import RequestKind
+
+RESPONSES = "/v1/responses"
+ENDPOINTS: dict[str, tuple[RequestKind, str]] = {
+    RESPONSES: ("chat", "responses"),
+    "/v1/chat/completions": ("chat", ""),
+    "/v1/completions": ("completion", ""),
+    "/v1/embeddings": ("embedding", ""),
+    "/v1/classify": ("classify", ""),
+    "/v1/rerank": ("rerank", ""),
+    "/v1/score": ("score", ""),
+}
+"""What a request to each is, and its dialect's name, if it is not the one of its kind."""
+_NOTHING = msgspec.Raw(b"null")
+MAX_LINES = 50_000
+MAX_ERRORS = 100
+"""That are told; the file is not read further."""
+MAX_CUSTOM_ID_CHARS = 512
+
+
+class BatchLine(msgspec.Struct):
+    """One request."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    model: str
+    stream: bool | None = None
+    background: bool | None = None
+    previous_response_id: str | None = None
+    conversation: msgspec.Raw = _NOTHING
+
+    def refused(self, endpoint: str) -> str:
+        """The field that a line may not have, or ""."""
+        is_response = endpoint == RESPONSES
+        for name, is_there in (
+            ("stream", self.stream),
+            ("background", is_response and self.background),
+            ("previous_response_id", is_response and self.previous_response_id),
+            ("conversation", is_response and self.conversation != _NOTHING),
+        ):
+            if is_there:
+                return name
+        return ""
+
+
+_line_decoder = msgspec.json.Decoder(BatchLine)
+_body_decoder = msgspec.json.Decoder(_Body)
+
+
+class WrongLine(Exception):
+    """No request can be made of a line."""
+
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+
+@dataclass(slots=True)
+class CheckedInput:
+    """What was found. `error_lines`: OpenAI's error objects; none where the file is right."""
+
+    model: str = ""
+    num_lines: int = 0
+    error_lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+def lines_of(pieces: Iterable[bytes], max_bytes: int) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not empty, with their numbers in the file, the first 1. One that is longer
+    than `max_bytes` comes as its beginning, which is no JSON."""
+    rest, number, is_cut = b"", 0, False
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        for line in whole:
+            number += 1
+            if line.strip() and not is_cut:
+                yield number, line[:max_bytes]
+            is_cut = False
+        if len(rest) > max_bytes:
+            if not is_cut:
+                yield number + 1, rest[:max_bytes]
+            rest, is_cut = b"", True
+    if rest.strip() and not is_cut:
+        yield number + 1, rest
+
+
+def read_line(data: bytes) -> BatchLine:
+    """Raises WrongLine."""
+    try:
+        line = _line_decoder.decode(data)
+    except (msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise WrongLine("invalid_line", f"the line is not a request: {error}") from error
+    except msgspec.DecodeError as error:
+        message = "the line is not valid JSON, or longer than a request may be"
+        raise WrongLine("invalid_json_line", message) from error
+    if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters"
+        raise WrongLine("invalid_custom_id", message, "custom_id")
+    if line.method != "POST":
+        raise WrongLine("invalid_method", "method must be POST", "method")
+    return line
+
+
+def check_input(lines: Iterable[tuple[int, bytes]], endpoint: str) -> CheckedInput:
+    """All of a file."""
+    found, seen = CheckedInput(), set[bytes]()
+    for number, data in lines:
+        found.num_lines += 1
+        if found.num_lines > MAX_LINES:
+            message = f"the file has more than {MAX_LINES} requests: make several files of it"
+            found.error_lines.append(_error(None, WrongLine("too_many_tasks", message)))
+            break
+        try:
+            line = read_line(data)
+            _check(line, endpoint, found, seen)
+        except WrongLine as wrong:
+            found.error_lines.append(_error(number, wrong))
+            if len(found.error_lines) >= MAX_ERRORS:
+                break
+    if not found.num_lines:
+        empty = WrongLine("empty_file", "the file has no requests: send one with lines in it")
+        found.error_lines.append(_error(None, empty))
+    return found
+
+
+def _check(line: BatchLine, endpoint: str, found: CheckedInput, seen: set[bytes]) -> None:
+    """Raises WrongLine."""
+    if line.url != endpoint:
+        message = f"url {line.url[:80]!r} is not the endpoint of the batch, {endpoint}"
+        raise WrongLine("mismatched_endpoint", message, "url")
+    digest = hashlib.blake2b(line.custom_id.encode(errors="replace"), digest_size=16).digest()
+    if digest in seen:
+        message = f"custom_id {line.custom_id[:80]!r} is there more than once"
+        raise WrongLine("duplicate_custom_id", message, "custom_id")
+    seen.add(digest)
+    try:
+        body = _body_decoder.decode(line.body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WrongLine("invalid_request", f"the body is not a request: {error}", "body") from error
+    name = body.refused(endpoint)
+    if name:
+        raise WrongLine("unsupported_parameter", f"{name} is not supported in batches", name)
+    found.model = found.model or body.model
+    if body.model != found.model:
+        message = f"the batch has requests to {found.model[:80]!r}: all must be to one model"
+        raise WrongLine("mismatched_model", message, "model")
+
+
+def _error(number: int | None, wrong: WrongLine) -> dict[str, Any]:
+    return {
+        "code": wrong.code,
+        "line": number,
+        "message": wrong.message,
+        "param": wrong.param,
+    }

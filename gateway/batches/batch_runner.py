@@ -1,0 +1,105 @@
+"""Finds batches that nobody holds, and runs some at a time in this gateway process.
+
+A batch belongs to whoever has claimed it last; a process says every few seconds that it holds it,
+and one that was silent for LOST_S has lost it. What an earlier life of the same process held is
+free at once: a token begins with what names the process in all its lives. The first look comes when
+the ledger has closed what an earlier life left open, so that a line is not made again while its
+first time is still being posted.
+"""
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.batches.batch_run import BatchParts, BatchRun
+from registry.state.batches import BatchRecord
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+LOST_S = 30.0
+
+
+class BatchRunner:
+    """Of one gateway process. Used on the event loop."""
+
+    def __init__(
+        self, parts: BatchParts, owner: str, max_running: int, first_look_s: float
+    ) -> None:
+        """`owner`: this process, in its next life too; "": it is known by no name. `first_look_s`:
+        after `start`."""
+        self._prefix = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
+        self._has_looked = False
+        self._parts = parts
+        self._max_running = max_running
+        self._first_look_s = first_look_s
+        self._running: dict[str, BatchRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_called = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self._is_away = False
+
+    def start(self) -> None:
+        """Before requests come."""
+        self._looking = asyncio.create_task(self._look_for_ever())
+
+    def call(self) -> None:
+        """There is a new batch."""
+        self._is_called.set()
+
+    async def close(self) -> None:
+        """Break off what runs; another process, or the next life of this one, goes on with it."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        for run in self._running.values():
+            run.stop()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _look_for_ever(self) -> None:
+        await asyncio.sleep(self._first_look_s)
+        while True:
+            try:
+                await self._look()
+                self._is_away = False
+            except SQLAlchemyError as error:
+                if not self._is_away:
+                    log.warning("batches cannot be looked for, the next look tries: %s", error)
+                self._is_away = True
+            self._is_called.clear()
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._is_called.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> None:
+        """Raises SQLAlchemyError."""
+        parts = self._parts
+        if self._prefix and not self._has_looked:
+            await parts.threads.write(partial(parts.store.release_all, self._prefix))
+        self._has_looked = True
+        while len(self._running) < self._max_running:
+            token, now_at = self._prefix + secrets.token_hex(16), parts.now_at()
+            claim = partial(parts.store.claim, token, now_at, now_at - LOST_S, list(self._running))
+            batch: BatchRecord | None = await parts.threads.write(claim)
+            if batch is None:
+                return
+            log.info("batch %s runs state=%s", batch.id, batch.state)
+            run = self._running[batch.id] = BatchRun(batch, token, parts)
+            task = asyncio.create_task(self._run(run))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, run: BatchRun) -> None:
+        try:
+            await run.run()
+            log.info("batch %s state=%s", run.batch.id, run.batch.state)
+        finally:
+            del self._running[run.batch.id]
+            self.call()

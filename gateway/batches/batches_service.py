@@ -1,0 +1,189 @@
+"""/v1/batches: files of requests that are answered within a day.
+
+Comes in: whose key it is, and a body or query. Goes out: OpenAI's objects as JSON. The file is one
+of purpose `batch` (gateway/files/); what comes of it is batch_run.py's. Whose a batch is, is the
+rule of files: the tenant's, and not older than files are kept.
+"""
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from gateway.api.bodies import decode_body, invalid, unsupported
+from gateway.api.wire import small_field
+from gateway.auth.directory import Directory
+from gateway.batches.batch_input import ENDPOINTS
+from gateway.batches.batch_output import batch_object
+from gateway.batches.batch_run import BatchParts
+from gateway.batches.batch_runner import BatchRunner
+from gateway.batches.batch_store import BatchStore
+from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, ApiError
+from gateway.files.file_access import FileAccess
+from gateway.files.file_fields import BATCH, expires_in
+from gateway.files.files_service import FilesService
+from gateway.files.uploads_service import ExpiresAfter
+from gateway.settings.settings import Settings
+from gateway.types import Answer, Call, Principal
+from registry.state.batches import BatchRecord
+
+ID_PREFIX = "batch_"
+WINDOW_S = 86_400.0
+USUAL_PAGE, MAX_PAGE = 20, 100
+RECOVERY_MARGIN_S = 2.0
+_NOTHING = msgspec.Raw(b"null")
+_encode = msgspec.json.Encoder().encode
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: Literal["24h"]
+    metadata: msgspec.Raw = _NOTHING
+    output_expires_after: ExpiresAfter | None = None
+
+
+_decoder = msgspec.json.Decoder(BatchBody)
+_Detail = Annotated[str, msgspec.Meta(max_length=512)]
+_details_decoder = msgspec.json.Decoder(
+    Annotated[dict[str, _Detail], msgspec.Meta(max_length=16)] | None
+)
+
+
+class BatchesService:
+    """One object per gateway process. All that is asked for a `principal` raises ApiError."""
+
+    def __init__(
+        self, access: FileAccess, store: BatchStore, runner: BatchRunner, max_batches: int
+    ) -> None:
+        self._access = access
+        self._store = store
+        self._runner = runner
+        self._max_batches = max_batches
+
+    def start(self) -> None:
+        """Before requests come."""
+        self._runner.start()
+
+    async def close(self) -> None:
+        """When no more requests come."""
+        await self._runner.close()
+
+    async def create(self, principal: Principal, body: bytes) -> bytes:
+        """A new batch, which is validated next."""
+        access, asked = self._access, decode_body(_decoder, body)
+        access.check_keeps(principal)
+        if asked.endpoint not in ENDPOINTS:
+            message = f"endpoint must be one of {', '.join(ENDPOINTS)}"
+            raise invalid("endpoint", message)
+        details = small_field("metadata", asked.metadata, _details_decoder) or {}
+        after, viewer = asked.output_expires_after, access.viewer(principal)
+        record = BatchRecord(
+            id=ID_PREFIX + secrets.token_hex(16),
+            tenant_id=principal.tenant_id,
+            key_id=principal.key_id,
+            endpoint=asked.endpoint,
+            model="",
+            input_file_id=asked.input_file_id,
+            state="validating",
+            details=details,
+            created_at=viewer.now_at,
+            expires_at=viewer.now_at + WINDOW_S,
+            output_expires_s=expires_in(after.anchor, str(after.seconds)) if after else None,
+        )
+
+        def create() -> bool | None:
+            file = access.store.get(viewer, asked.input_file_id)
+            if file.purpose != BATCH:
+                return None
+            return self._store.create(record, self._max_batches)
+
+        made = await access.read(principal, "file", asked.input_file_id, create)
+        if made is None:
+            message = f"the input file must have the purpose {BATCH!r}: send it again with that"
+            raise invalid("input_file_id", message)
+        if not made:
+            most = f"{self._max_batches} batches that have not ended, which is the maximum"
+            raise ApiError(INSUFFICIENT_QUOTA, f"the tenant has {most}: wait for one, or cancel it")
+        self._runner.call()
+        return _encode(batch_object(record))
+
+    async def retrieve(self, principal: Principal, batch_id: str) -> bytes:
+        """One batch."""
+        viewer = self._access.viewer(principal)
+        return await self._shown(principal, batch_id, lambda: self._store.get(viewer, batch_id))
+
+    async def cancel(self, principal: Principal, batch_id: str) -> bytes:
+        """Nothing more of it is begun. What was answered stays, in its output file."""
+        viewer = self._access.viewer(principal)
+        shown = await self._shown(principal, batch_id, lambda: self._store.cancel(viewer, batch_id))
+        self._runner.call()
+        return shown
+
+    async def listed(self, principal: Principal, params: Mapping[str, Sequence[str]]) -> bytes:
+        """A page of them, the newest first."""
+        for name in params.keys() - {"limit", "after"}:
+            raise unsupported(name)
+        limit = params.get("limit", [str(USUAL_PAGE)])[-1]
+        is_number = limit.isascii() and limit.isdecimal() and len(limit) <= 3
+        if not (is_number and 1 <= int(limit) <= MAX_PAGE):
+            raise invalid("limit", f"limit must be a whole number from 1 to {MAX_PAGE}")
+        after, viewer = params.get("after", [""])[-1], self._access.viewer(principal)
+
+        def work() -> bytes:
+            found = self._store.listed(viewer, int(limit), after)
+            return _encode(_page(found, int(limit)))
+
+        try:
+            return await self._access.read(principal, "batch", after, work)
+        except ApiError as error:
+            if error.kind == NOT_FOUND:
+                raise invalid("after", f"after: no batch has the id {after[:80]!r}") from error
+            raise
+
+    async def _shown(
+        self, principal: Principal, batch_id: str, work: Callable[[], BatchRecord]
+    ) -> bytes:
+        return _encode(batch_object(await self._access.read(principal, "batch", batch_id, work)))
+
+
+def _page(found: Sequence[BatchRecord], limit: int) -> dict[str, Any]:
+    shown = found[:limit]
+    return {
+        "object": "list",
+        "data": [batch_object(record) for record in shown],
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": len(found) > limit,
+    }
+
+
+def build_batches(
+    settings: Settings,
+    files: FilesService,
+    directory: Directory,
+    run: Callable[[Call], Awaitable[Answer]],
+    owner: str,
+    now_s: Callable[[], float],
+    now_at: Callable[[], float],
+) -> BatchesService:
+    """Of one gateway process, which `owner` names in all its lives."""
+    access = files.access
+    store = BatchStore(access.store)
+    parts = BatchParts(
+        store,
+        access.threads,
+        run,
+        directory,
+        settings.max_body_bytes,
+        settings.batch_lines,
+        access.expires_at,
+        now_s,
+        now_at,
+    )
+    first_look_s = settings.ledger_recovery_wait_s + RECOVERY_MARGIN_S
+    runner = BatchRunner(parts, owner, settings.max_batches_running, first_look_s)
+    return BatchesService(access, store, runner, settings.max_batches)
