@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 from sqlalchemy import func, select
 
+from engine.objects.folder_store import OWNER_FILE
 from gateway.settings.settings import Settings
 from registry.accounts.api_keys import KeyRecord
 from registry.session import make_engine, reading
@@ -77,7 +78,7 @@ async def content(client: Client, file_id: str, key: str = KEY) -> tuple[int, by
 def objects_of(settings: Settings) -> list[Path]:
     """What is in the folder for objects, half-written files included."""
     root = settings.objects_path(settings.data_path)
-    return [path for path in root.rglob("*") if path.is_file()]
+    return [path for path in root.rglob("*") if path.is_file() and path.name != OWNER_FILE]
 
 
 def usage(settings: Settings, tenant_id: str = "ten_1") -> FileUsage:
