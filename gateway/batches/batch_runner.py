@@ -32,7 +32,8 @@ class BatchRunner:
     ) -> None:
         """`owner`: this process, in its next life too; "": it is known by no name. `first_look_s`:
         after `start`."""
-        self._prefix = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-" if owner else ""
+        self._owner = owner
+        self._prefix = ""
         self._has_looked = False
         self._parts = parts
         self._max_running = max_running
@@ -45,6 +46,8 @@ class BatchRunner:
 
     def start(self) -> None:
         """Before requests come."""
+        if self._owner:
+            self._prefix = hashlib.sha256(self._owner.encode()).hexdigest()[:16] + "-"
         self._looking = asyncio.create_task(self._look_for_ever())
 
     def call(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from gateway.api.bodies import invalid
-from gateway.errors import INSUFFICIENT_QUOTA, NOT_FOUND, UNSUPPORTED_PARAMETER, ApiError
-from gateway.files.file_store import FileStore, QuotaReached, UploadOver
+from gateway.errors import CONFLICT, INSUFFICIENT_QUOTA, NOT_FOUND, UNSUPPORTED_PARAMETER, ApiError
+from gateway.files.file_store import FileHeld, FileStore, QuotaReached, UploadOver
 from gateway.settings.settings import Settings
 from gateway.settings.state_settings import DAY_S
 from gateway.state.state_threads import StateThreads
@@ -64,6 +64,9 @@ class FileAccess:
             name = what.capitalize()
             message = f"No such {name} object: {own_id[:80]}. It may have expired or been deleted"
             raise ApiError(NOT_FOUND, message, "id") from error
+        except FileHeld as error:
+            message = "a batch is still to read the file: wait for its end, or cancel it"
+            raise ApiError(CONFLICT, message) from error
         except QuotaReached as error:
             raise self._quota() from error
         except UploadOver as error:

@@ -18,7 +18,7 @@ from gateway.files.file_fields import FilePage
 from gateway.state.state_threads import Damaged
 from registry.errors import NotFound
 from registry.session import appending, reading
-from registry.state import file_quota, files, uploads
+from registry.state import batches, file_quota, files, uploads
 from registry.state.file_quota import FileBounds, FileReservation
 from registry.state.files import FileRecord, FileViewer
 from registry.state.uploads import UploadPartRecord, UploadRecord
@@ -30,6 +30,10 @@ ACTOR = "gateway"
 
 class UploadOver(Exception):
     """An upload has ended, or has as many parts as it may."""
+
+
+class FileHeld(Exception):
+    """A batch is still to read the file."""
 
 
 class QuotaReached(Exception):
@@ -98,8 +102,10 @@ class FileStore:
             )
 
     def remove(self, viewer: FileViewer, file_id: str) -> None:
-        """Delete one file."""
+        """Delete one file. Raises FileHeld."""
         with appending(self.engine, ACTOR) as session:
+            if batches.is_input(session, viewer.tenant_id, file_id):
+                raise FileHeld
             record = files.remove(session, viewer, file_id)
         self.discard([record.object_name])
 

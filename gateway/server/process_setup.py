@@ -169,6 +169,8 @@ def set_up_logging(process: str = "") -> None:
     logging.captureWarnings(True)
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    # Of each malformed form, which its sender is answered.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -156,9 +156,13 @@ class StateSweeper:
         """Files, and parts of uploads. Where none are kept, all."""
         days = self._file_retention_days
         since_at = now_at - days * DAY_S if days else math.inf
+        with reading(self._engine) as session:
+            without = batches.input_files(session) if days else set()
         removals: tuple[Callable[[Session], Sequence[str]], ...] = (
             lambda session: uploads.expire(session, now_at, limit=BATCH),
-            lambda session: files.remove_expired(session, now_at, since_at, limit=BATCH),
+            lambda session: files.remove_expired(
+                session, now_at, since_at, limit=BATCH, without=without
+            ),
         )
         num = 0
         for remove in removals:

@@ -185,6 +185,19 @@ def listed(session: Session, viewer: FileViewer, *, limit: int, after: str) -> l
     return [record_of(BatchRecord, row) for row in session.execute(ordered)]
 
 
+def input_files(session: Session) -> set[str]:
+    """Ids of the files that batches are still to read."""
+    query = select(_table.input_file_id).where(_table.state.in_(ACTIVE))
+    return set(session.execute(query).scalars())
+
+
+def is_input(session: Session, tenant_id: str, file_id: str) -> bool:
+    """Whether a batch of this tenant is still to read the file."""
+    mine = _table.tenant_id == tenant_id, _table.input_file_id == file_id
+    query = select(_table.id).where(*mine, _table.state.in_(ACTIVE)).limit(1)
+    return session.execute(query).first() is not None
+
+
 def cancel(session: Session, viewer: FileViewer, batch_id: str, now_at: float) -> BatchRecord:
     """Nothing more of it is begun; one that is finalized or has ended stays as it is. Raises
     NotFound."""

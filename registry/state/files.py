@@ -129,18 +129,23 @@ def remove(session: Session, viewer: FileViewer, file_id: str) -> FileRecord:
 
 
 def remove_expired(
-    session: Session, now_at: float, since_at: float, *, limit: int
+    session: Session,
+    now_at: float,
+    since_at: float,
+    *,
+    limit: int,
+    without: Collection[str] = (),
 ) -> Sequence[str]:
-    """Delete rows that have expired, are older than files are kept, or are of tenants for whom
-    nothing is stored, at most so many. Returns the names of their objects, for the caller to
-    delete."""
+    """Delete rows that have expired or are older than files are kept, but for those of the ids
+    `without`; and all rows of tenants for whom nothing is stored; at most so many. Returns the
+    names of their objects, for the caller to delete."""
     keep_nothing = select(Tenant.id).where(Tenant.response_retention_days == 0)
     old = (
         select(_table.id)
         .where(
             or_(
-                _table.expires_at <= now_at,
-                _table.created_at < since_at,
+                or_(_table.expires_at <= now_at, _table.created_at < since_at)
+                & _table.id.not_in(without),
                 _table.tenant_id.in_(keep_nothing),
             )
         )

@@ -342,6 +342,28 @@ async def test_openais_client(kit: Kit, client: Client) -> None:
         assert [each.id async for each in sdk.batches.list()] == [batch.id]
 
 
+async def test_a_file_stays_until_its_batch_has_ended(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = silent
+    batch = await begun(client, [line("a")])
+    path = f"/v1/files/{batch['input_file_id']}"
+    status, body = await call(client, "DELETE", path)
+    assert (status, body["error"]["code"]) == (409, "conflict")
+    await call(client, "POST", f"{ALL}/{batch['id']}/cancel")
+    await ended(client, batch["id"])
+    assert (await call(client, "DELETE", path))[0] == 200
+
+
+async def test_a_file_that_is_lost_fails_its_batch(tmp_path: Path) -> None:
+    kit = batch_kit(tmp_path, max_batches_running=0)
+    async with client_of(kit) as client:
+        batch = await begun(client, [line("a")])
+        for path in objects_of(kit.edge.services.settings):
+            path.unlink()
+        kit.edge.batches._runner._max_running = 1
+        done = await ended(client, batch["id"])
+        assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "invalid_file")
+
+
 async def test_a_tenant_has_so_many_batches(tmp_path: Path) -> None:
     kit = batch_kit(tmp_path, max_batches=1, max_batches_running=0)
     async with client_of(kit) as client:

@@ -452,3 +452,25 @@ async def test_the_openapi_document_tells_the_answers(kit: Kit, client: Client) 
         check(found, where, status, body, method.lower())
     forms = found["paths"][ALL]["post"]["requestBody"]["content"]["multipart/form-data"]
     assert forms["schema"]["required"] == ["file", "purpose"]
+
+
+@pytest.mark.parametrize("name", ["receive_timeout_s", "file_body_timeout_s"])
+async def test_a_body_that_takes_too_long_leaves_nothing(tmp_path: Path, name: str) -> None:
+    kit = file_kit(tmp_path, **{name: 0.3})
+    settings = kit.edge.services.settings
+    is_over = asyncio.Event()
+
+    async def chunks() -> Any:
+        """Bytes come all the time, or none after the first."""
+        yield raw(PURPOSE, FILE, end="")[:-2]
+        while not is_over.is_set():
+            if name == "file_body_timeout_s":
+                yield b"x"
+            await asyncio.sleep(0.01)
+
+    async with client_of(kit) as client:
+        headers = {"content-type": "multipart/form-data; boundary=b"}
+        status, body = await call(client, "POST", ALL, data=chunks(), headers=headers)
+        is_over.set()
+        assert (status, body["error"]["code"]) == (408, "request_timeout")
+        assert (usage(settings), objects_of(settings)) == (FileUsage(), [])

@@ -214,7 +214,7 @@ async def test_other_media(client: Client) -> None:
 
 async def test_paths_and_methods_that_are_not_served(client: Client) -> None:
     headers = {"api-key": KEY}
-    for path in ("/v1/batches", "/", "/v1/chat/completions/", "/v1/chat"):
+    for path in ("/v1/moderations", "/", "/v1/chat/completions/", "/v1/chat"):
         status, error = await error_of(client.session.get(client.base + path, headers=headers))
         assert (status, error["code"]) == (404, "not_found")
     for path in ("/v1/chat/completions", "/v1/models", "/health/live", "/admin/sign-in"):

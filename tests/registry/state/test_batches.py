@@ -120,6 +120,17 @@ def test_states_change_from_those_that_are_named(engine: Engine) -> None:
     assert claim(engine, "t", 9999.0) is None, "it has ended"
 
 
+def test_files_are_held_until_their_batch_has_ended(engine: Engine) -> None:
+    add(engine, NEW)
+    claim(engine, "t", 1000.0)
+    for is_held in (True, False):
+        with appending(engine, "test") as session:
+            assert batches.is_input(session, "ten_1", "file-1") == is_held
+            assert not batches.is_input(session, "ten_2", "file-1")
+            assert batches.input_files(session) == ({"file-1"} if is_held else set())
+            batches.change(session, "batch_1", "t", batches.ACTIVE, state="failed")
+
+
 def test_a_segment_and_its_bits_come_together(engine: Engine) -> None:
     add(engine, NEW)
     claim(engine, "t", 1000.0)

@@ -1,6 +1,7 @@
 """Rows of files and uploads, on both databases: whose they are, what they may take, how each ends
 once."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -123,6 +124,13 @@ def test_bytes_and_numbers_are_reserved_and_settled(engine: Engine) -> None:
     assert check_integrity(engine) == FileUsage(5, 704)
 
 
+def test_many_at_a_time_do_not_exceed_the_bounds(engine: Engine) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda n: reserve(engine, f"file-{n}", 300), range(12)))
+    assert sum(made) == 3
+    assert check_integrity(engine) == FileUsage(3, 900)
+
+
 def test_a_reservation_of_a_dead_process_ends(engine: Engine) -> None:
     assert reserve(engine, "file-1", 10)
     assert reserve(engine, "file-2", 10, expires_at=3000.0)
@@ -152,6 +160,9 @@ def test_what_is_not_kept_is_removed(engine: Engine) -> None:
     assert ids(engine) == ["file-4"]
     assert check_integrity(engine) == FileUsage(1, 100)
     assert check_integrity(engine, own.id) == FileUsage()
+    with appending(engine, "test") as session:
+        kept = {"limit": 9, "without": ["file-4"]}
+        assert files.remove_expired(session, 9e9, 9e9, **kept) == []  # type: ignore[arg-type]
     with reading(engine) as session:
         assert files.without_row(session, [*names, "ten_1/files/file-4"]) == set(names)
 
