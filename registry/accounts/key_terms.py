@@ -2,7 +2,8 @@
 
 Scopes deny by default; what a key does not name it may not do:
 
-    inference   to ask models
+    inference   to ask models; what is stored of their answers is part of it
+    responses   to read, change and delete stored responses and conversations, without asking models
     usage       to read its own tenant's usage and costs
 
 Networks are CIDR blocks of IPv4 and IPv6, and single addresses. An IPv4 address in IPv6's notation
@@ -117,7 +118,13 @@ class KeyChanges:
 
 INFERENCE = "inference"
 USAGE = "usage"
-SCOPES = frozenset({INFERENCE, USAGE})
+RESPONSES = "responses"
+SCOPES = frozenset({INFERENCE, RESPONSES, USAGE})
+
+
+def allows(scopes: frozenset[str], scope: str) -> bool:
+    """Whether a key with these may do what needs this one."""
+    return scope in scopes or (scope == RESPONSES and INFERENCE in scopes)
 
 
 def checked_scopes(names: Iterable[str]) -> list[str]:
