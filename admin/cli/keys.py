@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--scopes",
         default=INFERENCE,
         metavar="A,B",
-        help="what the key may do: inference, usage, files (default: inference)",
+        help="what the key may do: inference, responses, usage, files (default: inference)",
     )
     add_cache_options(create)
     add_limit_options(create, default=0)

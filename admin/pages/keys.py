@@ -20,7 +20,14 @@ from admin.web.forms import Field, Form, day_of, day_text
 from admin.web.request import PageRequest, PageRoute, StreamRoute
 from admin.web.tables import Column, Filter, TableSpec, table_state
 from registry.accounts.api_keys import KeyRecord
-from registry.accounts.key_terms import FILES, INFERENCE, USAGE, KeyCache, KeyChanges
+from registry.accounts.key_terms import (
+    FILES,
+    INFERENCE,
+    RESPONSES,
+    USAGE,
+    KeyCache,
+    KeyChanges,
+)
 from registry.base import base32, random_token
 from registry.errors import AlreadyExists, NotFound
 from registry.lists.keys import STATES, KeyFilter
@@ -305,6 +312,8 @@ def key_fields(request: PageRequest, tenant: str, tenants: Sequence[str]) -> tup
         Field("tenant", "Tenant", required=True, value=tenant, suggestions=tenants,
               help="The tenant to bill: name or id."),
         Field(INFERENCE, "Can send requests to models", "checkbox", value="1"),
+        Field(RESPONSES, "Can read and delete stored responses", "checkbox",
+              help="Part of sending requests to models. Alone it asks no models."),
         Field(USAGE, "Can read its tenant's usage", "checkbox"),
         Field(FILES, "Can store, read and delete its tenant's files", "checkbox"),
         *bound_fields(request, None),
@@ -379,7 +388,11 @@ def bound_fields(request: PageRequest, key: KeyRecord | None) -> tuple[Field, ..
 def read_key(form: Form, now_at: float, key: KeyRecord | None = None) -> KeyBounds:
     """What stands in it; errors are in the form."""
     names = {field.name for field in form.fields}
-    scopes = [scope for scope in (INFERENCE, USAGE, FILES) if scope in names and form.is_on(scope)]
+    scopes = [
+        scope
+        for scope in (INFERENCE, RESPONSES, USAGE, FILES)
+        if scope in names and form.is_on(scope)
+    ]
     if INFERENCE in names and not scopes:
         form.errors[INFERENCE] = "Select at least one permission."
     expires_at = day_of(form, "expires")

@@ -168,6 +168,9 @@ async def answer(prepared: EncodePrepared, rows: Rows) -> list[bytes]:
         "model": request.model.name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
+    if asked.style == "ollama_one":
+        [row] = rows
+        return [_encode({"embedding": row.tolist()})]
     items: Iterable[Any]
     name = "results" if asked.kind == "rerank" else "data"
     if asked.style == "ollama":

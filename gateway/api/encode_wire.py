@@ -108,8 +108,8 @@ class EncodeAsk:
     return_documents: bool = True
     priority: int = 0
     ignored: tuple[str, ...] = ()
-    style: Literal["openai", "ollama"] = "openai"
-    """How an embedding is answered."""
+    style: Literal["openai", "ollama", "ollama_one"] = "openai"
+    """How an embedding is answered; the last: one alone."""
 
     @property
     def param(self) -> str:

@@ -22,7 +22,7 @@ from gateway.settings.http_settings import OPEN
 from gateway.types import CacheMode, CachePolicy, HostedModel, Principal
 from registry.accounts import api_keys
 from registry.accounts.api_keys import KeyRecord
-from registry.accounts.key_terms import INFERENCE, within
+from registry.accounts.key_terms import INFERENCE, allows, within
 
 _BEARER = "bearer "
 # LiteLLM looks for the first four words to tell a wrong key from a wrong request.
@@ -86,7 +86,7 @@ def _allowed(record: KeyRecord, client: str, scope: str) -> Principal:
             "ask the owner of the key to allow it"
         )
         raise ApiError(IP_NOT_AUTHORIZED, message)
-    if scope not in record.scopes:
+    if not allows(record.scopes, scope):
         message = f"this API key does not have the scope {scope!r}: use a key that has it"
         raise ApiError(FORBIDDEN, message)
     return _principal(record)

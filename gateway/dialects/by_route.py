@@ -64,6 +64,8 @@ OLLAMA_GENERATE = replace(
     format=OllamaFormat(is_chat=False),
     names=OLLAMA_GENERATE_NAMES,
 )
+OLLAMA_EMBEDDINGS = replace(OLLAMA_GENERATE, name="ollama_embeddings")
+"""Of the older route; its answers are encoders'."""
 DIALECTS = {
     dialect.name: dialect
     for dialect in (CHAT, COMPLETION, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE)

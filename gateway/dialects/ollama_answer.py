@@ -52,6 +52,7 @@ class OllamaAnswer:
 
     def __init__(self, prepared: Prepared, is_chat: bool) -> None:
         self._is_chat = is_chat
+        self._is_load = prepared.request.only_prompt
         created = datetime.fromtimestamp(prepared.request.created_at, UTC)
         self._head = {
             "model": prepared.request.model.name,
@@ -113,6 +114,8 @@ class OllamaAnswer:
         return {"response": said.pop("content", ""), **said}
 
     def _last(self, said: dict[str, Any], end: ChoiceEnd, usage: UsageFigures) -> bytes:
+        if self._is_load:
+            return _encode({**self._head, **self._body({}), "done": True, "done_reason": "load"})
         elapsed, first = round(usage.elapsed_s * _NS), round(usage.first_token_s * _NS)
         return _encode(
             {

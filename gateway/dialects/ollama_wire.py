@@ -1,4 +1,4 @@
-"""What callers may send to Ollama's /api/chat, /api/generate and /api/embed. Part of stage 2.
+"""What callers may send to Ollama's /api/chat, /api/generate, /api/embed. Part of stage 2.
 
 Comes in: a body. Goes out: a `WireRequest` or an `EncodeAsk` as OpenAI's routes make one, or an
 ApiError that names the field. What differs:
@@ -35,6 +35,7 @@ from gateway.api.tool_types import (
 )
 from gateway.api.wire import Message, WireRequest
 from gateway.api.wire_body import MAX_MESSAGES, MAX_STOP_CHARS
+from gateway.errors import UNSUPPORTED_PARAMETER, ApiError
 from gateway.sealing.seals import TenantSeal
 
 LATEST = ":latest"
@@ -94,14 +95,14 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     """POST /api/chat."""
 
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[_Message], msgspec.Meta(max_length=MAX_MESSAGES)] = []
     tools: Tools | None = None
 
 
 class OllamaGenerateBody(_Common, forbid_unknown_fields=True, kw_only=True):
     """POST /api/generate."""
 
-    prompt: Annotated[str, msgspec.Meta(min_length=1)]
+    prompt: str = ""
     system: str | None = None
     raw: bool | None = None
     images: msgspec.Raw = _NOTHING
@@ -117,6 +118,15 @@ class OllamaEmbedBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     input: msgspec.Raw
     truncate: bool | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
+    keep_alive: msgspec.Raw = _NOTHING
+    options: msgspec.Raw = _NOTHING
+
+
+class OllamaEmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """POST /api/embeddings, which /api/embed has taken the place of."""
+
+    model: _Model
+    prompt: Annotated[str, msgspec.Meta(min_length=1)]
     keep_alive: msgspec.Raw = _NOTHING
     options: msgspec.Raw = _NOTHING
 
@@ -142,11 +152,14 @@ _MESSAGES = Shape(
 _CHAT = Shape(OllamaChatBody.__struct_fields__, {"messages": _MESSAGES}, {"options": _OPTIONS})
 _GENERATE = Shape(OllamaGenerateBody.__struct_fields__, objects={"options": _OPTIONS})
 _EMBED = Shape(OllamaEmbedBody.__struct_fields__)
+_EMBEDDINGS = Shape(OllamaEmbeddingsBody.__struct_fields__)
 _SHOW = Shape(ShowBody.__struct_fields__)
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
 _embed_decoder = msgspec.json.Decoder(OllamaEmbedBody)
+_embeddings_decoder = msgspec.json.Decoder(OllamaEmbeddingsBody)
 _show_decoder = msgspec.json.Decoder(ShowBody)
+_NO_TIME = (b"0", b'"0"', b'"0s"', b'"0m"')
 _any_decoder = msgspec.json.Decoder()
 _encode = msgspec.json.Encoder().encode
 
@@ -155,6 +168,8 @@ def decode_chat(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireReque
     """Raises ApiError."""
     del seal
     asked, told = decode_telling(_chat_decoder, body, _CHAT, tells_unknown)
+    if not asked.messages:
+        return _load(asked, told, len(body))
     messages = tuple(_messages(asked))
     return WireRequest(
         kind="chat",
@@ -175,6 +190,8 @@ def decode_generate(body: bytes, tells_unknown: bool, seal: TenantSeal) -> WireR
     for name in ("images", "context"):
         if getattr(asked, name) not in (_NOTHING, _EMPTY):
             raise unsupported(name)
+    if not asked.prompt:
+        return _load(asked, told, len(body))
     if asked.raw:
         if asked.system or asked.think is not None:
             name = "system" if asked.system else "think"
@@ -207,6 +224,21 @@ def decode_embed(body: bytes, max_inputs: int, tells_unknown: bool = False) -> E
     )
 
 
+def decode_embeddings(body: bytes, tells_unknown: bool = False) -> EncodeAsk:
+    """Of the older route: one text, and one vector as its answer. Raises ApiError."""
+    asked, told = decode_telling(_embeddings_decoder, body, _EMBEDDINGS, tells_unknown)
+    told.tell("keep_alive", asked.keep_alive)
+    told.tell("options", asked.options)
+    return EncodeAsk(
+        "embedding",
+        _name(asked.model),
+        (asked.prompt,),
+        cut=-1,
+        ignored=told.names,
+        style="ollama_one",
+    )
+
+
 def decode_show(body: bytes, tells_unknown: bool = False) -> tuple[str, tuple[str, ...]]:
     """The model that /api/show asks for, and the fields that are told. Raises ApiError."""
     asked, told = decode_telling(_show_decoder, body, _SHOW, tells_unknown)
@@ -215,6 +247,24 @@ def decode_show(body: bytes, tells_unknown: bool = False) -> tuple[str, tuple[st
     if not name:
         raise invalid("model", "model is required")
     return _name(name), told.names
+
+
+def _load(asked: _Common, told: ToldFields, num_bytes: int) -> WireRequest:
+    """Without a prompt or messages the model is to be loaded: a request of one token, whichever it
+    is, that wants none. Raises ApiError where it is to be unloaded."""
+    if bytes(asked.keep_alive) in _NO_TIME:
+        message = "keep_alive: 0 unloads no model here, they make room by themselves: leave it out"
+        raise ApiError(UNSUPPORTED_PARAMETER, message, "keep_alive")
+    told.tell("keep_alive", asked.keep_alive)
+    return WireRequest(
+        kind="completion",
+        model=_name(asked.model),
+        prompt=(0,),
+        max_tokens=0,
+        stream=asked.stream is not False,
+        num_bytes=num_bytes,
+        ignored=told.names,
+    )
 
 
 def _name(name: str) -> str:

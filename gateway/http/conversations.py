@@ -5,8 +5,9 @@
     GET, POST          /v1/conversations/{id}/items       a page of its items, more of them
     GET, DELETE        /v1/conversations/{id}/items/{id}  one of them
 
-They need a key with the scope `inference`. Each counts as a request in the limits of the key, its
-tenant and the server: whatever it is about, the whole list is read, and written by a change.
+They need a key with the scope `responses` or `inference`. Each counts as a request in the limits of
+the key, its tenant and the server: whatever it is about, the whole list is read, and written by a
+change.
 """
 
 from collections.abc import Iterator

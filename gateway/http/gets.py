@@ -32,7 +32,7 @@ from gateway.http.post import client_of
 from gateway.http.usage_reports import Params, UsageReports
 from gateway.pipeline.edge import Edge
 from gateway.types import HostedModel, Principal
-from registry.accounts.key_terms import INFERENCE, USAGE
+from registry.accounts.key_terms import INFERENCE, RESPONSES, USAGE
 
 OWNER = "polyhost"
 _VERSION = metadata.version("polyhost")
@@ -153,10 +153,10 @@ def caller(request: Request, scope: str = INFERENCE) -> Principal:
 
 
 async def counted_caller(request: Request) -> Principal:
-    """The same, of a request that counts in limits though no model computes it. Raises
-    ApiError."""
+    """The same, of a request for stored state that counts in limits though no model computes it.
+    Raises ApiError."""
     edge: Edge = request.app.state.edge
-    principal, state = caller(request), request.state
+    principal, state = caller(request, RESPONSES), request.state
     await edge.limiter.count(principal, f"state-{state.http_id}", state.answer_headers)
     return principal
 

@@ -1,7 +1,8 @@
 """Ollama's routes, where the setting `ollama_key_id` names a key: editors and chat windows made for
 a server on one's own machine send none.
 
-/api/chat, /api/generate, /api/embed     the pipeline, in Ollama's dialect
+/api/chat, /api/generate, /api/embed,    the pipeline, in Ollama's dialect
+/api/embeddings
 /api/tags, /api/ps, /api/show            the models that the caller may use, those that are on a
                                          device, and one of them
 /api/version                             Polyhost's own
@@ -25,7 +26,7 @@ from starlette.routing import Route
 
 from gateway.auth.auth import authenticate_or_use, find_model, has_key, visible_models
 from gateway.dialects import ollama_wire
-from gateway.dialects.by_route import OLLAMA_CHAT, OLLAMA_GENERATE
+from gateway.dialects.by_route import OLLAMA_CHAT, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
 from gateway.errors import FORBIDDEN, ApiError
 from gateway.http import gets
 from gateway.http.own_hosts import LOCALHOST, is_loopback
@@ -55,6 +56,11 @@ class OllamaRoutes:
                 methods=["POST"],
             ),
             Route("/api/embed", embed, methods=["POST"]),
+            Route(
+                "/api/embeddings",
+                Post(edge, "embedding", OLLAMA_EMBEDDINGS, self._handle),
+                methods=["POST"],
+            ),
             Route("/api/tags", self._tags, methods=["GET"]),
             Route("/api/ps", self._loaded, methods=["GET"]),
             Route("/api/show", self._show, methods=["POST"]),

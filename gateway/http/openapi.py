@@ -73,6 +73,7 @@ POSTS: dict[str, tuple[str, Body, Body | None]] = {
     "/api/chat": ("A chat (Ollama)", ollama_wire.OllamaChatBody, None),
     "/api/generate": ("A text (Ollama)", ollama_wire.OllamaGenerateBody, None),
     "/api/embed": ("Vectors (Ollama)", ollama_wire.OllamaEmbedBody, None),
+    "/api/embeddings": ("A vector (Ollama)", ollama_wire.OllamaEmbeddingsBody, None),
     "/api/show": ("A model (Ollama)", ollama_wire.ShowBody, None),
 }
 """By path: what it does, its body, and its answer, where that is told."""

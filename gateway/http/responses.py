@@ -6,9 +6,9 @@
     GET     /v1/responses/{id}/input_items     a page of the items it was made of
     POST    /v1/responses/{id}/cancel          a background response stops
 
-They need a key with the scope `inference`. `input_items` reads up to a thousand objects and counts
-as a request in limits. The others read one or none and take nothing of any limit: who waits for a
-background response asks again and again.
+They need a key with the scope `responses` or `inference`. `input_items` reads up to a thousand
+objects and counts as a request in limits. The others read one or none and take nothing of any
+limit: who waits for a background response asks again and again.
 """
 
 from starlette.requests import Request
@@ -23,7 +23,9 @@ from gateway.http.post import ClientWatch, EventStream
 from gateway.http.usage_reports import Params
 from gateway.pipeline.edge import Edge
 from gateway.state.responses_service import ResponsesService
+from registry.accounts import key_terms
 
+RESPONSES_SCOPE = key_terms.RESPONSES
 KNOWN = {"include", "include[]", "include_obfuscation", "starting_after", "stream"}
 
 
@@ -35,7 +37,7 @@ class Retrieve:
         """ASGI. Raises ApiError."""
         request = Request(scope, receive)
         edge: Edge = request.app.state.edge
-        principal, params = caller(request), params_of(request)
+        principal, params = caller(request, RESPONSES_SCOPE), params_of(request)
         after = _starting_after(params)
         if after is None:
             answer = json_text(await edge.responses.retrieve(principal, _id(request)))
@@ -72,7 +74,7 @@ def _starting_after(params: Params) -> int | None:
 
 async def remove(request: Request) -> Response:
     """What is left of it is its id."""
-    return json_text(await _service(request).remove(caller(request), _id(request)))
+    return json_text(await _service(request).remove(caller(request, RESPONSES_SCOPE), _id(request)))
 
 
 async def input_items(request: Request) -> Response:
@@ -83,7 +85,7 @@ async def input_items(request: Request) -> Response:
 
 async def cancel(request: Request) -> Response:
     """What it is then."""
-    return json_text(await _service(request).cancel(caller(request), _id(request)))
+    return json_text(await _service(request).cancel(caller(request, RESPONSES_SCOPE), _id(request)))
 
 
 def _service(request: Request) -> ResponsesService:

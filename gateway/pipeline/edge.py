@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.batches.batches_service import BatchesService, build_batches
 from gateway.cache.cache_handler import CacheHandler
@@ -93,8 +94,7 @@ class Edge:
 def build_edge(
     services: Services, clocks: Clocks = REAL_CLOCKS, pool: PreparePool | None = None
 ) -> Edge:
-    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own.
-    Raises SealKeyError."""
+    """Build stages 1 to 4, 9 and 10, and register their metrics. `pool`: instead of its own."""
     settings = services.settings
     metrics = Metrics(services.metrics_registry, services.directory.model_names)
     store = services.limit_store
@@ -134,7 +134,7 @@ def build_edge(
             models=services.directory.model_names,
         )
     )
-    seals = Seals(read_keys(settings))
+    seals = Seals(partial(read_keys, settings))
     stages = preparer, encode_preparer, limiter, cache
     pipeline = Pipeline(services, *stages, metrics, cache_metrics, clocks, seals)
     token_requests = TokenRequests(

@@ -26,7 +26,7 @@ from gateway.auth.directory import Directory
 from gateway.cache.embedder import EmbeddingWorker
 from gateway.cache.lookup import AnswerCache
 from gateway.dialects import ollama_wire
-from gateway.dialects.by_route import DIALECTS
+from gateway.dialects.by_route import DIALECTS, OLLAMA_EMBEDDINGS
 from gateway.dialects.dialect import CHAT
 from gateway.errors import ApiError, ClientGone
 from gateway.limits.limits import Limiter
@@ -176,7 +176,9 @@ class Pipeline:
             return await self._preparer.prepare(wanted, *about)
         about = principal, call.headers, _ID_PREFIX[kind] + call.http_id, now_at
         most = self._settings.max_encode_inputs
-        if kind == "embedding" and call.dialect:
+        if kind == "embedding" and call.dialect == OLLAMA_EMBEDDINGS.name:
+            asked = ollama_wire.decode_embeddings(body, self._tells_unknown)
+        elif kind == "embedding" and call.dialect:
             asked = ollama_wire.decode_embed(body, most, self._tells_unknown)
         else:
             asked = encode_wire.decode(kind, body, most, self._tells_unknown)

@@ -16,9 +16,10 @@ import base64
 import binascii
 import hmac
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import TypeAlias
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -29,6 +30,8 @@ from gateway.sealing.master_keys import KEY_BYTES, MasterKey
 
 SEALED, SIGNED = "phs1.", "phm1."
 """Begin what this server made; what has another beginning is other providers'."""
+ReadKeys: TypeAlias = Callable[[], Sequence[MasterKey]]
+"""All master keys, the newest first. Raises SealKeyError."""
 _NONCE_BYTES = 12
 _MAC_BYTES = 16
 
@@ -47,12 +50,21 @@ class _Keys:
 
 
 class TenantSeal:
-    """Seals and opens for one tenant. Pure but for nonces. Texts are Unicode without surrogates."""
+    """Seals and opens for one tenant. Pure but for nonces. Texts are Unicode without surrogates.
+    Keys are derived when they are first needed: most requests need none."""
 
-    def __init__(self, tenant_id: str, keys: Sequence[_Keys]) -> None:
+    def __init__(self, tenant_id: str, read: ReadKeys) -> None:
         self._tenant_id = tenant_id
-        self._keys = {one.key_id: one for one in keys}
-        self._newest = keys[0]
+        self._read = read
+
+    @cached_property
+    def _keys(self) -> dict[str, _Keys]:
+        """By their ids, the newest first."""
+        return {key.id: _derived(key, self._tenant_id) for key in self._read()}
+
+    @property
+    def _newest(self) -> _Keys:
+        return next(iter(self._keys.values()))
 
     def seal(self, text: str, model: str) -> str:
         """The text so that nobody reads or changes it on its way."""
@@ -71,7 +83,8 @@ class TenantSeal:
 
     def sign(self, text: str, model: str) -> str:
         """What says that the text is as it was."""
-        return f"{SIGNED}{self._newest.key_id}.{_spelled(self._mac(self._newest, text, model))}"
+        keys = self._newest
+        return f"{SIGNED}{keys.key_id}.{_spelled(self._mac(keys, text, model))}"
 
     def check(self, signature: str, text: str, model: str) -> None:
         """Raises SealBroken where the signature is not this text's."""
@@ -96,15 +109,16 @@ class TenantSeal:
 
 
 class Seals:
-    """Of a server. Tenants' keys are derived when they are first needed."""
+    """Of a server."""
 
-    def __init__(self, master_keys: Sequence[MasterKey]) -> None:
-        self._master_keys = tuple(master_keys)
+    def __init__(self, read: ReadKeys) -> None:
+        """`read`: called once, when a key is first needed."""
+        self._read = cache(read)
         self.of = lru_cache(1024)(self._of)
         """The tenant's seal, by its id."""
 
     def _of(self, tenant_id: str) -> TenantSeal:
-        return TenantSeal(tenant_id, [_derived(key, tenant_id) for key in self._master_keys])
+        return TenantSeal(tenant_id, self._read)
 
 
 def _derived(master: MasterKey, tenant_id: str) -> _Keys:

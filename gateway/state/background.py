@@ -173,9 +173,12 @@ class BackgroundRuns:
             if last is None:
                 await self._fail(running, ApiError(SERVER_ERROR, LOST))
             else:
+                # A kept answer comes in one piece: its deltas are part of what is stored.
+                running.log.write(last.before)
                 state = cast(ResponseState, last.status)
                 about = replace(running.record, state=state), last.response, running.log.cuts
-                told = last.told(last.response) if await self._finish(*about) else b""
+                if await self._finish(*about):
+                    told = replace(last, before=b"").told(last.response)
         except ClientGone:
             await self._fail(running, ApiError(SERVER_ERROR, LOST))
         except ApiError as error:

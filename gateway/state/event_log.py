@@ -58,7 +58,9 @@ class EventLog:
         self._add(events)
 
     def write(self, event: bytes) -> None:
-        """See Sink. One event or several."""
+        """See Sink. Any number of events."""
+        if not event:
+            return
         if self._on_write is not None:
             on_write, self._on_write = self._on_write, None
             on_write()

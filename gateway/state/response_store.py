@@ -140,11 +140,15 @@ class ResponseStore:
         discard(self._objects, record.object_name)
         return None
 
+    def get(self, viewer: Viewer, response_id: str) -> ResponseRecord:
+        """Its row alone."""
+        with reading(self._engine) as session:
+            return responses.get(session, viewer, response_id)
+
     def read(self, viewer: Viewer, response_id: str) -> tuple[ResponseRecord, StoredBody]:
         """One response."""
         for is_last in (False, True):
-            with reading(self._engine) as session:
-                record = responses.get(session, viewer, response_id)
+            record = self.get(viewer, response_id)
             try:
                 return record, _body_decoder.decode(self._bytes(record))
             except NotFound:

@@ -215,10 +215,19 @@ class ResponsesService:
     def _followed(
         self, viewer: Viewer, response_id: str, starting_after: int, when_gone: WhenGone
     ) -> EventAnswer:
+        begun = b""
+
         async def look() -> SoFar:
+            """While it is made its row says so: its object may be megabytes."""
+            nonlocal begun
+            if begun:
+                get = partial(self._store.get, viewer, response_id)
+                if is_active(await self._read(viewer, response_id, get)):
+                    return SoFar(begun, True)
             read = partial(self._store.read, viewer, response_id)
             record, body = await self._read(viewer, response_id, read)
-            return SoFar(told(record, body), is_active(record), body.cuts)
+            begun = told(record, body)
+            return SoFar(begun, is_active(record), body.cuts)
 
         following = Following(self._background.log_of(response_id), look, starting_after)
         when_gone(following.stop)

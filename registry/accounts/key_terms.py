@@ -2,7 +2,8 @@
 
 Scopes deny by default; what a key does not name it may not do:
 
-    inference   to ask models
+    inference   to ask models; what is stored of their answers is part of it
+    responses   to read, change and delete stored responses and conversations, without asking models
     usage       to read its own tenant's usage and costs
     files       to send, list, read and delete its own tenant's files
 
@@ -119,7 +120,13 @@ class KeyChanges:
 INFERENCE = "inference"
 USAGE = "usage"
 FILES = "files"
-SCOPES = frozenset({INFERENCE, USAGE, FILES})
+RESPONSES = "responses"
+SCOPES = frozenset({INFERENCE, RESPONSES, USAGE, FILES})
+
+
+def allows(scopes: frozenset[str], scope: str) -> bool:
+    """Whether a key with these may do what needs this one."""
+    return scope in scopes or (scope == RESPONSES and INFERENCE in scopes)
 
 
 def checked_scopes(names: Iterable[str]) -> list[str]:

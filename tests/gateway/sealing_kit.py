@@ -5,9 +5,9 @@ from gateway.sealing.seals import Seals, TenantSeal
 from tests.gateway.edge_kit import Kit
 
 MASTER = MasterKey("0123456789ab", b"k" * 32)
-SEAL = Seals([MASTER]).of("ten_1")
+SEAL = Seals(lambda: [MASTER]).of("ten_1")
 
 
 def seal_of(kit: Kit, tenant_id: str = "ten_1") -> TenantSeal:
     """A tenant's, of this server."""
-    return Seals(read_keys(kit.edge.services.settings)).of(tenant_id)
+    return Seals(lambda: read_keys(kit.edge.services.settings)).of(tenant_id)

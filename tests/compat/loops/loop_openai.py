@@ -85,6 +85,39 @@ def test_a_loop_of_responses_with_reasoning_sent_back() -> None:
     assert answer.status == "completed"
 
 
+def test_a_loop_of_responses_with_reasoning_sealed() -> None:
+    """As agents do that keep nothing here: the text of the reasoning is left out."""
+    asked: Any = {"model": MODEL, "tools": [RESPONSE_TOOL], "store": False}
+    asked["include"] = ["reasoning.encrypted_content"]
+    answer = CLIENT.responses.create(input=[{"role": "user", "content": LOOP}], **asked)
+    reasoning, *calls = answer.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.encrypted_content
+    kept = reasoning.model_dump(exclude={"content", "status"})
+    items: Any = [{"role": "user", "content": LOOP}, kept, *calls]
+    for item in calls:
+        assert item.type == "function_call"
+        items.append({"type": "function_call_output", "call_id": item.call_id, "output": "0"})
+    assert CLIENT.responses.create(input=items, **asked).output_text == TEXT
+    items[1]["encrypted_content"] = items[1]["encrypted_content"][:-8] + "AAAAAAA="
+    with pytest.raises(openai.BadRequestError, match="encrypted_content does not open"):
+        CLIENT.responses.create(input=items, **asked)
+
+
+def test_a_background_stream_is_taken_up_again() -> None:
+    turn = script({"reasoning": "Think.", "text": TEXT})
+    stream = CLIENT.responses.create(model=MODEL, input=turn, background=True, stream=True)
+    first = next(iter(stream))
+    stream.close()
+    assert first.type == "response.created"
+    begun = first.response.id
+    with CLIENT.responses.stream(response_id=begun, starting_after=0) as again:
+        events = list(again)
+        final = again.get_final_response()
+    assert [event.sequence_number for event in events] == list(range(1, len(events) + 1))
+    assert final.output_text == CLIENT.responses.retrieve(begun).output_text == TEXT
+
+
 def test_the_helper_for_streams_of_responses() -> None:
     turn = {"reasoning": "Think.", "text": TEXT}
     with CLIENT.responses.stream(model=MODEL, input=script(turn)) as stream:

@@ -112,7 +112,7 @@ def test_thinking_is_taken_back_with_its_own_signature_only() -> None:
         {**thinking, "thinking": "ha"},
         {**thinking, "signature": "phm1.00"},
         {**thinking, "signature": SEAL.sign("hm", "other")},
-        {**thinking, "signature": Seals([MASTER]).of("ten_2").sign("hm", "m")},
+        {**thinking, "signature": Seals(lambda: [MASTER]).of("ten_2").sign("hm", "m")},
     ):
         with pytest.raises(ApiError) as caught:
             asked(USER, assistant(changed, TEXT), USER)

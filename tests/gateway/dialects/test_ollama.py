@@ -122,7 +122,8 @@ async def test_a_loop_of_calls_without_ids(tmp_path: Path) -> None:
     ("path", "body", "word"),
     [
         ("/api/chat", {"model": "nobody", "messages": [USER]}, "nobody"),
-        ("/api/chat", {**CHAT, "messages": []}, "messages"),
+        ("/api/chat", {**CHAT, "messages": [], "keep_alive": 0}, "keep_alive"),
+        ("/api/generate", {"model": "tiny", "keep_alive": "0s"}, "keep_alive"),
         ("/api/chat", {**CHAT, "messages": [{**USER, "images": ["aGk="]}]}, "images"),
         ("/api/chat", {**CHAT, "messages": [{"role": "tool", "content": "x"}]}, "call"),
         ("/api/chat", {**CHAT, "messages": [{**USER, "role": "assistant", "tool_calls": [
@@ -250,6 +251,33 @@ async def test_embeddings(tmp_path: Path) -> None:
         long = {"model": "embed", "input": "the cat " * 40}
         assert (await ask(client, "/api/embed", long))[0] == 200
         assert (await ask(client, "/api/embed", {**long, "truncate": False}))[0] == 400
+
+
+async def test_the_older_route_for_one_vector(tmp_path: Path) -> None:
+    kit = make_encoder_kit(tmp_path, ollama_key_id="key_1")
+    async with client_of(kit) as client:
+        body = {"model": "embed", "prompt": "the cat", "options": {"num_ctx": 1}}
+        status, [told] = await ask(client, "/api/embeddings", body)
+        [row] = rows_of(kit.dispatcher.requests[-1].request)
+        assert (status, list(told)) == (200, ["embedding"])
+        np.testing.assert_allclose(told["embedding"], row, rtol=1e-6)
+        for wrong in ({"model": "embed"}, {**body, "input": "a"}, {**body, "model": "nobody"}):
+            status, [told] = await ask(client, "/api/embeddings", wrong)
+            assert (status in (400, 404), list(told)) == (True, ["error"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_without_a_prompt_the_model_is_loaded(kit: Kit, client: Client, stream: bool) -> None:
+    kit.dispatcher.script = kit.speak("x")
+    body = {"model": "tiny:latest", "keep_alive": "5m", "stream": stream}
+    status, [told] = await ask(client, "/api/generate", body)
+    assert (status, told["response"]) == (200, "")
+    status, [said] = await ask(client, "/api/chat", {**body, "messages": []})
+    assert (status, said["message"]) == (200, {"role": "assistant", "content": ""})
+    for line in (told, said):
+        assert (line["model"], line["done"], line["done_reason"]) == ("tiny", True, "load")
+    assert [(p.prompt_tokens, p.completion_tokens) for p in kit.ledger.posted] == [(1, 0)] * 2
+    assert (await ask(client, "/api/generate", {"model": "nobody"}))[0] == 404
 
 
 def test_an_open_server_is_told_about() -> None:

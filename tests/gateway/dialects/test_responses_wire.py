@@ -232,7 +232,7 @@ def test_sealed_reasoning_is_opened() -> None:
     "sealed",
     [
         SEAL.seal("hm", "other"),
-        Seals([MASTER]).of("ten_2").seal("hm", "m"),
+        Seals(lambda: [MASTER]).of("ten_2").seal("hm", "m"),
         SEAL.seal("hm", "m")[:-8] + "AAAAAAA=",
         "phs1.",
         7,

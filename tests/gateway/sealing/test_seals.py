@@ -40,9 +40,9 @@ def test_it_comes_back(text: str) -> None:
 def test_nobody_else_opens_it() -> None:
     sealed, signature = SEAL.seal("hm", "m"), SEAL.sign("hm", "m")
     others = (
-        Seals([MASTER]).of("ten_2"),
-        Seals([OTHER]).of("ten_1"),
-        Seals([MasterKey(MASTER.id, OTHER.key)]).of("ten_1"),
+        Seals(lambda: [MASTER]).of("ten_2"),
+        Seals(lambda: [OTHER]).of("ten_1"),
+        Seals(lambda: [MasterKey(MASTER.id, OTHER.key)]).of("ten_1"),
     )
     for other in others:
         assert not is_opened(other, sealed)
@@ -68,9 +68,9 @@ def test_every_changed_byte_is_seen() -> None:
 
 def test_a_new_key_seals_and_the_old_one_opens() -> None:
     before = SEAL.seal("hm", "m"), SEAL.sign("hm", "m")
-    rotated = Seals([OTHER, MASTER]).of("ten_1")
+    rotated = Seals(lambda: [OTHER, MASTER]).of("ten_1")
     assert rotated.open(before[0], "m") == "hm"
     assert is_signed(rotated, before[1])
     assert rotated.seal("hm", "m").startswith(SEALED + OTHER.id)
     assert not is_opened(SEAL, rotated.seal("hm", "m"))
-    assert is_opened(Seals([OTHER]).of("ten_1"), rotated.seal("hm", "m"))
+    assert is_opened(Seals(lambda: [OTHER]).of("ten_1"), rotated.seal("hm", "m"))

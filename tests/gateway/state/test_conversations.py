@@ -1,6 +1,7 @@
 """Conversations over HTTP: kept, extended by responses, seen by nobody else."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +17,7 @@ from tests.gateway.state.test_background import ended
 from tests.gateway.state.test_responses import OTHER_KEY, call, days, prompt_of, rows
 
 ALL = "/v1/conversations"
+THIRD_KEY = "test-key-for-usage-alone"
 USER = {"type": "message", "role": "user", "content": "Hi"}
 
 
@@ -219,6 +221,26 @@ async def test_items_with_odd_ids_are_found(kit: Kit, client: Client) -> None:
     for item_id in ids:
         path = f"{ALL}/{conversation_id}/items/{quote(item_id, safe='')}"
         assert (await call(client, "GET", path))[1]["id"] == item_id
+
+
+async def test_a_key_for_stored_state_asks_no_models(kit: Kit, client: Client) -> None:
+    kit.dispatcher.script = kit.speak("one")
+    _, told = await ask(client)
+    stored = replace(key_record(OTHER_KEY, "key_2"), scopes=frozenset({"responses"}))
+    other = replace(key_record(THIRD_KEY, "key_3"), scopes=frozenset({"usage"}))
+    kit.use_keys(key_record(), stored, other)
+    status, made = await post(client, ALL, {"items": [USER]}, OTHER_KEY)
+    assert status == 200
+    paths = [f"{URL}/{told['id']}", f"{URL}/{told['id']}/input_items", f"{ALL}/{made['id']}/items"]
+    for path in paths:
+        assert (await call(client, "GET", path, OTHER_KEY))[0] == 200
+        status, body = await call(client, "GET", path, THIRD_KEY)
+        assert (status, body["error"]["code"]) == (403, "permission_denied")
+    status, body = await post(client, URL, {**ASK, "previous_response_id": told["id"]}, OTHER_KEY)
+    assert (status, body["error"]["code"]) == (403, "permission_denied")
+    assert (await call(client, "GET", "/v1/models", OTHER_KEY))[0] == 403
+    assert (await call(client, "DELETE", paths[0], OTHER_KEY))[0] == 200
+    assert len(kit.dispatcher.requests) == 1
 
 
 async def test_each_route_counts_as_a_request(kit: Kit, client: Client) -> None:

@@ -301,6 +301,23 @@ async def test_a_key_leads_to_the_same_events(kit: Kit, client: Client) -> None:
     assert len(kit.dispatcher.requests) == 1
 
 
+async def test_a_kept_answer_is_told_again_as_it_was(kit: Kit, client: Client) -> None:
+    """It comes in one piece, with its last event."""
+    kit.use_keys(key_record(cache_mode="exact"))
+    kit.dispatcher.script = kit.speak("The game is afoot, and so on and on.")
+    told = []
+    for _ in range(2):
+        async with created(client, temperature=0) as reader:
+            live = await reader.rest()
+        check_whole(live)
+        check_told_to_the_end(live)
+        assert await all_of(client, live[0]["response"]["id"]) == live
+        told.append(live[-1]["response"]["output"][0]["content"])
+    assert told[0] == told[1]
+    assert len(kit.dispatcher.requests) == 1
+    assert sum(event["type"].endswith(".delta") for event in live) > 1
+
+
 async def test_openais_own_client(kit: Kit, client: Client) -> None:
     kit.dispatcher.script = kit.speak("Yes, I do.")
     async with openai.AsyncOpenAI(
