@@ -290,9 +290,7 @@ class Preparer:
                     lengths.check_prompt(param, reply.num_tokens)
                 hedge = "" if reply.is_exact else "at least "
                 self._check_length(asked, model, reply.num_tokens, hedge)
-            assert isinstance(reply, Ids), type(
-                reply
-            )  # seen twice on a busy machine, cause unknown
+            assert isinstance(reply, Ids), type(reply)
             return reply
 
         try:

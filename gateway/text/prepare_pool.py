@@ -99,6 +99,12 @@ class _Process:
             return await self._receive(self._socket)
         except (OSError, EOFError) as error:
             raise PrepareSpent(await asyncio.to_thread(self.end)) from error
+        except asyncio.CancelledError:
+            # Its reply would be taken for that of the next job, which may be another tenant's.
+            if self._child is not None:
+                self._child.kill()
+            self.end()
+            raise
         finally:
             watch.cancel()
 

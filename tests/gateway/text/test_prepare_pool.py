@@ -190,6 +190,27 @@ async def test_a_job_whose_caller_left_is_done_and_its_process_used_again(honest
     pool.close()
 
 
+def test_a_job_that_is_cancelled_leaves_its_reply_to_nobody(honest: str) -> None:
+    """An event loop that ends cancels what runs on it; the pool may have another one after."""
+    pool = PreparePool(1, 16, LIMITS)
+
+    async def begin() -> None:
+        await pool.ask(LoadText(honest))
+        task = asyncio.create_task(pool.ask(EncodePrompt(honest, "the other's", MOST)))
+        while not pool._processes[0].is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not task.done()
+
+    async def ask() -> Reply:
+        return await pool.ask(LoadText(honest))
+
+    for _ in range(5):
+        asyncio.run(begin())
+        assert isinstance(asyncio.run(ask()), TextFacts)
+    pool.close()
+
+
 async def test_nobody_waits_for_a_pool_that_is_closed(honest: str) -> None:
     pool = PreparePool(1, 4)
     assert await served(pool, honest)
